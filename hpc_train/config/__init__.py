@@ -1,0 +1,1 @@
+"""The experiment file: its schema, its reading with marks, its rules. Nothing here imports torch."""

@@ -1,0 +1,31 @@
+"""Durations as people write them for Slurm: ``90min``, ``24h``, ``2d``, ``24:00:00``, ``2-12:00:00``."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS_MIN = {"min": 1, "h": 60, "d": 24 * 60}
+_WITH_UNIT = re.compile(r"(\d{1,6})\s*(min|h|d)")
+_CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):(\d{2}):(\d{2})")
+FORMS = "90min, 24h, 2d, 24:00:00 or 2-12:00:00"
+
+
+def parse_duration_min(text: str) -> int:
+    """Return whole minutes, seconds rounded up. Raises ValueError, naming the forms allowed."""
+    if match := _WITH_UNIT.fullmatch(text.strip()):
+        minutes = int(match[1]) * _UNITS_MIN[match[2]]
+    elif match := _CLOCK.fullmatch(text.strip()):
+        days, hours, mins, secs = (int(part or 0) for part in match.groups())
+        if mins > 59 or secs > 59:
+            raise ValueError(f"{text!r} has over 59 minutes or seconds; write {FORMS}")
+        minutes = (days * 24 + hours) * 60 + mins + (secs > 0)
+    else:
+        raise ValueError(f"{text!r} is no duration; write {FORMS}")
+    if minutes < 1:
+        raise ValueError(f"{text!r} is no time at all; write at least 1min")
+    return minutes
+
+
+def format_duration(minutes: int) -> str:
+    """Return minutes in the shortest form that ``parse_duration_min`` reads back."""
+    return f"{minutes // 60}h" if minutes % 60 == 0 else f"{minutes}min"

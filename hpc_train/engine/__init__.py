@@ -1,0 +1,1 @@
+"""The training loop and its parts: optimisation, checkpoints, meters, evaluation."""

@@ -1,0 +1,1 @@
+"""Launcher plug-ins: how the ranks of a run come to be processes on machines. No torch."""

@@ -1,0 +1,1 @@
+"""Logger plug-ins: where rows of metrics go besides ``metrics.jsonl``."""

@@ -1,0 +1,1 @@
+"""Model plug-ins: a name of the file becomes an ``nn.Module``."""

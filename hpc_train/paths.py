@@ -1,0 +1,140 @@
+"""Where everything lies: the one place that spells the name of a file of a run folder (DESIGN §6)."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+#: What an experiment may be called: it names a folder, a Slurm job and a wandb group.
+NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
+_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+
+
+def runs_root() -> Path:
+    """Return the folder of all experiments: ``$HPC_TRAIN_RUNS``, else ``runs`` in the current folder."""
+    return Path(os.environ.get("HPC_TRAIN_RUNS") or "runs").expanduser().absolute()
+
+
+@dataclass(frozen=True)
+class CheckpointPaths:
+    """The files of one checkpoint folder; it counts only once ``manifest`` is there."""
+
+    folder: Path
+
+    @property
+    def manifest(self) -> Path:
+        return self.folder / "manifest.json"
+
+    @property
+    def state(self) -> Path:
+        """Everything that is not a tensor, and where each tensor's pieces lie."""
+        return self.folder / "state.json"
+
+    def shard(self, rank: int) -> Path:
+        return self.folder / f"shard-{rank:05d}.safetensors"
+
+    def shard_index(self, rank: int) -> Path:
+        """What one rank wrote into its shard; merged into ``state`` by rank 0, then removed."""
+        return self.folder / f"shard-{rank:05d}.json"
+
+    @property
+    def step(self) -> int:
+        match = _CHECKPOINT_NAME.fullmatch(self.folder.name)
+        if match is None:
+            raise ValueError(f"{self.folder} is no checkpoint's folder")
+        return int(match[1])
+
+
+@dataclass(frozen=True)
+class AttemptPaths:
+    """The files of one attempt: from one start of all ranks to their end."""
+
+    folder: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.folder.name)
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "attempt.json"
+
+    @property
+    def rendezvous(self) -> Path:
+        """Where rank 0 publishes the address of the store that the others connect to."""
+        return self.folder / "rendezvous.json"
+
+    def log(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.log"
+
+    def error(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.error"
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The files of one run."""
+
+    folder: Path
+
+    @property
+    def experiment(self) -> Path:
+        return self.folder / "experiment.yaml"
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "run.json"
+
+    @property
+    def status(self) -> Path:
+        return self.folder / "status.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def code(self) -> Path:
+        return self.folder / "code"
+
+    @property
+    def wandb(self) -> Path:
+        return self.folder / "wandb"
+
+    @property
+    def cache(self) -> Path:
+        return self.folder / "cache"
+
+    @property
+    def attempts(self) -> Path:
+        return self.folder / "attempts"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def attempt(self, number: int) -> AttemptPaths:
+        return AttemptPaths(self.attempts / str(number))
+
+    def checkpoint(self, step: int) -> CheckpointPaths:
+        return CheckpointPaths(self.checkpoints / f"step-{step:08d}")
+
+    def checkpoint_folders(self) -> list[CheckpointPaths]:
+        """Return the folders named like a checkpoint, committed or not, lowest step first."""
+        if not self.checkpoints.is_dir():
+            return []
+        found = [
+            CheckpointPaths(path)
+            for path in self.checkpoints.iterdir()
+            if _CHECKPOINT_NAME.fullmatch(path.name)
+        ]
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def attempt_folders(self) -> list[AttemptPaths]:
+        """Return the attempts so far, first one first."""
+        if not self.attempts.is_dir():
+            return []
+        found = [AttemptPaths(path) for path in self.attempts.iterdir() if path.name.isdigit()]
+        return sorted(found, key=lambda attempt: attempt.number)

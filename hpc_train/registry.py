@@ -1,0 +1,94 @@
+"""Names → ``module:attr``: the suite's own parts and those that pip packages add by entry points.
+
+Importing this module, or asking which names there are, imports no part. ``load`` does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import entry_points
+
+from hpc_train.errors import BadFileError
+
+#: What can be plugged in; the entry-point group of each is ``hpc_train.<kind>``.
+KINDS = ("models", "datasets", "tasks", "strategies", "loggers", "launchers")
+
+_BUILT_IN: dict[str, dict[str, str]] = {
+    "models": {
+        "timm": "hpc_train.models.timm:build",
+        "torchvision": "hpc_train.models.torchvision:build",
+    },
+    "datasets": {
+        "torchvision": "hpc_train.datasets.torchvision:build",
+        "imagefolder": "hpc_train.datasets.imagefolder:build",
+        "digits": "hpc_train.datasets.digits:build",
+        "synthetic": "hpc_train.datasets.synthetic:build",
+    },
+    "tasks": {"classification": "hpc_train.tasks.classification:Classification"},
+    "strategies": {
+        "ddp": "hpc_train.strategies.ddp:DDPStrategy",
+        "fsdp": "hpc_train.strategies.fsdp:FSDPStrategy",
+    },
+    "loggers": {"wandb": "hpc_train.loggers.wandb:WandbLogger"},
+    "launchers": {"local": "hpc_train.launchers.local:LocalLauncher"},
+}
+
+
+@cache
+def parts(kind: str) -> dict[str, str]:
+    """Return name → ``module:attr`` of every part of a kind; a package can't replace a built-in one."""
+    found = {entry.name: entry.value for entry in entry_points(group=f"hpc_train.{kind}")}
+    return found | _BUILT_IN[kind]
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """Return the choice that ``word`` is most likely a misspelling of."""
+    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return close[0] if close else None
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split ``provider/rest`` at the first slash; a name without one is its own provider, rest empty."""
+    provider, _, rest = name.partition("/")
+    return provider, rest
+
+
+def is_factory(name: str) -> bool:
+    """Tell whether a name of the file is ``package.module:factory`` rather than a provider's."""
+    return ":" in name
+
+
+def load(kind: str, name: str) -> object:
+    """Import and return the part called ``name`` (a provider, an entry point or ``module:attr``).
+
+    Raises BadFileError where there is none of that name or it can't be imported.
+    """
+    target = name if is_factory(name) else parts(kind).get(name)
+    if target is None:
+        known = sorted(parts(kind))
+        hint = nearest(name, known)
+        meant = f"did you mean {hint!r}?" if hint else f"known: {', '.join(known)}"
+        raise BadFileError(f"{kind}: nothing is called {name!r}; {meant}")
+    module, _, attr = target.partition(":")
+    return _attribute(kind, name, module, attr)
+
+
+def _attribute(kind: str, name: str, module: str, attr: str) -> object:
+    try:
+        found: object = importlib.import_module(module)
+        for step in attr.split("."):
+            found = getattr(found, step)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module + ".").startswith(error.name + "."):
+            raise  # the module was found; something that it imports was not
+        raise BadFileError(
+            f"{kind}: {name!r} can't be imported: no module {error.name!r} (python is {sys.executable}); "
+            "install its package there, or mend the name"
+        ) from error
+    except AttributeError as error:
+        raise BadFileError(f"{kind}: module {module!r} has no {attr!r}; mend the name {name!r}") from error
+    return found

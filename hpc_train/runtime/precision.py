@@ -1,0 +1,61 @@
+"""The number formats of ``precision:`` and what each asks of a device."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from hpc_train.errors import BadFileError
+
+
+@dataclass(frozen=True)
+class Precision:
+    """One value of ``precision:``.
+
+    ``param_dtype`` is what parameters and optimizer state are kept in, ``compute_dtype`` what forward
+    and backward run in, ``needs_scaler`` whether gradients would underflow without a GradScaler.
+    """
+
+    name: str
+    param_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    needs_scaler: bool = False
+
+    @property
+    def is_mixed(self) -> bool:
+        return self.param_dtype != self.compute_dtype
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """Return the context that a forward pass runs in where the strategy does not cast by itself."""
+        if not self.is_mixed:
+            return nullcontext()
+        return torch.autocast(device.type, dtype=self.compute_dtype)
+
+
+_ALL = {
+    "fp32": Precision("fp32", torch.float32, torch.float32),
+    "tf32": Precision("tf32", torch.float32, torch.float32),
+    "bf16": Precision("bf16", torch.float32, torch.bfloat16),
+    "fp16": Precision("fp16", torch.float32, torch.float16, needs_scaler=True),
+    "fp64": Precision("fp64", torch.float64, torch.float64),
+}
+
+
+def choose_precision(name: str, device: torch.device) -> Precision:
+    """Return the precision called ``name`` and set torch's matmul mode for it.
+
+    Raises BadFileError where the device has no such format. tf32 is fp32 on a device that has none.
+    """
+    if (
+        name == "bf16"
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        raise BadFileError(
+            f"precision: bf16 is not supported by {torch.cuda.get_device_name(device)}; write fp16, which is"
+        )
+    torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
+    torch.backends.cudnn.allow_tf32 = name == "tf32"
+    return _ALL[name]
