@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import Precision
 
-#: Forward of one micro-batch: the model and the batch → mean loss, shape (). Seeds the random streams itself.
+#: Forward of one micro-batch: model, batch → mean loss, shape (). Seeds the random streams itself.
 LossOf = Callable[[nn.Module, Batch], Tensor]
 #: Backward of a weighted loss; scales it first under fp16.
 Backward = Callable[[Tensor], None]
@@ -61,7 +61,7 @@ class Strategy(Protocol):
 
     def accumulate(self, batches: Sequence[Batch], loss_of: LossOf, backward: Backward) -> Tensor:
         """Run forward and backward of this rank's micro-batches; gradients are afterwards those of
-        the mean over all M. Returns this rank's sum of weight × loss, detached, shape ().
+        the mean over all M. Returns this rank's weighted sum of losses, detached, shape ().
         """
 
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -70,8 +70,13 @@ class Strategy(Protocol):
         Returns the norm before clipping, shape (), float32. Non-finite norms are returned, not raised.
         """
 
+    def share_buffers(self, *, all_persistent: bool) -> None:
+        """Give every rank rank 0's buffers: all that are saved (before an evaluation or a save), or only
+        those that a training forward may read (before a step).
+        """
+
     def piece(self, tensor: Tensor) -> Piece:
-        """Tell which part of which global tensor ``tensor`` (a parameter, a buffer, or optimizer state) is here.
+        """Tell which part of which global tensor (parameter, buffer, optimizer state) this rank holds.
 
         Not collective. ``local`` shares memory with ``tensor``: copying into it changes the tensor.
         """

@@ -1,0 +1,40 @@
+"""When a run is evaluated, saved and logged: functions of the step, so that a resumed run does the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_train.config.schema import CheckpointConfig, EvaluationConfig
+
+#: Where the file says neither steps nor minutes.
+DEFAULT_EVERY_MIN = 10.0
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Which steps are evaluated and saved. ``save_every_s`` is None where steps decide."""
+
+    total_steps: int
+    evaluate_every: int
+    save_every: int | None
+    save_every_s: float | None
+
+    @classmethod
+    def of(
+        cls, evaluation: EvaluationConfig, checkpoint: CheckpointConfig, total_steps: int, steps_per_epoch: int
+    ) -> Cadence:
+        minutes = checkpoint.every_min
+        if minutes is None and checkpoint.every_steps is None:
+            minutes = DEFAULT_EVERY_MIN
+        return cls(
+            total_steps=total_steps,
+            evaluate_every=evaluation.every_steps or (evaluation.every_epochs or 1) * steps_per_epoch,
+            save_every=checkpoint.every_steps,
+            save_every_s=None if minutes is None else minutes * 60,
+        )
+
+    def evaluates(self, step: int) -> bool:
+        return step > 0 and (step % self.evaluate_every == 0 or step == self.total_steps)
+
+    def saves(self, step: int) -> bool:
+        return step == self.total_steps or (self.save_every is not None and step % self.save_every == 0)

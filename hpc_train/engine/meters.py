@@ -1,0 +1,189 @@
+"""What training tells of itself: rows of metrics and ``status.json``, without ever waiting for the device.
+
+Every rank calls ``Meters``; only rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpc_train.engine.metrics_file import MetricsFile
+from hpc_train.loggers.base import Logger, Row
+from hpc_train.errors import HpcTrainError
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.status import RunStatus, write_status
+
+#: Assumed: often enough for a person who watches, rare enough to cost nothing.
+STATUS_EVERY_S = 0.5
+
+
+class NonFiniteLossError(HpcTrainError):
+    """The loss became NaN or infinite."""
+
+
+@dataclass
+class _PendingRow:
+    """A row whose numbers are still on their way from the device."""
+
+    row: Row
+    names: list[str]
+    values: Tensor
+    copied: torch.cuda.Event | None
+
+    def is_ready(self) -> bool:
+        return self.copied is None or self.copied.query()
+
+    def finished(self) -> Row:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.row | dict(zip(self.names, self.values.tolist(), strict=True))
+
+
+class Recorder:
+    """Rank 0's pen: rows go to metrics.jsonl, to the loggers and as plain lines to the rank's log."""
+
+    def __init__(self, metrics: MetricsFile, loggers: list[Logger], log: TextIO) -> None:
+        self.metrics = metrics
+        self._loggers = loggers
+        self._log = log
+
+    def write(self, row: Row) -> None:
+        bad = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        if "loss" in bad:
+            raise NonFiniteLossError(
+                f"the {row['split']} loss is {row['loss']} at step {row['step']}; lower the learning rate, "
+                "clip gradients, or use bf16 or fp32"
+            )
+        row = {name: None if name in bad else value for name, value in row.items()}
+        self.metrics.append(row)
+        for logger in self._loggers:
+            logger.log(row)
+        told = [f"{name} {value:.5g}" for name, value in row.items() if isinstance(value, float) and name != "time"]
+        print(f"{row['split']} step {row['step']} {' '.join(told)}", file=self._log, flush=True)
+
+    def close(self, state: str) -> None:
+        self.metrics.close()
+        for logger in self._loggers:
+            logger.close(state)
+
+
+class Meters:
+    """Collects what a step or an evaluation yields. ``recorder`` is None on all ranks but 0."""
+
+    def __init__(
+        self,
+        attempt: int,
+        global_batch_size: int,
+        steps_per_epoch: int,
+        every_steps: int,
+        recorder: Recorder | None,
+    ) -> None:
+        self._attempt = attempt
+        self._global_batch_size = global_batch_size
+        self._steps_per_epoch = steps_per_epoch
+        self._every_steps = every_steps
+        self._recorder = recorder
+        self._pending: deque[_PendingRow] = deque()
+        self._last_row: tuple[int, float] | None = None
+
+    def train_row_is_due(self, step: int) -> bool:
+        return step % self._every_steps == 0
+
+    def train_row(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor | None) -> None:
+        """Take one step's numbers. Collective: sums ``loss``, the rank's weighted part, over the ranks."""
+        dist.all_reduce(loss)
+        if self._recorder is None:
+            return
+        names, values = ["loss"], [loss]
+        if grad_norm is not None:
+            names, values = [*names, "grad_norm"], [*values, grad_norm.to(loss.dtype)]
+        row = self._head("train", step) | {"lr": lr} | self._rate(step)
+        self._pending.append(_to_host(row, names, torch.stack(values)))
+        self.drain(wait=False)
+
+    def _rate(self, step: int) -> Row:
+        """Return the throughput since the row before; the first row of an attempt has none to start from."""
+        now = time.monotonic()
+        before, self._last_row = self._last_row, (step, now)
+        if before is None:
+            return {}
+        samples = (step - before[0]) * self._global_batch_size
+        return {"samples_per_s": round(samples / (now - before[1]), 2)}
+
+    def val_row(self, step: int, metrics: dict[str, float]) -> None:
+        self.drain(wait=True)
+        if self._recorder is not None:
+            self._recorder.write(self._head("val", step) | metrics)
+
+    def has_val_row(self, step: int) -> bool:
+        """Tell whether the evaluation at ``step`` is written down. On rank 0 only."""
+        return self._recorder is not None and self._recorder.metrics.has("val", step)
+
+    def drain(self, *, wait: bool) -> None:
+        """Write the rows whose numbers have arrived, or wait for all of them."""
+        while self._pending and (wait or self._pending[0].is_ready()):
+            assert self._recorder is not None
+            self._recorder.write(self._pending.popleft().finished())
+
+    def sync(self) -> None:
+        """Put every row on the disk: a checkpoint at this step takes them for granted."""
+        self.drain(wait=True)
+        if self._recorder is not None:
+            self._recorder.metrics.sync()
+
+    def _head(self, split: str, step: int) -> Row:
+        return {
+            "time": round(time.time(), 3),
+            "attempt": self._attempt,
+            "split": split,
+            "step": step,
+            "epoch": round(step / self._steps_per_epoch, 4),
+        }
+
+
+def _to_host(row: Row, names: list[str], values: Tensor) -> _PendingRow:
+    if values.device.type == "cpu":
+        return _PendingRow(row, names, values, copied=None)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return _PendingRow(row, names, host, copied)
+
+
+class StatusWriter:
+    """Keeps ``status.json`` at most a second or one step behind. Rank 0 of the owning attempt only."""
+
+    def __init__(self, paths: RunPaths, attempt: int, total_steps: int, steps_per_epoch: int) -> None:
+        self._paths = paths
+        self._attempt = attempt
+        self._total_steps = total_steps
+        self._steps_per_epoch = steps_per_epoch
+        self._written_at = -math.inf
+
+    def step_done(self, step: int) -> None:
+        if time.monotonic() - self._written_at >= STATUS_EVERY_S:
+            self.write("running", step)
+
+    def write(self, state: str, step: int, reason: str | None = None) -> None:
+        epoch = round(step / self._steps_per_epoch, 4)
+        write_status(
+            self._paths,
+            RunStatus(
+                state=state,
+                step=step,
+                total_steps=self._total_steps,
+                epoch=epoch,
+                attempt=self._attempt,
+                reason=reason,
+            ),
+        )
+        self._written_at = time.monotonic()

@@ -1,0 +1,72 @@
+"""What ddp and fsdp share: a rank's micro-batches one after the other, the last one synchronised.
+
+Legend: R ranks, M micro-batches of a step, S = ⌈M/R⌉ slots of a rank.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.runtime.data_info import Batch
+from hpc_train.strategies.base import Backward, LossOf, Placement
+from hpc_train.strategies.buffers import (
+    broadcast_from_rank_0,
+    buffers_kept,
+    persistent_buffers,
+    training_buffers,
+)
+
+
+class DataParallel(ABC):
+    """Every rank runs the whole forward on its own micro-batches. See ``strategies.base.Strategy``."""
+
+    casts = False
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        self.model: nn.Module
+        self.wrapped: nn.Module
+
+    def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        model.to(self.placement.device, self.placement.precision.param_dtype)
+        if self.placement.channels_last:
+            model.to(memory_format=torch.channels_last)
+        self.model = model
+        self.wrapped = self.wrap(model, blocks)
+        self._read_in_training = list(training_buffers(model).values())
+        self._saved = list(persistent_buffers(model).values())
+        return self.wrapped
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        """Make the model, already on its device, synchronise its gradients."""
+
+    @abstractmethod
+    def synchronised(self, is_last: bool) -> AbstractContextManager[object]:
+        """Return the context of one slot; gradients are averaged over ranks in the last slot's backward."""
+
+    def accumulate(self, batches: Sequence[Batch], loss_of: LossOf, backward: Backward) -> Tensor:
+        total = torch.zeros((), device=self.placement.device, dtype=torch.float64)
+        for slot, batch in enumerate(batches):
+            is_spare = batch.weight == 0
+            kept = buffers_kept(self.model) if is_spare else nullcontext()
+            with self.synchronised(slot == len(batches) - 1), kept:
+                loss = loss_of(self.wrapped, batch)
+                # Averaging over ranks divides by R; the mean over M micro-batches is what is wanted.
+                backward(loss * (batch.weight * self.placement.world_size))
+            total += loss.detach() * batch.weight
+        return total
+
+    def share_buffers(self, *, all_persistent: bool) -> None:
+        buffers = self._saved if all_persistent else self._read_in_training
+        if buffers and self.placement.world_size > 1:
+            broadcast_from_rank_0(buffers)
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)

@@ -1,0 +1,73 @@
+"""``strategy: ddp``: every rank holds the whole model; gradients are averaged in buckets during backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpc_train.runtime.data_info import Batch
+from hpc_train.strategies.base import Backward, LossOf, Piece, Placement
+from hpc_train.strategies.buffers import buffers_kept
+from hpc_train.strategies.data_parallel import DataParallel
+
+#: share_buffers does it, once a step at most. torch 2.15 renames the argument.
+_WITHOUT_BUFFERS: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in signature(DistributedDataParallel).parameters
+    else {"broadcast_buffers": False}
+)
+
+
+class DDPStrategy(DataParallel):
+    """torch's DistributedDataParallel, its bucket layout made the same in every attempt."""
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(placement)
+        self._is_rehearsed = placement.world_size == 1
+
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        if self.placement.world_size == 1:
+            return model
+        device = self.placement.device
+        return DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            **_WITHOUT_BUFFERS,
+        )
+
+    def synchronised(self, is_last: bool) -> AbstractContextManager[object]:
+        if is_last or not isinstance(self.wrapped, DistributedDataParallel):
+            return nullcontext()
+        return self.wrapped.no_sync()
+
+    def accumulate(self, batches: Sequence[Batch], loss_of: LossOf, backward: Backward) -> Tensor:
+        if not self._is_rehearsed:
+            self._rehearse(batches[0], loss_of)
+            self._is_rehearsed = True
+        return super().accumulate(batches, loss_of, backward)
+
+    def _rehearse(self, batch: Batch, loss_of: LossOf) -> None:
+        """Let DDP lay its buckets in the order in which gradients come, before any gradient counts.
+
+        It does so after its first backward. On three ranks and more the order of additions depends on
+        that layout, so without this a resumed run would differ in the last bit from one never stopped.
+        """
+        with buffers_kept(self.model):
+            (loss_of(self.wrapped, batch) * 0).backward()
+        self.model.zero_grad(set_to_none=True)
+
+    def piece(self, tensor: Tensor) -> Piece:
+        shape = tuple(tensor.shape)
+        return Piece(shape, (0,) * len(shape), tensor.detach(), is_writer=self.placement.rank == 0)
+
+    def empty_like(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None) -> Tensor:
+        if like is not None and tuple(shape) == tuple(like.shape):
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return torch.empty(tuple(shape), dtype=dtype)

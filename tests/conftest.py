@@ -1,0 +1,24 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test writes runs or caches outside its own folder, or inherits a rank's environment."""
+    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    for name in list(os.environ):
+        if name.startswith("SLURM_") or name in {
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "MASTER_ADDR",
+            "MASTER_PORT",
+        }:
+            monkeypatch.delenv(name)
