@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 _UNITS_MIN = {"min": 1, "h": 60, "d": 24 * 60}
-_WITH_UNIT = re.compile(r"(\d{1,6})\s*(min|h|d)")
-_CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):(\d{2}):(\d{2})")
+_WITH_UNIT = re.compile(r"(\d{1,6})\s*(min|h|d)", re.ASCII)
+_CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):(\d{2}):(\d{2})", re.ASCII)
 FORMS = "90min, 24h, 2d, 24:00:00 or 2-12:00:00"
 
 

@@ -8,39 +8,83 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
-from hpc_train.config.durations import format_duration, parse_duration_min
+from hpc_train.config.durations import FORMS, format_duration, parse_duration_min
 from hpc_train.paths import NAME_PATTERN
 
 #: ``provider/name``, a bare provider, or ``package.module:factory``.
 PART_NAME_PATTERN = (
     r"[A-Za-z0-9_][A-Za-z0-9_./+-]*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 )
-#: A word that may stand in a ``#SBATCH`` line: no blank, quote, dollar, backquote, newline or control character.
+#: A word that may stand in a ``#SBATCH`` line: no blank, quote, dollar, backquote, control character.
 SLURM_WORD_PATTERN = r"[A-Za-z0-9_.,:@+*&|()\[\]=/~%^-]{1,256}"
 MODULE_PATTERN = r"[A-Za-z0-9_.+/-]{1,128}"
+#: A path that may stand in a batch script.
+SCRIPT_PATH_PATTERN = r"""[^\s'"\\$`;&|<>\x00-\x1f\x7f]{1,1024}"""
 
 
-def _pattern(pattern: str) -> Any:
+def _pattern(pattern: str, rule: str) -> Any:
+    """``rule`` is the pattern in words with an example; editors and our own errors show it."""
     # Anchored at the very end: "$" would let a newline through.
-    return Field(pattern=rf"\A(?:{pattern})\z")
+    return Field(pattern=rf"\A(?:{pattern})\z", json_schema_extra={"patternErrorMessage": rule})
 
 
 def _duration(value: object) -> object:
     if isinstance(value, str):
         return parse_duration_min(value)
-    raise ValueError(f"a bare number has no unit; write {value}min or {value}h")
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise ValueError(f"a bare number has no unit; write {value}min or {value}h")
+    raise ValueError(f"needs a duration; write {FORMS}")
 
 
-Name = Annotated[str, _pattern(NAME_PATTERN)]
-PartName = Annotated[str, _pattern(PART_NAME_PATTERN)]
-SlurmWord = Annotated[str, _pattern(SLURM_WORD_PATTERN)]
-DurationMin = Annotated[int, BeforeValidator(_duration), PlainSerializer(format_duration, return_type=str)]
+def _pair(value: object) -> object:
+    # YAML has lists only, and strict validation takes no list for a tuple.
+    return tuple(value) if isinstance(value, list) else value
+
+
+Name = Annotated[
+    str,
+    _pattern(
+        NAME_PATTERN,
+        "1 to 64 lower-case letters, digits, '.', '_' or '-', not first a sign, like cifar10-resnet50",
+    ),
+]
+PartName = Annotated[
+    str, _pattern(PART_NAME_PATTERN, "provider/name like timm/resnet50, or package.module:factory")
+]
+SlurmWord = Annotated[
+    str, _pattern(SLURM_WORD_PATTERN, "one word without blanks, quotes, '$' or ';', like gpu-long")
+]
+DurationMin = Annotated[
+    int,
+    BeforeValidator(_duration),
+    PlainSerializer(format_duration, return_type=str),
+    WithJsonSchema({"type": "string", "examples": ["90min", "24h", "2-12:00:00"]}, mode="validation"),
+]
 Probability = Annotated[float, Field(ge=0, le=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
+Bounds = Annotated[tuple[PositiveFloat, PositiveFloat], BeforeValidator(_pair)]
+PlainName = Annotated[
+    str,
+    _pattern(
+        r"[a-z][a-z0-9_-]{0,63}",
+        "1 to 64 lower-case letters, digits, '_' or '-', the first a letter, like my_part",
+    ),
+]
+MethodName = Annotated[
+    str,
+    _pattern(
+        r"[A-Za-z][A-Za-z0-9_/]{0,63}",
+        "1 to 64 letters, digits, '_' or '/', the first a letter, like adamw or timm/lamb",
+    ),
+]
+ScriptPath = Annotated[
+    str, _pattern(SCRIPT_PATH_PATTERN, "a path without blanks, quotes, '$' or ';', like /opt/venv/bin/python")
+]
+NodeRange = Annotated[str, _pattern(r"[1-9][0-9]{0,5}-[1-9][0-9]{0,5}", "a range like 2-8")]
 Arguments = dict[str, Any]
 
 
@@ -56,7 +100,7 @@ class ModelConfig(Section):
     """What is trained."""
 
     name: PartName
-    """``timm/<name>``, ``torchvision/<name>``, a plug-in's ``provider/<name>``, or ``package.module:factory``."""
+    """``timm/<name>``, ``torchvision/<name>``, another ``provider/<name>`` or ``package.module:factory``."""
     pretrained: bool | str = False
     """``true`` (the hub's weights), or a path to .safetensors or .pth; ``false``: random weights."""
     args: Arguments = {}
@@ -85,9 +129,9 @@ class AugmentConfig(Section):
 class RandomResizedCropConfig(Section):
     """Bounds of the random crop, as torchvision's RandomResizedCrop has them."""
 
-    scale: tuple[PositiveFloat, PositiveFloat] = (0.08, 1.0)
+    scale: Bounds = (0.08, 1.0)
     """Least and greatest part of the image's area."""
-    ratio: tuple[PositiveFloat, PositiveFloat] = (0.75, 1.3333333333333333)
+    ratio: Bounds = (0.75, 1.3333333333333333)
     """Least and greatest width / height."""
 
 
@@ -111,15 +155,16 @@ class DataConfig(Section):
     """What it is trained on."""
 
     name: PartName
-    """``torchvision/<class>``, ``imagefolder``, ``digits``, ``synthetic``, a plug-in's, or ``package.module:factory``."""
+    """``torchvision/<class>``, ``imagefolder``, ``digits``, ``synthetic``, a plug-in's,
+    or ``package.module:factory``."""
     root: str | None = None
     """Folder of the data; absent: for data that needs none."""
     args: Arguments = {}
     """Keyword arguments of the data set."""
     image_size: Annotated[int, Field(ge=1, le=8192)] | None = None
-    """Side of the square that images are brought to, in pixels; absent: as they are (then all must be equal)."""
+    """Side of the square that images are brought to, in pixels; absent: as they are (all must be equal)."""
     eval_crop: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Part of the shorter side that evaluation's centre crop keeps when ``image_size`` is given (ImageNet: 0.875)."""
+    """Part of the shorter side that evaluation's centre crop keeps with ``image_size`` (ImageNet: 0.875)."""
     augment: AugmentConfig = AugmentConfig()
     """Random changes of training images; absent: none."""
     normalize: NormalizeConfig | None = None
@@ -131,12 +176,12 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer: a name of torch.optim in lower case (``sgd``, ``adamw``), or else of timm (``lamb``)."""
 
-    name: Annotated[str, _pattern(r"[A-Za-z][A-Za-z0-9_/]{0,63}")]
+    name: MethodName
     """torch.optim's class in any case, or timm's name; ``torch/…`` and ``timm/…`` say which."""
     lr: PositiveFloat
     """Learning rate at its peak, for G samples a step or, with ``lr_per_batch``, for that many."""
     lr_per_batch: PositiveInt | None = None
-    """The batch that ``lr`` is meant for: the rate used is lr × G / lr_per_batch; absent: ``lr`` as it is."""
+    """The batch that ``lr`` is meant for: the rate used is lr * G / lr_per_batch; absent: ``lr`` as it is."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Momentum of optimizers that have one; absent: their default."""
     weight_decay: NotNegativeFloat | None = None
@@ -150,7 +195,7 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """How the learning rate goes over the steps, as a factor of its peak."""
 
-    name: Annotated[str, _pattern(r"[A-Za-z][A-Za-z0-9_/]{0,63}")] = "constant"
+    name: MethodName = "constant"
     """constant, cosine, linear, poly, step, multistep, exponential, ``timm/<name>`` or ``torch/<class>``."""
     warmup_epochs: NotNegativeFloat | None = None
     """Epochs of linear warm-up (parts of one allowed); absent: see ``warmup_steps``."""
@@ -159,8 +204,8 @@ class ScheduleConfig(Section):
     min_factor: Probability = 0.0
     """What the factor ends at (cosine, linear, poly) or never falls below (the others)."""
     args: Arguments = {}
-    """Of the schedule: power (poly); every_epochs or every_steps, gamma (step, exponential); milestones_epochs or
-    milestones_steps, gamma (multistep); or the class's own."""
+    """Of the schedule: power (poly); every_epochs or every_steps, gamma (step, exponential);
+    milestones_epochs or milestones_steps, gamma (multistep); or the class's own."""
 
 
 class EmaConfig(Section):
@@ -200,7 +245,7 @@ class OptimizationConfig(Section):
 class ParallelConfig(Section):
     """How ranks share the work. None of it changes the mathematics."""
 
-    strategy: Annotated[str, _pattern(r"[a-z][a-z0-9_-]{0,63}")] = "ddp"
+    strategy: PlainName = "ddp"
     """ddp, fsdp, hsdp, zero1, zero2, tensor, pipeline, split, or a plug-in's."""
     shard: PositiveInt | None = None
     """Ranks that share one copy of the parameters; absent: by strategy."""
@@ -254,11 +299,14 @@ class EvaluationConfig(Section):
 class SlurmConfig(Section):
     """What is asked of Slurm. Leaves the mathematics alone."""
 
-    profile: Annotated[str, _pattern(r"[a-z0-9][a-z0-9_-]{0,63}")] = "generic"
+    profile: Annotated[
+        str,
+        _pattern(r"[a-z0-9][a-z0-9_-]{0,63}", "1 to 64 lower-case letters, digits, '_' or '-', like generic"),
+    ] = "generic"
     """A site profile by name."""
     partition: SlurmWord | None = None
     """Partition; absent: the site's default."""
-    nodes: PositiveInt | Annotated[str, _pattern(r"[1-9]\d{0,5}-[1-9]\d{0,5}")] = 1
+    nodes: PositiveInt | NodeRange = 1
     """Nodes, or ``2-8`` for any number between."""
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 0
     """GPUs of each node; 0: none."""
@@ -284,20 +332,25 @@ class SlurmConfig(Section):
     """Reservation."""
     dependency: SlurmWord | None = None
     """Dependency, as sbatch takes it."""
-    mail: Annotated[str, _pattern(r"[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9.-]{1,190}")] | None = None
+    mail: (
+        Annotated[
+            str, _pattern(r"[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9.-]{1,190}", "an address like ada@example.org")
+        ]
+        | None
+    ) = None
     """Address that Slurm writes to at the end or failure; absent: no mail."""
-    extra: dict[Annotated[str, _pattern(r"[a-z][a-z0-9_-]{0,63}")], str | int | bool] = {}
+    extra: dict[PlainName, str | int | bool] = {}
     """More options of sbatch by long name; those that hpc-train owns are refused."""
 
 
 class EnvironmentConfig(Section):
     """What stands ready on the nodes before Python starts."""
 
-    python: Annotated[str, _pattern(r"[^\s'\"\\$`;&|<>\x00-\x1f\x7f]{1,1024}")] | None = None
+    python: ScriptPath | None = None
     """The interpreter; absent: the one that submits."""
-    modules: list[Annotated[str, _pattern(MODULE_PATTERN)]] = []
+    modules: list[Annotated[str, _pattern(MODULE_PATTERN, "a module's name like cuda/12.8")]] = []
     """``module load`` these, in this order."""
-    container: Annotated[str, _pattern(r"[^\s'\"\\$`;&|<>\x00-\x1f\x7f]{1,1024}")] | None = None
+    container: ScriptPath | None = None
     """An Apptainer image to run in; absent: none."""
 
 
@@ -313,9 +366,18 @@ class SweepConfig(Section):
 class WandbConfig(Section):
     """Where wandb keeps the run."""
 
-    project: Annotated[str, _pattern(r"[^/\\#?%:\x00-\x1f\x7f]{1,128}")]
+    project: Annotated[
+        str,
+        _pattern(
+            r"[^/\\#?%:\x00-\x1f\x7f]{1,128}",
+            "1 to 128 characters without '/', '#', '?', '%' or ':', like cifar10",
+        ),
+    ]
     """Project."""
-    entity: Annotated[str, _pattern(r"[A-Za-z0-9_.-]{1,128}")] | None = None
+    entity: (
+        Annotated[str, _pattern(r"[A-Za-z0-9_.-]{1,128}", "letters, digits, '_', '.' or '-', like my-team")]
+        | None
+    ) = None
     """User or team; absent: the account's default."""
     mode: Literal["auto", "online", "offline"] = "auto"
     """``auto``: online where a key is set, else offline."""
@@ -330,7 +392,7 @@ class LoggingConfig(Section):
     """Steps between two training rows."""
     wandb: WandbConfig | None = None
     """wandb; absent: off."""
-    loggers: dict[Annotated[str, _pattern(r"[a-z][a-z0-9_-]{0,63}")], Arguments] = {}
+    loggers: dict[PlainName, Arguments] = {}
     """Plug-in loggers by name, each with its keyword arguments."""
 
 
@@ -345,7 +407,7 @@ class Experiment(Section):
     """``auto``: CUDA where there is one; on Slurm it must be there if GPUs were asked for."""
     deterministic: bool | None = None
     """Equal to the bit when run again on the same devices; absent: true on CPU, false on CUDA."""
-    task: Annotated[str, _pattern(r"[a-z][a-z0-9_-]{0,63}")]
+    task: PlainName
     """classification, or a plug-in's."""
     model: ModelConfig
     data: DataConfig

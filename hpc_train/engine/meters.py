@@ -52,6 +52,8 @@ class Recorder:
 
     def __init__(self, metrics: MetricsFile, loggers: list[Logger], log: TextIO) -> None:
         self.metrics = metrics
+        #: What the loggers are told at ``close``.
+        self.state = "failed"
         self._loggers = loggers
         self._log = log
 
@@ -69,10 +71,10 @@ class Recorder:
         told = [f"{name} {value:.5g}" for name, value in row.items() if isinstance(value, float) and name != "time"]
         print(f"{row['split']} step {row['step']} {' '.join(told)}", file=self._log, flush=True)
 
-    def close(self, state: str) -> None:
+    def close(self) -> None:
         self.metrics.close()
         for logger in self._loggers:
-            logger.close(state)
+            logger.close(self.state)
 
 
 class Meters:

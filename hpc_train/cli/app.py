@@ -1,0 +1,230 @@
+"""The ``hpc-train`` command: what can be typed. What each command does is in its own module.
+
+Imported for ``--help`` too, so nothing heavy stands at the top: a body is imported when its command runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, ParamSpec
+
+import typer
+
+from hpc_train import __version__
+from hpc_train.errors import ExitCode, HpcTrainError, UserError, printable
+
+_P = ParamSpec("_P")
+
+app = typer.Typer(
+    name="hpc-train",
+    help="Train PyTorch models from one YAML file, on a laptop or on Slurm.",
+    epilog="RUN is a run's id, its folder, or an experiment's name (then all its runs).",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The experiment file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file to change.", show_default=False),
+]
+Runs = Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs.", show_default=False)]
+MaybeRuns = Annotated[
+    list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs; all if none.", show_default=False)
+]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="One run.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+Local = Annotated[bool, typer.Option("--local", help="On this machine, followed to the end.")]
+Devices = Annotated[
+    int | None, typer.Option("--devices", min=1, help="Ranks on this machine; default: one a GPU, or one.")
+]
+LauncherName = Annotated[str | None, typer.Option("--launcher", help="A launcher plug-in by name.")]
+
+
+def _command(body: Callable[_P, int]) -> Callable[_P, None]:
+    """Register a command whose body returns an exit code; a mistake of the user's prints no traceback."""
+
+    @functools.wraps(body)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        sys.exit(_exit_code(lambda: body(*args, **kwargs)))
+
+    return app.command()(run)
+
+
+def _exit_code(body: Callable[[], int]) -> int:
+    try:
+        return int(body())
+    except UserError as error:
+        _complain(str(error))
+        return int(error.exit_code)
+    except HpcTrainError as error:
+        _complain(f"{type(error).__name__}: {error}")
+        return int(error.exit_code)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output has gone; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return int(ExitCode.IO)
+    except OSError as error:
+        _complain(f"{error.filename or 'input/output'}: {error.strerror or error}")
+        return int(ExitCode.IO)
+
+
+def _complain(message: str) -> None:
+    print(printable(message), file=sys.stderr, flush=True)
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=lambda asked: _print_version(asked))
+    ] = False,
+) -> None:
+    """Train PyTorch models from one YAML file, on a laptop or on Slurm."""
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"hpc-train {__version__}")
+        raise typer.Exit
+
+
+@_command
+def validate(file: File, overrides: Overrides = None) -> int:
+    """Say every error of a file, or that there is none."""
+    from hpc_train.cli.files import validate
+
+    return validate(file, overrides or [])
+
+
+@_command
+def schema() -> int:
+    """Print the file's JSON Schema, for editors."""
+    from hpc_train.cli.files import schema
+
+    return schema()
+
+
+@_command
+def plan(file: File, overrides: Overrides = None, as_json: Json = False) -> int:
+    """Show runs, ranks, batches and GPU-hours; start nothing."""
+    from hpc_train.cli.plan import plan
+
+    return plan(file, overrides or [], as_json=as_json)
+
+
+@_command
+def prepare(file: File, overrides: Overrides = None) -> int:
+    """Fetch data and weights here, for nodes without network."""
+    from hpc_train.cli.files import prepare
+
+    return prepare(file, overrides or [])
+
+
+@_command
+def submit(
+    file: File,
+    overrides: Overrides = None,
+    local: Local = False,
+    devices: Devices = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; start nothing.")] = False,
+    new: Annotated[bool, typer.Option("--new", help="Start again beside runs that exist.")] = False,
+    as_json: Json = False,
+    launcher: LauncherName = None,
+) -> int:
+    """Plan and start the runs of a file."""
+    from hpc_train.cli.submit import Choices, submit
+
+    choices = Choices(local, devices, dry_run, new, as_json, launcher)
+    return submit(file, overrides or [], choices)
+
+
+@_command
+def status(runs: MaybeRuns = None, as_json: Json = False) -> int:
+    """Show where each run stands."""
+    from hpc_train.cli.status import status
+
+    return status(runs or [], as_json=as_json)
+
+
+@_command
+def logs(
+    run: Run,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends.")] = False,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Whose log.")] = 0,
+    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Default: the newest.")] = None,
+) -> int:
+    """Print a rank's log."""
+    from hpc_train.cli.logs import logs
+
+    return logs(run, follow=follow, rank=rank, attempt=attempt)
+
+
+@_command
+def resume(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN... [KEY=VALUE]...",
+            help="Runs, and keys to change that leave each the same run.",
+            show_default=False,
+        ),
+    ],
+    local: Local = False,
+    devices: Devices = None,
+    as_json: Json = False,
+    launcher: LauncherName = None,
+) -> int:
+    """Let unfinished runs go on from their newest valid checkpoint."""
+    from hpc_train.cli.resume import resume
+
+    return resume(words, local=local, devices=devices, as_json=as_json, launcher=launcher)
+
+
+@_command
+def export(
+    run: Run,
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="FILE.safetensors", help="To write.", show_default=False),
+    ],
+) -> int:
+    """Write a run's full weights as one safetensors file."""
+    from hpc_train.cli.checkpoints import export
+
+    return export(run, output)
+
+
+@_command
+def verify(runs: Runs) -> int:
+    """Check the hashes of every checkpoint and say which would load."""
+    from hpc_train.cli.checkpoints import verify
+
+    return verify(runs)
+
+
+@_command
+def clean(
+    runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False
+) -> int:
+    """Remove old checkpoints and caches, after saying which."""
+    from hpc_train.cli.clean import clean
+
+    return clean(runs, yes=yes)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    try:
+        app()
+    except KeyboardInterrupt:  # while modules were being imported
+        sys.exit(ExitCode.INTERRUPTED)

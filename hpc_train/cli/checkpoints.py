@@ -1,0 +1,64 @@
+"""``export`` and ``verify``: the checkpoints of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_train.cli.children import run_child
+from hpc_train.cli.printing import put, say
+from hpc_train.errors import ExitCode, UsageError
+from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run_folder import checkpoints
+from hpc_train.run_folder.finding import find_runs
+
+
+def export(word: str, output: Path) -> int:
+    """Write the weights of one run's newest valid checkpoint; a child does, which imports torch."""
+    found = find_runs([word])
+    if len(found) > 1:
+        raise UsageError(
+            f"{word}: means {len(found)} runs, export takes one; give an id of `hpc-train status {word}`"
+        )
+    return run_child("hpc_train.engine.export", str(found[0].folder), str(output))
+
+
+def verify(words: Sequence[str]) -> ExitCode:
+    """Check every checkpoint; FAILED where one that counts is damaged."""
+    are_whole = [_verify_run(paths) for paths in find_runs(words)]
+    return ExitCode.DONE if all(are_whole) else ExitCode.FAILED
+
+
+def _verify_run(paths: RunPaths) -> bool:
+    found = paths.checkpoint_folders()[::-1]
+    if not found:
+        say(f"{paths.folder.name}: no checkpoint yet")
+        return True
+    counting = set(checkpoints.committed(paths)) | set(checkpoints.damaged(paths))
+    bad = 0
+    would_load = None
+    for checkpoint in found:
+        problems = checkpoints.verify(checkpoint)
+        if not checkpoint.folder.is_dir():
+            continue  # a living run has pruned it meanwhile
+        counts = checkpoint in counting
+        if counts and not problems:
+            would_load = would_load or checkpoint
+        bad += counts and bool(problems)
+        _put_verdict(paths, checkpoint, problems, counts=counts, loads=checkpoint == would_load)
+    if would_load is None:
+        say(f"{paths.folder.name}: nothing would load; a resume begins at step 0")
+    return bad == 0
+
+
+def _put_verdict(
+    paths: RunPaths, checkpoint: CheckpointPaths, problems: list[str], *, counts: bool, loads: bool
+) -> None:
+    verdict = "damaged" if problems else "whole"
+    if not counts:
+        verdict += ", does not count: its attempt no longer owned the run"
+    elif loads:
+        verdict += ", would load"
+    put(f"{paths.folder.name}  {checkpoint.folder.name}  {verdict}")
+    for problem in problems:
+        say(f"  {problem}")

@@ -1,0 +1,26 @@
+"""What needs torch on behalf of a command, as a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import hpc_train
+from hpc_train.cli.printing import say
+from hpc_train.errors import ExitCode
+
+
+def run_child(module: str, *arguments: str) -> int:
+    """Run ``python -m module arguments``, its output ours; return its exit code."""
+    # Where the package lies in a work tree, the child must find the same one from any folder.
+    root = str(Path(hpc_train.__file__).parents[1])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments], env=os.environ | {"PYTHONPATH": path}, check=False
+    )
+    if done.returncode < 0:
+        say(f"python -m {module} was killed by signal {-done.returncode}")
+        return ExitCode.FAILED
+    return done.returncode

@@ -1,0 +1,93 @@
+"""``clean``: removes what a run does not need any more, after saying what."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.cli.printing import say
+from hpc_train.errors import ExitCode, HpcTrainError, UsageError
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder import checkpoints
+from hpc_train.run_folder.finding import find_runs
+from hpc_train.run_folder.liveness import living, newest_record
+from hpc_train.run_folder.status import current_status
+
+
+class LivingRunError(HpcTrainError):
+    """The run still writes into its folder."""
+
+
+@dataclass(frozen=True)
+class _Surplus:
+    path: Path
+    why: str
+
+    def size_bytes(self) -> int:
+        if self.path.is_symlink() or not self.path.is_dir():
+            return self.path.lstat().st_size
+        return sum(file.lstat().st_size for file in self.path.rglob("*"))
+
+
+def clean(words: Sequence[str], *, yes: bool) -> ExitCode:
+    """Say what would go, ask unless ``yes``, remove it. Refuses where any of the runs still goes on."""
+    runs = find_runs(words)
+    for paths in runs:
+        _refuse_living(paths)
+    surplus = {paths: _surplus(paths) for paths in runs}
+    for paths, found in surplus.items():
+        for item in found:
+            say(f"{item.path}  {item.size_bytes() / 1e6:.1f} MB  {item.why}")
+        if not found:
+            say(f"{paths.folder}: nothing to remove")
+    if not any(surplus.values()):
+        return ExitCode.DONE
+    if not yes and not _agreed():
+        say("nothing was removed")
+        return ExitCode.DONE
+    for paths, found in surplus.items():
+        _refuse_living(paths)  # the answer may have taken an hour
+        for item in found:
+            _remove(item.path)
+    return ExitCode.DONE
+
+
+def _refuse_living(paths: RunPaths) -> None:
+    record = newest_record(paths)
+    state = current_status(paths).state
+    if state in {"pending", "running", "requeued"} or (record is not None and living(record) is not False):
+        raise LivingRunError(f"{paths.folder.name} is {state}; clean it once it has ended")
+
+
+def _surplus(paths: RunPaths) -> list[_Surplus]:
+    found = [_Surplus(paths.cache, "cache")] if paths.cache.exists() else []
+    if not paths.checkpoints.is_dir():
+        return found
+    newest = next((each for each in checkpoints.committed(paths) if not checkpoints.verify(each)), None)
+    folders = {checkpoint.folder for checkpoint in paths.checkpoint_folders()}
+    for path in sorted(paths.checkpoints.iterdir()):
+        if path not in folders:
+            found.append(_Surplus(path, "damaged, set aside" if ".bad" in path.name else "not finished"))
+        # Without a whole one nothing says which of them somebody may want to mend.
+        elif newest is not None and path != newest.folder:
+            found.append(_Surplus(path, f"older than {newest.folder.name}, or does not count"))
+    return found
+
+
+def _agreed() -> bool:
+    if not sys.stdin.isatty():
+        raise UsageError("clean: nobody is there to ask; add --yes")
+    print("Remove all of it? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in {"y", "yes"}
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    elif path.parent.name == "checkpoints":
+        checkpoints.remove(path)
+    else:
+        shutil.rmtree(path)

@@ -1,0 +1,34 @@
+"""``validate``, ``schema`` and ``prepare``: what is about a file alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_train.cli.children import run_child
+from hpc_train.cli.printing import put_json, say
+from hpc_train.config.loading import load
+from hpc_train.errors import ExitCode
+from hpc_train.plan.planning import make_plan
+
+
+def validate(file: Path, overrides: Sequence[str]) -> ExitCode:
+    """Say that the file is fine; raises BadFileError with every problem."""
+    plan = make_plan(load(file, overrides))
+    runs = "1 run" if len(plan.runs) == 1 else f"{len(plan.runs)} runs"
+    say(f"{file}: fine: {runs} of {plan.name}")
+    return ExitCode.DONE
+
+
+def schema() -> ExitCode:
+    """Print the JSON Schema of the file."""
+    from hpc_train.config.json_schema import json_schema
+
+    put_json(json_schema())
+    return ExitCode.DONE
+
+
+def prepare(file: Path, overrides: Sequence[str]) -> int:
+    """Fetch what the file names; a child does, which imports torch."""
+    make_plan(load(file, overrides))
+    return run_child("hpc_train.engine.prepare", str(file), *overrides)

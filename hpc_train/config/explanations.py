@@ -1,0 +1,224 @@
+"""Turns pydantic's errors into problems in plain words, which it reads off the schema."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpc_train.config.json_schema import Node
+from hpc_train.config.keys import as_mapping, child, known_keys, meant_key, members, node_at, unknown_key
+from hpc_train.config.marked_yaml import resolve_scalar
+from hpc_train.config.problems import KeyPath, Problem, shortened, shown
+from hpc_train.registry import nearest
+
+
+def explain(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
+    """Return one problem a key that ``error`` is about; ``data`` is what was validated."""
+    found: dict[KeyPath, Problem] = {}
+    for entry in error.errors(include_url=False):
+        problem = _problem(entry["type"], entry["loc"], entry.get("ctx", {}), data)
+        found.setdefault(problem.path, problem)
+    meant = {(*path[:-1], meant_key(path)) for path, problem in found.items() if _is_unknown(problem)}
+    # A key that was misspelt is not reported as missing too.
+    return [problem for path, problem in found.items() if path not in meant or not _is_missing(problem)]
+
+
+def failed_paths(problems: list[Problem]) -> set[KeyPath]:
+    """Return the schema's keys that rules can't rely on: failed ones and those meant by unknown ones."""
+    failed: set[KeyPath] = set()
+    for problem in problems:
+        path = problem.path
+        if not _is_unknown(problem) and not _is_free(path):
+            failed.add(path)
+        elif meant := meant_key(path):
+            failed.add((*path[:-1], meant))
+    return failed
+
+
+def _is_free(path: KeyPath) -> bool:
+    """Tell whether the key is the user's own, in a mapping whose other keys can be judged without it."""
+    return not isinstance(path[-1], int) and not known_keys(path[:-1])
+
+
+def _is_unknown(problem: Problem) -> bool:
+    return problem.on_key and problem.message == "is no key of the file"
+
+
+def _is_missing(problem: Problem) -> bool:
+    return problem.message == "is missing"
+
+
+def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, Any]) -> Problem:
+    path = _key_path(loc)
+    if kind == "extra_forbidden":
+        return unknown_key(path)
+    if kind == "missing" and isinstance(path[-1], str):
+        return Problem(path, "is missing", f"write {path[-1]}: {_wanted_at(path)}")
+    if loc[-1] == "[key]":
+        rule = (node_at(path[:-1]) or {}).get("propertyNames", {}).get("patternErrorMessage", "a name")
+        return Problem(path, f"needs {rule}", "mend the name", on_key=True)
+    if isinstance(path[-1], int) and kind == "missing":
+        path = path[:-1]
+    if kind == "value_error":
+        message, _, remedy = str(context["error"]).partition("; ")
+        return Problem(path, message, remedy)
+    return _wrong_value(path, _value_at(data, path))
+
+
+def _key_path(loc: KeyPath) -> KeyPath:
+    """Return ``loc`` without what pydantic adds behind a union's or a mapping's key."""
+    path: KeyPath = ()
+    node = node_at(())
+    for segment in loc:
+        mapping = as_mapping(node) if node else None
+        if isinstance(segment, str) and mapping is None:
+            break
+        path = (*path, segment)
+        node = child(node, segment) if node else None
+        if node is None:
+            break
+    return path
+
+
+def _value_at(data: Any, path: KeyPath) -> Any:
+    for segment in path:
+        data = data[segment]
+    return data
+
+
+def _wanted_at(path: KeyPath) -> str:
+    node = node_at(path)
+    return wanted(node) if node else "a value"
+
+
+def _wrong_value(path: KeyPath, value: object) -> Problem:
+    node = node_at(path) or {}
+    message = f"needs {wanted(node)}, got {shown(value)}"
+    if isinstance(value, list) and any(member.get("type") == "array" for member in members(node)):
+        message = f"needs {wanted(node)}, got a list of {len(value)}"
+    return Problem(path, message, _remedy(path, node, value))
+
+
+def _remedy(path: KeyPath, node: Node, value: object) -> str:
+    types = {member.get("type") for member in members(node)}
+    if value is None:
+        return "write a value" if _is_required(path) else "write a value, or take the key out"
+    if isinstance(value, str):
+        return _remedy_for_text(value, node, types)
+    if "integer" in types and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if types == {"string"} and not isinstance(value, dict | list) and _takes_text(node, shown(value)):
+        return f"put it in quotes: '{shown(value)}'"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "write a finite number"
+    if types == {"object"}:
+        return "write its keys below it, indented"
+    if "array" in types and not isinstance(value, list):
+        return "write a list: [a, b]"
+    return _example(node, types)
+
+
+def _example(node: Node, types: set[object]) -> str:
+    """Return what to write where the message already says what is needed."""
+    if types == {"boolean"} or (types == {"string"} and _choices(node)):
+        return "write one of them"
+    if numbers := [member for member in members(node) if member.get("type") in {"integer", "number"}]:
+        number = numbers[0].get("minimum", 1 if numbers[0]["type"] == "integer" else 0.1)
+        default = node.get("default")
+        return f"write a number like {number if default is None else default}"
+    return "write such text" if "string" in types else "write such a list"
+
+
+def _remedy_for_text(value: str, node: Node, types: set[object]) -> str:
+    if choices := _choices(node):
+        close = nearest(value, choices) or nearest(value.lower(), choices)
+        return f"did you mean {close}?" if close else _example(node, types)
+    if types & {"integer", "number"} and _reads_as_number(value):
+        return f"write {value} without quotes"
+    if "boolean" in types and value.lower() in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
+        return f"write {'true' if value.lower() in {'yes', 'on', 'y', 'true'} else 'false'} without quotes"
+    if types == {"object"}:
+        return "write its keys below it, indented"
+    if "array" in types:
+        return f"write a list: [{shortened(value)}]"
+    return _example(node, types)
+
+
+def _takes_text(node: Node, text: str) -> bool:
+    (text_node,) = members(node)
+    return not _choices(node) and re.search(text_node.get("pattern", ""), text) is not None
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        value = resolve_scalar(text)
+    except ValueError:
+        return False
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _choices(node: Node) -> list[str]:
+    parts = members(node)
+    return [str(choice) for part in parts for choice in part.get("enum", [part.get("const")]) if choice]
+
+
+def _is_required(path: KeyPath) -> bool:
+    parent = as_mapping(node_at(path[:-1]) or {}) or {}
+    return path[-1] in parent.get("required", [])
+
+
+def wanted(node: Node) -> str:
+    """Return in words what a node of the schema takes: ``a whole number of 0 to 64``."""
+    return " or ".join(dict.fromkeys(_wanted(member) for member in members(node)))
+
+
+def _wanted(node: Node) -> str:
+    if "const" in node:
+        return str(node["const"])
+    if "enum" in node:
+        return f"one of {', '.join(map(str, node['enum']))}"
+    match node.get("type"):
+        case "boolean":
+            return "true or false"
+        case "integer":
+            return f"a whole number{_bounds(node)}"
+        case "number":
+            return f"a number{_bounds(node)}"
+        case "array":
+            return _wanted_list(node)
+        case "object":
+            keys = ", ".join(node.get("required", []))
+            return f"a mapping with {keys}" if keys else "a mapping"
+        case "string":
+            return _wanted_text(node)
+    return "a value"
+
+
+def _wanted_text(node: Node) -> str:
+    if examples := node.get("examples"):
+        return f"text like {', '.join(examples)}"
+    if "maxLength" in node:
+        return f"text of {node.get('minLength', 0)} to {node['maxLength']} characters"
+    rule: str = node.get("patternErrorMessage", "text")
+    return rule
+
+
+def _wanted_list(node: Node) -> str:
+    if "prefixItems" in node:
+        return f"a list of {len(node['prefixItems'])}, each {wanted(node['prefixItems'][0])}"
+    return "a list of at least one value" if node.get("minItems") else "a list"
+
+
+def _bounds(node: Node) -> str:
+    low, above = node.get("minimum"), node.get("exclusiveMinimum")
+    high, below = node.get("maximum"), node.get("exclusiveMaximum")
+    below = "2**63" if below == 2**63 else below
+    if low is not None and high is not None:
+        return f" of {low} to {high}"
+    lower = f"of at least {low}" if low is not None else f"above {above}" if above is not None else ""
+    upper = f"of at most {high}" if high is not None else f"below {below}" if below is not None else ""
+    both = " and ".join(part for part in (lower, upper) if part)
+    return f" {both}" if both else ""

@@ -1,0 +1,147 @@
+"""Key paths against the schema: which keys there are, which part of it a path leads to, what was meant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hpc_train.config.json_schema import Node, cached_schema
+from hpc_train.config.marked_yaml import MAX_DEPTH
+from hpc_train.config.problems import KeyPath, Problem, dotted
+from hpc_train.registry import nearest
+
+#: What the id of a run leaves out (DESIGN §6), so what a sweep can't vary.
+NOT_IDENTITY = (
+    "name",
+    "slurm",
+    "device",
+    "environment",
+    "logging",
+    "checkpoint",
+    "sweep",
+    "data.root",
+    "data.workers",
+)
+GRID: KeyPath = ("sweep", "grid")
+
+
+class BadKeyError(Exception):
+    """A dotted key that the schema does not know."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+def members(node: Node) -> list[Node]:
+    """Return what a value may be by one node: references followed, unions opened, null left out."""
+    if "$ref" in node:
+        return members(cached_schema()["$defs"][node["$ref"].rpartition("/")[2]])
+    if "anyOf" in node:
+        return [member for part in node["anyOf"] for member in members(part)]
+    return [] if node.get("type") == "null" else [node]
+
+
+def as_mapping(node: Node) -> Node | None:
+    """Return the member that is a mapping, or None."""
+    return next((member for member in members(node) if member.get("type") == "object"), None)
+
+
+def child(node: Node, segment: str | int) -> Node | None:
+    """Return the node below ``segment``; None where there is none or values are free."""
+    if isinstance(segment, int):
+        array = next((member for member in members(node) if member.get("type") == "array"), {})
+        by_place = array.get("prefixItems", [])
+        found = by_place[segment] if 0 <= segment < len(by_place) else array.get("items")
+        return found if isinstance(found, dict) else None
+    mapping = as_mapping(node) or {}
+    found = mapping.get("properties", {}).get(segment, mapping.get("additionalProperties"))
+    return found if isinstance(found, dict) else None
+
+
+def node_at(path: KeyPath) -> Node | None:
+    """Return the schema's node of a key path."""
+    node: Node | None = cached_schema()
+    for segment in path:
+        node = child(node, segment) if node else None
+    return node
+
+
+def known_keys(path: KeyPath) -> list[str]:
+    """Return the keys that the mapping at ``path`` may have."""
+    node = node_at(path)
+    return list((as_mapping(node) or {}).get("properties", {})) if node else []
+
+
+def meant_key(path: KeyPath) -> str | None:
+    """Return the key beside ``path`` that its last key is likely a misspelling of."""
+    if len(_elsewhere(path)) == 1:
+        return None
+    return nearest(str(path[-1]), known_keys(path[:-1]))
+
+
+def _elsewhere(path: KeyPath) -> list[KeyPath]:
+    """Return the keys of other sections that are called like the last key of ``path``."""
+    return [found for found in all_keys() if found[-1] == path[-1]]
+
+
+def unknown_key(path: KeyPath) -> Problem:
+    """Return the problem of a key that the schema does not know, with what was likely meant."""
+    if beside := meant_key(path):
+        remedy = f"did you mean {beside}?"
+    elif elsewhere := _elsewhere(path):
+        remedy = f"did you mean {dotted(elsewhere[0])}?"
+    else:
+        remedy = f"take it out, or write one of {', '.join(known_keys(path[:-1]))}"
+    return Problem(path, "is no key of the file", remedy, on_key=True)
+
+
+def all_keys(path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Yield every fixed key path of the schema."""
+    for key in known_keys(path):
+        yield (*path, key)
+        yield from all_keys((*path, key))
+
+
+def split_key(text: str) -> KeyPath:
+    """Split ``optimization.optimizer.lr`` along the schema. Raises BadKeyError where there is no such key.
+
+    Below ``sweep.grid`` the rest is one key; below ``args`` any names go.
+    """
+    segments = text.split(".")
+    if not all(segments) or len(segments) > MAX_DEPTH:
+        raise BadKeyError(Problem((text,), "is no key path", "write one like optimization.optimizer.lr"))
+    path: KeyPath = ()
+    node: Node | None = cached_schema()
+    for place, segment in enumerate(segments):
+        if path == GRID:
+            return (*path, ".".join(segments[place:]))
+        node = _step(node, path, segment)
+        path = (*path, segment)
+    return path
+
+
+def _step(node: Node | None, path: KeyPath, segment: str) -> Node | None:
+    if node is None:
+        return None
+    mapping = as_mapping(node)
+    if mapping is None:
+        remedy = f"write {dotted(path)} alone"
+        raise BadKeyError(
+            Problem((*path, segment), f"{dotted(path)} has no keys below it", remedy, on_key=True)
+        )
+    if "properties" in mapping and segment not in mapping["properties"]:
+        raise BadKeyError(unknown_key((*path, segment)))
+    return child(node, segment)
+
+
+def replaced(data: dict[str, Any], path: KeyPath, value: object) -> dict[str, Any]:
+    """Return ``data`` with ``value`` at ``path``; sections are made where absent, the rest is shared."""
+    key, rest = path[0], path[1:]
+    assert isinstance(key, str), "a key path of split_key has no indices"
+    if not rest:
+        return data | {key: value}
+    below = data.get(key)
+    if isinstance(below, bool) and key == "compile":
+        below = {"enabled": below}
+    return data | {key: replaced(below if isinstance(below, dict) else {}, rest, value)}

@@ -1,0 +1,302 @@
+"""Reads YAML as YAML 1.2's core schema does, keeps every key's place, and runs nothing.
+
+PyYAML's pure-Python scanner and parser give events (the C one crashes on deep nesting); this module makes the
+values itself, so there is no constructor that a tag could reach.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    Event,
+    MappingEndEvent,
+    MappingStartEvent,
+    NodeEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+    SequenceStartEvent,
+    StreamEndEvent,
+)
+from yaml.parser import Parser
+from yaml.reader import Reader
+from yaml.scanner import Scanner
+
+from hpc_train.config.problems import KeyPath, Marks, Place, Problem, shortened, shown
+
+MAX_BYTES = 2**20
+MAX_DEPTH = 64
+#: Python refuses to print or read integers of over 4300 digits.
+MAX_NUMBER_LENGTH = 100
+
+_NULL = {"", "~", "null", "Null", "NULL"}
+_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_INT = re.compile(r"[-+]?[0-9]+")
+_OCTAL = re.compile(r"0o[0-7]+")
+_HEX = re.compile(r"0x[0-9a-fA-F]+")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
+_INFINITY = re.compile(r"[-+]?\.(inf|Inf|INF)")
+_NAN = {".nan", ".NaN", ".NAN"}
+#: Control characters, line breaks that editors don't count, and halves of surrogate pairs.
+_FORBIDDEN = re.compile(
+    "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
+)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_LINE_BREAK = re.compile("\r\n|\r|\n")
+
+#: A part of PyYAML's message → what to write instead.
+_REMEDIES = (
+    (r"'\t'", "indent with blanks, not tabs"),
+    ("mapping values are not allowed", "put the text in quotes, or indent the key like its neighbours"),
+    ("while scanning a quoted scalar", "close the quote"),
+    ("expected ',' or ']'", "close the list with ]"),
+    ("expected ',' or '}'", "close the mapping with }"),
+    ("could not find expected ':'", "put ': ' between key and value, or the text in quotes"),
+    ("expected <block end>", "indent it like the keys it belongs to"),
+    ("cannot start any token", "put the text in quotes"),
+    ("escape", "write a single backslash in single quotes, or double it"),
+)
+
+
+@dataclass
+class Document:
+    """What a file says. ``data`` is None where it can't be read on; ``problems`` then says why."""
+
+    data: dict[str, Any] | None = None
+    marks: dict[KeyPath, Marks] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+class _UnreadableError(Exception):
+    """Reading can't go on."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+class _EventParser(Reader, Scanner, Parser):
+    """PyYAML without composer, constructor and resolver."""
+
+    def __init__(self, text: str) -> None:
+        Reader.__init__(self, text)
+        Scanner.__init__(self)
+        Parser.__init__(self)
+
+
+def read_document(content: bytes) -> Document:
+    """Read a file's content; never raises."""
+    document = Document()
+    try:
+        if len(content) > MAX_BYTES:
+            message = f"the file is over {MAX_BYTES // 2**20} MiB"
+            raise _UnreadableError(Problem((), message, "give an experiment file", place=Place(1, 1)))
+        data = _Reading(_decoded(content), document).top()
+        if data is None:
+            remedy = "write an experiment, or let `hpc-train init` write one"
+            raise _UnreadableError(Problem((), "the file is empty", remedy, place=Place(1, 1)))
+        if not isinstance(data, dict):
+            raise _UnreadableError(
+                Problem((), f"the file holds {shown(data)}", "write a mapping, key: value", place=Place(1, 1))
+            )
+        document.data = data
+    except _UnreadableError as error:
+        document.problems.append(error.problem)
+    return document
+
+
+def read_value(text: str) -> tuple[Any, list[Problem]]:
+    """Read one value by the same rules, as it stands on the command line."""
+    document = Document()
+    try:
+        if len(text.encode("utf-8", "replace")) > MAX_BYTES:
+            raise _UnreadableError(Problem((), "the value is over 1 MiB", "write it into the file"))
+        return _Reading(_checked(text), document).top(), document.problems
+    except _UnreadableError as error:
+        return None, [*document.problems, error.problem]
+
+
+def resolve_scalar(text: str) -> object:
+    """Return what an unquoted scalar means in YAML 1.2's core schema. Raises ValueError on huge numbers."""
+    if text in _NULL:
+        return None
+    if text in _BOOL:
+        return _BOOL[text]
+    if _INFINITY.fullmatch(text):
+        return float(text.replace(".", ""))
+    if text in _NAN:
+        return float("nan")
+    for pattern, base in ((_INT, 10), (_OCTAL, 8), (_HEX, 16)):
+        if pattern.fullmatch(text):
+            return int(_bounded(text), base) if base == 10 else int(_bounded(text)[2:], base)
+    return float(_bounded(text)) if _FLOAT.fullmatch(text) else text
+
+
+def _bounded(text: str) -> str:
+    if len(text) > MAX_NUMBER_LENGTH:
+        raise ValueError(f"is a number of over {MAX_NUMBER_LENGTH} digits")
+    return text
+
+
+def _decoded(content: bytes) -> str:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        place = _place_after(content[: error.start].decode("utf-8"))
+        problem = Problem(
+            (), f"byte {content[error.start]:#04x} is not UTF-8", "save it as UTF-8", place=place
+        )
+        raise _UnreadableError(problem) from error
+    return _checked(text.removeprefix("\ufeff"))
+
+
+def _checked(text: str) -> str:
+    if found := _FORBIDDEN.search(text):
+        message = f"character U+{ord(found[0]):04X} may not stand in a file"
+        remedy = 'take it out, or write it as an escape in double quotes ("\\x1b")'
+        raise _UnreadableError(Problem((), message, remedy, place=_place_after(text[: found.start()])))
+    return text
+
+
+def _place_after(text: str) -> Place:
+    lines = _LINE_BREAK.split(text)
+    return Place(len(lines), len(lines[-1]) + 1)
+
+
+def _place(mark: Any) -> Place:
+    return Place(1, 1) if mark is None else Place(mark.line + 1, mark.column + 1)
+
+
+class _Reading:
+    """One pass over the events; fills ``document`` with places and problems."""
+
+    def __init__(self, text: str, document: Document) -> None:
+        self.marks = document.marks
+        self.problems = document.problems
+        self.parser = _EventParser(text)
+        self.events = self._events()
+
+    def top(self) -> Any:
+        """Return the value of the one document; None where there is none."""
+        next(self.events)
+        start = next(self.events)
+        if isinstance(start, StreamEndEvent):
+            return None
+        data = self._value(next(self.events), (), 1)
+        next(self.events)
+        more = next(self.events)
+        if isinstance(more, DocumentStartEvent):
+            self._refuse((), more, "a second document begins here", "write one experiment a file")
+        return data
+
+    def _events(self) -> Iterator[Event]:
+        try:
+            while self.parser.check_event():
+                yield self.parser.get_event()  # type: ignore[no-untyped-call]
+        except yaml.MarkedYAMLError as error:
+            raise _UnreadableError(_syntax_problem(error)) from error
+        except (yaml.YAMLError, ValueError, OverflowError) as error:  # chr() of an escape out of range
+            place = _place(self.parser.get_mark())
+            raise _UnreadableError(
+                Problem((), "is no YAML", "mend the escape or directive here", place=place)
+            ) from error
+
+    def _refuse(self, path: KeyPath, event: Event, message: str, remedy: str) -> None:
+        self.problems.append(Problem(path, message, remedy, place=_place(event.start_mark)))
+
+    def _value(self, event: Event, path: KeyPath, depth: int) -> Any:
+        self._check_node(event, path)
+        if isinstance(event, ScalarEvent):
+            return self._scalar(event, path)
+        if isinstance(event, AliasEvent):
+            return None
+        if depth > MAX_DEPTH:
+            message, place = f"nests over {MAX_DEPTH} deep", _place(event.start_mark)
+            raise _UnreadableError(Problem((), message, "write it flatter", place=place))
+        if isinstance(event, SequenceStartEvent):
+            return self._sequence(path, depth)
+        assert isinstance(event, MappingStartEvent)
+        return self._mapping(path, depth)
+
+    def _check_node(self, event: Event, path: KeyPath) -> None:
+        if isinstance(event, AliasEvent):
+            self._refuse(path, event, f"is the alias *{shortened(str(event.anchor))}", "write the value out")
+            return
+        assert isinstance(event, NodeEvent)
+        if event.anchor is not None:
+            self._refuse(path, event, f"has the anchor &{shortened(event.anchor)}", "take the anchor out")
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            tag = tag.replace("tag:yaml.org,2002:", "!!")
+            self._refuse(
+                path, event, f"has the tag {shortened(tag)}", "take the tag out; write a plain value"
+            )
+
+    def _scalar(self, event: ScalarEvent, path: KeyPath) -> object:
+        if _SURROGATE.search(event.value):
+            self._refuse(path, event, "has half of a surrogate pair", "write the whole character")
+            return None
+        if not event.implicit[0]:
+            return event.value
+        try:
+            return resolve_scalar(event.value)
+        except ValueError as error:
+            self._refuse(path, event, str(error), "write a shorter one, or put it in quotes")
+            return None
+
+    def _sequence(self, path: KeyPath, depth: int) -> list[Any]:
+        items: list[Any] = []
+        for event in self.events:
+            if isinstance(event, SequenceEndEvent):
+                break
+            item_path = (*path, len(items))
+            place = _place(event.start_mark)
+            self.marks[item_path] = Marks(place, place)
+            items.append(self._value(event, item_path, depth + 1))
+        return items
+
+    def _mapping(self, path: KeyPath, depth: int) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for event in self.events:
+            if isinstance(event, MappingEndEvent):
+                break
+            key = self._key(event, path, depth)
+            value_event = next(self.events)
+            key_path = (*path, "<<" if key is None else key)
+            marks = Marks(_place(event.start_mark), _place(value_event.start_mark))
+            if key is not None and key in values:
+                first_line = self.marks[key_path].key.line
+                message = f"stands twice, on lines {first_line} and {marks.key.line}"
+                self._refuse(key_path, event, message, "keep one of them")
+            elif key is not None:
+                self.marks[key_path] = marks
+            value = self._value(value_event, key_path, depth + 1)
+            if key is not None:
+                values[key] = value
+        return values
+
+    def _key(self, event: Event, path: KeyPath, depth: int) -> str | None:
+        """Return the key, or None, its problem noted, where it is none."""
+        if isinstance(event, ScalarEvent) and event.implicit[0] and event.value == "<<":
+            self._refuse((*path, "<<"), event, "merge keys are not read", "write the keys out")
+            return None
+        key = self._value(event, path, depth + 1)
+        if isinstance(key, str):
+            return key
+        if not isinstance(event, AliasEvent):
+            self._refuse(
+                path, event, f"the key is {shown(key)}, not text", "write a name, or put it in quotes"
+            )
+        return None
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError) -> Problem:
+    said = ", ".join(part for part in (error.context, error.problem) if part)
+    remedy = next((text for part, text in _REMEDIES if part in said), "mend the indentation or quotes here")
+    return Problem((), f"is no YAML: {said}", remedy, place=_place(error.problem_mark or error.context_mark))

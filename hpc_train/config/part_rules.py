@@ -1,0 +1,214 @@
+"""Rules on names of parts (models, data sets, strategies, …) and on their keyword arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hpc_train.config import names
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
+from hpc_train.config.schema import Experiment
+from hpc_train.registry import is_factory, nearest, parts, split_name
+
+#: Strategies of the file that come with a later version.
+LATER_STRATEGIES = ("hsdp", "zero1", "zero2", "tensor", "pipeline", "split")
+#: Strategies that place parameters with ``fully_shard``.
+SHARDED_STRATEGIES = ("fsdp", "hsdp", "zero2")
+#: Degree → the strategies that it belongs to.
+DEGREES = {
+    "shard": ("fsdp", "hsdp", "zero1", "zero2", "tensor", "pipeline", "split"),
+    "replicate": ("hsdp", "tensor", "pipeline", "split"),
+    "tensor": ("tensor", "pipeline", "split"),
+    "pipeline": ("pipeline", "split"),
+}
+#: Providers whose names say more behind the slash, with an example.
+_MODEL_EXAMPLES = {"timm": "timm/resnet50", "torchvision": "torchvision/resnet50"}
+_DATASET_EXAMPLES = {"torchvision": "torchvision/CIFAR10"}
+_BARE_DATASETS = ("imagefolder", "digits", "synthetic")
+#: Data sets that take no folder.
+_ROOTLESS = ("torchvision/FakeData",)
+#: Section of ``args`` → argument → what to write instead.
+_SAID_ELSEWHERE: dict[KeyPath, dict[str, str]] = {
+    ("optimization", "optimizer", "args"): {
+        "lr": "optimization.optimizer.lr",
+        "momentum": "optimization.optimizer.momentum",
+        "weight_decay": "optimization.optimizer.weight_decay",
+    },
+    ("model", "args"): {
+        "pretrained": "model.pretrained",
+        "checkpoint_path": "model.pretrained",
+        "weights": "model.pretrained",
+    },
+    ("data", "args"): {
+        "root": "data.root",
+        "transform": "data.augment",
+        "target_transform": "data.augment",
+        "transforms": "data.augment",
+    },
+}
+
+
+def _unknown_part(path: KeyPath, what: str, name: str, known: Iterable[str]) -> Problem:
+    choices = sorted(known)
+    close = nearest(name, choices)
+    remedy = f"did you mean {close}?" if close else f"write one of {', '.join(choices)}"
+    return Problem(path, f"there is no {what} '{shortened(name)}'", remedy)
+
+
+@rule("task")
+def task_is_known(experiment: Experiment) -> Iterator[Problem]:
+    if experiment.task not in parts("tasks"):
+        yield _unknown_part(("task",), "task", experiment.task, parts("tasks"))
+
+
+@rule("parallel.strategy")
+def strategy_is_known(experiment: Experiment) -> Iterator[Problem]:
+    known = (*parts("strategies"), *LATER_STRATEGIES)
+    if experiment.parallel.strategy not in known:
+        yield _unknown_part(("parallel", "strategy"), "strategy", experiment.parallel.strategy, known)
+
+
+@rule("logging.loggers")
+def loggers_are_known(experiment: Experiment) -> Iterator[Problem]:
+    for name in experiment.logging.loggers:
+        path = ("logging", "loggers", name)
+        if name == "wandb":
+            remedy = "write logging.wandb: {project: …}"
+            yield Problem(path, "wandb has a key of its own", remedy, on_key=True)
+        elif name not in parts("loggers"):
+            known = parts("loggers").keys() - {"wandb"}
+            close = nearest(name, known)
+            remedy = f"did you mean {close}?" if close else "install its package, or take it out"
+            yield Problem(path, f"there is no logger '{shortened(name)}'", remedy, on_key=True)
+
+
+@rule("model.name")
+def model_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
+    name = experiment.model.name
+    provider, rest = split_name(name)
+    if is_factory(name):
+        return
+    if provider not in parts("models"):
+        remedy = f"write timm/{shortened(name)} or another of {', '.join(sorted(parts('models')))}"
+        if rest:
+            yield _unknown_part(("model", "name"), "provider of models", provider, parts("models"))
+        else:
+            yield Problem(("model", "name"), f"'{shortened(name)}' names no provider", remedy)
+    elif provider in _MODEL_EXAMPLES and not rest:
+        example = _MODEL_EXAMPLES[provider]
+        yield Problem(("model", "name"), f"'{shortened(name)}' names no model", f"write {example}")
+
+
+@rule("data.name")
+def dataset_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
+    name, path = experiment.data.name, ("data", "name")
+    provider, rest = split_name(name)
+    if is_factory(name):
+        return
+    if provider not in parts("datasets"):
+        yield _unknown_part(path, "data set or provider", provider, parts("datasets"))
+    elif provider in _DATASET_EXAMPLES and not rest:
+        example = _DATASET_EXAMPLES[provider]
+        yield Problem(path, f"'{shortened(name)}' names no data set", f"write {example}")
+    elif provider in _BARE_DATASETS and "/" in name:
+        yield Problem(path, f"{provider} takes nothing behind it", f"write {provider}")
+
+
+@rule("data.name", "data.root")
+def data_on_disk_have_a_root(experiment: Experiment) -> Iterator[Problem]:
+    name = experiment.data.name
+    needs_root = split_name(name)[0] in {"imagefolder", "torchvision"} and name not in _ROOTLESS
+    if needs_root and not is_factory(name) and experiment.data.root is None:
+        yield Problem(("data", "root"), f"is missing, and {shortened(name)} needs it", "write root: data/…")
+
+
+@rule("model.args", "data.args", "optimization.optimizer.args")
+def arguments_say_nothing_twice(experiment: Experiment) -> Iterator[Problem]:
+    given = {
+        ("optimization", "optimizer", "args"): experiment.optimization.optimizer.args,
+        ("model", "args"): experiment.model.args,
+        ("data", "args"): experiment.data.args,
+    }
+    for path, arguments in given.items():
+        for argument in arguments:
+            key = (*path, argument)
+            if argument in _SAID_ELSEWHERE[path]:
+                remedy = f"write {_SAID_ELSEWHERE[path][argument]}"
+                yield Problem(key, "may not stand here", remedy, on_key=True)
+            elif not argument.isidentifier():
+                yield Problem(key, "is no name of an argument", "write a Python name", on_key=True)
+
+
+@rule("parallel")
+def degrees_belong_to_the_strategy(experiment: Experiment) -> Iterator[Problem]:
+    parallel = experiment.parallel
+    if parallel.strategy not in {"ddp", "fsdp", *LATER_STRATEGIES}:
+        return  # a plug-in knows what it takes
+    for key, strategies in DEGREES.items():
+        degree = getattr(parallel, key)
+        if degree not in {None, 1} and parallel.strategy not in strategies:
+            remedy = f"take it out; it belongs to {', '.join(strategies)}"
+            message = f"{degree} means nothing to strategy {parallel.strategy}"
+            yield Problem(("parallel", key), message, remedy)
+
+
+@rule("model.channels_last", "parallel.strategy")
+def shards_are_channels_first(experiment: Experiment) -> Iterator[Problem]:
+    strategy = experiment.parallel.strategy
+    if experiment.model.channels_last and strategy in SHARDED_STRATEGIES:
+        yield Problem(
+            ("model", "channels_last"),
+            f"can't be true under {strategy}, which shards no such weights",
+            "write false, or parallel.strategy: ddp",
+        )
+
+
+@rule("model.name", "model.args", "precision", "parallel.strategy")
+def batchnorm_is_not_sharded_in_16_bits(experiment: Experiment) -> Iterator[Problem]:
+    strategy, precision, name = experiment.parallel.strategy, experiment.precision, experiment.model.name
+    if strategy not in SHARDED_STRATEGIES or precision not in {"bf16", "fp16"}:
+        return
+    if names.has_batchnorm(name, experiment.model.args):
+        yield Problem(
+            ("precision",),
+            f"{precision} does not work under {strategy} for {shortened(name)}, which has BatchNorm",
+            "write fp32, or parallel.strategy: ddp",
+        )
+
+
+@rule("model.name")
+def model_is_known(experiment: Experiment) -> Iterator[Problem]:
+    provider, rest = split_name(experiment.model.name)
+    if provider in _MODEL_EXAMPLES and rest and not is_factory(experiment.model.name):
+        # A tag behind the dot says which weights, not which model.
+        yield from _unlisted(("model", "name"), provider, "model", rest.partition(".")[0], provider)
+
+
+@rule("data.name")
+def dataset_is_known(experiment: Experiment) -> Iterator[Problem]:
+    provider, rest = split_name(experiment.data.name)
+    if provider == "torchvision" and rest and not is_factory(experiment.data.name):
+        yield from _unlisted(("data", "name"), provider, "data set for this", rest, "datasets")
+
+
+def _unlisted(path: KeyPath, provider: str, what: str, name: str, kind: str) -> Iterator[Problem]:
+    known = names.known_names(kind)
+    if known is None or name in known:
+        return
+    close = nearest(name, known) or nearest(name.lower(), known)
+    remedy = f"did you mean {provider}/{close}?" if close else f"write one that {provider} lists"
+    yield Problem(path, f"{provider} has no {what} '{shortened(name)}'", remedy)
+
+
+RULES: tuple[Rule, ...] = (
+    task_is_known,
+    strategy_is_known,
+    loggers_are_known,
+    model_provider_is_known,
+    dataset_provider_is_known,
+    data_on_disk_have_a_root,
+    arguments_say_nothing_twice,
+    degrees_belong_to_the_strategy,
+    shards_are_channels_first,
+)
+#: Those that may start a child process.
+NAME_RULES: tuple[Rule, ...] = (model_is_known, dataset_is_known, batchnorm_is_not_sharded_in_16_bits)

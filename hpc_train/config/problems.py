@@ -1,0 +1,148 @@
+"""Problems of an experiment file: what is wrong, where it stands, and the line that says so.
+
+The reader, the schema, the rules and the planner all make ``Problem``s; a ``Source`` knows the places.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import printable
+
+#: Keys from the top of the file; an int is an index into a list.
+KeyPath = tuple[str | int, ...]
+SHOWN_LENGTH = 60
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Line and column, both from 1, columns in characters."""
+
+    line: int
+    column: int
+
+
+#: Behind every place of the file, so that problems sort after them.
+COMMAND_LINE = Place(sys.maxsize, 0)
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Where a key and its value begin; an item of a list has its value's place for both."""
+
+    key: Place
+    value: Place
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``on_key``: the key itself is wrong. ``place``: where it stands if not at ``path``."""
+
+    path: KeyPath
+    message: str
+    remedy: str
+    on_key: bool = False
+    place: Place | None = None
+    #: The keys that a rule judged together.
+    reads: tuple[KeyPath, ...] = ()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file as it was named by the user, the places of its keys, and the keys that the command line gave."""
+
+    name: str
+    marks: Mapping[KeyPath, Marks] = field(default_factory=dict)
+    command_line: frozenset[KeyPath] = frozenset()
+
+    def place(self, problem: Problem) -> Place:
+        """Return the place of the value or key; of the nearest parent's key where there is none."""
+        if problem.place is not None:
+            return problem.place
+        path = problem.path
+        if any(path[:end] in self.command_line for end in range(1, len(path) + 1)):
+            return COMMAND_LINE
+        if path in self.marks and not problem.on_key:
+            return self.marks[path].value
+        while path:
+            if path in self.marks:
+                return self.marks[path].key
+            path = path[:-1]
+        return Place(1, 1)
+
+    def render(self, problem: Problem) -> str:
+        """Return ``exp.yaml:LINE:COL: key.path: what is wrong; what to write instead``, on one line."""
+        place = self.place(problem)
+        where = "command line" if place == COMMAND_LINE else f"{self.name}:{place.line}:{place.column}"
+        parts = [where, dotted(problem.path), f"{problem.message}; {problem.remedy}"]
+        return one_line(": ".join(part for part in parts if part))
+
+    def render_all(self, problems: Iterable[Problem]) -> list[str]:
+        """Return the lines in the order of the file, each once."""
+        ordered = sorted(problems, key=self.place)
+        return list(dict.fromkeys(self.render(problem) for problem in ordered))
+
+
+Find = Callable[[Experiment], Iterator[Problem]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What keys may not say together. Not asked where one of the keys that it ``reads`` failed."""
+
+    reads: tuple[KeyPath, ...]
+    find: Find
+
+    def can_judge(self, failed: Collection[KeyPath]) -> bool:
+        return not any(related(read, path) for read in self.reads for path in failed)
+
+
+def rule(*reads: str) -> Callable[[Find], Rule]:
+    """Make a rule of a function that yields problems; ``reads`` are the dotted key paths that it looks at."""
+    return lambda find: Rule(tuple(tuple(key.split(".")) for key in reads), find)
+
+
+def related(one: KeyPath, other: KeyPath) -> bool:
+    """Tell whether one path is the other or lies on the way to it."""
+    shorter = min(len(one), len(other))
+    return one[:shorter] == other[:shorter]
+
+
+def dotted(path: KeyPath) -> str:
+    """Return ``data.normalize.mean[0]``."""
+    text = ""
+    for segment in path:
+        text += f"[{segment}]" if isinstance(segment, int) else f".{shortened(segment)}"
+    return text.removeprefix(".")
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` safe for a terminal and without line breaks."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= SHOWN_LENGTH else f"{text[: SHOWN_LENGTH - 1]}…"
+
+
+def shown(value: object) -> str:
+    """Return a value of the file as an error shows it: ``the text 'abc'``, ``64``, ``a list``."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f"the text '{shortened(value)}'"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return shortened(str(value))
+
+
+def is_clean(text: str) -> bool:
+    """Tell whether ``text`` has no control character and no line break of any kind."""
+    return not any(char < " " or "\x7f" <= char <= "\x9f" or char in "\u2028\u2029" for char in text)

@@ -1,0 +1,180 @@
+"""What two keys may not say together, and what this version can't start yet.
+
+Each rule names the keys that it reads. Rules on Slurm, on names of parts and on sweeps stand in modules of
+their own; ``check`` asks them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from hpc_train.config import part_rules, slurm_rules, start_rules, sweep_rules
+from hpc_train.config.problems import KeyPath, Problem, Rule, is_clean, rule, shortened
+from hpc_train.config.schema import Experiment
+
+check_start = start_rules.check_start
+
+
+def check(
+    experiment: Experiment, failed: Collection[KeyPath] = (), *, check_names: bool = True
+) -> list[Problem]:
+    """Return what is wrong across keys. Rules that read a key of ``failed`` are left out."""
+    rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES)
+    if check_names:
+        rules += part_rules.NAME_RULES
+    return [
+        replace(problem, reads=each.reads)
+        for each in rules
+        if each.can_judge(failed)
+        for problem in each.find(experiment)
+    ]
+
+
+@rule("optimization.epochs", "optimization.steps")
+def length_is_given_once(experiment: Experiment) -> Iterator[Problem]:
+    optimization = experiment.optimization
+    if optimization.epochs is None and optimization.steps is None:
+        remedy = "write epochs: 30 or steps: 12000"
+        yield Problem(("optimization", "epochs"), "is missing, and so is optimization.steps", remedy)
+    if optimization.epochs is not None and optimization.steps is not None:
+        yield _beside(("optimization", "steps"), "optimization.epochs")
+
+
+def _beside(path: KeyPath, other: str) -> Problem:
+    return Problem(path, f"is given beside {other}", "keep one of the two")
+
+
+@rule("optimization.global_batch_size", "optimization.micro_batch_size")
+def micro_batches_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
+    batch, micro = experiment.optimization.global_batch_size, experiment.optimization.micro_batch_size
+    if micro == "auto" or batch % micro == 0:
+        return
+    below = batch // micro * micro
+    fitting = f"{below} or {below + micro}" if below else f"{micro}"
+    yield Problem(
+        ("optimization", "global_batch_size"),
+        f"{batch} is no multiple of micro_batch_size {micro}",
+        f"write {fitting}, or a micro_batch_size that divides {batch}",
+    )
+
+
+@rule("checkpoint.every_min", "checkpoint.every_steps")
+def checkpoints_come_by_time_or_steps(experiment: Experiment) -> Iterator[Problem]:
+    if experiment.checkpoint.every_min is not None and experiment.checkpoint.every_steps is not None:
+        yield _beside(("checkpoint", "every_steps"), "checkpoint.every_min")
+
+
+@rule("evaluation.every_epochs", "evaluation.every_steps")
+def evaluations_come_by_epochs_or_steps(experiment: Experiment) -> Iterator[Problem]:
+    if experiment.evaluation.every_epochs is not None and experiment.evaluation.every_steps is not None:
+        yield _beside(("evaluation", "every_steps"), "evaluation.every_epochs")
+
+
+@rule("optimization.schedule.warmup_epochs", "optimization.schedule.warmup_steps")
+def warmup_is_given_once(experiment: Experiment) -> Iterator[Problem]:
+    schedule = experiment.optimization.schedule
+    if schedule.warmup_epochs is not None and schedule.warmup_steps is not None:
+        yield _beside(("optimization", "schedule", "warmup_steps"), "optimization.schedule.warmup_epochs")
+
+
+@rule(
+    "optimization.epochs",
+    "optimization.steps",
+    "optimization.schedule.warmup_epochs",
+    "optimization.schedule.warmup_steps",
+)
+def warmup_ends_before_the_run(experiment: Experiment) -> Iterator[Problem]:
+    optimization = experiment.optimization
+    for unit in ("epochs", "steps"):
+        length, warmup = getattr(optimization, unit), getattr(optimization.schedule, f"warmup_{unit}")
+        if length is not None and warmup is not None and warmup >= length:
+            yield Problem(
+                ("optimization", "schedule", f"warmup_{unit}"),
+                f"{warmup:g} is not shorter than the run of {length} {unit}",
+                f"write less than {length}",
+            )
+
+
+@rule("parallel.sync_batchnorm", "compile")
+def sync_batchnorm_breaks_the_graph(experiment: Experiment) -> Iterator[Problem]:
+    compiled = experiment.compile
+    if compiled.enabled and compiled.fullgraph and experiment.parallel.sync_batchnorm:
+        yield Problem(
+            ("compile", "fullgraph"),
+            "can't be true with parallel.sync_batchnorm, which breaks the graph",
+            "write false",
+        )
+
+
+@rule("data.augment.random_resized_crop", "data.augment.crop_padding", "data.image_size")
+def crops_fit_together(experiment: Experiment) -> Iterator[Problem]:
+    augment, path = experiment.data.augment, ("data", "augment")
+    crop = augment.random_resized_crop
+    if crop is None:
+        return
+    if experiment.data.image_size is None:
+        yield Problem((*path, "random_resized_crop"), "needs data.image_size", "write data.image_size: 224")
+    if augment.crop_padding:
+        remedy = "take one of the two out"
+        yield Problem((*path, "crop_padding"), "is given beside random_resized_crop", remedy)
+    for key, (low, high) in (("scale", crop.scale), ("ratio", crop.ratio)):
+        if low > high:
+            message, remedy = f"begins with the greater bound, {low:g}", f"write [{high:g}, {low:g}]"
+            yield Problem((*path, "random_resized_crop", key), message, remedy)
+
+
+@rule("data.normalize")
+def normalization_has_equal_lengths(experiment: Experiment) -> Iterator[Problem]:
+    normalize = experiment.data.normalize
+    if normalize is None:
+        return
+    if len(normalize.mean) != len(normalize.std):
+        yield Problem(
+            ("data", "normalize", "std"),
+            f"has {len(normalize.std)} values and mean has {len(normalize.mean)}",
+            "write one a channel in both",
+        )
+    elif not normalize.mean:
+        yield Problem(("data", "normalize", "mean"), "is empty", "write a value a channel")
+
+
+@rule("data.root", "model.pretrained", "environment.python", "environment.container", "logging.wandb.tags")
+def text_has_no_control_characters(experiment: Experiment) -> Iterator[Problem]:
+    wandb = experiment.logging.wandb
+    texts: list[tuple[KeyPath, object]] = [
+        (("data", "root"), experiment.data.root),
+        (("model", "pretrained"), experiment.model.pretrained),
+        (("environment", "python"), experiment.environment.python),
+        (("environment", "container"), experiment.environment.container),
+    ]
+    texts += [(("logging", "wandb", "tags", i), tag) for i, tag in enumerate(wandb.tags if wandb else [])]
+    for path, text in texts:
+        if isinstance(text, str) and not is_clean(text):
+            yield Problem(path, "has a control character or line break", "take it out")
+        elif text == "":
+            yield Problem(path, "is empty", "write a path, or take the key out")
+
+
+@rule("model.pretrained")
+def weights_are_a_file(experiment: Experiment) -> Iterator[Problem]:
+    given = experiment.model.pretrained
+    if isinstance(given, str) and given and not given.endswith((".safetensors", ".pth")):
+        remedy = "write true, false, or a path that ends so"
+        message = f"'{shortened(given)}' is no path to .safetensors or .pth"
+        yield Problem(("model", "pretrained"), message, remedy)
+
+
+RULES: tuple[Rule, ...] = (
+    length_is_given_once,
+    micro_batches_divide_the_batch,
+    checkpoints_come_by_time_or_steps,
+    evaluations_come_by_epochs_or_steps,
+    warmup_is_given_once,
+    warmup_ends_before_the_run,
+    sync_batchnorm_breaks_the_graph,
+    crops_fit_together,
+    normalization_has_equal_lengths,
+    text_has_no_control_characters,
+    weights_are_a_file,
+)

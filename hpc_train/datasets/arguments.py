@@ -1,0 +1,53 @@
+"""``data.args`` against what a data set takes: a section of its own, or a function's signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from hpc_train.config.schema import Arguments, DataConfig, Section
+from hpc_train.errors import BadFileError
+from hpc_train.registry import nearest
+
+AnySection = TypeVar("AnySection", bound=Section)
+_Result = TypeVar("_Result")
+
+
+def parse_args(section: type[AnySection], args: Arguments) -> AnySection:
+    """Return ``args`` as a checked section. Raises BadFileError with a line for every mistake."""
+    try:
+        return section.model_validate(args)
+    except ValidationError as error:
+        raise BadFileError([_line(problem, section) for problem in error.errors()]) from error
+
+
+def _line(problem: Any, section: type[Section]) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] != "extra_forbidden":
+        return f"data.args.{key}: {problem['msg']}; it is {problem['input']!r}"
+    known = sorted(section.model_fields)
+    hint = nearest(key, known)
+    meant = f"did you mean {hint}?" if hint else f"known: {', '.join(known) or 'none'}"
+    return f"data.args.{key}: no such argument; {meant}"
+
+
+def refuse_rest(rest: str, config: DataConfig) -> None:
+    """Raise BadFileError where a name goes on after the slash but its data set has no parts."""
+    if rest:
+        raise BadFileError(f"data.name: {config.name!r} says {rest!r} after the slash; leave it out")
+
+
+def call(name: str, function: Callable[..., _Result], *given: Any, **args: Any) -> _Result:
+    """Call ``function``. Raises BadFileError where the arguments don't fit its signature."""
+    try:
+        inspect.signature(function).bind(*given, **args)
+    except TypeError as error:
+        raise BadFileError(
+            f"data.args: {name} can't be called so: {error}; it is {name}{inspect.signature(function)}"
+        ) from error
+    except ValueError:  # no signature is known: the call itself will tell
+        pass
+    return function(*given, **args)

@@ -1,0 +1,122 @@
+# ruff: noqa: N803, N806  (shape suffixes)
+"""Random changes of training images, every one from the sample's own counter-based numbers.
+
+Called by the readers of training data. Parameters are computed for a whole batch, and what can be (flips,
+crops of padded images, erasing) is applied to it as a whole. A sample comes out the same alone or in any
+batch, in any process.
+
+Legend: B samples, C channels, H rows, W columns, p pixels of padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hpc_train.config.schema import AugmentConfig, RandAugmentConfig, RandomResizedCropConfig
+from hpc_train.datasets.images import centre_square, resize, stack
+from hpc_train.datasets.randaugment import randaugment
+from hpc_train.datasets.random_numbers import Keys
+from hpc_train.datasets.rectangles import erased_parts, resized_crops
+from hpc_train.errors import BadFileError
+
+
+class Augmentation:
+    """``data.augment`` made callable: resizing or random crop, padded crop, flips, RandAugment, erasing."""
+
+    def __init__(self, config: AugmentConfig, image_size: int | None, seed: int) -> None:
+        self._config = config
+        self._image_size = image_size
+        self._seed = seed
+
+    def __call__(
+        self, images: Tensor | Sequence[Tensor], epoch: int, samples_B: Tensor, repeat: int = 0
+    ) -> Tensor:
+        """Return (B, C, H, W) of the dtype that came in, from (B, C, H, W) or B images (C, H, W).
+
+        ``samples_B`` (B,) int64 are the indices in the data set. Never changes its input.
+        """
+        keys = Keys(self._seed, epoch, samples_B, repeat)
+        config = self._config
+        images_BCHW = self._sized(images, keys)
+        if config.crop_padding:
+            images_BCHW = padded_crop(images_BCHW, keys, config.crop_padding)
+        if config.hflip:
+            images_BCHW = _flip(images_BCHW, keys.flags("hflip", config.hflip), dim=-1)
+        if config.vflip:
+            images_BCHW = _flip(images_BCHW, keys.flags("vflip", config.vflip), dim=-2)
+        if config.randaugment is not None:
+            images_BCHW = _randaugment(images_BCHW, keys, config.randaugment)
+        if config.erasing:
+            images_BCHW = erase(images_BCHW, keys, config.erasing)
+        return images_BCHW
+
+    def _sized(self, images: Tensor | Sequence[Tensor], keys: Keys) -> Tensor:
+        size, crop = self._image_size, self._config.random_resized_crop
+        if crop is not None:
+            return stack(_resized_crops(list(images), keys, crop, size))
+        if size is not None and not _are_square(images, size):
+            images = [centre_square(image, size) for image in images]
+        return images if isinstance(images, Tensor) else stack(images)
+
+
+def _are_square(images: Tensor | Sequence[Tensor], size: int) -> bool:
+    distinct = images[:1] if isinstance(images, Tensor) else images
+    return all(image.shape[-2:] == (size, size) for image in distinct)
+
+
+def _resized_crops(
+    images: list[Tensor], keys: Keys, config: RandomResizedCropConfig, size: int | None
+) -> list[Tensor]:
+    heights_B = torch.tensor([image.shape[-2] for image in images])
+    widths_B = torch.tensor([image.shape[-1] for image in images])
+    crops = resized_crops(keys, heights_B, widths_B, config.scale, config.ratio)
+    corners = torch.stack([crops.tops, crops.lefts, crops.heights, crops.widths], dim=1)
+    return [
+        resize(
+            image[:, top : top + height, left : left + width],
+            size or image.shape[-2],
+            size or image.shape[-1],
+        )
+        for image, (top, left, height, width) in zip(images, corners.tolist(), strict=True)
+    ]
+
+
+def padded_crop(images_BCHW: Tensor, keys: Keys, padding: int) -> Tensor:
+    """Pad by zeros on all sides and cut the size that was back out at a random place."""
+    height, width = images_BCHW.shape[-2:]
+    tops_B = keys.integers("crop_padding.top", 0, 2 * padding + 1)
+    lefts_B = keys.integers("crop_padding.left", 0, 2 * padding + 1)
+    padded = functional.pad(images_BCHW, (padding, padding, padding, padding))
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (B, C, 2p + 1, 2p + 1, H, W)
+    rows_B = torch.arange(len(images_BCHW), device=images_BCHW.device)
+    return windows[rows_B, :, tops_B, lefts_B]
+
+
+def _flip(images_BCHW: Tensor, chosen_B: Tensor, dim: int) -> Tensor:
+    return torch.where(chosen_B[:, None, None, None], images_BCHW.flip(dim), images_BCHW)
+
+
+def _randaugment(images_BCHW: Tensor, keys: Keys, config: RandAugmentConfig) -> Tensor:
+    channels = images_BCHW.shape[1]
+    if images_BCHW.dtype != torch.uint8 or channels not in (1, 3):
+        raise BadFileError(
+            f"data.augment.randaugment: images are {images_BCHW.dtype} of {channels} channels; it works on "
+            "uint8 images of 1 or 3 channels; take it out"
+        )
+    return torch.stack(randaugment(list(images_BCHW), keys, config.num_ops, config.magnitude))
+
+
+def erase(images_BCHW: Tensor, keys: Keys, probability: float) -> Tensor:
+    """Set a random rectangle of each image that is chosen to zero."""
+    height, width = images_BCHW.shape[-2:]
+    parts = erased_parts(keys, height, width, probability)
+    rows_H = torch.arange(height, device=images_BCHW.device)
+    columns_W = torch.arange(width, device=images_BCHW.device)
+    in_rows_BH = (rows_H >= parts.tops[:, None]) & (rows_H < (parts.tops + parts.heights)[:, None])
+    in_columns_BW = (columns_W >= parts.lefts[:, None]) & (columns_W < (parts.lefts + parts.widths)[:, None])
+    erased_BHW = (in_rows_BH & parts.found[:, None])[:, :, None] & in_columns_BW[:, None, :]
+    return images_BCHW.masked_fill(erased_BHW[:, None], 0)

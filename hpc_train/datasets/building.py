@@ -1,0 +1,41 @@
+"""``data:`` of the file → DataSource. Called by the worker and by ``hpc-train prepare``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+from hpc_train.config.schema import DataConfig
+from hpc_train.datasets.base import ArraySplit, DatasetBuilder, DataSource, Split
+from hpc_train.datasets.factory import build_by_factory
+from hpc_train.datasets.images import ImageSplit
+from hpc_train.errors import BadFileError
+from hpc_train.registry import is_factory, load, split_name
+
+
+def build_source(config: DataConfig, *, download: bool = False) -> DataSource:
+    """Return the data that the file names, its images as tensors with ``info.channels`` channels.
+
+    With ``download`` (in ``prepare`` alone) missing data are fetched. Raises BadFileError where the
+    file is wrong.
+    """
+    source = _build(config, download)
+    if len(source.train) == 0:
+        raise BadFileError("data: the training data are empty")
+    if source.val is not None and len(source.val) == 0:
+        raise BadFileError("data: the validation data are empty; give them samples, or leave them out")
+    channels = source.info.channels
+    val = None if source.val is None else _as_tensors(source.val, channels)
+    return replace(source, train=_as_tensors(source.train, channels), val=val)
+
+
+def _build(config: DataConfig, download: bool) -> DataSource:
+    if is_factory(config.name):
+        return build_by_factory(config)
+    provider, rest = split_name(config.name)
+    builder = cast(DatasetBuilder, load("datasets", provider))
+    return builder(rest, config, download=download)
+
+
+def _as_tensors(split: Split, channels: int) -> Split:
+    return split if isinstance(split, ArraySplit) else ImageSplit(split, channels)

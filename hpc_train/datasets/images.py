@@ -1,0 +1,137 @@
+"""Images of any kind → tensors (C, H, W) with the channels asked for; the sizes of evaluation.
+
+Legend: B images, C channels, H rows, W columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.transforms.v2 import functional as tvf
+
+from hpc_train.datasets.base import RawImage, Split
+from hpc_train.errors import BadFileError
+
+_PIL_MODE = {1: "L", 3: "RGB", 4: "RGBA"}
+#: What a tensor or an array must hold.
+_RULE = "an image is PIL, or uint8 or float of (C, H, W) as a tensor, (H, W, C) as an array"
+
+
+def as_tensor(image: RawImage, channels: int | None = None) -> Tensor:
+    """Return (C, H, W) uint8, or float as it came, with ``channels`` channels (None: as many as it has).
+
+    Gray becomes colour by repetition, colour gray by luminance, alpha is dropped. 16-bit gray keeps
+    its upper eight bits. Raises BadFileError for what is no image.
+    """
+    if isinstance(image, Image.Image):
+        return _from_pil(image, channels)
+    if isinstance(image, np.ndarray):
+        image = _from_array(image)
+    if not isinstance(image, Tensor):
+        raise BadFileError(f"data: a sample is {type(image).__name__}; {_RULE}")
+    if image.dim() == 2:
+        image = image[None]
+    if image.dim() != 3 or not (image.dtype == torch.uint8 or image.is_floating_point()):
+        raise BadFileError(f"data: a sample is {image.dtype} of shape {tuple(image.shape)}; {_RULE}")
+    return image if channels is None else _with_channels(image, channels)
+
+
+def _from_array(image: np.ndarray[Any, Any]) -> Tensor:
+    if not (image.flags.writeable and image.flags.c_contiguous):  # torch refuses flipped views
+        image = np.array(image)
+    tensor = torch.from_numpy(image)
+    return tensor.permute(2, 0, 1) if tensor.dim() == 3 else tensor
+
+
+def _from_pil(image: Image.Image, channels: int | None) -> Tensor:
+    if image.mode == "F":
+        raise BadFileError("data: a float image (PIL mode F) says no range; store 8 or 16 bits a channel")
+    if image.mode.startswith("I"):  # 16-bit gray, which Pillow would clip at 255
+        image = Image.fromarray((np.asarray(image).clip(0, 2**16 - 1) >> 8).astype(np.uint8))
+    if channels is None:
+        channels = 1 if image.mode in {"1", "L", "LA"} else 3
+    mode = _PIL_MODE.get(channels)
+    if mode is None:
+        raise BadFileError(f"data: a {image.mode} image has no {channels} channels; ask for 1, 3 or 4")
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # straight to RGB warns
+    pixels = np.array(image if image.mode == mode else image.convert(mode))
+    tensor = torch.from_numpy(pixels)
+    return tensor[None] if tensor.dim() == 2 else tensor.permute(2, 0, 1)
+
+
+def _with_channels(image: Tensor, channels: int) -> Tensor:
+    has = image.shape[0]
+    if has == channels:
+        return image
+    if has == 1 and channels == 3:
+        return image.expand(3, -1, -1)
+    if has == 4 and channels in (1, 3):
+        return _with_channels(image[:3], channels)
+    if has == 3 and channels == 1:
+        gray: Tensor = tvf.rgb_to_grayscale(image)
+        return gray
+    raise BadFileError(f"data: an image of shape {tuple(image.shape)} has {has} channels, not {channels}")
+
+
+@dataclass(frozen=True)
+class ImageSplit:
+    """A split whose samples are turned into tensors with ``channels`` channels."""
+
+    split: Split
+    channels: int
+
+    def __len__(self) -> int:
+        return len(self.split)
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+        image, target = self.split[index]
+        return as_tensor(image, self.channels), int(target)
+
+    def path(self, index: int) -> Path | None:
+        """Return the file of a sample, where the split knows it."""
+        return sample_path(self.split, index)
+
+
+def sample_path(split: Any, index: int) -> Path | None:
+    """Return the file of a sample of a split that has a ``path`` method, else None."""
+    method = getattr(split, "path", None)
+    return method(index) if callable(method) else None
+
+
+def resize(image: Tensor, height: int, width: int) -> Tensor:
+    """Resize (C, H, W) bilinearly with antialiasing, in uint8 where it is uint8."""
+    if tuple(image.shape[-2:]) == (height, width):
+        return image
+    resized: Tensor = tvf.resize(image, [height, width], antialias=True)
+    return resized
+
+
+def centre_square(image: Tensor, side: int, kept: float = 1.0) -> Tensor:
+    """Resize and crop to the centre square of ``side`` pixels, which is ``kept`` of the shorter side."""
+    shorter = max(side, round(side / kept))
+    square: Tensor = tvf.center_crop(tvf.resize(image, [shorter], antialias=True), [side, side])
+    return square
+
+
+def stack(images: Sequence[Tensor]) -> Tensor:
+    """Return (B, C, H, W). Raises BadFileError where shapes differ."""
+    shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1:
+        (_, *one), (_, *other) = sorted(shapes)[:2]
+        raise BadFileError(
+            f"data.image_size: images differ in shape ({_sides(one)} and {_sides(other)}); "
+            "write the side in pixels that all are brought to"
+        )
+    return torch.stack(list(images))
+
+
+def _sides(sides: Sequence[int]) -> str:
+    return "x".join(str(side) for side in sides)

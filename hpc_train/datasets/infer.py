@@ -1,0 +1,66 @@
+"""Channels and classes of data sets that do not say them, from their attributes and first sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hpc_train.datasets.images import as_tensor
+from hpc_train.errors import BadFileError
+
+#: Where torchvision's data sets and most others keep all targets.
+_TARGET_ATTRIBUTES = ("targets", "labels", "_labels")
+
+
+def count_channels(split: Any) -> int:
+    """Return the channels of the first image; PIL counts as gray or as colour."""
+    if len(split) == 0:
+        raise BadFileError("data: the training data are empty")
+    image, _ = split[0]
+    return int(as_tensor(image).shape[0])
+
+
+def all_targets(split: Any) -> torch.Tensor | None:
+    """Return the targets (N,) int64 that a data set keeps beside its images, None where it does not."""
+    for attribute in _TARGET_ATTRIBUTES:
+        found = getattr(split, attribute, None)
+        if found is None:
+            continue
+        try:
+            targets = torch.as_tensor(found)
+        except (TypeError, ValueError, RuntimeError):
+            continue
+        if targets.shape == (len(split),) and not targets.is_floating_point():
+            return targets.to(torch.int64)
+    return None
+
+
+def count_classes(train: Any, val: Any = None) -> int:
+    """Return ``num_classes`` or the length of ``classes``, else the largest target + 1.
+
+    Raises BadFileError where the data set has none of these.
+    """
+    num_classes = getattr(train, "num_classes", None)
+    if isinstance(num_classes, int):
+        return num_classes
+    names = getattr(train, "classes", None)
+    if isinstance(names, (list, tuple)) and names:
+        return len(names)
+    targets = [all_targets(part) for part in (train, val) if part is not None]
+    known = [int(part.max()) for part in targets if part is not None and len(part)]
+    if not known:
+        raise BadFileError(
+            f"data: {type(train).__name__} does not say how many classes it has; give it an attribute "
+            "num_classes, classes (a list of names) or targets (a list of whole numbers), or return a "
+            "DataSource"
+        )
+    return max(known) + 1
+
+
+def name_classes(split: Any, num_classes: int) -> tuple[str, ...]:
+    """Return the classes' names where the data set has one for each, else nothing."""
+    names = getattr(split, "classes", None)
+    if not isinstance(names, (list, tuple)) or len(names) != num_classes:
+        return ()
+    return tuple(str(name) for name in names)

@@ -1,0 +1,54 @@
+# ruff: noqa: N803  (shape suffixes)
+"""Bytes → normalised numbers, on the device. Legend: B images, C channels, H rows, W columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hpc_train.config.schema import DataConfig
+from hpc_train.errors import BadFileError
+from hpc_train.runtime.data_info import DataInfo
+
+
+class Normalize:
+    """Maps uint8 images to (x / 255 - mean) / std; float images count as normalised already.
+
+    ``dtype`` is float64 under fp64, else float32: autocast or the strategy casts further.
+    """
+
+    def __init__(
+        self,
+        info: DataInfo,
+        config: DataConfig,
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+    ) -> None:
+        own = config.normalize
+        mean, std = (info.mean, info.std) if own is None else (own.mean, own.std)
+        _check_length("mean", mean, info.channels)
+        _check_length("std", std, info.channels)
+        self._mean = torch.tensor(mean, dtype=dtype).view(1, -1, 1, 1)
+        self._std = torch.tensor(std, dtype=dtype).view(1, -1, 1, 1)
+        self._dtype = dtype
+        self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
+
+    def __call__(self, images_BCHW: Tensor) -> Tensor:
+        """Return (B, C, H, W) on the device that the images are on."""
+        if images_BCHW.is_floating_point():
+            wanted = self._dtype if self._dtype == torch.float64 else images_BCHW.dtype
+            return images_BCHW.to(wanted, memory_format=self._memory_format)
+        if self._mean.device != images_BCHW.device:
+            self._mean, self._std = self._mean.to(images_BCHW.device), self._std.to(images_BCHW.device)
+        scaled = images_BCHW.to(self._dtype, memory_format=self._memory_format).div_(255)
+        return scaled.sub_(self._mean).div_(self._std)
+
+
+def _check_length(name: str, values: Sequence[float], channels: int) -> None:
+    if len(values) != channels:
+        raise BadFileError(
+            f"data.normalize.{name}: {list(values)} has {len(values)} values, but images have {channels} "
+            f"channels; write {channels}"
+        )

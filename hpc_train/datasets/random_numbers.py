@@ -1,0 +1,106 @@
+# ruff: noqa: N803, N806  (shape suffixes)
+"""Counter-based random numbers of the data: a hash of (seed, epoch, sample, repeat, draw).
+
+SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014; constants of
+https://prng.di.unimi.it/splitmix64.c): output n of the stream with state s is ``mix(s + (n + 1) * golden)``.
+Each word of the key takes one step down such a tree. All of it is int64 arithmetic that wraps, so a number
+is the same computed one by one, in a batch, on the CPU or on a GPU.
+
+Legend: B samples, K numbers a sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+_MASK_64 = 2**64 - 1
+#: The tree's root; any constant would do.
+_ROOT = 0x6870635F747261
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _mix(word: int) -> int:
+    first, second, third = _SHIFTS
+    word = ((word ^ (word >> first)) * _FACTORS[0]) & _MASK_64
+    word = ((word ^ (word >> second)) * _FACTORS[1]) & _MASK_64
+    return word ^ (word >> third)
+
+
+def _shift_right(words: Tensor, bits: int) -> Tensor:
+    # Torch shifts int64 arithmetically; the mask takes the copies of the sign away.
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix_tensor(words: Tensor) -> Tensor:
+    first, second, third = _SHIFTS
+    words = (words ^ _shift_right(words, first)) * _signed(_FACTORS[0])
+    words = (words ^ _shift_right(words, second)) * _signed(_FACTORS[1])
+    return words ^ _shift_right(words, third)
+
+
+def hash_words(*words: int) -> int:
+    """Return a hash in 0…2⁶⁴-1 of a sequence of whole numbers, each taken modulo 2⁶⁴."""
+    state = _ROOT
+    for word in words:
+        state = _mix((state + (word + 1) * _GOLDEN) & _MASK_64)
+    return state
+
+
+@cache
+def _draw_word(draw: int | str) -> int:
+    if isinstance(draw, int):
+        return draw
+    return int.from_bytes(hashlib.blake2b(draw.encode(), digest_size=8).digest(), "little")
+
+
+class Keys:
+    """The random numbers of B samples in one epoch.
+
+    A ``draw`` is the purpose of a number: the same draw gives the same numbers again, another one gives
+    independent ones. ``repeat`` tells apart the times that a sample is seen within an epoch.
+    """
+
+    def __init__(self, seed: int, epoch: int, samples_B: Tensor, repeat: int = 0) -> None:
+        state = hash_words(seed, epoch, repeat)
+        steps_B = samples_B.to(torch.int64) * _signed(_GOLDEN)
+        self._keys_B = _mix_tensor(steps_B + _signed((state + _GOLDEN) & _MASK_64))
+
+    def words(self, draw: int | str) -> Tensor:
+        """Return 64 random bits a sample, (B,) int64."""
+        step = _signed(((_draw_word(draw) + 1) * _GOLDEN) & _MASK_64)
+        return _mix_tensor(self._keys_B + step)
+
+    def words_many(self, draw: int | str, count: int) -> Tensor:
+        """Return ``count`` * 64 random bits a sample, (B, K) int64."""
+        numbers_K = torch.arange(1, count + 1, device=self._keys_B.device)
+        return _mix_tensor(self.words(draw)[:, None] + numbers_K * _signed(_GOLDEN))
+
+    def uniform(self, draw: int | str) -> Tensor:
+        """Return numbers in [0, 1), (B,) float64: whole multiples of 2⁻⁵³."""
+        return _unit_interval(self.words(draw))
+
+    def uniform_many(self, draw: int | str, count: int) -> Tensor:
+        """Return ``count`` numbers a sample in [0, 1), (B, K) float64."""
+        return _unit_interval(self.words_many(draw, count))
+
+    def integers(self, draw: int | str, low: int | Tensor, high: int | Tensor) -> Tensor:
+        """Return whole numbers in [low, high), (B,) int64; bounds may differ by sample, high - low < 2³¹."""
+        return low + ((_shift_right(self.words(draw), 32) * (high - low)) >> 32)
+
+    def flags(self, draw: int | str, probability: float) -> Tensor:
+        """Return (B,) bool, true with ``probability``."""
+        return self.uniform(draw) < probability
+
+
+def _unit_interval(words: Tensor) -> Tensor:
+    return _shift_right(words, 11).to(torch.float64) * 2.0**-53

@@ -1,0 +1,191 @@
+"""Which samples a rank reads, in which order: a pure function of (seed, position, rank, ranks) (DESIGN §1).
+
+Called by ``loading``. One worked example: N = 10 samples, G = 8, m = 2, so M = 4 micro-batches and E = 1
+step an epoch; R = 3 ranks. Step 0 is window 0: the first 8 indices of epoch 0's permutation p. Each rank
+has ⌈4/3⌉ = 2 slots:
+
+    rank 0: micro-batch 0 = p[0:2], micro-batch 3 = p[6:8]
+    rank 1: micro-batch 1 = p[2:4], then spare: micro-batch 1 again, weight 0
+    rank 2: micro-batch 2 = p[4:6], then spare: micro-batch 2 again, weight 0
+
+Legend: N samples, G global batch, m micro-batch, M = G / m micro-batches a step, R ranks, S = ⌈M/R⌉ slots of
+a rank a step, E = ⌊N/G⌋ windows an epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+from torch.utils.data.distributed import DistributedSampler
+
+from hpc_train.datasets.random_numbers import hash_words
+from hpc_train.errors import BadFileError
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands: ``step`` steps are done; ``skipped`` windows are left out, sorted, each once."""
+
+    step: int
+    skipped: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.step >= 0
+        assert list(self.skipped) == sorted(set(self.skipped)), f"not sorted or not unique: {self.skipped}"
+
+    def windows(self) -> Iterator[int]:
+        """Yield the window of step ``step``, then those of the steps after it, without end."""
+        window = self.step
+        for skipped in self.skipped:
+            window += skipped <= window
+        left_out = set(self.skipped)
+        while True:
+            if window not in left_out:
+                yield window
+            window += 1
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One micro-batch to read: what a sampler yields and a loader's worker is sent.
+
+    ``step`` counts from 0, ``number`` is the micro-batch's place in the step (or in the evaluation),
+    ``indices`` (m,) int64. Of them the first ``num_valid`` count, the rest only fill up.
+    """
+
+    step: int
+    window: int
+    epoch: int
+    number: int
+    weight: float
+    indices: Tensor
+    num_valid: int
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A tensor would travel as shared memory: a file descriptor each, and here a view of a whole epoch.
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return _unpickle_slot, (values | {"indices": self.indices.numpy().tobytes()},)
+
+
+def _unpickle_slot(values: dict[str, Any]) -> Slot:
+    indices = torch.from_numpy(np.frombuffer(values["indices"], dtype=np.int64).copy())
+    return Slot(**values | {"indices": indices})
+
+
+class MicroBatchSampler(DistributedSampler[Slot]):
+    """Yields this rank's slots, step by step, from ``position`` to ``total_steps``, over epochs.
+
+    For ``DataLoader(batch_sampler=…)``. ``set_epoch`` is not needed and changes nothing: the epoch follows
+    from the position. Raises BadFileError where a global batch does not fit the data or the ranks.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        seed: int,
+        position: Position,
+        total_steps: int,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        _check_sizes(num_samples, global_batch_size, micro_batch_size, world_size)
+        # The base class asks its data set for a length alone, so a range stands for the data.
+        super().__init__(
+            cast(Any, range(num_samples)), num_replicas=world_size, rank=rank, shuffle=True, seed=seed
+        )
+        self._count = num_samples
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._position = position
+        self._total_steps = total_steps
+        self._cached: tuple[int, Tensor] | None = None
+
+    @property
+    def micro_batches(self) -> int:
+        """M."""
+        return self._global_batch_size // self._micro_batch_size
+
+    @property
+    def slots_per_step(self) -> int:
+        """S."""
+        return math.ceil(self.micro_batches / self.num_replicas)
+
+    def __len__(self) -> int:
+        return max(0, self._total_steps - self._position.step) * self.slots_per_step
+
+    def __iter__(self) -> Iterator[Slot]:
+        steps = range(self._position.step, self._total_steps)
+        for step, window in zip(steps, self._position.windows(), strict=False):
+            for place in range(self.slots_per_step):
+                yield self._slot(step, window, place)
+
+    def _slot(self, step: int, window: int, place: int) -> Slot:
+        number, weight = self.rank + place * self.num_replicas, 1 / self.micro_batches
+        if number >= self.micro_batches:  # spare: takes part in the collectives only
+            number, weight = self.rank, 0.0
+        size = self._micro_batch_size
+        epoch, slice_number = divmod(window, self._count // self._global_batch_size)
+        start = slice_number * self._global_batch_size + number * size
+        indices = self._permutation(epoch)[start : start + size]
+        return Slot(step, window, epoch, number, weight, indices, num_valid=size)
+
+    def _permutation(self, epoch: int) -> Tensor:
+        if self._cached is None or self._cached[0] != epoch:
+            generator = torch.Generator().manual_seed(hash_words(self.seed, epoch) >> 1)
+            self._cached = epoch, torch.randperm(self._count, generator=generator)
+        return self._cached[1]
+
+
+def _check_sizes(num_samples: int, global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
+    if num_samples < global_batch_size:
+        raise BadFileError(
+            f"optimization.global_batch_size: {global_batch_size} is more than the {num_samples} training "
+            f"samples; write at most {num_samples}"
+        )
+    if global_batch_size % micro_batch_size:
+        raise BadFileError(
+            f"optimization.micro_batch_size: {micro_batch_size} does not divide global_batch_size "
+            f"{global_batch_size}; write a divisor of it"
+        )
+    micro_batches = global_batch_size // micro_batch_size
+    if world_size > micro_batches:
+        raise BadFileError(
+            f"optimization.micro_batch_size: {micro_batch_size} makes {micro_batches} micro-batches of "
+            f"global_batch_size {global_batch_size}, fewer than the {world_size} ranks; use at most "
+            f"{micro_batches} ranks, or write at most {max(1, global_batch_size // world_size)}"
+        )
+
+
+class EvaluationSampler(Sampler[Slot]):
+    """Yields batches of m samples in index order: rank r takes r, r + R, …; all ranks as many.
+
+    What fills up the last batches repeats sample 0 and is not valid, so sums over valid samples count each
+    sample exactly once.
+    """
+
+    def __init__(self, num_samples: int, micro_batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+        super().__init__()
+        self._count = num_samples
+        self._size = micro_batch_size
+        self._rank = rank
+        self._world_size = world_size
+
+    def __len__(self) -> int:
+        return math.ceil(math.ceil(self._count / self._size) / self._world_size)
+
+    def __iter__(self) -> Iterator[Slot]:
+        for place in range(len(self)):
+            number = self._rank + place * self._world_size
+            indices = torch.arange(number * self._size, (number + 1) * self._size)
+            valid = indices < self._count
+            yield Slot(0, 0, 0, number, 1.0, indices * valid, num_valid=int(valid.sum()))

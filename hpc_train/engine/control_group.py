@@ -1,0 +1,96 @@
+"""Agreement among ranks about work on files: it succeeded on every rank, or it failed on every rank.
+
+``engine.checkpoint`` calls it. Plain tensors on the CPU; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, PeerLostError, StorageError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class ControlGroup:
+    """All ranks over a CPU backend; ``group`` is None for one rank alone. Every method is collective."""
+
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup | None
+
+    def __post_init__(self) -> None:
+        assert self.group is not None or self.world_size == 1, "several ranks need a process group"
+
+    def smallest(self, values: Sequence[int]) -> list[int]:
+        """Return the least over all ranks, number by number."""
+        return self._reduced(values, dist.ReduceOp.MIN)
+
+    def total(self, values: Sequence[int]) -> list[int]:
+        """Return the sum over all ranks, number by number."""
+        return self._reduced(values, dist.ReduceOp.SUM)
+
+    def _reduced(self, values: Sequence[int], operation: dist.ReduceOp.RedOpType) -> list[int]:
+        if self.group is None or not values:
+            return list(values)
+        numbers = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(numbers, op=operation, group=self.group)
+        return numbers.tolist()
+
+    def broadcast(self, values: Sequence[int], source: int = 0) -> list[int]:
+        """Return the numbers of rank ``source``; what others pass is ignored."""
+        if self.group is None:
+            return list(values)
+        count = torch.tensor([len(values)], dtype=torch.int64)
+        self._send(count, source)
+        mine = list(values) if self.rank == source else [0] * int(count)
+        numbers = torch.tensor(mine, dtype=torch.int64)
+        if mine:
+            self._send(numbers, source)
+        return numbers.tolist()
+
+    def _send(self, numbers: Tensor, source: int) -> None:
+        dist.broadcast(numbers, group=self.group, group_src=source)
+
+    def first_text(self, text: str | None) -> tuple[int, str] | None:
+        """Return the lowest rank that passed a text and that text; None where no rank did."""
+        speaker = self.smallest([self.world_size if text is None else self.rank])[0]
+        if speaker == self.world_size:
+            return None
+        letters = self.broadcast(list((text or "").encode("utf-8", "replace")), speaker)
+        return speaker, bytes(letters).decode()
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """Run ``work`` on every rank, then raise on all of them if it raised on one.
+
+        ``work`` itself must not be collective. A rank that had no error of its own raises one of the
+        same kind, with the other rank's words.
+        """
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        failed = self.first_text(None if error is None else f"{_exit_code(error)} {error}")
+        if error is not None:
+            raise error
+        if failed is not None:
+            raise _error_of_peer(*failed)
+        return result  # type: ignore[return-value]
+
+
+def _exit_code(error: Exception) -> int:
+    return int(error.exit_code) if isinstance(error, HpcTrainError) else int(ExitCode.PEER_LOST)
+
+
+def _error_of_peer(rank: int, text: str) -> HpcTrainError:
+    code, _, message = text.partition(" ")
+    kinds: dict[str, type[HpcTrainError]] = {"65": BadFileError, "74": StorageError}
+    return kinds.get(code, PeerLostError)(f"rank {rank}: {message}")

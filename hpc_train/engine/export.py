@@ -1,0 +1,97 @@
+"""``hpc-train export``: the newest whole checkpoint's weights and buffers as one file with plain names.
+
+Runs in a process of its own, ``python -m hpc_train.engine.export RUN_FOLDER TARGET``: commands import no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hpc_train.engine.saved_tensors import SavedState, SavedTensor, read_into
+from hpc_train.engine.shards import Entry, storage_error, write_safetensors
+from hpc_train.engine.training_state import MODEL
+from hpc_train.errors import ExitCode, StorageError, UsageError, UserError, printable
+from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run_folder.checkpoints import committed, verify
+from hpc_train.run_folder.files import read_json, sync_folder
+from hpc_train.strategies.base import Piece
+
+
+def export(run: RunPaths, target: Path) -> None:
+    """Write the weights to ``target``, whole or not at all, and say so as one JSON line on stdout.
+
+    Raises UsageError where the run has saved nothing yet, StorageError where nothing that it saved is whole.
+    """
+    checkpoint = _newest_whole(run)
+    saved = SavedState.read(checkpoint)
+    entries = {
+        name.removeprefix(MODEL): _entry(checkpoint, saved.first_name(name), saved)
+        for name in (*saved.tensors, *saved.tied)
+        if name.startswith(MODEL)
+    }
+    run_id = str((read_json(run.run) or {}).get("id", run.folder.name))
+    _write(target, entries, {"step": str(checkpoint.step), "run_id": run_id})
+    print(json.dumps({"path": str(target), "step": checkpoint.step, "tensors": len(entries)}), flush=True)
+
+
+def _newest_whole(run: RunPaths) -> CheckpointPaths:
+    found = committed(run)
+    if not found:
+        raise UsageError(f"{run.folder}: this run has no checkpoint yet; export it once it has saved one")
+    for checkpoint in found:
+        problems = verify(checkpoint)
+        if not problems:
+            return checkpoint
+        print(printable(f"{checkpoint.folder.name} is damaged: {'; '.join(problems)}"), file=sys.stderr)
+    raise StorageError(f"{run.checkpoints}: every checkpoint is damaged; resume the run to make a new one")
+
+
+def _entry(checkpoint: CheckpointPaths, name: str, saved: SavedState) -> Entry:
+    tensor = saved.tensors[name]
+    return Entry(tensor.torch_dtype, tensor.shape, lambda: _read(checkpoint, name, tensor))
+
+
+def _read(checkpoint: CheckpointPaths, name: str, saved: SavedTensor) -> Tensor:
+    """Return one tensor, put together; only one at a time is in memory."""
+    whole = torch.empty(saved.shape, dtype=saved.torch_dtype)
+    read_into(
+        checkpoint, {name: saved}, {name: [Piece(saved.shape, (0,) * whole.dim(), whole, is_writer=True)]}
+    )
+    return whole
+
+
+def _write(target: Path, entries: Mapping[str, Entry], metadata: dict[str, str]) -> None:
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        write_safetensors(temporary, entries, metadata)
+        temporary.replace(target)
+        sync_folder(target.parent)
+    except OSError as error:
+        raise storage_error(error, target) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return the exit code."""
+    try:
+        if len(arguments) != 2:
+            raise UsageError("python -m hpc_train.engine.export takes RUN_FOLDER TARGET")
+        run_folder, target = (Path(argument).absolute() for argument in arguments)
+        export(RunPaths(run_folder), target)
+    except UserError as error:
+        print(printable(str(error)), file=sys.stderr)
+        return int(error.exit_code)
+    return int(ExitCode.DONE)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

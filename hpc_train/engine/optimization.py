@@ -1,0 +1,197 @@
+"""One optimizer step: the optimizer that the file names, its learning rate, and fp16's loss scale.
+
+The worker makes an ``Optimization`` after the strategy placed the model; the trainer calls it each step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.config.schema import Arguments, OptimizerConfig
+from hpc_train.engine.schedules import Schedule
+from hpc_train.errors import BadFileError
+from hpc_train.registry import nearest
+from hpc_train.runtime.precision import Precision
+
+_KEY = "optimization.optimizer"
+#: Keys of the file that are arguments of the optimizer's class, too.
+_OWN_KEYS = ("lr", "momentum", "weight_decay")
+_Maker = Callable[[list[dict[str, Any]], Arguments], torch.optim.Optimizer]
+
+
+class Optimization:
+    """Owns the optimizer, the schedule and, under fp16, the GradScaler. The same calls on every rank."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
+        self.optimizer = optimizer
+        self.scaler = torch.amp.GradScaler(device.type) if precision.needs_scaler else None
+        self._schedule = schedule
+        self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def set_learning_rate(self, step: int) -> float:
+        """Set the rate of step ``step``, counted from 0, and return it (the first group's)."""
+        factor = self._schedule(step)
+        for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
+            group["lr"] = peak * factor
+        return self._peak_lrs[0] * factor
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of ``loss``; scaled under fp16 until ``step`` takes that out."""
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()
+
+    def step(self, clip: Callable[[], Tensor | None] | None = None) -> Tensor | None:
+        """Clip, change the weights, drop the gradients. Returns what ``clip`` returned.
+
+        Collective where parameters are sharded. Under fp16 a step whose gradients overflowed on any rank
+        leaves weights and optimizer state as they are on all of them and halves the scale; it counts as a
+        step all the same (the schedule and the data go on). Only then the device is waited for.
+        """
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)  # DTensors agree on an overflow in here
+        norm = clip() if clip is not None else None
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def scaler_state(self) -> dict[str, Any]:
+        """Return the loss scale as JSON takes it; empty but for fp16. Waits for the device."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_scaler_state(self, state: dict[str, Any]) -> None:
+        """Go on from what ``scaler_state`` returned; from the beginning if it was another precision's."""
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)
+
+
+def make_optimizer(
+    config: OptimizerConfig, model: nn.Module, global_batch_size: int
+) -> torch.optim.Optimizer:
+    """Make the optimizer of ``model``'s parameters; placed, not wrapped. Raises BadFileError."""
+    make, kind = _find(config.name)
+    arguments = _arguments(config, kind, global_batch_size)
+    try:
+        return make(_parameter_groups(config, model), arguments)
+    except (TypeError, ValueError, AssertionError, ImportError, RuntimeError) as error:
+        raise BadFileError(f"{_KEY}.args: {config.name} can't be made: {error}; mend them") from error
+
+
+def _find(name: str) -> tuple[_Maker, type[torch.optim.Optimizer]]:
+    """Return how to make the optimizer called ``name``, and its class. timm is imported only if asked."""
+    provider, _, rest = name.rpartition("/")
+    of_torch = _torch_classes()
+    if provider in ("", "torch") and rest.lower() in of_torch:
+        kind = of_torch[rest.lower()]
+        return lambda groups, arguments: kind(groups, **arguments), kind
+    if provider in ("", "timm"):
+        from timm import optim
+
+        if rest.lower() in optim.list_optimizers():
+            return _timm_maker(rest.lower()), _timm_class(rest.lower())
+    raise _unknown(name, provider, of_torch)
+
+
+def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
+    """Return torch.optim's classes by lower-case name, without those whose step needs a closure."""
+    return {
+        name.lower(): kind
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind)
+        and issubclass(kind, torch.optim.Optimizer)
+        and name not in ("Optimizer", "LBFGS")
+    }
+
+
+def _timm_class(name: str) -> type[torch.optim.Optimizer]:
+    from timm import optim
+
+    try:
+        kind: type[torch.optim.Optimizer] = optim.get_optimizer_class(name, bind_defaults=False)
+    except (ImportError, AssertionError) as error:
+        raise BadFileError(f"{_KEY}.name: {name} can't be used here: {error}; name another") from error
+    return kind
+
+
+def _timm_maker(name: str) -> _Maker:
+    """Return timm's factory, which sets its own defaults (momentum 0.9, nesterov) where the file has none."""
+
+    def make(groups: list[dict[str, Any]], arguments: Arguments) -> torch.optim.Optimizer:
+        from timm import optim
+
+        # The factory's own default is 0, whatever the class says.
+        default = inspect.signature(_timm_class(name)).parameters["weight_decay"].default
+        made: torch.optim.Optimizer = optim.create_optimizer_v2(
+            groups, opt=name, **({"weight_decay": default} | arguments)
+        )
+        return made
+
+    return make
+
+
+def _unknown(name: str, provider: str, of_torch: dict[str, type[torch.optim.Optimizer]]) -> BadFileError:
+    known = [f"{provider}/{key}" if provider == "torch" else key for key in of_torch]
+    if provider in ("", "timm"):
+        from timm import optim
+
+        of_timm = optim.list_optimizers()
+        known = [f"timm/{key}" for key in of_timm] if provider else known + of_timm
+    hint = nearest(name.lower(), known)
+    meant = (
+        f"did you mean {hint!r}?" if hint else f"known of torch: {', '.join(of_torch)}, and all of timm.optim"
+    )
+    return BadFileError(f"{_KEY}.name: there is no optimizer {name!r}; {meant}")
+
+
+def _arguments(
+    config: OptimizerConfig, kind: type[torch.optim.Optimizer], global_batch_size: int
+) -> Arguments:
+    """Return the keyword arguments: those of the file's keys, where the class takes them, and ``args``."""
+    taken = inspect.signature(kind).parameters
+    scale = 1 if config.lr_per_batch is None else global_batch_size / config.lr_per_batch
+    given: Arguments = {"lr": config.lr * scale}
+    for key in ("momentum", "weight_decay"):
+        if (value := getattr(config, key)) is None:
+            continue
+        if key not in taken:
+            raise BadFileError(f"{_KEY}.{key}: {config.name} has no {key}; leave it out")
+        given[key] = value
+    if not config.decay_norm_and_bias and "weight_decay" not in taken:
+        raise BadFileError(f"{_KEY}.decay_norm_and_bias: {config.name} has no weight_decay; leave it out")
+    return given | {key: _checked(config, key, value, taken) for key, value in config.args.items()}
+
+
+def _checked(config: OptimizerConfig, key: str, value: object, taken: Any) -> object:
+    if key in _OWN_KEYS:
+        raise BadFileError(f"{_KEY}.args: {key} is a key of its own; write {_KEY}.{key}")
+    known = sorted(taken.keys() - {"self", "params", "kwargs", *_OWN_KEYS})
+    if key not in known:
+        hint = nearest(key, known)
+        meant = f"did you mean {hint!r}?" if hint else f"it takes {', '.join(known)}"
+        raise BadFileError(f"{_KEY}.args: {config.name} takes no argument {key!r}; {meant}")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _parameter_groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, Any]]:
+    """Return one group, or with ``decay_norm_and_bias: false`` those that decay and those that don't."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if config.decay_norm_and_bias:
+        return [{"params": trained}]
+    decayed = [p for p in trained if p.dim() >= 2]
+    others = [p for p in trained if p.dim() < 2]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

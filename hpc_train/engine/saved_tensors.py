@@ -1,0 +1,171 @@
+"""``state.json``'s table of tensors: where each one's pieces lie, and how a rank reads what it needs of them.
+
+Nothing in the table is believed before it fits the files and, checked by the caller, the model: a forged
+one must neither read outside the checkpoint nor make a rank allocate what no file holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hpc_train.engine.shards import DTYPES, ShardReader, open_shard
+from hpc_train.errors import BadFileError
+from hpc_train.paths import CheckpointPaths
+from hpc_train.run_folder.checkpoints import Manifest, read_object
+from hpc_train.strategies.base import Piece
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedPiece:
+    """What shard ``rank`` holds of a tensor."""
+
+    rank: int
+    offset: Shape
+    shape: Shape
+
+    def to_json(self) -> list[Any]:
+        return [self.rank, self.offset, self.shape]
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One global tensor; its pieces cover it exactly. ``dtype`` is safetensors' name."""
+
+    dtype: str
+    shape: Shape
+    pieces: tuple[SavedPiece, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        pieces = [piece.to_json() for piece in self.pieces]
+        return {"dtype": self.dtype, "shape": self.shape, "pieces": pieces}
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """``state.json`` as read: checked for itself and against the manifest, not yet against a model."""
+
+    tensors: dict[str, SavedTensor]
+    #: A further name of a tensor → the name that it was saved under.
+    tied: dict[str, str]
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any]
+    extra: dict[str, Any]
+
+    def first_name(self, name: str) -> str:
+        """Return the name that a tensor, maybe a shared one, was saved under."""
+        return self.tied.get(name, name)
+
+    @classmethod
+    def read(cls, checkpoint: CheckpointPaths) -> SavedState:
+        """Raise BadFileError where the file contradicts itself or the manifest."""
+        manifest, data = Manifest.read(checkpoint), read_object(checkpoint.state)
+        try:
+            tensors = {name: _tensor(entry) for name, entry in data["tensors"].items()}
+            state = cls(tensors, *(_object(data[key]) for key in ("tied", "optimizer", "scaler", "extra")))
+            _check_against_files(checkpoint, manifest, tensors)
+            if not all(name in tensors for name in state.tied.values()):
+                raise ValueError("tied names a tensor that is not there")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BadFileError(f"{checkpoint.state} is not as hpc-train writes it: {error}") from error
+        return state
+
+
+def _object(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is no object")
+    return value
+
+
+def _tensor(entry: dict[str, Any]) -> SavedTensor:
+    pieces = tuple(_piece(*piece) for piece in entry["pieces"])
+    tensor = SavedTensor(entry["dtype"], _shape(entry["shape"]), pieces)
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"dtype {tensor.dtype!r} is unknown")
+    if sum(math.prod(piece.shape) for piece in pieces) != math.prod(tensor.shape):
+        raise ValueError(f"the pieces do not cover a tensor of shape {tensor.shape}")
+    if len({piece.offset for piece in pieces}) != len(pieces):
+        raise ValueError("two pieces have the same place")
+    for piece in pieces:
+        ends = [begin + size for begin, size in zip(piece.offset, piece.shape, strict=True)]
+        if any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
+            raise ValueError(f"a piece reaches outside of a tensor of shape {tensor.shape}")
+    return tensor
+
+
+def _piece(rank: object, offset: object, shape: object) -> SavedPiece:
+    return SavedPiece(_shape([rank])[0], _shape(offset), _shape(shape))
+
+
+def _shape(value: object) -> Shape:
+    if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
+        raise TypeError(f"{value!r} is no list of sizes")
+    return tuple(value)
+
+
+def _check_against_files(
+    checkpoint: CheckpointPaths, manifest: Manifest, tensors: dict[str, SavedTensor]
+) -> None:
+    ranks = {piece.rank for tensor in tensors.values() for piece in tensor.pieces}
+    shards = [checkpoint.shard(rank).name for rank in sorted(ranks)]
+    unknown = [name for name in shards if name not in manifest.files]
+    if unknown:
+        raise ValueError(f"{unknown[0]} is not in the manifest")
+    claimed = sum(tensor.nbytes for tensor in tensors.values())
+    held = sum(manifest.files[name].size for name in shards)
+    if claimed > held:
+        raise ValueError(f"the tensors claim {claimed} bytes, the shards hold {held}")
+
+
+def read_into(
+    checkpoint: CheckpointPaths, saved: Mapping[str, SavedTensor], targets: Mapping[str, list[Piece]]
+) -> None:
+    """Copy into each target the parts of the saved tensor of its name that meet it.
+
+    The caller has checked that shapes and dtypes agree. A shard that holds nothing needed is not opened.
+    """
+    reads: dict[int, list[tuple[str, SavedPiece, Piece]]] = defaultdict(list)
+    for name, pieces in targets.items():
+        for target in pieces:
+            for piece in saved[name].pieces:
+                if target.local.numel() and _overlap(piece, target) is not None:
+                    reads[piece.rank].append((name, piece, target))
+    for rank in sorted(reads):
+        with open_shard(checkpoint.shard(rank)) as shard, torch.no_grad():
+            for name, piece, target in reads[rank]:
+                _copy(shard, name, saved[name].dtype, piece, target)
+
+
+def _copy(shard: ShardReader, name: str, dtype: str, piece: SavedPiece, target: Piece) -> None:
+    overlap = _overlap(piece, target)
+    assert overlap is not None
+    source = tuple(slice(a - at, b - at) for (a, b), at in zip(overlap, piece.offset, strict=True))
+    place = tuple(slice(a - at, b - at) for (a, b), at in zip(overlap, target.offset, strict=True))
+    target.local[place].copy_(shard.read(name, dtype, piece.shape, source))
+
+
+def _overlap(piece: SavedPiece, target: Piece) -> list[tuple[int, int]] | None:
+    """Return begin and end of what both hold, dim by dim of the global tensor; None if they share nothing."""
+    spans = []
+    rows = zip(piece.offset, piece.shape, target.offset, target.local.shape, strict=True)
+    for saved_at, saved_size, at, size in rows:
+        begin, end = max(saved_at, at), min(saved_at + saved_size, at + size)
+        if begin >= end:
+            return None
+        spans.append((begin, end))
+    return spans

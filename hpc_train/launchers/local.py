@@ -1,0 +1,197 @@
+"""All ranks of an attempt on this machine, followed to their end (``submit --local``)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+
+from hpc_train.errors import ExitCode, UsageError, printable
+from hpc_train.launchers.base import LaunchRequest
+from hpc_train.launchers.gpus import count_gpus
+from hpc_train.launchers.outcome import Outcome, is_failure, judge
+from hpc_train.launchers.rank_processes import RankProcess, RankProcesses, default_command
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder import checkpoints
+from hpc_train.run_folder.attempts import AttemptRecord, now, read_record, write_record
+from hpc_train.run_folder.processes import Process
+from hpc_train.run_folder.status import RunStatus, read_status, write_status
+
+_POLL_S = 0.05
+#: From a rank's failure to the end of all: long enough for survivors to say why they end. Assumed.
+_FAILURE_GRACE_S = 3.0
+#: From the first rank that is through to the end of all: they left the last step together. Assumed.
+_LEAVE_GRACE_S = 120.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class LocalLauncher:
+    """``command`` is what each rank executes; None: the worker."""
+
+    command: Sequence[str] | None = None
+
+    def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
+        """Run the attempt to its end. Ctrl-C asks ranks to save and stop, a second one ends them at once.
+
+        Main thread only, for the signals' sake; elsewhere nobody can interrupt it.
+        """
+        num_ranks = choose_num_ranks(request.devices, request.experiment.device)
+        record = _begin(request, num_ranks)
+        command = self.command or default_command(request.paths)
+        with _noted_signals() as interrupts:
+            ranks = RankProcesses(request.paths, request.attempt, num_ranks, command)
+            try:
+                record = replace(record, rank_processes=ranks.identities())
+                write_record(request.paths.attempt(request.attempt), record)
+                ended = _Follower(request, ranks, interrupts).follow(poll)
+            finally:
+                ranks.kill()
+        outcome = judge(
+            request.paths.attempt(request.attempt),
+            ended,
+            num_ranks=num_ranks,
+            was_interrupted=bool(interrupts),
+            is_completed=_is_completed(request),
+        )
+        _finish(request, record, ranks, outcome)
+        return outcome.exit_code
+
+
+def choose_num_ranks(wanted: int | None, device: str) -> int:
+    """Return how many ranks to start for ``--devices`` (None: one a GPU, or one) and the file's ``device``.
+
+    Raises UsageError where there are too few GPUs; with ``auto`` and none at all ranks run on the CPU.
+    """
+    if wanted is not None and wanted < 1:
+        raise UsageError(f"--devices: {wanted} starts nothing; write 1 or more")
+    num_gpus = 0 if device == "cpu" else count_gpus(os.environ)
+    if wanted is None:
+        return max(1, num_gpus)
+    if wanted > num_gpus and (device == "cuda" or num_gpus > 0):
+        raise UsageError(
+            f"--devices: {wanted} ranks need a GPU each, but this machine shows {num_gpus} "
+            f"(device: {device}); write --devices {max(1, num_gpus)} or device=cpu"
+        )
+    return wanted
+
+
+class _Follower:
+    """Watches the ranks of one attempt and ends those that have no reason to go on."""
+
+    def __init__(self, request: LaunchRequest, ranks: RankProcesses, interrupts: list[int]) -> None:
+        self._request = request
+        self._ranks = ranks
+        self._interrupts = interrupts
+        self._deadline: float | None = None
+        self._has_failed = False
+        self._has_asked = False
+
+    def follow(self, poll: Callable[[], None]) -> list[RankProcess]:
+        """Return once all ranks have ended: those that did so by themselves, first one first."""
+        while self._ranks.are_running:
+            time.sleep(_POLL_S)
+            poll()
+            self._ranks.collect()
+            self._heed_interrupts()
+            self._heed_ends()
+            if len(self._interrupts) > 1 or self._is_overdue():
+                by_themselves = list(self._ranks.ended)
+                self._ranks.kill()
+                return by_themselves
+        return self._ranks.ended
+
+    def _heed_interrupts(self) -> None:
+        if self._interrupts and not self._has_asked:
+            self._has_asked = True
+            _say("stopping: the ranks save a checkpoint; Ctrl-C again ends them at once")
+            self._ranks.terminate()
+
+    def _heed_ends(self) -> None:
+        if self._has_failed or not self._ranks.ended or not self._ranks.are_running:
+            return
+        is_completed = _is_completed(self._request)
+        self._has_failed = any(
+            is_failure(rank.exit_code, is_completed)
+            for rank in self._ranks.ended
+            if rank.exit_code is not None
+        )
+        if self._has_failed:
+            self._ranks.terminate()
+            self._deadline = time.monotonic() + _FAILURE_GRACE_S
+        elif self._deadline is None:
+            self._deadline = time.monotonic() + _LEAVE_GRACE_S
+
+    def _is_overdue(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline
+
+
+@contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    """Collect the stop signals of this process in a list instead of acting on them."""
+    noted: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield noted
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        noted.append(number)
+
+    # One that is ignored stays so: nohup, or a shell's background job.
+    heeded = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = [(number, signal.signal(number, note)) for number in heeded]
+    try:
+        yield noted
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _begin(request: LaunchRequest, num_ranks: int) -> AttemptRecord:
+    """Write down who runs the attempt, before any rank starts."""
+    attempt = request.paths.attempt(request.attempt)
+    attempt.folder.mkdir(parents=True, exist_ok=True)
+    claimed = read_record(attempt)
+    listed = checkpoints.listing(request.paths, request.attempt) if claimed is None else claimed.checkpoints
+    record = AttemptRecord(
+        attempt=request.attempt,
+        start=now(),
+        checkpoints=listed,
+        launcher_process=Process.current(),
+        launcher="local",
+        hosts=[socket.gethostname()],
+        ranks=num_ranks,
+        devices=num_ranks,
+    )
+    write_record(attempt, record)
+    status = read_status(request.paths)
+    write_status(request.paths, replace(status, state="pending", attempt=request.attempt, reason=None))
+    return record
+
+
+def _finish(request: LaunchRequest, record: AttemptRecord, ranks: RankProcesses, outcome: Outcome) -> None:
+    if outcome.reason is not None:
+        _write_failed(request.paths, request.attempt, outcome.reason)
+        _say(outcome.details)
+    write_record(request.paths.attempt(request.attempt), record.ended(ranks.exit_codes(), outcome.reason))
+
+
+def _write_failed(paths: RunPaths, attempt: int, reason: str) -> None:
+    status = read_status(paths)
+    write_status(paths, replace(status, state="failed", attempt=attempt, reason=reason))
+
+
+def _is_completed(request: LaunchRequest) -> bool:
+    status: RunStatus = read_status(request.paths)
+    return status.state == "completed" and status.attempt == request.attempt
+
+
+def _say(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)

@@ -1,0 +1,137 @@
+"""How a local attempt ended, read from its ranks' exit codes and error files."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.errors import ExitCode, printable
+from hpc_train.launchers.rank_processes import RankProcess
+from hpc_train.paths import AttemptPaths
+from hpc_train.run_folder.status import INTERRUPTED
+
+#: Exits with the message alone: the user's to mend, the same on every rank.
+_USER_EXITS = {int(ExitCode.BAD_FILE), int(ExitCode.IO)}
+#: How a rank may end after the run is written down as completed: gloo sometimes aborts in its tear-down.
+_HARMLESS_ONCE_COMPLETED = {int(ExitCode.PEER_LOST), -int(signal.SIGABRT)}
+#: How a rank may end that was asked to: before it could note signals, after its peer, or in gloo's tear-down.
+_ASKED_TO_END = {-int(signal.SIGTERM), -int(signal.SIGINT), *_HARMLESS_ONCE_COMPLETED}
+_TRACEBACK = "Traceback (most recent call last):"
+_REASON_MAX = 500
+_LOG_TAIL_LINES = 20
+_LOG_TAIL_BYTES = 8192
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``reason`` is one line, None where all is well; ``details`` is what to show a person."""
+
+    exit_code: ExitCode
+    reason: str | None = None
+    details: str = ""
+
+
+def is_failure(code: int, is_completed: bool) -> bool:
+    """Tell whether a rank's exit code means that the others must end."""
+    if code in {ExitCode.DONE, ExitCode.TRY_AGAIN}:
+        return False
+    return not (is_completed and code in _HARMLESS_ONCE_COMPLETED)
+
+
+def judge(
+    attempt: AttemptPaths,
+    ended: Sequence[RankProcess],
+    *,
+    num_ranks: int,
+    was_interrupted: bool,
+    is_completed: bool,
+) -> Outcome:
+    """Return how the attempt ended. ``ended``: the ranks that ended by themselves, first one first."""
+    failed = [rank for rank in ended if is_failure(_code(rank), is_completed)]
+    if was_interrupted:
+        failed = [rank for rank in failed if _code(rank) not in _ASKED_TO_END]
+    if failed:
+        return _failure(attempt, _cause(attempt, failed))
+    if is_completed:
+        return Outcome(ExitCode.DONE)
+    if was_interrupted:
+        return Outcome(ExitCode.INTERRUPTED, INTERRUPTED, INTERRUPTED)
+    if any(_code(rank) == ExitCode.TRY_AGAIN for rank in ended):
+        return Outcome(ExitCode.TRY_AGAIN, INTERRUPTED, INTERRUPTED)
+    if len(ended) < num_ranks:
+        reason = f"rank {ended[0].rank}: ended, but {num_ranks - len(ended)} others did not and were killed"
+        return Outcome(ExitCode.FAILED, reason, reason)
+    return Outcome(ExitCode.DONE)
+
+
+def _code(rank: RankProcess) -> int:
+    assert rank.exit_code is not None, "the rank has ended"
+    return rank.exit_code
+
+
+def _cause(attempt: AttemptPaths, failed: Sequence[RankProcess]) -> RankProcess:
+    """Return the rank that the others' ends follow from.
+
+    The first that did not merely lose its peer; one that gloo aborted over a peer comes after all others.
+    """
+    own = [rank for rank in failed if _code(rank) != ExitCode.PEER_LOST]
+    spoke = [rank for rank in own if _code(rank) != -signal.SIGABRT or attempt.error(rank.rank).exists()]
+    return (spoke or own or failed)[0]
+
+
+def _failure(attempt: AttemptPaths, rank: RankProcess) -> Outcome:
+    code = _code(rank)
+    said = _read(attempt.error(rank.rank))
+    if code in _USER_EXITS and said:
+        return Outcome(ExitCode(code), _one_line("; ".join(said.splitlines())), said)
+    exit_code = ExitCode(code) if code in _USER_EXITS else ExitCode.FAILED
+    if code < 0:
+        what = _signal_reason(-code)
+    elif code == ExitCode.PEER_LOST:
+        what = f"lost the others, and none said why; see {attempt.log(rank.rank)}"
+    elif said:
+        what = exception_line(said)
+    else:
+        what = f"ended with exit code {code}; see {attempt.log(rank.rank)}"
+    reason = _one_line(f"rank {rank.rank}: {what}")
+    return Outcome(exit_code, reason, f"{said or _log_tail(attempt.log(rank.rank))}\n{reason}".strip())
+
+
+def exception_line(text: str) -> str:
+    """Return a traceback's own ``Type: message``, or the first line of text that is no traceback."""
+    lines = text.splitlines()
+    starts = [number for number, line in enumerate(lines) if line == _TRACEBACK]
+    after = lines[starts[-1] + 1 :] if starts else lines
+    return next((line for line in after if line.strip() and not line.startswith(" ")), lines[0])
+
+
+def _signal_reason(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    if number == signal.SIGKILL:
+        return f"killed by {name}; out of memory? Fewer data.workers or a smaller micro_batch_size need less"
+    return f"killed by {name}"
+
+
+def _one_line(text: str) -> str:
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= _REASON_MAX else f"{line[: _REASON_MAX - 1]}…"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _log_tail(path: Path) -> str:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - _LOG_TAIL_BYTES))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    return "\n".join(lines[-_LOG_TAIL_LINES:])

@@ -1,0 +1,151 @@
+"""An attempt's ranks as processes of this machine: started, signalled, ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.launchers.entry import ATTEMPT_VARIABLE, TOKEN_VARIABLE
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.processes import Process
+from hpc_train.runtime import signals
+
+_PR_SET_PDEATHSIG = 1
+#: Left over from a job, an agent or another rank that this launcher runs inside of.
+_STALE_PREFIXES = ("SLURM_", "TORCHELASTIC_", "PMI_", "ROLE_")
+_STALE = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
+    "MASTER_PORT",
+}  # fmt: skip
+
+
+@dataclass
+class RankProcess:
+    """One rank. ``exit_code`` is negative where a signal ended it; None while it runs."""
+
+    rank: int
+    popen: subprocess.Popen[bytes]
+    exit_code: int | None = None
+
+
+class RankProcesses:
+    """All ranks of an attempt. ``ended`` lists them in the order in which they were seen to end."""
+
+    def __init__(self, paths: RunPaths, attempt: int, num_ranks: int, command: Sequence[str]) -> None:
+        self.ended: list[RankProcess] = []
+        self._all: list[RankProcess] = []
+        environment = common_environment(os.environ, paths, attempt, num_ranks)
+        try:
+            for rank in range(num_ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                popen = _start(command, environment | own, paths.attempt(attempt).log(rank))
+                self._all.append(RankProcess(rank, popen))
+        except BaseException:
+            self.kill()
+            raise
+
+    def identities(self) -> list[Process]:
+        """Return who the ranks are; one that has ended already is left out."""
+        return [found for rank in self._all if (found := Process.of(rank.popen.pid))]
+
+    @property
+    def are_running(self) -> bool:
+        return len(self.ended) < len(self._all)
+
+    def collect(self) -> None:
+        """Note which ranks have ended since the last call."""
+        for rank in self._running():
+            rank.exit_code = rank.popen.poll()
+            if rank.exit_code is not None:
+                self.ended.append(rank)
+
+    def exit_codes(self) -> list[int]:
+        """Return them by rank; all must have ended."""
+        codes = [rank.exit_code for rank in self._all]
+        assert all(code is not None for code in codes), "ranks are still running"
+        return [code for code in codes if code is not None]
+
+    def terminate(self) -> None:
+        """Ask the ranks that run to stop."""
+        for rank in self._running():
+            rank.popen.terminate()
+
+    def kill(self) -> None:
+        """End the ranks that run, and what they started, now; return once they are gone."""
+        for rank in self._running():
+            with suppress(ProcessLookupError):
+                os.killpg(rank.popen.pid, signal.SIGKILL)  # each leads a session of its own
+        for rank in self._running():
+            rank.popen.wait()
+        self.collect()
+
+    def _running(self) -> list[RankProcess]:
+        return [rank for rank in self._all if rank.exit_code is None]
+
+
+def common_environment(
+    environ: Mapping[str, str], paths: RunPaths, attempt: int, num_ranks: int
+) -> dict[str, str]:
+    """Return what all ranks find in their environment; RANK and LOCAL_RANK come on top."""
+    environment = {
+        name: value
+        for name, value in environ.items()
+        if name not in _STALE and not name.startswith(_STALE_PREFIXES)
+    }
+    threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "TORCHINDUCTOR_CACHE_DIR": str(paths.cache / "inductor"),
+        "TRITON_CACHE_DIR": str(paths.cache / "triton"),
+    }
+    search_path = [str(Path.cwd()), *filter(None, [environ.get("PYTHONPATH")])]
+    return (
+        defaults
+        | environment
+        | {
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            ATTEMPT_VARIABLE: str(attempt),
+            TOKEN_VARIABLE: secrets.token_hex(16),
+            "PYTHONPATH": os.pathsep.join(search_path),
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a terminal's Ctrl-C reaches the launcher only
+            preexec_fn=_die_with(os.getpid()),  # noqa: PLW1509  (it takes no lock)
+        )
+
+
+def _die_with(launcher: int) -> Callable[[], None]:
+    """Return what a rank does between fork and exec: tie its life to the launcher's, hold back signals."""
+    libc = ctypes.CDLL(None)  # loaded before the fork: afterwards a lock may be held for ever
+
+    def prepare() -> None:
+        signals.block()
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it died before prctl
+            os._exit(1)
+
+    return prepare
+
+
+def default_command(paths: RunPaths) -> list[str]:
+    return [sys.executable, "-m", "hpc_train.launchers.entry", str(paths.folder)]

@@ -1,0 +1,52 @@
+"""What ``model.args`` may say, and the error where it says something else. Used by every model plug-in."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable
+
+from hpc_train.config.schema import Arguments, ModelConfig
+from hpc_train.errors import BadFileError
+from hpc_train.registry import nearest
+
+_UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
+
+
+def parameter_names(function: Callable[..., object]) -> list[str]:
+    """Return the names that ``function`` (or a class's constructor) takes by keyword."""
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, p in inspect.signature(function).parameters.items() if p.kind in by_keyword]
+
+
+def takes(function: Callable[..., object], name: str) -> bool:
+    """Tell whether ``function`` takes a keyword argument ``name``, by itself or through ``**kwargs``."""
+    parameters = inspect.signature(function).parameters.values()
+    return name in parameter_names(function) or any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def unknown_argument(config: ModelConfig, name: str, known: Iterable[str]) -> BadFileError:
+    """Return the error for an argument that ``model.name`` does not take."""
+    names = sorted(set(known) - {"self", "num_classes", "weights", "progress"})
+    hint = nearest(name, names)
+    meant = (
+        f"did you mean {hint!r}?" if hint else f"it takes {', '.join(names)}" if names else "it takes none"
+    )
+    return BadFileError(f"model.args: {config.name} takes no argument {name!r}; {meant}")
+
+
+def wrong_arguments(config: ModelConfig, error: Exception, known: Callable[[], Iterable[str]]) -> Exception:
+    """Return ``error``, raised while building, as a BadFileError; itself where ``args`` are empty.
+
+    ``known`` is asked for the arguments that there are only where one of them is unknown.
+    """
+    args: Arguments = config.args
+    match = _UNEXPECTED.search(str(error))
+    if match and match[1] in args:
+        return unknown_argument(config, match[1], known())
+    if not args:
+        return error
+    return BadFileError(
+        f"model.args: {config.name} can't be built with {args}: {type(error).__name__}: {error}; "
+        "mend or leave out the argument"
+    )

@@ -1,0 +1,118 @@
+"""``timm/<name>``: the models of timm, with its hub's weights or a file's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import timm
+import torch
+from timm.models import adapt_input_conv
+from torch import nn
+
+from hpc_train.config.schema import Arguments, ModelConfig
+from hpc_train.errors import BadFileError
+from hpc_train.models.arguments import parameter_names, wrong_arguments
+from hpc_train.models.weights import StateDict, load_weights
+from hpc_train.registry import nearest
+from hpc_train.runtime.data_info import DataInfo
+
+
+def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
+    """Build timm's model ``rest`` (``name`` or ``name.tag``); classes and channels are the data set's."""
+    _refuse_unknown(rest)
+    arguments = _arguments(config, info)
+    if config.pretrained is True:
+        return _with_hub_weights(rest, config, arguments, download=download)
+    model = _create(rest, config, arguments)
+    if isinstance(config.pretrained, str):
+        load_weights(model, config.pretrained, convert=lambda weights: _adapt_channels(model, weights))
+    return model
+
+
+def _arguments(config: ModelConfig, info: DataInfo) -> Arguments:
+    channels = {} if info.channels == 3 else {"in_chans": info.channels}
+    return {"num_classes": info.num_classes} | channels | config.args
+
+
+def _refuse_unknown(name: str) -> None:
+    base, _, tag = name.partition(".")
+    if not timm.is_model(base):
+        hint = nearest(base, timm.list_models())
+        meant = f"did you mean timm/{hint}?" if hint else "`python -m hpc_train.models.names` lists them"
+        raise BadFileError(f"model.name: timm has no model {base!r}; {meant}")
+    known = sorted(full.partition(".")[2] for full in timm.list_models(f"{base}.*", pretrained=True))
+    if tag and tag not in known:
+        raise BadFileError(
+            f"model.name: timm's {base} has no weights {tag!r}; known: {', '.join(known) or 'none'}"
+        )
+
+
+def _create(name: str, config: ModelConfig, arguments: Arguments) -> nn.Module:
+    try:
+        model: nn.Module = timm.create_model(name, **arguments)
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise wrong_arguments(config, error, lambda: _known_arguments(name)) from error
+    return model
+
+
+def _known_arguments(name: str) -> list[str]:
+    with torch.device("meta"):
+        return parameter_names(type(timm.create_model(name)))
+
+
+def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, download: bool) -> nn.Module:
+    try:
+        with _network(download):
+            _refuse_uncached_url(name, download=download)
+            model: nn.Module = timm.create_model(name, pretrained=True, **arguments)
+    except TypeError as error:
+        raise wrong_arguments(config, error, lambda: _known_arguments(name)) from error
+    except Exception as error:  # the hub client's errors have no common class, and no network has many
+        raise BadFileError(
+            f"model.pretrained: the weights of timm/{name} can't be had: {error}; "
+            "run `hpc-train prepare FILE` on a machine with network, or give a path"
+        ) from error
+    return model
+
+
+@contextmanager
+def _network(download: bool) -> Iterator[None]:
+    """Without ``download``, let the hub's client look into its cache alone: it never waits for a network."""
+    if download:
+        yield
+        return
+    from huggingface_hub import constants
+
+    # What HF_HUB_OFFLINE=1 sets; the client read that variable at its import, which timm has done.
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def _refuse_uncached_url(name: str, *, download: bool) -> None:
+    """Raise where timm would fetch a bare URL: torch.hub has no offline mode."""
+    hub = timm.get_pretrained_cfg(name)
+    if download or hub is None or hub.hf_hub_id or not hub.url:
+        return
+    cached = Path(torch.hub.get_dir(), "checkpoints", Path(hub.url).name)
+    if not cached.exists():
+        raise FileNotFoundError(f"{cached} is not there")
+
+
+def _adapt_channels(model: nn.Module, weights: StateDict) -> StateDict:
+    """Convert the first convolution of weights for other channels, as timm does with its own."""
+    first = getattr(model, "pretrained_cfg", {}).get("first_conv")
+    adapted = dict(weights)
+    for name in (first,) if isinstance(first, str) else tuple(first or ()):
+        expected = model.state_dict().get(f"{name}.weight")
+        found = weights.get(f"{name}.weight")
+        if expected is None or found is None or found.dim() != 4 or found.shape[1] != 3:
+            continue
+        if expected.shape[1] != 3:
+            adapted[f"{name}.weight"] = adapt_input_conv(expected.shape[1], found)
+    return adapted

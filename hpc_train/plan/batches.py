@@ -1,0 +1,69 @@
+"""The arithmetic of a step and of a run (DESIGN §1): G samples, M micro-batches, R ranks, N samples of data.
+
+Asked by the planner, which may not know N, and by every rank, which does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_train.config.schema import OptimizationConfig
+from hpc_train.errors import BadFileError
+
+
+@dataclass(frozen=True)
+class BatchArithmetic:
+    """What the file, the data and the number of ranks make of a step."""
+
+    #: M, of all ranks together.
+    micro_batches: int
+    #: Forward passes of one rank in one step, ⌈M/R⌉.
+    accumulation: int
+    #: ⌊N/G⌋.
+    steps_per_epoch: int
+    total_steps: int
+
+    @classmethod
+    def of(cls, optimization: OptimizationConfig, num_samples: int, ranks: int) -> BatchArithmetic:
+        """Raises BadFileError where N < G or R > M."""
+        if problem := too_few_samples(optimization, num_samples):
+            raise BadFileError(f"optimization.global_batch_size: {'; '.join(problem)}")
+        micro_batches = count_micro_batches(optimization)
+        assert micro_batches is not None, "micro_batch_size: auto is resolved before it is used"
+        if ranks > micro_batches:
+            raise BadFileError(
+                f"optimization.micro_batch_size: a step has {micro_batches} micro-batches, "
+                f"too few for {ranks} ranks; start {micro_batches} ranks or fewer, or halve micro_batch_size"
+            )
+        steps_per_epoch = num_samples // optimization.global_batch_size
+        total_steps = count_total_steps(optimization, steps_per_epoch)
+        assert total_steps is not None
+        return cls(micro_batches, accumulation(micro_batches, ranks), steps_per_epoch, total_steps)
+
+
+def count_micro_batches(optimization: OptimizationConfig) -> int | None:
+    """Return M; None for ``micro_batch_size: auto``."""
+    if optimization.micro_batch_size == "auto":
+        return None
+    return optimization.global_batch_size // optimization.micro_batch_size
+
+
+def accumulation(micro_batches: int, ranks: int) -> int:
+    """Return ⌈M/R⌉."""
+    return -(-micro_batches // ranks)
+
+
+def count_total_steps(optimization: OptimizationConfig, steps_per_epoch: int | None) -> int | None:
+    """Return the optimizer steps of the run; None where they follow from data that are not known."""
+    if optimization.steps is not None:
+        return optimization.steps
+    assert optimization.epochs is not None, "the rules see to it that epochs or steps is there"
+    return None if steps_per_epoch is None else optimization.epochs * steps_per_epoch
+
+
+def too_few_samples(optimization: OptimizationConfig, num_samples: int) -> tuple[str, str] | None:
+    """Return what is wrong with ``optimization.global_batch_size`` and what to write, where N < G."""
+    if num_samples >= optimization.global_batch_size:
+        return None
+    message = f"{optimization.global_batch_size} is more than the {num_samples} training samples of the data"
+    return message, f"write {num_samples} or less, so that an epoch is at least one step"

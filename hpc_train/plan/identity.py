@@ -1,0 +1,59 @@
+"""The run id: a hash of the settings that decide what is learnt (DESIGN §6, a contract)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from hpc_train.config.keys import NOT_IDENTITY
+from hpc_train.config.schema import Experiment
+
+RUN_ID_LENGTH = 10
+#: Part of the identity, but no part of the mathematics: a run that is resumed may change it and keeps its id.
+CHANGEABLE = ("parallel",)
+
+
+def content_hash(experiment: Experiment) -> str:
+    """Return the SHA-256 of the settings that matter, in hexadecimal.
+
+    Defaults count as left out, so that writing one out, or a later version's new key, changes nothing.
+    """
+    settings = _identity(experiment, exclude_defaults=True)
+    canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def run_id(experiment: Experiment) -> str:
+    """Return the id of the run; the same experiment is the same run."""
+    return content_hash(experiment)[:RUN_ID_LENGTH]
+
+
+def changes_identity(old: Experiment, new: Experiment) -> list[str]:
+    """Return the dotted keys that ``new`` may not change in a run of ``old``, in the file's order."""
+    before, after = (_identity(experiment, exclude_defaults=False) for experiment in (old, new))
+    for key in CHANGEABLE:
+        before.pop(key, None)
+        after.pop(key, None)
+    return list(_differences(before, after))
+
+
+def _identity(experiment: Experiment, *, exclude_defaults: bool) -> dict[str, Any]:
+    settings = experiment.model_dump(mode="json", exclude_defaults=exclude_defaults)
+    for key in NOT_IDENTITY:
+        *parents, last = key.split(".")
+        section = settings
+        for parent in parents:
+            section = section.get(parent, {})
+        section.pop(last, None)
+    return settings
+
+
+def _differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
+    """Yield where two dumps differ; ``1`` and ``1.0`` do, as they do in the hash."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in before | after:
+            yield from _differences(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))
+    elif json.dumps(before, sort_keys=True) != json.dumps(after, sort_keys=True):
+        yield path

@@ -1,0 +1,137 @@
+"""From a checked file to what would be started: runs, ranks, batches and what they cost.
+
+Called by ``plan``, ``submit`` and whatever starts runs; a plan is picklable and knows nothing of torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.config.loading import Loaded
+from hpc_train.config.schema import DataConfig, Experiment, SlurmConfig
+from hpc_train.errors import BadFileError
+from hpc_train.plan.batches import accumulation, count_micro_batches, count_total_steps, too_few_samples
+from hpc_train.plan.dataset_size import training_samples
+from hpc_train.plan.sweep import Variant, expand
+
+JSON_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run as it would start; None where a number is not known before it does."""
+
+    id: str
+    values: dict[str, Any]
+    experiment: Experiment
+    ranks: int
+    micro_batches: int | None
+    accumulation: int | None
+    steps_per_epoch: int | None
+    total_steps: int | None
+    #: Of the fullest device.
+    peak_memory_gb: float | None
+    #: At most, of one attempt: all its GPUs for the whole time limit.
+    gpu_hours: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "values": self.values,
+            "ranks": self.ranks,
+            "micro_batches": self.micro_batches,
+            "accumulation": self.accumulation,
+            "steps_per_epoch": self.steps_per_epoch,
+            "total_steps": self.total_steps,
+            "peak_memory_gb": self.peak_memory_gb,
+            "gpu_hours": self.gpu_hours,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All runs of one file."""
+
+    name: str
+    runs: list[PlannedRun]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``plan --json`` prints (DESIGN §5, a contract)."""
+        return {"version": JSON_VERSION, "name": self.name, "runs": [run.to_json() for run in self.runs]}
+
+
+def make_plan(loaded: Loaded, devices: int | None = None, local: bool = False) -> Plan:
+    """Plan all runs of the file. ``devices``: ranks on this machine, for ``local``.
+
+    Raises BadFileError where the sweep can't be run or the data are smaller than a batch.
+    """
+    sizes = _Sizes()
+    runs, problems = [], []
+    for variant in expand(loaded):
+        num_samples = sizes.of(variant.experiment.data)
+        if num_samples is not None:
+            problem = too_few_samples(variant.experiment.optimization, num_samples)
+            if problem is not None:
+                problems.append(loaded.problem("optimization.global_batch_size", *problem))
+        runs.append(_planned(variant, num_samples, devices, local))
+    if problems:
+        raise BadFileError(list(dict.fromkeys(problems)))
+    return Plan(loaded.experiment.name, runs)
+
+
+class _Sizes:
+    """Remembers sizes: a sweep's runs mostly share their data, and a folder of images is slow to count."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, int | None] = {}
+
+    def of(self, data: DataConfig) -> int | None:
+        key = repr((data.name, data.root, data.args))
+        if key not in self._known:
+            self._known[key] = training_samples(data)
+        return self._known[key]
+
+
+def _planned(variant: Variant, num_samples: int | None, devices: int | None, local: bool) -> PlannedRun:
+    experiment = variant.experiment
+    optimization = experiment.optimization
+    ranks = (devices or 1) if local else slurm_ranks(experiment.slurm)
+    micro_batches = count_micro_batches(optimization)
+    steps_per_epoch = None if num_samples is None else num_samples // optimization.global_batch_size
+    return PlannedRun(
+        id=variant.id,
+        values=variant.values,
+        experiment=experiment,
+        ranks=ranks,
+        micro_batches=micro_batches,
+        accumulation=None if micro_batches is None else accumulation(micro_batches, ranks),
+        steps_per_epoch=steps_per_epoch,
+        total_steps=count_total_steps(optimization, steps_per_epoch),
+        peak_memory_gb=None,
+        gpu_hours=_local_gpu_hours(experiment) if local else _slurm_gpu_hours(experiment.slurm),
+    )
+
+
+def slurm_ranks(slurm: SlurmConfig | None) -> int:
+    """Return the ranks that the file asks of Slurm, the most of a range of nodes; 1 without ``slurm:``."""
+    if slurm is None:
+        return 1
+    return most_nodes(slurm) * (slurm.ranks_per_node or slurm.gpus_per_node or 1)
+
+
+def most_nodes(slurm: SlurmConfig) -> int:
+    """Return ``nodes``, the upper end of a range."""
+    return slurm.nodes if isinstance(slurm.nodes, int) else int(slurm.nodes.rpartition("-")[2])
+
+
+def _slurm_gpu_hours(slurm: SlurmConfig | None) -> float | None:
+    if slurm is None or slurm.gpus_per_node == 0:
+        return 0.0
+    if slurm.time_limit is None:
+        return None
+    return most_nodes(slurm) * slurm.gpus_per_node * slurm.time_limit / 60
+
+
+def _local_gpu_hours(experiment: Experiment) -> float | None:
+    return 0.0 if experiment.device == "cpu" else None  # nothing limits how long a local run takes

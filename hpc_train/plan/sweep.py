@@ -1,0 +1,69 @@
+"""One file → the runs of its sweep."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.config.loading import Loaded
+from hpc_train.config.schema import Experiment, SweepConfig
+from hpc_train.errors import BadFileError
+from hpc_train.plan.identity import run_id
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One run of a sweep; ``values`` are the swept keys with what they are in it."""
+
+    id: str
+    values: dict[str, Any]
+    experiment: Experiment
+
+
+def expand(loaded: Loaded) -> list[Variant]:
+    """Return the runs: all combinations of the grid, the last key varying fastest; one run without a grid.
+
+    Raises BadFileError with every problem of every combination, and where two of them are the same run.
+    """
+    variants, problems = [], []
+    for values in _combinations(loaded.experiment.sweep.grid):
+        try:
+            experiment = _single(loaded.variant(values)) if values else loaded.experiment
+        except BadFileError as error:
+            problems += error.problems
+            continue
+        variants.append(Variant(run_id(experiment), values, experiment))
+    problems = list(dict.fromkeys(problems)) or _twice(loaded, variants)
+    if problems:
+        raise BadFileError(problems)
+    return variants
+
+
+def _single(experiment: Experiment) -> Experiment:
+    """Return one run's experiment without the sweep that it came from."""
+    return experiment.model_copy(update={"sweep": SweepConfig()})
+
+
+def _combinations(grid: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    for choice in itertools.product(*grid.values()):
+        yield dict(zip(grid, choice, strict=True))
+
+
+def _twice(loaded: Loaded, variants: list[Variant]) -> list[str]:
+    first: dict[str, Variant] = {}
+    problems = []
+    for variant in variants:
+        other = first.setdefault(variant.id, variant)
+        if other is not variant:
+            message = f"{describe(other.values)} and {describe(variant.values)} are the same run {variant.id}"
+            problems.append(
+                loaded.problem("sweep.grid", message, "leave one of the two out: a run trains once")
+            )
+    return problems
+
+
+def describe(values: dict[str, Any]) -> str:
+    """Return ``optimization.optimizer.lr=0.1 seed=2``."""
+    return " ".join(f"{key}={value}" for key, value in values.items())

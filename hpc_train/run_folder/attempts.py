@@ -1,0 +1,112 @@
+"""Attempts: claimed once each, and the record of who ran one, where, and how it ended."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run_folder import checkpoints
+from hpc_train.run_folder.files import read_json, sync_folder, write_json
+from hpc_train.run_folder.processes import Process
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """``attempt.json``. What is not known yet is None."""
+
+    attempt: int
+    #: UTC, ISO 8601.
+    start: str
+    #: Names of the checkpoints that counted when the attempt was claimed: those it may go on from.
+    checkpoints: list[str]
+    #: Whoever answers for the attempt: the command that claimed it, then its launcher.
+    launcher_process: Process | None
+    launcher: str | None = None
+    hosts: list[str] = field(default_factory=list)
+    ranks: int | None = None
+    #: ``--devices`` to use again.
+    devices: int | None = None
+    rank_processes: list[Process] = field(default_factory=list)
+    end: str | None = None
+    #: By rank; negative: the signal that ended it.
+    exit_codes: list[int] | None = None
+    reason: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": 1} | asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> AttemptRecord:
+        """Raises TypeError where a required key is missing."""
+        known = {key.name: data[key.name] for key in fields(cls) if key.name in data}
+        ranks = known.get("rank_processes") or []
+        known["rank_processes"] = [process for each in ranks if (process := Process.from_json(each))]
+        known["launcher_process"] = Process.from_json(known.get("launcher_process"))
+        return cls(**known)
+
+    def ended(self, exit_codes: list[int], reason: str | None) -> AttemptRecord:
+        return replace(self, end=now(), exit_codes=exit_codes, reason=reason)
+
+
+def now() -> str:
+    """Return the time as the run folder's files give it: UTC, ISO 8601, in seconds."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def claim_attempt(paths: RunPaths) -> int:
+    """Make the next attempt this process's own; return its number, from 1.
+
+    The folder appears with its record in it, in one step: of several that claim, each gets its own number.
+    """
+    paths.attempts.mkdir(exist_ok=True)
+    while True:
+        number = newest_number(paths) + 1
+        record = AttemptRecord(number, now(), checkpoints.listing(paths, number), Process.current())
+        if _place(paths.attempt(number), record):
+            return number
+
+
+def _place(attempt: AttemptPaths, record: AttemptRecord) -> bool:
+    """Rename a finished folder into place; False where another, not empty, was there first."""
+    temporary = AttemptPaths(attempt.folder.with_name(f".{attempt.folder.name}.{secrets.token_hex(4)}"))
+    temporary.folder.mkdir()
+    try:
+        write_record(temporary, record)
+        temporary.folder.rename(attempt.folder)
+    except OSError:
+        if not _is_taken(attempt.folder):
+            raise
+        return False
+    finally:
+        shutil.rmtree(temporary.folder, ignore_errors=True)
+    sync_folder(attempt.folder.parent)
+    return True
+
+
+def _is_taken(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def newest_number(paths: RunPaths) -> int:
+    """Return the number of the newest attempt, 0 before the first."""
+    attempts = paths.attempt_folders()
+    return attempts[-1].number if attempts else 0
+
+
+def read_record(attempt: AttemptPaths) -> AttemptRecord | None:
+    """Return the attempt's record, or None where there is none that can be read."""
+    data = read_json(attempt.record)
+    try:
+        return None if data is None else AttemptRecord.from_json(data)
+    except TypeError:
+        return None
+
+
+def write_record(attempt: AttemptPaths, record: AttemptRecord) -> None:
+    write_json(attempt.record, record.to_json(), sync=True)

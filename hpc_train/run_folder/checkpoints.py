@@ -1,0 +1,260 @@
+"""Checkpoints as plain files: which of them count, whether they are whole, and their removal.
+
+Ranks, commands and launchers call it; what is in the tensors is known to ``engine.checkpoint`` alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import shutil
+import stat
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import BadFileError
+from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run_folder.files import read_json, write_json
+
+FORMAT_VERSION = 1
+#: Fewer than two would leave none to fall back to when the newest is damaged.
+MIN_KEEP = 2
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LEFT_OVER = re.compile(r"step-\d{8,}\.(?:tmp-(?P<attempt>\d+)|removed-[0-9a-f]+)")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What one file of a checkpoint must be."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``manifest.json``: written last, so a checkpoint that has one was written to its end."""
+
+    step: int
+    attempt: int
+    world_size: int
+    files: dict[str, FileEntry]
+
+    def write(self, checkpoint: CheckpointPaths) -> None:
+        write_json(checkpoint.manifest, {"version": FORMAT_VERSION, **asdict(self)}, sync=True)
+
+    @classmethod
+    def read(cls, checkpoint: CheckpointPaths) -> Manifest:
+        """Raise BadFileError where the manifest is missing or is none."""
+        data = read_object(checkpoint.manifest)
+        if data.get("version") != FORMAT_VERSION:
+            raise BadFileError(
+                f"{checkpoint.manifest}: version is {data.get('version')!r}, this hpc-train reads "
+                f"{FORMAT_VERSION}; use the hpc-train that wrote it"
+            )
+        step, attempt, world_size = (
+            _number(checkpoint.manifest, key, data.get(key)) for key in ("step", "attempt", "world_size")
+        )
+        return cls(step, attempt, world_size, _file_entries(checkpoint.manifest, data.get("files")))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``path``; raises BadFileError, naming the file, where there is none."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise BadFileError(f"{path} is not a plain file")
+    try:
+        data = read_json(path)
+    except RecursionError:
+        data = None
+    if data is None:
+        raise BadFileError(f"{path} is {'no JSON object' if path.exists() else 'missing'}")
+    return data
+
+
+def _number(manifest: Path, key: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise BadFileError(f"{manifest}: {key} is {value!r}; it must be a whole number")
+    return value
+
+
+def _file_entries(manifest: Path, files: object) -> dict[str, FileEntry]:
+    if not isinstance(files, dict):
+        raise BadFileError(f"{manifest}: files must be an object")
+    return {name: _file_entry(manifest, name, entry) for name, entry in files.items()}
+
+
+def _file_entry(manifest: Path, name: str, entry: object) -> FileEntry:
+    # A name with a slash or of dots alone would have files outside the checkpoint read.
+    if not _PLAIN_NAME.fullmatch(name):
+        raise BadFileError(f"{manifest}: {name!r} is not a plain file name")
+    if isinstance(entry, dict):
+        size, sha256 = entry.get("size"), entry.get("sha256")
+        if type(size) is int and size >= 0 and isinstance(sha256, str) and _SHA256.fullmatch(sha256):
+            return FileEntry(size, sha256)
+    raise BadFileError(f"{manifest}: {name!r} must have a size and a sha256")
+
+
+def hash_file(path: Path) -> str:
+    """Return the file's SHA-256 in hexadecimal, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def newest_attempt(paths: RunPaths) -> int:
+    """Return the number of the attempt that owns the run; 0 before the first.
+
+    It is the last one with a record: an attempt that ended before it wrote one never began, and must
+    not make what the one before it saved uncounted.
+    """
+    attempts = paths.attempt_folders()
+    began = [attempt for attempt in attempts if attempt.record.is_file()]
+    return max((attempt.number for attempt in began or attempts), default=0)
+
+
+def counts(paths: RunPaths, checkpoint: CheckpointPaths, attempt: int) -> bool:
+    """Tell whether ``attempt`` may read the checkpoint (DESIGN §6: who owns the run).
+
+    Its own do; one of an earlier attempt only if a later one than that listed it at its start.
+    """
+    try:
+        written_by = Manifest.read(checkpoint).attempt
+    except BadFileError:
+        return False
+    return written_by == attempt or any(
+        written_by < later.number <= attempt and checkpoint.folder.name in _listed(later.record)
+        for later in paths.attempt_folders()
+    )
+
+
+def _listed(record: Path) -> list[object]:
+    names = (read_json(record) or {}).get("checkpoints")
+    return names if isinstance(names, list) else []
+
+
+def committed(paths: RunPaths, attempt: int | None = None) -> list[CheckpointPaths]:
+    """Return the checkpoints that count for ``attempt`` (absent: the newest), newest first."""
+    reader = newest_attempt(paths) if attempt is None else attempt
+    return [checkpoint for checkpoint in _folders(paths) if counts(paths, checkpoint, reader)]
+
+
+def damaged(paths: RunPaths) -> dict[CheckpointPaths, str]:
+    """Return the folders whose manifest can't be read, newest first, and why.
+
+    A folder gets its final name only after its manifest was written, so these are not half-written.
+    """
+    found = {}
+    for checkpoint in _folders(paths):
+        try:
+            Manifest.read(checkpoint)
+        except BadFileError as error:
+            found[checkpoint] = str(error)
+    return found
+
+
+def _folders(paths: RunPaths) -> list[CheckpointPaths]:
+    """Newest first; without names of the same step spelt with more zeros."""
+    folders = paths.checkpoint_folders()[::-1]
+    return [found for found in folders if found == paths.checkpoint(found.step)]
+
+
+def listing(paths: RunPaths, attempt: int | None = None) -> list[str]:
+    """Return the names for the record (``attempt.json``) of a new attempt: what counts for the one before it.
+
+    Call it before that record is written. ``attempt`` is the new one's number; it may be left out.
+    """
+    earlier = [found for found in paths.attempt_folders() if attempt is None or found.number < attempt]
+    began = [found for found in earlier if found.record.is_file()]
+    before = max((found.number for found in began or earlier), default=0)
+    return [checkpoint.folder.name for checkpoint in committed(paths, before)]
+
+
+def verify(checkpoint: CheckpointPaths, part: int = 0, parts: int = 1) -> list[str]:
+    """Return what is wrong with the checkpoint's files, one line a problem; nothing if it is whole.
+
+    With ``parts`` the files are dealt out and only those of ``part`` are read, for ranks that share the work.
+    """
+    try:
+        manifest = Manifest.read(checkpoint)
+    except BadFileError as error:
+        return error.problems
+    problems = []
+    if manifest.step != checkpoint.step:
+        problems.append(f"{checkpoint.manifest}: step is {manifest.step}, not the folder's")
+    if checkpoint.state.name not in manifest.files:
+        problems.append(f"{checkpoint.manifest}: {checkpoint.state.name} is not among the files")
+    for name in sorted(manifest.files)[part::parts]:
+        problem = _file_problem(checkpoint.folder / name, manifest.files[name])
+        if problem:
+            problems.append(f"{checkpoint.folder / name} {problem}")
+    return problems
+
+
+def _file_problem(path: Path, entry: FileEntry) -> str | None:
+    try:
+        facts = path.lstat()
+        if not stat.S_ISREG(facts.st_mode):  # a link leads outside, a pipe blocks
+            return "is not a plain file"
+        if facts.st_size != entry.size:
+            return f"has {facts.st_size} bytes, the manifest says {entry.size}"
+        if hash_file(path) != entry.sha256:
+            return "is damaged: its hash is not the manifest's"
+        if path.suffix == ".json":
+            read_object(path)
+    except FileNotFoundError:
+        return "is missing"
+    except BadFileError:
+        return "is no JSON object"
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+    return None
+
+
+def set_aside(checkpoint: CheckpointPaths, why: str) -> Path:
+    """Rename the folder to ``….bad`` (numbered if taken), so that nobody loads it and it can be looked at."""
+    folder = checkpoint.folder
+    target, number = folder.with_name(f"{folder.name}.bad"), 1
+    while target.exists():
+        number += 1
+        target = folder.with_name(f"{folder.name}.bad-{number}")
+    folder.rename(target)
+    with suppress(OSError):  # the name says enough, and a full disk may be why it is bad
+        (target / "why.txt").write_text(why + "\n", encoding="utf-8")
+    return target
+
+
+def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
+    """Remove what ``attempt`` needs no more and return the folders' names.
+
+    Those are its committed checkpoints but the newest ``keep`` (at least two), what earlier attempts left
+    half-written, and what a removal left half-done.
+    """
+    surplus = committed(paths, attempt)[max(keep, MIN_KEEP) :]
+    folders = [checkpoint.folder for checkpoint in surplus] + _left_over(paths, attempt)
+    for folder in folders:
+        remove(folder)
+    return [folder.name for folder in folders]
+
+
+def _left_over(paths: RunPaths, attempt: int) -> list[Path]:
+    found = []
+    for path in sorted(paths.checkpoints.iterdir()) if paths.checkpoints.is_dir() else []:
+        match = _LEFT_OVER.fullmatch(path.name)
+        if match and (match["attempt"] is None or int(match["attempt"]) < attempt):
+            found.append(path)
+    return found
+
+
+def move_away(folder: Path) -> Path:
+    """Give the folder a name that no checkpoint has; ``prune`` removes it if nobody did before."""
+    name = folder.name.partition(".")[0]
+    return folder.rename(folder.with_name(f"{name}.removed-{secrets.token_hex(4)}"))
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint's folder; renamed first, so that one removed by half is never taken for one."""
+    shutil.rmtree(move_away(folder))

@@ -1,0 +1,136 @@
+"""The birth of a run folder, and the experiment that each of its attempts runs."""
+
+from __future__ import annotations
+
+import platform
+import secrets
+import shutil
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import hpc_train
+from hpc_train.config import freezing
+from hpc_train.config.loading import load
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import StorageError
+from hpc_train.paths import RunPaths
+from hpc_train.plan.identity import content_hash
+from hpc_train.run_folder.attempts import now
+from hpc_train.run_folder.files import read_json, sync_folder, write_json, write_text
+from hpc_train.run_folder.processes import Process
+from hpc_train.run_folder.status import RunStatus, write_status
+
+_PACKAGES = ("torch", "torchvision", "timm")
+#: Assumed: git answers at once but for huge work trees on slow disks, and then it does not matter.
+_GIT_LIMIT_S = 5.0
+
+
+def create_run(
+    paths: RunPaths, experiment: Experiment, run_id: str, total_steps: int | None, *, launcher: str = "local"
+) -> bool:
+    """Make the run's folder, whole and in one step. Returns False where there is one already."""
+    if paths.folder.exists():
+        return False
+    paths.folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = RunPaths(paths.folder.with_name(f".{paths.folder.name}.{secrets.token_hex(4)}"))
+    temporary.folder.mkdir(mode=0o700)
+    try:
+        write_text(temporary.experiment, freezing.dump(experiment), sync=True)
+        write_json(temporary.run, _run_facts(experiment, run_id, launcher), sync=True)
+        write_status(temporary, RunStatus(total_steps=total_steps))
+        temporary.folder.rename(paths.folder)
+    except OSError:
+        if not paths.folder.exists():
+            raise
+        return False
+    finally:
+        shutil.rmtree(temporary.folder, ignore_errors=True)
+    sync_folder(paths.folder.parent)
+    return True
+
+
+def effective_experiment(paths: RunPaths, attempt: int) -> Experiment:
+    """Return the frozen experiment with the changes noted for ``attempt`` and those before it.
+
+    Raises BadFileError where the frozen file is not what was frozen.
+    """
+    changes = _changes(read_json(paths.run) or {})
+    latest: dict[str, str] = {}
+    for number in sorted(number for number in changes if number <= attempt):
+        for override in changes[number]:
+            latest[override.partition("=")[0]] = override
+    return load(paths.experiment, list(latest.values()), check_names=False).experiment
+
+
+def note_change(paths: RunPaths, attempt: int, overrides: Sequence[str]) -> None:
+    """Note in ``run.json`` what ``attempt`` and those after it run otherwise; ``KEY=VALUE`` each."""
+    run = read_json(paths.run)
+    if run is None:
+        raise StorageError(
+            f"{paths.run}: missing or not JSON; the run can't be changed, start it anew with --new"
+        )
+    changes = {str(number): listed for number, listed in _changes(run).items()}
+    changes[str(attempt)] = list(overrides)
+    write_json(paths.run, run | {"changes": changes}, sync=True)
+
+
+def _changes(run: dict[str, Any]) -> dict[int, list[str]]:
+    noted = run.get("changes") or {}
+    return {int(number): [str(override) for override in overrides] for number, overrides in noted.items()}
+
+
+def _run_facts(experiment: Experiment, run_id: str, launcher: str) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "id": run_id,
+        "name": experiment.name,
+        "content_hash": content_hash(experiment),
+        "created": now(),
+        "creator": Process.current().to_json(),
+        "versions": _versions(),
+        "code": _code_commit(Path.cwd()),
+        "launcher": launcher,
+        "slurm_job_ids": [],
+        "wandb_id": secrets.token_hex(8),
+        "changes": {},
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"hpc-train": hpc_train.__version__, "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue  # the cluster's environment may differ from the login node's
+    return found
+
+
+def _code_commit(folder: Path) -> dict[str, Any] | None:
+    """Return the commit of the git work tree around ``folder`` and whether files differ from it."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changed is None else bool(changed)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # A repository's own settings may name programs to run; fsmonitor is the one that status would start.
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_LIMIT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,87 @@
+"""``status.json``: where the run stands (DESIGN §6, a contract)."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.files import read_json, write_json
+from hpc_train.run_folder.liveness import living, newest_record
+from hpc_train.run_folder.processes import Process
+
+STATES = ("pending", "running", "requeued", "completed", "failed", "cancelled", "unknown")
+LAUNCHER_DIED = "launcher died"
+INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """All of ``status.json`` but its version."""
+
+    state: str = "pending"
+    #: Optimizer steps done.
+    step: int = 0
+    #: None until the size of the data is known.
+    total_steps: int | None = None
+    epoch: float = 0.0
+    #: From 1; 0 before the first.
+    attempt: int = 0
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.state in STATES, self.state
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": 1} | asdict(self)
+
+
+def read_status(paths: RunPaths) -> RunStatus:
+    """Return what ``status.json`` says; state ``unknown`` where it is missing or not ours."""
+    data = read_json(paths.status) or {}
+    status: dict[str, Any] = {key: data.get(key) for key in asdict(RunStatus())}
+    if not _is_valid(status):
+        return RunStatus(state="unknown", reason=f"{paths.status.name} can't be read")
+    return RunStatus(**status)
+
+
+def _is_valid(status: dict[str, Any]) -> bool:
+    kinds: dict[str, tuple[type, ...]] = {
+        "step": (int,),
+        "total_steps": (int, type(None)),
+        "epoch": (int, float),
+        "attempt": (int,),
+        "reason": (str, type(None)),
+    }
+    return status["state"] in STATES and all(type(status[key]) in kind for key, kind in kinds.items())
+
+
+def write_status(paths: RunPaths, status: RunStatus) -> None:
+    write_json(paths.status, status.to_json())
+
+
+def current_status(paths: RunPaths) -> RunStatus:
+    """Return where the run stands; one whose local launcher is dead is ``failed`` and noted as such."""
+    status = read_status(paths)
+    if status.state not in {"pending", "running"} or not _is_orphaned(paths):
+        return status
+    latest = read_status(paths)  # its launcher may have written the end just before it went
+    if latest.state not in {"pending", "running"}:
+        return latest
+    corrected = replace(latest, state="failed", reason=LAUNCHER_DIED)
+    with suppress(OSError):  # somebody else's run, or a full disk: say it all the same
+        write_status(paths, corrected)
+    return corrected
+
+
+def _is_orphaned(paths: RunPaths) -> bool:
+    """Tell whether a process of this machine answered for the run and is surely gone."""
+    record = newest_record(paths)
+    if record is not None and record.launcher not in {None, "local"}:
+        return False
+    if record is not None:
+        return living(record) is False
+    run = read_json(paths.run) or {}
+    creator = Process.from_json(run.get("creator"))
+    return run.get("launcher") == "local" and creator is not None and creator.is_alive() is False

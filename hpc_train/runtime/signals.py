@@ -1,0 +1,58 @@
+"""Signals that ask a rank to stop: noted in a flag, acted on at the end of a step.
+
+A launcher blocks them between fork and exec, so that none is lost or kills a rank while Python imports.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from types import FrameType
+
+#: Ctrl-C, scancel or preemption, Slurm's warning of the time limit.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+
+
+@dataclass
+class StopFlag:
+    """Whether somebody asked this process to stop: which signal came first, and how many came."""
+
+    first: signal.Signals | None = None
+    count: int = 0
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def note(self, number: int) -> None:
+        self.first = self.first or signal.Signals(number)
+        self.count += 1
+
+
+#: By process: a forked child inherits what its parent noted here.
+_flags: dict[int, StopFlag] = {}
+
+
+def block() -> None:
+    """Hold back the stop signals of this thread, and of what it starts, until ``install``."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def install() -> StopFlag:
+    """Note stop signals from now on, those held back until now included; return the flag.
+
+    Main thread only. Called again in the same process it returns the same flag. A forked child inherits
+    the handler, which does nothing there.
+    """
+    pid = os.getpid()
+    if pid not in _flags:
+        flag = _flags[pid] = StopFlag()
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if os.getpid() == pid:
+                flag.note(number)
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    return _flags[pid]

@@ -1,0 +1,33 @@
+"""Experiment files that the tests of this folder change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpc_train.config.loading import load
+from hpc_train.errors import BadFileError
+
+GOOD = """\
+name: digits-test
+task: classification
+model:
+  name: acme.models:tiny
+data:
+  name: digits
+optimization:
+  epochs: 3
+  global_batch_size: 64
+  micro_batch_size: 16
+  optimizer: {name: sgd, lr: 0.1}
+"""
+
+
+def problems_of(folder: Path, text: str | bytes, *overrides: str) -> list[str]:
+    """Return the lines that ``load`` complains with, the file shown as ``exp.yaml``; none for a good file."""
+    path = folder / "exp.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    try:
+        load(path, overrides)
+    except BadFileError as error:
+        return [line.replace(str(path), "exp.yaml") for line in error.problems]
+    return []

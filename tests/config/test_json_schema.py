@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hpc_train.config.json_schema import json_schema
+from hpc_train.config.keys import all_keys, node_at
+
+
+def patterns(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        if isinstance(node.get("pattern"), str):
+            yield node["pattern"]
+        for value in node.values():
+            yield from patterns(value)
+    elif isinstance(node, list):
+        for item in node:
+            yield from patterns(item)
+
+
+def test_it_is_json_of_draft_2020_12() -> None:
+    schema = json_schema()
+    assert json.loads(json.dumps(schema, allow_nan=False)) == schema
+    assert schema["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert schema["required"] == ["name", "task", "model", "data", "optimization"]
+
+
+def test_patterns_are_ecmas() -> None:
+    found = list(patterns(json_schema()))
+    assert len(found) > 10
+    for pattern in found:
+        assert pattern.startswith("^") and pattern.endswith("$")
+        assert not re.search(r"(?<!\\)(\\\\)*\\[AzZ\"'#]", pattern)
+
+
+def test_short_forms_are_allowed() -> None:
+    schema = json_schema()
+    assert schema["properties"]["compile"]["anyOf"][0] == {"type": "boolean"}
+    limit = schema["$defs"]["SlurmConfig"]["properties"]["time_limit"]
+    assert limit["anyOf"][0]["type"] == "string"
+
+
+def test_names_of_options_are_checked() -> None:
+    extra = json_schema()["$defs"]["SlurmConfig"]["properties"]["extra"]
+    assert re.search(extra["propertyNames"]["pattern"], "nice")
+    assert not re.search(extra["propertyNames"]["pattern"], "No Name")
+    assert "patternProperties" not in extra
+
+
+def test_most_keys_say_what_they_mean() -> None:
+    silent = [path for path in all_keys() if not (node_at(path) or {}).get("description")]
+    sections = {path for path in silent if "$ref" in str(node_at(path))}
+    assert set(silent) - sections <= {("data", "normalize", "mean"), ("data", "normalize", "std")}
+
+
+def test_callers_get_their_own_copy() -> None:
+    json_schema().clear()
+    assert json_schema()

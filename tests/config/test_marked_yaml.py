@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_train.config.marked_yaml import read_document, read_value
+from hpc_train.config.problems import Place
+
+from .files import GOOD, problems_of
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("5.0e-4", 5e-4),
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("+12", 12),
+        ("-7", -7),
+        ("010", 10),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("1_000", "1_000"),
+        ("on", "on"),
+        ("Yes", "Yes"),
+        ("24:00:00", "24:00:00"),
+        ("2026-01-01", "2026-01-01"),
+        ("true", True),
+        ("True", True),
+        ("TRUE", True),
+        ("tRUE", "tRUE"),
+        ("FALSE", False),
+        ("~", None),
+        ("null", None),
+        ("Null", None),
+        ("", None),
+        (".inf", math.inf),
+        ("-.INF", -math.inf),
+        ("inf", "inf"),
+        ("'1e-3'", "1e-3"),
+        ('"true"', "true"),
+        ("[1, {a: on}]", [1, {"a": "on"}]),
+    ],
+)
+def test_scalars_are_read_as_yaml_1_2_reads_them(text: str, value: object) -> None:
+    found, problems = read_value(text)
+    assert not problems
+    assert found == value and type(found) is type(value)
+
+
+def test_nan_is_read() -> None:
+    assert math.isnan(read_value(".nan")[0])
+
+
+def test_every_key_and_value_has_its_place() -> None:
+    document = read_document(b"a: 1\nb:\n  c: [x, {d: 2}]\n  'e':\n")
+    assert document.data == {"a": 1, "b": {"c": ["x", {"d": 2}], "e": None}}
+    places = {path: (marks.key, marks.value) for path, marks in document.marks.items()}
+    assert places[("b",)] == (Place(2, 1), Place(3, 3))
+    assert places[("b", "c", 1, "d")] == (Place(3, 11), Place(3, 14))
+    assert places[("b", "e")] == (Place(4, 3), Place(4, 7))
+
+
+def test_no_tag_runs_anything(tmp_path: Path) -> None:
+    sentinel = tmp_path / "ran"
+    tags = [
+        f"!!python/object/apply:os.system ['touch {sentinel}']",
+        f"!!python/object/apply:pathlib.Path.touch [!!python/object/apply:pathlib.Path ['{sentinel}']]",
+        f"!!python/object/new:os.system ['touch {sentinel}']",
+        "!!python/name:os.system",
+        "!anything 3",
+        "!!str 3",
+        "! 3",
+    ]
+    for tag in tags:
+        lines = problems_of(tmp_path, GOOD + f"seed: {tag}\n")
+        assert any(line.startswith("exp.yaml:12:7: seed: has the tag !") for line in lines), lines
+    assert not sentinel.exists()
+
+
+def test_a_billion_laughs_are_refused_at_the_first_alias(tmp_path: Path) -> None:
+    laughs = "a: &a [ha, ha, ha]\n" + "".join(
+        f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n"
+        for before, after in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    began = time.monotonic()
+    lines = problems_of(tmp_path, laughs)
+    assert time.monotonic() - began < 2
+    assert "exp.yaml:1:4: a: has the anchor &a; take the anchor out" in lines
+    assert "exp.yaml:2:8: b[0]: is the alias *a; write the value out" in lines
+
+
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? ", "{? ", "a:\n"])
+def test_deep_nesting_ends_in_a_clear_error(tmp_path: Path, opening: str) -> None:
+    if opening == "a:\n":
+        text = "".join(f"{' ' * depth}a:\n" for depth in range(1000))
+    else:
+        text = "a: " * (opening not in "- ? ") + opening * 100_000
+    began = time.monotonic()
+    lines = problems_of(tmp_path, text)
+    assert time.monotonic() - began < 5
+    assert "nests over 64 deep; write it flatter" in lines[-1]
+
+
+def test_sixty_four_levels_are_read() -> None:
+    assert not read_value("[" * 64 + "]" * 64)[1]
+    assert read_value("[" * 65 + "]" * 65)[1]
+
+
+def test_a_file_of_two_mebibytes_is_refused(tmp_path: Path) -> None:
+    lines = problems_of(tmp_path, "# " + "x" * 2**21)
+    assert lines == ["exp.yaml:1:1: the file is over 1 MiB; give an experiment file"]
+
+
+@given(st.text())
+def test_text_never_raises(text: str) -> None:
+    document = read_document(text.encode("utf-8", "surrogatepass"))
+    assert document.problems or isinstance(document.data, dict)
+
+
+@given(st.binary())
+def test_bytes_never_raise(content: bytes) -> None:
+    document = read_document(content)
+    assert document.problems or isinstance(document.data, dict)
+
+
+@given(st.text(alphabet="ab01:-?[]{},&*!|>'\"%@`#\n \\ux.~<=e", max_size=60))
+def test_characters_of_yaml_never_raise(text: str) -> None:
+    document = read_document(text.encode())
+    assert document.problems or isinstance(document.data, dict)
+
+
+class _NoAliases(yaml.SafeDumper):
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**9), 10**9)
+    | st.floats(allow_nan=False)
+    | st.text("abc: -#'", max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("xyz", min_size=1), inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+
+
+@given(st.dictionaries(st.text("klm", min_size=1), _PLAIN, min_size=1))
+def test_what_pyyaml_writes_without_ambiguity_is_read_back(data: dict[str, object]) -> None:
+    text = yaml.dump(data, Dumper=_NoAliases)
+    assert read_document(text.encode()).data == data

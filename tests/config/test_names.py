@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config import names
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
+    names.forget_answers()
+
+
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """Put a shell script in Python's place; it notes each of its calls in the file that is returned."""
+    calls, program = tmp_path / "calls", tmp_path / "python"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n{script}\n')
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    return calls
+
+
+ANSWER = """echo '{"timm": ["resnet50"], "torchvision": [], "datasets": ["MNIST"]}'"""
+
+
+def test_the_child_is_asked_once_and_its_answer_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = child(tmp_path, monkeypatch, ANSWER)
+    assert names.known_names("timm") == ["resnet50"]
+    names.forget_answers()
+    assert names.known_names("datasets") == ["MNIST"]
+    assert calls.read_text() == "-m hpc_train.models.names\n"
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".json"]
+
+
+def test_other_versions_ask_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = child(tmp_path, monkeypatch, ANSWER)
+    names.known_names("timm")
+    names.forget_answers()
+    monkeypatch.setattr(names, "version", lambda package: f"9.{package}")
+    names.known_names("timm")
+    assert len(calls.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["exit 1", "echo broken", "echo '[1]'", """echo '{"timm": 3}'""", "kill -9 $$", "printf '\\377'"],
+)
+def test_a_failing_child_makes_names_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    child(tmp_path, monkeypatch, script)
+    assert names.known_names("timm") is None
+    assert names.has_batchnorm("timm/resnet50", {}) is None
+
+
+def test_a_child_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child(tmp_path, monkeypatch, "exec tail -f /dev/null")
+    monkeypatch.setattr(names, "CHILD_LIMIT_S", 0.2)
+    assert names.known_names("timm") is None
+
+
+def test_a_cache_that_can_not_be_written_or_read_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child(tmp_path, monkeypatch, ANSWER)
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert names.known_names("timm") == ["resnet50"]
+
+
+def test_a_damaged_cache_is_asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child(tmp_path, monkeypatch, ANSWER)
+    names.known_names("timm")
+    (file,) = (tmp_path / "cache").iterdir()
+    file.write_text("{")
+    names.forget_answers()
+    assert names.known_names("timm") == ["resnet50"]
+    assert json.loads(file.read_text())["timm"] == ["resnet50"]
+
+
+def test_a_plug_ins_model_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = child(tmp_path, monkeypatch, """echo '{"has_batchnorm": true}'""")
+    assert names.has_batchnorm("acme.models:tiny", {}) is None
+    assert not calls.exists()
+    assert names.has_batchnorm("timm/resnet50", {"depth": 2}) is True
+    assert calls.read_text() == '-m hpc_train.models.names --batchnorm timm/resnet50 --args {"depth": 2}\n'
+
+
+@pytest.mark.slow
+def test_the_real_child_knows_timm_and_torchvision() -> None:
+    known = {kind: names.known_names(kind) or [] for kind in ("timm", "torchvision", "datasets")}
+    assert (
+        "resnet50" in known["timm"] and "resnet50" in known["torchvision"] and "CIFAR10" in known["datasets"]
+    )
+    assert names.has_batchnorm("timm/resnet18", {}) is True

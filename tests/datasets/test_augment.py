@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_train.config.schema import AugmentConfig
+from hpc_train.datasets.augment import Augmentation, padded_crop
+from hpc_train.datasets.random_numbers import Keys
+from hpc_train.errors import BadFileError
+from tests.datasets.samples import random_images
+
+ALL: list[dict[str, Any]] = [
+    {},
+    {"hflip": 0.5},
+    {"vflip": 0.5},
+    {"crop_padding": 3},
+    {"random_resized_crop": {}},
+    {"randaugment": {}},
+    {"erasing": 0.5},
+    {"hflip": 0.5, "crop_padding": 2, "random_resized_crop": {}, "randaugment": {}, "erasing": 0.3},
+]
+
+
+def augmentation(config: dict[str, Any], image_size: int | None = None, seed: int = 0) -> Augmentation:
+    return Augmentation(AugmentConfig.model_validate(config), image_size, seed)
+
+
+@pytest.mark.parametrize("image_size", [None, 8])
+@pytest.mark.parametrize("config", ALL, ids=lambda config: "+".join(config) or "none")
+def test_a_sample_is_the_same_alone_and_in_any_batch(config: dict[str, Any], image_size: int | None) -> None:
+    images, samples = random_images(16), torch.arange(16) * 3
+    augment = augmentation(config, image_size)
+    batch = augment(images, 5, samples)
+    from_list = augment(list(images), 5, samples)
+    alone = torch.cat([augment(images[i : i + 1], 5, samples[i : i + 1]) for i in range(16)])
+    shuffled = torch.randperm(16, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(batch, from_list)
+    assert torch.equal(batch, alone)
+    assert torch.equal(batch[shuffled], augment(images[shuffled], 5, samples[shuffled]))
+    assert batch.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("config", ALL[1:], ids="+".join)
+def test_seed_epoch_and_repeat_change_the_result_but_not_the_input(config: dict[str, Any]) -> None:
+    images, samples = random_images(32), torch.arange(32)
+    before = images.clone()
+    first = augmentation(config)(images, 0, samples)
+    assert not torch.equal(first, augmentation(config)(images, 1, samples))
+    assert not torch.equal(first, augmentation(config)(images, 0, samples, repeat=1))
+    assert not torch.equal(first, augmentation(config, seed=1)(images, 0, samples))
+    assert torch.equal(first, augmentation(config)(images, 0, samples))
+    assert torch.equal(images, before)
+
+
+@pytest.mark.parametrize(("key", "dim"), [("hflip", -1), ("vflip", -2)])
+def test_flips_turn_about_half_of_the_images(key: str, dim: int) -> None:
+    images = random_images(400)
+    flipped = augmentation({key: 0.5})(images, 0, torch.arange(400))
+    turned = [torch.equal(a, b.flip(dim)) for a, b in zip(flipped, images, strict=True)]
+    kept = [torch.equal(a, b) for a, b in zip(flipped, images, strict=True)]
+    assert sum(turned) + sum(kept) == 400
+    assert 150 < sum(turned) < 250
+
+
+def test_padded_crops_are_windows_of_the_padded_image() -> None:
+    images, padding = random_images(50), 2
+    cropped = padded_crop(images, Keys(0, 0, torch.arange(50)), padding)
+    padded = torch.nn.functional.pad(images, (padding,) * 4)
+    places = set()
+    for image, crop in zip(padded, cropped, strict=True):
+        fits = [
+            (top, left)
+            for top in range(5)
+            for left in range(5)
+            if torch.equal(image[:, top : top + 12, left : left + 12], crop)
+        ]
+        assert len(fits) == 1
+        places.add(fits[0])
+    assert len(places) > 15
+
+
+def test_erasing_sets_rectangles_to_zero_and_nothing_else() -> None:
+    images = random_images(200).clamp(min=1)
+    erased = augmentation({"erasing": 1.0})(images, 0, torch.arange(200))
+    zero = (erased == 0).all(dim=1)
+    assert torch.equal(erased * ~zero[:, None], images * ~zero[:, None])
+    assert zero.any(dim=2).any(dim=1).double().mean() > 0.95
+    rows, columns = zero.any(dim=2).sum(dim=1), zero.any(dim=1).sum(dim=1)
+    assert torch.equal(rows * columns, zero.sum(dim=(1, 2)))  # whole rectangles
+
+
+def test_image_size_brings_unequal_images_to_one_size() -> None:
+    images = [random_images(1, 3, 20, 30)[0], random_images(1, 3, 9, 7)[0]]
+    for config in ({}, {"random_resized_crop": {}}):
+        assert augmentation(config, 8)(images, 0, torch.arange(2)).shape == (2, 3, 8, 8)
+
+
+def test_unequal_images_without_image_size_are_refused() -> None:
+    images = [random_images(1, 3, 20, 30)[0], random_images(1, 3, 9, 7)[0]]
+    with pytest.raises(BadFileError, match=r"data\.image_size: images differ in shape"):
+        augmentation({})(images, 0, torch.arange(2))
+
+
+def test_float_images_are_flipped_and_cropped_but_not_randaugmented() -> None:
+    images = random_images(8).float().sub(128)
+    out = augmentation({"hflip": 0.5, "crop_padding": 2})(images, 0, torch.arange(8))
+    as_bytes = augmentation({"hflip": 0.5, "crop_padding": 2})(random_images(8), 0, torch.arange(8))
+    inside = out != 0
+    assert torch.equal(out[inside], (as_bytes.float() - 128)[inside])
+    with pytest.raises(BadFileError, match=r"data\.augment\.randaugment: .*float32"):
+        augmentation({"randaugment": {}})(images, 0, torch.arange(8))
+
+
+@pytest.mark.slow
+def test_flip_and_crop_of_a_batch_take_under_30_us_a_sample() -> None:
+    images, samples = random_images(256, 3, 32, 32), torch.arange(256)
+    augment = augmentation({"hflip": 0.5, "crop_padding": 4})
+    times = []
+    for epoch in range(20):
+        start = time.process_time()
+        augment(images, epoch, samples)
+        times.append((time.process_time() - start) / 256)
+    assert min(times) < 30e-6

@@ -1,0 +1,80 @@
+"""Loader processes and the process that they belong to: real ranks, real ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+RANK = """
+import os, sys, time, torch
+from hpc_train.datasets.loading import training_batches
+from hpc_train.datasets.sampler import Position
+from tests.datasets.samples import CPU, experiment, source
+
+class Blocked:
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if sys.argv[1] == "blocked":
+            open(sys.argv[2]).read()  # a fifo that nobody writes to
+        return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
+
+batches = training_batches(source(Blocked()), experiment(workers=2), Position(0), 1000, 0, 1, CPU)
+print(*batches.worker_pids, flush=True)
+if sys.argv[1] == "blocked":
+    time.sleep(600)
+next(batches)
+raise KeyError("the rank's own mistake")
+"""
+
+
+def start_rank(mode: str, fifo: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    os.mkfifo(fifo)
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK, mode, str(fifo)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+    )
+    assert rank.stdout is not None
+    return rank, [int(pid) for pid in rank.stdout.readline().split()]
+
+
+def wait_until_gone(pids: list[int], limit_s: float) -> None:
+    end = time.monotonic() + limit_s
+    while alive := [pid for pid in pids if _is_running(pid)]:
+        assert time.monotonic() < end, f"still alive: {alive}"
+        time.sleep(0.02)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_workers_die_with_a_rank_that_is_killed(tmp_path: Path) -> None:
+    rank, pids = start_rank("blocked", tmp_path / "fifo")
+    assert len(pids) == 2
+    rank.send_signal(signal.SIGKILL)
+    rank.communicate(timeout=60)
+    wait_until_gone(pids, limit_s=10)
+
+
+def test_a_rank_that_fails_ends_at_once_and_leaves_no_worker(tmp_path: Path) -> None:
+    rank, pids = start_rank("free", tmp_path / "fifo")
+    _, errors = rank.communicate(timeout=60)
+    assert rank.returncode == 1
+    assert "the rank's own mistake" in errors
+    wait_until_gone(pids, limit_s=1)

@@ -1,0 +1,502 @@
+"""Saving and loading on one rank: to the bit, past damage, and against forged folders."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from hpc_train.engine import checkpoint as checkpoint_module
+from hpc_train.engine.checkpoint import Checkpointer, deal
+from hpc_train.engine.shards import storage_error
+from hpc_train.engine.training_state import NamedTensors, TrainingState
+from hpc_train.errors import BadFileError, ExitCode, StorageError, UserError
+from hpc_train.paths import CheckpointPaths, RunPaths
+from tests.engine.checkpoint_runs import (
+    Trainee,
+    begin_attempt,
+    differences,
+    folder_names,
+    forge,
+    make_run,
+)
+
+EXTRA = {"position": {"step": 3, "skipped": [1]}, "seed": 2**63 - 1, "rate": 0.1}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return make_run(tmp_path / "run")
+
+
+@pytest.fixture
+def saved(run: RunPaths) -> Trainee:
+    """Steps 1 and 2 saved; the trainee stands at step 2."""
+    trainee = Trainee()
+    for step in (1, 2):
+        trainee.train(1)
+        trainee.checkpointer(run).save(trainee.state, step, EXTRA)
+    return trainee
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_everything_comes_back_to_the_bit(run: RunPaths, dtype: torch.dtype) -> None:
+    trainee = Trainee(seed=1, dtype=dtype)
+    trainee.train(3)
+    trainee.state.scaler.scale(torch.ones(()))  # type: ignore[union-attr]  # makes its tensors
+    trainee.checkpointer(run).save(trainee.state, 3, EXTRA)
+    other = Trainee(seed=2, dtype=dtype)
+    assert differences(trainee.everything(), other.everything())
+    loaded = other.checkpointer(run).load_newest(other.state)
+    assert loaded is not None and (loaded.step, loaded.extra) == (3, EXTRA)
+    assert differences(trainee.everything(), other.everything()) == []
+    trainee.train(2)
+    other.train(2)
+    assert differences(trainee.everything(), other.everything()) == []
+
+
+def test_the_scaler_comes_back(run: RunPaths) -> None:
+    trainee, other = Trainee(), Trainee()
+    scaler = trainee.state.scaler
+    assert scaler is not None and other.state.scaler is not None
+    scaler.load_state_dict(scaler.state_dict() | {"scale": 2048.0, "_growth_tracker": 7})
+    trainee.checkpointer(run).save(trainee.state, 1, {})
+    other.checkpointer(run).load_newest(other.state)
+    assert other.state.scaler.state_dict() == scaler.state_dict()
+
+
+def test_a_run_without_checkpoints_loads_nothing(run: RunPaths) -> None:
+    trainee = Trainee()
+    assert trainee.checkpointer(run).load_newest(trainee.state) is None
+
+
+def test_the_shard_is_safetensors_with_plain_names(run: RunPaths, saved: Trainee) -> None:
+    tensors = load_file(run.checkpoint(2).shard(0))
+    assert torch.equal(tensors["model.first.weight"], saved.model.first.weight)
+    assert tensors["model.norm.num_batches_tracked"].dtype == torch.int64
+    assert tensors["optimizer.first.weight.exp_avg"].shape == (8, 5)
+    assert tensors["optimizer.first.weight.step"].shape == ()
+    assert not {"model.constant", "model.tied_b.weight"} & tensors.keys()
+    assert not any("module." in name or "_orig_mod" in name for name in tensors)
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one() -> None:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    whole = torch.compile(plain)
+    blocks = nn.Sequential(torch.compile(plain[0]), plain[1])
+    for model in (whole, blocks):
+        assert NamedTensors.of(model).tensors.keys() == plain.state_dict().keys()
+
+
+def test_state_that_is_no_tensor_is_refused() -> None:
+    class Odd(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": 1}
+
+    with pytest.raises(BadFileError, match=r"0\._extra_state"):
+        NamedTensors.of(nn.Sequential(Odd(1, 1)))
+
+
+def test_training_may_go_on_between_stage_and_write(run: RunPaths) -> None:
+    trainee, other = Trainee(), Trainee(seed=2)
+    trainee.train(1)
+    before = trainee.everything()
+    checkpointer = trainee.checkpointer(run)
+    staged = checkpointer.stage(trainee.state, 1, {})
+    trainee.train(2)
+    checkpointer.write(staged)
+    other.checkpointer(run).load_newest(other.state)
+    assert differences(before, other.everything()) == []
+
+
+def test_saving_a_step_again_replaces_it(run: RunPaths, saved: Trainee) -> None:
+    saved.train(1)
+    saved.checkpointer(run).save(saved.state, 2, {"again": True})
+    other = Trainee(seed=2)
+    loaded = other.checkpointer(run).load_newest(other.state)
+    assert loaded is not None and loaded.extra == {"again": True}
+    assert differences(saved.everything(), other.everything()) == []
+    assert folder_names(run) == ["step-00000001", "step-00000002"]
+
+
+def test_old_checkpoints_are_pruned(run: RunPaths) -> None:
+    trainee = Trainee()
+    for step in range(1, 6):
+        trainee.checkpointer(run, keep=2).save(trainee.state, step, {})
+    assert folder_names(run) == ["step-00000004", "step-00000005"]
+
+
+def test_an_attempt_that_lost_the_run_commits_and_removes_nothing(run: RunPaths, saved: Trainee) -> None:
+    begin_attempt(run, 2)
+    saved.checkpointer(run, attempt=2).save(saved.state, 3, {"by": 2})
+    for step in (3, 4):
+        with pytest.raises(UserError, match="attempt 2 goes on with this run"):
+            saved.checkpointer(run, attempt=1).save(saved.state, step, {"by": 1})
+    assert folder_names(run) == ["step-00000001", "step-00000002", "step-00000003"]
+    loaded = saved.checkpointer(run, attempt=2).load_newest(saved.state)
+    assert loaded is not None and loaded.extra == {"by": 2}
+
+
+def test_the_next_attempt_goes_on_from_the_one_before(run: RunPaths, saved: Trainee) -> None:
+    begin_attempt(run, 2)
+    other = Trainee(seed=2)
+    loaded = other.checkpointer(run, attempt=2).load_newest(other.state)
+    assert loaded is not None and loaded.step == 2
+    assert differences(saved.everything(), other.everything()) == []
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "NAdam", "Adagrad", "ASGD", "RMSprop", "Adafactor", "Rprop"])
+def test_optimizers_go_on_as_if_never_stopped(run: RunPaths, optimizer: str) -> None:
+    args = {"momentum": 0.9} if optimizer in {"SGD", "RMSprop"} else {}
+    states = []
+    for seed in (1, 2):
+        trainee = Trainee(seed)
+        parameters = list(trainee.model.parameters())
+        trainee.optimizer = getattr(torch.optim, optimizer)(parameters, lr=0.01, **args)
+        trainee.state = TrainingState(trainee.model, trainee.optimizer)
+        states.append(trainee)
+    first, second = states
+    first.train(2)
+    first.checkpointer(run).save(first.state, 2, {})
+    second.checkpointer(run).load_newest(second.state)
+    first.train(2)
+    second.train(2)
+    assert differences(first.everything(), second.everything()) == []
+
+
+def test_the_learning_rate_is_the_files(run: RunPaths, saved: Trainee) -> None:
+    other = Trainee(seed=2)
+    other.optimizer.param_groups[0]["lr"] = 0.5
+    saved.optimizer.param_groups[0]["step"] = 17
+    saved.checkpointer(run).save(saved.state, 3, {})
+    other.checkpointer(run).load_newest(other.state)
+    assert other.optimizer.param_groups[0]["lr"] == 0.5
+    assert other.optimizer.param_groups[0]["step"] == 17  # what training added is state
+
+
+def test_other_parameter_groups_are_refused(run: RunPaths, saved: Trainee) -> None:
+    other = Trainee()
+    optimizer = torch.optim.AdamW(other.model.parameters())
+    with pytest.raises(BadFileError, match="parameter groups are not the checkpoint's"):
+        other.checkpointer(run).load_newest(TrainingState(other.model, optimizer))
+
+
+def test_another_model_is_refused_by_name_and_number(run: RunPaths, saved: Trainee) -> None:
+    other = Trainee(width=9)
+    with pytest.raises(BadFileError, match=r"the one in the checkpoint.*model\.first\.weight is.*and 3 more"):
+        other.checkpointer(run).load_newest(other.state)
+    assert folder_names(run) == ["step-00000001", "step-00000002"]
+
+
+def test_another_dtype_is_refused(run: RunPaths, saved: Trainee) -> None:
+    other = Trainee(dtype=torch.float64)
+    with pytest.raises(BadFileError, match=r"F32 \[8, 5\] in the checkpoint, F64 \[8, 5\] in the model"):
+        other.checkpointer(run).load_newest(other.state)
+
+
+def test_untied_weights_are_not_taken_from_a_tied_model_in_reverse(run: RunPaths, saved: Trainee) -> None:
+    other = Trainee()
+    untied = nn.Parameter(torch.zeros(8, 8))
+    other.model.tied_b.weight = untied
+    other.optimizer.param_groups[0]["params"].append(untied)
+    other.checkpointer(run).save(other.state, 3, {})
+    with pytest.raises(BadFileError, match=r"model\.tied_b\.weight is shared with model\.tied_a\.weight"):
+        saved.checkpointer(run).load_newest(saved.state)
+
+
+# Damage ----------------------------------------------------------------------------------------------
+
+
+def flip_a_bit(checkpoint: CheckpointPaths) -> None:
+    octets = bytearray(checkpoint.shard(0).read_bytes())
+    octets[-3] ^= 16
+    checkpoint.shard(0).write_bytes(octets)
+
+
+def point_outside(checkpoint: CheckpointPaths) -> None:
+    data = json.loads(checkpoint.manifest.read_text())
+    data["files"]["../../x"] = data["files"]["state.json"]
+    checkpoint.manifest.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (flip_a_bit, "its hash is not the manifest's"),
+        (lambda c: os.truncate(c.shard(0), 1000), "has 1000 bytes"),
+        (lambda c: c.shard(0).unlink(), "is missing"),
+        (lambda c: c.manifest.unlink(), "manifest.json is missing"),
+        (lambda c: c.manifest.write_text("garbled"), "manifest.json is no JSON object"),
+        (lambda c: c.state.write_text("{}"), "state.json has 2 bytes"),
+        (point_outside, "'../../x' is not a plain file name"),
+    ],
+)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(  # type: ignore[no-untyped-def]
+    run: RunPaths, saved: Trainee, damage, said: str
+) -> None:
+    damage(run.checkpoint(2))
+    other = Trainee(seed=2)
+    checkpointer = other.checkpointer(run)
+    loaded = checkpointer.load_newest(other.state)
+    assert loaded is not None and loaded.step == 1
+    [notice] = checkpointer.notices
+    assert "step-00000002" in notice and said in notice
+    assert folder_names(run) == ["step-00000001", "step-00000002.bad"]
+
+
+def test_if_all_are_damaged_nothing_is_loaded_and_all_is_kept(run: RunPaths, saved: Trainee) -> None:
+    for step in (1, 2):
+        flip_a_bit(run.checkpoint(step))
+    before = saved.everything()
+    checkpointer = saved.checkpointer(run)
+    assert checkpointer.load_newest(saved.state) is None
+    assert len(checkpointer.notices) == 2
+    assert differences(before, saved.everything()) == []
+    assert folder_names(run) == ["step-00000001.bad", "step-00000002.bad"]
+
+
+# Forged folders: the hashes are right ------------------------------------------------------------------
+
+
+class Trap:
+    """Pickled, it leaves a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return (Path.touch, (self.path,))
+
+
+def lying_header(checkpoint: CheckpointPaths) -> None:
+    octets = checkpoint.shard(0).read_bytes()
+    checkpoint.shard(0).write_bytes(struct.pack("<Q", 2**62) + octets[8:])
+
+
+def lying_shape(checkpoint: CheckpointPaths) -> None:
+    tensors = load_file(checkpoint.shard(0))
+    tensors["model.first.weight"] = torch.zeros(5, 8)
+    save_file(tensors, checkpoint.shard(0))
+
+
+def missing_tensor(checkpoint: CheckpointPaths) -> None:
+    tensors = load_file(checkpoint.shard(0))
+    tensors["padding"] = tensors.pop("model.first.weight")
+    save_file(tensors, checkpoint.shard(0))
+
+
+@pytest.mark.parametrize("damage", [lying_header, lying_shape, missing_tensor])
+def test_a_forged_shard_is_a_clear_error(run: RunPaths, saved: Trainee, damage) -> None:  # type: ignore[no-untyped-def]
+    damage(run.checkpoint(2))
+    forge(run.checkpoint(2))
+    with pytest.raises(BadFileError, match=r"shard-00000\.safetensors: "):
+        saved.checkpointer(run).load_newest(saved.state)
+
+
+def test_a_pickle_named_as_a_shard_runs_nothing(run: RunPaths, saved: Trainee, tmp_path: Path) -> None:
+    trap = tmp_path / "sprung"
+    for path in (run.checkpoint(2).shard(0), run.checkpoint(1).shard(0)):
+        path.write_bytes(pickle.dumps(Trap(trap)))
+    forge(run.checkpoint(2), tensors={})
+    with pytest.raises(BadFileError):
+        saved.checkpointer(run).load_newest(saved.state)
+    shutil.rmtree(run.checkpoint(2).folder)
+    size = run.checkpoint(1).shard(0).stat().st_size
+    tensors = {"model.x": {"dtype": "U8", "shape": [size], "pieces": [[0, [0], [size]]]}}
+    forge(run.checkpoint(1), tensors=tensors, tied={})
+    with pytest.raises(BadFileError):
+        saved.checkpointer(run).load_newest(saved.state)
+    assert not trap.exists()
+    pickle.loads(pickle.dumps(Trap(trap)))
+    assert trap.exists()  # it would have sprung
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [8, 5], "pieces": [[0, [0, 0], [8, 5]]]} | changes
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        entry(shape=[2**40, 2**20], pieces=[[0, [0, 0], [2**40, 2**20]]]),
+        entry(shape=[8, 5], pieces=[[0, [0, 0], [4, 5]]]),
+        entry(pieces=[[0, [0, 0], [4, 5]], [0, [0, 0], [4, 5]]]),
+        entry(pieces=[[0, [4, 0], [8, 5]]]),
+        entry(pieces=[[0, [0], [40]]]),
+        entry(pieces=[[-1, [0, 0], [8, 5]]]),
+        entry(pieces=[[7, [0, 0], [8, 5]]]),
+        entry(pieces=[["../x", [0, 0], [8, 5]]]),
+        entry(pieces=5),
+        entry(dtype="PICKLE"),
+        entry(dtype=[]),
+        entry(shape=[-8, -5]),
+        [],
+        None,
+    ],
+)
+def test_a_forged_table_is_a_clear_error(run: RunPaths, saved: Trainee, forged: object) -> None:
+    tensors = json.loads(run.checkpoint(2).state.read_text())["tensors"]
+    forge(run.checkpoint(2), tensors=tensors | {"model.first.weight": forged})
+    with pytest.raises(BadFileError, match=r"state\.json is not as hpc-train writes it"):
+        saved.checkpointer(run).load_newest(saved.state)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensors": {}},
+        {"tensors": []},
+        {"optimizer": {}},
+        {"optimizer": {"groups": 1, "state": 2}},
+        {"optimizer": {"groups": [], "state": {}}},
+        {"scaler": None},
+        {"tied": {"model.a": "model.nothing"}},
+        {"extra": 1},
+    ],
+)
+def test_a_forged_state_is_a_clear_error(run: RunPaths, saved: Trainee, changes: dict[str, Any]) -> None:
+    before = saved.everything()
+    forge(run.checkpoint(2), **changes)
+    with pytest.raises(BadFileError):
+        saved.checkpointer(run).load_newest(saved.state)
+    assert differences(before, saved.everything()) == []
+
+
+def test_names_that_the_model_has_not_are_listed(run: RunPaths, saved: Trainee) -> None:
+    tensors = json.loads(run.checkpoint(2).state.read_text())["tensors"]
+    tensors["model.stranger"] = tensors.pop("model.mask")
+    forge(run.checkpoint(2), tensors=tensors)
+    with pytest.raises(
+        BadFileError, match=r"model\.mask is missing in the checkpoint; model\.stranger is not in the model"
+    ):
+        saved.checkpointer(run).load_newest(saved.state)
+
+
+def test_optimizer_tensors_of_no_parameter_are_refused(run: RunPaths, saved: Trainee) -> None:
+    tensors = json.loads(run.checkpoint(2).state.read_text())["tensors"]
+    tensors["optimizer.stranger.exp_avg"] = tensors.pop("optimizer.first.bias.exp_avg")
+    forge(run.checkpoint(2), tensors=tensors)
+    with pytest.raises(BadFileError, match=r"optimizer\.stranger\.exp_avg belongs to no parameter"):
+        saved.checkpointer(run).load_newest(saved.state)
+
+
+# Disks -------------------------------------------------------------------------------------------------
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 4 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting is not permitted: {mounted.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+@pytest.mark.parametrize("is_foreseen", [True, False])
+def test_a_full_disk_is_said_and_harms_nothing(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, is_foreseen: bool
+) -> None:
+    run = make_run(small_disk / "run")
+    trainee = Trainee()
+    checkpointer = trainee.checkpointer(run)
+    checkpointer.save(trainee.state, 1, {})
+    before = trainee.everything()
+    trainee.train(1)
+    filler = torch.zeros(1_100_000)
+    staged = checkpointer.stage(trainee.state, 2, {})
+    staged.tensors["model.filler"] = filler
+    if not is_foreseen:
+        monkeypatch.setattr(checkpoint_module.shutil, "disk_usage", lambda _: Usage(2**40, 0, 2**40))
+    with pytest.raises(StorageError, match=r"step-00000002\.tmp-1: the disk is full") as raised:
+        checkpointer.write(staged)
+    assert raised.value.exit_code == ExitCode.IO
+    assert folder_names(run) == ["step-00000001"]
+    loaded = checkpointer.load_newest(trainee.state)
+    assert loaded is not None and loaded.step == 1
+    assert differences(before, trainee.everything()) == []
+    del staged.tensors["model.filler"]
+    checkpointer.write(staged)
+    assert folder_names(run) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, "the disk is full"),
+        (errno.EDQUOT, "the quota is used up"),
+        (errno.EROFS, "read-only"),
+        (errno.EIO, "I/O error"),
+        (errno.ESTALE, "Stale file handle"),
+    ],
+)
+def test_the_disks_refusal_is_named(number: int, said: str) -> None:
+    error = storage_error(OSError(number, os.strerror(number)), Path("/runs/x"))
+    assert "/runs/x" in str(error) and said in str(error)
+    assert error.exit_code == ExitCode.IO
+
+
+def test_an_old_checkpoint_that_can_not_be_removed_does_not_fail_the_save(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    trainee = Trainee()
+    checkpointer = trainee.checkpointer(run)
+    monkeypatch.setattr(checkpoint_module, "prune", refuse)
+    checkpointer.save(trainee.state, 1, {})
+    assert "could not be removed" in checkpointer.notices[0]
+    assert folder_names(run) == ["step-00000001"]
+
+
+def test_what_cannot_be_json_fails_the_save_and_leaves_nothing(run: RunPaths) -> None:
+    trainee = Trainee()
+    with pytest.raises(TypeError):
+        trainee.checkpointer(run).save(trainee.state, 1, {"position": object()})
+    assert folder_names(run) == []
+
+
+# Dealing -----------------------------------------------------------------------------------------------
+
+
+def test_dealing_gives_all_ranks_about_the_same_bytes() -> None:
+    sizes = {f"layer{i}": 1000 + 37 * i for i in range(40)}
+    owners = deal(sizes, 7)
+    loads = [sum(size for name, size in sizes.items() if owners[name] == rank) for rank in range(7)]
+    assert max(loads) - min(loads) <= max(sizes.values())
+    assert owners == deal(dict(reversed(sizes.items())), 7)
+
+
+def test_several_ranks_need_a_group(run: RunPaths) -> None:
+    with pytest.raises(AssertionError, match="process group"):
+        Checkpointer(run, 1, Trainee().strategy, 0, 2, None)
+
+
+def test_a_tensor_is_copied_whatever_its_layout(run: RunPaths) -> None:
+    trainee, other = Trainee(), Trainee(seed=2)
+    weight: Tensor = trainee.model.conv.weight
+    assert not weight.is_contiguous()  # channels_last
+    trainee.checkpointer(run).save(trainee.state, 1, {})
+    other.checkpointer(run).load_newest(other.state)
+    assert torch.equal(other.model.conv.weight, weight)
+    assert other.model.conv.weight.stride() == weight.stride()

@@ -1,0 +1,122 @@
+"""Export: one file of plain weights, from whatever layout, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from hpc_train.engine.export import export, main
+from hpc_train.paths import RunPaths
+from tests.engine.checkpoint_runs import OddModel, Trainee, forge, make_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    run = make_run(tmp_path / "run")
+    run.run.write_text('{"id": "0123456789"}')
+    trainee = Trainee()
+    for step in (1, 2):
+        trainee.train(1)
+        trainee.checkpointer(run).save(trainee.state, step, {})
+    return run
+
+
+def saved_weights() -> dict[str, torch.Tensor]:
+    """What a run of plain PyTorch has after the two steps."""
+    trainee = Trainee()
+    for _ in (1, 2):
+        trainee.train(1)
+    return dict(trainee.model.state_dict())
+
+
+def test_the_file_is_the_models_state_dict(
+    run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out.safetensors"
+    export(run, target)
+    found, expected = load_file(target), saved_weights()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    OddModel().load_state_dict(found)
+    with safe_open(target, framework="pt") as file:
+        assert file.metadata() == {"step": "2", "run_id": "0123456789"}
+    said = json.loads(capsys.readouterr().out)
+    assert said == {"path": str(target), "step": 2, "tensors": len(expected)}
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_stays_where_it_is(
+    run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.checkpoint(2).shard(0).write_bytes(b"")
+    export(run, tmp_path / "out.safetensors")
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["step"] == 1
+    assert "step-00000002 is damaged" in captured.err
+    assert run.checkpoint(2).folder.is_dir()
+
+
+@pytest.mark.slow
+def test_it_runs_as_a_module_and_replaces_the_target(run: RunPaths, tmp_path: Path) -> None:
+    target = tmp_path / "out.safetensors"
+    target.write_text("old")
+    command = [sys.executable, "-m", "hpc_train.engine.export", str(run.folder), str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["step"] == 2
+    assert load_file(target)
+
+
+def all_damaged(run: RunPaths) -> None:
+    for step in (1, 2):
+        run.checkpoint(step).shard(0).unlink()
+
+
+def none_saved(run: RunPaths) -> None:
+    for checkpoint in run.checkpoint_folders():
+        checkpoint.folder.rename(run.folder / checkpoint.folder.name)
+
+
+def forged(run: RunPaths) -> None:
+    forge(run.checkpoint(2), tensors={"model.x": "\x1b[2J"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code", "said"),
+    [
+        (all_damaged, 74, "every checkpoint is damaged"),
+        (none_saved, 2, "no checkpoint yet"),
+        (forged, 65, "state.json is not as hpc-train writes it"),
+    ],
+)
+def test_what_can_not_be_exported_is_said(  # type: ignore[no-untyped-def]
+    run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil, code: int, said: str
+) -> None:
+    spoil(run)
+    target = tmp_path / "out.safetensors"
+    target.write_text("old")
+    assert main([str(run.folder), str(target)]) == code
+    captured = capsys.readouterr()
+    assert said in captured.err and captured.out == "" and "\x1b" not in captured.err
+    assert target.read_text() == "old"
+
+
+@pytest.mark.parametrize("target", ["no/such/folder/out", "folder"])
+def test_a_target_that_can_not_be_written_is_said(
+    run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    assert main([str(run.folder), str(tmp_path / target)]) == 74
+    assert str(tmp_path / target) in capsys.readouterr().err
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_wrong_arguments_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "RUN_FOLDER TARGET" in capsys.readouterr().err

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from hpc_train.config.schema import OptimizerConfig
+from hpc_train.engine.optimization import Optimization, make_optimizer
+from hpc_train.errors import BadFileError
+from hpc_train.runtime.precision import choose_precision
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+def optimizer(name: str, target: nn.Module | None = None, **keys: Any) -> torch.optim.Optimizer:
+    return make_optimizer(OptimizerConfig(name=name, lr=0.1, **keys), target or model(), 64)
+
+
+def optimization(target: nn.Module, precision: str = "fp32", lr: float = 0.1) -> Optimization:
+    made = make_optimizer(OptimizerConfig(name="sgd", lr=lr), target, 64)
+    return Optimization(made, lambda step: 1.0, choose_precision(precision, CPU), CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sgd", "torch.optim.sgd.SGD"),
+        ("AdamW", "torch.optim.adamw.AdamW"),
+        ("torch/adam", "torch.optim.adam.Adam"),
+        ("lamb", "timm.optim.lamb.Lamb"),
+        ("timm/sgd", "torch.optim.sgd.SGD"),
+        ("timm/adamwlegacy", "timm.optim.adamw.AdamWLegacy"),
+    ],
+)
+def test_names_are_torchs_classes_or_else_timms(name: str, kind: str) -> None:
+    found = type(optimizer(name))
+    assert f"{found.__module__}.{found.__qualname__}" == kind
+
+
+def test_torchs_sgd_is_plain_and_timms_has_timms_defaults() -> None:
+    ours, timms = optimizer("sgd").defaults, optimizer("timm/sgd").defaults
+    assert (ours["momentum"], ours["nesterov"]) == (0, False)
+    assert (timms["momentum"], timms["nesterov"]) == (0.9, True)
+
+
+def test_timms_optimizer_keeps_its_classes_weight_decay_unless_it_is_given() -> None:
+    assert optimizer("timm/adamwlegacy").param_groups[0]["weight_decay"] == 0.01
+    assert optimizer("timm/adamwlegacy", weight_decay=0.3).param_groups[0]["weight_decay"] == 0.3
+
+
+def test_torchs_optimizers_need_no_timm() -> None:
+    code = (
+        "import sys; from hpc_train.engine import optimization as o; o._find('adamw'); o._find('torch/sgd'); "
+        "sys.exit('timm' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_learning_rate_scales_by_the_batch_it_is_meant_for() -> None:
+    assert optimizer("sgd", lr_per_batch=256).param_groups[0]["lr"] == pytest.approx(0.1 * 64 / 256)
+
+
+def test_norms_and_biases_need_not_decay() -> None:
+    target = model()
+    groups = optimizer("sgd", target, weight_decay=0.5, decay_norm_and_bias=False).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    assert [id(p) for p in groups[0]["params"]] == [id(target[0].weight), id(target[2].weight)]
+    assert len(groups[1]["params"]) == 4
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    target = model()
+    target[0].requires_grad_(False)
+    assert len(optimizer("sgd", target).param_groups[0]["params"]) == 4
+
+
+def test_lists_of_the_file_become_tuples() -> None:
+    assert optimizer("adamw", args={"betas": [0.8, 0.9]}).defaults["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "adamx"}, "optimizer.name: there is no optimizer 'adamx'; did you mean"),
+        ({"name": "torch/adamv"}, "did you mean 'torch/adam"),
+        ({"name": "timm/lam"}, "did you mean 'timm/lamb'"),
+        ({"name": "jax/sgd"}, "optimizer.name: there is no optimizer 'jax/sgd'"),
+        ({"name": "lbfgs"}, "optimizer.name: there is no optimizer"),
+        ({"name": "adamw", "momentum": 0.9}, "optimizer.momentum: adamw has no momentum"),
+        ({"name": "rprop", "weight_decay": 0.1}, "optimizer.weight_decay: rprop has no weight_decay"),
+        ({"name": "rprop", "decay_norm_and_bias": False}, "optimizer.decay_norm_and_bias: rprop"),
+        ({"name": "sgd", "args": {"nestrov": True}}, "no argument 'nestrov'; did you mean 'nesterov'"),
+        ({"name": "sgd", "args": {"lr": 1}}, "optimizer.args: lr is a key of its own"),
+        ({"name": "sgd", "args": {"nesterov": True}}, "optimizer.args: sgd can't be made: Nesterov"),
+        ({"name": "adamw", "args": {"betas": [2, 3]}}, "optimizer.args: adamw can't be made: Invalid beta"),
+    ],
+)
+def test_mistakes_are_named_with_their_key(keys: Any, message: str) -> None:
+    with pytest.raises(BadFileError, match=rf"^optimization\..*{message}"):
+        optimizer(**keys)
+
+
+def test_steps_equal_plain_torch_to_the_bit() -> None:
+    ours, plain = model(), model()
+    keys = {"momentum": 0.9, "weight_decay": 0.01}
+    owned = Optimization(optimizer("sgd", ours, **keys), lambda step: 1 / (step + 1), _fp32(), CPU)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, **keys)
+    for step in range(4):
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        assert owned.set_learning_rate(step) == 0.1 * (1 / (step + 1))
+        owned.backward(ours(inputs).square().mean())
+        norm = owned.step(lambda: nn.utils.clip_grad_norm_(ours.parameters(), 0.05))
+        reference.param_groups[0]["lr"] = 0.1 * (1 / (step + 1))
+        reference.zero_grad()
+        plain(inputs).square().mean().backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        reference.step()
+        assert norm is not None and torch.equal(norm, expected)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
+
+
+def _fp32() -> Any:
+    return choose_precision("fp32", CPU)
+
+
+def test_gradients_are_gone_after_a_step() -> None:
+    target = model()
+    owned = optimization(target)
+    owned.backward(target(torch.ones(1, 4)).sum())
+    assert owned.step() is None
+    assert all(p.grad is None for p in target.parameters())
+
+
+def test_clipping_under_fp16_sees_the_true_gradient() -> None:
+    target = model()
+    owned = optimization(target, "fp16")
+    owned.backward(target(torch.ones(1, 4)).sum())
+    norm = owned.step(lambda: nn.utils.clip_grad_norm_(target.parameters(), 1e9))
+    same = model()
+    same(torch.ones(1, 4)).sum().backward()
+    torch.testing.assert_close(norm, nn.utils.get_total_norm([p.grad for p in same.parameters()]))
+
+
+def test_an_overflow_under_fp16_skips_the_step_and_halves_the_scale() -> None:
+    target = model()
+    owned = optimization(target, "fp16")
+    before = [p.detach().clone() for p in target.parameters()]
+    owned.backward(target(torch.ones(1, 4)).sum() * float("inf"))
+    norm = owned.step(lambda: nn.utils.clip_grad_norm_(target.parameters(), 1.0))
+    assert norm is not None and not norm.isfinite()
+    assert all(torch.equal(a, b) for a, b in zip(target.parameters(), before, strict=True))
+    assert owned.scaler_state()["scale"] == 2.0**15
+    owned.backward(target(torch.ones(1, 4)).sum())
+    owned.step()
+    assert not torch.equal(next(target.parameters()), before[0])
+    assert owned.scaler_state() | {"_growth_tracker": 1} == owned.scaler_state()
+
+
+def test_the_loss_scale_goes_on_where_it_was() -> None:
+    target = model()
+    owned = optimization(target, "fp16")
+    owned.backward(target(torch.ones(1, 4)).sum() * float("inf"))
+    owned.step()
+    other = optimization(target, "fp16")
+    other.load_scaler_state(owned.scaler_state())
+    assert other.scaler_state() == owned.scaler_state()
+    other.backward(target(torch.ones(1, 4)).sum())
+    assert other.scaler is not None and other.scaler.get_scale() == 2.0**15
+
+
+def test_without_fp16_there_is_no_scale_to_save() -> None:
+    owned = optimization(model())
+    assert owned.scaler_state() == {}
+    owned.load_scaler_state({"scale": 4.0})
+    optimization(model(), "fp16").load_scaler_state({})
+
+
+@pytest.mark.slow
+def test_an_overflow_in_one_ranks_shard_skips_the_step_on_all(tmp_path: Path) -> None:
+    for rank_with_inf in (0, 1):
+        results = run_ranks(2, _sharded_overflow, rank_with_inf, folder=tmp_path)
+        assert results == [{"same": True, "scale": 2.0**15, "moved_after": True}] * 2
+
+
+def _sharded_overflow(rank: int, world_size: int, rank_with_inf: int) -> dict[str, Any]:
+    target = model()
+    fully_shard(target, mesh=init_device_mesh("cpu", (world_size,)))
+    owned = optimization(target, "fp16")
+    before = _shards(target)
+    owned.backward(target(torch.ones(1, 4)).sum())
+    if rank == rank_with_inf:
+        target[0].weight.grad.to_local()[0, 0] = float("inf")  # type: ignore[union-attr]
+    owned.step(lambda: nn.utils.clip_grad_norm_(target.parameters(), 1.0).full_tensor())  # type: ignore[attr-defined]
+    same = all(torch.equal(a, b) for a, b in zip(_shards(target), before, strict=True))
+    scale = owned.scaler_state()["scale"]
+    owned.backward(target(torch.ones(1, 4)).sum())
+    owned.step()
+    return {"same": same, "scale": scale, "moved_after": not torch.equal(_shards(target)[0], before[0])}
+
+
+def _shards(target: nn.Module) -> list[Tensor]:
+    return [p.to_local().detach().clone() for p in target.parameters()]  # type: ignore[attr-defined]

@@ -1,0 +1,35 @@
+"""Factories that tests name as ``tests.models.factories:…``, as users name their own."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def mlp(num_classes: int, width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, width), nn.ReLU(), nn.Linear(width, num_classes))
+
+
+def seven_classes() -> nn.Module:
+    return nn.Linear(3, 7)
+
+
+def double_precision(num_classes: int) -> nn.Module:
+    return nn.Linear(3, num_classes).double()
+
+
+def no_module(num_classes: int) -> str:
+    return "model"
+
+
+def broken(num_classes: int) -> nn.Module:
+    raise TypeError("a mistake inside")
+
+
+class OwnBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.second = nn.Linear(2, 2)
+
+    def blocks(self) -> list[nn.Module]:
+        return [self.first, self.second]

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+from hpc_train.models.blocks import find_blocks
+from tests.models.factories import OwnBlocks, mlp
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "count"),
+    [
+        ("vit_tiny_patch16_224", "Block", 12),
+        ("convnext_atto", "ConvNeXtBlock", 12),
+        ("resnet18", "BasicBlock", 8),
+        ("swin_tiny_patch4_window7_224", "SwinTransformerBlock", 12),
+        ("efficientnet_b0", "InvertedResidual", 15),
+    ],
+)
+def test_timms_blocks_are_found(name: str, kind: str, count: int) -> None:
+    with torch.device("meta"):
+        blocks = find_blocks(timm.create_model(name, num_classes=10))
+    assert [type(block).__name__ for block in blocks] == [kind] * count
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "count"),
+    [
+        ("resnet50", "Bottleneck", 16),
+        ("vit_b_16", "EncoderBlock", 12),
+        ("convnext_tiny", "CNBlock", 18),
+        ("swin_t", "SwinTransformerBlock", 12),
+        ("mobilenet_v2", "InvertedResidual", 17),
+    ],
+)
+def test_torchvisions_blocks_are_found(name: str, kind: str, count: int) -> None:
+    with torch.device("meta"):
+        blocks = find_blocks(torchvision.models.get_model(name, num_classes=10))
+    assert [type(block).__name__ for block in blocks] == [kind] * count
+
+
+def test_an_mlp_has_no_blocks() -> None:
+    assert find_blocks(mlp(10)) == []
+
+
+def test_a_models_own_method_is_asked() -> None:
+    model = OwnBlocks()
+    assert find_blocks(model) == [model.first, model.second]
+
+
+class _Nested(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.own = nn.Linear(4, 4)
+        self.inner = nn.Sequential(*(_Nested(depth - 1) for _ in range(2 if depth else 0)))
+
+
+def test_blocks_do_not_lie_inside_each_other() -> None:
+    model = nn.Sequential(_Nested(1), _Nested(1))
+    assert find_blocks(model) == list(model)

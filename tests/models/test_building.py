@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torchvision
+from safetensors.torch import save_file
+
+from hpc_train.config.schema import ModelConfig
+from hpc_train.errors import BadFileError
+from hpc_train.models.building import build_model
+from hpc_train.models.factory import build as build_factory
+from hpc_train.runtime.data_info import DataInfo
+
+
+def info(num_classes: int = 10, channels: int = 3) -> DataInfo:
+    return DataInfo(num_classes, channels, (0.5,) * channels, (0.5,) * channels)
+
+
+def build(name: str, data: DataInfo | None = None, **keys: Any) -> torch.nn.Module:
+    return build_model(ModelConfig(name=name, **keys), data or info())
+
+
+@pytest.mark.parametrize("name", ["timm/resnet10t", "torchvision/squeezenet1_1", "torchvision/resnet18"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_models_take_the_data_sets_channels_and_classes(name: str, channels: int) -> None:
+    model = build(name, info(7, channels)).eval()
+    assert model(torch.rand(2, channels, 64, 64)).shape == (2, 7)
+
+
+def test_random_weights_are_those_of_plain_timm_from_the_same_seed() -> None:
+    torch.manual_seed(3)
+    expected = timm.create_model("resnet10t", num_classes=10).state_dict()
+    torch.manual_seed(3)
+    found = build("timm/resnet10t").state_dict()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_arguments_of_the_file_win_over_the_data_set() -> None:
+    model = build("timm/resnet10t", args={"num_classes": 3, "in_chans": 2}).eval()
+    assert model(torch.rand(1, 2, 64, 64)).shape == (1, 3)
+    assert build("torchvision/resnet18", args={"num_classes": 4}).fc.out_features == 4
+
+
+def test_grey_images_keep_the_names_of_parameters_and_compile() -> None:
+    model = build("torchvision/resnet18", info(channels=1)).eval()
+    assert model.state_dict().keys() == torchvision.models.resnet18().state_dict().keys()
+    image = torch.rand(2, 1, 32, 32)
+    expected = model(image.repeat(1, 3, 1, 1))
+    model.compile(backend="eager")
+    assert torch.equal(model(image), expected)
+
+
+def test_five_channels_are_refused_by_torchvision() -> None:
+    with pytest.raises(BadFileError, match=r"^model.name: .*have 5; name timm's"):
+        build("torchvision/resnet18", info(channels=5))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("timm/resnet19", {}, "model.name: timm has no model 'resnet19'; did you mean timm/resnet1"),
+        ("timm/resnet18.nope", {}, "model.name: timm's resnet18 has no weights 'nope'; known: a1_in1k"),
+        ("timm/resnet18", {"drop_rat": 1}, "no argument 'drop_rat'; did you mean 'drop_rate'"),
+        ("timm/resnet18", {"output_stride": 7}, "model.args: timm/resnet18 can't be built with"),
+        ("torchvision/resnet", {}, "model.name: .*did you mean torchvision/resnet"),
+        ("torchvision/resnet18", {"group": 1}, "no argument 'group'; did you mean 'groups'"),
+        (
+            "torchvision/resnet18",
+            {"weights": "DEFAULT"},
+            "model.args: weights are chosen by model.pretrained",
+        ),
+        ("tests.models.factories:mlp", {"widht": 1}, "no argument 'widht'; did you mean 'width'"),
+        ("tests.models.factories:no_module", {}, "model.name: .*made a str"),
+    ],
+)
+def test_mistakes_in_names_and_arguments_are_named(name: str, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadFileError, match=message):
+        build(name, args=args)
+
+
+def test_factory_gets_the_number_of_classes_only_if_it_takes_it() -> None:
+    assert build("tests.models.factories:mlp", info(5)).get_submodule("3").out_features == 5
+    assert build("tests.models.factories:seven_classes", info(5)).out_features == 7
+
+
+def test_factory_model_is_brought_to_float32() -> None:
+    assert build("tests.models.factories:double_precision").weight.dtype == torch.float32
+
+
+def test_a_factorys_own_mistake_stays_its_own() -> None:
+    with pytest.raises(TypeError, match="a mistake inside"):
+        build("tests.models.factories:broken")
+
+
+def test_factory_has_no_hub() -> None:
+    with pytest.raises(BadFileError, match=r"^model.pretrained: true means a hub's"):
+        build_factory(
+            "tests.models.factories:mlp", ModelConfig(name="x", pretrained=True), info(), download=True
+        )
+
+
+@pytest.mark.parametrize("name", ["timm/resnet18", "torchvision/resnet18"])
+def test_hub_weights_that_are_not_there_name_prepare_and_wait_for_no_network(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("used the network"))
+    with pytest.raises(BadFileError, match=r"(?s)^model.pretrained: .*hpc-train prepare FILE"):
+        build(name, pretrained=True)
+
+
+def test_torchvisions_cached_weights_are_loaded_and_the_head_swapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    name = Path(torchvision.models.SqueezeNet1_1_Weights.DEFAULT.url).name
+    cached = torchvision.models.squeezenet1_1()
+    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+    torch.save(cached.state_dict(), tmp_path / "hub" / "checkpoints" / name)
+    monkeypatch.setattr(torchvision.models.WeightsEnum, "get_state_dict", _load_unchecked)
+    model = build("torchvision/squeezenet1_1", info(6), pretrained=True).eval()
+    assert torch.equal(model.get_parameter("features.0.weight"), cached.get_parameter("features.0.weight"))
+    assert model(torch.rand(1, 3, 64, 64)).shape == (1, 6)
+
+
+def _load_unchecked(weights: Any, *args: object, **keys: object) -> Any:
+    """Load from the cache without the hash of the file's name, which random weights can't have."""
+    return torch.hub.load_state_dict_from_url(weights.url, weights_only=True)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+@pytest.mark.parametrize(("name", "head"), [("timm/resnet10t", "fc"), ("torchvision/resnet18", "fc")])
+def test_a_files_weights_are_loaded_and_the_head_swapped(
+    name: str, head: str, suffix: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = build(name, info(20))
+    path = tmp_path / f"weights{suffix}"
+    _save(source.state_dict(), path)
+    with caplog.at_level(logging.WARNING):
+        model = build(name, info(10), pretrained=str(path))
+    expected, found = source.state_dict(), model.state_dict()
+    assert f"{head}.bias, {head}.weight" in caplog.text
+    assert all(torch.equal(found[key], expected[key]) for key in found if not key.startswith(head))
+    assert found[f"{head}.weight"].shape[0] == 10
+
+
+def _save(weights: dict[str, torch.Tensor], path: Path) -> None:
+    if path.suffix == ".safetensors":
+        save_file(weights, path)
+    else:
+        torch.save({"state_dict": {f"module._orig_mod.{key}": v for key, v in weights.items()}}, path)
+
+
+def test_the_head_stays_where_the_classes_are_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = build("timm/resnet10t")
+    save_file(source.state_dict(), tmp_path / "w.safetensors")
+    model = build("timm/resnet10t", pretrained=str(tmp_path / "w.safetensors"))
+    assert torch.equal(model.get_parameter("fc.weight"), source.get_parameter("fc.weight"))
+    assert not caplog.records
+
+
+def test_timms_colour_weights_become_grey_ones_by_summing(tmp_path: Path) -> None:
+    source = build("timm/resnet18")
+    save_file(source.state_dict(), tmp_path / "w.safetensors")
+    model = build("timm/resnet18", info(channels=1), pretrained=str(tmp_path / "w.safetensors"))
+    torch.testing.assert_close(
+        model.get_parameter("conv1.weight"), source.get_parameter("conv1.weight").sum(1, keepdim=True)
+    )
+
+
+def test_weights_of_another_model_are_refused_with_names(tmp_path: Path) -> None:
+    weights = build("tests.models.factories:mlp").state_dict()
+    weights["extra"] = torch.zeros(1)
+    weights["1.weight"] = torch.zeros(9, 48)
+    del weights["1.bias"]
+    torch.save(weights, tmp_path / "w.pth")
+    with pytest.raises(BadFileError) as caught:
+        build("tests.models.factories:mlp", pretrained=str(tmp_path / "w.pth"))
+    assert "lacks 1.bias; it has besides extra; it has in another shape 1.weight (9, 48)" in str(caught.value)
+
+
+class _Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("ran",)
+
+
+def test_a_hostile_pth_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"1.weight": _Hostile()}, "hostile.pth")
+    with pytest.raises(BadFileError, match=r"^model.pretrained: hostile.pth .*could run code when read"):
+        build("tests.models.factories:mlp", pretrained="hostile.pth")
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])
+def test_a_damaged_or_missing_file_is_the_files_error(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    with pytest.raises(BadFileError, match=r"^model.pretrained: there is no file"):
+        build("tests.models.factories:mlp", pretrained=str(path))
+    path.write_bytes(b"not weights")
+    with pytest.raises(BadFileError, match=r"^model.pretrained: .*damaged"):
+        build("tests.models.factories:mlp", pretrained=str(path))

@@ -1,0 +1,162 @@
+"""Ranks find each other; a lost peer is told from an error of one's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpc_train.errors import PeerLostError, TryAgainError, UsageError
+from hpc_train.run_folder.files import write_json
+from hpc_train.runtime.process_group import Timeouts, join, peer_lost
+from hpc_train.runtime.ranks import RankFacts
+from tests.runtime.scripts import run_script
+
+CPU = torch.device("cpu")
+SECOND_OF_TWO = RankFacts(1, 2, 1, 2, 0, 1)
+PRELUDE = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from hpc_train.runtime.process_group import Timeouts, join, peer_lost
+from hpc_train.runtime.ranks import RankFacts
+facts = RankFacts.from_environment(os.environ)
+rendezvous = Path(sys.argv[1])
+def joined(**limits):
+    return join(facts, torch.device("cpu"), rendezvous, "token", Timeouts(**limits))
+"""
+
+
+def test_one_rank_has_a_process_group_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    group = join(RankFacts(), CPU, tmp_path / "rendezvous.json", "token")
+    try:
+        ones = torch.ones(2)
+        dist.all_reduce(ones)
+        dist.all_reduce(ones, group=group.control)
+        assert ones.tolist() == [1, 1]
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        group.shorten_timeouts()
+    finally:
+        group.leave()
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert not dist.is_initialized()
+    group.leave()
+
+
+def test_an_address_of_another_attempt_is_not_taken(tmp_path: Path) -> None:
+    rendezvous = tmp_path / "rendezvous.json"
+    write_json(rendezvous, {"host": "127.0.0.1", "port": 1, "token": "older"})
+    with pytest.raises(PeerLostError, match=r"rank 0 published no address in .*rendezvous.json within 0.1 s"):
+        join(SECOND_OF_TWO, CPU, rendezvous, "token", Timeouts(join_s=0.1))
+
+
+def test_a_stop_ends_the_wait_for_rank_0(tmp_path: Path) -> None:
+    with pytest.raises(TryAgainError):
+        join(SECOND_OF_TWO, CPU, tmp_path / "rendezvous.json", "token", must_stop=lambda: True)
+
+
+def test_nodes_without_a_common_address_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="MASTER_ADDR: not set"):
+        join(RankFacts(0, 2, 0, 1, 0, 2), CPU, tmp_path / "rendezvous.json", "token")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:4"), True),
+        (RuntimeError("Timed out waiting 3000ms for recv operation to complete"), True),
+        (dist.DistNetworkError("The client socket has timed out"), True),
+        (dist.DistStoreError("wait timeout after 1000ms, keys: /q"), True),
+        (dist.DistBackendError("NCCL error: ncclRemoteError: remote process exited"), True),
+        (dist.DistBackendError("NCCL error: ncclInvalidUsage: Duplicate GPU detected"), False),
+        (PeerLostError("rank 0 did not come"), True),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError("Connection closed by peer"), False),
+        (TimeoutError("timed out"), False),
+    ],
+)
+def test_what_counts_as_a_lost_peer(error: Exception, is_lost: bool) -> None:
+    assert peer_lost(error) is is_lost
+    wrapped = RuntimeError("backward failed")
+    wrapped.__cause__ = error
+    assert peer_lost(wrapped) is is_lost
+
+
+@pytest.mark.slow
+def test_ranks_meet_by_the_file_and_a_silent_peer_is_lost_after_the_short_timeout(tmp_path: Path) -> None:
+    rendezvous = tmp_path / "rendezvous.json"
+    write_json(rendezvous, {"host": "127.0.0.1", "port": 1, "token": "older"})
+    script = (
+        PRELUDE
+        + """
+group = joined(join_s=60, later_s=1)
+total = torch.tensor([facts.rank + 1])
+dist.all_reduce(total)
+dist.all_reduce(total, group=group.control)
+print(total.item())
+group.shorten_timeouts()
+done = rendezvous.with_name("done")
+if facts.rank == 0:
+    started = time.monotonic()
+    for each in (dist.group.WORLD, group.control):
+        try:
+            dist.all_reduce(total, group=each)
+        except RuntimeError as error:
+            print(peer_lost(error), time.monotonic() - started < 20)
+    done.touch()
+else:
+    while not done.exists():
+        time.sleep(0.02)
+group.leave()
+sys.stdout.flush()
+os._exit(0)
+"""
+    )
+    first, second = run_script(script, 2, str(rendezvous))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout.split() == ["6", "True", "True", "True", "True"]
+    assert second.stdout.split() == ["6"]
+    assert json.loads(rendezvous.read_text())["token"] == "token"
+
+
+@pytest.mark.slow
+def test_ranks_meet_at_a_given_address_and_a_dead_peer_is_noticed_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    rendezvous = tmp_path / "rendezvous.json"
+    script = (
+        PRELUDE
+        + """
+import signal
+from hpc_train.runtime.agreement import Agreement
+from hpc_train.runtime.signals import StopFlag
+group = joined(join_s=60)
+agreement = Agreement(group, StopFlag())
+agreement.begin()
+assert agreement.wait() == 0
+if facts.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+started = time.monotonic()
+try:
+    agreement.begin()
+    agreement.wait()
+except RuntimeError as error:
+    print(peer_lost(error), time.monotonic() - started < 10)
+group.leave()
+sys.stdout.flush()
+os._exit(0)
+"""
+    )
+    started = time.monotonic()
+    first, second = run_script(script, 2, str(rendezvous), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    assert first.stdout.split() == ["True", "True"], first.stderr
+    assert second.returncode == -9
+    assert not rendezvous.exists()
+    assert time.monotonic() - started < 60

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpc_train.config.schema import Experiment
+from hpc_train.runtime.data_info import Batch, DataInfo
+from hpc_train.tasks.classification import Classification
+
+
+def task(num_classes: int = 7, label_smoothing: float = 0.0, **model: Any) -> Classification:
+    experiment = Experiment.model_validate(
+        {
+            "name": "x",
+            "task": "classification",
+            "model": {"name": "timm/resnet18", **model},
+            "data": {"name": "digits"},
+            "optimization": {
+                "epochs": 1,
+                "global_batch_size": 4,
+                "micro_batch_size": 4,
+                "label_smoothing": label_smoothing,
+                "optimizer": {"name": "sgd", "lr": 0.1},
+            },
+        }
+    )
+    return Classification(experiment, DataInfo(num_classes, 3, (0.5,) * 3, (0.5,) * 3))
+
+
+def batch(logits: Tensor, targets: Tensor, valid: Tensor | None = None) -> Batch:
+    """Return a batch whose inputs are the logits: with nn.Identity as the model they come out again."""
+    valid = torch.ones(len(targets), dtype=torch.bool) if valid is None else valid
+    return Batch(0, 0, 1.0, logits, targets, valid)
+
+
+def logits_and_targets(size: int, num_classes: int = 7) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(size, num_classes, generator=generator)
+    return logits, torch.randint(num_classes, (size,), generator=generator)
+
+
+def sums(of: Classification, given: Batch) -> dict[str, float]:
+    return {name: value.item() for name, value in of.evaluation_sums(nn.Identity(), given).items()}
+
+
+def test_loss_is_cross_entropy_with_label_smoothing() -> None:
+    logits, targets = logits_and_targets(6)
+    found = task(label_smoothing=0.1).loss(nn.Identity(), batch(logits, targets))
+    assert torch.equal(found, functional.cross_entropy(logits, targets, label_smoothing=0.1))
+
+
+@pytest.mark.parametrize(
+    ("given", "computed"),
+    [(torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)],
+)
+def test_loss_is_computed_in_at_least_float32(given: torch.dtype, computed: torch.dtype) -> None:
+    logits, targets = logits_and_targets(6)
+    logits = logits.to(given).requires_grad_()
+    found = task().loss(nn.Identity(), batch(logits, targets))
+    assert found.dtype == computed
+    assert torch.equal(found, functional.cross_entropy(logits.to(computed), targets))
+    found.backward()
+    assert logits.grad is not None
+
+
+def test_sums_are_those_of_counting_by_hand() -> None:
+    logits, targets = logits_and_targets(50)
+    found = sums(task(label_smoothing=0.3), batch(logits, targets))
+    ranked = logits.argsort(dim=1, descending=True)
+    assert found["count"] == 50
+    assert found["correct"] == sum(int(row[0] == t) for row, t in zip(ranked, targets, strict=True))
+    assert found["correct5"] == sum(int(t in row[:5]) for row, t in zip(ranked, targets, strict=True))
+    expected = functional.cross_entropy(logits.double(), targets, reduction="sum").item()
+    assert found["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_all_sums_are_float64_scalars() -> None:
+    given = batch(*logits_and_targets(4))
+    found = task().evaluation_sums(nn.Identity(), given)
+    assert all(value.dtype == torch.float64 and value.shape == () for value in found.values())
+
+
+def test_samples_that_only_fill_up_count_for_nothing_even_if_nan() -> None:
+    logits, targets = logits_and_targets(6)
+    valid = torch.tensor([True, True, False, True, False, True])
+    spoiled = logits.clone()
+    spoiled[~valid] = float("nan")
+    assert sums(task(), batch(spoiled, targets, valid)) == sums(task(), batch(logits[valid], targets[valid]))
+
+
+def test_batches_merge_to_the_metrics_of_the_whole() -> None:
+    logits, targets = logits_and_targets(12)
+    parts = [sums(task(), batch(logits[part], targets[part])) for part in (slice(0, 5), slice(5, 12))]
+    merged = {name: sum(part[name] for part in parts) for name in parts[0]}
+    metrics = task().metrics(merged)
+    assert metrics["accuracy"] == (logits.argmax(1) == targets).double().mean().item()
+    assert metrics["loss"] == pytest.approx(functional.cross_entropy(logits, targets).item(), rel=1e-6)
+    assert metrics.keys() == {"loss", "accuracy", "accuracy_top5"}
+
+
+@pytest.mark.parametrize("num_classes", [2, 5])
+def test_top5_is_left_out_where_it_says_nothing(num_classes: int) -> None:
+    found = sums(task(num_classes), batch(*logits_and_targets(4, num_classes)))
+    assert found.keys() == {"count", "loss", "correct"}
+    assert task(num_classes).metrics(found).keys() == {"loss", "accuracy"}
+
+
+def test_the_models_own_number_of_classes_decides_on_top5() -> None:
+    found = sums(task(10, args={"num_classes": 3}), batch(*logits_and_targets(4, 3)))
+    assert "correct5" not in found
