@@ -33,11 +33,11 @@ app = typer.Typer(
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The experiment file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the file to change.", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="Keys of the file to change.", show_default=False),
 ]
-Runs = Annotated[list[str], typer.Argument(metavar="RUN...", help="Runs.", show_default=False)]
+Runs = Annotated[list[str], typer.Argument(metavar="RUN", help="Runs.", show_default=False)]
 MaybeRuns = Annotated[
-    list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs; all if none.", show_default=False)
+    list[str] | None, typer.Argument(metavar="RUN", help="Runs; all if none.", show_default=False)
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="One run.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
@@ -82,20 +82,20 @@ def _complain(message: str) -> None:
     print(printable(message), file=sys.stderr, flush=True)
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"hpc-train {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
-    context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=lambda asked: _print_version(asked))
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version."),
     ] = False,
 ) -> None:
     """Train PyTorch models from one YAML file, on a laptop or on Slurm."""
-
-
-def _print_version(asked: bool) -> None:
-    if asked:
-        print(f"hpc-train {__version__}")
-        raise typer.Exit
 
 
 @_command
@@ -174,7 +174,7 @@ def resume(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN... [KEY=VALUE]...",
+            metavar="RUN|KEY=VALUE",
             help="Runs, and keys to change that leave each the same run.",
             show_default=False,
         ),
@@ -213,9 +213,7 @@ def verify(runs: Runs) -> int:
 
 
 @_command
-def clean(
-    runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False
-) -> int:
+def clean(runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False) -> int:
     """Remove old checkpoints and caches, after saying which."""
     from hpc_train.cli.clean import clean
 

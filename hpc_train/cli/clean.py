@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cli.printing import say
-from hpc_train.errors import ExitCode, HpcTrainError, UsageError
+from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder import checkpoints
 from hpc_train.run_folder.finding import find_runs
@@ -17,7 +17,7 @@ from hpc_train.run_folder.liveness import living, newest_record
 from hpc_train.run_folder.status import current_status
 
 
-class LivingRunError(HpcTrainError):
+class LivingRunError(UserError):
     """The run still writes into its folder."""
 
 
@@ -68,7 +68,7 @@ def _surplus(paths: RunPaths) -> list[_Surplus]:
         return found
     newest = next((each for each in checkpoints.committed(paths) if not checkpoints.verify(each)), None)
     folders = {checkpoint.folder for checkpoint in paths.checkpoint_folders()}
-    for path in sorted(paths.checkpoints.iterdir()):
+    for path in sorted(paths.checkpoints.glob("step-*")):  # what a person put there stays
         if path not in folders:
             found.append(_Surplus(path, "damaged, set aside" if ".bad" in path.name else "not finished"))
         # Without a whole one nothing says which of them somebody may want to mend.

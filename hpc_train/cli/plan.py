@@ -32,7 +32,9 @@ def show(made: Plan, *, as_json: bool) -> None:
         return
     is_sweep = any(run.values for run in made.runs)
     heads = [*_HEADS, "with"] if is_sweep else [*_HEADS]
-    for line in columns([heads, *([*_cells(run), *([describe(run.values)] * is_sweep)] for run in made.runs)]):
+    for line in columns(
+        [heads, *([*_cells(run), *([describe(run.values)] * is_sweep)] for run in made.runs)]
+    ):
         put(line)
 
 

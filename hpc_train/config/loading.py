@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from hpc_train.config.marked_yaml import MAX_BYTES, read_document, read_value
 from hpc_train.config.problems import COMMAND_LINE, KeyPath, Problem, Source, one_line, related
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
+
+#: Sound in the file itself, so not judged again for each run of a sweep.
+JUDGED_ONCE: frozenset[KeyPath] = frozenset({GRID})
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Loaded:
         data = self.data
         for key, value in values.items():
             data = replaced(data, split_key(key), value)
-        experiment, problems = _judge(data, [], self.check_names)
+        experiment, problems = _judge(data, self.check_names, JUDGED_ONCE)
         if experiment is None or problems:
             placed = [_in_grid(problem, values, self.experiment) for problem in problems]
             raise BadFileError(self.source.render_all(placed))
@@ -65,7 +68,7 @@ def load(path: Path, overrides: Sequence[str] = (), *, check_names: bool = True)
     source = Source(str(path), document.marks, frozenset(changed))
     experiment = None
     if document.data is not None:
-        experiment, found = _judge(data, problems, check_names)
+        experiment, found = _judge(data, check_names, {problem.path for problem in problems if problem.path})
         problems += found
     if experiment is None or problems:
         raise BadFileError(source.render_all(problems))
@@ -114,10 +117,9 @@ def _first_new(data: Any, path: KeyPath) -> KeyPath:
 
 
 def _judge(
-    data: dict[str, Any], known: list[Problem], check_names: bool
+    data: dict[str, Any], check_names: bool, known: Set[KeyPath]
 ) -> tuple[Experiment | None, list[Problem]]:
-    """Return the experiment, where the schema takes the data, and all problems but ``known`` ones."""
-    known_paths = {problem.path for problem in known if problem.path}
+    """Return the experiment, where the schema takes the data, and all problems but those of ``known`` keys."""
     problems: list[Problem] = []
     experiment = judged = None
     try:
@@ -125,8 +127,8 @@ def _judge(
     except ValidationError as error:
         problems = explain(error, data)
         judged = _salvaged(data, {problem.path for problem in problems} | failed_paths(problems))
-    failed = known_paths | failed_paths(problems)
-    problems = [problem for problem in problems if problem.path not in known_paths]
+    failed = known | failed_paths(problems)
+    problems = [problem for problem in problems if problem.path not in known]
     if judged is not None:
         problems += rules.check(judged, failed, check_names=check_names)
     return experiment, problems

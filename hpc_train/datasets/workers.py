@@ -130,7 +130,7 @@ def _quiet_start() -> Iterator[None]:
 
 def _prepare_worker(worker: int) -> None:
     for number in IGNORED_SIGNALS:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+        signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     torch.set_num_threads(1)

@@ -25,7 +25,7 @@ _Maker = Callable[[list[dict[str, Any]], Arguments], torch.optim.Optimizer]
 
 
 class Optimization:
-    """Owns the optimizer, the schedule and, under fp16, the GradScaler. The same calls on every rank."""
+    """Owns the optimizer, the schedule and, under fp16 alone, ``scaler``. The same calls on every rank."""
 
     def __init__(
         self,
@@ -68,15 +68,6 @@ class Optimization:
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
-
-    def scaler_state(self) -> dict[str, Any]:
-        """Return the loss scale as JSON takes it; empty but for fp16. Waits for the device."""
-        return {} if self.scaler is None else self.scaler.state_dict()
-
-    def load_scaler_state(self, state: dict[str, Any]) -> None:
-        """Go on from what ``scaler_state`` returned; from the beginning if it was another precision's."""
-        if self.scaler is not None and state:
-            self.scaler.load_state_dict(state)
 
 
 def make_optimizer(

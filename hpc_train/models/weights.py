@@ -41,8 +41,6 @@ def load_weights(
     head = _head_keys(model)
     expected = model.state_dict()
     dropped = {key for key in head & weights.keys() if _other_classes(weights[key], expected[key])}
-    if dropped:
-        dropped = head  # the bias belongs to the weight, even where only one of them differs in shape
     kept = {key: value for key, value in weights.items() if key not in dropped}
     absent = {
         key for key in expected.keys() - kept.keys() if not key.endswith("num_batches_tracked")

@@ -30,7 +30,7 @@ class RandomSplit:
 
     def __getitem__(self, index: int, /) -> tuple[torch.Tensor, int]:
         numbers = [random.random(), float(np.random.random()), float(torch.rand(()))]
-        return torch.tensor(numbers).view(3, 1, 1), index
+        return torch.tensor(numbers).view(3, 1, 1).expand(3, 4, 4), index
 
 
 class BrokenSplit:

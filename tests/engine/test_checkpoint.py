@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from hpc_train.engine import checkpoint as checkpoint_module
 from hpc_train.engine.checkpoint import Checkpointer, deal
+from hpc_train.engine.saved_tensors import SavedState, SavedTensor
 from hpc_train.engine.shards import storage_error
-from hpc_train.engine.training_state import NamedTensors, TrainingState
+from hpc_train.engine.training_state import NamedTensors, TrainingState, make_optimizer_state
 from hpc_train.errors import BadFileError, ExitCode, StorageError, UserError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from tests.engine.checkpoint_runs import (
@@ -175,6 +176,32 @@ def test_optimizers_go_on_as_if_never_stopped(run: RunPaths, optimizer: str) -> 
     first.train(2)
     second.train(2)
     assert differences(first.everything(), second.everything()) == []
+
+
+@pytest.mark.parametrize(("is_fused", "place"), [(False, "cpu"), (True, "meta")])
+def test_counters_lie_where_the_optimizers_kernel_reads_them(is_fused: bool, place: str) -> None:
+    """The meta device stands for a GPU: only the placing is looked at."""
+    parameters = [torch.empty(3, device="meta"), torch.empty((), device="meta")]
+    optimizer = torch.optim.AdamW(parameters)
+    optimizer.param_groups[0]["fused"] = is_fused
+    shapes: list[tuple[int, ...]] = [(3,), ()]
+    names = ["wide", "scalar"]
+    keys = {"exp_avg": shapes, "step": [(), ()]}
+    tensors = {
+        f"optimizer.{name}.{key}": SavedTensor("F32", of_key[i], ())
+        for key, of_key in keys.items()
+        for i, name in enumerate(names)
+    }
+    described = {
+        "groups": [{"params": names, "values": {}}],
+        "state": {name: {"tensors": list(keys), "values": {}} for name in names},
+    }
+    saved = SavedState(tensors, {}, described, {}, {})
+    by_id = {id(parameter): name for parameter, name in zip(parameters, names, strict=True)}
+    made = make_optimizer_state(optimizer, by_id, saved, Trainee().strategy.empty_like)
+    assert {name: tensor.device.type for name, tensor in made.items()} == {
+        f"optimizer.{name}.{key}": "meta" if key == "exp_avg" else place for name in names for key in keys
+    }
 
 
 def test_the_learning_rate_is_the_files(run: RunPaths, saved: Trainee) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -153,9 +152,9 @@ def flip_shard(run: RunPaths, rank: int) -> None:
 
 def forge_shard(run: RunPaths, rank: int) -> None:
     if rank == 0:
-        run.checkpoint(1).shard(1).write_bytes(b"cos\nsystem\n")
-        data = json.loads(run.checkpoint(1).state.read_text())
-        forge(run.checkpoint(1), extra=data["extra"])
+        path = run.checkpoint(1).shard(1)
+        path.write_bytes(b"cos\nsystem\n".ljust(path.stat().st_size))
+        forge(run.checkpoint(1))
     torch.distributed.barrier()
 
 

@@ -100,6 +100,7 @@ def test_offline_attempts_carry_one_id_and_all_rows(
         logger.log(row("train", attempt, attempt))
         logger.log(row("val", attempt, attempt))
         logger.close("failed" if attempt == 1 else "completed")
+        assert not logger._thread.is_alive()
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-wid123.wandb"))
     assert len(files) == 2
     for attempt, path in enumerate(files, start=1):

@@ -10,6 +10,7 @@ import torch
 
 from hpc_train.errors import BadFileError
 from hpc_train.runtime.device import choose_device, set_determinism, set_threads, usable_cores
+from tests.runtime.scripts import run_script
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 
@@ -20,7 +21,7 @@ def _torchs_settings_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     threads, fill = torch.get_num_threads(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
     torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False
 
@@ -47,6 +48,7 @@ def test_missing_cuda_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_rank_takes_the_gpu_of_its_number() -> None:
     assert choose_device("auto", 0, gpus_expected=False) == torch.device("cuda", 0)
     assert torch.cuda.current_device() == 0
@@ -77,7 +79,9 @@ def test_affinity_is_read_and_not_widened() -> None:
 
 
 def test_the_cpu_is_exact_unless_the_file_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")  # put back at the end, whatever becomes of it
+        monkeypatch.delenv(name)
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert not set_determinism(None, cuda)
     assert torch.backends.cudnn.benchmark
@@ -89,4 +93,17 @@ def test_the_cpu_is_exact_unless_the_file_says_otherwise(monkeypatch: pytest.Mon
     assert not set_determinism(False, cpu)
     assert not torch.are_deterministic_algorithms_enabled()
     assert set_determinism(True, cuda)
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+
+
+@pytest.mark.slow
+def test_exactness_reaches_the_compiler_without_importing_it() -> None:
+    script = """
+import sys, torch
+from hpc_train.runtime.device import set_determinism
+set_determinism(None, torch.device("cpu"))
+assert "torch._inductor" not in sys.modules
+import torch._inductor.config
+print(torch._inductor.config.deterministic)
+"""
+    [done] = run_script(script, 1)
+    assert done.stdout.split() == ["True"], done.stderr

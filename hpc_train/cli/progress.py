@@ -1,0 +1,172 @@
+"""How a run that is followed to its end shows where it stands: a bar on a terminal, plain lines elsewhere.
+
+Reads the run folder's files alone; whatever starts the ranks calls ``update`` several times a second.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+from hpc_train.cli.metrics import MetricsReader, told
+from hpc_train.cli.printing import cell_text, say
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.status import RunStatus, read_status
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
+READ_EVERY_S = 0.25
+LINE_EVERY_S = 10.0
+#: The rate is that of so many seconds.
+_WINDOW_S = 15.0
+
+
+class _Display(Protocol):
+    def show(self, now: RunStatus, words: str) -> None: ...
+
+    def note(self, words: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Progress:
+    """Follows one attempt of one run; only rows of that attempt are told."""
+
+    def __init__(self, paths: RunPaths, attempt: int) -> None:
+        self._paths = paths
+        self._attempt = attempt
+        self._metrics = MetricsReader(paths.metrics)
+        self._pace = _Pace()
+        self._loss = self._validation = ""
+        self._read_at = float("-inf")
+        is_live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self._display: _Display = _Bar(paths.folder.name) if is_live else _Lines(paths.folder.name)
+
+    def update(self) -> None:
+        """Look at the files if the last look is a while ago, and show what is new."""
+        now = time.monotonic()
+        if now - self._read_at < READ_EVERY_S:
+            return
+        self._read_at = now
+        self._read_metrics()
+        status = read_status(self._paths)
+        if status.attempt != self._attempt or status.state != "running":
+            return
+        self._pace.add(now, status.step)
+        self._display.show(status, self._words(status))
+
+    def close(self) -> None:
+        """Show the last rows and leave the terminal as it was."""
+        self._read_metrics()
+        self._display.close()
+
+    def _read_metrics(self) -> None:
+        for row in self._metrics.new_rows():
+            if row.get("attempt") != self._attempt:
+                continue
+            if row.get("split") == "val":
+                self._validation = f"val {told(row)}"
+                self._display.note(f"step {row.get('step')}: {self._validation}")
+            elif isinstance(row.get("loss"), float):
+                self._loss = f"loss {row['loss']:.4g}"
+
+    def _words(self, status: RunStatus) -> str:
+        parts = [self._pace.words(status), self._loss, self._validation]
+        return cell_text(", ".join(part for part in parts if part))
+
+
+class _Pace:
+    """Steps a second over the last seconds, and the time that the rest will take."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def add(self, time_s: float, step: int) -> None:
+        if self._seen and step < self._seen[-1][1]:
+            self._seen.clear()  # rolled back
+        self._seen.append((time_s, step))
+        while time_s - self._seen[0][0] > _WINDOW_S:
+            self._seen.popleft()
+
+    def steps_per_s(self) -> float:
+        (start_s, first), (end_s, last) = self._seen[0], self._seen[-1]
+        return (last - first) / (end_s - start_s) if end_s > start_s else 0.0
+
+    def words(self, status: RunStatus) -> str:
+        rate = self.steps_per_s()
+        if rate == 0:
+            return ""
+        if status.total_steps is None:
+            return f"{rate:.3g} steps/s"
+        return f"{rate:.3g} steps/s, {duration((status.total_steps - status.step) / rate)} left"
+
+
+def duration(seconds: float) -> str:
+    """Return ``1:02:03`` or ``2:03``."""
+    minutes, secs = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+class _Lines:
+    """A line every ten seconds and at each evaluation."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._said_at = time.monotonic()
+
+    def show(self, now: RunStatus, words: str) -> None:
+        if time.monotonic() - self._said_at >= LINE_EVERY_S:
+            total = "" if now.total_steps is None else f"/{now.total_steps}"
+            self.note(f"step {now.step}{total} {words}".rstrip())
+
+    def note(self, words: str) -> None:
+        say(f"{self._name}: {words}")
+        self._said_at = time.monotonic()
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar:
+    """rich's bar on stderr; lines that others print meanwhile appear above it."""
+
+    def __init__(self, name: str) -> None:
+        self._rich = _rich_progress()
+        self._task = self._rich.add_task(cell_text(name), total=None, words="starting", steps="")
+        self._rich.start()
+
+    def show(self, now: RunStatus, words: str) -> None:
+        steps = str(now.step) if now.total_steps is None else f"{now.step}/{now.total_steps}"
+        self._rich.update(
+            self._task, completed=now.step, total=now.total_steps, words=words, steps=steps, refresh=True
+        )
+
+    def note(self, words: str) -> None:
+        pass  # the bar shows the newest evaluation all the time
+
+    def close(self) -> None:
+        self._rich.stop()
+
+
+def _rich_progress() -> RichProgress:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn
+    from rich.progress import Progress as RichProgress
+
+    def text(field: str) -> TextColumn:
+        return TextColumn(f"{{task.{field}}}", markup=False)
+
+    return RichProgress(
+        text("description"),
+        BarColumn(bar_width=24),
+        text("fields[steps]"),
+        text("fields[words]"),
+        console=Console(stderr=True),
+        auto_refresh=False,  # no thread beside the signals' handlers
+        redirect_stdout=False,
+    )

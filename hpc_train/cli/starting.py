@@ -1,0 +1,108 @@
+"""What ``submit`` and ``resume`` share: an attempt handed to a launcher, and the account of how it ended."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from hpc_train.cli.metrics import Row, told, validation_rows
+from hpc_train.cli.printing import cell_text, put, put_json, say
+from hpc_train.cli.progress import Progress
+from hpc_train.cli.status import RunRow, rows_json
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import ExitCode, TryAgainError, UsageError
+from hpc_train.launchers.base import Launcher, LaunchRequest
+from hpc_train.paths import RunPaths
+from hpc_train.registry import is_factory, load, nearest, parts
+from hpc_train.run_folder.attempts import claim_attempt, read_record
+from hpc_train.run_folder.creation import effective_experiment, note_change
+from hpc_train.run_folder.liveness import living
+
+LOCAL = "local"
+
+
+def load_launcher(name: str) -> Launcher:
+    """Return the launcher plug-in; raises UsageError where there is none of that name."""
+    if not is_factory(name) and name not in parts("launchers"):
+        known = sorted(parts("launchers"))
+        close = nearest(name, known)
+        meant = f"did you mean {close}?" if close else f"write one of {', '.join(known)}"
+        raise UsageError(f"--launcher: nothing is called {name!r}; {meant}")
+    return cast(Callable[[], Launcher], load("launchers", name))()
+
+
+def choose_devices(launcher: str, experiment: Experiment, devices: int | None) -> int | None:
+    """Return how many ranks the local launcher will start; what was asked for with another one.
+
+    Raises UsageError where this machine can't start so many.
+    """
+    if launcher != LOCAL:
+        return devices
+    from hpc_train.launchers.local import choose_num_ranks
+
+    return choose_num_ranks(devices, experiment.device)
+
+
+def start_attempt(
+    paths: RunPaths, launcher: Launcher, devices: int | None, overrides: Sequence[str] = ()
+) -> ExitCode:
+    """Claim the run's next attempt and hand it to the launcher; returns how it ended.
+
+    ``overrides`` are noted for it and those after it. Raises TryAgainError where somebody else starts
+    the run at the same time.
+    """
+    number = claim_attempt(paths)
+    _give_way(paths, number)
+    if overrides:
+        note_change(paths, number, overrides)
+    progress = Progress(paths, number)
+    request = LaunchRequest(paths, effective_experiment(paths, number), number, devices)
+    try:
+        return launcher.launch(request, poll=progress.update)
+    finally:
+        progress.close()
+
+
+def _give_way(paths: RunPaths, number: int) -> None:
+    """Leave the run to whoever claimed an attempt a moment ago: two would write at the same time."""
+    others = [attempt for attempt in paths.attempt_folders() if attempt.number < number]
+    record = read_record(others[-1]) if others else None
+    if record is not None and living(record) is not False:
+        shutil.rmtree(paths.attempt(number).folder)
+        raise TryAgainError(
+            f"{paths.folder.name}: another command has just started it; see `hpc-train status`"
+        )
+
+
+def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
+    """Print one line a run, or JSON, to stdout."""
+    if as_json:
+        put_json(rows_json(rows))
+        return
+    for row in rows:
+        put("  ".join(cell_text(cell) for cell in (row.id, row.state, row.progress, row.path)))
+
+
+def say_end(paths: RunPaths) -> None:
+    """Say how the run stands, what it reached, where everything is, and how it goes on."""
+    row = RunRow.of(paths)
+    reason = f" ({row.reason})" if row.reason else ""
+    say(f"{row.id}: {row.state}{reason} at step {row.progress}")
+    if rows := validation_rows(paths.metrics):
+        say(f"  last val   step {rows[-1].get('step')}: {told(rows[-1])}")
+        best = _best(rows)
+        if best is not None:
+            say(f"  best val   step {best.get('step')}: {told(best)}")
+    say(f"  everything {row.path}")
+    if row.state == "failed":
+        say(f"  go on with `hpc-train resume {row.id}`")
+
+
+def _best(rows: Sequence[Row]) -> Row | None:
+    """Return the row of highest accuracy, or of least loss where there is none; None without either."""
+    by_accuracy = [row for row in rows if isinstance(row.get("accuracy"), float)]
+    if by_accuracy:
+        return max(by_accuracy, key=lambda row: float(row["accuracy"]))
+    by_loss = [row for row in rows if isinstance(row.get("loss"), float)]
+    return min(by_loss, key=lambda row: float(row["loss"])) if by_loss else None

@@ -1,0 +1,131 @@
+"""``submit``: plans a file and starts its runs, one after the other on this machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.cli.plan import show, start_problems
+from hpc_train.cli.printing import say
+from hpc_train.cli.starting import LOCAL, choose_devices, load_launcher, report, say_end, start_attempt
+from hpc_train.cli.status import RunRow
+from hpc_train.config.loading import load
+from hpc_train.errors import BadFileError, ExitCode, UsageError
+from hpc_train.launchers.base import Launcher
+from hpc_train.paths import RunPaths, runs_root
+from hpc_train.plan.planning import PlannedRun, make_plan
+from hpc_train.run_folder.creation import create_run
+from hpc_train.run_folder.status import current_status
+
+_LATER = "submitting to Slurm comes with a later version; add --local, or --dry-run"
+_GOING_ON = {"pending", "running", "requeued"}
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The options of ``submit``."""
+
+    local: bool = False
+    devices: int | None = None
+    dry_run: bool = False
+    new: bool = False
+    as_json: bool = False
+    launcher: str | None = None
+
+    @property
+    def launcher_name(self) -> str:
+        return self.launcher or LOCAL
+
+    @property
+    def on_this_machine(self) -> bool:
+        return self.local or self.launcher == LOCAL
+
+
+def submit(file: Path, overrides: Sequence[str], choices: Choices) -> ExitCode:
+    """Start what the file plans; return how the worst run ended."""
+    _check(choices)
+    loaded = load(file, overrides)
+    devices = choices.devices
+    if choices.on_this_machine and not choices.dry_run:
+        devices = choose_devices(choices.launcher_name, loaded.experiment, devices)
+    plan = make_plan(loaded, devices, choices.on_this_machine)
+    problems = start_problems(loaded, plan)
+    if choices.dry_run:
+        show(plan, as_json=choices.as_json)
+    if problems:
+        raise BadFileError(problems)
+    if choices.dry_run:
+        return ExitCode.DONE
+    launcher = load_launcher(choices.launcher_name)
+    return _start_all(plan.name, plan.runs, launcher, devices, choices)
+
+
+def _check(choices: Choices) -> None:
+    if choices.devices is not None and not choices.on_this_machine:
+        raise UsageError("--devices: is for this machine; add --local")
+    if not choices.local and choices.launcher is None and not choices.dry_run:
+        raise UsageError(_LATER)
+
+
+def _start_all(
+    name: str, runs: Sequence[PlannedRun], launcher: Launcher, devices: int | None, choices: Choices
+) -> ExitCode:
+    """Start one run after the other; Ctrl-C ends the row."""
+    codes, begun = [], []
+    for run in runs:
+        paths, code = _start(name, run, launcher, devices, choices)
+        begun.append(paths)
+        codes.append(code)
+        if code == ExitCode.INTERRUPTED:
+            break
+    if left := len(runs) - len(begun):
+        say(f"{left} more runs were not started; submit the file again to start them")
+    report([RunRow.of(paths) for paths in begun], as_json=choices.as_json)
+    return max(codes)
+
+
+def _start(
+    name: str, run: PlannedRun, launcher: Launcher, devices: int | None, choices: Choices
+) -> tuple[RunPaths, ExitCode]:
+    paths = RunPaths(runs_root() / name / run.id)
+    is_new = _create(paths, run, choices.launcher_name)
+    if not is_new and not choices.new:
+        return paths, _say_existing(paths)
+    if not is_new:
+        paths = _create_beside(paths, run, choices.launcher_name)
+    say(f"{paths.folder.name}: starting in {paths.folder}")
+    code = start_attempt(paths, launcher, devices)
+    say_end(paths)
+    return paths, code
+
+
+def _create(paths: RunPaths, run: PlannedRun, launcher: str) -> bool:
+    return create_run(paths, run.experiment, paths.folder.name, run.total_steps, launcher=launcher)
+
+
+def _create_beside(paths: RunPaths, run: PlannedRun, launcher: str) -> RunPaths:
+    """Create the run under the first free one of ``<id>-2``, ``<id>-3``, …"""
+    for number in itertools.count(2):
+        other = RunPaths(paths.folder.with_name(f"{run.id}-{number}"))
+        if _create(other, run, launcher):
+            return other
+    raise AssertionError("itertools.count ends")
+
+
+def _say_existing(paths: RunPaths) -> ExitCode:
+    """Say how the run that is there already stands, and what can be done."""
+    status, run_id = current_status(paths), paths.folder.name
+    if status.state == "completed":
+        say(f"{run_id}: completed already, in {paths.folder}; nothing started (--new trains it again)")
+        return ExitCode.DONE
+    if status.state in _GOING_ON:
+        say(f"{run_id}: {status.state} already, in {paths.folder}; nothing started")
+        return ExitCode.DONE
+    reason = f" ({status.reason})" if status.reason else ""
+    say(
+        f"{run_id}: {status.state}{reason}, in {paths.folder}; go on with `hpc-train resume {run_id}`, "
+        "or begin again beside it with --new"
+    )
+    return ExitCode.FAILED

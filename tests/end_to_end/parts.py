@@ -1,0 +1,77 @@
+"""Models of the end-to-end tests, named in their files as ``tests.end_to_end.parts:…``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    """Convolution, BatchNorm, dropout: everything that a resume can get wrong."""
+
+    def __init__(self, channels: int, *, norm: bool, dropout: float) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1, bias=not norm)
+        self.norm = nn.BatchNorm2d(channels) if norm else nn.Identity()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        hidden: Tensor = self.dropout(torch.relu(self.norm(self.conv(images_BCHW))))
+        return images_BCHW + hidden
+
+
+class Net(nn.Sequential):
+    """A stem, two blocks and a head, for 1×32×32 digits."""
+
+    def __init__(self, num_classes: int, *, norm: bool, dropout: float) -> None:
+        super().__init__(
+            nn.Conv2d(1, 8, 4, stride=4),
+            nn.Sequential(*(Block(8, norm=norm, dropout=dropout) for _ in range(2))),
+            nn.Flatten(),
+            nn.Linear(8 * 8 * 8, num_classes),
+        )
+
+
+def net(num_classes: int, norm: bool = True, dropout: float = 0.2) -> nn.Module:
+    return Net(num_classes, norm=norm, dropout=dropout)
+
+
+def failing(num_classes: int, rank: int) -> nn.Module:
+    """A model whose forward raises on one rank, at the third step."""
+    return Failing(num_classes, rank)
+
+
+class Failing(nn.Module):
+    def __init__(self, num_classes: int, rank: int) -> None:
+        super().__init__()
+        self.net = net(num_classes)
+        self.rank = rank
+        self.calls = 0
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 4 and torch.distributed.get_rank() == self.rank:
+            raise ValueError("this rank was told to fail")
+        out: Tensor = self.net(images_BCHW)
+        return out
+
+
+class Recording(nn.Module):
+    """Notes the dtype that its first convolution yields in training."""
+
+    def __init__(self, num_classes: int, path: str) -> None:
+        super().__init__()
+        self.net = Net(num_classes, norm=False, dropout=0.0)
+        self.path = path
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        hidden: Tensor = self.net[0](images_BCHW)
+        if self.training:
+            with open(self.path, "a") as file:  # noqa: PTH123
+                file.write(f"{hidden.dtype}\n")
+        out: Tensor = self.net[1:](hidden)
+        return out
+
+
+def recording(num_classes: int, path: str) -> nn.Module:
+    return Recording(num_classes, path)

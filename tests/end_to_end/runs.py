@@ -1,0 +1,160 @@
+"""Runs of the real command, from this checkout, and what they left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.checkpoints import committed
+
+REPOSITORY = Path(__file__).parents[2]
+LIMIT_S = 240.0
+#: What a row says of the moment, not of the training.
+OF_THE_MOMENT = {"time", "attempt", "samples_per_s"}
+
+EXPERIMENT = """\
+name: digits
+seed: 3
+task: classification
+model: {name: "tests.end_to_end.parts:net"}
+data: {name: digits, augment: {hflip: 0.5, crop_padding: 2}}
+optimization:
+  steps: 60
+  global_batch_size: 48
+  micro_batch_size: 12
+  optimizer: {name: adamw, lr: 0.003}
+  schedule: {name: cosine, warmup_steps: 20}
+  clip_grad_norm: 1.0
+evaluation: {every_steps: 20}
+checkpoint: {every_steps: 7}
+logging: {every_steps: 1}
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def hpc_train(*arguments: str | Path, **environment: str) -> Done:
+    """Run the command to its end."""
+    process = start(*arguments, **environment)
+    out, err = process.communicate(timeout=LIMIT_S)
+    return Done(process.returncode, out, err)
+
+
+def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "hpc_train", *map(str, arguments)],
+        cwd=REPOSITORY,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def write_experiment(folder: Path, text: str = EXPERIMENT, name: str = "exp.yaml") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def submit(folder: Path, *overrides: str, devices: int = 2, text: str = EXPERIMENT) -> RunPaths:
+    """Submit one run under ``folder`` and see it complete."""
+    experiment = write_experiment(folder, text)
+    local = ("--local", "--devices", str(devices))
+    done = hpc_train("submit", experiment, *overrides, *local, HPC_TRAIN_RUNS=str(folder / "runs"))
+    assert done.code == 0, done.err
+    return only_run(folder)
+
+
+def only_run(folder: Path) -> RunPaths:
+    (found,) = (path.parent for path in (folder / "runs").glob("*/*/run.json"))
+    return RunPaths(found)
+
+
+def wait_for(condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {limit_s:g} s: {what}"
+        time.sleep(0.005)
+
+
+def rows(paths: RunPaths, split: str | None = None) -> list[dict[str, Any]]:
+    """Return the rows of metrics without what they say of the moment."""
+    lines = paths.metrics.read_text().splitlines() if paths.metrics.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("}")]
+    plain = [{key: value for key, value in row.items() if key not in OF_THE_MOMENT} for row in found]
+    return [row for row in plain if split in (None, row["split"])]
+
+
+def last_step(paths: RunPaths) -> int:
+    return max((row["step"] for row in rows(paths)), default=0)
+
+
+def status(paths: RunPaths) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(paths.status.read_text())
+    return data
+
+
+def kill_everything(process: subprocess.Popen[str], paths: RunPaths) -> None:
+    """SIGKILL to the launcher and all its ranks at once."""
+    record = json.loads(paths.attempt_folders()[-1].record.read_text())
+    pids = [rank["pid"] for rank in record["rank_processes"]]
+    for pid in [process.pid, *pids]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    process.wait(30)
+
+
+def final_tensors(paths: RunPaths) -> dict[str, Any]:
+    """Return the newest checkpoint whole: weights, buffers, optimizer state, and its numbers."""
+    newest = committed(paths)[0]
+    state = json.loads(newest.state.read_text())
+    shards = {path.name: load_file(path) for path in newest.folder.glob("*.safetensors")}
+    tensors: dict[str, Any] = {
+        "scaler": state["scaler"],
+        "optimizer": state["optimizer"],
+        "step": newest.step,
+    }
+    for name, entry in state["tensors"].items():
+        pieces = [(shards[f"shard-{rank:05d}.safetensors"][name], offset) for rank, offset, _ in entry["pieces"]]
+        whole = torch.zeros(entry["shape"], dtype=pieces[0][0].dtype)
+        for part, offset in pieces:
+            place = tuple(slice(begin, begin + n) for begin, n in zip(offset, part.shape, strict=True))
+            whole[place] = part
+        tensors[name] = whole
+    return tensors
+
+
+def assert_equal_to_the_bit(one: RunPaths, other: RunPaths) -> None:
+    """Compare two runs: weights, buffers, optimizer state and every metric."""
+    ours, theirs = final_tensors(one), final_tensors(other)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, theirs[name]), f"{name} differs"
+        else:
+            assert value == theirs[name], f"{name} differs"
+    assert rows(one) == rows(other)

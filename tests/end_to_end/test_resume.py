@@ -1,0 +1,84 @@
+"""Killed in the middle of an epoch and resumed: the same run to the bit as one that nothing happened to."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from tests.end_to_end.runs import (
+    assert_equal_to_the_bit,
+    hpc_train,
+    kill_everything,
+    last_step,
+    only_run,
+    start,
+    status,
+    submit,
+    wait_for,
+    write_experiment,
+)
+
+pytestmark = pytest.mark.slow
+
+
+def submit_with_kills(folder: Path, kill_at: list[int], *overrides: str, devices: int = 2) -> RunPaths:
+    """Submit, and SIGKILL launcher and ranks at each of these steps; loader processes come and go between."""
+    runs = {"HPC_TRAIN_RUNS": str(folder / "runs")}
+    experiment = write_experiment(folder)
+    process = start("submit", experiment, *overrides, "--local", "--devices", str(devices), **runs)
+    wait_for(lambda: any((folder / "runs").glob("*/*/run.json")), "the run's folder")
+    paths = only_run(folder)
+    for number, step in enumerate(kill_at):
+        wait_for(lambda step=step: last_step(paths) >= step or process.poll() is not None, f"step {step}")
+        assert process.poll() is None, process.communicate()[1]
+        kill_everything(process, paths)
+        process.communicate()
+        assert status(paths)["state"] == "running", "nobody was left to write an end"
+        process = start("resume", paths.folder, f"data.workers={2 if number % 2 == 0 else 0}", **runs)
+        wait_for(
+            lambda: len(paths.attempt_folders()) == number + 2 or process.poll() is not None, "an attempt"
+        )
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    return paths
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_five_kills_change_no_bit(strategy: str, tmp_path: Path) -> None:
+    override = f"parallel.strategy={strategy}"
+    quiet = submit(tmp_path / "quiet", override)
+    steps = sorted(random.Random(strategy).sample(range(2, 58), 5))
+    killed = submit_with_kills(tmp_path / "killed", steps, override)
+    assert status(killed)["attempt"] == 6
+    assert_equal_to_the_bit(quiet, killed)
+
+
+def test_on_three_ranks_a_kill_changes_no_bit(tmp_path: Path) -> None:
+    """Three ranks share four micro-batches: spare slots, and sums whose order may depend on DDP's buckets."""
+    quiet = submit(tmp_path / "quiet", devices=3)
+    killed = submit_with_kills(tmp_path / "killed", [25], devices=3)
+    assert_equal_to_the_bit(quiet, killed)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) -> None:
+    quiet = submit(tmp_path / "quiet", "optimization.steps=20")
+    killed = submit_with_kills(tmp_path / "killed", [1], "optimization.steps=20")
+    assert_equal_to_the_bit(quiet, killed)
+
+
+def test_another_seed_gives_another_run(tmp_path: Path) -> None:
+    """What the tests above compare does differ where it should."""
+    one = submit(tmp_path / "one", "optimization.steps=7")
+    other = submit(tmp_path / "other", "optimization.steps=7", "seed=4")
+    with pytest.raises(AssertionError, match="differs"):
+        assert_equal_to_the_bit(one, other)
+
+
+def test_resume_of_a_completed_run_starts_nothing(tmp_path: Path) -> None:
+    paths = submit(tmp_path, "optimization.steps=2", devices=1)
+    done = hpc_train("resume", paths.folder)
+    assert done.code == 0
+    assert len(paths.attempt_folders()) == 1

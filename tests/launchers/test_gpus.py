@@ -1,0 +1,45 @@
+"""GPUs are counted without torch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launchers import gpus
+from hpc_train.launchers.gpus import count_gpus
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"),
+    [("", 0), ("-1", 0), ("NoDevFiles", 0), ("0", 1), ("2, 3", 2), ("0,-1,1", 1), ("GPU-8f2e,MIG-a/1/0", 2)],
+)
+def test_the_variable_counts_as_cuda_reads_it(visible: str, count: int) -> None:
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": visible}) == count
+
+
+def put_nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!{sys.executable}\n{script}")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder))
+
+
+def test_else_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_nvidia_smi(tmp_path, "print('GPU 0: A\\n  MIG 1g: (UUID: x)\\nGPU 1: A')", monkeypatch)
+    assert count_gpus({}) == 2
+
+
+@pytest.mark.parametrize("script", ["raise SystemExit(9)", None])
+def test_else_the_device_files_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None
+) -> None:
+    if script is None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        put_nvidia_smi(tmp_path, script, monkeypatch)
+    assert count_gpus({}) == gpus._count_device_files(Path("/dev"))
+    for name in ("nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm", "tty0"):
+        (tmp_path / name).touch()
+    assert gpus._count_device_files(tmp_path) == 2

@@ -1,0 +1,265 @@
+"""Local ranks from their start to the end, however they end. Real processes, without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import ExitCode, UsageError
+from hpc_train.launchers import local
+from hpc_train.launchers.local import choose_num_ranks
+from hpc_train.run_folder.processes import Process
+from hpc_train.run_folder.status import read_status
+from tests.launchers.fake_ranks import attempt_of, launch, new_request, record_of
+
+#: Rank 0 loses its peer, once it has been told to end.
+ELSE_LOSE_PEER = """
+flag = signals.install()
+wait_for(lambda: flag)
+sys.exit(76)
+"""
+CRASH = (
+    """
+if rank == 1:
+    fail("Traceback (most recent call last):\\n  File \\"x.py\\", line 1\\nValueError: a\\nsecond line\\n")
+"""
+    + ELSE_LOSE_PEER
+)
+
+
+def test_ranks_that_finish_are_done(tmp_path: Path) -> None:
+    request = new_request(tmp_path, devices=3)
+    assert launch(request, "print('rank', rank); sys.stderr.write('words')") == ExitCode.DONE
+    record = record_of(request)
+    assert (record.launcher, record.ranks, record.devices, record.exit_codes) == ("local", 3, 3, [0, 0, 0])
+    assert record.launcher_process == Process.current()
+    assert len(record.rank_processes) == 3
+    assert record.end is not None
+    assert record.reason is None
+    assert [attempt_of(request).log(rank).read_text() for rank in range(3)] == [
+        f"rank {rank}\nwords" for rank in range(3)
+    ]
+
+
+def test_each_rank_is_told_its_place_and_nothing_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_PROCID", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "7")
+    monkeypatch.setenv("PYTHONPATH", "own-modules")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    request = new_request(tmp_path)
+    assert launch(request, "import json; print(json.dumps(dict(os.environ)))") == ExitCode.DONE
+    first, second = (json.loads(attempt_of(request).log(rank).read_text()) for rank in range(2))
+    assert [(each["RANK"], each["LOCAL_RANK"]) for each in (first, second)] == [("0", "0"), ("1", "1")]
+    assert (second["WORLD_SIZE"], second["LOCAL_WORLD_SIZE"], second["HPC_TRAIN_ATTEMPT"]) == ("2", "2", "1")
+    assert first["HPC_TRAIN_TOKEN"] == second["HPC_TRAIN_TOKEN"] != ""
+    assert not {"SLURM_PROCID", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID"} & first.keys()
+    assert first["PYTHONPATH"].split(os.pathsep)[:2] == [str(Path.cwd()), "own-modules"]
+    assert first["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        assert Path(first[name]).is_relative_to(request.paths.cache)
+
+
+def test_a_thread_count_of_the_users_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    request = new_request(tmp_path, devices=1)
+    assert launch(request, "print(os.environ['OMP_NUM_THREADS'])") == ExitCode.DONE
+    assert attempt_of(request).log(0).read_text() == "5\n"
+
+
+def test_a_rank_leads_a_session_with_signals_held_back(tmp_path: Path) -> None:
+    script = """
+held = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+print(os.getsid(0) == os.getpid(), set(signals.STOP_SIGNALS) <= held)
+"""
+    request = new_request(tmp_path, devices=1)
+    assert launch(request, script) == ExitCode.DONE
+    assert attempt_of(request).log(0).read_text() == "True True\n"
+
+
+def test_the_old_reason_is_gone_once_a_new_attempt_begins(tmp_path: Path) -> None:
+    request = new_request(tmp_path, devices=1)
+    local._write_failed(request.paths, 1, "older")
+    assert launch(request, "print(run.status.read_text())") == ExitCode.DONE
+    seen = json.loads(attempt_of(request).log(0).read_text())
+    assert (seen["state"], seen["attempt"], seen["reason"]) == ("pending", 1, None)
+
+
+def test_poll_is_called_while_ranks_run(tmp_path: Path) -> None:
+    from tests.launchers.fake_ranks import launcher
+
+    request = new_request(tmp_path, devices=1)
+    go = request.paths.folder / "go"
+    calls: list[float] = []
+
+    def poll() -> None:
+        calls.append(time.monotonic())
+        if len(calls) == 3:
+            go.touch()
+
+    script = "wait_for((run.folder / 'go').exists)"
+    assert launcher(script, request.paths).launch(request, poll) == ExitCode.DONE
+    assert len(calls) >= 3
+
+
+def test_a_crash_ends_all_and_its_traceback_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = new_request(tmp_path)
+    started = time.monotonic()
+    assert launch(request, CRASH) == ExitCode.FAILED
+    assert time.monotonic() - started < 10
+    status = read_status(request.paths)
+    assert (status.state, status.attempt, status.reason) == ("failed", 1, "rank 1: ValueError: a")
+    assert record_of(request).exit_codes == [76, 1]
+    assert record_of(request).reason == status.reason
+    shown = capsys.readouterr().err
+    assert 'File "x.py", line 1\nValueError: a\nsecond line\nrank 1: ValueError: a\n' in shown
+
+
+def test_a_rank_that_does_not_heed_is_killed_after_the_grace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_FAILURE_GRACE_S", 0.2)
+    request = new_request(tmp_path)
+    script = "if rank == 1: fail('ValueError: b')\nsignals.install(); wait_for(lambda: False)"
+    assert launch(request, script) == ExitCode.FAILED
+    assert record_of(request).exit_codes == [-9, 1]
+    assert read_status(request.paths).reason == "rank 1: ValueError: b"
+
+
+def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
+    request = new_request(tmp_path)
+    script = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)" + ELSE_LOSE_PEER
+    assert launch(request, script) == ExitCode.FAILED
+    reason = read_status(request.paths).reason
+    assert reason is not None
+    assert reason.startswith("rank 1: killed by SIGKILL; out of memory?")
+
+
+@pytest.mark.parametrize("code", [ExitCode.BAD_FILE, ExitCode.IO])
+def test_a_users_mistake_keeps_its_code_and_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: ExitCode
+) -> None:
+    request = new_request(tmp_path)
+    script = (
+        f"if rank == 0: fail('data.root: nothing there\\nmodel.args: too many', {int(code)})" + ELSE_LOSE_PEER
+    )
+    assert launch(request, script) == code
+    assert read_status(request.paths).reason == "data.root: nothing there; model.args: too many"
+    assert capsys.readouterr().err == "data.root: nothing there\nmodel.args: too many\n"
+
+
+def test_a_rank_that_says_nothing_shows_the_end_of_its_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = new_request(tmp_path, devices=1)
+    assert launch(request, "print('\\n'.join(map(str, range(1000)))); sys.exit(3)") == ExitCode.FAILED
+    shown = capsys.readouterr().err
+    assert "\n998\n999\nrank 0: ended with exit code 3; see " in shown
+    assert "\n900\n" not in shown
+
+
+def test_what_a_rank_says_can_not_act_on_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = new_request(tmp_path, devices=1)
+    assert launch(request, "fail('ValueError: \\x1b[2J\\u202e')") == ExitCode.FAILED
+    assert read_status(request.paths).reason == r"rank 0: ValueError: \x1b[2J\u202e"
+    assert "\x1b" not in capsys.readouterr().err
+
+
+def test_ranks_that_were_stopped_by_others_can_be_resumed(tmp_path: Path) -> None:
+    request = new_request(tmp_path)
+    assert launch(request, "sys.exit(75)") == ExitCode.TRY_AGAIN
+    status = read_status(request.paths)
+    assert (status.state, status.reason) == ("failed", "interrupted")
+
+
+@pytest.mark.parametrize("end", ["os.abort()", "sys.exit(76)"])
+def test_an_abort_after_completion_is_no_failure(tmp_path: Path, end: str) -> None:
+    request = new_request(tmp_path)
+    script = f"""
+if rank == 0:
+    write_status(run, RunStatus("completed", 10, 10, 1.0, 1))
+else:
+    wait_for(lambda: "completed" in run.status.read_text())
+    {end}
+"""
+    assert launch(request, script) == ExitCode.DONE
+    assert read_status(request.paths).state == "completed"
+
+
+def test_an_abort_before_completion_is_a_failure(tmp_path: Path) -> None:
+    request = new_request(tmp_path, devices=1)
+    script = "write_status(run, RunStatus('completed', 10, 10, 1.0, 7)); os.abort()"
+    assert launch(request, script) == ExitCode.FAILED
+    assert read_status(request.paths).reason == "rank 0: killed by SIGABRT"
+
+
+def test_a_peers_abort_does_not_hide_the_cause(tmp_path: Path) -> None:
+    request = new_request(tmp_path)
+    script = """
+if rank == 0:
+    os.abort()
+wait_for(lambda: (run.folder / "attempts/1/attempt.json").exists())
+fail("ValueError: the cause")
+"""
+    launch(request, script)
+    assert read_status(request.paths).reason == "rank 1: ValueError: the cause"
+
+
+def test_a_rank_that_stays_behind_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_LEAVE_GRACE_S", 0.2)
+    request = new_request(tmp_path)
+    assert launch(request, "if rank == 1: wait_for(lambda: False)") == ExitCode.FAILED
+    assert record_of(request).exit_codes == [0, -9]
+    reason = read_status(request.paths).reason
+    assert reason == "rank 0: ended, but 1 others did not and were killed"
+
+
+def test_ranks_do_not_outlive_an_error_of_the_launcher(tmp_path: Path) -> None:
+    from tests.launchers.fake_ranks import launcher
+
+    request = new_request(tmp_path)
+
+    def poll() -> None:
+        raise RuntimeError("progress")
+
+    with pytest.raises(RuntimeError, match="progress"):
+        launcher("wait_for(lambda: False)", request.paths).launch(request, poll)
+    assert [rank.is_alive() for rank in record_of(request).rank_processes] == [False, False]
+
+
+def test_handlers_are_put_back(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in local._STOP_SIGNALS]
+    launch(new_request(tmp_path, devices=1), "")
+    assert [signal.getsignal(number) for number in local._STOP_SIGNALS] == before
+
+
+def test_one_rank_a_gpu_or_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    assert choose_num_ranks(None, "auto") == choose_num_ranks(None, "cuda") == 3
+    assert choose_num_ranks(None, "cpu") == 1
+    assert choose_num_ranks(2, "cuda") == 2
+    assert choose_num_ranks(8, "cpu") == 8
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert choose_num_ranks(None, "auto") == choose_num_ranks(None, "cuda") == 1
+    assert choose_num_ranks(4, "auto") == 4
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "device"), [("0,1", 4, "cuda"), ("", 1, "cuda"), ("0", 2, "auto"), ("", 0, "cpu")]
+)
+def test_more_ranks_than_gpus_are_refused(
+    monkeypatch: pytest.MonkeyPatch, visible: str, devices: int, device: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(UsageError, match=rf"^--devices: {devices} .*; write "):
+        choose_num_ranks(devices, device)

@@ -1,0 +1,117 @@
+"""Ctrl-C, and the launcher's own death."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from pathlib import Path
+
+from hpc_train.errors import ExitCode
+from hpc_train.launchers.base import LaunchRequest
+from hpc_train.run_folder.liveness import end_living
+from hpc_train.run_folder.status import current_status, read_status
+from tests.launchers.fake_ranks import new_request, record_of, start_launcher, told, wait_for
+
+SAVE_AND_STOP = """
+flag = signals.install()
+tell("ready")
+wait_for(lambda: flag)
+print(flag.first.name, flag.count)
+sys.exit(75)
+"""
+STUBBORN = """
+flag = signals.install()
+tell("ready")
+wait_for(lambda: flag)
+tell("noted")
+wait_for(lambda: False)
+"""
+
+
+def end(launcher: subprocess.Popen[str]) -> int:
+    try:
+        launcher.communicate(timeout=30)
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    return launcher.returncode
+
+
+def logs(request: LaunchRequest) -> list[str]:
+    attempt = request.paths.attempt(request.attempt)
+    return [attempt.log(rank).read_text() for rank in range(request.devices or 1)]
+
+
+def test_ctrl_c_lets_ranks_save(tmp_path: Path) -> None:
+    request = new_request(tmp_path)
+    launcher = start_launcher(request, SAVE_AND_STOP)
+    wait_for(told(request, "ready"))
+    launcher.send_signal(signal.SIGINT)
+    assert end(launcher) == ExitCode.INTERRUPTED
+    assert logs(request) == ["SIGTERM 1\n"] * 2
+    status = read_status(request.paths)
+    assert (status.state, status.reason) == ("failed", "interrupted")
+    assert record_of(request).exit_codes == [75, 75]
+
+
+def test_sigterm_to_the_launcher_is_ctrl_c(tmp_path: Path) -> None:
+    request = new_request(tmp_path)
+    launcher = start_launcher(request, SAVE_AND_STOP)
+    wait_for(told(request, "ready"))
+    launcher.terminate()
+    assert end(launcher) == ExitCode.INTERRUPTED
+
+
+def test_a_second_ctrl_c_ends_ranks_at_once(tmp_path: Path) -> None:
+    request = new_request(tmp_path)
+    launcher = start_launcher(request, STUBBORN)
+    wait_for(told(request, "ready"))
+    launcher.send_signal(signal.SIGINT)
+    wait_for(told(request, "noted"))
+    launcher.send_signal(signal.SIGINT)
+    assert end(launcher) == ExitCode.INTERRUPTED
+    assert record_of(request).exit_codes == [-9, -9]
+    assert read_status(request.paths).reason == "interrupted"
+
+
+def test_a_failure_while_stopping_is_told_as_such(tmp_path: Path) -> None:
+    request = new_request(tmp_path)
+    script = SAVE_AND_STOP.replace(
+        "sys.exit(75)", "fail('the disk is full', 74) if rank == 1 else sys.exit(76)"
+    )
+    launcher = start_launcher(request, script)
+    wait_for(told(request, "ready"))
+    launcher.send_signal(signal.SIGINT)
+    assert end(launcher) == ExitCode.IO
+    assert read_status(request.paths).reason == "the disk is full"
+
+
+def test_ctrl_c_during_a_ranks_imports_is_honoured(tmp_path: Path) -> None:
+    request = new_request(tmp_path)
+    script = (
+        """
+tell("importing")
+wait_for(lambda: signal.SIGTERM in signal.sigpending())
+"""
+        + SAVE_AND_STOP
+    )
+    launcher = start_launcher(request, script)
+    wait_for(told(request, "importing"))
+    launcher.send_signal(signal.SIGINT)
+    assert end(launcher) == ExitCode.INTERRUPTED
+    assert record_of(request).exit_codes == [75, 75]
+
+
+def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
+    request = new_request(tmp_path)
+    launcher = start_launcher(request, STUBBORN)
+    wait_for(told(request, "ready"))
+    wait_for(lambda: record_of(request).rank_processes)
+    ranks = record_of(request).rank_processes
+    assert [rank.is_alive() for rank in ranks] == [True, True]
+    assert end_living(request.paths) is not None
+    launcher.kill()
+    end(launcher)
+    wait_for(lambda: not any(rank.is_alive() for rank in ranks))
+    assert end_living(request.paths) is None
+    assert current_status(request.paths).reason == "launcher died"
