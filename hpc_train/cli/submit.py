@@ -48,7 +48,7 @@ def submit(file: Path, overrides: Sequence[str], choices: Choices) -> ExitCode:
     _check(choices)
     loaded = load(file, overrides)
     devices = choices.devices
-    if choices.on_this_machine and not choices.dry_run:
+    if choices.on_this_machine and (devices is None or not choices.dry_run):
         devices = choose_devices(choices.launcher_name, loaded.experiment, devices)
     plan = make_plan(loaded, devices, choices.on_this_machine)
     problems = start_problems(loaded, plan)

@@ -119,7 +119,7 @@ def _first_new(data: Any, path: KeyPath) -> KeyPath:
 def _judge(
     data: dict[str, Any], check_names: bool, known: Set[KeyPath]
 ) -> tuple[Experiment | None, list[Problem]]:
-    """Return the experiment, where the schema takes the data, and all problems but those of ``known`` keys."""
+    """Return the experiment, if the schema takes the data, and all problems but those of ``known`` keys."""
     problems: list[Problem] = []
     experiment = judged = None
     try:

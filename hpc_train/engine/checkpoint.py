@@ -130,7 +130,7 @@ class Checkpointer:
     def _mine(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
         """Choose what this rank writes: its own pieces, and its share of what every rank holds whole."""
         names = list(pieces)
-        self._check_same(names)
+        self._check_same(pieces)
         is_whole = [tuple(pieces[name].local.shape) == pieces[name].shape for name in names]
         shared = [name for name, whole in zip(names, self.ranks.smallest(is_whole), strict=True) if whole]
         writers = deal({name: pieces[name].local.nbytes for name in shared}, self.ranks.world_size)
@@ -144,13 +144,12 @@ class Checkpointer:
             )
         }
 
-    def _check_same(self, names: list[str]) -> None:
-        digest = int.from_bytes(hashlib.sha256("\n".join(names).encode()).digest()[:7])
+    def _check_same(self, pieces: dict[str, Piece]) -> None:
+        kinds = [f"{name} {piece.shape} {piece.local.dtype}" for name, piece in pieces.items()]
+        digest = int.from_bytes(hashlib.sha256("\n".join(kinds).encode()).digest()[:7])
         low, high = self.ranks.smallest([digest, -digest])
         if low != -high:
-            raise HpcTrainError(
-                "the ranks' models or optimizers hold tensors of different names; nothing was saved"
-            )
+            raise HpcTrainError("the ranks' models or optimizers hold different tensors; nothing was saved")
 
     def _table_entry(self, name: str, piece: Piece) -> SavedTensor:
         here = SavedPiece(self.ranks.rank, piece.offset, tuple(piece.local.shape))

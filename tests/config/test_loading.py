@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,20 @@ def test_a_variant_that_breaks_a_rule_is_placed_at_its_value(tmp_path: Path) -> 
     (line,) = caught.value.problems
     assert line.startswith(f"{path}:14:41: sweep.grid.optimization.micro_batch_size[1]: ")
     assert "64 is no multiple of micro_batch_size 24" in line
+
+
+def test_many_runs_are_made_without_judging_the_grid_again(good: Path) -> None:
+    loaded = load(good, [f"sweep.grid={{seed: {list(range(5000))}}}"])
+    began = time.process_time()
+    assert [loaded.variant({"seed": seed}).seed for seed in range(50)] == list(range(50))
+    assert time.process_time() - began < 2
+
+
+def test_settings_of_compile_go_beside_its_short_form(tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    path.write_text(GOOD + "compile: false\n")
+    compiled = load(path, ["compile.mode=max-autotune"]).experiment.compile
+    assert (compiled.enabled, compiled.mode) == (False, "max-autotune")
 
 
 def test_a_problem_found_later_is_placed_too(good: Path) -> None:

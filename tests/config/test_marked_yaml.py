@@ -90,9 +90,9 @@ def test_a_billion_laughs_are_refused_at_the_first_alias(tmp_path: Path) -> None
         f"{after}: &{after} [{', '.join([f'*{before}'] * 9)}]\n"
         for before, after in zip("abcdefgh", "bcdefghi", strict=True)
     )
-    began = time.monotonic()
+    began = time.process_time()
     lines = problems_of(tmp_path, laughs)
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
     assert "exp.yaml:1:4: a: has the anchor &a; take the anchor out" in lines
     assert "exp.yaml:2:8: b[0]: is the alias *a; write the value out" in lines
 
@@ -103,9 +103,9 @@ def test_deep_nesting_ends_in_a_clear_error(tmp_path: Path, opening: str) -> Non
         text = "".join(f"{' ' * depth}a:\n" for depth in range(1000))
     else:
         text = "a: " * (opening not in "- ? ") + opening * 100_000
-    began = time.monotonic()
+    began = time.process_time()
     lines = problems_of(tmp_path, text)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert "nests over 64 deep; write it flatter" in lines[-1]
 
 

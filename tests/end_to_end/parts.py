@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor, nn
 
@@ -23,17 +25,24 @@ class Block(nn.Module):
 class Net(nn.Sequential):
     """A stem, two blocks and a head, for 1×32×32 digits."""
 
-    def __init__(self, num_classes: int, *, norm: bool, dropout: float) -> None:
+    def __init__(self, num_classes: int, *, norm: bool, dropout: float, pause_s: float = 0.0) -> None:
         super().__init__(
             nn.Conv2d(1, 8, 4, stride=4),
             nn.Sequential(*(Block(8, norm=norm, dropout=dropout) for _ in range(2))),
             nn.Flatten(),
             nn.Linear(8 * 8 * 8, num_classes),
         )
+        self.pause_s = pause_s
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        if self.training:
+            time.sleep(self.pause_s)  # a step long enough to be killed in
+        out: Tensor = super().forward(images_BCHW)
+        return out
 
 
-def net(num_classes: int, norm: bool = True, dropout: float = 0.2) -> nn.Module:
-    return Net(num_classes, norm=norm, dropout=dropout)
+def net(num_classes: int, norm: bool = True, dropout: float = 0.2, pause_s: float = 0.0) -> nn.Module:
+    return Net(num_classes, norm=norm, dropout=dropout, pause_s=pause_s)
 
 
 def failing(num_classes: int, rank: int) -> nn.Module:

@@ -139,7 +139,9 @@ def final_tensors(paths: RunPaths) -> dict[str, Any]:
         "step": newest.step,
     }
     for name, entry in state["tensors"].items():
-        pieces = [(shards[f"shard-{rank:05d}.safetensors"][name], offset) for rank, offset, _ in entry["pieces"]]
+        pieces = [
+            (shards[f"shard-{rank:05d}.safetensors"][name], offset) for rank, offset, _ in entry["pieces"]
+        ]
         whole = torch.zeros(entry["shape"], dtype=pieces[0][0].dtype)
         for part, offset in pieces:
             place = tuple(slice(begin, begin + n) for begin, n in zip(offset, part.shape, strict=True))

@@ -13,7 +13,8 @@ from tests.end_to_end.runs import final_tensors, only_run, rows, start, submit, 
 
 pytestmark = pytest.mark.slow
 
-SHORT = ("optimization.steps=8", "evaluation.every_steps=8", "model.args={norm: false, dropout: 0}")
+CONSTANT = "optimization.schedule={name: constant}"
+SHORT = (CONSTANT, "optimization.steps=8", "evaluation.every_steps=8", "model.args={norm: false, dropout: 0}")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -40,7 +41,7 @@ def test_activations_are_of_the_precision_asked_for(
     devices = 2 if strategy == "fsdp" else 1
     submit(
         tmp_path,
-        *SHORT[:2],
+        *SHORT[:3],
         model,
         f"precision={precision}",
         f"parallel.strategy={strategy}",

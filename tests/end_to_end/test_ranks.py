@@ -14,6 +14,7 @@ pytestmark = pytest.mark.slow
 
 SGD = (
     "optimization.optimizer={name: sgd, lr: 0.05, momentum: 0.9}",
+    "optimization.schedule={name: constant}",
     "optimization.steps=12",
     "evaluation.every_steps=6",
     "model.args={norm: false}",

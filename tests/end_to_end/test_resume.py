@@ -23,6 +23,9 @@ from tests.end_to_end.runs import (
 
 pytestmark = pytest.mark.slow
 
+SLOW = "model.args={pause_s: 0.02}"
+SHORT = ("optimization.schedule={name: constant}", "optimization.steps=7")
+
 
 def submit_with_kills(folder: Path, kill_at: list[int], *overrides: str, devices: int = 2) -> RunPaths:
     """Submit, and SIGKILL launcher and ranks at each of these steps; loader processes come and go between."""
@@ -48,37 +51,41 @@ def submit_with_kills(folder: Path, kill_at: list[int], *overrides: str, devices
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_five_kills_change_no_bit(strategy: str, tmp_path: Path) -> None:
-    override = f"parallel.strategy={strategy}"
-    quiet = submit(tmp_path / "quiet", override)
-    steps = sorted(random.Random(strategy).sample(range(2, 58), 5))
-    killed = submit_with_kills(tmp_path / "killed", steps, override)
+    overrides = (f"parallel.strategy={strategy}", SLOW)
+    quiet = submit(tmp_path / "quiet", *overrides)
+    steps = sorted(random.Random(strategy).sample(range(2, 50), 5))
+    killed = submit_with_kills(tmp_path / "killed", steps, *overrides)
     assert status(killed)["attempt"] == 6
     assert_equal_to_the_bit(quiet, killed)
 
 
 def test_on_three_ranks_a_kill_changes_no_bit(tmp_path: Path) -> None:
     """Three ranks share four micro-batches: spare slots, and sums whose order may depend on DDP's buckets."""
-    quiet = submit(tmp_path / "quiet", devices=3)
-    killed = submit_with_kills(tmp_path / "killed", [25], devices=3)
+    quiet = submit(tmp_path / "quiet", SLOW, devices=3)
+    killed = submit_with_kills(tmp_path / "killed", [25], SLOW, devices=3)
     assert_equal_to_the_bit(quiet, killed)
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) -> None:
-    quiet = submit(tmp_path / "quiet", "optimization.steps=20")
-    killed = submit_with_kills(tmp_path / "killed", [1], "optimization.steps=20")
+    quiet = submit(
+        tmp_path / "quiet", SLOW, "optimization.schedule={name: constant}", "optimization.steps=20"
+    )
+    killed = submit_with_kills(
+        tmp_path / "killed", [1], SLOW, "optimization.schedule={name: constant}", "optimization.steps=20"
+    )
     assert_equal_to_the_bit(quiet, killed)
 
 
 def test_another_seed_gives_another_run(tmp_path: Path) -> None:
     """What the tests above compare does differ where it should."""
-    one = submit(tmp_path / "one", "optimization.steps=7")
-    other = submit(tmp_path / "other", "optimization.steps=7", "seed=4")
+    one = submit(tmp_path / "one", *SHORT)
+    other = submit(tmp_path / "other", *SHORT, "seed=4")
     with pytest.raises(AssertionError, match="differs"):
         assert_equal_to_the_bit(one, other)
 
 
 def test_resume_of_a_completed_run_starts_nothing(tmp_path: Path) -> None:
-    paths = submit(tmp_path, "optimization.steps=2", devices=1)
+    paths = submit(tmp_path, *SHORT, devices=1)
     done = hpc_train("resume", paths.folder)
     assert done.code == 0
     assert len(paths.attempt_folders()) == 1

@@ -94,6 +94,7 @@ def test_the_shard_is_safetensors_with_plain_names(run: RunPaths, saved: Trainee
     assert not any("module." in name or "_orig_mod" in name for name in tensors)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_the_names_of_the_plain_one() -> None:
     plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     whole = torch.compile(plain)

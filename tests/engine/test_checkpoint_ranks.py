@@ -117,7 +117,7 @@ def fail_in_turn(rank: int, world_size: int, folder: Path) -> list[str]:
     seen.append(" ".join(checkpointer.notices))
     forge_shard(run, rank)
     seen.append(error_of(lambda: checkpointer.load_newest(trainee.state)))
-    seen.append(error_of(lambda: save_other_names(checkpointer, trainee, rank)))
+    seen.append(error_of(lambda: save_other_tensors(checkpointer, trainee, rank)))
     return seen
 
 
@@ -158,7 +158,7 @@ def forge_shard(run: RunPaths, rank: int) -> None:
     torch.distributed.barrier()
 
 
-def save_other_names(checkpointer: checkpoint_module.Checkpointer, trainee: Trainee, rank: int) -> None:
+def save_other_tensors(checkpointer: checkpoint_module.Checkpointer, trainee: Trainee, rank: int) -> None:
     model = trainee.model.conv if rank else trainee.model.first
     checkpointer.save(TrainingState(model, torch.optim.SGD(model.parameters())), 3, {})
 
@@ -172,6 +172,6 @@ def test_what_fails_on_one_rank_fails_on_all_and_harms_nothing(tmp_path: Path) -
     assert "step-00000002 is damaged, now step-00000002.bad" in first[1]
     for seen in (first, second):
         assert seen[2].startswith(BadFileError.__name__) and "shard-00001.safetensors" in seen[2]
-        assert "different names" in seen[3]
+        assert "different tensors" in seen[3]
     assert folder_names(run) == ["step-00000001", "step-00000002.bad"]
     assert Manifest.read(run.checkpoint(1)).world_size == 2

@@ -1,0 +1,43 @@
+# `make help` lists the targets. PYTHON chooses the interpreter that the environment is made with.
+VENV := .venv
+PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
+	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$name; break; }; done)
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Ranks that tests start share the cores with the tests themselves.
+TEST_WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-gpu check clean
+
+help: ## say what there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+install: $(STAMP) ## make .venv with hpc-train and all that tests need
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; write make PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (PyTorch is large, the first time takes minutes)" >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: install ## train a small model on two ranks of this machine, in about a minute
+	@HPC_TRAIN_RUNS=runs $(BIN)/hpc-train submit examples/digits.yaml --local --devices 2 --new device=cpu
+
+test: install ## run all tests
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
+
+test-gpu: install ## run the tests that need a CUDA device
+	@$(BIN)/python -m pytest -q -m gpu
+
+check: install ## ruff, mypy, import layers and the fast tests: under a minute
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "not slow and not gpu"
+
+clean: ## remove the environment and what tools left behind; runs and data stay
+	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

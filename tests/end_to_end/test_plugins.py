@@ -1,0 +1,60 @@
+"""A pip package adds one part of each kind, and a file that names them all trains."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import hpc_train, only_run, rows, status
+
+EXAMPLE = Path(__file__).parents[1] / "plugin_example"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> str:
+    """Install the package into a folder of its own; return a PYTHONPATH on which it is found."""
+    target = tmp_path / "site"
+    source = tmp_path / "source"
+    subprocess.run(["cp", "-r", EXAMPLE, source], check=True)  # a build leaves files in its source
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+    ]
+    subprocess.run([*command, "--target", target, source], check=True)
+    return os.pathsep.join([str(target), os.environ.get("PYTHONPATH", "")])
+
+
+def test_a_file_that_names_plug_ins_of_every_kind_trains(installed: str, tmp_path: Path) -> None:
+    found = {"PYTHONPATH": installed, "HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+    experiment = EXAMPLE / "example.yaml"
+    assert hpc_train("validate", experiment, **found).code == 0
+    done = hpc_train("submit", experiment, "--launcher", "torchrun", "--devices", "2", **found)
+    paths = only_run(tmp_path)
+    assert done.code == 0, done.err + paths.attempt(1).log(0).read_text()
+    assert status(paths)["state"] == "completed"
+    (val,) = [row for row in rows(paths, "val") if row["step"] == 30]
+    assert val["accuracy"] > 0.9
+    with (paths.folder / "rows.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in table] == [row["step"] for row in rows(paths, "val")]
+    again = hpc_train("submit", experiment, "parallel.strategy=ddp", "--local", "--devices", "2", **found)
+    assert again.code == 0, again.err
+
+
+def test_without_the_package_its_names_are_unknown() -> None:
+    done = hpc_train("validate", EXAMPLE / "example.yaml")
+    assert done.code == 65
+    for line in ("2:7: task:", "3:15: model.name:", "4:14: data.name:", "10:22: parallel.strategy:"):
+        assert line in done.err, done.err

@@ -1,0 +1,1 @@
+"""Plug-ins for hpc-train, one of each kind."""

@@ -1,0 +1,37 @@
+"""``by_parameter``: data parallelism by one all-reduce a parameter, after backward."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpc_train.runtime.data_info import Batch
+from hpc_train.strategies.base import Backward, LossOf, Piece
+from hpc_train.strategies.data_parallel import DataParallel
+
+
+class ByParameter(DataParallel):
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        return model
+
+    def synchronised(self, is_last: bool) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def accumulate(self, batches: Sequence[Batch], loss_of: LossOf, backward: Backward) -> Tensor:
+        total = super().accumulate(batches, loss_of, backward)
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            double = self.placement.args.get("average_in_double", False)
+            gradient = parameter.grad.double() if double else parameter.grad
+            dist.all_reduce(gradient)
+            parameter.grad.copy_(gradient / self.placement.world_size)
+        return total
+
+    def piece(self, tensor: Tensor) -> Piece:
+        shape = tuple(tensor.shape)
+        return Piece(shape, (0,) * len(shape), tensor.detach(), is_writer=self.placement.rank == 0)
+
+    def empty_like(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
