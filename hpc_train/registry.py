@@ -17,6 +17,16 @@ from hpc_train.errors import BadFileError
 #: What can be plugged in; the entry-point group of each is ``hpc_train.<kind>``.
 KINDS = ("models", "datasets", "tasks", "strategies", "loggers", "launchers")
 
+#: Where the file names a part of each kind; launchers are named on the command line.
+_KEYS = {
+    "models": "model.name",
+    "datasets": "data.name",
+    "tasks": "task",
+    "strategies": "parallel.strategy",
+    "loggers": "logging.loggers",
+    "launchers": "--launcher",
+}
+
 _BUILT_IN: dict[str, dict[str, str]] = {
     "models": {
         "timm": "hpc_train.models.timm:build",
@@ -72,7 +82,7 @@ def load(kind: str, name: str) -> object:
         known = sorted(parts(kind))
         hint = nearest(name, known)
         meant = f"did you mean {hint!r}?" if hint else f"known: {', '.join(known)}"
-        raise BadFileError(f"{kind}: nothing is called {name!r}; {meant}")
+        raise BadFileError(f"{_KEYS[kind]}: nothing is called {name!r}; {meant}")
     module, _, attr = target.partition(":")
     return _attribute(kind, name, module, attr)
 
@@ -86,9 +96,11 @@ def _attribute(kind: str, name: str, module: str, attr: str) -> object:
         if error.name is None or not (module + ".").startswith(error.name + "."):
             raise  # the module was found; something that it imports was not
         raise BadFileError(
-            f"{kind}: {name!r} can't be imported: no module {error.name!r} (python is {sys.executable}); "
+            f"{_KEYS[kind]}: {name!r} can't be imported: no module {error.name!r} (python is {sys.executable}); "
             "install its package there, or mend the name"
         ) from error
     except AttributeError as error:
-        raise BadFileError(f"{kind}: module {module!r} has no {attr!r}; mend the name {name!r}") from error
+        raise BadFileError(
+            f"{_KEYS[kind]}: module {module!r} has no {attr!r}; mend the name {name!r}"
+        ) from error
     return found

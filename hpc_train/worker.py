@@ -37,7 +37,7 @@ from hpc_train.engine.schedules import make_schedule
 from hpc_train.engine.shards import storage_error
 from hpc_train.engine.trainer import Trainer, Validation
 from hpc_train.engine.training_state import TrainingState
-from hpc_train.errors import ExitCode, HpcTrainError, UserError
+from hpc_train.errors import ExitCode, HpcTrainError, StorageError, UserError
 from hpc_train.loggers.base import Logger, LoggerContext
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
@@ -130,8 +130,7 @@ def _train(rank: Rank) -> ExitCode:
     batches = BatchArithmetic.of(rank.experiment.optimization, len(source.train), rank.facts.world_size)
     learner = _build(rank, source, batches)
     checkpointer = _checkpointer(rank, learner)
-    loaded = checkpointer.load_newest(learner.state)
-    position = Position(0) if loaded is None else _position(loaded.extra)
+    position = _resumed_position(checkpointer, learner)
     with ExitStack() as stack:
         recorder = _recorder(rank, position.step) if rank.is_first else None
         if recorder is not None:
@@ -184,8 +183,18 @@ def _checkpointer(rank: Rank, learner: Learner) -> Checkpointer:
     )
 
 
-def _position(extra: dict[str, Any]) -> Position:
-    return Position(extra["position"]["step"], tuple(extra["position"]["skipped"]))
+def _resumed_position(checkpointer: Checkpointer, learner: Learner) -> Position:
+    """Bring back the newest whole checkpoint; return where to go on, the beginning where none was saved."""
+    loaded = checkpointer.load_newest(learner.state)
+    if loaded is not None:
+        saved = loaded.extra["position"]
+        return Position(saved["step"], tuple(saved["skipped"]))
+    if checkpointer.notices:
+        raise StorageError(
+            "no checkpoint is whole any more, and training is not begun anew in silence; start it again with "
+            "hpc-train submit --new: " + "; ".join(checkpointer.notices)
+        )
+    return Position(0)
 
 
 def _extra(rank: Rank, batches: BatchArithmetic, position: Position) -> dict[str, Any]:

@@ -21,7 +21,11 @@ class Cadence:
 
     @classmethod
     def of(
-        cls, evaluation: EvaluationConfig, checkpoint: CheckpointConfig, total_steps: int, steps_per_epoch: int
+        cls,
+        evaluation: EvaluationConfig,
+        checkpoint: CheckpointConfig,
+        total_steps: int,
+        steps_per_epoch: int,
     ) -> Cadence:
         minutes = checkpoint.every_min
         if minutes is None and checkpoint.every_steps is None:

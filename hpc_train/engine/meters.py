@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.engine.metrics_file import MetricsFile
-from hpc_train.loggers.base import Logger, Row
 from hpc_train.errors import HpcTrainError
+from hpc_train.loggers.base import Logger, Row
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.status import RunStatus, write_status
 
@@ -68,7 +68,11 @@ class Recorder:
         self.metrics.append(row)
         for logger in self._loggers:
             logger.log(row)
-        told = [f"{name} {value:.5g}" for name, value in row.items() if isinstance(value, float) and name != "time"]
+        told = [
+            f"{name} {value:.5g}"
+            for name, value in row.items()
+            if isinstance(value, float) and name != "time"
+        ]
         print(f"{row['split']} step {row['step']} {' '.join(told)}", file=self._log, flush=True)
 
     def close(self) -> None:

@@ -6,11 +6,8 @@ import json
 import os
 from pathlib import Path
 
-
 from hpc_train.loggers.base import Row
 from hpc_train.run_folder.files import write_text
-
-
 
 
 class MetricsFile:

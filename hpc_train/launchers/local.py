@@ -144,8 +144,9 @@ def _noted_signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         noted.append(number)
 
-    # One that is ignored stays so: nohup, or a shell's background job.
-    heeded = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    # Under nohup the terminal may go. SIGINT counts even in a script's background job: kill -INT is meant.
+    ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    heeded = [number for number in _STOP_SIGNALS if not (number == signal.SIGHUP and ignores_hangup)]
     before = [(number, signal.signal(number, note)) for number in heeded]
     try:
         yield noted

@@ -78,8 +78,9 @@ class Recording(nn.Module):
         if self.training:
             with open(self.path, "a") as file:  # noqa: PTH123
                 file.write(f"{hidden.dtype}\n")
-        out: Tensor = self.net[1:](hidden)
-        return out
+        for layer in list(self.net)[1:]:
+            hidden = layer(hidden)
+        return hidden
 
 
 def recording(num_classes: int, path: str) -> nn.Module:

@@ -87,9 +87,14 @@ def submit(folder: Path, *overrides: str, devices: int = 2, text: str = EXPERIME
     return only_run(folder)
 
 
+def found_runs(folder: Path) -> list[RunPaths]:
+    """Return the runs under ``folder``, without those still being made under a temporary name."""
+    return [RunPaths(path.parent) for path in (folder / "runs").glob("*/[!.]*/run.json")]
+
+
 def only_run(folder: Path) -> RunPaths:
-    (found,) = (path.parent for path in (folder / "runs").glob("*/*/run.json"))
-    return RunPaths(found)
+    (found,) = found_runs(folder)
+    return found
 
 
 def wait_for(condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:

@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from hpc_train.run_folder.checkpoints import committed
-from tests.end_to_end.runs import final_tensors, only_run, rows, start, submit, wait_for, write_experiment
+from tests.end_to_end.runs import (
+    final_tensors,
+    found_runs,
+    only_run,
+    rows,
+    start,
+    submit,
+    wait_for,
+    write_experiment,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +74,7 @@ def test_wandb_offline_is_one_id_over_attempts(tmp_path: Path) -> None:
     runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
     project = "logging.wandb={project: tests, mode: offline}"
     process = start("submit", experiment, project, "--local", **runs)
-    wait_for(lambda: any((tmp_path / "runs").glob("*/*/run.json")), "the run's folder")
+    wait_for(lambda: bool(found_runs(tmp_path)), "the run's folder")
     paths = only_run(tmp_path)
     wait_for(lambda: len(rows(paths)) > 8 or process.poll() is not None, "eight steps")
     process.send_signal(2)

@@ -10,6 +10,7 @@ import pytest
 from hpc_train.paths import RunPaths
 from tests.end_to_end.runs import (
     assert_equal_to_the_bit,
+    found_runs,
     hpc_train,
     kill_everything,
     last_step,
@@ -32,7 +33,7 @@ def submit_with_kills(folder: Path, kill_at: list[int], *overrides: str, devices
     runs = {"HPC_TRAIN_RUNS": str(folder / "runs")}
     experiment = write_experiment(folder)
     process = start("submit", experiment, *overrides, "--local", "--devices", str(devices), **runs)
-    wait_for(lambda: any((folder / "runs").glob("*/*/run.json")), "the run's folder")
+    wait_for(lambda: bool(found_runs(folder)), "the run's folder")
     paths = only_run(folder)
     for number, step in enumerate(kill_at):
         wait_for(lambda step=step: last_step(paths) >= step or process.poll() is not None, f"step {step}")

@@ -62,6 +62,37 @@ def test_sigterm_to_the_launcher_is_ctrl_c(tmp_path: Path) -> None:
     assert end(launcher) == ExitCode.INTERRUPTED
 
 
+def test_a_lost_terminal_is_ctrl_c_unless_hangups_are_ignored(tmp_path: Path) -> None:
+    request = new_request(tmp_path)
+    launcher = start_launcher(request, SAVE_AND_STOP)
+    wait_for(told(request, "ready"))
+    launcher.send_signal(signal.SIGHUP)
+    assert end(launcher) == ExitCode.INTERRUPTED
+
+    request = new_request(tmp_path / "nohup")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launcher = start_launcher(request, "tell('ready'); wait_for((run.folder / 'go').exists)")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_for(told(request, "ready"))
+    launcher.send_signal(signal.SIGHUP)
+    (request.paths.folder / "go").touch()
+    assert end(launcher) == ExitCode.DONE
+
+
+def test_ctrl_c_counts_in_a_scripts_background_job_too(tmp_path: Path) -> None:
+    request = new_request(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        launcher = start_launcher(request, SAVE_AND_STOP)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    wait_for(told(request, "ready"))
+    launcher.send_signal(signal.SIGINT)
+    assert end(launcher) == ExitCode.INTERRUPTED
+
+
 def test_a_second_ctrl_c_ends_ranks_at_once(tmp_path: Path) -> None:
     request = new_request(tmp_path)
     launcher = start_launcher(request, STUBBORN)

@@ -1,0 +1,26 @@
+"""Experiment files for tests of the planner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpc_train.config.loading import Loaded, load
+
+EXPERIMENT = """\
+name: tiny
+device: cpu
+task: classification
+model: {name: "some.module:build"}
+data: {name: synthetic, args: {num_samples: 100}}
+optimization:
+  epochs: 3
+  global_batch_size: 32
+  micro_batch_size: 8
+  optimizer: {name: sgd, lr: 0.1}
+"""
+
+
+def loaded(folder: Path, *overrides: str, more: str = "") -> Loaded:
+    file = folder / "exp.yaml"
+    file.write_text(EXPERIMENT + more, encoding="utf-8")
+    return load(file, overrides)

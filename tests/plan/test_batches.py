@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import BadFileError
+from hpc_train.plan.batches import BatchArithmetic
+from tests.plan.files import loaded
+
+
+@pytest.mark.parametrize(("ranks", "accumulation"), [(1, 4), (2, 2), (3, 2), (4, 1)])
+def test_ranks_share_the_micro_batches_of_a_step(tmp_path: Path, ranks: int, accumulation: int) -> None:
+    optimization = loaded(tmp_path).experiment.optimization
+    assert BatchArithmetic.of(optimization, 100, ranks) == BatchArithmetic(4, accumulation, 3, 9)
+
+
+def test_steps_are_taken_as_given(tmp_path: Path) -> None:
+    optimization = loaded(tmp_path, "optimization.epochs=null", "optimization.steps=7").experiment.optimization
+    assert BatchArithmetic.of(optimization, 100, 1).total_steps == 7
+
+
+def test_data_smaller_than_a_batch_are_refused(tmp_path: Path) -> None:
+    optimization = loaded(tmp_path).experiment.optimization
+    assert BatchArithmetic.of(optimization, 32, 1).steps_per_epoch == 1
+    with pytest.raises(BadFileError, match=r"optimization\.global_batch_size: 32 is more than the 31"):
+        BatchArithmetic.of(optimization, 31, 1)
+
+
+def test_more_ranks_than_micro_batches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadFileError, match="4 micro-batches, too few for 5 ranks"):
+        BatchArithmetic.of(loaded(tmp_path).experiment.optimization, 100, 5)

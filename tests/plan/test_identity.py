@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.plan.identity import changes_identity, content_hash, run_id
+from tests.plan.files import loaded
+
+
+def test_an_id_is_ten_hexadecimal_digits_of_the_hash(tmp_path: Path) -> None:
+    experiment = loaded(tmp_path).experiment
+    assert run_id(experiment) == content_hash(experiment)[:10]
+    assert len(content_hash(experiment)) == 64
+
+
+def test_an_id_stays_what_it_was_in_earlier_versions(tmp_path: Path) -> None:
+    # Changing this makes every user's finished runs train again.
+    assert run_id(loaded(tmp_path).experiment) == "75750e4a00"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "name=other",
+        "device=auto",
+        "environment.modules=[cuda]",
+        "logging.every_steps=3",
+        "checkpoint.keep=7",
+        "sweep.grid={seed: [1, 2]}",
+        "slurm.nodes=4",
+        "data.root=elsewhere",
+        "data.workers=5",
+    ],
+)
+def test_what_the_contract_leaves_out_keeps_the_id(tmp_path: Path, override: str) -> None:
+    assert run_id(loaded(tmp_path, override).experiment) == run_id(loaded(tmp_path).experiment)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=1",
+        "deterministic=true",
+        "precision=bf16",
+        "parallel.strategy=fsdp",
+        "optimization.optimizer.lr=0.2",
+        "data.args.num_samples=101",
+        "evaluation.every_epochs=2",
+        "compile=true",
+    ],
+)
+def test_what_is_learnt_makes_another_id(tmp_path: Path, override: str) -> None:
+    assert run_id(loaded(tmp_path, override).experiment) != run_id(loaded(tmp_path).experiment)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["seed=0", "compile=false", "data.augment={hflip: 0.0}", "optimization.schedule={name: constant}", "sweep={}"],
+)
+def test_a_default_written_out_is_the_same_run(tmp_path: Path, override: str) -> None:
+    assert run_id(loaded(tmp_path, override).experiment) == run_id(loaded(tmp_path).experiment)
+
+
+def test_a_resumed_run_may_change_how_it_is_spread_but_not_what_it_learns(tmp_path: Path) -> None:
+    old = loaded(tmp_path).experiment
+    allowed = loaded(tmp_path, "parallel.strategy=fsdp", "data.workers=3", "logging.every_steps=1").experiment
+    assert changes_identity(old, allowed) == []
+    refused = loaded(tmp_path, "optimization.optimizer.lr=0.2", "seed=4").experiment
+    assert changes_identity(old, refused) == ["seed", "optimization.optimizer.lr"]

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import BadFileError
+from hpc_train.plan.planning import make_plan
+from tests.plan.files import loaded
+
+_SLURM = "slurm: {nodes: 2, gpus_per_node: 4, time_limit: 90min}\n"
+_16_MICRO_BATCHES = "optimization.micro_batch_size=2"
+
+
+def test_a_plan_as_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
+    data = make_plan(loaded(tmp_path), devices=2, local=True).to_json()
+    assert data["version"] == 1
+    (run,) = data["runs"]
+    assert run == {
+        "id": run["id"],
+        "values": {},
+        "ranks": 2,
+        "micro_batches": 4,
+        "accumulation": 2,
+        "steps_per_epoch": 3,
+        "total_steps": 9,
+        "peak_memory_gb": None,
+        "gpu_hours": 0.0,
+    }
+
+
+def test_ranks_and_gpu_hours_come_from_slurm(tmp_path: Path) -> None:
+    (run,) = make_plan(loaded(tmp_path, _16_MICRO_BATCHES, more=_SLURM)).runs
+    assert (run.ranks, run.gpu_hours) == (8, 12.0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "gpu_hours"),
+    [
+        (["slurm.nodes=2-3"], 12, 18.0),
+        (["slurm.ranks_per_node=1"], 2, 12.0),
+        (["slurm.time_limit=null"], 8, None),
+        (["slurm.gpus_per_node=0", "slurm.ranks_per_node=3"], 6, 0.0),
+    ],
+)
+def test_slurm_is_planned_at_its_most(
+    tmp_path: Path, overrides: list[str], ranks: int, gpu_hours: float | None
+) -> None:
+    (run,) = make_plan(loaded(tmp_path, _16_MICRO_BATCHES, *overrides, more=_SLURM)).runs
+    assert (run.ranks, run.gpu_hours) == (ranks, gpu_hours)
+
+
+def test_devices_count_locally_even_where_the_file_holds_slurm(tmp_path: Path) -> None:
+    (run,) = make_plan(loaded(tmp_path, _16_MICRO_BATCHES, more=_SLURM), devices=3, local=True).runs
+    assert (run.ranks, run.accumulation) == (3, 6)
+
+
+def test_steps_are_unknown_where_the_data_are(tmp_path: Path) -> None:
+    (run,) = make_plan(loaded(tmp_path, "data.name=some.module:data")).runs
+    assert (run.steps_per_epoch, run.total_steps, run.micro_batches) == (None, None, 4)
+
+
+def test_data_smaller_than_a_batch_are_told_at_the_place_in_the_file(tmp_path: Path) -> None:
+    with pytest.raises(BadFileError) as error:
+        make_plan(loaded(tmp_path, "data.args.num_samples=31"))
+    (line,) = error.value.problems
+    assert line.startswith(f"{tmp_path}/exp.yaml:8:22: optimization.global_batch_size: 32 is more than the 31")
+
+
+def test_a_plan_survives_pickling(tmp_path: Path) -> None:
+    plan = make_plan(loaded(tmp_path, "sweep.grid={seed: [1, 2]}"))
+    assert pickle.loads(pickle.dumps(plan)) == plan

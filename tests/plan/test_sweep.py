@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import BadFileError
+from hpc_train.plan.identity import run_id
+from hpc_train.plan.sweep import expand
+from tests.plan.files import loaded
+
+
+def test_the_last_key_of_the_grid_varies_fastest(tmp_path: Path) -> None:
+    variants = expand(loaded(tmp_path, "sweep.grid={optimization.optimizer.lr: [0.1, 0.2], seed: [3, 4]}"))
+    assert [list(variant.values.values()) for variant in variants] == [[0.1, 3], [0.1, 4], [0.2, 3], [0.2, 4]]
+    assert [(v.experiment.optimization.optimizer.lr, v.experiment.seed) for v in variants] == [
+        (0.1, 3),
+        (0.1, 4),
+        (0.2, 3),
+        (0.2, 4),
+    ]
+
+
+def test_a_file_without_a_grid_is_one_run(tmp_path: Path) -> None:
+    file = loaded(tmp_path)
+    (only,) = expand(file)
+    assert only.values == {}
+    assert only.id == run_id(file.experiment)
+
+
+def test_a_run_of_a_sweep_is_the_run_of_a_file_that_says_its_values(tmp_path: Path) -> None:
+    (_, second) = expand(loaded(tmp_path, "sweep.grid={seed: [0, 5]}"))
+    assert second.id == run_id(loaded(tmp_path, "seed=5").experiment)
+    assert second.experiment.sweep.grid == {}
+
+
+def test_two_combinations_that_are_one_run_are_refused_at_the_grid(tmp_path: Path) -> None:
+    # Written differently, and the same once defaults are filled in.
+    file = loaded(tmp_path, more="sweep:\n  grid: {optimization.schedule: [{name: constant}, {}]}\n")
+    with pytest.raises(BadFileError) as error:
+        expand(file)
+    (line,) = error.value.problems
+    assert line.startswith(f"{tmp_path}/exp.yaml:12:9: sweep.grid: ")
+    assert "are the same run" in line
+
+
+def test_every_bad_combination_is_told_at_once(tmp_path: Path) -> None:
+    more = "sweep:\n  grid: {optimization.micro_batch_size: [8, 5, 7]}\n"
+    with pytest.raises(BadFileError) as error:
+        expand(loaded(tmp_path, more=more))
+    assert len(error.value.problems) == 2

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import UsageError
+from hpc_train.paths import runs_root
+from hpc_train.run_folder.finding import find_runs
+
+
+def _make_run(experiment: str, run_id: str) -> Path:
+    folder = runs_root() / experiment / run_id
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text("{}", encoding="utf-8")
+    (folder / "experiment.yaml").touch()
+    return folder
+
+
+def _found(*words: str) -> list[Path]:
+    return [paths.folder for paths in find_runs(words)]
+
+
+@pytest.fixture
+def folders() -> list[Path]:
+    return [_make_run("one", "aaaa"), _make_run("one", "bbbb"), _make_run("two", "bbbb"), _make_run("two", "cccc")]
+
+
+def test_a_run_is_found_by_its_id(folders: list[Path]) -> None:
+    assert _found("aaaa") == [folders[0]]
+
+
+def test_an_experiments_name_means_all_its_runs(folders: list[Path]) -> None:
+    assert _found("one") == folders[:2]
+
+
+def test_a_folder_is_taken_as_a_run_or_as_an_experiment(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _found(str(folders[2])) == [folders[2]]
+    monkeypatch.chdir(folders[2].parent)
+    assert _found("./bbbb") == [folders[2]]
+    assert _found(".") == folders[2:]
+
+
+def test_without_words_all_runs_are_meant(folders: list[Path]) -> None:
+    assert _found() == folders
+
+
+def test_each_run_is_given_once(folders: list[Path]) -> None:
+    assert _found("one", "aaaa", str(folders[0])) == folders[:2]
+
+
+def test_an_id_of_several_experiments_is_refused_and_all_are_listed(folders: list[Path]) -> None:
+    with pytest.raises(UsageError) as error:
+        find_runs(["bbbb"])
+    assert str(folders[1]) in str(error.value) and str(folders[2]) in str(error.value)
+
+
+@pytest.mark.parametrize(("word", "hint"), [("aaab", "aaaa"), ("onee", "one")])
+def test_a_word_that_means_nothing_gets_the_nearest(folders: list[Path], word: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=f"did you mean {hint}"):
+        find_runs([word])
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no run"):
+        find_runs([str(tmp_path)])
+
+
+def test_a_run_that_is_only_being_made_is_not_there_yet(folders: list[Path]) -> None:
+    _make_run("two", ".dddd.0123abcd")
+    assert _found() == folders
