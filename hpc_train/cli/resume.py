@@ -96,8 +96,9 @@ def _prepare(
     """Check everything before anything is changed."""
     loaded = _changed(paths, overrides)
     record = newest_record(paths)
-    name = launcher or (record and record.launcher) or LOCAL
-    if devices is None and record is not None and name == record.launcher:
+    had = (record and record.launcher) or (read_json(paths.run) or {}).get("launcher") or LOCAL
+    name = launcher or str(had)
+    if devices is None and record is not None and name == had:
         devices = record.devices
     devices = choose_devices(name, loaded.experiment, devices)
     problems = check_start(loaded.experiment, devices)

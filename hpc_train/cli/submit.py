@@ -40,7 +40,7 @@ class Choices:
 
     @property
     def on_this_machine(self) -> bool:
-        return self.local or self.launcher == LOCAL
+        return self.local or self.launcher == LOCAL or self.devices is not None
 
 
 def submit(file: Path, overrides: Sequence[str], choices: Choices) -> ExitCode:
@@ -63,7 +63,7 @@ def submit(file: Path, overrides: Sequence[str], choices: Choices) -> ExitCode:
 
 
 def _check(choices: Choices) -> None:
-    if choices.devices is not None and not choices.on_this_machine:
+    if choices.devices is not None and not choices.local and choices.launcher is None:
         raise UsageError("--devices: is for this machine; add --local")
     if not choices.local and choices.launcher is None and not choices.dry_run:
         raise UsageError(_LATER)

@@ -147,6 +147,8 @@ class Trainer:
         self.meters.sync()
         self.save_checkpoint(self.step)
         self._saved_at = time.monotonic()
+        if self.status is not None:
+            self.status.write("running", self.step)
 
 
 def _nothing() -> None:

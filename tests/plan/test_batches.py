@@ -16,7 +16,9 @@ def test_ranks_share_the_micro_batches_of_a_step(tmp_path: Path, ranks: int, acc
 
 
 def test_steps_are_taken_as_given(tmp_path: Path) -> None:
-    optimization = loaded(tmp_path, "optimization.epochs=null", "optimization.steps=7").experiment.optimization
+    optimization = loaded(
+        tmp_path, "optimization.epochs=null", "optimization.steps=7"
+    ).experiment.optimization
     assert BatchArithmetic.of(optimization, 100, 1).total_steps == 7
 
 

@@ -56,7 +56,13 @@ def test_what_is_learnt_makes_another_id(tmp_path: Path, override: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["seed=0", "compile=false", "data.augment={hflip: 0.0}", "optimization.schedule={name: constant}", "sweep={}"],
+    [
+        "seed=0",
+        "compile=false",
+        "data.augment={hflip: 0.0}",
+        "optimization.schedule={name: constant}",
+        "sweep={}",
+    ],
 )
 def test_a_default_written_out_is_the_same_run(tmp_path: Path, override: str) -> None:
     assert run_id(loaded(tmp_path, override).experiment) == run_id(loaded(tmp_path).experiment)

@@ -65,7 +65,9 @@ def test_data_smaller_than_a_batch_are_told_at_the_place_in_the_file(tmp_path: P
     with pytest.raises(BadFileError) as error:
         make_plan(loaded(tmp_path, "data.args.num_samples=31"))
     (line,) = error.value.problems
-    assert line.startswith(f"{tmp_path}/exp.yaml:8:22: optimization.global_batch_size: 32 is more than the 31")
+    assert line.startswith(
+        f"{tmp_path}/exp.yaml:8:22: optimization.global_batch_size: 32 is more than the 31"
+    )
 
 
 def test_a_plan_survives_pickling(tmp_path: Path) -> None:

@@ -23,7 +23,12 @@ def _found(*words: str) -> list[Path]:
 
 @pytest.fixture
 def folders() -> list[Path]:
-    return [_make_run("one", "aaaa"), _make_run("one", "bbbb"), _make_run("two", "bbbb"), _make_run("two", "cccc")]
+    return [
+        _make_run("one", "aaaa"),
+        _make_run("one", "bbbb"),
+        _make_run("two", "bbbb"),
+        _make_run("two", "cccc"),
+    ]
 
 
 def test_a_run_is_found_by_its_id(folders: list[Path]) -> None:

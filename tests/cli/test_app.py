@@ -1,0 +1,102 @@
+"""What holds for every command: exit codes, streams, and what may be imported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_train import __version__
+from hpc_train.cli import status as status_module
+from tests.cli.commands import REPOSITORY, hpc_train, python
+
+_NEVER = {"torch", "torchvision", "timm", "wandb", "numpy", "safetensors", "submitit"}
+
+
+def _imported(*arguments: str | Path) -> set[str]:
+    """Return the top-level packages that a command imports in its own process."""
+    done = python("-X", "importtime", "-m", "hpc_train", *arguments)
+    assert done.code == 0, done.err
+    lines = [line for line in done.err.splitlines() if line.startswith("import time:")]
+    return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+
+
+def test_help_imports_nothing_but_typer_and_the_standard_library() -> None:
+    assert not _imported("--help") & (_NEVER | {"pydantic", "yaml", "rich", "platformdirs"})
+
+
+@pytest.mark.parametrize("command", [["validate"], ["plan", "--json"], ["submit", "--dry-run"]])
+def test_what_a_login_node_runs_imports_no_torch(file: Path, command: list[str]) -> None:
+    imported = _imported(command[0], file, *command[1:])
+    assert "pydantic" in imported, "the listing works"
+    assert not imported & _NEVER
+
+
+def test_status_imports_no_torch() -> None:
+    assert not _imported("status") & _NEVER
+
+
+def test_the_version_is_printed() -> None:
+    done = hpc_train("--version")
+    assert (done.code, done.out) == (0, f"hpc-train {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["submit"], ["status", "--nonsense"], ["logs", "x", "--rank", "-1"]]
+)
+def test_a_command_line_that_cannot_be_taken_exits_2(arguments: list[str]) -> None:
+    done = hpc_train(*arguments)
+    assert done.code == 2
+    assert done.out == ""
+
+
+def test_a_users_mistake_prints_its_message_alone() -> None:
+    done = hpc_train("validate", "no-such-file.yaml")
+    assert done.code == 65
+    assert done.out == ""
+    assert done.err.startswith("no-such-file.yaml: can't be read")
+    assert len(done.err.splitlines()) == 1
+
+
+def test_escape_sequences_of_a_name_do_not_reach_the_terminal() -> None:
+    done = hpc_train("status", "\x1b[31mred")
+    assert done.code == 2
+    assert "\x1b" not in done.err
+    assert r"\x1b[31mred" in done.err
+
+
+def test_an_error_of_the_disk_exits_74_without_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device", "runs")
+
+    monkeypatch.setattr(status_module, "status", full)
+    done = hpc_train("status")
+    assert (done.code, done.err) == (74, "runs: No space left on device\n")
+
+
+def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return 0
+
+    monkeypatch.setattr(status_module, "status", interrupted)
+    done = hpc_train("status")
+    assert (done.code, done.out, done.err) == (130, "", "")
+
+
+def test_a_reader_that_goes_away_causes_no_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_train", "schema"],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (74, b"")

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.status import RunStatus, write_status
+from tests.cli.commands import Done, hpc_train
+from tests.run_folder.runs import small_run
+from tests.run_folder.test_checkpoints import begin_attempt, write_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    """A failed run with all that can lie around."""
+    paths = small_run(tmp_path / "runs")
+    begin_attempt(paths, 1)
+    for step in (5, 10, 15):
+        write_checkpoint(paths, step, attempt=1)
+    for name in ("step-00000020.tmp-1", "step-00000003.bad", "mine"):
+        (paths.checkpoints / name).mkdir()
+    paths.cache.mkdir()
+    (paths.cache / "compiled").touch()
+    write_status(paths, RunStatus(state="failed", step=15, attempt=1))
+    return paths
+
+
+def _names(run: RunPaths) -> set[str]:
+    return {path.name for path in run.checkpoints.iterdir()}
+
+
+def _answer(monkeypatch: pytest.MonkeyPatch, text: str) -> Done:
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+        def readline(self) -> str:
+            return text
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    return hpc_train("clean", "abc")
+
+
+def test_the_newest_whole_checkpoint_and_what_is_not_ours_stay(run: RunPaths) -> None:
+    done = hpc_train("clean", "abc", "--yes")
+    assert done.code == 0
+    assert _names(run) == {"step-00000015", "mine"}
+    assert not run.cache.exists()
+    assert run.metrics.parent.exists() and run.experiment.exists()
+    for name in ("step-00000005", "step-00000010", "tmp-1", ".bad", "cache"):
+        assert name in done.err
+
+
+def test_a_damaged_newest_one_is_not_what_is_kept(run: RunPaths) -> None:
+    run.checkpoint(15).shard(0).write_bytes(b"")
+    hpc_train("clean", "abc", "--yes")
+    assert _names(run) == {"step-00000010", "mine"}
+
+
+def test_where_none_is_whole_all_are_kept(run: RunPaths) -> None:
+    for step in (5, 10, 15):
+        run.checkpoint(step).shard(0).write_bytes(b"")
+    hpc_train("clean", "abc", "--yes")
+    assert _names(run) == {"step-00000005", "step-00000010", "step-00000015", "mine"}
+
+
+def test_nothing_goes_without_an_answer(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _names(run)
+    assert hpc_train("clean", "abc").code == 2  # nobody to ask
+    assert _answer(monkeypatch, "\n").code == 0
+    assert _names(run) == before
+    assert _answer(monkeypatch, "y\n").code == 0
+    assert _names(run) != before
+
+
+def test_a_living_run_is_left_alone(run: RunPaths, tmp_path: Path) -> None:
+    paths = small_run(tmp_path / "runs" / "other")  # pending, made by this living process
+    paths.cache.mkdir()
+    done = hpc_train("clean", paths.folder, "--yes")
+    assert (done.code, "is pending" in done.err) == (1, True)
+    assert paths.cache.exists()
+
+
+def test_a_cache_that_is_a_link_goes_without_what_it_leads_to(run: RunPaths, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    run.cache.rename(elsewhere)
+    run.cache.symlink_to(elsewhere)
+    hpc_train("clean", "abc", "--yes")
+    assert not run.cache.is_symlink()
+    assert (elsewhere / "compiled").exists()

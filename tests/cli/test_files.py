@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.commands import hpc_train, python
+
+
+def test_a_fine_file_is_said_to_be_fine_on_stderr(file: Path) -> None:
+    done = hpc_train("validate", file, "sweep.grid={seed: [1, 2]}")
+    assert (done.code, done.out) == (0, "")
+    assert done.err == f"{file}: fine: 2 runs of tiny\n"
+
+
+def test_every_problem_is_a_line_and_exits_65(file: Path) -> None:
+    done = hpc_train("validate", file, "seed=-1", "precision=fp7", "optimization.optimiser=sgd")
+    assert (done.code, done.out) == (65, "")
+    assert len(done.err.splitlines()) == 3
+    assert "did you mean optimizer?" in done.err
+
+
+def test_a_batch_larger_than_the_data_is_a_problem_of_the_file(file: Path) -> None:
+    assert hpc_train("validate", file, "data.args.num_samples=31").code == 65
+
+
+def test_the_schema_is_json_with_every_section() -> None:
+    done = hpc_train("schema")
+    assert done.code == 0
+    assert {"name", "optimization", "slurm", "sweep"} <= json.loads(done.out)["properties"].keys()
+
+
+def test_prepare_refuses_a_bad_file_before_it_starts_anything(file: Path) -> None:
+    assert hpc_train("prepare", file, "seed=-1").code == 65
+
+
+@pytest.mark.slow
+def test_prepare_builds_data_and_model(file: Path) -> None:
+    done = python(
+        "-m", "hpc_train", "prepare", file, "model.name=timm/test_resnet", "data.name=digits", "data.args={}"
+    )
+    assert done.code == 0, done.err
+    assert "data digits: 1438 training and 359 validation samples, 10 classes" in done.err
+    assert "model timm/test_resnet" in done.err
+
+
+@pytest.mark.slow
+def test_prepare_passes_the_exit_code_of_what_it_found_on(file: Path) -> None:
+    done = python("-m", "hpc_train", "prepare", file, "model.name=no_such_package.models:net")
+    assert done.code == 65
+    assert "no_such_package" in done.err
+    assert "Traceback" not in done.err

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.cli.commands import hpc_train
+
+
+def test_a_plan_is_a_table_on_stdout(file: Path) -> None:
+    done = hpc_train("plan", file, "sweep.grid={seed: [1, 2]}")
+    assert done.code == 0
+    heads, first, second = done.out.splitlines()
+    assert heads.startswith("run") and heads.endswith("with")
+    assert first.endswith("seed=1") and second.endswith("seed=2")
+
+
+def test_a_plan_as_json_carries_its_version(file: Path) -> None:
+    done = hpc_train("plan", file, "--json")
+    plan = json.loads(done.out)
+    assert (plan["version"], plan["name"], plan["runs"][0]["total_steps"]) == (1, "tiny", 9)
+
+
+def test_a_plan_says_what_cannot_be_started_yet(file: Path) -> None:
+    done = hpc_train("plan", file, "optimization.ema={decay: 0.9}", "--json")
+    assert done.code == 0
+    assert json.loads(done.out)["runs"]
+    assert "optimization.ema" in done.err

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.cli import progress as progress_module
+from hpc_train.cli.metrics import MetricsReader
+from hpc_train.cli.progress import LINE_EVERY_S, READ_EVERY_S, Progress, duration
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.status import RunStatus, write_status
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress_module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path)
+
+
+def _at(run: RunPaths, step: int, attempt: int = 2) -> None:
+    write_status(run, RunStatus(state="running", step=step, total_steps=100, attempt=attempt))
+
+
+def _row(run: RunPaths, **row: Any) -> None:
+    with run.metrics.open("a") as file:
+        file.write(json.dumps({"attempt": 2, "split": "train", "step": 1} | row) + "\n")
+
+
+def test_a_line_comes_every_ten_seconds(
+    run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress(run, attempt=2)
+    _row(run, loss=0.5)
+    for step in range(0, 31, 2):  # two steps a second
+        _at(run, step)
+        progress.update()
+        clock.now_s += 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [f"{run.folder.name}: step 20/100 2 steps/s, 0:40 left, loss 0.5"]
+
+
+def test_an_evaluation_is_told_at_once(
+    run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress(run, attempt=2)
+    _row(run, split="val", step=7, epoch=1.5, loss=0.25, accuracy=0.9)
+    progress.update()
+    assert capsys.readouterr().err == f"{run.folder.name}: step 7: val loss 0.25 accuracy 0.9\n"
+
+
+def test_what_earlier_attempts_said_is_not_told_again(
+    run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _row(run, split="val", attempt=1, loss=0.25)
+    progress = Progress(run, attempt=2)
+    _at(run, 50, attempt=1)
+    progress.update()
+    clock.now_s += 2 * LINE_EVERY_S
+    progress.update()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_last_rows_are_told_at_the_end(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(run, attempt=2)
+    progress.update()
+    _row(run, split="val", step=100, accuracy=1.0)
+    progress.close()
+    assert "step 100: val accuracy 1" in capsys.readouterr().err
+
+
+def test_the_files_are_read_four_times_a_second_at_most(
+    run: RunPaths, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[float] = []
+    monkeypatch.setattr(MetricsReader, "new_rows", lambda _: reads.append(clock.now_s) or [])
+    progress = Progress(run, attempt=2)
+    for _ in range(100):
+        progress.update()
+        clock.now_s += READ_EVERY_S / 10
+    assert len(reads) == 10
+
+
+def test_a_damaged_or_unfinished_row_is_skipped_until_it_is_whole(run: RunPaths) -> None:
+    reader = MetricsReader(run.metrics)
+    assert reader.new_rows() == []
+    run.metrics.write_text('nonsense\n[1]\n{"step": 1}\n{"st')
+    assert reader.new_rows() == [{"step": 1}]
+    with run.metrics.open("a") as file:
+        file.write('ep": 2}\n')
+    assert reader.new_rows() == [{"step": 2}]
+
+
+def test_a_file_that_a_resume_wrote_anew_is_read_from_its_start(run: RunPaths, tmp_path: Path) -> None:
+    run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    reader = MetricsReader(run.metrics)
+    reader.new_rows()
+    shorter = tmp_path / "new"
+    shorter.write_text('{"step": 1}\n')
+    shorter.rename(run.metrics)
+    assert reader.new_rows() == [{"step": 1}]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3723, "1:02:03")])
+def test_durations_read_as_clocks_show_them(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cli.starting import start_attempt
+from hpc_train.errors import TryAgainError
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.attempts import claim_attempt, newest_number, read_record, write_record
+from hpc_train.run_folder.finding import find_runs
+from hpc_train.run_folder.processes import Process
+from hpc_train.run_folder.status import RunStatus, read_status, write_status
+from tests.cli.commands import hpc_train
+from tests.cli.launchers import COMPLETING, FAILING, Completing, requests
+
+
+@pytest.fixture
+def failed(file: Path) -> RunPaths:
+    """A run whose first attempt broke, on three devices."""
+    hpc_train("submit", file, "--local", "--launcher", FAILING, "--devices", "3")
+    (paths,) = find_runs([])
+    return paths
+
+
+def _resume(*arguments: str | Path) -> int:
+    return hpc_train("resume", *arguments).code
+
+
+def test_a_failed_run_goes_on_in_its_next_attempt(failed: RunPaths) -> None:
+    done = hpc_train("resume", failed.folder.name, "--launcher", COMPLETING, "--json")
+    assert done.code == 0
+    assert [request.attempt for request in requests] == [1, 2]
+    assert json.loads(done.out)["runs"][0]["state"] == "completed"
+
+
+def test_launcher_and_devices_are_those_it_had(failed: RunPaths) -> None:
+    assert _resume(failed.folder) == 1
+    assert [request.devices for request in requests] == [3, 3]
+
+
+def test_devices_may_be_others(failed: RunPaths) -> None:
+    assert _resume(failed.folder, "--devices", "2") == 1
+    assert requests[-1].devices == 2
+
+
+def test_devices_of_another_launcher_are_not_taken_over(failed: RunPaths) -> None:
+    assert _resume(failed.folder, "--launcher", COMPLETING) == 0
+    assert requests[-1].devices is None
+
+
+def test_a_completed_run_says_so(failed: RunPaths) -> None:
+    _resume(failed.folder, "--launcher", COMPLETING)
+    done = hpc_train("resume", failed.folder)
+    assert (done.code, "completed already" in done.err) == (0, True)
+    assert len(requests) == 2
+
+
+def test_a_change_of_what_is_learnt_is_refused(failed: RunPaths) -> None:
+    done = hpc_train("resume", failed.folder, "optimization.optimizer.lr=0.5", "name=other")
+    assert done.code == 2
+    assert "optimization.optimizer.lr, name: would make" in done.err
+    assert newest_number(failed) == 1
+
+
+def test_changes_that_leave_the_run_what_it_is_are_noted_and_stay(failed: RunPaths) -> None:
+    done = hpc_train("resume", failed.folder, "parallel.strategy=fsdp", "data.workers=2")
+    assert "from this attempt on parallel.strategy=fsdp data.workers=2" in done.err
+    assert _resume(failed.folder, "data.workers=1", "--launcher", COMPLETING) == 0
+    assert [request.experiment.parallel.strategy for request in requests] == ["ddp", "fsdp", "fsdp"]
+    assert [request.experiment.data.workers for request in requests] == [0, 2, 1]
+    changes = json.loads(failed.run.read_text())["changes"]
+    assert changes == {"2": ["parallel.strategy=fsdp", "data.workers=2"], "3": ["data.workers=1"]}
+
+
+def test_a_change_that_cannot_be_started_leaves_the_run_alone(failed: RunPaths) -> None:
+    assert _resume(failed.folder, "parallel.strategy=hsdp") == 65
+    assert _resume(failed.folder, "--devices", "5") == 65
+    assert newest_number(failed) == 1
+
+
+@pytest.mark.parametrize("words", [["seed=1"], ["nonsense"]])
+def test_words_that_name_no_run_are_a_usage_error(words: list[str]) -> None:
+    assert _resume(*words) == 2
+
+
+def test_a_run_whose_launcher_lives_is_refused(failed: RunPaths) -> None:
+    claim_attempt(failed)  # by this process
+    write_status(failed, RunStatus(state="running", attempt=2))
+    done = hpc_train("resume", failed.folder)
+    assert done.code == 1
+    assert f"process {os.getpid()}" in done.err
+    assert len(requests) == 1
+
+
+def test_ranks_that_outlived_their_launcher_are_ended_first(failed: RunPaths) -> None:
+    rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        process = Process.of(rank.pid)
+        record = read_record(failed.attempt(1))
+        assert process is not None and record is not None
+        dead = replace(process, start_ticks=process.start_ticks - 1)
+        changes = {"launcher": "local", "rank_processes": [process], "launcher_process": dead, "end": None}
+        write_record(failed.attempt(1), replace(record, **changes))
+        write_status(failed, replace(read_status(failed), state="running"))
+        assert _resume(failed.folder, "--launcher", COMPLETING) == 0
+        assert rank.wait(10) == -9
+    finally:
+        rank.kill()
+        rank.communicate()
+
+
+def test_of_two_that_start_at_once_the_later_gives_way(failed: RunPaths) -> None:
+    claim_attempt(failed)
+    with pytest.raises(TryAgainError, match="another command has just started it"):
+        start_attempt(failed, Completing(), None)
+    assert newest_number(failed) == 2
+
+
+def test_all_runs_of_an_experiment_go_on(file: Path) -> None:
+    hpc_train("submit", file, "--local", "--launcher", FAILING, "sweep.grid={seed: [1, 2]}")
+    assert _resume("tiny", "--launcher", COMPLETING) == 0
+    assert [request.attempt for request in requests] == [1, 1, 2, 2]

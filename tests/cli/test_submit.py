@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cli.status import RunRow
+from hpc_train.config.freezing import read
+from hpc_train.paths import RunPaths, runs_root
+from hpc_train.plan.identity import run_id
+from hpc_train.run_folder.creation import create_run
+from hpc_train.run_folder.finding import find_runs
+from tests.cli.commands import Done, hpc_train
+from tests.cli.launchers import COMPLETING, FAILING, INTERRUPTED, requests
+from tests.plan.files import loaded
+
+
+def _submit(file: Path, *arguments: str, launcher: str = COMPLETING) -> Done:
+    return hpc_train("submit", file, "--local", "--launcher", launcher, *arguments)
+
+
+def _states() -> list[str]:
+    return [RunRow.of(paths).state for paths in find_runs([])]
+
+
+def test_slurm_is_refused_by_name_for_now(file: Path) -> None:
+    done = hpc_train("submit", file)
+    assert done.code == 2
+    assert "submitting to Slurm comes with a later version; add --local, or --dry-run" in done.err
+
+
+def test_devices_without_local_are_refused(file: Path) -> None:
+    assert hpc_train("submit", file, "--devices", "2", "--dry-run").code == 2
+
+
+def test_a_dry_run_prints_the_plan_and_makes_nothing(file: Path) -> None:
+    done = hpc_train("submit", file, "--dry-run", "--json", "slurm={nodes: 2, time_limit: 1h}")
+    assert done.code == 0
+    assert json.loads(done.out)["runs"][0]["ranks"] == 2
+    assert not runs_root().exists()
+
+
+def test_too_many_ranks_are_refused_before_anything_is_made(file: Path) -> None:
+    done = hpc_train("submit", file, "--local", "--devices", "5")
+    assert done.code == 65
+    assert f"{file}:9:21: optimization.micro_batch_size: needs at most 4 ranks" in done.err
+    assert not runs_root().exists()
+
+
+def test_an_unknown_launcher_is_a_usage_error(file: Path) -> None:
+    done = _submit(file, launcher="locl")
+    assert (done.code, "did you mean local?" in done.err) == (2, True)
+
+
+def test_a_run_is_made_and_ends_with_where_everything_is(file: Path, tmp_path: Path) -> None:
+    done = _submit(file, "--devices", "2")
+    (paths,) = find_runs([])
+    assert done.code == 0
+    assert paths.folder == runs_root() / "tiny" / run_id(loaded(tmp_path).experiment)
+    assert done.out == f"{paths.folder.name}  completed  5/9  {paths.folder}\n"
+    assert str(paths.folder) in done.err
+    assert "last val   step 5: loss 0.5 accuracy 0.75" in done.err
+    (request,) = requests
+    assert (request.attempt, request.devices) == (1, 2)
+
+
+def test_a_completed_run_is_not_started_again(file: Path) -> None:
+    _submit(file)
+    done = _submit(file)
+    assert done.code == 0
+    assert "completed already" in done.err
+    assert len(requests) == 1
+
+
+def test_a_run_that_somebody_is_starting_is_not_started_again(file: Path, tmp_path: Path) -> None:
+    experiment = loaded(tmp_path).experiment
+    folder = runs_root() / "tiny" / run_id(experiment)
+    create_run(RunPaths(folder), experiment, folder.name, 9)  # by this living process
+    done = _submit(file)
+    assert done.code == 0
+    assert "pending already" in done.err
+    assert not requests
+
+
+def test_a_failed_run_names_the_two_ways_on(file: Path) -> None:
+    assert _submit(file, launcher=FAILING).code == 1
+    (paths,) = find_runs([])
+    done = _submit(file)
+    assert done.code == 1
+    assert f"hpc-train resume {paths.folder.name}" in done.err
+    assert "--new" in done.err
+    assert len(requests) == 1
+
+
+def test_new_starts_beside_what_is_there(file: Path) -> None:
+    for _ in range(3):
+        assert _submit(file, "--new").code == 0
+    names = [paths.folder.name for paths in find_runs([])]
+    assert names == [names[0], f"{names[0]}-2", f"{names[0]}-3"]
+    assert [RunRow.of(paths).id for paths in find_runs([])] == names
+
+
+def test_the_runs_of_a_sweep_follow_each_other(file: Path) -> None:
+    done = _submit(file, "sweep.grid={seed: [7, 8, 9]}", "--json")
+    assert done.code == 0
+    assert [request.experiment.seed for request in requests] == [7, 8, 9]
+    data = json.loads(done.out)
+    assert data["version"] == 1
+    assert [run["id"] for run in data["runs"]] == [request.paths.folder.name for request in requests]
+    assert read(requests[1].paths.experiment).seed == 8
+
+
+def test_a_sweep_ends_as_its_worst_run_and_starts_only_what_is_missing(file: Path) -> None:
+    _submit(file, "seed=8", launcher=FAILING)
+    done = _submit(file, "sweep.grid={seed: [7, 8]}")
+    assert done.code == 1
+    assert [request.experiment.seed for request in requests] == [8, 7]
+
+
+def test_ctrl_c_ends_the_whole_sweep(file: Path) -> None:
+    done = _submit(file, "sweep.grid={seed: [7, 8, 9]}", launcher=INTERRUPTED)
+    assert done.code == 130
+    assert len(requests) == 1
+    assert "2 more runs were not started" in done.err
+
+
+@pytest.mark.parametrize("flag", ["--json", "--new"])
+def test_words_never_reach_stdout(file: Path, flag: str) -> None:
+    done = _submit(file, flag)
+    assert "starting in" in done.err
+    assert "starting in" not in done.out
