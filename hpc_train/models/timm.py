@@ -19,9 +19,16 @@ from hpc_train.registry import nearest
 from hpc_train.runtime.data_info import DataInfo
 
 
+#: Arguments of timm.create_model that name files to read, or say what the file says elsewhere.
+_OWNED = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+
+
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
     """Build timm's model ``rest`` (``name`` or ``name.tag``); classes and channels are the data set's."""
     _refuse_unknown(rest)
+    for name in _OWNED:
+        if name in config.args:
+            raise BadFileError(f"model.args: {name} may not stand here; write model.pretrained")
     arguments = _arguments(config, info)
     if config.pretrained is True:
         return _with_hub_weights(rest, config, arguments, download=download)

@@ -211,3 +211,9 @@ def test_a_damaged_or_missing_file_is_the_files_error(name: str, tmp_path: Path)
     path.write_bytes(b"not weights")
     with pytest.raises(BadFileError, match=r"^model.pretrained: .*damaged"):
         build("tests.models.factories:mlp", pretrained=str(path))
+
+
+def test_a_file_named_by_the_arguments_is_never_read(tmp_path: Path) -> None:
+    """``validate`` builds models in a child process; timm before 1.0.20 unpickled what this names."""
+    with pytest.raises(BadFileError, match="checkpoint_path may not stand here"):
+        build("timm/test_resnet", args={"checkpoint_path": str(tmp_path / "weights.pth")})

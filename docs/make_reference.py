@@ -1,0 +1,83 @@
+"""Writes the tables of keys in reference.md from the schema: ``python docs/make_reference.py``.
+
+A test calls ``updated`` to see that the file is up to date.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from hpc_train.config.explanations import wanted
+from hpc_train.config.json_schema import Node, json_schema
+from hpc_train.config.keys import as_mapping, members
+
+PAGE = Path(__file__).with_name("reference.md")
+BEGIN = "<!-- keys: written by docs/make_reference.py -->\n"
+END = "<!-- end of keys -->\n"
+
+
+def updated(page: str) -> str:
+    """Return the page with what stands between the two markers made anew."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"{PAGE.name} has lost its markers"
+    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
+
+
+def tables() -> str:
+    """Return a table a section of the file, outer ones first."""
+    return "\n\n".join(_section(path, node) for path, node in _sections((), json_schema())) + "\n"
+
+
+def _sections(path: tuple[str, ...], node: Node) -> Iterator[tuple[tuple[str, ...], Node]]:
+    """Yield every mapping whose keys are fixed, and then those below it."""
+    mapping = as_mapping(node)
+    if mapping is None or "properties" not in mapping:
+        return
+    yield path, mapping
+    for key, below in mapping["properties"].items():
+        yield from _sections((*path, key), below)
+
+
+def _section(path: tuple[str, ...], mapping: Node) -> str:
+    title = f"`{'.'.join(path)}`" if path else "The whole file"
+    rows = [_row(key, below, mapping) for key, below in mapping["properties"].items()]
+    head = "| key | takes | absent | meaning |\n| --- | --- | --- | --- |"
+    return "\n".join([f"### {title}\n\n{_one_line(mapping['description'])}\n", head, *rows])
+
+
+def _row(key: str, node: Node, parent: Node) -> str:
+    cells = [f"`{key}`", _takes(node), _absent(key, node, parent), _meaning(node)]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _takes(node: Node) -> str:
+    """Return what the value may be; a section of its own is described there."""
+    if any("properties" in member for member in members(node)):
+        plain = [wanted(member) for member in members(node) if "properties" not in member]
+        return " or ".join([*plain, "a section"])
+    return wanted(node)
+
+
+def _absent(key: str, node: Node, parent: Node) -> str:
+    if key in parent.get("required", []):
+        return "**required**"
+    default = node.get("default")
+    return "" if default is None or default in ({}, []) else f"`{json.dumps(default)}`"
+
+
+def _meaning(node: Node) -> str:
+    """Return the key's own text, or its section's."""
+    own = node.get("description")
+    sections = [member.get("description", "") for member in members(node) if "properties" in member]
+    return _one_line(own or next(iter(sections), ""))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("``", "`")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
