@@ -96,8 +96,8 @@ def _attribute(kind: str, name: str, module: str, attr: str) -> object:
         if error.name is None or not (module + ".").startswith(error.name + "."):
             raise  # the module was found; something that it imports was not
         raise BadFileError(
-            f"{_KEYS[kind]}: {name!r} can't be imported: no module {error.name!r} (python is {sys.executable}); "
-            "install its package there, or mend the name"
+            f"{_KEYS[kind]}: {name!r} can't be imported: no module {error.name!r}; "
+            f"install its package for {sys.executable}, or mend the name"
         ) from error
     except AttributeError as error:
         raise BadFileError(

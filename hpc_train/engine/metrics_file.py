@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one row a log point, each (split, step) once, whatever interrupts the run. Rank 0 only."""
+"""``metrics.jsonl``: one row a log point, each (split, step) once, whatever happens. Rank 0 only."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Logger(Protocol):
     """Constructed as ``Logger(context)`` at the start of each attempt."""
 
     def log(self, row: Row) -> None:
-        """Take one row: ``time``, ``attempt``, ``split``, ``step``, ``epoch`` and the metrics. Returns at once."""
+        """Take one row (``time``, ``attempt``, ``split``, ``step``, ``epoch``, metrics). Returns at once."""
 
     def close(self, state: str) -> None:
-        """Finish; ``state`` is what the attempt ended in (``completed``, ``failed``, …). Bounded to seconds."""
+        """Finish, within seconds; ``state`` is how the attempt ended (``completed``, ``failed``, …)."""

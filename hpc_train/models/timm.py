@@ -18,7 +18,6 @@ from hpc_train.models.weights import StateDict, load_weights
 from hpc_train.registry import nearest
 from hpc_train.runtime.data_info import DataInfo
 
-
 #: Arguments of timm.create_model that name files to read, or say what the file says elsewhere.
 _OWNED = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 

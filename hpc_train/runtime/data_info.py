@@ -1,6 +1,7 @@
 """What a data set tells the model and the task, and a batch as both see it.
 
-Lies in ``runtime`` because data sets, models, tasks and strategies all speak it and may not import each other.
+Lies in ``runtime`` because data sets, models, tasks and strategies all speak it and import nothing of
+each other.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Batch:
 
     ``inputs`` (B, …) and ``targets`` (B, …) are CPU tensors as the loader makes them (images uint8, not
     normalised) or, after ``to``, on the device. ``number`` is its place i of 0…M−1 in the step (or in the
-    evaluation). ``weight`` is 1/M, or 0 for a spare slot. ``valid`` (B,) bool is false where a sample only fills up.
+    evaluation). ``weight`` is 1/M, or 0 for a spare slot. ``valid`` (B,) bool is false where a sample only
+    fills up.
     """
 
     step: int

@@ -214,6 +214,6 @@ def test_a_damaged_or_missing_file_is_the_files_error(name: str, tmp_path: Path)
 
 
 def test_a_file_named_by_the_arguments_is_never_read(tmp_path: Path) -> None:
-    """``validate`` builds models in a child process; timm before 1.0.20 unpickled what this names."""
+    """``validate`` builds models in a child process: no argument may make timm read a file there."""
     with pytest.raises(BadFileError, match="checkpoint_path may not stand here"):
         build("timm/test_resnet", args={"checkpoint_path": str(tmp_path / "weights.pth")})
