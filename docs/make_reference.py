@@ -65,7 +65,7 @@ def _absent(key: str, node: Node, parent: Node) -> str:
     if key in parent.get("required", []):
         return "**required**"
     default = node.get("default")
-    return "" if default is None or default in ({}, []) else f"`{json.dumps(default)}`"
+    return "" if default is None or isinstance(default, dict) or default == [] else f"`{json.dumps(default)}`"
 
 
 def _meaning(node: Node) -> str:

@@ -7,6 +7,12 @@ from pathlib import Path
 
 import pytest
 
+#: A rank's own, and what inductor writes into the environment of a process that compiles.
+_LEFT_BEHIND = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
+}  # fmt: skip
+
 
 @pytest.fixture(autouse=True)
 def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,11 +20,5 @@ def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     for name in list(os.environ):
-        if name.startswith("SLURM_") or name in {
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        }:
+        if name.startswith("SLURM_") or name in _LEFT_BEHIND:
             monkeypatch.delenv(name)
