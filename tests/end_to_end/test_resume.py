@@ -67,6 +67,14 @@ def test_on_three_ranks_a_kill_changes_no_bit(tmp_path: Path) -> None:
     assert_equal_to_the_bit(quiet, killed)
 
 
+def test_a_loss_scale_survives_a_kill(tmp_path: Path) -> None:
+    """Under fp16 the scale grows and shrinks with the gradients seen so far: it is state as well."""
+    overrides = ("precision=fp16", SLOW, "optimization.steps=40")
+    quiet = submit(tmp_path / "quiet", *overrides, devices=1)
+    killed = submit_with_kills(tmp_path / "killed", [17], *overrides, devices=1)
+    assert_equal_to_the_bit(quiet, killed)
+
+
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) -> None:
     quiet = submit(
         tmp_path / "quiet", SLOW, "optimization.schedule={name: constant}", "optimization.steps=20"

@@ -1,0 +1,130 @@
+"""Every code block of README.md and docs/ is true: files validate, commands do what the page shows."""
+
+from __future__ import annotations
+
+import runpy
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hpc_train.config.loading import load
+from hpc_train.config.marked_yaml import read_document
+from tests.docs.pages import PAGES, REPOSITORY, Block, blocks, commands, missing_lines, run
+
+LANGUAGES = {"yaml", "console", "python", "toml", "text"}
+SESSIONS = [page for page in PAGES if any(block.language == "console" for block in blocks(page))]
+ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]
+#: What a block that shows only some keys is laid over.
+WHOLE_FILE = """\
+name: whole
+task: classification
+model: {name: timm/test_resnet}
+data: {name: digits}
+optimization: {epochs: 5, global_batch_size: 8, micro_batch_size: 8, optimizer: {name: sgd, lr: 0.1}}
+"""
+
+
+def of(*languages: str) -> list[Any]:
+    return [pytest.param(block, id=str(block)) for block in ALL_BLOCKS if block.language in languages]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One list of models' names for all commands: making it imports timm."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_fence_has_a_language_that_is_checked(page: Path) -> None:
+    fences = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("```")]
+    found = blocks(page)
+    assert len(fences) == 2 * len(found), "a fence is not closed"
+    # A diagram may stand in a fence without a language, as text.
+    assert {block.language for block in found} <= LANGUAGES | {""}
+
+
+@pytest.mark.parametrize("block", of("yaml"))
+def test_yaml_is_an_experiment_or_a_part_of_one(block: Block, tmp_path: Path) -> None:
+    shown = read_document(block.text.encode())
+    assert shown.data is not None and not shown.problems, shown.problems
+    whole = read_document(WHOLE_FILE.encode()).data
+    assert whole is not None
+    file = tmp_path / "exp.yaml"
+    file.write_text(block.text if "name" in shown.data else yaml.safe_dump(laid_over(whole, shown.data)))
+    load(file, check_names=False)
+
+
+def laid_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: laid_over(below[key], above[key]) for key in below.keys() & above.keys() if is_nested(above[key])
+    }
+    return below | above | both
+
+
+def is_nested(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+@pytest.mark.parametrize("block", of("toml"))
+def test_toml_is_that_of_the_plugin_example(block: Block) -> None:
+    example = tomllib.loads((REPOSITORY / "tests/plugin_example/pyproject.toml").read_text())
+    shown = tomllib.loads(block.text)["project"]["entry-points"]
+    assert shown == example["project"]["entry-points"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", of("python"))
+def test_python_runs(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / (block.file or "block.py")
+    file.write_text(block.text, encoding="utf-8")
+    assert runpy.run_path(str(file)), "it defines nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.name)
+def test_commands_do_what_the_page_shows(
+    page: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page is one session in one folder: each block finds the files that blocks before it are saved as."""
+    monkeypatch.setenv("HPC_TRAIN_CACHE", str(cache))
+    for block in blocks(page):
+        if block.file is not None:
+            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
+        for command in commands(block) if block.language == "console" else ():
+            code, printed = run(command, tmp_path)
+            assert code == command.exit_code, f"{block}: {command.line}\n{printed}"
+            assert not missing_lines(command.shown, printed), f"{block}: {command.line}\n{printed}"
+
+
+def test_the_reference_lists_the_keys_of_the_schema() -> None:
+    maker = runpy.run_path(str(REPOSITORY / "docs" / "make_reference.py"))
+    page = maker["PAGE"].read_text(encoding="utf-8")
+    assert page == maker["updated"](page), "run `python docs/make_reference.py`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+    for target, heading in links(page):
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{page.name}: {target}"
+        if heading:
+            assert heading in headings(file), f"{page.name}: {target}#{heading}"
+
+
+def links(page: Path) -> list[tuple[str, str]]:
+    """Return (path, heading) of every link that does not leave the repository."""
+    parts = [part.partition(")")[0] for part in page.read_text(encoding="utf-8").split("](")[1:]]
+    return [
+        (path, heading) for path, _, heading in (part.partition("#") for part in parts) if ":" not in path
+    ]
+
+
+def headings(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    lines = [
+        line.lstrip("#").strip().lower() for line in page.read_text().splitlines() if line.startswith("#")
+    ]
+    return {"".join(c for c in line.replace(" ", "-") if c.isalnum() or c in "-_") for line in lines}

@@ -1,0 +1,95 @@
+"""Evaluation counts each sample once and knows nothing of how ranks share the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpc_train.datasets.sampler import EvaluationSampler
+from hpc_train.engine.evaluation import evaluate
+from hpc_train.runtime.data_info import Batch
+from tests.ranks import run_ranks
+
+NUM_SAMPLES, SIZE = 103, 8
+NUM_BATCHES = 13
+CPU = torch.device("cpu")
+
+
+def values() -> Tensor:
+    """Numbers of all magnitudes: adding them in another order gives another sum."""
+    generator = torch.Generator().manual_seed(1)
+    exponents = torch.randint(-20, 20, (NUM_SAMPLES,), generator=generator)
+    return torch.randn(NUM_SAMPLES, generator=generator, dtype=torch.float64) * 2.0**exponents
+
+
+def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    for slot in EvaluationSampler(NUM_SAMPLES, SIZE, rank, world_size):
+        valid = torch.arange(SIZE) < slot.num_valid
+        yield Batch(0, slot.number, 1.0, values()[slot.indices], slot.indices, valid)
+
+
+def sums_of(batch: Batch) -> dict[str, Tensor]:
+    return {
+        "count": batch.valid.sum(dtype=torch.float64),
+        "value": torch.where(batch.valid, batch.inputs, 0.0).sum(),
+        "index": (batch.targets * batch.valid).sum(dtype=torch.float64),
+    }
+
+
+def on_rank(rank: int, world_size: int) -> dict[str, float] | None:
+    return evaluate(batches(rank, world_size), NUM_BATCHES, sums_of, CPU, must_stop=lambda: False)
+
+
+def stopped_on_rank(rank: int, world_size: int) -> tuple[object, int]:
+    """Stop before the third batch; return what came of it and how many were evaluated."""
+    seen: list[int] = []
+
+    def counted(batch: Batch) -> dict[str, Tensor]:
+        seen.append(batch.number)
+        return sums_of(batch)
+
+    result = evaluate(batches(rank, world_size), NUM_BATCHES, counted, CPU, lambda: len(seen) == 2)
+    return result, len(seen)
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group")
+def test_every_sample_counts_exactly_once() -> None:
+    found = on_rank(0, 1)
+    assert found is not None
+    assert found["count"] == NUM_SAMPLES
+    assert found["index"] == sum(range(NUM_SAMPLES))
+    assert found["value"] == pytest.approx(float(values().sum()), rel=1e-12)
+
+
+@pytest.mark.usefixtures("_group")
+def test_asked_to_stop_it_says_nothing_and_goes_no_further() -> None:
+    assert stopped_on_rank(0, 1) == (None, 2)
+
+
+@pytest.mark.usefixtures("_group")
+def test_a_batch_past_the_last_only_fills_up() -> None:
+    # A rank of four has batches 12 and 13 … 15 in its last round; whatever those hold must not count.
+    extra = Batch(0, NUM_BATCHES, 1.0, torch.full((SIZE,), 1e9), torch.ones(SIZE), torch.ones(SIZE).bool())
+    found = evaluate([*batches(), extra], NUM_BATCHES, sums_of, CPU, must_stop=lambda: False)
+    assert found == on_rank(0, 1)
+
+
+@pytest.mark.slow
+def test_one_to_four_ranks_agree_to_the_bit(tmp_path: Path) -> None:
+    found = [each for ranks in (1, 2, 3, 4) for each in run_ranks(ranks, on_rank, folder=tmp_path)]
+    assert len(found) == 10
+    assert found[0]["count"] == NUM_SAMPLES
+    assert all(each == found[0] for each in found)
+    assert run_ranks(3, stopped_on_rank, folder=tmp_path) == [(None, 2)] * 3

@@ -1,0 +1,112 @@
+"""``metrics.jsonl`` after kills, resumes and repeated steps."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.engine.metrics_file import MetricsFile, read_rows
+
+
+def row(step: int, split: str = "train", **more: Any) -> dict[str, Any]:
+    return {"split": split, "step": step, "loss": 1 / step} | more
+
+
+def written(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return path
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def test_a_new_run_begins_with_an_empty_file(path: Path) -> None:
+    MetricsFile(path, 0).close()
+    assert path.read_text() == ""
+
+
+def test_rows_past_the_resumed_step_are_dropped_and_may_be_written_again(path: Path) -> None:
+    written(path, *(row(step, attempt=1) for step in range(1, 8)), row(6, "val", attempt=1))
+    file = MetricsFile(path, 5)
+    assert read_rows(path) == [row(step, attempt=1) for step in range(1, 6)]
+    assert not file.has("val", 6)
+    file.append(row(6, attempt=2))
+    file.append(row(6, "val", attempt=2))
+    file.close()
+    assert [each["attempt"] for each in read_rows(path)] == [1] * 5 + [2, 2]
+
+
+def test_what_is_kept_counts_as_written(path: Path) -> None:
+    written(path, row(5), row(5, "val"))
+    file = MetricsFile(path, 5)
+    assert file.has("train", 5)
+    assert file.has("val", 5)
+    assert not file.has("val", 4)
+    file.close()
+
+
+def test_a_step_of_a_split_is_written_once(path: Path) -> None:
+    file = MetricsFile(path, 0)
+    file.append(row(1))
+    file.append(row(1, "val"))
+    with pytest.raises(AssertionError, match="has its row already"):
+        file.append(row(1))
+    file.close()
+    assert len(read_rows(path)) == 2
+
+
+def test_a_file_cut_anywhere_keeps_its_whole_rows(path: Path) -> None:
+    rows = [row(step, note="é") for step in (1, 2, 3)]
+    whole = written(path, *rows).read_bytes()
+    ends = [index for index, byte in enumerate(whole) if byte == ord("}")]
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        MetricsFile(path, 3).close()
+        count = sum(end < cut for end in ends)
+        assert read_rows(path) == rows[:count], f"cut at byte {cut}"
+        assert path.read_bytes().endswith(b"\n") or count == 0, "the next row begins a line of its own"
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", '"step"', '{"split": "train"}', '{"step": 1}', "\0\0", "\xff"])
+def test_a_line_that_is_no_row_is_left_out(line: str, path: Path) -> None:
+    path.write_bytes(line.encode("latin-1") + b"\n" + json.dumps(row(1)).encode() + b"\n")
+    MetricsFile(path, 1).close()
+    assert path.read_text() == json.dumps(row(1)) + "\n"
+
+
+def test_a_row_reaches_other_processes_at_once(path: Path) -> None:
+    file = MetricsFile(path, 0)
+    file.append(row(1))
+    assert read_rows(path) == [row(1)]
+    file.close()
+
+
+def test_a_number_that_json_has_not_is_refused(path: Path) -> None:
+    file = MetricsFile(path, 0)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        file.append(row(1, grad_norm=float("nan")))
+    file.close()
+    assert path.read_text() == ""
+
+
+def test_sync_puts_the_file_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    really = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        really(descriptor)
+
+    file = MetricsFile(path, 0)
+    monkeypatch.setattr(os, "fsync", note)
+    file.append(row(1))
+    assert synced == []
+    file.sync()
+    assert synced == [path.stat().st_ino]
+    file.close()
