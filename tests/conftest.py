@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+#: What timm and torchvision know, asked once (seconds) for all tests.
+_NAMES = Path(__file__).parents[1] / ".pytest_cache" / "hpc-train"
 #: A rank's own, and what inductor writes into the environment of a process that compiles.
 _LEFT_BEHIND = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -18,6 +20,7 @@ _LEFT_BEHIND = {
 def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test writes runs or caches outside its own folder, or inherits a rank's environment."""
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("HPC_TRAIN_CACHE", str(_NAMES))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     for name in list(os.environ):
         if name.startswith("SLURM_") or name in _LEFT_BEHIND:

@@ -71,7 +71,7 @@ def _resume_one(
     if overrides:
         say(f"{run_id}: from this attempt on {' '.join(overrides)}")
     code = start_attempt(paths, prepared.launcher, prepared.devices, prepared.overrides)
-    say_end(paths)
+    say_end(paths, code)
     return code
 
 

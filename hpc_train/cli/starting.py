@@ -84,7 +84,7 @@ def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
         put("  ".join(cell_text(cell) for cell in (row.id, row.state, row.progress, row.path)))
 
 
-def say_end(paths: RunPaths) -> None:
+def say_end(paths: RunPaths, code: ExitCode) -> None:
     """Say how the run stands, what it reached, where everything is, and how it goes on."""
     row = RunRow.of(paths)
     reason = f" ({row.reason})" if row.reason else ""
@@ -96,7 +96,13 @@ def say_end(paths: RunPaths) -> None:
             say(f"  best val   step {best.get('step')}: {told(best)}")
     say(f"  everything {row.path}")
     if row.state == "failed":
-        say(f"  go on with `hpc-train resume {row.id}`")
+        say(f"  {_way_on(row.id, code)}")
+
+
+def _way_on(run_id: str, code: ExitCode) -> str:
+    if code == ExitCode.BAD_FILE:  # the run is frozen as it is; another file is another run
+        return "mend the file, or what it names, and submit it again"
+    return f"go on with `hpc-train resume {run_id}`"
 
 
 def _best(rows: Sequence[Row]) -> Row | None:

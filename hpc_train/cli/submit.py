@@ -97,7 +97,7 @@ def _start(
         paths = _create_beside(paths, run, choices.launcher_name)
     say(f"{paths.folder.name}: starting in {paths.folder}")
     code = start_attempt(paths, launcher, devices)
-    say_end(paths)
+    say_end(paths, code)
     return paths, code
 
 

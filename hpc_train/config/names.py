@@ -21,11 +21,12 @@ import platformdirs
 
 CHILD_LIMIT_S = 60
 _MODULE = "hpc_train.models.names"
-_PACKAGES = ("timm", "torchvision", "torch")
+_PACKAGES = ("hpc-train", "timm", "torchvision", "torch")
 
 
 def known_names(kind: str) -> list[str] | None:
-    """Return the names of a kind (``timm``, ``torchvision``, ``datasets``); None where they can't be had."""
+    """Return the names of a kind (``timm``, ``torchvision``, ``datasets``, ``timm_optimizers``,
+    ``torch_schedules``); None where they can't be had."""
     names = _answer(()).get(kind)
     return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 

@@ -24,6 +24,13 @@ DEGREES = {
 _MODEL_EXAMPLES = {"timm": "timm/resnet50", "torchvision": "torchvision/resnet50"}
 _DATASET_EXAMPLES = {"torchvision": "torchvision/CIFAR10"}
 _BARE_DATASETS = ("imagefolder", "digits", "synthetic")
+#: The classes of torch.optim, in lower case, but LBFGS, whose step needs a closure. A test compares.
+TORCH_OPTIMIZERS = (
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "muon", "nadam", "radam",
+    "rmsprop", "rprop", "sgd", "sparseadam",
+)  # fmt: skip
+#: Those of ``engine.schedules`` that need no provider. A test compares.
+SCHEDULES = ("constant", "cosine", "exponential", "linear", "multistep", "poly", "step")
 #: Data sets that take no folder.
 _ROOTLESS = ("torchvision/FakeData",)
 #: Section of ``args`` → argument → what to write instead.
@@ -183,6 +190,40 @@ def model_is_known(experiment: Experiment) -> Iterator[Problem]:
         yield from _unlisted(("model", "name"), provider, "model", rest.partition(".")[0], provider)
 
 
+@rule("optimization.optimizer.name")
+def optimizer_is_known(experiment: Experiment) -> Iterator[Problem]:
+    name = experiment.optimization.optimizer.name
+    provider, _, rest = name.lower().rpartition("/")
+    known = [*TORCH_OPTIMIZERS] if provider in {"", "torch"} else []
+    if rest not in known and provider in {"", "timm"}:
+        of_timm = names.known_names("timm_optimizers")
+        if of_timm is None:
+            return
+        known += of_timm
+    if rest not in known:
+        close = nearest(rest, known)
+        remedy = f"did you mean {close}?" if close else "write one of torch.optim or timm.optim, like adamw"
+        path = ("optimization", "optimizer", "name")
+        yield Problem(path, f"there is no optimizer '{shortened(name)}'", remedy)
+
+
+@rule("optimization.schedule.name")
+def schedule_is_known(experiment: Experiment) -> Iterator[Problem]:
+    name, path = experiment.optimization.schedule.name, ("optimization", "schedule", "name")
+    provider, _, rest = name.rpartition("/")
+    if not provider and name not in SCHEDULES:
+        yield _unknown_part(path, "schedule", name, SCHEDULES)
+    elif provider and provider not in {"timm", "torch"}:
+        remedy = "write timm/<name> or torch/<class>, like torch/OneCycleLR"
+        yield Problem(path, f"there is no provider of schedules '{shortened(provider)}'", remedy)
+    elif provider == "torch":
+        known = names.known_names("torch_schedules")
+        if known is not None and rest not in known:
+            close = nearest(rest, known)
+            remedy = f"did you mean torch/{close}?" if close else "write a class of torch.optim.lr_scheduler"
+            yield Problem(path, f"torch has no schedule '{shortened(rest)}'", remedy)
+
+
 @rule("data.name")
 def dataset_is_known(experiment: Experiment) -> Iterator[Problem]:
     provider, rest = split_name(experiment.data.name)
@@ -211,4 +252,10 @@ RULES: tuple[Rule, ...] = (
     shards_are_channels_first,
 )
 #: Those that may start a child process.
-NAME_RULES: tuple[Rule, ...] = (model_is_known, dataset_is_known, batchnorm_is_not_sharded_in_16_bits)
+NAME_RULES: tuple[Rule, ...] = (
+    model_is_known,
+    dataset_is_known,
+    optimizer_is_known,
+    schedule_is_known,
+    batchnorm_is_not_sharded_in_16_bits,
+)

@@ -74,11 +74,18 @@ PlainName = Annotated[
         "1 to 64 lower-case letters, digits, '_' or '-', the first a letter, like my_part",
     ),
 ]
-MethodName = Annotated[
+OptimizerName = Annotated[
     str,
     _pattern(
         r"[A-Za-z][A-Za-z0-9_/]{0,63}",
         "1 to 64 letters, digits, '_' or '/', the first a letter, like adamw or timm/lamb",
+    ),
+]
+ScheduleName = Annotated[
+    str,
+    _pattern(
+        r"[A-Za-z][A-Za-z0-9_/]{0,63}",
+        "1 to 64 letters, digits, '_' or '/', the first a letter, like cosine or torch/OneCycleLR",
     ),
 ]
 ScriptPath = Annotated[
@@ -148,7 +155,9 @@ class NormalizeConfig(Section):
     """Mean and standard deviation a channel, of values in 0…1."""
 
     mean: list[float]
+    """Mean of each channel."""
     std: list[PositiveFloat]
+    """Standard deviation of each channel."""
 
 
 class DataConfig(Section):
@@ -176,7 +185,7 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer: a name of torch.optim in lower case (``sgd``, ``adamw``), or else of timm (``lamb``)."""
 
-    name: MethodName
+    name: OptimizerName
     """torch.optim's class in any case, or timm's name; ``torch/…`` and ``timm/…`` say which."""
     lr: PositiveFloat
     """Learning rate at its peak, for G samples a step or, with ``lr_per_batch``, for that many."""
@@ -195,7 +204,7 @@ class OptimizerConfig(Section):
 class ScheduleConfig(Section):
     """How the learning rate goes over the steps, as a factor of its peak."""
 
-    name: MethodName = "constant"
+    name: ScheduleName = "constant"
     """constant, cosine, linear, poly, step, multistep, exponential, ``timm/<name>`` or ``torch/<class>``."""
     warmup_epochs: NotNegativeFloat | None = None
     """Epochs of linear warm-up (parts of one allowed); absent: see ``warmup_steps``."""

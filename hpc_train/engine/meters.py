@@ -5,9 +5,11 @@ Every rank calls ``Meters``; only rank 0 writes.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -20,6 +22,8 @@ from hpc_train.errors import HpcTrainError
 from hpc_train.loggers.base import Logger, Row
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.status import RunStatus, write_status
+
+_log = logging.getLogger(__name__)
 
 #: Assumed: often enough for a person who watches, rare enough to cost nothing.
 STATUS_EVERY_S = 0.5
@@ -66,8 +70,7 @@ class Recorder:
             )
         row = {name: None if name in bad else value for name, value in row.items()}
         self.metrics.append(row)
-        for logger in self._loggers:
-            logger.log(row)
+        self._each_logger(lambda logger: logger.log(row))
         told = [
             f"{name} {value:.5g}"
             for name, value in row.items()
@@ -77,8 +80,16 @@ class Recorder:
 
     def close(self) -> None:
         self.metrics.close()
-        for logger in self._loggers:
-            logger.close(self.state)
+        self._each_logger(lambda logger: logger.close(self.state))
+
+    def _each_logger(self, work: Callable[[Logger], None]) -> None:
+        """Do ``work`` with every logger; one that raises is told of once and left out from then on."""
+        for logger in list(self._loggers):
+            try:
+                work(logger)
+            except Exception:
+                _log.warning("logger %s failed and is left out", type(logger).__name__, exc_info=True)
+                self._loggers.remove(logger)
 
 
 class Meters:

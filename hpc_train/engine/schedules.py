@@ -16,6 +16,7 @@ import torch
 
 from hpc_train.config.schema import ScheduleConfig
 from hpc_train.errors import BadFileError
+from hpc_train.plan.batches import count_warmup_steps
 from hpc_train.registry import nearest, split_name
 
 #: Step → factor of the peak learning rate.
@@ -52,9 +53,7 @@ def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int
 
 
 def _warmup_steps(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> int:
-    steps = config.warmup_steps
-    if steps is None:
-        steps = round((config.warmup_epochs or 0) * steps_per_epoch)
+    steps = count_warmup_steps(config, steps_per_epoch)
     if 0 < total_steps <= steps:
         key = "warmup_epochs" if config.warmup_steps is None else "warmup_steps"
         raise BadFileError(

@@ -72,7 +72,7 @@ class Entry:
 def storage_error(error: OSError, path: Path) -> StorageError:
     """Return what the user is told of an operating system's refusal to write at ``path``."""
     reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
-    return StorageError(f"{path}: {reason}; make room or mend it there, then resume")
+    return StorageError(f"{path}: {reason}; make room or mend it there, then go on")
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:

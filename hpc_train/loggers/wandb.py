@@ -2,7 +2,7 @@
 
 wandb replaces ``sys.exit`` and ``sys.excepthook``, waits for its server at exit and blocks for minutes where
 there is none. So this module never imports it; ``loggers.wandb_process`` does. What is not sent is not lost:
-``metrics.jsonl`` has every row and ``hpc-train sync`` sends it.
+``metrics.jsonl`` has every row.
 """
 
 from __future__ import annotations

@@ -22,12 +22,18 @@ from hpc_train.runtime.data_info import DataInfo
 
 
 def list_names() -> dict[str, list[str]]:
-    """Return the names that the built-in providers know."""
+    """Return the names that the built-in providers know, and what can optimise and schedule."""
     import timm
 
     from hpc_train.models.torchvision import model_names
 
-    return {"timm": timm.list_models(), "torchvision": model_names(), "datasets": _dataset_names()}
+    return {
+        "timm": timm.list_models(),
+        "torchvision": model_names(),
+        "datasets": _dataset_names(),
+        "timm_optimizers": timm.optim.list_optimizers(),
+        "torch_schedules": [name for name in torch.optim.lr_scheduler.__all__ if name != "LRScheduler"],
+    }
 
 
 def batchnorm(name: str, args: dict[str, Any]) -> dict[str, bool]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpc_train.config.schema import OptimizationConfig
+from hpc_train.config.schema import OptimizationConfig, ScheduleConfig
 from hpc_train.errors import BadFileError
 
 
@@ -67,3 +67,23 @@ def too_few_samples(optimization: OptimizationConfig, num_samples: int) -> tuple
         return None
     message = f"{optimization.global_batch_size} is more than the {num_samples} training samples of the data"
     return message, f"write {num_samples} or less, so that an epoch is at least one step"
+
+
+def count_warmup_steps(schedule: ScheduleConfig, steps_per_epoch: int) -> int:
+    """Return the steps of linear warm-up, those given in epochs rounded to whole steps."""
+    if schedule.warmup_steps is not None:
+        return schedule.warmup_steps
+    return round((schedule.warmup_epochs or 0) * steps_per_epoch)
+
+
+def too_long_warmup(optimization: OptimizationConfig, steps_per_epoch: int) -> tuple[str, str, str] | None:
+    """Return the key, what is wrong with it and what to write, where the warm-up fills the run."""
+    schedule = optimization.schedule
+    warmup = count_warmup_steps(schedule, steps_per_epoch)
+    total = count_total_steps(optimization, steps_per_epoch)
+    assert total is not None
+    if warmup < total:
+        return None
+    key = "warmup_epochs" if schedule.warmup_steps is None else "warmup_steps"
+    message = f"a warm-up of {warmup} steps fills the run, which has {total}"
+    return f"optimization.schedule.{key}", message, "write a shorter one, or train longer"

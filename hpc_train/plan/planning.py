@@ -5,13 +5,20 @@ Called by ``plan``, ``submit`` and whatever starts runs; a plan is picklable and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.config.loading import Loaded
 from hpc_train.config.schema import DataConfig, Experiment, SlurmConfig
 from hpc_train.errors import BadFileError
-from hpc_train.plan.batches import accumulation, count_micro_batches, count_total_steps, too_few_samples
+from hpc_train.plan.batches import (
+    accumulation,
+    count_micro_batches,
+    count_total_steps,
+    too_few_samples,
+    too_long_warmup,
+)
 from hpc_train.plan.dataset_size import training_samples
 from hpc_train.plan.sweep import Variant, expand
 
@@ -64,20 +71,28 @@ class Plan:
 def make_plan(loaded: Loaded, devices: int | None = None, local: bool = False) -> Plan:
     """Plan all runs of the file. ``devices``: ranks on this machine, for ``local``.
 
-    Raises BadFileError where the sweep can't be run or the data are smaller than a batch.
+    Raises BadFileError where the sweep can't be run, the data are smaller than a batch, or the warm-up is
+    as long as the run.
     """
     sizes = _Sizes()
     runs, problems = [], []
     for variant in expand(loaded):
         num_samples = sizes.of(variant.experiment.data)
         if num_samples is not None:
-            problem = too_few_samples(variant.experiment.optimization, num_samples)
-            if problem is not None:
-                problems.append(loaded.problem("optimization.global_batch_size", *problem))
+            problems += [loaded.problem(*problem) for problem in _misfits(variant, num_samples)]
         runs.append(_planned(variant, num_samples, devices, local))
     if problems:
         raise BadFileError(list(dict.fromkeys(problems)))
     return Plan(loaded.experiment.name, runs)
+
+
+def _misfits(variant: Variant, num_samples: int) -> Iterator[tuple[str, str, str]]:
+    """Yield key, message and remedy of what can't be with so many training samples."""
+    optimization = variant.experiment.optimization
+    if too_few := too_few_samples(optimization, num_samples):
+        yield "optimization.global_batch_size", *too_few
+    elif too_long := too_long_warmup(optimization, num_samples // optimization.global_batch_size):
+        yield too_long
 
 
 class _Sizes:

@@ -73,7 +73,9 @@ def test_a_file_cut_anywhere_keeps_its_whole_rows(path: Path) -> None:
         assert path.read_bytes().endswith(b"\n") or count == 0, "the next row begins a line of its own"
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "3", '"step"', '{"split": "train"}', '{"step": 1}', "\0\0", "\xff"])
+@pytest.mark.parametrize(
+    "line", ["{", "[]", "3", '"step"', '{"split": "train"}', '{"step": 1}', "\0\0", "\xff"]
+)
 def test_a_line_that_is_no_row_is_left_out(line: str, path: Path) -> None:
     path.write_bytes(line.encode("latin-1") + b"\n" + json.dumps(row(1)).encode() + b"\n")
     MetricsFile(path, 1).close()

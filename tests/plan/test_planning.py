@@ -70,6 +70,16 @@ def test_data_smaller_than_a_batch_are_told_at_the_place_in_the_file(tmp_path: P
     )
 
 
+def test_a_warmup_as_long_as_the_run_is_told_at_its_place(tmp_path: Path) -> None:
+    """Epochs against steps: only the size of the data makes them comparable."""
+    one_epoch = ("optimization.schedule={name: cosine, warmup_epochs: 1}", "data.args.num_samples=320")
+    with pytest.raises(BadFileError) as error:
+        make_plan(loaded(tmp_path, *one_epoch, "optimization.epochs=null", "optimization.steps=10"))
+    (line,) = error.value.problems
+    assert line.startswith("command line: optimization.schedule.warmup_epochs: a warm-up of 10 steps fills")
+    make_plan(loaded(tmp_path, *one_epoch, "optimization.epochs=null", "optimization.steps=11"))
+
+
 def test_a_plan_survives_pickling(tmp_path: Path) -> None:
     plan = make_plan(loaded(tmp_path, "sweep.grid={seed: [1, 2]}"))
     assert pickle.loads(pickle.dumps(plan)) == plan

@@ -1,0 +1,39 @@
+"""The examples do what they promise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_train.run_folder.checkpoints import committed
+from tests.end_to_end.runs import REPOSITORY, found_runs, hpc_train, rows, status
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = REPOSITORY / "examples"
+
+
+@pytest.mark.parametrize("name", ["digits.yaml", "cifar10-images.yaml"])
+def test_every_example_validates(name: str) -> None:
+    done = hpc_train("validate", EXAMPLES / name)
+    assert done.code == 0, done.err
+
+
+def test_no_example_is_left_out() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.yaml")} == {"digits.yaml", "cifar10-images.yaml"}
+
+
+def test_digits_are_learnt_on_two_cpu_ranks(tmp_path: Path) -> None:
+    runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+    example = EXAMPLES / "digits.yaml"
+    done = hpc_train("submit", example, "--local", "--devices", "2", "--json", "device=cpu", **runs)
+    assert done.code == 0, done.err
+    (paths,) = found_runs(tmp_path)
+    (run,) = json.loads(done.out)["runs"]
+    assert (run["state"], run["path"]) == ("completed", str(paths.folder))
+    assert run["step"] == run["total_steps"] == status(paths)["step"] == committed(paths)[0].step
+    val = rows(paths, "val")
+    assert [row["epoch"] for row in val] == list(range(1, 11))
+    assert val[-1]["accuracy"] >= 0.95

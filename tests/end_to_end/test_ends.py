@@ -1,0 +1,484 @@
+"""How runs end: stopped, broken, killed, out of disk; and what a resume makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.attempts import AttemptRecord, read_record
+from hpc_train.run_folder.checkpoints import committed
+from tests.end_to_end import paced
+from tests.end_to_end.runs import (
+    EXPERIMENT,
+    Done,
+    assert_equal_to_the_bit,
+    final_tensors,
+    found_runs,
+    hpc_train,
+    last_step,
+    only_run,
+    rows,
+    start,
+    status,
+    submit,
+    wait_for,
+    write_experiment,
+)
+
+pytestmark = pytest.mark.slow
+
+STEPS = 30
+PACED = EXPERIMENT.replace("parts:net", "paced:net").replace("steps: 60", f"steps: {STEPS}")
+#: Its losses may be compared across ranks and strategies: no BatchNorm, no division by a second moment.
+PLAIN = PACED.replace(':net"}', ':net", args: {norm: false}}').replace("adamw, lr: 0.003", "sgd, lr: 0.05")
+assert "norm: false" in PLAIN and "sgd" in PLAIN
+LOCAL = ("--local", "--devices", "2")
+SLOW_TRAINING = {paced.TRAIN_S: "0.05"}
+SLOW_EVALUATION = {paced.EVAL_S: "0.3"}
+#: Stops are acted on at the next step or batch; the rest is the end of Python on a busy machine.
+SOON_S = 20.0
+SHORT = ("optimization.steps=6", "optimization.schedule={name: constant}", "evaluation.every_steps=6")
+
+
+def begin(folder: Path, text: str, *overrides: str, **environment: str) -> subprocess.Popen[str]:
+    experiment = write_experiment(folder, text)
+    return start("submit", experiment, *overrides, *LOCAL, HPC_TRAIN_RUNS=str(folder / "runs"), **environment)
+
+
+def wait_for_run(folder: Path, process: subprocess.Popen[str]) -> RunPaths:
+    wait_for(lambda: bool(found_runs(folder)) or process.poll() is not None, "the run's folder")
+    assert process.poll() is None, process.communicate()[1]
+    return only_run(folder)
+
+
+def wait_for_step(paths: RunPaths, step: int, process: subprocess.Popen[str]) -> None:
+    wait_for(lambda: last_step(paths) >= step or process.poll() is not None, f"step {step}")
+    assert process.poll() is None, process.communicate()[1]
+
+
+def end_of(process: subprocess.Popen[str], limit_s: float = SOON_S) -> Done:
+    out, err = process.communicate(timeout=limit_s)
+    return Done(process.returncode, out, err)
+
+
+def resume(paths: RunPaths, *words: str, **environment: str) -> Done:
+    return hpc_train("resume", paths.folder, *words, **environment)
+
+
+def record_of(paths: RunPaths) -> AttemptRecord:
+    record = read_record(paths.attempt_folders()[-1])
+    assert record is not None
+    return record
+
+
+def stopped(paths: RunPaths) -> tuple[str, str]:
+    now = status(paths)
+    return now["state"], now["reason"]
+
+
+def interrupted_run(folder: Path, text: str) -> tuple[RunPaths, Done]:
+    """Press Ctrl-C in the middle of training."""
+    process = begin(folder, text, **SLOW_TRAINING)
+    paths = wait_for_run(folder, process)
+    wait_for_step(paths, 16, process)
+    process.send_signal(signal.SIGINT)
+    return paths, end_of(process)
+
+
+def copy_of(paths: RunPaths, folder: Path) -> RunPaths:
+    target = folder / "runs" / paths.folder.parent.name / paths.folder.name
+    shutil.copytree(paths.folder, target)
+    return RunPaths(target)
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    return submit(tmp_path_factory.mktemp("quiet"), text=PACED)
+
+
+@pytest.fixture(scope="module")
+def quiet_plain(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    return submit(tmp_path_factory.mktemp("quiet_plain"), text=PLAIN)
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunPaths, Done]:
+    return interrupted_run(tmp_path_factory.mktemp("interrupted"), PACED)
+
+
+@pytest.fixture(scope="module")
+def interrupted_plain(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    return interrupted_run(tmp_path_factory.mktemp("interrupted_plain"), PLAIN)[0]
+
+
+# --- stopped
+
+
+def test_ctrl_c_saves_the_step_that_it_stops_at(interrupted: tuple[RunPaths, Done]) -> None:
+    paths, done = interrupted
+    assert done.code == 130, done.err
+    assert stopped(paths) == ("failed", "interrupted")
+    step = last_step(paths)
+    assert 16 <= step < STEPS
+    assert committed(paths)[0].step == step == status(paths)["step"]
+    assert "Traceback" not in done.err
+    assert not list(paths.attempt(1).folder.glob("*.error"))
+
+
+def test_after_ctrl_c_a_resume_changes_no_bit(
+    interrupted: tuple[RunPaths, Done], quiet: RunPaths, tmp_path: Path
+) -> None:
+    paths = copy_of(interrupted[0], tmp_path)
+    done = resume(paths)
+    assert done.code == 0, done.err
+    assert status(paths)["state"] == "completed"
+    assert_equal_to_the_bit(quiet, paths)
+
+
+def test_ctrl_c_in_an_evaluation_ends_it_and_a_resume_does_it_anew(quiet: RunPaths, tmp_path: Path) -> None:
+    process = begin(tmp_path, PACED, **SLOW_EVALUATION)
+    paths = wait_for_run(tmp_path, process)
+    wait_for_step(paths, 20, process)  # ranks agreed on the end of this step before its row was written
+    process.send_signal(signal.SIGINT)
+    asked = time.monotonic()
+    wait_for(lambda: any(each.step == 20 for each in committed(paths)), "the checkpoint")
+    assert time.monotonic() - asked < 3.0, "the whole evaluation takes 4.5 s"
+    done = end_of(process)
+    assert done.code == 130, done.err
+    assert last_step(paths) == committed(paths)[0].step == 20
+    assert rows(paths, "val") == []
+    done = resume(paths)
+    assert done.code == 0, done.err
+    assert_equal_to_the_bit(quiet, paths)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_to_one_rank_alone_saves_and_asks_to_try_again(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    process = begin(tmp_path, PACED, **SLOW_TRAINING)
+    paths = wait_for_run(tmp_path, process)
+    wait_for_step(paths, 3, process)
+    os.kill(record_of(paths).rank_processes[1].pid, number)
+    done = end_of(process)
+    assert done.code == 75, done.err
+    assert stopped(paths) == ("failed", "interrupted")
+    assert committed(paths)[0].step == last_step(paths)
+    assert record_of(paths).exit_codes == [75, 75]
+
+
+# --- broken
+
+
+def test_a_rank_that_raises_ends_the_run_and_is_its_reason(tmp_path: Path) -> None:
+    failing = 'model={name: "tests.end_to_end.parts:failing", args: {rank: 1}}'
+    process = begin(tmp_path, EXPERIMENT, failing)
+    paths = wait_for_run(tmp_path, process)
+    error = paths.attempt(1).error(1)
+    wait_for(error.exists, "the rank's error")
+    done = end_of(process)
+    assert done.code == 1
+    assert stopped(paths) == ("failed", "rank 1: ValueError: this rank was told to fail")
+    for text in (done.err, error.read_text()):
+        assert "Traceback (most recent call last):" in text
+        assert "ValueError: this rank was told to fail" in text
+    assert not paths.attempt(1).error(0).exists(), "rank 0 only lost its peer"
+    assert not any(rank.is_alive() for rank in record_of(paths).rank_processes)
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
+    rate = "optimization.optimizer={name: sgd, lr: 1.0e+30}"
+    done = end_of(begin(tmp_path, EXPERIMENT, *SHORT, rate, "model.args={norm: false}"), 120)
+    assert done.code == 1, done.err
+    state, reason = stopped(only_run(tmp_path))
+    assert state == "failed"
+    assert reason.startswith("rank 0: ")
+    assert "the train loss is nan at step" in reason or "the train loss is inf at step" in reason
+    assert "lower the learning rate" in reason
+
+
+def test_too_few_samples_for_a_global_batch_is_the_files_mistake(tmp_path: Path) -> None:
+    done = end_of(begin(tmp_path, EXPERIMENT, "optimization.global_batch_size=1440"), 120)
+    assert done.code == 65
+    assert "optimization.global_batch_size: 1440" in done.err
+    assert "Traceback" not in done.err
+
+
+def image_folder(folder: Path) -> str:
+    """Return a file that trains on images below ``folder``."""
+    data = f"{{name: imagefolder, root: {folder / 'images'}, image_size: 32, "
+    model = PACED.replace('"tests.end_to_end.paced:net"', "torchvision/resnet18")
+    return model.replace("{name: digits, ", data)
+
+
+def test_images_that_are_not_there_are_the_files_mistake(tmp_path: Path) -> None:
+    done = end_of(begin(tmp_path, image_folder(tmp_path)), 120)
+    assert done.code == 65, done.err
+    assert f"data.root: {tmp_path / 'images'} is no folder" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_file_that_is_no_image_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    for split, count in (("train", 48), ("val", 1)):
+        folder = tmp_path / "images" / split / "cat"
+        folder.mkdir(parents=True)
+        for number in range(count):
+            Image.new("RGB", (32, 32), (number, 0, 0)).save(folder / f"{number}.png")
+    broken = tmp_path / "images" / "train" / "cat" / "7.png"
+    broken.write_bytes(broken.read_bytes()[:40])
+    done = end_of(begin(tmp_path, image_folder(tmp_path), *SHORT), 120)
+    assert done.code == 65, done.err
+    assert str(broken) in done.err
+    assert "Traceback" not in done.err
+    state, reason = stopped(only_run(tmp_path))
+    assert state == "failed"
+    assert str(broken) in reason
+
+
+# --- killed
+
+
+def test_ranks_die_with_a_launcher_that_was_killed(quiet: RunPaths, tmp_path: Path) -> None:
+    process = begin(tmp_path, PACED, **SLOW_TRAINING)
+    paths = wait_for_run(tmp_path, process)
+    wait_for_step(paths, 10, process)
+    ranks = record_of(paths).rank_processes
+    assert len(ranks) == 2
+    process.kill()
+    wait_for(lambda: not any(rank.is_alive() for rank in ranks), "the ranks' end", limit_s=2.0)
+    process.communicate()
+    assert status(paths)["state"] == "running", "nobody was left to write an end"
+    shown = hpc_train("status", "--json", paths.folder)
+    (run,) = json.loads(shown.out)["runs"]
+    assert (run["state"], run["reason"]) == ("failed", "launcher died")
+    assert stopped(paths) == ("failed", "launcher died")
+    done = resume(paths)
+    assert done.code == 0, done.err
+    assert_equal_to_the_bit(quiet, paths)
+
+
+# --- out of disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MB."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("only root can mount a small file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path, leave_bytes: int) -> Path:
+    """Take the disk's room but for ``leave_bytes``; return the file that takes it."""
+    ballast = folder / "ballast"
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(folder).free - leave_bytes)
+    return ballast
+
+
+@pytest.mark.parametrize("leave_bytes", [500_000, 0], ids=["checkpoint", "everything"])
+def test_a_full_disk_ends_the_run_and_with_room_again_it_goes_on(
+    leave_bytes: int, quiet: RunPaths, small_disk: Path, tmp_path: Path
+) -> None:
+    process = begin(tmp_path, PACED, **SLOW_TRAINING)
+    paths = wait_for_run(tmp_path, process)
+    wait_for(lambda: bool(committed(paths)), "a checkpoint")
+    ballast = fill(small_disk, leave_bytes)
+    done = end_of(process)
+    assert done.code == 74, done.err
+    assert "Traceback" not in done.err, done.err
+    if leave_bytes:
+        assert "the disk is full" in done.err
+        assert stopped(paths)[0] == "failed"
+        assert "the disk is full" in stopped(paths)[1]
+    ballast.unlink()
+    done = resume(paths)
+    assert done.code == 0, done.err
+    assert_equal_to_the_bit(quiet, paths)
+
+
+# --- damaged
+
+
+def truncate(shard: Path) -> None:
+    os.truncate(shard, shard.stat().st_size - 1)
+
+
+def flip_a_bit(shard: Path) -> None:
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
+def test_of_a_damaged_checkpoint_the_one_before_is_used(
+    damage: Callable[[Path], None], interrupted: tuple[RunPaths, Done], quiet: RunPaths, tmp_path: Path
+) -> None:
+    paths = copy_of(interrupted[0], tmp_path)
+    newest, before = committed(paths)[:2]
+    damage(newest.shard(1))
+    done = resume(paths)
+    assert done.code == 0, done.err
+    log = paths.attempt(2).log(0).read_text()
+    assert f"checkpoint {newest.folder.name} is damaged" in log
+    assert f"from step {before.step} to {STEPS}" in log
+    assert_equal_to_the_bit(quiet, paths)
+
+
+def test_where_every_checkpoint_is_damaged_training_does_not_begin_anew_in_silence(
+    interrupted: tuple[RunPaths, Done], tmp_path: Path
+) -> None:
+    paths = copy_of(interrupted[0], tmp_path)
+    for checkpoint in committed(paths):
+        flip_a_bit(checkpoint.shard(0))
+    before = paths.metrics.read_text()
+    done = resume(paths)
+    assert done.code == 74, done.err
+    state, reason = stopped(paths)
+    assert state == "failed"
+    assert "no checkpoint is whole any more" in reason
+    assert "--new" in reason
+    assert "Traceback" not in done.err
+    assert paths.metrics.read_text() == before
+
+
+# --- the same file again
+
+
+def submit_again(paths: RunPaths, text: str, *options: str) -> Done:
+    """Submit the file to where the run lies already."""
+    runs = paths.folder.parents[1]
+    return hpc_train(
+        "submit", write_experiment(runs.parent, text), *options, *LOCAL, HPC_TRAIN_RUNS=str(runs)
+    )
+
+
+def test_a_run_that_is_there_is_not_started_again(quiet: RunPaths) -> None:
+    done = submit_again(quiet, PACED)
+    assert done.code == 0, done.err
+    assert "completed already" in done.err
+    assert len(quiet.attempt_folders()) == 1
+
+
+def test_a_run_that_goes_on_is_not_started_again(tmp_path: Path) -> None:
+    process = begin(tmp_path, PACED, **SLOW_TRAINING)
+    paths = wait_for_run(tmp_path, process)
+    wait_for_step(paths, 1, process)
+    done = submit_again(paths, PACED)
+    assert done.code == 0, done.err
+    assert "running already" in done.err
+    process.send_signal(signal.SIGINT)
+    assert end_of(process).code == 130
+    assert len(paths.attempt_folders()) == 1
+
+
+def test_a_run_that_failed_is_resumed_or_begun_beside(interrupted: tuple[RunPaths, Done]) -> None:
+    paths, _ = interrupted
+    done = submit_again(paths, PACED)
+    assert done.code == 1
+    assert f"hpc-train resume {paths.folder.name}" in done.err
+    assert "--new" in done.err
+    assert len(paths.attempt_folders()) == 1
+
+
+def test_new_begins_beside_it_and_equals_it(tmp_path: Path) -> None:
+    first = submit(tmp_path, *SHORT)
+    done = submit_again(first, EXPERIMENT, *SHORT, "--new")
+    assert done.code == 0, done.err
+    second = RunPaths(first.folder.with_name(f"{first.folder.name}-2"))
+    assert_equal_to_the_bit(first, second)
+
+
+def test_of_two_resumes_at_once_one_trains(
+    interrupted: tuple[RunPaths, Done], quiet: RunPaths, tmp_path: Path
+) -> None:
+    paths = copy_of(interrupted[0], tmp_path)
+    both = [start("resume", paths.folder) for _ in range(2)]
+    ends = sorted((end_of(process, 240.0) for process in both), key=lambda done: done.code)
+    assert ends[0].code == 0, ends[0].err
+    assert ends[1].code in {1, 75}, "the other refuses"
+    assert "Traceback" not in ends[1].err
+    assert status(paths)["state"] == "completed"
+    assert_equal_to_the_bit(quiet, paths)
+
+
+def test_a_sweep_trains_each_of_its_runs(tmp_path: Path) -> None:
+    text = EXPERIMENT + "sweep: {grid: {optimization.optimizer.lr: [0.001, 0.01]}}\n"
+    done = end_of(begin(tmp_path, text, *SHORT), 240.0)
+    assert done.code == 0, done.err
+    runs = found_runs(tmp_path)
+    assert [status(paths)["state"] for paths in runs] == ["completed"] * 2
+    first, second = ([row["loss"] for row in rows(paths, "train")] for paths in runs)
+    assert first[0] == second[0], "the same seed"
+    assert first[-1] != second[-1], "another rate"
+
+
+# --- resumed otherwise
+
+
+def losses(paths: RunPaths) -> torch.Tensor:
+    return torch.tensor([row["loss"] for row in rows(paths)], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [("--local", "--devices", "3"), ("parallel.strategy=fsdp",)],
+    ids=["three ranks", "fsdp"],
+)
+def test_a_run_goes_on_in_another_way_with_the_same_losses(
+    changes: tuple[str, ...], interrupted_plain: RunPaths, quiet_plain: RunPaths, tmp_path: Path
+) -> None:
+    paths = copy_of(interrupted_plain, tmp_path)
+    done = resume(paths, *changes)
+    assert done.code == 0, done.err
+    assert status(paths)["state"] == "completed"
+    assert [row["step"] for row in rows(paths)] == [row["step"] for row in rows(quiet_plain)]
+    torch.testing.assert_close(losses(paths), losses(quiet_plain), rtol=0, atol=1e-5)
+
+
+def test_channels_last_is_another_layout_of_the_same_numbers(tmp_path: Path) -> None:
+    # Without dropout: a random mask is drawn in the order of memory.
+    overrides = (*SHORT, "model.args={norm: false, dropout: 0}")
+    plain = submit(tmp_path / "plain", *overrides, text=PLAIN)
+    other = submit(tmp_path / "other", *overrides, "model.channels_last=true", text=PLAIN)
+    torch.testing.assert_close(losses(other), losses(plain), rtol=0, atol=1e-5)
+    assert not torch.equal(losses(other), losses(plain)), "other kernels round otherwise"
+
+
+# --- taken away
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_export_is_the_checkpoints_weights_for_the_plain_model(strategy: str, tmp_path: Path) -> None:
+    paths = submit(tmp_path, *SHORT, f"parallel.strategy={strategy}", text=PACED)
+    target = tmp_path / "weights.safetensors"
+    done = hpc_train("export", paths.folder, "-o", target)
+    assert done.code == 0, done.err
+    weights = load_file(target)
+    saved = {
+        name.removeprefix("model."): value
+        for name, value in final_tensors(paths).items()
+        if name.startswith("model.")
+    }
+    assert weights.keys() == saved.keys()
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    plain = paced.net(10)
+    initial = {name: value.clone() for name, value in plain.state_dict().items()}
+    plain.load_state_dict(weights, strict=True)
+    assert not torch.equal(plain.state_dict()["0.weight"], initial["0.weight"])

@@ -1,0 +1,301 @@
+"""What only a CUDA device can show: one rank over NCCL, through the real command.
+
+Several GPUs in one machine run the same code with more ranks; these tests need one.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+
+from hpc_train.config.loading import load
+from hpc_train.datasets.building import build_source
+from hpc_train.datasets.loading import evaluation_batches, training_batches
+from hpc_train.datasets.sampler import Position
+from hpc_train.engine.meters import Meters, Recorder
+from hpc_train.engine.metrics_file import MetricsFile, read_rows
+from hpc_train.errors import BadFileError
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.checkpoints import committed
+from hpc_train.runtime.precision import choose_precision
+from hpc_train.runtime.process_group import join
+from hpc_train.runtime.ranks import RankFacts
+from tests.end_to_end import paced
+from tests.end_to_end.runs import (
+    EXPERIMENT,
+    assert_equal_to_the_bit,
+    final_tensors,
+    found_runs,
+    hpc_train,
+    kill_everything,
+    last_step,
+    only_run,
+    rows,
+    start,
+    status,
+    submit,
+    wait_for,
+    write_experiment,
+)
+
+Test = TypeVar("Test", bound=Callable[..., None])
+#: torch says once that its debug mode does not find every wait.
+debug_mode = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+
+CUDA = "device=cuda"
+SHORT = (
+    "optimization.steps=8",
+    "optimization.schedule={name: constant}",
+    "evaluation.every_steps=8",
+    "model.args={norm: false, dropout: 0}",
+)
+SGD = "optimization.optimizer={name: sgd, lr: 0.05, momentum: 0.9}"
+PACED = EXPERIMENT.replace("parts:net", "paced:net")
+
+
+def on_gpu(test: Test) -> Test:
+    """Mark a test that needs a CUDA device; elsewhere it is skipped and says so."""
+    missing = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+    marked: Test = pytest.mark.gpu(pytest.mark.slow(missing(test)))
+    return marked
+
+
+def submit_on_gpu(folder: Path, *overrides: str, text: str = EXPERIMENT) -> RunPaths:
+    paths = submit(folder, CUDA, *overrides, devices=1, text=text)
+    assert "on 1 × cuda:0" in paths.attempt(1).log(0).read_text()
+    return paths
+
+
+def losses(paths: RunPaths) -> torch.Tensor:
+    return torch.tensor([row["loss"] for row in rows(paths, "train")], dtype=torch.float64)
+
+
+def assert_losses_are_close(one: RunPaths, other: RunPaths, tolerance: float) -> None:
+    torch.testing.assert_close(losses(one), losses(other), rtol=0, atol=tolerance)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """The same training without a GPU, in fp32."""
+    return submit(tmp_path_factory.mktemp("on_cpu"), "device=cpu", *SHORT, SGD, devices=1)
+
+
+# --- strategies and number formats
+
+
+@on_gpu
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_gpu_trains_as_the_cpu_does(strategy: str, on_cpu: RunPaths, tmp_path: Path) -> None:
+    override = f"parallel.strategy={strategy}"
+    paths = submit_on_gpu(tmp_path, *SHORT, SGD, override, "deterministic=true")
+    assert_losses_are_close(paths, on_cpu, 1e-4)
+    assert final_tensors(paths).keys() == final_tensors(on_cpu).keys()
+
+
+@on_gpu
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("bf16", "torch.bfloat16"), ("fp16", "torch.float16"), ("tf32", "torch.float32")],
+)
+def test_activations_are_of_the_precision_asked_for(
+    precision: str, dtype: str, strategy: str, on_cpu: RunPaths, tmp_path: Path
+) -> None:
+    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        pytest.skip("this GPU has no bf16")
+    seen = tmp_path / "dtypes"
+    model = f'model={{name: "tests.end_to_end.parts:recording", args: {{path: "{seen}"}}}}'
+    overrides = (f"precision={precision}", f"parallel.strategy={strategy}")
+    paths = submit_on_gpu(tmp_path, *SHORT[:3], SGD, model, *overrides)
+    assert set(seen.read_text().split()) == {dtype}
+    assert final_tensors(paths)["model.net.0.weight"].dtype == torch.float32
+    # The same weights at the start, the same samples: only rounding differs.
+    assert float(losses(paths)[0]) == pytest.approx(float(losses(on_cpu)[0]), abs=0.05)
+
+
+@on_gpu
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_fp16_keeps_its_loss_scale_in_the_checkpoint(strategy: str, tmp_path: Path) -> None:
+    paths = submit_on_gpu(tmp_path, *SHORT, "precision=fp16", f"parallel.strategy={strategy}")
+    saved = [json.loads(each.state.read_text())["scaler"] for each in committed(paths)]
+    assert len(saved) == 2
+    assert all(state["scale"] >= 1 for state in saved)
+    assert saved[0]["_growth_tracker"] >= 1, "good steps since the scale last changed"
+
+
+@on_gpu
+def test_channels_last_is_another_layout_of_the_same_numbers(on_cpu: RunPaths, tmp_path: Path) -> None:
+    paths = submit_on_gpu(tmp_path, *SHORT, SGD, "model.channels_last=true")
+    assert_losses_are_close(paths, on_cpu, 1e-3)
+
+
+@on_gpu
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_compiled_code_trains_as_eager_does(
+    scope: str, strategy: str, on_cpu: RunPaths, tmp_path: Path
+) -> None:
+    overrides = (f"compile={{scope: {scope}}}", f"parallel.strategy={strategy}")
+    paths = submit_on_gpu(tmp_path, *SHORT, SGD, *overrides)
+    assert any("triton" in path.read_text() for path in (paths.cache / "inductor").rglob("*.py"))
+    assert_losses_are_close(paths, on_cpu, 1e-3)
+    assert final_tensors(paths).keys() == final_tensors(on_cpu).keys(), "names are those of the plain model"
+
+
+# --- ends
+
+
+@on_gpu
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_killed_and_resumed_equals_quiet_to_the_bit(strategy: str, precision: str, tmp_path: Path) -> None:
+    # FSDP can't cast a BatchNorm's statistics, so the model has none there.
+    has_norm = "true" if strategy == "ddp" else "false"
+    overrides = (
+        CUDA,
+        "deterministic=true",
+        f"parallel.strategy={strategy}",
+        f"precision={precision}",
+        f"model.args={{norm: {has_norm}}}",
+    )
+    quiet = submit(tmp_path / "quiet", *overrides, devices=1, text=PACED)
+    folder = tmp_path / "killed"
+    experiment, local = write_experiment(folder, PACED), ("--local", "--devices", "1")
+    places = {"HPC_TRAIN_RUNS": str(folder / "runs"), paced.TRAIN_S: "0.02"}
+    process = start("submit", experiment, *overrides, *local, **places)
+    wait_for(lambda: bool(found_runs(folder)) or process.poll() is not None, "the run's folder")
+    paths = only_run(folder)
+    wait_for(lambda: last_step(paths) >= 25 or process.poll() is not None, "step 25")
+    assert process.poll() is None, process.communicate()[1]
+    kill_everything(process, paths)
+    process.communicate()
+    done = hpc_train("resume", paths.folder, "data.workers=2")
+    assert done.code == 0, done.err
+    assert status(paths)["attempt"] == 2
+    assert_equal_to_the_bit(quiet, paths)
+
+
+@on_gpu
+def test_ctrl_c_saves_and_a_resume_goes_on(tmp_path: Path) -> None:
+    experiment = write_experiment(tmp_path, PACED)
+    runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs"), paced.TRAIN_S: "0.02"}
+    process = start("submit", experiment, CUDA, "--local", "--devices", "1", **runs)
+    wait_for(lambda: bool(found_runs(tmp_path)) or process.poll() is not None, "the run's folder")
+    paths = only_run(tmp_path)
+    wait_for(lambda: last_step(paths) >= 5 or process.poll() is not None, "step 5")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert committed(paths)[0].step == status(paths)["step"] == last_step(paths)
+    done = hpc_train("resume", paths.folder)
+    assert done.code == 0, done.err
+    assert [row["step"] for row in rows(paths, "train")] == list(range(1, 61))
+
+
+@on_gpu
+def test_a_checkpoint_of_the_gpu_goes_on_with_the_cpu(on_cpu: RunPaths, tmp_path: Path) -> None:
+    long = (*SHORT[1:], "optimization.steps=16", SGD)
+    experiment = write_experiment(tmp_path, PACED)
+    runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs"), paced.TRAIN_S: "0.05"}
+    process = start("submit", experiment, CUDA, *long, "--local", "--devices", "1", **runs)
+    wait_for(lambda: bool(found_runs(tmp_path)) or process.poll() is not None, "the run's folder")
+    paths = only_run(tmp_path)
+    wait_for(lambda: bool(committed(paths)) or process.poll() is not None, "a checkpoint")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    done = hpc_train("resume", paths.folder, "device=cpu")
+    assert done.code == 0, done.err
+    torch.testing.assert_close(losses(paths)[:8], losses(on_cpu), rtol=0, atol=1e-3)
+
+
+# --- nothing waits
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Iterator[torch.device]:
+    """A CUDA device in a process group of this process alone."""
+    found = torch.device("cuda", 0)
+    torch.cuda.set_device(found)
+    group = join(RankFacts(), found, tmp_path / "rendezvous.json", token="")
+    yield found
+    group.leave()
+
+
+@on_gpu
+def test_batches_come_in_pinned_memory(tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    experiment = load(write_experiment(tmp_path), ["data.workers=1"]).experiment
+    source = build_source(experiment.data)
+    with training_batches(source, experiment, Position(0), 3, 0, 1, device) as batches:
+        for _, micro_batches in batches:
+            assert all(batch.inputs.is_pinned() and batch.targets.is_pinned() for batch in micro_batches)
+    assert source.val is not None
+    for batch in evaluation_batches(source.val, experiment, 0, 1, device):
+        assert batch.inputs.is_pinned()
+        assert batch.valid.is_pinned()
+
+
+@on_gpu
+@debug_mode
+def test_a_row_is_taken_without_waiting_for_the_device(device: torch.device, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    recorder = Recorder(MetricsFile(path, 0), [], io.StringIO())
+    meters = Meters(1, 48, 10, 1, recorder)
+    loss = torch.ones((), dtype=torch.float64, device=device)
+    norm = torch.full((), 2.0, device=device)
+    # NCCL waits once, when it makes its communicator, and the driver when it pins memory.
+    meters.train_row(1, 0.1, loss.clone(), norm)
+    meters.sync()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(500_000_000)  # cycles: a quarter of a second or more that the loss comes behind
+        meters.train_row(2, 0.1, loss, norm)
+        assert [row["step"] for row in read_rows(path)] == [1], "the device is not through yet"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    meters.drain(wait=False)
+    row = read_rows(path)[-1]
+    assert row["step"] == 2
+    assert (row["loss"], row["grad_norm"]) == (1.0, 2.0)
+    recorder.close()
+
+
+@on_gpu
+@debug_mode
+def test_a_batch_reaches_the_device_without_waiting(device: torch.device, tmp_path: Path) -> None:
+    experiment = load(write_experiment(tmp_path)).experiment
+    with training_batches(build_source(experiment.data), experiment, Position(0), 1, 0, 1, device) as batches:
+        _, micro_batches = next(batches)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moved = [batch.to(device) for batch in micro_batches]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for batch, there in zip(micro_batches, moved, strict=True):
+        assert there.inputs.device == device
+        assert torch.equal(there.inputs.cpu(), batch.inputs)
+
+
+# --- refusals
+
+
+def test_bf16_is_refused_on_a_gpu_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def is_supported(*, including_emulation: bool) -> bool:
+        asked.append(including_emulation)
+        return False
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100")
+    with pytest.raises(BadFileError, match=r"precision: bf16 is not supported by Tesla V100; write fp16"):
+        choose_precision("bf16", torch.device("cuda"))
+    assert asked == [False], "emulated bf16 is slower than fp32"
