@@ -111,7 +111,7 @@ def _start_process() -> subprocess.Popen[str]:
 
 def warning(what: str) -> str:
     """Return the one line that tells of wandb's failure."""
-    return f"wandb: {what}; the run goes on, metrics.jsonl has every row and `hpc-train sync` sends it"
+    return f"wandb: {what}; the run goes on, and metrics.jsonl has every row"
 
 
 def _environment() -> dict[str, str]:

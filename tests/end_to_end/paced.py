@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+import torch
 from torch import Tensor, nn
 
 from tests.end_to_end.parts import Net
@@ -22,3 +23,16 @@ class Paced(Net):
 
 def net(num_classes: int, norm: bool = True, dropout: float = 0.2) -> nn.Module:
     return Paced(num_classes, norm=norm, dropout=dropout)
+
+
+def channels_last_only(num_classes: int) -> nn.Module:
+    """The same net without BatchNorm and dropout, which refuses weights of another layout."""
+    return ChannelsLastOnly(num_classes, norm=False, dropout=0.0)
+
+
+class ChannelsLastOnly(Paced):
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        weight_OIHW = self.get_parameter("1.0.conv.weight")
+        assert weight_OIHW.is_contiguous(memory_format=torch.channels_last), "the weights lie otherwise"
+        out: Tensor = super().forward(images_BCHW)
+        return out

@@ -132,7 +132,8 @@ def test_fp16_keeps_its_loss_scale_in_the_checkpoint(strategy: str, tmp_path: Pa
 
 @on_gpu
 def test_channels_last_is_another_layout_of_the_same_numbers(on_cpu: RunPaths, tmp_path: Path) -> None:
-    paths = submit_on_gpu(tmp_path, *SHORT, SGD, "model.channels_last=true")
+    model = 'model={name: "tests.end_to_end.paced:channels_last_only", channels_last: true}'
+    paths = submit_on_gpu(tmp_path, *SHORT[:3], SGD, model)
     assert_losses_are_close(paths, on_cpu, 1e-3)
 
 
