@@ -24,6 +24,7 @@ from hpc_train.runtime.data_info import DataInfo
 def list_names() -> dict[str, list[str]]:
     """Return the names that the built-in providers know, and what can optimise and schedule."""
     import timm
+    import timm.optim
 
     from hpc_train.models.torchvision import model_names
 

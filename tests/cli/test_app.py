@@ -84,7 +84,12 @@ def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
         return 0
 
     monkeypatch.setattr(status_module, "status", interrupted)
-    done = hpc_train("status")
+    # A shell's background job, as a CI may be, ignores Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        done = hpc_train("status")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (done.code, done.out, done.err) == (130, "", "")
 
 

@@ -292,22 +292,43 @@ def fill(folder: Path, leave_bytes: int) -> Path:
     return ballast
 
 
-@pytest.mark.parametrize("leave_bytes", [500_000, 0], ids=["checkpoint", "everything"])
-def test_a_full_disk_ends_the_run_and_with_room_again_it_goes_on(
-    leave_bytes: int, quiet: RunPaths, small_disk: Path, tmp_path: Path
+def test_no_room_for_a_checkpoint_ends_the_run_and_with_room_again_it_goes_on(
+    quiet: RunPaths, small_disk: Path, tmp_path: Path
 ) -> None:
     process = begin(tmp_path, PACED, **SLOW_TRAINING)
     paths = wait_for_run(tmp_path, process)
     wait_for(lambda: bool(committed(paths)), "a checkpoint")
-    ballast = fill(small_disk, leave_bytes)
+    ballast = fill(small_disk, leave_bytes=500_000)
     done = end_of(process)
     assert done.code == 74, done.err
-    assert "Traceback" not in done.err, done.err
-    if leave_bytes:
-        assert "the disk is full" in done.err
-        assert stopped(paths)[0] == "failed"
-        assert "the disk is full" in stopped(paths)[1]
+    assert "Traceback" not in done.err
+    state, reason = stopped(paths)
+    assert state == "failed"
+    assert str(paths.checkpoints) in reason
+    assert "the disk is full" in reason
+    assert reason in done.err
     ballast.unlink()
+    done = resume(paths)
+    assert done.code == 0, done.err
+    assert_equal_to_the_bit(quiet, paths)
+
+
+def test_no_room_at_all_ends_the_run_and_with_room_again_it_goes_on(
+    quiet: RunPaths, small_disk: Path, tmp_path: Path
+) -> None:
+    # Steps of half a second: the next status, which can't be written, comes long before the next checkpoint.
+    process = begin(tmp_path, PACED, **{paced.TRAIN_S: "0.25"})
+    paths = wait_for_run(tmp_path, process)
+    wait_for(lambda: bool(committed(paths)), "a checkpoint")
+    ballast = fill(small_disk, leave_bytes=0)
+    done = end_of(process)
+    assert done.code == 74, done.err
+    assert last_step(paths) < 14, "not the checkpoint but the status had no room"
+    assert "Traceback" not in done.err
+    assert "No space left on device" in done.err or "the disk is full" in done.err
+    ballast.unlink()
+    (run,) = json.loads(hpc_train("status", "--json", paths.folder).out)["runs"]
+    assert run["state"] == "failed"
     done = resume(paths)
     assert done.code == 0, done.err
     assert_equal_to_the_bit(quiet, paths)

@@ -20,29 +20,34 @@ NUM_BATCHES = 13
 CPU = torch.device("cpu")
 
 
-def values() -> Tensor:
-    """Numbers of all magnitudes: adding them in another order gives another sum."""
+def make_values() -> Tensor:
+    """Numbers of all magnitudes, sixteen a sample: adding them in another order gives other sums."""
     generator = torch.Generator().manual_seed(1)
-    exponents = torch.randint(-20, 20, (NUM_SAMPLES,), generator=generator)
-    return torch.randn(NUM_SAMPLES, generator=generator, dtype=torch.float64) * 2.0**exponents
+    exponents_NK = torch.randint(-8, 8, (NUM_SAMPLES, 16), generator=generator)
+    return torch.randn(NUM_SAMPLES, 16, generator=generator, dtype=torch.float64) * 2.0**exponents_NK
 
 
 def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
     for slot in EvaluationSampler(NUM_SAMPLES, SIZE, rank, world_size):
         valid = torch.arange(SIZE) < slot.num_valid
-        yield Batch(0, slot.number, 1.0, values()[slot.indices], slot.indices, valid)
+        yield Batch(0, slot.number, 1.0, make_values()[slot.indices], slot.indices, valid)
 
 
 def sums_of(batch: Batch) -> dict[str, Tensor]:
+    valid_BK = torch.where(batch.valid[:, None], batch.inputs, 0.0)
     return {
         "count": batch.valid.sum(dtype=torch.float64),
-        "value": torch.where(batch.valid, batch.inputs, 0.0).sum(),
         "index": (batch.targets * batch.valid).sum(dtype=torch.float64),
+        **{f"value{k}": value for k, value in enumerate(valid_BK.sum(0))},
     }
 
 
 def on_rank(rank: int, world_size: int) -> dict[str, float] | None:
     return evaluate(batches(rank, world_size), NUM_BATCHES, sums_of, CPU, must_stop=lambda: False)
+
+
+def both_on_rank(rank: int, world_size: int) -> tuple[dict[str, float] | None, tuple[object, int]]:
+    return on_rank(rank, world_size), stopped_on_rank(rank, world_size)
 
 
 def stopped_on_rank(rank: int, world_size: int) -> tuple[object, int]:
@@ -70,7 +75,7 @@ def test_every_sample_counts_exactly_once() -> None:
     assert found is not None
     assert found["count"] == NUM_SAMPLES
     assert found["index"] == sum(range(NUM_SAMPLES))
-    assert found["value"] == pytest.approx(float(values().sum()), rel=1e-12)
+    assert found["value0"] == pytest.approx(float(make_values()[:, 0].sum()), rel=1e-12)
 
 
 @pytest.mark.usefixtures("_group")
@@ -81,15 +86,33 @@ def test_asked_to_stop_it_says_nothing_and_goes_no_further() -> None:
 @pytest.mark.usefixtures("_group")
 def test_a_batch_past_the_last_only_fills_up() -> None:
     # A rank of four has batches 12 and 13 … 15 in its last round; whatever those hold must not count.
-    extra = Batch(0, NUM_BATCHES, 1.0, torch.full((SIZE,), 1e9), torch.ones(SIZE), torch.ones(SIZE).bool())
+    extra = Batch(0, NUM_BATCHES, 1.0, torch.full((SIZE, 16), 1e9), torch.ones(SIZE), torch.ones(SIZE).bool())
     found = evaluate([*batches(), extra], NUM_BATCHES, sums_of, CPU, must_stop=lambda: False)
     assert found == on_rank(0, 1)
 
 
+def summed_rank_by_rank(world_size: int) -> dict[str, float]:
+    """Add up each rank's batches, then the ranks' sums: what would be simpler and depends on the ranks."""
+    totals: dict[str, float] = {}
+    for rank in range(world_size):
+        found = evaluate(batches(rank, world_size), 16, sums_of, CPU, must_stop=lambda: False)
+        assert found is not None
+        totals = {name: totals.get(name, 0.0) + value for name, value in found.items()}
+    return totals
+
+
+@pytest.mark.usefixtures("_group")
+def test_the_numbers_would_show_another_order() -> None:
+    for world_size in (2, 3, 4):
+        other = summed_rank_by_rank(world_size)
+        assert other == pytest.approx(on_rank(0, 1), rel=1e-9)
+        assert other != on_rank(0, 1)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_group")
 def test_one_to_four_ranks_agree_to_the_bit(tmp_path: Path) -> None:
-    found = [each for ranks in (1, 2, 3, 4) for each in run_ranks(ranks, on_rank, folder=tmp_path)]
-    assert len(found) == 10
-    assert found[0]["count"] == NUM_SAMPLES
-    assert all(each == found[0] for each in found)
-    assert run_ranks(3, stopped_on_rank, folder=tmp_path) == [(None, 2)] * 3
+    alone = on_rank(0, 1)
+    for ranks in (2, 3, 4):
+        found = run_ranks(ranks, both_on_rank, folder=tmp_path)
+        assert found == [(alone, (None, 2))] * ranks

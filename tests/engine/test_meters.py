@@ -207,6 +207,34 @@ def test_loggers_and_the_log_are_told_every_row_and_the_end(path: Path) -> None:
     assert log.getvalue() == "val step 20 epoch 2 loss 0.12346 accuracy 0.5\n"
 
 
+@dataclass
+class Breaking(Noting):
+    """A logger that raises at its second row."""
+
+    calls: int = 0
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("its server is gone")
+        super().log(row)
+
+
+def test_a_logger_that_raises_is_left_out_and_training_goes_on(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    breaking, noting = Breaking(), Noting()
+    recorder, _ = make_recorder(path, breaking, noting)
+    for step in (1, 2, 3):
+        make_meters(recorder).train_row(step, 0.1, number(1.0), None)
+    recorder.close()
+    assert [row["step"] for row in noting.rows] == [1, 2, 3]
+    assert breaking.calls == 2, "it is not asked again"
+    assert breaking.state is None
+    assert noting.state == "failed"
+    assert caplog.text.count("logger Breaking failed and is left out") == 1
+
+
 def test_a_run_that_breaks_is_failed_for_its_loggers(path: Path) -> None:
     noting = Noting()
     make_recorder(path, noting)[0].close()
