@@ -47,7 +47,7 @@ def _verify_run(paths: RunPaths) -> bool:
         bad += counts and bool(problems)
         _put_verdict(paths, checkpoint, problems, counts=counts, loads=checkpoint == would_load)
     if would_load is None:
-        say(f"{paths.folder.name}: nothing would load; a resume begins at step 0")
+        say(f"{paths.folder.name}: nothing would load; begin again with `hpc-train submit FILE --new`")
     return bad == 0
 
 

@@ -11,7 +11,7 @@ from hpc_train.cli.plan import show, start_problems
 from hpc_train.cli.printing import say
 from hpc_train.cli.starting import LOCAL, choose_devices, load_launcher, report, say_end, start_attempt
 from hpc_train.cli.status import RunRow
-from hpc_train.config.loading import load
+from hpc_train.config.loading import Loaded, load
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.launchers.base import Launcher
 from hpc_train.paths import RunPaths, runs_root
@@ -52,6 +52,8 @@ def submit(file: Path, overrides: Sequence[str], choices: Choices) -> ExitCode:
         devices = choose_devices(choices.launcher_name, loaded.experiment, devices)
     plan = make_plan(loaded, devices, choices.on_this_machine)
     problems = start_problems(loaded, plan)
+    if choices.on_this_machine:
+        problems += _missing_data(loaded)
     if choices.dry_run:
         show(plan, as_json=choices.as_json)
     if problems:
@@ -60,6 +62,15 @@ def submit(file: Path, overrides: Sequence[str], choices: Choices) -> ExitCode:
         return ExitCode.DONE
     launcher = load_launcher(choices.launcher_name)
     return _start_all(plan.name, plan.runs, launcher, devices, choices)
+
+
+def _missing_data(loaded: Loaded) -> list[str]:
+    """Return the line that tells of data that are not here; ranks would find out only after their imports."""
+    root = loaded.experiment.data.root
+    if root is None or Path(root).expanduser().exists():
+        return []
+    remedy = "write the folder of the data, or fetch them with `hpc-train prepare FILE`"
+    return [loaded.problem("data.root", f"there is no {root} here", remedy)]
 
 
 def _check(choices: Choices) -> None:

@@ -29,8 +29,8 @@ _log = logging.getLogger(__name__)
 STATUS_EVERY_S = 0.5
 
 
-class NonFiniteLossError(HpcTrainError):
-    """The loss became NaN or infinite."""
+class NonFiniteError(HpcTrainError):
+    """The loss or a weight became NaN or infinite."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Recorder:
     def write(self, row: Row) -> None:
         bad = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
         if "loss" in bad:
-            raise NonFiniteLossError(
+            raise NonFiniteError(
                 f"the {row['split']} loss is {row['loss']} at step {row['step']}; lower the learning rate, "
                 "clip gradients, or use bf16 or fp32"
             )

@@ -11,12 +11,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
 from hpc_train.engine.cadence import Cadence
 from hpc_train.engine.evaluation import evaluate
-from hpc_train.engine.meters import Meters, StatusWriter
+from hpc_train.engine.meters import Meters, NonFiniteError, StatusWriter
 from hpc_train.engine.optimization import Optimization
 from hpc_train.runtime.agreement import SAVE, STOP, Agreement
 from hpc_train.runtime.data_info import Batch
@@ -143,12 +144,27 @@ class Trainer:
         return every_s is not None and time.monotonic() - self._saved_at >= every_s
 
     def _save(self) -> None:
+        self._refuse_non_finite()
         self.strategy.share_buffers(all_persistent=True)
         self.meters.sync()
         self.save_checkpoint(self.step)
         self._saved_at = time.monotonic()
         if self.status is not None:
             self.status.write("running", self.step)
+
+    def _refuse_non_finite(self) -> None:
+        """Raise on every rank where a weight is NaN or infinite: such a checkpoint would be for ever.
+
+        Waits for the device, as the save that follows does.
+        """
+        parts = [self.strategy.piece(parameter).local for parameter in self.model.parameters()]
+        total = torch.stack([part.sum(dtype=torch.float64) for part in parts]).sum()
+        dist.all_reduce(total)
+        if not total.isfinite():
+            raise NonFiniteError(
+                f"a weight is NaN or infinite after step {self.step}, which is not saved; lower the learning "
+                "rate, clip gradients, or use bf16 or fp32"
+            )
 
 
 def _nothing() -> None:

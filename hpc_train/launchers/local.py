@@ -61,7 +61,11 @@ class LocalLauncher:
             was_interrupted=bool(interrupts),
             is_completed=_is_completed(request),
         )
-        _finish(request, record, ranks, outcome)
+        try:
+            _finish(request, record, ranks, outcome)
+        except OSError as error:
+            _say(f"{request.paths.folder}: how it ended can't be written down: {error.strerror or error}")
+            return outcome.exit_code or ExitCode.IO
         return outcome.exit_code
 
 
@@ -179,8 +183,8 @@ def _begin(request: LaunchRequest, num_ranks: int) -> AttemptRecord:
 
 def _finish(request: LaunchRequest, record: AttemptRecord, ranks: RankProcesses, outcome: Outcome) -> None:
     if outcome.reason is not None:
+        _say(outcome.details)  # first: the disk may have no room for anything else
         _write_failed(request.paths, request.attempt, outcome.reason)
-        _say(outcome.details)
     write_record(request.paths.attempt(request.attempt), record.ended(ranks.exit_codes(), outcome.reason))
 
 

@@ -89,7 +89,9 @@ def make_plan(loaded: Loaded, devices: int | None = None, local: bool = False) -
 def _misfits(variant: Variant, num_samples: int) -> Iterator[tuple[str, str, str]]:
     """Yield key, message and remedy of what can't be with so many training samples."""
     optimization = variant.experiment.optimization
-    if too_few := too_few_samples(optimization, num_samples):
+    if num_samples == 0:
+        yield "data.root", "holds no training images", "write the folder that train/<class>/ lies in"
+    elif too_few := too_few_samples(optimization, num_samples):
         yield "optimization.global_batch_size", *too_few
     elif too_long := too_long_warmup(optimization, num_samples // optimization.global_batch_size):
         yield too_long

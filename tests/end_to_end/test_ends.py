@@ -209,6 +209,19 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     assert "lower the learning rate" in reason
 
 
+def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
+    """No log row looks at the loss before the save, which would otherwise make every resume fail."""
+    explosive = "optimization.optimizer={name: sgd, lr: 1.0e+30}"
+    rare = ("logging.every_steps=1000", "checkpoint.every_steps=2", *SHORT[:2], "evaluation.every_steps=1000")
+    unclipped = "optimization.clip_grad_norm=null"
+    done = end_of(begin(tmp_path, EXPERIMENT, explosive, unclipped, *rare), 120)
+    assert done.code == 1
+    assert "a weight is NaN or infinite after step" in status(only_run(tmp_path))["reason"]
+    for checkpoint in committed(only_run(tmp_path)):
+        shards = [load_file(path) for path in checkpoint.folder.glob("*.safetensors")]
+        assert all(bool(tensor.isfinite().all()) for shard in shards for tensor in shard.values())
+
+
 def test_too_few_samples_for_a_global_batch_is_the_files_mistake(tmp_path: Path) -> None:
     done = end_of(begin(tmp_path, EXPERIMENT, "optimization.global_batch_size=1440"), 120)
     assert done.code == 65
@@ -226,7 +239,8 @@ def image_folder(folder: Path) -> str:
 def test_images_that_are_not_there_are_the_files_mistake(tmp_path: Path) -> None:
     done = end_of(begin(tmp_path, image_folder(tmp_path)), 120)
     assert done.code == 65, done.err
-    assert f"data.root: {tmp_path / 'images'} is no folder" in done.err
+    assert f"data.root: there is no {tmp_path / 'images'} here" in done.err
+    assert not found_runs(tmp_path), "found before anything was started"
     assert "Traceback" not in done.err
 
 

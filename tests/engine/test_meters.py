@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.engine import meters
-from hpc_train.engine.meters import STATUS_EVERY_S, Meters, NonFiniteLossError, Recorder, StatusWriter
+from hpc_train.engine.meters import STATUS_EVERY_S, Meters, NonFiniteError, Recorder, StatusWriter
 from hpc_train.engine.metrics_file import MetricsFile, read_rows
 from hpc_train.paths import RunPaths
 
@@ -176,7 +176,7 @@ def test_a_loss_that_is_no_number_ends_training_and_is_not_written(
     noting = Noting()
     recorder, _ = make_recorder(path, noting)
     found = make_meters(recorder)
-    with pytest.raises(NonFiniteLossError, match=rf"the {split} loss is -?(nan|inf) at step 7; lower"):
+    with pytest.raises(NonFiniteError, match=rf"the {split} loss is -?(nan|inf) at step 7; lower"):
         if split == "train":
             found.train_row(7, 0.1, number(value), None)
         else:

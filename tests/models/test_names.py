@@ -50,4 +50,5 @@ def test_synchronised_batchnorm_counts_and_instance_norm_does_not() -> None:
 def test_the_module_prints_one_json_object() -> None:
     command = [sys.executable, "-m", "hpc_train.models.names"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout).keys() == {"timm", "torchvision", "datasets"}
+    keys = {"timm", "torchvision", "datasets", "timm_optimizers", "torch_schedules"}
+    assert json.loads(done.stdout).keys() == keys
