@@ -119,10 +119,8 @@ def _joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopF
     rendezvous = paths.attempt(attempt).rendezvous
     token = os.environ.get("HPC_TRAIN_TOKEN", "")
     group = join(facts, device, rendezvous, token, must_stop=lambda: bool(flag))
-    try:
-        yield Rank(paths, attempt, experiment, facts, device, precision, group, flag)
-    finally:
-        group.leave()
+    yield Rank(paths, attempt, experiment, facts, device, precision, group, flag)
+    group.leave()  # not after an error: tearing a broken group down may hang or abort
 
 
 def _train(rank: Rank) -> ExitCode:
@@ -236,7 +234,8 @@ def _trainer(
         return replace(moved, inputs=normalize(moved.inputs))
 
     def save(step: int) -> None:
-        checkpointer.save(learner.state, step, _extra(rank, batches, Position(step, position.skipped)))
+        with rank.group.patient():
+            checkpointer.save(learner.state, step, _extra(rank, batches, Position(step, position.skipped)))
 
     return Trainer(
         experiment=config,

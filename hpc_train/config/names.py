@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 import subprocess
@@ -18,6 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
+
+from hpc_train.errors import printable
+
+_log = logging.getLogger(__name__)
 
 CHILD_LIMIT_S = 60
 _MODULE = "hpc_train.models.names"
@@ -96,9 +101,17 @@ def _ask(arguments: tuple[str, ...]) -> dict[str, Any]:
             env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
         )
         answer = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError):
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        _log.warning("names could not be checked: %s", _last_line(error))
         return {}
     return answer if isinstance(answer, dict) else {}
+
+
+def _last_line(error: Exception) -> str:
+    """Return the child's last word on why it failed, or what kept it from answering."""
+    said = getattr(error, "stderr", None) or b""
+    lines = said.decode("utf-8", "replace").split("\n") if isinstance(said, bytes) else []
+    return printable(next((line for line in reversed(lines) if line.strip()), str(error)))
 
 
 def _write(file: Path, answer: dict[str, Any]) -> None:

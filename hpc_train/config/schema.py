@@ -267,7 +267,7 @@ class ParallelConfig(Section):
     sync_batchnorm: bool = False
     """Normalise over all ranks' micro-batches; ``false``: over one micro-batch."""
     args: Arguments = {}
-    """Keyword arguments of a plug-in's strategy."""
+    """Keyword arguments of the strategy: ``find_unused_parameters`` of ddp, or a plug-in's own."""
 
 
 class CompileConfig(Section):

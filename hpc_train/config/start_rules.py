@@ -17,6 +17,9 @@ def check_start(experiment: Experiment, ranks: int | None) -> list[Problem]:
         problems.append(
             Problem(("optimization", "micro_batch_size"), f"auto {_MESSAGE}", "write a number, like 64")
         )
+    if experiment.compile.enabled and experiment.compile.mode != "default":
+        message = f"{experiment.compile.mode} {_MESSAGE}"
+        problems.append(Problem(("compile", "mode"), message, "write default, or take it out"))
     strategy = experiment.parallel.strategy
     if strategy in LATER_STRATEGIES and strategy not in parts("strategies"):
         problems.append(Problem(("parallel", "strategy"), f"{strategy} {_MESSAGE}", "write ddp or fsdp"))

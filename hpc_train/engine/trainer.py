@@ -86,8 +86,7 @@ class Trainer:
     def _train_step(self, step: int, batches: list[Batch]) -> None:
         rate = self.optimization.set_learning_rate(step)
         self.strategy.share_buffers(all_persistent=False)
-        inputs = [self.to_input(batch) for batch in batches]
-        loss = self.strategy.accumulate(inputs, self._loss_of, self.optimization.backward)
+        loss = self.strategy.accumulate(batches, self._loss_of, self.optimization.backward)
         grad_norm = self.optimization.step(self._clip)
         self.step = step + 1
         if self.meters.train_row_is_due(self.step):
@@ -103,8 +102,9 @@ class Trainer:
 
     def _loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
         seed_forward(self.experiment.seed, batch.step, batch.number, self.device)
+        # Moved one by one: a step may have more micro-batches than the device has room for.
         with self._autocast():
-            return self.task.loss(model, batch)
+            return self.task.loss(model, self.to_input(batch))
 
     def _sums_of(self, batch: Batch) -> dict[str, Tensor]:
         seed_forward(self.experiment.seed, self.step, batch.number, self.device)

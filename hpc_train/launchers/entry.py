@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.errors import ExitCode, UsageError
+from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.runtime import signals
 
@@ -38,5 +38,17 @@ def attempt_number(text: str | None) -> int:
     return int(text)
 
 
+def main() -> None:
+    """Be one rank, and end without Python's tear-down: gloo's threads sometimes abort in it."""
+    try:
+        code = int(Entry(Path(sys.argv[1]))())
+    except UserError as error:
+        print(error, file=sys.stderr)
+        code = int(error.exit_code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(Entry(Path(sys.argv[1]))())
+    main()

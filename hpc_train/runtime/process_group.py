@@ -6,7 +6,8 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -60,6 +61,15 @@ class Group:
         """Wait less for peers from now on; called after the first step."""
         for group in (dist.group.WORLD, self.control):
             _set_timeout(timedelta(seconds=self.timeouts.later_s), group)
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Wait long on the control group: for a save, in which one rank's disk may be slow. After step 1."""
+        _set_timeout(timedelta(seconds=self.timeouts.first_step_s), self.control)
+        try:
+            yield
+        finally:
+            _set_timeout(timedelta(seconds=self.timeouts.later_s), self.control)
 
     def leave(self) -> None:
         """Tear the groups down. Never raises: the work is done or lost already."""

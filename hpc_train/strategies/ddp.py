@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hpc_train.errors import BadFileError
 from hpc_train.runtime.data_info import Batch
 from hpc_train.strategies.base import Backward, LossOf, Piece, Placement
 from hpc_train.strategies.buffers import buffers_kept
@@ -29,7 +30,15 @@ class DDPStrategy(DataParallel):
 
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement)
-        self._is_rehearsed = placement.world_size == 1
+        arguments = dict(placement.args)
+        #: For models that leave parameters out of some forward passes; searching the graph costs time.
+        self._finds_unused = bool(arguments.pop("find_unused_parameters", False))
+        if arguments:
+            raise BadFileError(
+                f"parallel.args: ddp takes no {next(iter(arguments))!r}; it takes find_unused_parameters"
+            )
+        # With that search on DDP keeps its first layout.
+        self._is_rehearsed = placement.world_size == 1 or self._finds_unused
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         if self.placement.world_size == 1:
@@ -39,6 +48,7 @@ class DDPStrategy(DataParallel):
             model,
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
+            find_unused_parameters=self._finds_unused,
             **_WITHOUT_BUFFERS,
         )
 
@@ -61,7 +71,19 @@ class DDPStrategy(DataParallel):
         """
         with buffers_kept(self.model):
             (loss_of(self.wrapped, batch) * 0).backward()
+        self._refuse_unused()
         self.model.zero_grad(set_to_none=True)
+
+    def _refuse_unused(self) -> None:
+        """Raise where a parameter got no gradient: DDP would wait for it for ever."""
+        named = self.model.named_parameters()
+        unused = [name for name, value in named if value.requires_grad and value.grad is None]
+        if unused:
+            shown = ", ".join(unused[:5]) + (" …" if len(unused) > 5 else "")
+            raise BadFileError(
+                f"model.name: the loss does not use {shown}; "
+                "write parallel.args: {find_unused_parameters: true}, or requires_grad_(False) in the model"
+            )
 
     def piece(self, tensor: Tensor) -> Piece:
         shape = tuple(tensor.shape)

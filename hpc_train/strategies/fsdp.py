@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hpc_train.errors import BadFileError
-from hpc_train.strategies.base import Piece
+from hpc_train.strategies.base import Piece, Placement
 from hpc_train.strategies.data_parallel import DataParallel
 
 
@@ -21,6 +21,11 @@ class FSDPStrategy(DataParallel):
     """torch's ``fully_shard`` of each block, then of the rest."""
 
     casts = True
+
+    def __init__(self, placement: Placement) -> None:
+        if placement.args:
+            raise BadFileError(f"parallel.args: fsdp takes none; take {next(iter(placement.args))!r} out")
+        super().__init__(placement)
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         precision = self.placement.precision

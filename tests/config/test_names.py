@@ -120,3 +120,11 @@ def test_a_misspelt_optimizer_or_schedule_is_found(
     monkeypatch.setattr(names, "_answer", lambda arguments: answers)
     (line,) = problems_of(tmp_path, GOOD, override)
     assert said in line
+
+
+def test_that_names_were_not_checked_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    child(tmp_path, monkeypatch, "echo 'ImportError: no libcuda' >&2; exit 1")
+    names.known_names("timm")
+    assert caplog.messages == ["names could not be checked: ImportError: no libcuda"]

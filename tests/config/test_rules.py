@@ -164,6 +164,7 @@ def test_sound_files_pass(tmp_path: Path, overrides: tuple[str, ...]) -> None:
         ("parallel.sync_batchnorm=true", "parallel.sync_batchnorm"),
         ("parallel.strategy=zero1", "parallel.strategy"),
         ("parallel={strategy: fsdp, shard: 2}", "parallel.shard"),
+        ("compile={mode: reduce-overhead}", "compile.mode"),
     ],
 )
 def test_what_can_not_be_started_yet_is_named(tmp_path: Path, override: str, key: str) -> None:

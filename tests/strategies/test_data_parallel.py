@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpc_train.errors import BadFileError
 from hpc_train.registry import load
 from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import choose_precision
@@ -162,3 +163,37 @@ def test_batchnorm_under_fsdp_in_bf16_is_refused() -> None:
     )
     with pytest.raises(Exception, match=r"write fp32, or parallel\.strategy: ddp"):
         strategy.place(make_model("batchnorm"), [])
+
+
+def train_with_an_unused_parameter(rank: int, world_size: int, args: dict[str, Any]) -> str | list[Tensor]:
+    device = torch.device("cpu")
+    placement = Placement(rank, world_size, device, choose_precision("fp64", device), False, args)
+    strategy: Any = load("strategies", "ddp")(placement)  # type: ignore[operator]
+    model = make_model()
+    model.register_parameter("unused", nn.Parameter(torch.zeros(3)))
+    strategy.place(model, [])
+    try:
+        for _ in range(3):
+            model.zero_grad()
+            strategy.accumulate(slots(rank, world_size), loss_of, backward)
+    except BadFileError as error:
+        return str(error)
+    return [value.grad for name, value in model.named_parameters() if name != "unused"]
+
+
+@pytest.mark.slow
+def test_an_unused_parameter_is_named_and_can_be_allowed(tmp_path: Path) -> None:
+    for said in run_ranks(2, train_with_an_unused_parameter, {}, folder=tmp_path):
+        assert "the loss does not use unused; write parallel.args: {find_unused_parameters: true}" in said
+    allowed = {"find_unused_parameters": True}
+    expected = list(plain_gradients("plain")[0].values())
+    for found in run_ranks(2, train_with_an_unused_parameter, allowed, folder=tmp_path):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_unknown_arguments_of_a_strategy_are_refused(name: str) -> None:
+    device = torch.device("cpu")
+    placement = Placement(0, 1, device, choose_precision("fp32", device), False, {"bucket": 3})
+    with pytest.raises(BadFileError, match=r"parallel\.args: .*'bucket'"):
+        load("strategies", name)(placement)  # type: ignore[operator]
