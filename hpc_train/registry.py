@@ -88,10 +88,20 @@ def load(kind: str, name: str) -> object:
 
 
 def _attribute(kind: str, name: str, module: str, attr: str) -> object:
+    found = _imported(kind, name, module)
     try:
-        found: object = importlib.import_module(module)
         for step in attr.split("."):
             found = getattr(found, step)
+    except AttributeError as error:
+        raise BadFileError(
+            f"{_KEYS[kind]}: module {module!r} has no {attr!r}; mend the name {name!r}"
+        ) from error
+    return found
+
+
+def _imported(kind: str, name: str, module: str) -> object:
+    try:
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (module + ".").startswith(error.name + "."):
             raise  # the module was found; something that it imports was not
@@ -99,8 +109,3 @@ def _attribute(kind: str, name: str, module: str, attr: str) -> object:
             f"{_KEYS[kind]}: {name!r} can't be imported: no module {error.name!r}; "
             f"install its package for {sys.executable}, or mend the name"
         ) from error
-    except AttributeError as error:
-        raise BadFileError(
-            f"{_KEYS[kind]}: module {module!r} has no {attr!r}; mend the name {name!r}"
-        ) from error
-    return found

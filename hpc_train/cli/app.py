@@ -6,7 +6,6 @@ Imported for ``--help`` too, so nothing heavy stands at the top: a body is impor
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Annotated, ParamSpec
 import typer
 
 from hpc_train import __version__
-from hpc_train.errors import ExitCode, HpcTrainError, UserError, printable
+from hpc_train.errors import ExitCode, HpcTrainError, UserError
+from hpc_train.launchers.words import lead_nowhere, say
 
 _P = ParamSpec("_P")
 
@@ -62,24 +62,29 @@ def _exit_code(body: Callable[[], int]) -> int:
     try:
         return int(body())
     except UserError as error:
-        _complain(str(error))
+        say(str(error))
         return int(error.exit_code)
     except HpcTrainError as error:
-        _complain(f"{type(error).__name__}: {error}")
+        say(f"{type(error).__name__}: {error}")
         return int(error.exit_code)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        # Whoever read our output has gone; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        lead_nowhere(sys.stdout)  # whoever read our output has gone
         return int(ExitCode.IO)
     except OSError as error:
-        _complain(f"{error.filename or 'input/output'}: {error.strerror or error}")
+        say(f"{error.filename or 'input/output'}: {error.strerror or error}")
         return int(ExitCode.IO)
+    finally:
+        _flush()
 
 
-def _complain(message: str) -> None:
-    print(printable(message), file=sys.stderr, flush=True)
+def _flush() -> None:
+    """Have nothing left that Python would flush, and fail on, at exit: the terminal may be gone."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        lead_nowhere(sys.stdout)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -14,7 +14,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run_folder import checkpoints
 from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.liveness import living, newest_record
-from hpc_train.run_folder.status import current_status
+from hpc_train.run_folder.status import GOING_ON, current_status
 
 
 class LivingRunError(UserError):
@@ -58,7 +58,7 @@ def clean(words: Sequence[str], *, yes: bool) -> ExitCode:
 def _refuse_living(paths: RunPaths) -> None:
     record = newest_record(paths)
     state = current_status(paths).state
-    if state in {"pending", "running", "requeued"} or (record is not None and living(record) is not False):
+    if state in GOING_ON or (record is not None and living(record) is not False):
         raise LivingRunError(f"{paths.folder.name} is {state}; clean it once it has ended")
 
 

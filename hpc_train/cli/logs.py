@@ -12,11 +12,10 @@ from hpc_train.errors import ExitCode, UsageError, printable
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.finding import find_runs
-from hpc_train.run_folder.status import current_status
+from hpc_train.run_folder.status import GOING_ON, current_status
 
 _POLL_S = 0.2
 _CHUNK_BYTES = 1 << 16
-_GOING_ON = {"pending", "running", "requeued"}
 
 
 def logs(word: str, *, follow: bool, rank: int, attempt: int | None) -> ExitCode:
@@ -56,7 +55,7 @@ def _follow(paths: RunPaths, rank: int, attempt: int | None) -> None:
     reader = _LogReader(paths.attempt(number).log(rank))
     while True:
         newest = newest_number(paths)
-        has_ended = newest > number or current_status(paths).state not in _GOING_ON
+        has_ended = newest > number or current_status(paths).state not in GOING_ON
         # Read after asking, so that the last lines are not missed.
         if reader.print_new():
             continue

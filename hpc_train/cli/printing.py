@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from hpc_train.errors import printable
+from hpc_train.launchers.words import say
+
+__all__ = ["JSON_VERSION", "cell_text", "columns", "put", "put_json", "say"]
 
 JSON_VERSION = 1
-
-
-def say(words: str) -> None:
-    """Print words to stderr."""
-    print(printable(words), file=sys.stderr, flush=True)
 
 
 def put(line: str) -> None:

@@ -9,10 +9,12 @@ import os
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from hpc_train.cli.metrics import MetricsReader, told
 from hpc_train.cli.printing import cell_text, say
+from hpc_train.launchers.words import unheard
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.status import RunStatus, read_status
 
@@ -52,6 +54,10 @@ class Progress:
         if now - self._read_at < READ_EVERY_S:
             return
         self._read_at = now
+        with suppress(OSError):  # what can't be read now is read at the next look
+            self._look(now)
+
+    def _look(self, now: float) -> None:
         self._read_metrics()
         status = read_status(self._paths)
         if status.attempt != self._attempt or status.state != "running":
@@ -61,7 +67,8 @@ class Progress:
 
     def close(self) -> None:
         """Show the last rows and leave the terminal as it was."""
-        self._read_metrics()
+        with suppress(OSError):
+            self._read_metrics()
         self._display.close()
 
     def _read_metrics(self) -> None:
@@ -138,19 +145,22 @@ class _Bar:
     def __init__(self, name: str) -> None:
         self._rich = _rich_progress()
         self._task = self._rich.add_task(cell_text(name), total=None, words="starting", steps="")
-        self._rich.start()
+        with unheard():
+            self._rich.start()
 
     def show(self, now: RunStatus, words: str) -> None:
         steps = str(now.step) if now.total_steps is None else f"{now.step}/{now.total_steps}"
-        self._rich.update(
-            self._task, completed=now.step, total=now.total_steps, words=words, steps=steps, refresh=True
-        )
+        with unheard():
+            self._rich.update(
+                self._task, completed=now.step, total=now.total_steps, words=words, steps=steps, refresh=True
+            )
 
     def note(self, words: str) -> None:
         pass  # the bar shows the newest evaluation all the time
 
     def close(self) -> None:
-        self._rich.stop()
+        with unheard():
+            self._rich.stop()
 
 
 def _rich_progress() -> RichProgress:

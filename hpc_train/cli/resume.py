@@ -12,13 +12,12 @@ from hpc_train.cli.status import RunRow
 from hpc_train.config.loading import Loaded, load
 from hpc_train.config.rules import check_start
 from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.launchers.base import Launcher
 from hpc_train.paths import RunPaths
 from hpc_train.plan.identity import changes_identity
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.liveness import end_living, newest_record
-from hpc_train.run_folder.status import current_status
+from hpc_train.run_folder.status import GOING_ON, current_status
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
 #: Not the run's identity, but where it lies and what it is one of.
@@ -30,7 +29,7 @@ class _Resumption:
     """One run that goes on, all of it checked."""
 
     paths: RunPaths
-    launcher: Launcher
+    launcher: str
     devices: int | None
     overrides: list[str] = field(default_factory=list)
 
@@ -61,7 +60,7 @@ def _resume_one(
     if status.state == "completed":
         say(f"{run_id}: completed already, in {paths.folder}; nothing to resume")
         return ExitCode.DONE
-    if status.state in {"pending", "running", "requeued"}:
+    if status.state in GOING_ON:
         return _refuse_living(paths, status.state)
     prepared = _prepare(paths, overrides, launcher, devices)
     # A failed run's launcher may still be ending, and ranks may outlive theirs.
@@ -82,12 +81,17 @@ def _refuse_living(paths: RunPaths, state: str) -> ExitCode:
 
 def _living_words(paths: RunPaths, state: str) -> str:
     record = newest_record(paths)
-    process = None if record is None else record.launcher_process
-    if process is None:
+    if record is None or record.launcher_process is None:
         return f"is {state} already"
-    if process.is_alive() is None:
-        return f"may still live on {process.host}, which can't be seen from here; resume it there"
-    return f"is {state}, its launcher (process {process.pid} on {process.host}) lives"
+    process = record.launcher_process
+    if process.is_alive():
+        return f"is {state}, its launcher (process {process.pid} on {process.host}) lives"
+    if record.launcher not in {None, LOCAL}:
+        return (
+            f"is {state} with launcher {record.launcher}, which alone knows whether it lives; end it there, "
+            "or begin again beside it with `hpc-train submit FILE --new`"
+        )
+    return f"may still live on {process.host}, which can't be seen from here; resume it there"
 
 
 def _prepare(
@@ -106,7 +110,8 @@ def _prepare(
         raise BadFileError(
             [loaded.problem(problem.path, problem.message, problem.remedy) for problem in problems]
         )
-    return _Resumption(paths, load_launcher(name), devices, list(overrides))
+    load_launcher(name)
+    return _Resumption(paths, name, devices, list(overrides))
 
 
 def _changed(paths: RunPaths, overrides: Sequence[str]) -> Loaded:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import cast
 
 from hpc_train.cli.metrics import Row, told, validation_rows
@@ -11,13 +13,15 @@ from hpc_train.cli.printing import cell_text, put, put_json, say
 from hpc_train.cli.progress import Progress
 from hpc_train.cli.status import RunRow, rows_json
 from hpc_train.config.schema import Experiment
-from hpc_train.errors import ExitCode, TryAgainError, UsageError
+from hpc_train.errors import ExitCode, TryAgainError, UsageError, UserError
 from hpc_train.launchers.base import Launcher, LaunchRequest
+from hpc_train.launchers.outcome import one_line
 from hpc_train.paths import RunPaths
 from hpc_train.registry import is_factory, load, nearest, parts
 from hpc_train.run_folder.attempts import claim_attempt, read_record
 from hpc_train.run_folder.creation import effective_experiment, note_change
 from hpc_train.run_folder.liveness import living
+from hpc_train.run_folder.status import GOING_ON, INTERRUPTED, read_status, write_status
 
 LOCAL = "local"
 
@@ -45,23 +49,50 @@ def choose_devices(launcher: str, experiment: Experiment, devices: int | None) -
 
 
 def start_attempt(
-    paths: RunPaths, launcher: Launcher, devices: int | None, overrides: Sequence[str] = ()
+    paths: RunPaths, launcher: str, devices: int | None, overrides: Sequence[str] = ()
 ) -> ExitCode:
-    """Claim the run's next attempt and hand it to the launcher; returns how it ended.
+    """Claim the run's next attempt and hand it to the launcher of that name; returns how it ended.
 
     ``overrides`` are noted for it and those after it. Raises TryAgainError where somebody else starts
     the run at the same time.
     """
-    number = claim_attempt(paths)
+    plugin = load_launcher(launcher)
+    number = claim_attempt(paths, launcher)
     _give_way(paths, number)
-    if overrides:
-        note_change(paths, number, overrides)
-    progress = Progress(paths, number)
-    request = LaunchRequest(paths, effective_experiment(paths, number), number, devices)
+    try:
+        write_status(paths, replace(read_status(paths), state="pending", attempt=number, reason=None))
+        if overrides:
+            note_change(paths, number, overrides)
+        code = _launch(plugin, LaunchRequest(paths, effective_experiment(paths, number), number, devices))
+    except BaseException as error:
+        _end(paths, number, _reason(error))
+        raise
+    if code != ExitCode.DONE:
+        is_stopped = code in {ExitCode.INTERRUPTED, ExitCode.TRY_AGAIN}
+        _end(paths, number, INTERRUPTED if is_stopped else f"launcher {launcher}: exit code {int(code)}")
+    return code
+
+
+def _launch(launcher: Launcher, request: LaunchRequest) -> ExitCode:
+    progress = Progress(request.paths, request.attempt)
     try:
         return launcher.launch(request, poll=progress.update)
     finally:
         progress.close()
+
+
+def _end(paths: RunPaths, number: int, reason: str) -> None:
+    """Write down how the attempt ended, unless its launcher or its ranks have."""
+    with suppress(OSError):  # the disk that broke it, maybe; that is told already
+        status = read_status(paths)
+        if status.attempt == number and status.state in {"pending", "running"}:
+            write_status(paths, replace(status, state="failed", reason=one_line(reason)))
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def _give_way(paths: RunPaths, number: int) -> None:
@@ -87,6 +118,11 @@ def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
 def say_end(paths: RunPaths, code: ExitCode) -> None:
     """Say how the run stands, what it reached, where everything is, and how it goes on."""
     row = RunRow.of(paths)
+    if code == ExitCode.DONE and row.state in GOING_ON:
+        state = "queued" if row.state == "pending" else row.state
+        say(f"{row.id}: {state}; `hpc-train status {row.id}` shows where it stands")
+        say(f"  everything {row.path}")
+        return
     reason = f" ({row.reason})" if row.reason else ""
     say(f"{row.id}: {row.state}{reason} at step {row.progress}")
     if rows := validation_rows(paths.metrics):

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.cli.changes import changes_on_resume
 from hpc_train.cli.plan import show, start_problems
 from hpc_train.cli.printing import say
 from hpc_train.cli.starting import LOCAL, choose_devices, load_launcher, report, say_end, start_attempt
 from hpc_train.cli.status import RunRow
 from hpc_train.config.loading import Loaded, load
+from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.launchers.base import Launcher
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.plan.planning import PlannedRun, make_plan
-from hpc_train.run_folder.creation import create_run
-from hpc_train.run_folder.status import current_status
+from hpc_train.run_folder.attempts import newest_number
+from hpc_train.run_folder.creation import create_run, effective_experiment
+from hpc_train.run_folder.status import GOING_ON, current_status
 
 _LATER = "submitting to Slurm comes with a later version; add --local, or --dry-run"
-_GOING_ON = {"pending", "running", "requeued"}
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ def submit(file: Path, overrides: Sequence[str], choices: Choices) -> ExitCode:
         raise BadFileError(problems)
     if choices.dry_run:
         return ExitCode.DONE
-    launcher = load_launcher(choices.launcher_name)
-    return _start_all(plan.name, plan.runs, launcher, devices, choices)
+    load_launcher(choices.launcher_name)
+    return _start_all(plan.name, plan.runs, devices, choices)
 
 
 def _missing_data(loaded: Loaded) -> list[str]:
@@ -80,13 +82,11 @@ def _check(choices: Choices) -> None:
         raise UsageError(_LATER)
 
 
-def _start_all(
-    name: str, runs: Sequence[PlannedRun], launcher: Launcher, devices: int | None, choices: Choices
-) -> ExitCode:
+def _start_all(name: str, runs: Sequence[PlannedRun], devices: int | None, choices: Choices) -> ExitCode:
     """Start one run after the other; Ctrl-C ends the row."""
     codes, begun = [], []
     for run in runs:
-        paths, code = _start(name, run, launcher, devices, choices)
+        paths, code = _start(name, run, devices, choices)
         begun.append(paths)
         codes.append(code)
         if code == ExitCode.INTERRUPTED:
@@ -97,17 +97,15 @@ def _start_all(
     return max(codes)
 
 
-def _start(
-    name: str, run: PlannedRun, launcher: Launcher, devices: int | None, choices: Choices
-) -> tuple[RunPaths, ExitCode]:
+def _start(name: str, run: PlannedRun, devices: int | None, choices: Choices) -> tuple[RunPaths, ExitCode]:
     paths = RunPaths(runs_root() / name / run.id)
     is_new = _create(paths, run, choices.launcher_name)
     if not is_new and not choices.new:
-        return paths, _say_existing(paths)
+        return paths, _say_existing(paths, run.experiment)
     if not is_new:
         paths = _create_beside(paths, run, choices.launcher_name)
     say(f"{paths.folder.name}: starting in {paths.folder}")
-    code = start_attempt(paths, launcher, devices)
+    code = start_attempt(paths, choices.launcher_name, devices)
     say_end(paths, code)
     return paths, code
 
@@ -125,18 +123,27 @@ def _create_beside(paths: RunPaths, run: PlannedRun, launcher: str) -> RunPaths:
     raise AssertionError("itertools.count ends")
 
 
-def _say_existing(paths: RunPaths) -> ExitCode:
-    """Say how the run that is there already stands, and what can be done."""
+def _say_existing(paths: RunPaths, wanted: Experiment) -> ExitCode:
+    """Say how the run that is there already stands, and what can be done to have it as ``wanted``."""
     status, run_id = current_status(paths), paths.folder.name
     if status.state == "completed":
         say(f"{run_id}: completed already, in {paths.folder}; nothing started (--new trains it again)")
         return ExitCode.DONE
-    if status.state in _GOING_ON:
+    if status.state in GOING_ON:
         say(f"{run_id}: {status.state} already, in {paths.folder}; nothing started")
         return ExitCode.DONE
     reason = f" ({status.reason})" if status.reason else ""
+    command = shlex.join(["hpc-train", "resume", run_id, *_changes(paths, wanted)])
     say(
-        f"{run_id}: {status.state}{reason}, in {paths.folder}; go on with `hpc-train resume {run_id}`, "
+        f"{run_id}: {status.state}{reason}, in {paths.folder}; go on with `{command}`, "
         "or begin again beside it with --new"
     )
     return ExitCode.FAILED
+
+
+def _changes(paths: RunPaths, wanted: Experiment) -> list[str]:
+    """Return what a resume must be told, because the file says it otherwise by now."""
+    try:
+        return changes_on_resume(effective_experiment(paths, newest_number(paths)), wanted)
+    except BadFileError:
+        return []  # the frozen file is broken; resume tells how

@@ -24,11 +24,21 @@ DEGREES = {
 _MODEL_EXAMPLES = {"timm": "timm/resnet50", "torchvision": "torchvision/resnet50"}
 _DATASET_EXAMPLES = {"torchvision": "torchvision/CIFAR10"}
 _BARE_DATASETS = ("imagefolder", "digits", "synthetic")
-#: The classes of torch.optim, in lower case, but LBFGS, whose step needs a closure. A test compares.
+#: The classes of torch.optim, in lower case, but the unusable ones. A test compares.
 TORCH_OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "muon", "nadam", "radam",
-    "rmsprop", "rprop", "sgd", "sparseadam",
+    "rmsprop", "rprop", "sgd",
 )  # fmt: skip
+_NO_CHECKPOINT = "keeps functions in its state, which a checkpoint can't hold"
+#: Optimizers of torch and timm that no run can use → why not, and what to write instead.
+UNUSABLE_OPTIMIZERS = {
+    "adahessian": ("needs second derivatives, which backward here does not keep", "write adamw"),
+    "kron": (_NO_CHECKPOINT, "write adamw"),
+    "kronc": (_NO_CHECKPOINT, "write adamw"),
+    "kronw": (_NO_CHECKPOINT, "write adamw"),
+    "lbfgs": ("evaluates the loss again within a step, which is not done here", "write sgd or adamw"),
+    "sparseadam": ("takes sparse gradients only, and models here give dense ones", "write adam"),
+}
 #: Those of ``engine.schedules`` that need no provider. A test compares.
 SCHEDULES = ("constant", "cosine", "exponential", "linear", "multistep", "poly", "step")
 #: Data sets that take no folder.
@@ -193,17 +203,21 @@ def model_is_known(experiment: Experiment) -> Iterator[Problem]:
 @rule("optimization.optimizer.name")
 def optimizer_is_known(experiment: Experiment) -> Iterator[Problem]:
     name = experiment.optimization.optimizer.name
+    path = ("optimization", "optimizer", "name")
     provider, _, rest = name.lower().rpartition("/")
+    if provider in {"", "torch", "timm"} and rest in UNUSABLE_OPTIMIZERS:
+        why, remedy = UNUSABLE_OPTIMIZERS[rest]
+        yield Problem(path, f"{name} {why}", remedy)
+        return
     known = [*TORCH_OPTIMIZERS] if provider in {"", "torch"} else []
     if rest not in known and provider in {"", "timm"}:
         of_timm = names.known_names("timm_optimizers")
         if of_timm is None:
             return
-        known += of_timm
+        known += [of for of in of_timm if of not in UNUSABLE_OPTIMIZERS]
     if rest not in known:
         close = nearest(rest, known)
         remedy = f"did you mean {close}?" if close else "write one of torch.optim or timm.optim, like adamw"
-        path = ("optimization", "optimizer", "name")
         yield Problem(path, f"there is no optimizer '{shortened(name)}'", remedy)
 
 

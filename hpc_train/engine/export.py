@@ -28,8 +28,11 @@ from hpc_train.strategies.base import Piece
 def export(run: RunPaths, target: Path) -> None:
     """Write the weights to ``target``, whole or not at all, and say so as one JSON line on stdout.
 
-    Raises UsageError where the run has saved nothing yet, StorageError where nothing that it saved is whole.
+    Raises UsageError where the run has saved nothing yet, StorageError where nothing that it saved is whole
+    or ``target`` can't be written.
     """
+    if not target.parent.is_dir():
+        raise StorageError(f"{target}: there is no folder {target.parent}; make the folder first")
     checkpoint = _newest_whole(run)
     saved = SavedState.read(checkpoint)
     entries = {

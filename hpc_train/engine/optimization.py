@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpc_train.config.part_rules import UNUSABLE_OPTIMIZERS
 from hpc_train.config.schema import Arguments, OptimizerConfig
 from hpc_train.engine.schedules import Schedule
 from hpc_train.errors import BadFileError
@@ -85,6 +86,9 @@ def make_optimizer(
 def _find(name: str) -> tuple[_Maker, type[torch.optim.Optimizer]]:
     """Return how to make the optimizer called ``name``, and its class. timm is imported only if asked."""
     provider, _, rest = name.rpartition("/")
+    if provider in ("", "torch", "timm") and rest.lower() in UNUSABLE_OPTIMIZERS:
+        why, remedy = UNUSABLE_OPTIMIZERS[rest.lower()]
+        raise BadFileError(f"{_KEY}.name: {name} {why}; {remedy}")
     of_torch = _torch_classes()
     if provider in ("", "torch") and rest.lower() in of_torch:
         kind = of_torch[rest.lower()]
@@ -98,13 +102,14 @@ def _find(name: str) -> tuple[_Maker, type[torch.optim.Optimizer]]:
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    """Return torch.optim's classes by lower-case name, without those whose step needs a closure."""
+    """Return torch.optim's classes by lower-case name, without those that no run can use."""
     return {
         name.lower(): kind
         for name, kind in vars(torch.optim).items()
         if inspect.isclass(kind)
         and issubclass(kind, torch.optim.Optimizer)
-        and name not in ("Optimizer", "LBFGS")
+        and kind is not torch.optim.Optimizer
+        and name.lower() not in UNUSABLE_OPTIMIZERS
     }
 
 
@@ -139,7 +144,7 @@ def _unknown(name: str, provider: str, of_torch: dict[str, type[torch.optim.Opti
     if provider in ("", "timm"):
         from timm import optim
 
-        of_timm = optim.list_optimizers()
+        of_timm = [key for key in optim.list_optimizers() if key not in UNUSABLE_OPTIMIZERS]
         known = [f"timm/{key}" for key in of_timm] if provider else known + of_timm
     hint = nearest(name.lower(), known)
     meant = (

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train.engine.saved_tensors import SavedState, SavedTensor
-from hpc_train.engine.shards import DTYPE_NAMES
+from hpc_train.engine.shards import DTYPE_NAMES, DTYPES
 from hpc_train.errors import BadFileError
 
 MODEL = "model."
@@ -103,7 +103,7 @@ def _check_placing(name: str, value: Tensor, parameter: Tensor) -> None:
 def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return what goes to JSON: parameters and values by group, keys and values of the state by parameter."""
     groups = [
-        {"params": _group_names(group, names), "values": _group_values(group)}
+        {"params": _group_names(group, names), **_describe_group(group, optimizer.defaults)}
         for group in optimizer.param_groups
     ]
     state = {names[id(parameter)]: _describe(values) for parameter, values in optimizer.state.items()}
@@ -115,26 +115,45 @@ def _group_names(group: dict[str, Any], names: Mapping[int, str]) -> list[str]:
     return [names[id(parameter)] for parameter in group["params"]]
 
 
-def _group_values(group: dict[str, Any]) -> dict[str, Any]:
-    values = {key: _plain(value) for key, value in group.items() if key != "params"}
-    return {key: value for key, value in values.items() if value is not Ellipsis}
+def _describe_group(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the group's plain values; ``tensors`` are the keys that the optimizer keeps as a tensor → dtype."""
+    given = {key: value for key, value in group.items() if key != "params"}
+    counters = {key: value for key, value in given.items() if _is_counter(value)}
+    plain = {key: _plain(value.item() if key in counters else value) for key, value in given.items()}
+    _refuse(key for key, value in plain.items() if value is Ellipsis and _is_trained(key, defaults))
+    return {
+        "values": {key: value for key, value in plain.items() if value is not Ellipsis},
+        "tensors": {key: DTYPE_NAMES[value.dtype] for key, value in counters.items()},
+    }
+
+
+def _is_counter(value: object) -> bool:
+    """Tell whether a group's value is a number that the optimizer keeps as a tensor, as timm's Lamb does."""
+    is_local = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    return is_local and value.dim() == 0 and value.device.type == "cpu" and value.dtype in DTYPE_NAMES
+
+
+def _is_trained(key: str, given: Mapping[str, Any]) -> bool:
+    """Tell whether training made a group's value, unlike those that ``given`` holds from the file."""
+    return key == "step" or key not in given
 
 
 def _describe(values: dict[str, Any]) -> dict[str, Any]:
     plain = {key: _plain(value) for key, value in values.items() if not isinstance(value, Tensor)}
-    odd = sorted(key for key, value in plain.items() if value is Ellipsis)
-    if odd:
+    _refuse(key for key, value in plain.items() if value is Ellipsis)
+    return {"tensors": sorted(values.keys() - plain.keys()), "values": plain}
+
+
+def _refuse(odd: Iterable[str]) -> None:
+    for key in sorted(odd):
         raise BadFileError(
-            f"optimization.optimizer.name: its state {odd[0]!r} is neither tensor nor number, so it can't be "
+            f"optimization.optimizer.name: its state {key!r} is neither tensor nor number, so it can't be "
             "saved; choose another optimizer"
         )
-    return {"tensors": sorted(values.keys() - plain.keys()), "values": plain}
 
 
 def _plain(value: object) -> Any:
     """Return ``value`` as JSON keeps it; Ellipsis where JSON can't."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return _plain(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return Ellipsis
     if value is None or isinstance(value, bool | int | float | str):
@@ -202,14 +221,23 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], 
 def _saved_layout(saved: SavedState) -> tuple[list[list[str]], set[str]]:
     """Return the parameters' names by group and the full names of the state tensors."""
     try:
-        groups = [(list(group["params"]), dict(group["values"])) for group in saved.optimizer["groups"]]
+        groups = [(list(group["params"]), _saved_values(group)) for group in saved.optimizer["groups"]]
         states = {
             name: (list(e["tensors"]), dict(e["values"])) for name, e in saved.optimizer["state"].items()
         }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise BadFileError(f"state.json: optimizer is not as hpc-train writes it: {error!r}") from error
     listed = {f"{OPTIMIZER}{name}.{key}" for name, (keys, _) in states.items() for key in keys}
     return [names for names, _ in groups], listed
+
+
+def _saved_values(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a group's values, tensors again those that were."""
+    values = dict(group["values"])
+    return values | {
+        key: torch.tensor(values[key], dtype=DTYPES[name], device="cpu")
+        for key, name in group["tensors"].items()
+    }
 
 
 def make_optimizer_state(
@@ -232,9 +260,8 @@ def make_optimizer_state(
                 state[key] = tensors[full] = _make(key, saved.tensors[full], parameter, group, empty_like)
             optimizer.state[parameter] = state
         # Such as timm's Lamb, which counts its steps in the group.
-        group.update(
-            (key, value) for key, value in entry["values"].items() if key == "step" or key not in group
-        )
+        values = _saved_values(entry)
+        group.update({key: value for key, value in values.items() if _is_trained(key, group)})
     return tensors
 
 

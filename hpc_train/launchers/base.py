@@ -29,4 +29,7 @@ class Launcher(Protocol):
     def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
         """Start the attempt's ranks. A launcher that follows to the end calls ``poll`` a few times a
         second meanwhile and returns how the attempt ended; another returns ``DONE`` once it is queued.
+
+        The attempt is recorded, and the run is ``pending``, before. An end that the launcher does not
+        write is written for it: where it raises or returns another code.
         """

@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from hpc_train.errors import ExitCode, UsageError, printable
+from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.outcome import Outcome, is_failure, judge
 from hpc_train.launchers.rank_processes import RankProcess, RankProcesses, default_command
+from hpc_train.launchers.words import say
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder import checkpoints
 from hpc_train.run_folder.attempts import AttemptRecord, now, read_record, write_record
@@ -64,7 +64,7 @@ class LocalLauncher:
         try:
             _finish(request, record, ranks, outcome)
         except OSError as error:
-            _say(f"{request.paths.folder}: how it ended can't be written down: {error.strerror or error}")
+            say(f"{request.paths.folder}: how it ended can't be written down: {error.strerror or error}")
             return outcome.exit_code or ExitCode.IO
         return outcome.exit_code
 
@@ -102,7 +102,8 @@ class _Follower:
         """Return once all ranks have ended: those that did so by themselves, first one first."""
         while self._ranks.are_running:
             time.sleep(_POLL_S)
-            poll()
+            with suppress(OSError):  # showing where it stands must not end it
+                poll()
             self._ranks.collect()
             self._heed_interrupts()
             self._heed_ends()
@@ -115,7 +116,7 @@ class _Follower:
     def _heed_interrupts(self) -> None:
         if self._interrupts and not self._has_asked:
             self._has_asked = True
-            _say("stopping: the ranks save a checkpoint; Ctrl-C again ends them at once")
+            say("stopping: the ranks save a checkpoint; Ctrl-C again ends them at once")
             self._ranks.terminate()
 
     def _heed_ends(self) -> None:
@@ -146,7 +147,9 @@ def _noted_signals() -> Iterator[list[int]]:
         return
 
     def note(number: int, frame: FrameType | None) -> None:
-        noted.append(number)
+        # A closing terminal tells kernel and shell, and both tell us: it never means "at once".
+        if number != signal.SIGHUP or not noted:
+            noted.append(number)
 
     # Under nohup the terminal may go. SIGINT counts even in a script's background job: kill -INT is meant.
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -183,7 +186,7 @@ def _begin(request: LaunchRequest, num_ranks: int) -> AttemptRecord:
 
 def _finish(request: LaunchRequest, record: AttemptRecord, ranks: RankProcesses, outcome: Outcome) -> None:
     if outcome.reason is not None:
-        _say(outcome.details)  # first: the disk may have no room for anything else
+        say(outcome.details)  # first: the disk may have no room for anything else
         _write_failed(request.paths, request.attempt, outcome.reason)
     write_record(request.paths.attempt(request.attempt), record.ended(ranks.exit_codes(), outcome.reason))
 
@@ -196,7 +199,3 @@ def _write_failed(paths: RunPaths, attempt: int, reason: str) -> None:
 def _is_completed(request: LaunchRequest) -> bool:
     status: RunStatus = read_status(request.paths)
     return status.state == "completed" and status.attempt == request.attempt
-
-
-def _say(text: str) -> None:
-    print(printable(text), file=sys.stderr, flush=True)

@@ -85,7 +85,7 @@ def _failure(attempt: AttemptPaths, rank: RankProcess) -> Outcome:
     code = _code(rank)
     said = _read(attempt.error(rank.rank))
     if code in _USER_EXITS and said:
-        return Outcome(ExitCode(code), _one_line("; ".join(said.splitlines())), said)
+        return Outcome(ExitCode(code), one_line("; ".join(said.splitlines())), said)
     exit_code = ExitCode(code) if code in _USER_EXITS else ExitCode.FAILED
     if code < 0:
         what = _signal_reason(-code)
@@ -95,7 +95,7 @@ def _failure(attempt: AttemptPaths, rank: RankProcess) -> Outcome:
         what = exception_line(said)
     else:
         what = f"ended with exit code {code}; see {attempt.log(rank.rank)}"
-    reason = _one_line(f"rank {rank.rank}: {what}")
+    reason = one_line(f"rank {rank.rank}: {what}")
     return Outcome(exit_code, reason, f"{said or _log_tail(attempt.log(rank.rank))}\n{reason}".strip())
 
 
@@ -117,7 +117,8 @@ def _signal_reason(number: int) -> str:
     return f"killed by {name}"
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Return ``text`` as a run's reason: one line, printable, not too long."""
     line = printable(" ".join(text.split()))
     return line if len(line) <= _REASON_MAX else f"{line[: _REASON_MAX - 1]}…"
 

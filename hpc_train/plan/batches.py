@@ -66,7 +66,10 @@ def too_few_samples(optimization: OptimizationConfig, num_samples: int) -> tuple
     if num_samples >= optimization.global_batch_size:
         return None
     message = f"{optimization.global_batch_size} is more than the {num_samples} training samples of the data"
-    return message, f"write {num_samples} or less, so that an epoch is at least one step"
+    micro = 1 if optimization.micro_batch_size == "auto" else optimization.micro_batch_size
+    if num_samples < micro:
+        return message, f"write {num_samples} or less, in it and in optimization.micro_batch_size"
+    return message, f"write {num_samples // micro * micro} or less, so that an epoch is at least one step"
 
 
 def count_warmup_steps(schedule: ScheduleConfig, steps_per_epoch: int) -> int:

@@ -59,15 +59,16 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def claim_attempt(paths: RunPaths) -> int:
-    """Make the next attempt this process's own; return its number, from 1.
+def claim_attempt(paths: RunPaths, launcher: str | None = None) -> int:
+    """Make the next attempt this process's own, for ``launcher``; return its number, from 1.
 
     The folder appears with its record in it, in one step: of several that claim, each gets its own number.
     """
     paths.attempts.mkdir(exist_ok=True)
     while True:
         number = newest_number(paths) + 1
-        record = AttemptRecord(number, now(), checkpoints.listing(paths, number), Process.current())
+        listed = checkpoints.listing(paths, number)
+        record = AttemptRecord(number, now(), listed, Process.current(), launcher)
         if _place(paths.attempt(number), record):
             return number
 

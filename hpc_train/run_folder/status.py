@@ -12,6 +12,8 @@ from hpc_train.run_folder.liveness import living, newest_record
 from hpc_train.run_folder.processes import Process
 
 STATES = ("pending", "running", "requeued", "completed", "failed", "cancelled", "unknown")
+#: States that a run leaves by itself.
+GOING_ON = {"pending", "running", "requeued"}
 LAUNCHER_DIED = "launcher died"
 INTERRUPTED = "interrupted"
 
@@ -79,7 +81,7 @@ def _is_orphaned(paths: RunPaths) -> bool:
     """Tell whether a process of this machine answered for the run and is surely gone."""
     record = newest_record(paths)
     if record is not None and record.launcher not in {None, "local"}:
-        return False
+        return False  # what it queued outlives the command that claimed the attempt
     if record is not None:
         return living(record) is False
     run = read_json(paths.run) or {}

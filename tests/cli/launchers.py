@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.base import LaunchRequest
+from hpc_train.launchers.local import LocalLauncher
 from hpc_train.run_folder.attempts import read_record, write_record
 from hpc_train.run_folder.status import RunStatus, write_status
 
 COMPLETING = "tests.cli.launchers:Completing"
 FAILING = "tests.cli.launchers:Failing"
 INTERRUPTED = "tests.cli.launchers:Interrupted"
+QUEUEING = "tests.cli.launchers:Queueing"
+BROKEN = "tests.cli.launchers:Broken"
+CTRL_C = "tests.cli.launchers:CtrlC"
+SCRIPTED = "tests.cli.launchers:Scripted"
 
 #: What was asked for, newest last; tests clear it.
 requests: list[LaunchRequest] = []
@@ -51,3 +58,58 @@ class Interrupted(Completing):
     """Somebody presses Ctrl-C."""
 
     name, state, reason, exit_code = INTERRUPTED, "failed", "interrupted", ExitCode.INTERRUPTED
+
+
+class Queueing:
+    """Hands the attempt to somebody else, who begins with it later."""
+
+    def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
+        requests.append(request)
+        return ExitCode.DONE
+
+
+class Broken:
+    """Says that it went wrong, and writes nothing."""
+
+    def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
+        return ExitCode.FAILED
+
+
+class CtrlC:
+    """Somebody presses Ctrl-C before the launcher heeds it."""
+
+    def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
+        signal.raise_signal(signal.SIGINT)
+        return ExitCode.DONE
+
+
+_SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.status import RunStatus, write_status
+from hpc_train.runtime import signals
+flag = signals.install()
+run = RunPaths(Path(sys.argv[1]))
+attempt = int(os.environ["HPC_TRAIN_ATTEMPT"])
+write_status(run, RunStatus("running", 1, 9, attempt=attempt))
+(run.folder / "ready").touch()
+limit = time.monotonic() + 60
+while not flag and not (run.folder / "go").exists() and time.monotonic() < limit:
+    time.sleep(0.01)
+if not flag:
+    write_status(run, RunStatus("completed", 9, 9, attempt=attempt))
+(run.folder / "saved").touch()
+sys.exit(75 if flag else 0)
+"""
+
+
+class Scripted:
+    """The local launcher, its rank a script: no torch, so that it starts at once.
+
+    It is ``ready``, completes once there is ``go``, and saves when asked to stop.
+    """
+
+    def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
+        command = [sys.executable, "-c", _SCRIPT, str(request.paths.folder)]
+        return LocalLauncher(command).launch(replace(request, devices=1), poll)

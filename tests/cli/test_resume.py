@@ -16,8 +16,8 @@ from hpc_train.run_folder.attempts import claim_attempt, newest_number, read_rec
 from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import RunStatus, read_status, write_status
-from tests.cli.commands import hpc_train
-from tests.cli.launchers import COMPLETING, FAILING, Completing, requests
+from tests.cli.commands import hpc_train, python
+from tests.cli.launchers import COMPLETING, FAILING, QUEUEING, requests
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_ranks_that_outlived_their_launcher_are_ended_first(failed: RunPaths) ->
 def test_of_two_that_start_at_once_the_later_gives_way(failed: RunPaths) -> None:
     claim_attempt(failed)
     with pytest.raises(TryAgainError, match="another command has just started it"):
-        start_attempt(failed, Completing(), None)
+        start_attempt(failed, COMPLETING, None)
     assert newest_number(failed) == 2
 
 
@@ -126,3 +126,16 @@ def test_all_runs_of_an_experiment_go_on(file: Path) -> None:
     hpc_train("submit", file, "--local", "--launcher", FAILING, "sweep.grid={seed: [1, 2]}")
     assert _resume("tiny", "--launcher", COMPLETING) == 0
     assert [request.attempt for request in requests] == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("state", ["pending", "running"])
+def test_a_run_that_another_launcher_has_queued_is_refused(failed: RunPaths, state: str) -> None:
+    """The command that queued it is dead, as it should be."""
+    done = python("-m", "hpc_train", "resume", failed.folder, "--launcher", QUEUEING)
+    assert (done.code, "queued" in done.err) == (0, True), done.err
+    write_status(failed, RunStatus(state=state, attempt=2))
+    done = hpc_train("resume", failed.folder)
+    assert done.code == 1
+    assert f"is {state} with launcher {QUEUEING}" in done.err
+    assert read_status(failed).state == state
+    assert newest_number(failed) == 2

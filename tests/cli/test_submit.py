@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,12 @@ from hpc_train.cli.status import RunRow
 from hpc_train.config.freezing import read
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.plan.identity import run_id
+from hpc_train.run_folder.attempts import read_record
 from hpc_train.run_folder.creation import create_run
 from hpc_train.run_folder.finding import find_runs
-from tests.cli.commands import Done, hpc_train
-from tests.cli.launchers import COMPLETING, FAILING, INTERRUPTED, requests
+from hpc_train.run_folder.status import read_status
+from tests.cli.commands import Done, hpc_train, python
+from tests.cli.launchers import BROKEN, COMPLETING, CTRL_C, FAILING, INTERRUPTED, QUEUEING, requests
 from tests.plan.files import loaded
 
 
@@ -130,3 +134,67 @@ def test_words_never_reach_stdout(file: Path, flag: str) -> None:
     done = _submit(file, flag)
     assert "starting in" in done.err
     assert "starting in" not in done.out
+
+
+def test_a_queued_run_is_said_to_be_queued_and_outlives_its_command(file: Path) -> None:
+    done = python("-m", "hpc_train", "submit", file, "--launcher", QUEUEING)
+    assert done.code == 0, done.err
+    (paths,) = find_runs([])
+    assert f"{paths.folder.name}: queued; `hpc-train status {paths.folder.name}`" in done.err
+    assert "pending" in done.out
+    record = read_record(paths.attempt(1))
+    assert record is not None and record.launcher == QUEUEING
+    assert _states() == ["pending"]
+    done = _submit(file)
+    assert (done.code, "pending already" in done.err) == (0, True)
+
+
+def test_an_end_that_the_launcher_did_not_write_is_written(file: Path) -> None:
+    assert _submit(file, launcher=BROKEN).code == 1
+    (paths,) = find_runs([])
+    status = read_status(paths)
+    assert (status.state, status.attempt, status.reason) == ("failed", 1, f"launcher {BROKEN}: exit code 1")
+
+
+def test_ctrl_c_before_the_launcher_heeds_it_is_interrupted(file: Path) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert _submit(file, launcher=CTRL_C).code == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    (paths,) = find_runs([])
+    assert (read_status(paths).state, read_status(paths).reason) == ("failed", "interrupted")
+
+
+def test_what_the_file_says_otherwise_by_now_is_in_the_command_to_go_on_with(file: Path) -> None:
+    _submit(file, "data.root=/", launcher=FAILING)
+    (paths,) = find_runs([])
+    changed = file.parent / "my data"
+    changed.mkdir()
+    overrides = (
+        f"data.root={changed}",
+        "data.workers=2",
+        "checkpoint.every_min=3",
+        "logging.every_steps=5",
+    )
+    done = _submit(file, *overrides, "slurm={nodes: 1}")
+    assert done.code == 1
+    command = shlex.split(done.err.split("`")[1])
+    assert command[:3] == ["hpc-train", "resume", paths.folder.name]
+    assert sorted(command[3:]) == sorted(
+        [
+            f"data.root={changed}",
+            "data.workers=2",
+            "checkpoint.every_min=3.0",
+            "logging.every_steps=5",
+        ]
+    )
+    assert hpc_train(*command[1:], "--launcher", COMPLETING).code == 0
+    assert requests[-1].experiment.data.root == str(changed)
+    assert requests[-1].experiment.data.workers == 2
+
+
+def test_an_unchanged_file_names_no_key(file: Path) -> None:
+    _submit(file, launcher=FAILING)
+    (paths,) = find_runs([])
+    assert f"`hpc-train resume {paths.folder.name}`" in _submit(file).err

@@ -49,7 +49,8 @@ def test_a_file_that_names_plug_ins_of_every_kind_trains(installed: str, tmp_pat
     with (paths.folder / "rows.csv").open() as file:
         table = list(csv.DictReader(file))
     assert [int(row["step"]) for row in table] == [row["step"] for row in rows(paths, "val")]
-    again = hpc_train("submit", experiment, "parallel.strategy=ddp", "--local", "--devices", "2", **found)
+    built_in = "parallel={strategy: ddp}"
+    again = hpc_train("submit", experiment, built_in, "--local", "--devices", "2", **found)
     assert again.code == 0, again.err
 
 

@@ -113,7 +113,9 @@ def test_a_target_that_can_not_be_written_is_said(
 ) -> None:
     (tmp_path / "folder").mkdir()
     assert main([str(run.folder), str(tmp_path / target)]) == 74
-    assert str(tmp_path / target) in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert str(tmp_path / target) in said
+    assert ("make the folder" in said) == ("no/such" in target) != ("make room" in said)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 

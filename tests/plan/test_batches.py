@@ -32,3 +32,22 @@ def test_data_smaller_than_a_batch_are_refused(tmp_path: Path) -> None:
 def test_more_ranks_than_micro_batches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadFileError, match="4 micro-batches, too few for 5 ranks"):
         BatchArithmetic.of(loaded(tmp_path).experiment.optimization, 100, 5)
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "micro_batch_size", "advice"),
+    [
+        (31, "8", "write 24 or less, so that"),
+        (24, "8", "write 24 or less, so that"),
+        (31, "auto", "write 31 or less, so that"),
+        (7, "8", "write 7 or less, in it and in optimization.micro_batch_size"),
+    ],
+)
+def test_the_batch_that_is_advised_fits_data_and_micro_batches(
+    tmp_path: Path, num_samples: int, micro_batch_size: str, advice: str
+) -> None:
+    optimization = loaded(
+        tmp_path, f"optimization.micro_batch_size={micro_batch_size}"
+    ).experiment.optimization
+    with pytest.raises(BadFileError, match=advice):
+        BatchArithmetic.of(optimization, num_samples, 1)

@@ -33,9 +33,9 @@ def test_attempts_count_from_one(run: RunPaths) -> None:
 
 
 def test_a_claim_is_recorded_from_the_first_moment(run: RunPaths) -> None:
-    number = claim_attempt(run)
+    number = claim_attempt(run, "slurm")
     record = read_record(run.attempt(number))
-    assert record is not None
+    assert record is not None and record.launcher == "slurm"
     assert record.launcher_process == Process.current()
     assert (record.attempt, record.end, record.checkpoints) == (1, None, [])
 
