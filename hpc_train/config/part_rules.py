@@ -29,7 +29,7 @@ TORCH_OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "muon", "nadam", "radam",
     "rmsprop", "rprop", "sgd",
 )  # fmt: skip
-_NO_CHECKPOINT = "keeps functions in its state, which a checkpoint can't hold"
+_NO_CHECKPOINT = "keeps lists of tensors and a random stream of its own, which a checkpoint can't hold"
 #: Optimizers of torch and timm that no run can use → why not, and what to write instead.
 UNUSABLE_OPTIMIZERS = {
     "adahessian": ("needs second derivatives, which backward here does not keep", "write adamw"),

@@ -116,7 +116,7 @@ def _group_names(group: dict[str, Any], names: Mapping[int, str]) -> list[str]:
 
 
 def _describe_group(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the group's plain values; ``tensors`` are the keys that the optimizer keeps as a tensor → dtype."""
+    """Return the group's plain values; ``tensors``: which of them the optimizer keeps as a tensor → dtype."""
     given = {key: value for key, value in group.items() if key != "params"}
     counters = {key: value for key, value in given.items() if _is_counter(value)}
     plain = {key: _plain(value.item() if key in counters else value) for key, value in given.items()}
@@ -129,8 +129,9 @@ def _describe_group(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str
 
 def _is_counter(value: object) -> bool:
     """Tell whether a group's value is a number that the optimizer keeps as a tensor, as timm's Lamb does."""
-    is_local = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    return is_local and value.dim() == 0 and value.device.type == "cpu" and value.dtype in DTYPE_NAMES
+    if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return False
+    return value.dim() == 0 and value.device.type == "cpu" and value.dtype in DTYPE_NAMES
 
 
 def _is_trained(key: str, given: Mapping[str, Any]) -> bool:
@@ -234,10 +235,11 @@ def _saved_layout(saved: SavedState) -> tuple[list[list[str]], set[str]]:
 def _saved_values(group: dict[str, Any]) -> dict[str, Any]:
     """Return a group's values, tensors again those that were."""
     values = dict(group["values"])
-    return values | {
-        key: torch.tensor(values[key], dtype=DTYPES[name], device="cpu")
-        for key, name in group["tensors"].items()
-    }
+    dtypes = group.get("tensors", {})  # older checkpoints have none
+    made = {key: torch.tensor(values[key], dtype=DTYPES[name], device="cpu") for key, name in dtypes.items()}
+    if any(tensor.dim() for tensor in made.values()):
+        raise ValueError(f"tensors of the group hold more than a number each: {sorted(made)}")
+    return values | made
 
 
 def make_optimizer_state(

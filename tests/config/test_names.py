@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config import names
-from hpc_train.config.part_rules import SCHEDULES, TORCH_OPTIMIZERS
+from hpc_train.config.part_rules import SCHEDULES, TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from hpc_train.engine import optimization, schedules
 from tests.config.files import GOOD, problems_of
 
@@ -102,6 +102,7 @@ def test_the_real_child_knows_timm_and_torchvision() -> None:
 
 def test_the_lists_kept_by_hand_are_those_of_torch_and_of_the_engine() -> None:
     assert set(TORCH_OPTIMIZERS) >= optimization._torch_classes().keys()
+    assert not UNUSABLE_OPTIMIZERS.keys() & set(TORCH_OPTIMIZERS)
     assert set(SCHEDULES) == {*schedules._OVER_SPAN, *schedules._OVER_STEPS}
 
 
@@ -109,6 +110,11 @@ def test_the_lists_kept_by_hand_are_those_of_torch_and_of_the_engine() -> None:
     ("optimization.optimizer.name=adamww", "there is no optimizer 'adamww'; did you mean adamw?"),
     ("optimization.optimizer.name=torch/lamb", "no optimizer 'torch/lamb'; write one of torch.optim"),
     ("optimization.optimizer.name=timm/lanb", "there is no optimizer 'timm/lanb'; did you mean lamb?"),
+    ("optimization.optimizer.name=timm/krom", "there is no optimizer 'timm/krom'; write one of torch.optim"),
+    ("optimization.optimizer.name=kron", "kron keeps lists of tensors and a random stream of its own"),
+    ("optimization.optimizer.name=timm/AdaHessian", "AdaHessian needs second derivatives, which"),
+    ("optimization.optimizer.name=torch/sparseadam", "sparseadam takes sparse gradients only, and models"),
+    ("optimization.optimizer.name=LBFGS", "LBFGS evaluates the loss again within a step"),
     ("optimization.schedule.name=cosin", "there is no schedule 'cosin'; did you mean cosine?"),
     ("optimization.schedule.name=torch/OneCycle", "no schedule 'OneCycle'; did you mean torch/OneCycleLR?"),
     ("optimization.schedule.name=keras/cosine", "no provider of schedules 'keras'; write timm/<name>"),
@@ -116,7 +122,11 @@ def test_the_lists_kept_by_hand_are_those_of_torch_and_of_the_engine() -> None:
 def test_a_misspelt_optimizer_or_schedule_is_found(
     override: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = {"timm_optimizers": ["lamb", "lion"], "torch_schedules": ["OneCycleLR"], "timm": ["resnet18"]}
+    answers = {
+        "timm_optimizers": ["adahessian", "kron", "lamb", "lion"],
+        "torch_schedules": ["OneCycleLR"],
+        "timm": ["resnet18"],
+    }
     monkeypatch.setattr(names, "_answer", lambda arguments: answers)
     (line,) = problems_of(tmp_path, GOOD, override)
     assert said in line

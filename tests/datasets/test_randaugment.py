@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchvision.transforms import v2
+from torchvision.transforms import InterpolationMode, v2
 
 from hpc_train.datasets.randaugment import OPERATIONS, level, randaugment
 from hpc_train.datasets.random_numbers import Keys
@@ -23,7 +23,9 @@ def test_an_operation_equals_torchvisions_to_the_bit(name: str, magnitude: int, 
     theirs = v2.RandAugment()
     magnitudes = theirs._AUGMENTATION_SPACE[name][0](31, 20, 30)
     strength = 0.0 if magnitudes is None else float(magnitudes[magnitude])
-    expected = theirs._apply_image_or_video_transform(image, name, strength, "nearest", theirs._fill)
+    expected = theirs._apply_image_or_video_transform(
+        image, name, strength, InterpolationMode.NEAREST, theirs._fill
+    )
     operation, _ = OPERATIONS[name]
     assert torch.equal(operation(image, level(name, magnitude, 20, 30)), expected)
     if magnitudes is not None:

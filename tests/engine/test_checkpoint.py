@@ -17,15 +17,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from timm.optim import list_optimizers
 from torch import Tensor, nn
 
+from hpc_train.config.part_rules import TORCH_OPTIMIZERS
+from hpc_train.config.schema import OptimizerConfig
 from hpc_train.engine import checkpoint as checkpoint_module
 from hpc_train.engine.checkpoint import Checkpointer, deal
+from hpc_train.engine.optimization import make_optimizer
 from hpc_train.engine.saved_tensors import SavedState, SavedTensor
 from hpc_train.engine.shards import storage_error
 from hpc_train.engine.training_state import NamedTensors, TrainingState, make_optimizer_state
 from hpc_train.errors import BadFileError, ExitCode, StorageError, UserError
 from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.runtime.precision import Precision
+from hpc_train.strategies.base import Placement
+from hpc_train.strategies.ddp import DDPStrategy
 from tests.engine.checkpoint_runs import (
     Trainee,
     begin_attempt,
@@ -160,23 +167,135 @@ def test_the_next_attempt_goes_on_from_the_one_before(run: RunPaths, saved: Trai
     assert differences(saved.everything(), other.everything()) == []
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "NAdam", "Adagrad", "ASGD", "RMSprop", "Adafactor", "Rprop"])
-def test_optimizers_go_on_as_if_never_stopped(run: RunPaths, optimizer: str) -> None:
-    args = {"momentum": 0.9} if optimizer in {"SGD", "RMSprop"} else {}
-    states = []
-    for seed in (1, 2):
-        trainee = Trainee(seed)
-        parameters = list(trainee.model.parameters())
-        trainee.optimizer = getattr(torch.optim, optimizer)(parameters, lr=0.01, **args)
-        trainee.state = TrainingState(trainee.model, trainee.optimizer)
-        states.append(trainee)
-    first, second = states
-    first.train(2)
-    first.checkpointer(run).save(first.state, 2, {})
-    second.checkpointer(run).load_newest(second.state)
-    first.train(2)
-    second.train(2)
-    assert differences(first.everything(), second.everything()) == []
+class Optimised:
+    """A tiny model that the optimizer called ``name`` trains, saved and loaded by itself."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        bias = name != "torch/muon"  # which takes matrices only
+        self.model = nn.Sequential(nn.Linear(5, 4, bias), nn.Tanh(), nn.Linear(4, 3, bias))
+        self.optimizer = make_optimizer(OptimizerConfig(name=name, lr=0.01), self.model, 64)
+        self.state = TrainingState(self.model, self.optimizer)
+        placement = Placement(
+            0, 1, torch.device("cpu"), Precision("test", torch.float32, torch.float32), False, {}
+        )
+        self.strategy = DDPStrategy(placement)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+            self.model(inputs).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def checkpointer(self, run: RunPaths) -> Checkpointer:
+        return Checkpointer(run, 1, self.strategy)
+
+    def group_kinds(self) -> list[dict[str, str]]:
+        """Return, by group, what each value is: a counter that comes back as another type is an error."""
+        return [
+            {key: f"{type(value).__name__} {getattr(value, 'dtype', '')}" for key, value in group.items()}
+            for group in self.optimizer.param_groups
+        ]
+
+
+def check_resumed_equals_straight(name: str, folder: Path) -> None:
+    run = make_run(folder / "run")
+    straight, stopped, resumed = (Optimised(name, seed) for seed in (1, 1, 2))
+    straight.train(range(8))
+    stopped.train(range(5))
+    stopped.checkpointer(run).save(stopped.state, 5, {})
+    loaded = resumed.checkpointer(run).load_newest(resumed.state)
+    assert loaded is not None and resumed.group_kinds() == stopped.group_kinds()
+    resumed.train(range(5, 8))
+    assert differences(straight.model.state_dict(), resumed.model.state_dict()) == []
+
+
+#: One of each kind of state; the slow test has all names.
+_OF_TIMM = (
+    "adafactor",
+    "adafactorbv",
+    "adan",
+    "adopt",
+    "lamb",
+    "lambc",
+    "lars",
+    "madgrad",
+    "mars",
+    "muon",
+    "nlarc",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [f"torch/{name}" for name in TORCH_OPTIMIZERS] + [f"timm/{name}" for name in _OF_TIMM]
+)
+def test_an_optimizer_goes_on_as_if_never_stopped(name: str, tmp_path: Path) -> None:
+    if name == "torch/muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    check_resumed_equals_straight(name, tmp_path)
+
+
+@pytest.mark.slow
+def test_all_of_timms_optimizers_go_on_as_if_never_stopped_or_are_refused(tmp_path: Path) -> None:
+    refused = set()
+    for name in list_optimizers():
+        try:
+            Optimised(f"timm/{name}", 1)
+        except BadFileError:
+            refused.add(name)
+            continue
+        check_resumed_equals_straight(f"timm/{name}", tmp_path / name)
+    other_packages = {name for name in refused if name.startswith(("bnb", "fused"))}
+    assert refused - other_packages == {"adahessian", "kron", "kronc", "kronw"}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bfloat16, torch.bool])
+def test_a_groups_number_comes_back_as_the_tensor_that_it_was(run: RunPaths, dtype: torch.dtype) -> None:
+    trainee, other = Trainee(), Trainee(seed=2)
+    trainee.optimizer.param_groups[0]["count"] = torch.tensor(1.1, dtype=torch.float64).to(dtype)
+    trainee.optimizer.param_groups[1]["count"] = 7
+    trainee.checkpointer(run).save(trainee.state, 1, {})
+    other.checkpointer(run).load_newest(other.state)
+    counts = [group["count"] for group in other.optimizer.param_groups]
+    assert torch.equal(counts[0], trainee.optimizer.param_groups[0]["count"])
+    assert (counts[0].dtype, counts[0].device.type, counts[1]) == (dtype, "cpu", 7)
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), [torch.ones(())], float("inf"), object()])
+def test_what_training_added_to_a_group_and_json_can_not_hold_is_refused(
+    run: RunPaths, value: object
+) -> None:
+    trainee = Trainee()
+    trainee.optimizer.param_groups[0]["history"] = value
+    with pytest.raises(BadFileError, match=r"^optimization\.optimizer\.name: its state 'history' is neither"):
+        trainee.checkpointer(run).save(trainee.state, 1, {})
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "value"),
+    [({"step": "F31"}, 1), ({"step": "F32"}, "x"), ({"step": "F32"}, [1]), ({"other": "F32"}, 1)],
+)
+def test_a_forged_counter_of_a_group_is_a_clear_error(
+    run: RunPaths, saved: Trainee, dtypes: dict[str, str], value: object
+) -> None:
+    state = json.loads(run.checkpoint(2).state.read_text())
+    state["optimizer"]["groups"][0] |= {"tensors": dtypes, "values": {"step": value}}
+    forge(run.checkpoint(2), optimizer=state["optimizer"])
+    with pytest.raises(BadFileError, match=r"state\.json: optimizer is not as hpc-train writes it"):
+        saved.checkpointer(run).load_newest(saved.state)
+
+
+def test_a_checkpoint_from_before_groups_noted_their_tensors_still_loads(
+    run: RunPaths, saved: Trainee
+) -> None:
+    state = json.loads(run.checkpoint(2).state.read_text())
+    for group in state["optimizer"]["groups"]:
+        del group["tensors"]
+    forge(run.checkpoint(2), optimizer=state["optimizer"])
+    other = Trainee(seed=2)
+    assert other.checkpointer(run).load_newest(other.state) is not None
+    assert differences(saved.everything(), other.everything()) == []
 
 
 @pytest.mark.parametrize(("is_fused", "place"), [(False, "cpu"), (True, "meta")])
