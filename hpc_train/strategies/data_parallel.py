@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.runtime.data_info import Batch
-from hpc_train.strategies.base import Backward, LossOf, Placement
+from hpc_train.strategies.base import Backward, LossOf, Piece, Placement
 from hpc_train.strategies.buffers import (
     broadcast_from_rank_0,
     buffers_kept,
@@ -70,3 +70,13 @@ class DataParallel(ABC):
     def clip_gradients(self, max_norm: float) -> Tensor:
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def piece(self, tensor: Tensor) -> Piece:
+        """Return the whole tensor, which every rank holds; a strategy that shards overrides this."""
+        shape = tuple(tensor.shape)
+        return Piece(shape, (0,) * len(shape), tensor.detach(), is_writer=self.placement.rank == 0)
+
+    def empty_like(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None) -> Tensor:
+        if like is not None and tuple(shape) == tuple(like.shape):
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return torch.empty(tuple(shape), dtype=dtype)

@@ -7,13 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpc_train.errors import BadFileError
 from hpc_train.runtime.data_info import Batch
-from hpc_train.strategies.base import Backward, LossOf, Piece, Placement
+from hpc_train.strategies.base import Backward, LossOf, Placement
 from hpc_train.strategies.buffers import buffers_kept
 from hpc_train.strategies.data_parallel import DataParallel
 
@@ -84,12 +83,3 @@ class DDPStrategy(DataParallel):
                 f"model.name: the loss does not use {shown}; "
                 "write parallel.args: {find_unused_parameters: true}, or requires_grad_(False) in the model"
             )
-
-    def piece(self, tensor: Tensor) -> Piece:
-        shape = tuple(tensor.shape)
-        return Piece(shape, (0,) * len(shape), tensor.detach(), is_writer=self.placement.rank == 0)
-
-    def empty_like(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None) -> Tensor:
-        if like is not None and tuple(shape) == tuple(like.shape):
-            return torch.empty_like(like, dtype=dtype, requires_grad=False)
-        return torch.empty(tuple(shape), dtype=dtype)

@@ -54,14 +54,8 @@ class FSDPStrategy(DataParallel):
 
     def piece(self, tensor: Tensor) -> Piece:
         if not isinstance(tensor, DTensor):
-            shape = tuple(tensor.shape)
-            return Piece(shape, (0,) * len(shape), tensor.detach(), is_writer=self.placement.rank == 0)
+            return super().piece(tensor)
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         with torch.no_grad():
             local = tensor.to_local()
         return Piece(tuple(tensor.shape), tuple(offset), local, is_writer=True)
-
-    def empty_like(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None) -> Tensor:
-        if like is not None and tuple(shape) == tuple(like.shape):
-            return torch.empty_like(like, dtype=dtype, requires_grad=False)
-        return torch.empty(tuple(shape), dtype=dtype)

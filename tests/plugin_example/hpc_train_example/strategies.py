@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.runtime.data_info import Batch
-from hpc_train.strategies.base import Backward, LossOf, Piece
+from hpc_train.strategies.base import Backward, LossOf
 from hpc_train.strategies.data_parallel import DataParallel
 
 
@@ -28,10 +27,3 @@ class ByParameter(DataParallel):
             dist.all_reduce(gradient)
             parameter.grad.copy_(gradient / self.placement.world_size)
         return total
-
-    def piece(self, tensor: Tensor) -> Piece:
-        shape = tuple(tensor.shape)
-        return Piece(shape, (0,) * len(shape), tensor.detach(), is_writer=self.placement.rank == 0)
-
-    def empty_like(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
