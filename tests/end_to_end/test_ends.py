@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -152,13 +151,10 @@ def test_ctrl_c_in_an_evaluation_ends_it_and_a_resume_does_it_anew(quiet: RunPat
     paths = wait_for_run(tmp_path, process)
     wait_for_step(paths, 20, process)  # ranks agreed on the end of this step before its row was written
     process.send_signal(signal.SIGINT)
-    asked = time.monotonic()
-    wait_for(lambda: any(each.step == 20 for each in committed(paths)), "the checkpoint")
-    assert time.monotonic() - asked < 3.0, "the whole evaluation takes 4.5 s"
-    done = end_of(process)
+    done = end_of(process, 240.0)
     assert done.code == 130, done.err
+    assert rows(paths, "val") == [], "the evaluation went on to its end"
     assert last_step(paths) == committed(paths)[0].step == 20
-    assert rows(paths, "val") == []
     done = resume(paths)
     assert done.code == 0, done.err
     assert_equal_to_the_bit(quiet, paths)
@@ -271,9 +267,10 @@ def test_ranks_die_with_a_launcher_that_was_killed(quiet: RunPaths, tmp_path: Pa
     ranks = record_of(paths).rank_processes
     assert len(ranks) == 2
     process.kill()
-    wait_for(lambda: not any(rank.is_alive() for rank in ranks), "the ranks' end", limit_s=2.0)
+    wait_for(lambda: not any(rank.is_alive() for rank in ranks), "the ranks' end")
     process.communicate()
     assert status(paths)["state"] == "running", "nobody was left to write an end"
+    assert last_step(paths) < STEPS, "the ranks trained on to the end"
     shown = hpc_train("status", "--json", paths.folder)
     (run,) = json.loads(shown.out)["runs"]
     assert (run["state"], run["reason"]) == ("failed", "launcher died")

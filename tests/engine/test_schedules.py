@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
@@ -103,6 +103,7 @@ def test_no_factor_falls_below_the_least_one() -> None:
     assert min(factors(name="timm/step", min_factor=0.3, args={"decay_t": 5, "decay_rate": 0.1})) == 0.3
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from(["constant", "cosine", "linear", "poly"]),
     total=st.integers(2, 500),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -103,28 +102,28 @@ def test_poll_is_called_while_ranks_run(tmp_path: Path) -> None:
 
     request = new_request(tmp_path, devices=1)
     go = request.paths.folder / "go"
-    calls: list[float] = []
+    calls = 0
 
     def poll() -> None:
-        calls.append(time.monotonic())
-        if len(calls) == 3:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
             go.touch()
 
     script = "wait_for((run.folder / 'go').exists)"
     assert launcher(script, request.paths).launch(request, poll) == ExitCode.DONE
-    assert len(calls) >= 3
+    assert calls >= 3
 
 
 def test_a_crash_ends_all_and_its_traceback_is_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(local, "_FAILURE_GRACE_S", 60.0)  # longer than rank 0 would wait in vain
     request = new_request(tmp_path)
-    started = time.monotonic()
     assert launch(request, CRASH) == ExitCode.FAILED
-    assert time.monotonic() - started < 10
     status = read_status(request.paths)
     assert (status.state, status.attempt, status.reason) == ("failed", 1, "rank 1: ValueError: a")
-    assert record_of(request).exit_codes == [76, 1]
+    assert record_of(request).exit_codes == [76, 1], "rank 0 was not asked to end"
     assert record_of(request).reason == status.reason
     shown = capsys.readouterr().err
     assert 'File "x.py", line 1\nValueError: a\nsecond line\nrank 1: ValueError: a\n' in shown

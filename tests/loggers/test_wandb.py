@@ -125,15 +125,14 @@ def test_a_dead_server_blocks_neither_rows_nor_the_end(
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port}")
     monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setattr(wandb_module, "_CLOSE_LIMIT_S", 3.0)
-    start = time.monotonic()
     logger = WandbLogger(context(tmp_path, mode="online"))
+    _wait_until(lambda: logger._process is not None)
     for step in range(5000):
         logger.log(row("train", step))
-    assert time.monotonic() - start < 2
-    start = time.monotonic()
+    assert logger._process is not None and logger._process.poll() is None
+    assert not logger._waiting.empty(), "rows were waited for"  # they are more than the pipe takes
     logger.close("completed")
-    assert time.monotonic() - start < 6
-    assert logger._process is not None and logger._process.returncode is not None
+    assert logger._process.returncode == -signal.SIGKILL, "wandb was waited for"
     told = capfd.readouterr().err
     assert told.count("\n") == 1 and told.startswith("wandb: ") and "metrics.jsonl" in told
     assert all(key.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
@@ -199,7 +198,7 @@ def _start_deaf() -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def _wait_until(is_so: Any, limit_s: float = 10.0) -> None:
+def _wait_until(is_so: Any, limit_s: float = 60.0) -> None:
     end = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < end
