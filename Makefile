@@ -6,12 +6,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Ranks that tests start share the cores with the tests themselves.
 TEST_WORKERS ?= 2
+# A socket's path is short: somewhere else where the checkout lies deep.
+CLUSTER ?= .cluster
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu check clean
+.PHONY: help install demo test test-gpu cluster cluster-down check clean
 
 help: ## say what there is
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 install: $(STAMP) ## make .venv with hpc-train and all that tests need
 
@@ -25,11 +27,19 @@ $(STAMP): pyproject.toml
 demo: install ## train a small model on two ranks of this machine, in about a minute
 	@HPC_TRAIN_RUNS=runs $(BIN)/hpc-train submit examples/digits.yaml --local --devices 2 --new device=cpu
 
-test: install ## run all tests
+test: install ## run all tests; installs Slurm for them by apt where it can
+	@tests/slurm/install.sh
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
 
 test-gpu: install ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -q -m gpu
+
+cluster: install ## start a real Slurm of four nodes on this machine (root, Debian), for trying things out
+	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh
+	@$(BIN)/python -m tests.slurm.cluster up $(CLUSTER)
+
+cluster-down: ## end that Slurm and what runs on it
+	@test ! -d $(CLUSTER) || $(BIN)/python -m tests.slurm.cluster down $(CLUSTER)
 
 check: install ## ruff, mypy, import layers and the fast tests: under a minute
 	@$(BIN)/ruff check .

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slurm.host import SLURM_VARIABLES
+
 #: What timm and torchvision know, asked once (seconds) for all tests.
 _NAMES = Path(__file__).parents[1] / ".pytest_cache" / "hpc-train"
 #: A rank's own, and what inductor writes into the environment of a process that compiles.
@@ -18,10 +20,10 @@ _LEFT_BEHIND = {
 
 @pytest.fixture(autouse=True)
 def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test writes runs or caches outside its own folder, or inherits a rank's environment."""
+    """No test writes runs or caches outside its own folder, or inherits what a rank or Slurm was told."""
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("HPC_TRAIN_CACHE", str(_NAMES))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     for name in list(os.environ):
-        if name.startswith("SLURM_") or name in _LEFT_BEHIND:
+        if name.startswith(SLURM_VARIABLES) or name in _LEFT_BEHIND:
             monkeypatch.delenv(name)

@@ -15,14 +15,10 @@ pytestmark = pytest.mark.slow
 EXAMPLES = REPOSITORY / "examples"
 
 
-@pytest.mark.parametrize("name", ["digits.yaml", "cifar10-images.yaml"])
+@pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
 def test_every_example_validates(name: str) -> None:
     done = hpc_train("validate", EXAMPLES / name)
     assert done.code == 0, done.err
-
-
-def test_no_example_is_left_out() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.yaml")} == {"digits.yaml", "cifar10-images.yaml"}
 
 
 def test_digits_are_learnt_on_two_cpu_ranks(tmp_path: Path) -> None:
