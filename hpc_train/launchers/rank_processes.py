@@ -16,6 +16,7 @@ from pathlib import Path
 from hpc_train.launchers.entry import ATTEMPT_VARIABLE, TOKEN_VARIABLE
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.processes import Process
+from hpc_train.run_folder.snapshot import check_owner, linked, search_path
 from hpc_train.runtime import signals
 
 _PR_SET_PDEATHSIG = 1
@@ -42,6 +43,8 @@ class RankProcesses:
     def __init__(self, paths: RunPaths, attempt: int, num_ranks: int, command: Sequence[str]) -> None:
         self.ended: list[RankProcess] = []
         self._all: list[RankProcess] = []
+        if (code := linked(paths)) is not None:
+            check_owner(code)
         environment = common_environment(os.environ, paths, attempt, num_ranks)
         try:
             for rank in range(num_ranks):
@@ -106,19 +109,31 @@ def common_environment(
         "TORCHINDUCTOR_CACHE_DIR": str(paths.cache / "inductor"),
         "TRITON_CACHE_DIR": str(paths.cache / "triton"),
     }
-    search_path = [str(Path.cwd()), *filter(None, [environ.get("PYTHONPATH")])]
     return (
         defaults
         | environment
+        | _import_places(environ, paths)
         | {
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
             ATTEMPT_VARIABLE: str(attempt),
             TOKEN_VARIABLE: secrets.token_hex(16),
-            "PYTHONPATH": os.pathsep.join(search_path),
             "PYTHONUNBUFFERED": "1",
         }
     )
+
+
+def _import_places(environ: Mapping[str, str], paths: RunPaths) -> dict[str, str]:
+    """Return what lets ranks import the run's snapshot of the code, or without one the current folder's.
+
+    With a snapshot the current folder is kept out: what changes there, or is new, is not the run's.
+    """
+    here, code = Path.cwd(), search_path(paths)
+    inherited = [place for place in environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+    if not code:
+        return {"PYTHONPATH": os.pathsep.join([str(here), *inherited])}
+    elsewhere = [place for place in inherited if Path(place).resolve() != here.resolve()]
+    return {"PYTHONPATH": os.pathsep.join([*code, *elsewhere]), "PYTHONSAFEPATH": "1"}
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:

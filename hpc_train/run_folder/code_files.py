@@ -1,0 +1,225 @@
+"""Which files are the code that a run uses: those of ``hpc_train`` itself and of the folder's work tree."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+
+import hpc_train
+from hpc_train.errors import UsageError
+from hpc_train.run_folder.work_tree import NO_CODE, listed_files, work_tree_around
+
+MAX_FILE_MB = 16
+MAX_TOTAL_MB = 64
+MAX_FILES = 20_000
+#: Without git: entries that a walk looks at before it gives up.
+_MAX_WALKED = 200_000
+_MB = 1 << 20
+
+_SECRET_NAMES = (
+    ".env", ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".git-credentials", ".npmrc", ".pypirc",
+    ".pgpass", ".my.cnf", ".boto", ".s3cfg", ".dockercfg", ".htpasswd", ".vault-token", "kaggle.json",
+    "credentials*", "client_secret*", "*service[-_]account*.json", "secrets.*", "*.pem", "*.key", "*.p12",
+    "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk", "*.ovpn", "id_rsa*", "id_dsa*", "id_ecdsa*",
+    "id_ed25519*",
+)  # fmt: skip
+_SECRET_FOLDERS = {".ssh", ".aws", ".gnupg", ".kaggle", ".docker", ".azure", ".kube", ".gcloud"}
+_SECRET_PATHS = ("wandb/settings", "huggingface/token", ".huggingface/token", "gcloud/*")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The files of a work tree, found but not read."""
+
+    root: Path
+    #: The current folder, relative to ``root``; empty for itself.
+    cwd: str
+    #: Relative path → what it was when it was looked at.
+    files: dict[str, os.stat_result] = field(default_factory=dict)
+    #: Relative path → target, relative to the link; all lead to files or folders of the selection.
+    links: dict[str, str] = field(default_factory=dict)
+    #: Relative path → why it is no part of the snapshot although it was found.
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def select(folder: Path, excluded: Sequence[Path]) -> Selection:
+    """Find the code around ``folder``, nothing below ``excluded``.
+
+    Raises UsageError where there is more than a snapshot takes.
+    """
+    tree = work_tree_around(folder)
+    root = Path(os.path.realpath(folder)) if tree is None else tree.root
+    selection = Selection(root, "" if tree is None else tree.folder)
+    outside = _below(root, root / selection.cwd, excluded)
+    found = _walked(root, outside) if tree is None else listed_files(root, outside)
+    kept = [path for path in found if not _is_below(path, outside)]
+    kept = _without_environments(kept)
+    if len(kept) > MAX_FILES:
+        raise _too_much(root, Counter(map(_top, kept)), len(kept), None)
+    _look_at(selection, kept)
+    total = sum(seen.st_size for seen in selection.files.values())
+    if total > MAX_TOTAL_MB * _MB:
+        sizes = Counter[str]()
+        for path, seen in selection.files.items():
+            sizes[path] += seen.st_size
+        raise _too_much(root, sizes, len(kept), total)
+    return selection
+
+
+def package_files() -> dict[str, Path]:
+    """Return the files of ``hpc_train`` itself by their path within the package's parent."""
+    package = Path(hpc_train.__file__).parent
+    return {
+        str(path.relative_to(package.parent)): path
+        for path in sorted(package.rglob("*"))
+        if "__pycache__" not in path.parts and not path.name.startswith(".") and path.is_file()
+    }
+
+
+def import_folders(selection: Selection) -> list[str]:
+    """Return the folders within the tree that modules are imported from here besides its root and ``cwd``.
+
+    They come from PYTHONPATH and from packages installed in editable mode, as with ``src/``.
+    """
+    places = [Path(entry or ".") for entry in sys.path]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("__editable__"):  # setuptools' finder; its mapping: a package's name → its folder
+            places += [Path(path).parent for path in getattr(module, "MAPPING", {}).values()]
+    found = [_relative(Path(os.path.realpath(place)), selection.root) for place in places]
+    names = [name for name in dict.fromkeys(found) if name and name != selection.cwd]
+    return [name for name in names if any(path.startswith(f"{name}/") for path in selection.files)]
+
+
+def has_changed(selection: Selection) -> bool:
+    """Tell whether a file is another than when it was looked at."""
+    return any(
+        _signature(seen) != _signature(_lstat(selection.root / path))
+        for path, seen in selection.files.items()
+    )
+
+
+def _signature(seen: os.stat_result | None) -> tuple[int, int, int] | None:
+    return None if seen is None else (seen.st_ino, seen.st_size, seen.st_mtime_ns)
+
+
+def _below(root: Path, cwd: Path, folders: Iterable[Path]) -> list[str]:
+    """Return those that lie in the tree, relative to its root; not one that the current folder is in."""
+    absolute = [cwd / folder for folder in folders]
+    found = [Path(place(folder)) for folder in absolute for place in (os.path.realpath, os.path.normpath)]
+    kept = {_relative(folder, root) for folder in found if not cwd.is_relative_to(folder)}
+    return sorted(name for name in kept if name)
+
+
+def _relative(path: Path, root: Path) -> str | None:
+    """Return ``path`` relative to ``root``, empty for the root; None outside."""
+    if not path.is_relative_to(root):
+        return None
+    relative = str(path.relative_to(root))
+    return "" if relative == "." else relative
+
+
+def _is_below(path: str, folders: Iterable[str]) -> bool:
+    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
+def _without_environments(paths: list[str]) -> list[str]:
+    """Leave out virtual environments that git was not told to ignore."""
+    marks = ("/pyvenv.cfg", "/conda-meta/history")
+    folders = [path.removesuffix(mark) for path in paths for mark in marks if path.endswith(mark)]
+    return [path for path in paths if not _is_below(path, folders)] if folders else paths
+
+
+def _walked(root: Path, outside: Sequence[str]) -> Iterator[str]:
+    """Yield ``*.py`` and ``*.yaml``, hidden folders and those of installed packages left out."""
+    num_seen = 0
+    for folder, subfolders, names in os.walk(root):
+        if folder != str(root) and ("pyvenv.cfg" in names or "conda-meta" in subfolders):
+            subfolders.clear()
+            continue
+        num_seen += len(subfolders) + len(names)
+        if num_seen > _MAX_WALKED:
+            raise UsageError(
+                f"{root}: more than {_MAX_WALKED:,} files and folders lie here, too many to look for code; "
+                "start in the folder that holds the code, or make that a git work tree"
+            )
+        inner = PurePosixPath(os.path.relpath(folder, root))
+        subfolders[:] = [
+            name
+            for name in sorted(subfolders)
+            if not name.startswith(".")
+            and name not in (*NO_CODE, "site-packages")
+            and str(inner / name) not in outside
+        ]
+        yield from (str(inner / name) for name in sorted(names) if name.endswith((".py", ".yaml")))
+
+
+def _look_at(selection: Selection, paths: Iterable[str]) -> None:
+    """Sort what was found into files, links and what is left out."""
+    links = []
+    for path in paths:
+        seen = _lstat(selection.root / path)
+        if seen is None or stat.S_ISDIR(seen.st_mode):
+            continue  # tracked but deleted; a submodule that is not checked out
+        if _is_secret(path):
+            selection.left_out[path] = "may hold a secret"
+        elif stat.S_ISLNK(seen.st_mode):
+            links.append(path)
+        elif not stat.S_ISREG(seen.st_mode):
+            selection.left_out[path] = "is no file"
+        elif seen.st_size > MAX_FILE_MB * _MB:
+            selection.left_out[path] = f"{seen.st_size // _MB} MB, over {MAX_FILE_MB} MB"
+        else:
+            selection.files[path] = seen
+    _look_at_links(selection, links)
+
+
+def _look_at_links(selection: Selection, paths: Iterable[str]) -> None:
+    """Keep links to what is selected, as relative ones; nothing is followed out of the tree."""
+    folders = {str(parent) for path in selection.files for parent in PurePosixPath(path).parents}
+    for path in paths:
+        target = _relative(Path(os.path.realpath(selection.root / path)), selection.root)
+        if target is not None and (target in selection.files or (target or ".") in folders):
+            selection.links[path] = os.path.relpath(target or ".", os.path.dirname(path) or ".")  # noqa: PTH120
+        else:
+            selection.left_out[path] = "leads to what is not in the snapshot"
+
+
+def _is_secret(path: str) -> bool:
+    lowered = PurePosixPath(path.lower())
+    if _SECRET_FOLDERS & set(lowered.parts) or any(lowered.match(pattern) for pattern in _SECRET_PATHS):
+        return True
+    # A module of such a name is code that would be missed.
+    return lowered.suffix != ".py" and any(fnmatch(lowered.name, pattern) for pattern in _SECRET_NAMES)
+
+
+def _lstat(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _top(path: str) -> str:
+    """Return the folder two levels down that a file lies in."""
+    parts = PurePosixPath(path).parts
+    return "/".join(parts[:2]) + "/" if len(parts) > 2 else "/".join(parts[:-1] or parts)
+
+
+def _too_much(root: Path, weights: Counter[str], num_files: int, total: int | None) -> UsageError:
+    heaviest = weights.most_common(5)
+    if total is None:
+        named = ", ".join(f"{path} ({count:,} files)" for path, count in heaviest)
+        what = f"{num_files:,} files, and a snapshot takes {MAX_FILES:,}; most lie in {named}"
+    else:
+        named = ", ".join(f"{path} ({size / _MB:.1f} MB)" for path, size in heaviest)
+        what = f"{total / _MB:.0f} MB, and a snapshot takes {MAX_TOTAL_MB} MB; the largest are {named}"
+    return UsageError(
+        f"{root}: the code here is {what}; write what is no code into .gitignore, "
+        "or start in a folder that holds the code only"
+    )

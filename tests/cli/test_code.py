@@ -1,0 +1,145 @@
+"""Which code a run uses, as commands see it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_train.paths import RunPaths, runs_root
+from hpc_train.run_folder import code_files
+from hpc_train.run_folder.finding import find_runs
+from hpc_train.run_folder.snapshot import linked
+from tests.cli.commands import Done, hpc_train
+from tests.cli.launchers import COMPLETING, FAILING, requests
+from tests.run_folder.trees import work_tree, write
+
+
+@pytest.fixture
+def tree(tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Work in a git work tree that holds the experiment file's runs, too."""
+    folder = work_tree(tmp_path / "work", "model.py", ".env")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HPC_TRAIN_RUNS", str(folder / "runs"))
+    return folder
+
+
+@pytest.fixture
+def failed(tree: Path, file: Path) -> RunPaths:
+    _submit(file)
+    (paths,) = find_runs([])
+    return paths
+
+
+def _submit(file: Path, *arguments: str) -> Done:
+    return hpc_train("submit", file, "--local", "--launcher", FAILING, *arguments)
+
+
+def _code(paths: RunPaths) -> dict[str, object]:
+    found: dict[str, object] = json.loads(paths.run.read_text())["code"]
+    return found
+
+
+def _snapshots() -> list[Path]:
+    return sorted((runs_root() / ".code").iterdir())
+
+
+def test_all_runs_of_a_submit_use_one_snapshot(tree: Path, file: Path) -> None:
+    done = _submit(file, "sweep={grid: {seed: [0, 1]}}", "data.root=.")
+    (snapshot,) = _snapshots()
+    assert [linked(paths) for paths in find_runs([])] == [snapshot] * 2
+    assert {path.name for path in (snapshot / "tree").iterdir()} == {"model.py"}, "runs/ is none of it"
+    assert [_code(paths)["snapshot"] for paths in find_runs([])] == [snapshot.name] * 2
+    assert "code: left out of the snapshot: .env (may hold a secret)\n" in done.err
+
+
+def test_what_is_left_out_is_told_once(tree: Path, file: Path) -> None:
+    assert "left out" in _submit(file).err
+    assert "left out" not in _submit(file, "--new").err
+    assert len(_snapshots()) == 1
+
+
+def test_submitting_what_is_there_takes_no_snapshot(failed: RunPaths, tree: Path, file: Path) -> None:
+    write(tree, "new.py")
+    assert _submit(file).code == 1
+    assert len(_snapshots()) == 1
+    _submit(file, "--new")
+    assert len(_snapshots()) == 2
+
+
+def test_too_much_code_is_refused_before_a_run_is_made(
+    tree: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_files, "MAX_FILES", 1)
+    write(tree, "b.py")
+    done = _submit(file)
+    assert (done.code, "write what is no code into .gitignore" in done.err) == (2, True)
+    assert find_runs([]) == []
+
+
+def test_a_resume_keeps_the_code_and_says_what_has_changed(failed: RunPaths, tree: Path) -> None:
+    before, run = linked(failed), failed.folder.name
+    assert "code:" not in hpc_train("resume", run).err
+    (tree / "model.py").write_text("changed")
+    write(tree, "new.py")
+    told = "2 files differ from the snapshot that this run uses: model.py, new.py (new)"
+    assert f"{run}: code: {told}; resume with --code new takes" in hpc_train("resume", run).err
+    assert linked(failed) == before
+    assert len(_snapshots()) == 1
+
+
+def test_a_resume_from_elsewhere_compares_nothing(
+    failed: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "code:" not in hpc_train("resume", failed.folder.name).err
+    assert len(requests) == 2
+
+
+def test_code_that_can_not_be_taken_now_stops_no_resume_that_keeps_it(
+    failed: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_files, "MAX_FILES", 0)
+    hpc_train("resume", failed.folder.name)
+    assert len(requests) == 2
+    assert hpc_train("resume", failed.folder.name, "--code", "new").code == 2
+    assert len(requests) == 2
+
+
+def test_code_new_takes_the_current_code_and_says_what_it_changes(failed: RunPaths, tree: Path) -> None:
+    before, run = linked(failed), failed.folder.name
+    assert before is not None
+    (tree / "model.py").write_text("changed")
+    done = hpc_train("resume", run, "--code", "new")
+    assert f"{run}: code: from this attempt on that of {tree}: 1 file differs: model.py\n" in done.err
+    now = linked(failed)
+    assert now is not None
+    assert (now / "tree" / "model.py").read_text() == "changed"
+    code = _code(failed)
+    assert (code["snapshot"], code["dirty"]) == (now.name, True)
+    (earlier,) = code["earlier"]  # type: ignore[misc]
+    assert (earlier["snapshot"], earlier["until_attempt"]) == (before.name, 1)
+    again = hpc_train("resume", run, "--code", "new")
+    assert "code: nothing has changed since" in again.err
+
+
+def test_code_new_replaces_a_snapshot_that_is_gone(failed: RunPaths) -> None:
+    (linked(failed) or Path() / "snapshot.json").rename(runs_root() / "moved")
+    done = hpc_train("resume", failed.folder.name)
+    assert (done.code, "--code new" in done.err) == (74, True)
+    assert len(requests) == 1
+    assert hpc_train("resume", failed.folder.name, "--code", "new", "--launcher", COMPLETING).code == 0
+    assert linked(failed) is not None
+
+
+def test_a_run_without_a_snapshot_gets_one(failed: RunPaths) -> None:
+    failed.code.unlink()
+    done = hpc_train("resume", failed.folder.name)
+    assert "code: there was no snapshot of it" in done.err
+    assert linked(failed) == _snapshots()[0]
+
+
+def test_another_word_than_new_is_a_usage_error(failed: RunPaths) -> None:
+    done = hpc_train("resume", failed.folder.name, "--code", "newest")
+    assert (done.code, "write --code new" in done.err) == (2, True)
