@@ -66,11 +66,66 @@ class AttemptPaths:
         """Where rank 0 publishes the address of the store that the others connect to."""
         return self.folder / "rendezvous.json"
 
+    @property
+    def events(self) -> Path:
+        """When rank 0 did what; merged into ``record`` where that is read."""
+        return self.folder / "events.json"
+
     def log(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.log"
 
+    def exit(self, rank: int) -> Path:
+        """A rank's exit code, where it is not 0; of those that were only asked to stop rank 0 alone tells."""
+        return self.folder / f"rank-{rank}.exit"
+
     def error(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.error"
+
+
+@dataclass(frozen=True)
+class SubmissionPaths:
+    """The files of one array job: its script, its pickles, what the batch script prints."""
+
+    folder: Path
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "submission.json"
+
+    @property
+    def token(self) -> str:
+        return self.folder.name
+
+
+@dataclass(frozen=True)
+class ExperimentPaths:
+    """What the runs of one experiment share. Hidden: it is no run."""
+
+    folder: Path
+
+    @property
+    def submissions(self) -> Path:
+        return self.folder / ".slurm"
+
+    @property
+    def submission_lock(self) -> Path:
+        """Held by the one command that submits."""
+        return self.submissions / "lock"
+
+    @property
+    def snapshots(self) -> Path:
+        """Code by content, shared by all experiments."""
+        return self.folder.parent / ".code"
+
+    def submission(self, token: str) -> SubmissionPaths:
+        return SubmissionPaths(self.submissions / token)
+
+    def submission_folders(self) -> list[SubmissionPaths]:
+        """Return the submissions whose record stands, in no order."""
+        if not self.submissions.is_dir():
+            return []
+        found = [SubmissionPaths(path) for path in self.submissions.iterdir() if path.is_dir()]
+        return [submission for submission in found if submission.record.is_file()]
 
 
 @dataclass(frozen=True)
@@ -98,6 +153,16 @@ class RunPaths:
     @property
     def code(self) -> Path:
         return self.folder / "code"
+
+    @property
+    def cancelled(self) -> Path:
+        """Somebody cancelled the run: it is not requeued, whatever its ranks say. Gone after a resume."""
+        return self.folder / "cancelled.json"
+
+    @property
+    def siblings(self) -> ExperimentPaths:
+        """The folder of all runs of the experiment."""
+        return ExperimentPaths(self.folder.parent)
 
     @property
     def wandb(self) -> Path:

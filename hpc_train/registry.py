@@ -44,7 +44,10 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "fsdp": "hpc_train.strategies.fsdp:FSDPStrategy",
     },
     "loggers": {"wandb": "hpc_train.loggers.wandb:WandbLogger"},
-    "launchers": {"local": "hpc_train.launchers.local:LocalLauncher"},
+    "launchers": {
+        "local": "hpc_train.launchers.local:LocalLauncher",
+        "slurm": "hpc_train.launchers.slurm.launcher:SlurmLauncher",
+    },
 }
 
 

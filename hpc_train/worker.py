@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,21 +38,23 @@ from hpc_train.engine.schedules import make_schedule
 from hpc_train.engine.shards import storage_error
 from hpc_train.engine.trainer import Trainer, Validation
 from hpc_train.engine.training_state import TrainingState
-from hpc_train.errors import ExitCode, HpcTrainError, StorageError, UserError
+from hpc_train.errors import ExitCode, HpcTrainError, StorageError, TryAgainError, UserError
 from hpc_train.loggers.base import Logger, LoggerContext
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.paths import RunPaths
 from hpc_train.plan.batches import BatchArithmetic
+from hpc_train.run_folder.attempts import in_ms
 from hpc_train.run_folder.creation import effective_experiment
+from hpc_train.run_folder.events import EventLog
 from hpc_train.run_folder.files import read_json, write_text
-from hpc_train.runtime import signals
+from hpc_train.runtime import affinity, signals
 from hpc_train.runtime.agreement import Agreement
 from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.device import choose_device, set_determinism, set_threads
 from hpc_train.runtime.precision import Precision, choose_precision
 from hpc_train.runtime.process_group import Group, join, peer_lost
-from hpc_train.runtime.ranks import RankFacts
+from hpc_train.runtime.ranks import RankFacts, is_started_by_slurm
 from hpc_train.runtime.seeds import seed_build
 from hpc_train.strategies.base import Placement, Strategy
 from hpc_train.tasks.base import Task
@@ -74,10 +77,22 @@ class Rank:
     precision: Precision
     group: Group
     flag: signals.StopFlag
+    #: On rank 0 alone.
+    events: EventLog | None
 
     @property
     def is_first(self) -> bool:
         return self.facts.rank == 0
+
+    def note(self, event: str) -> None:
+        """Write down that ``event`` happened."""
+        self.note_signal()
+        if self.events is not None:
+            self.events.note(event)
+
+    def note_signal(self) -> None:
+        """Write down which signal has come, if one has."""
+        _note_signal(self.events, self.flag)
 
 
 @dataclass(frozen=True)
@@ -112,15 +127,41 @@ def run(paths: RunPaths, attempt: int) -> ExitCode:
 @contextmanager
 def _joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFlag) -> Iterator[Rank]:
     experiment = effective_experiment(paths, attempt)
-    device = choose_device(experiment.device, facts.local_rank, gpus_expected=False)
-    set_threads(facts.local_world_size)
+    on_slurm = is_started_by_slurm(os.environ)
+    device = choose_device(experiment.device, facts.local_rank, _expects_gpus(experiment, on_slurm))
+    set_threads(affinity.bind(facts, device, os.environ) if on_slurm else facts.local_world_size)
     set_determinism(experiment.deterministic, device)
     precision = choose_precision(experiment.precision, device)
     rendezvous = paths.attempt(attempt).rendezvous
     token = os.environ.get("HPC_TRAIN_TOKEN", "")
-    group = join(facts, device, rendezvous, token, must_stop=lambda: bool(flag))
-    yield Rank(paths, attempt, experiment, facts, device, precision, group, flag)
+    events = _event_log(paths, attempt) if facts.rank == 0 else None
+    try:
+        group = join(facts, device, rendezvous, token, must_stop=lambda: bool(flag))
+    except TryAgainError:
+        _note_signal(events, flag)
+        raise
+    rank = Rank(paths, attempt, experiment, facts, device, precision, group, flag, events)
+    rank.note("joined")
+    yield rank
+    group.wait_to_leave()
     group.leave()  # not after an error: tearing a broken group down may hang or abort
+
+
+def _expects_gpus(experiment: Experiment, on_slurm: bool) -> bool:
+    return on_slurm and experiment.slurm is not None and experiment.slurm.gpus_per_node > 0
+
+
+def _event_log(paths: RunPaths, attempt: int) -> EventLog:
+    """Begin rank 0's account: with the time at which its process began, where the launcher left that."""
+    events = EventLog(paths.attempt(attempt))
+    started = os.environ.get("HPC_TRAIN_RANK_START")
+    events.note("rank", in_ms(float(started)) if started else None)
+    return events
+
+
+def _note_signal(events: EventLog | None, flag: signals.StopFlag) -> None:
+    if events is not None and flag.first is not None and flag.first_at is not None:
+        events.signalled(flag.first.name, flag.first_at)
 
 
 def _train(rank: Rank) -> ExitCode:
@@ -129,6 +170,7 @@ def _train(rank: Rank) -> ExitCode:
     learner = _build(rank, source, batches)
     checkpointer = _checkpointer(rank, learner)
     position = _resumed_position(checkpointer, learner)
+    rank.note("loaded")
     with ExitStack() as stack:
         recorder = _recorder(rank, position.step) if rank.is_first else None
         if recorder is not None:
@@ -140,6 +182,7 @@ def _train(rank: Rank) -> ExitCode:
             recorder.state = "completed" if is_done else "failed"
         if trainer.status is not None and is_done:
             trainer.status.write("completed", trainer.step)
+    rank.note_signal()  # again: it may have reached another rank first
     return ExitCode.DONE if is_done else ExitCode.TRY_AGAIN
 
 
@@ -234,8 +277,15 @@ def _trainer(
         return replace(moved, inputs=normalize(moved.inputs))
 
     def save(step: int) -> None:
+        began = time.monotonic()
         with rank.group.patient():
             checkpointer.save(learner.state, step, _extra(rank, batches, Position(step, position.skipped)))
+        if rank.events is not None:
+            rank.events.saved(time.monotonic() - began)
+
+    def on_first_step() -> None:
+        rank.group.shorten_timeouts()
+        rank.note("first_step")
 
     return Trainer(
         experiment=config,
@@ -261,7 +311,8 @@ def _trainer(
         validation=_validation(rank, source),
         to_input=to_input,
         save_checkpoint=save,
-        on_first_step=rank.group.shorten_timeouts,
+        on_first_step=on_first_step,
+        on_event=rank.note,
         step=position.step,
     )
 
@@ -328,6 +379,9 @@ def _report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFact
     if peer_lost(error) and not isinstance(cause, UserError):
         print(f"rank {facts.rank}: a peer is gone: {error}", file=sys.stderr, flush=True)
         return ExitCode.PEER_LOST
+    if isinstance(error, TryAgainError):
+        print(f"rank {facts.rank}: {error}", file=sys.stderr, flush=True)
+        return ExitCode.TRY_AGAIN
     is_users = isinstance(cause, UserError)
     text = str(cause) if is_users else "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)

@@ -141,7 +141,9 @@ def submit(
     overrides: Overrides = None,
     local: Local = False,
     devices: Devices = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan and the batch scripts; start nothing.")
+    ] = False,
     new: Annotated[bool, typer.Option("--new", help="Start again beside runs that exist.")] = False,
     as_json: Json = False,
     launcher: LauncherName = None,
@@ -188,11 +190,23 @@ def resume(
     devices: Devices = None,
     as_json: Json = False,
     launcher: LauncherName = None,
+    code: Annotated[
+        str | None,
+        typer.Option("--code", metavar="new", help="new: use the current code, not that of the submit."),
+    ] = None,
 ) -> int:
     """Let unfinished runs go on from their newest valid checkpoint."""
     from hpc_train.cli.resume import resume
 
-    return resume(words, local=local, devices=devices, as_json=as_json, launcher=launcher)
+    return resume(words, local=local, devices=devices, as_json=as_json, launcher=launcher, code=code)
+
+
+@_command
+def cancel(runs: Runs) -> int:
+    """End runs for good; what they saved stays."""
+    from hpc_train.cli.cancel import cancel
+
+    return cancel(runs)
 
 
 @_command

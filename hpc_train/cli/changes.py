@@ -11,16 +11,19 @@ from hpc_train.config.marked_yaml import read_value
 from hpc_train.config.schema import Experiment
 
 #: Means nothing to a run that is there already.
-_IGNORED = {"name", "slurm", "sweep"}
+_IGNORED = {"name", "sweep"}
 
 
-def changes_on_resume(frozen: Experiment, wanted: Experiment) -> list[str]:
-    """Return ``KEY=VALUE`` of each key outside the identity that ``wanted`` says otherwise."""
+def changes_on_resume(frozen: Experiment, wanted: Experiment, *, with_slurm: bool = False) -> list[str]:
+    """Return ``KEY=VALUE`` of each key outside the identity that ``wanted`` says otherwise.
+
+    ``with_slurm``: also of what is asked of Slurm, which means nothing on this machine.
+    """
     before, after = (experiment.model_dump(mode="json") for experiment in (frozen, wanted))
     short = wanted.model_dump(mode="json", exclude_defaults=True)
     found: list[str] = []
     for key in NOT_IDENTITY:
-        if key not in _IGNORED:
+        if key not in _IGNORED and (with_slurm or key != "slurm"):
             path = tuple(key.split("."))
             pairs = _differences(_at(before, path), _at(after, path), path)
             found += [f"{'.'.join(each)}={_text(_at(short, each, value))}" for each, value in pairs]

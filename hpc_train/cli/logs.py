@@ -1,4 +1,4 @@
-"""``logs``: what a rank wrote, now or until the run ends."""
+"""``logs``: what a rank wrote, now or until the run ends; before there are ranks, what the job printed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ import time
 from pathlib import Path
 
 from hpc_train.cli.printing import say
+from hpc_train.cli.standing import standing
 from hpc_train.errors import ExitCode, UsageError, printable
+from hpc_train.launchers.slurm.standing import batch_output, newest_job
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.finding import find_runs
-from hpc_train.run_folder.status import GOING_ON, current_status
+from hpc_train.run_folder.liveness import newest_record
+from hpc_train.run_folder.status import GOING_ON, RunStatus, read_status
 
 _POLL_S = 0.2
+#: Between questions that may go to the scheduler; its answers are kept for longer.
+_ASK_S = 1.0
 _CHUNK_BYTES = 1 << 16
 
 
@@ -23,6 +28,8 @@ def logs(word: str, *, follow: bool, rank: int, attempt: int | None) -> ExitCode
     paths = _one_run(word)
     if follow:
         _follow(paths, rank, attempt)
+    elif attempt is None and (output := _output_instead(paths)):
+        _LogReader(output).print_new()
     else:
         _LogReader(_existing(paths, rank, attempt or newest_number(paths))).print_new()
     return ExitCode.DONE
@@ -49,13 +56,29 @@ def _existing(paths: RunPaths, rank: int, attempt: int) -> Path:
     )
 
 
+def _output_instead(paths: RunPaths) -> Path | None:
+    """Return what the newest job's batch script printed, where no rank of it wrote anything."""
+    record = newest_record(paths)
+    job = newest_job(paths, record)
+    if job is None or (record is not None and record.slurm_job == job and _has_logs(paths)):
+        return None
+    output = batch_output(paths, job)
+    if output is not None:
+        say(f"{paths.folder.name}: no rank of job {job} has started; its batch script printed:")
+    return output
+
+
+def _has_logs(paths: RunPaths) -> bool:
+    return any(paths.attempt(newest_number(paths)).folder.glob("rank-*.log"))
+
+
 def _follow(paths: RunPaths, rank: int, attempt: int | None) -> None:
     """Print until the run, or the attempt that was asked for, has ended and its log is read to the end."""
     number = attempt or max(newest_number(paths), 1)
-    reader = _LogReader(paths.attempt(number).log(rank))
+    reader, end = _LogReader(paths.attempt(number).log(rank)), _End(paths)
     while True:
         newest = newest_number(paths)
-        has_ended = newest > number or current_status(paths).state not in GOING_ON
+        has_ended = newest > number or end.has_come()
         # Read after asking, so that the last lines are not missed.
         if reader.print_new():
             continue
@@ -63,9 +86,37 @@ def _follow(paths: RunPaths, rank: int, attempt: int | None) -> None:
             say(f"attempt {newest} begins")
             number, reader = newest, _LogReader(paths.attempt(newest).log(rank))
         elif has_ended:
-            return
+            break
         else:
             time.sleep(_POLL_S)
+    if attempt is None and (output := _output_instead(paths)):
+        _LogReader(output).print_new()
+
+
+class _End:
+    """Whether a run has ended: the folder's word at each call, the scheduler's once in a while."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._next_question = 0.0
+        self._shown: str | None = None
+
+    def has_come(self) -> bool:
+        if read_status(self._paths).state not in GOING_ON:
+            return True
+        if time.monotonic() < self._next_question:
+            return False
+        status = standing(self._paths)
+        self._next_question = time.monotonic() + _ASK_S
+        self._tell(status)
+        return status.state not in GOING_ON
+
+    def _tell(self, status: RunStatus) -> None:
+        """Say what the run waits for, each time that this is something else."""
+        words = f"{status.state}: {status.reason}" if status.reason and status.state != "running" else None
+        if words and words != self._shown:
+            say(f"{self._paths.folder.name}: {words}")
+        self._shown = words
 
 
 class _LogReader:

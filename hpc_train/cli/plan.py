@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_train.cli.printing import columns, put, put_json, say
+from hpc_train.cli.starting import load_launcher
 from hpc_train.config.loading import Loaded, load
 from hpc_train.config.rules import check_start
-from hpc_train.errors import ExitCode
+from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.launchers.base import QueueingLauncher
 from hpc_train.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.plan.sweep import describe
 
@@ -19,16 +21,31 @@ def plan(file: Path, overrides: Sequence[str], *, as_json: bool) -> ExitCode:
     """Show what would be started."""
     loaded = load(file, overrides)
     made = make_plan(loaded)
-    show(made, as_json=as_json)
-    for line in start_problems(loaded, made):
+    problems = start_problems(loaded, made)
+    scripts: list[str] = []
+    if loaded.experiment.slurm is not None and not problems:
+        try:
+            scripts = _slurm_scripts(loaded, made)
+        except BadFileError as error:
+            problems += error.problems
+    show(made, as_json=as_json, scripts=scripts)
+    for line in problems:
         say(line)
     return ExitCode.DONE
 
 
-def show(made: Plan, *, as_json: bool) -> None:
-    """Print the plan to stdout."""
+def _slurm_scripts(loaded: Loaded, made: Plan) -> list[str]:
+    from hpc_train.cli.queueing import SLURM, batch_scripts
+
+    launcher = load_launcher(SLURM)
+    assert isinstance(launcher, QueueingLauncher)
+    return batch_scripts(launcher, loaded, made)
+
+
+def show(made: Plan, *, as_json: bool, scripts: Sequence[str] = ()) -> None:
+    """Print the plan, and the batch scripts of its runs, to stdout."""
     if as_json:
-        put_json(made.to_json())
+        put_json(made.to_json() | {"scripts": list(scripts)})
         return
     is_sweep = any(run.values for run in made.runs)
     heads = [*_HEADS, "with"] if is_sweep else [*_HEADS]
@@ -36,6 +53,9 @@ def show(made: Plan, *, as_json: bool) -> None:
         [heads, *([*_cells(run), *([describe(run.values)] * is_sweep)] for run in made.runs)]
     ):
         put(line)
+    for script in scripts:
+        put("")
+        put(script.rstrip("\n"))
 
 
 def _cells(run: PlannedRun) -> list[str]:

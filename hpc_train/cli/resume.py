@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from hpc_train.cli.code import is_new, refresh_on_resume
 from hpc_train.cli.printing import say
+from hpc_train.cli.queueing import SLURM, Queue, resume_all, section_problems
+from hpc_train.cli.standing import standing, standings
 from hpc_train.cli.starting import LOCAL, choose_devices, load_launcher, report, say_end, start_attempt
-from hpc_train.cli.status import RunRow
+from hpc_train.cli.status import rows_of
 from hpc_train.config.loading import Loaded, load
 from hpc_train.config.rules import check_start
+from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.paths import RunPaths
+from hpc_train.launchers.base import QueueingLauncher
+from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.plan.identity import changes_identity
+from hpc_train.plan.planning import slurm_ranks
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.finding import find_runs
-from hpc_train.run_folder.liveness import end_living, newest_record
-from hpc_train.run_folder.status import GOING_ON, current_status
+from hpc_train.run_folder.liveness import end_living, living, newest_record
+from hpc_train.run_folder.status import GOING_ON, RunStatus, read_status
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
 #: Not the run's identity, but where it lies and what it is one of.
-_FIXED = ("name", "sweep")
+_FIXED: dict[str, Callable[[Experiment], object]] = {
+    "name": lambda experiment: experiment.name,
+    "sweep.grid": lambda experiment: experiment.sweep.grid,
+}
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What the command line asks of every run."""
+
+    overrides: list[str]
+    launcher: str | None
+    devices: int | None
+    new_code: bool
 
 
 @dataclass(frozen=True)
@@ -29,58 +48,116 @@ class _Resumption:
     """One run that goes on, all of it checked."""
 
     paths: RunPaths
+    loaded: Loaded
     launcher: str
     devices: int | None
-    overrides: list[str] = field(default_factory=list)
 
 
 def resume(
-    words: Sequence[str], *, local: bool, devices: int | None, as_json: bool, launcher: str | None
+    words: Sequence[str],
+    *,
+    local: bool,
+    devices: int | None,
+    as_json: bool,
+    launcher: str | None,
+    code: str | None = None,
 ) -> ExitCode:
-    """Let the runs go on, one after the other; return how the worst ended."""
+    """Let the runs go on: those of a queue at once, the others one after the other; return the worst end."""
     overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
     run_words = [word for word in words if word not in overrides]
     if not run_words:
         raise UsageError("resume: names no run; give a run id, a run's folder, or an experiment's name")
+    wish = _Wish(overrides, LOCAL if local and launcher is None else launcher, devices, is_new(code))
     runs = find_runs(run_words)
-    asked_launcher = LOCAL if local and launcher is None else launcher
-    codes = []
-    for paths in runs:
-        codes.append(_resume_one(paths, overrides, asked_launcher, devices))
+    codes, here = _enqueue_all(runs, wish)
+    for paths in here:
+        codes.append(_resume_one(paths, wish))
         if codes[-1] == ExitCode.INTERRUPTED:
             break
-    report([RunRow.of(paths) for paths in runs], as_json=as_json)
+    report(rows_of(runs), as_json=as_json)
     return max(codes)
 
 
-def _resume_one(
-    paths: RunPaths, overrides: Sequence[str], launcher: str | None, devices: int | None
-) -> ExitCode:
-    run_id, status = paths.folder.name, current_status(paths)
+def _enqueue_all(runs: Sequence[RunPaths], wish: _Wish) -> tuple[list[ExitCode], list[RunPaths]]:
+    """Put the runs of launchers with a queue into it; return how each went, and the other runs."""
+    groups: dict[tuple[str, ExperimentPaths], list[RunPaths]] = {}
+    here: list[RunPaths] = []
+    for paths in runs:
+        name = wish.launcher or _last_launcher(paths)
+        if isinstance(load_launcher(name), QueueingLauncher):
+            groups.setdefault((name, paths.siblings), []).append(paths)
+        else:
+            here.append(paths)
+    if groups and wish.devices is not None:
+        raise UsageError("--devices: is for this machine; add --local, or change slurm.nodes and its like")
+    codes: list[ExitCode] = []
+    for (name, folder), some in groups.items():
+        launcher = load_launcher(name)
+        assert isinstance(launcher, QueueingLauncher)
+        codes += _enqueue(Queue(name, launcher), folder, some, wish)
+    return codes, here
+
+
+def _enqueue(queue: Queue, folder: ExperimentPaths, runs: Sequence[RunPaths], wish: _Wish) -> list[ExitCode]:
+    with queue.launcher.submitting(folder):
+        codes: list[ExitCode] = []
+        ready: list[RunPaths] = []
+        for paths, status in zip(runs, standings(runs, is_fresh=True), strict=True):
+            code = _stays(paths, status, is_made_only=queue.launcher.is_unsubmitted(paths))
+            codes += [] if code is None else [code]
+            ready += [paths] if code is None else []
+        prepared = [_prepare(paths, wish, queue.name) for paths in ready]
+        if prepared:
+            pairs = [(each.paths, each.loaded) for each in prepared]
+            resume_all(queue, pairs, wish.overrides, new_code=wish.new_code)
+            codes.append(ExitCode.DONE)
+    return codes
+
+
+def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool = False) -> ExitCode | None:
+    """Say why the run is not resumed; None where it can be."""
     if status.state == "completed":
-        say(f"{run_id}: completed already, in {paths.folder}; nothing to resume")
+        say(f"{paths.folder.name}: completed already, in {paths.folder}; nothing to resume")
         return ExitCode.DONE
+    if is_made_only:
+        return None
     if status.state in GOING_ON:
-        return _refuse_living(paths, status.state)
-    prepared = _prepare(paths, overrides, launcher, devices)
-    # A failed run's launcher may still be ending, and ranks may outlive theirs.
-    if end_living(paths) is not None:
-        return _refuse_living(paths, status.state)
-    say(f"{run_id}: going on in {paths.folder}")
-    if overrides:
-        say(f"{run_id}: from this attempt on {' '.join(overrides)}")
-    code = start_attempt(paths, prepared.launcher, prepared.devices, prepared.overrides)
+        return _refuse_living(paths, status)
+    record = newest_record(paths)
+    # A failed run's launcher may still be ending, and ranks may outlive theirs. Of Slurm's Slurm was asked.
+    if record is not None and record.slurm_job is None and living(record) is not False:
+        return _refuse_living(paths, status)
+    return None
+
+
+def _resume_one(paths: RunPaths, wish: _Wish) -> ExitCode:
+    """Let one run go on and follow it."""
+    code = _stays(paths, standing(paths, is_fresh=True))
+    if code is not None:
+        return code
+    prepared = _prepare(paths, wish, wish.launcher or _last_launcher(paths))
+    record = newest_record(paths)
+    if record is not None and record.slurm_job is None and end_living(paths) is not None:
+        return _refuse_living(paths, read_status(paths))
+    refresh_on_resume(paths, prepared.loaded.experiment, new=wish.new_code)
+    say(f"{paths.folder.name}: going on in {paths.folder}")
+    if wish.overrides:
+        say(f"{paths.folder.name}: from this attempt on {' '.join(wish.overrides)}")
+    code = start_attempt(paths, prepared.launcher, prepared.devices, wish.overrides)
     say_end(paths, code)
     return code
 
 
-def _refuse_living(paths: RunPaths, state: str) -> ExitCode:
-    say(f"{paths.folder.name}: {_living_words(paths, state)}; nothing started")
+def _refuse_living(paths: RunPaths, status: RunStatus) -> ExitCode:
+    say(f"{paths.folder.name}: {_living_words(paths, status)}; nothing started")
     return ExitCode.FAILED
 
 
-def _living_words(paths: RunPaths, state: str) -> str:
-    record = newest_record(paths)
+def _living_words(paths: RunPaths, status: RunStatus) -> str:
+    record, state = newest_record(paths), status.state
+    if _last_launcher(paths) == SLURM:
+        reason = f" ({status.reason})" if status.reason else ""
+        return f"is {state} on Slurm{reason}; `hpc-train cancel {paths.folder.name}` ends it"
     if record is None or record.launcher_process is None:
         return f"is {state} already"
     process = record.launcher_process
@@ -94,24 +171,30 @@ def _living_words(paths: RunPaths, state: str) -> str:
     return f"may still live on {process.host}, which can't be seen from here; resume it there"
 
 
-def _prepare(
-    paths: RunPaths, overrides: Sequence[str], launcher: str | None, devices: int | None
-) -> _Resumption:
-    """Check everything before anything is changed."""
-    loaded = _changed(paths, overrides)
+def _last_launcher(paths: RunPaths) -> str:
     record = newest_record(paths)
-    had = (record and record.launcher) or (read_json(paths.run) or {}).get("launcher") or LOCAL
-    name = launcher or str(had)
-    if devices is None and record is not None and name == had:
+    noted = (read_json(paths.run) or {}).get("launcher")
+    return str(noted or (record and record.launcher) or LOCAL)
+
+
+def _prepare(paths: RunPaths, wish: _Wish, name: str) -> _Resumption:
+    """Check everything before anything is changed."""
+    loaded = _changed(paths, wish.overrides)
+    record = newest_record(paths)
+    devices = wish.devices
+    if devices is None and record is not None and record.slurm_job is None and name == _last_launcher(paths):
         devices = record.devices
     devices = choose_devices(name, loaded.experiment, devices)
-    problems = check_start(loaded.experiment, devices)
+    ranks = slurm_ranks(loaded.experiment.slurm) if name == SLURM else devices
+    problems = [
+        loaded.problem(problem.path, problem.message, problem.remedy)
+        for problem in check_start(loaded.experiment, ranks)
+    ]
+    problems += section_problems(name, loaded)
     if problems:
-        raise BadFileError(
-            [loaded.problem(problem.path, problem.message, problem.remedy) for problem in problems]
-        )
+        raise BadFileError(problems)
     load_launcher(name)
-    return _Resumption(paths, name, devices, list(overrides))
+    return _Resumption(paths, loaded, name, devices)
 
 
 def _changed(paths: RunPaths, overrides: Sequence[str]) -> Loaded:
@@ -122,7 +205,7 @@ def _changed(paths: RunPaths, overrides: Sequence[str]) -> Loaded:
         return before
     after = load(paths.experiment, [*earlier, *overrides])
     refused = changes_identity(before.experiment, after.experiment)
-    refused += [key for key in _FIXED if getattr(before.experiment, key) != getattr(after.experiment, key)]
+    refused += [key for key, value in _FIXED.items() if value(before.experiment) != value(after.experiment)]
     if refused:
         raise UsageError(
             f"{', '.join(refused)}: would make {paths.folder.name} another run; "

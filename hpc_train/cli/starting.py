@@ -14,26 +14,27 @@ from hpc_train.cli.progress import Progress
 from hpc_train.cli.status import RunRow, rows_json
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import ExitCode, TryAgainError, UsageError, UserError
-from hpc_train.launchers.base import Launcher, LaunchRequest
+from hpc_train.launchers.base import Launcher, LaunchRequest, QueueingLauncher
 from hpc_train.launchers.outcome import one_line
 from hpc_train.paths import RunPaths
 from hpc_train.registry import is_factory, load, nearest, parts
 from hpc_train.run_folder.attempts import claim_attempt, read_record
 from hpc_train.run_folder.creation import effective_experiment, note_change
+from hpc_train.run_folder.files import read_json, write_json
 from hpc_train.run_folder.liveness import living
 from hpc_train.run_folder.status import GOING_ON, INTERRUPTED, read_status, write_status
 
 LOCAL = "local"
 
 
-def load_launcher(name: str) -> Launcher:
+def load_launcher(name: str) -> Launcher | QueueingLauncher:
     """Return the launcher plug-in; raises UsageError where there is none of that name."""
     if not is_factory(name) and name not in parts("launchers"):
         known = sorted(parts("launchers"))
         close = nearest(name, known)
         meant = f"did you mean {close}?" if close else f"write one of {', '.join(known)}"
         raise UsageError(f"--launcher: nothing is called {name!r}; {meant}")
-    return cast(Callable[[], Launcher], load("launchers", name))()
+    return cast(Callable[[], "Launcher | QueueingLauncher"], load("launchers", name))()
 
 
 def choose_devices(launcher: str, experiment: Experiment, devices: int | None) -> int | None:
@@ -57,9 +58,12 @@ def start_attempt(
     the run at the same time.
     """
     plugin = load_launcher(launcher)
+    assert not isinstance(plugin, QueueingLauncher), "its attempts are claimed where they start"
     number = claim_attempt(paths, launcher)
     _give_way(paths, number)
     try:
+        _note_launcher(paths, launcher)
+        paths.cancelled.unlink(missing_ok=True)
         write_status(paths, replace(read_status(paths), state="pending", attempt=number, reason=None))
         if overrides:
             note_change(paths, number, overrides)
@@ -71,6 +75,13 @@ def start_attempt(
         is_stopped = code in {ExitCode.INTERRUPTED, ExitCode.TRY_AGAIN}
         _end(paths, number, INTERRUPTED if is_stopped else f"launcher {launcher}: exit code {int(code)}")
     return code
+
+
+def _note_launcher(paths: RunPaths, launcher: str) -> None:
+    """Write down who has the run from now on, where that was another one: who is asked how it stands."""
+    facts = read_json(paths.run)
+    if facts is not None and facts.get("launcher") != launcher:
+        write_json(paths.run, facts | {"launcher": launcher}, sync=True)
 
 
 def _launch(launcher: Launcher, request: LaunchRequest) -> ExitCode:
@@ -99,7 +110,8 @@ def _give_way(paths: RunPaths, number: int) -> None:
     """Leave the run to whoever claimed an attempt a moment ago: two would write at the same time."""
     others = [attempt for attempt in paths.attempt_folders() if attempt.number < number]
     record = read_record(others[-1]) if others else None
-    if record is not None and living(record) is not False:
+    # Of an attempt on Slurm Slurm was asked, and its batch script's process has no more to say.
+    if record is not None and record.slurm_job is None and living(record) is not False:
         shutil.rmtree(paths.attempt(number).folder)
         raise TryAgainError(
             f"{paths.folder.name}: another command has just started it; see `hpc-train status`"

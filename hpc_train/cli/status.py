@@ -8,13 +8,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpc_train.cli.printing import JSON_VERSION, cell_text, columns, put, put_json, say
+from hpc_train.cli.restarts import Restart, newest_restart
+from hpc_train.cli.standing import standings
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
+from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.finding import find_runs
-from hpc_train.run_folder.status import current_status
+from hpc_train.run_folder.status import RunStatus, read_status
 
 _HEADS = ("run", "experiment", "state", "step", "attempt", "reason")
+#: The innermost frames of a traceback and what was raised.
+_ERROR_LINES = 20
 _STYLES = {"running": "cyan", "completed": "green", "failed": "red", "cancelled": "yellow"}
 
 
@@ -30,12 +35,20 @@ class RunRow:
     attempt: int
     reason: str | None
     path: str
+    #: Of the newest job: ``12_3``, or ``12``.
+    job: str | None = None
+    #: The newest interruption in its parts, in seconds.
+    restart: Restart | None = None
 
     @classmethod
     def of(cls, paths: RunPaths) -> RunRow:
         """Read where the run stands now; one whose launcher has died is corrected."""
-        now = current_status(paths)
+        return rows_of([paths])[0]
+
+    @classmethod
+    def at(cls, paths: RunPaths, now: RunStatus) -> RunRow:
         facts = read_json(paths.run) or {}
+        jobs = facts.get("slurm_job_ids") or [None]
         return cls(
             id=str(facts.get("id", paths.folder.name)),
             name=str(facts.get("name", paths.folder.parent.name)),
@@ -45,6 +58,8 @@ class RunRow:
             attempt=now.attempt,
             reason=now.reason,
             path=str(paths.folder.absolute()),
+            job=None if jobs[-1] is None else str(jobs[-1]),
+            restart=newest_restart(paths),
         )
 
     @property
@@ -58,21 +73,43 @@ class RunRow:
 
 def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
     """Show the runs that are meant, or all."""
-    rows = [RunRow.of(paths) for paths in find_runs(words)]
+    runs = find_runs(words)
+    rows = rows_of(runs)
     if as_json:
         put_json(rows_json(rows))
-    elif not rows:
+        return ExitCode.DONE
+    if not rows:
         say("no runs yet; `hpc-train submit FILE` starts some")
     elif sys.stdout.isatty():
         _print_table(rows)
     else:
         for line in columns([_HEADS, *(row.cells for row in rows)]):
             put(line)
+    if len(rows) == 1 and rows[0].state == "failed":
+        _print_error(runs[0])
     return ExitCode.DONE
+
+
+def rows_of(runs: Sequence[RunPaths]) -> list[RunRow]:
+    """Read where the runs stand now; a scheduler is asked once for all of its runs."""
+    return [RunRow.at(paths, now) for paths, now in zip(runs, standings(runs), strict=True)]
 
 
 def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
     return {"version": JSON_VERSION, "runs": [asdict(row) for row in rows]}
+
+
+def _print_error(paths: RunPaths) -> None:
+    """Print the end of what the newest attempt's rank said as it failed."""
+    newest = paths.attempt(newest_number(paths))
+    errors = sorted(newest.folder.glob("rank-*.error"))
+    # The one that the reason names: the others' follow from it.
+    reason = read_status(paths).reason or ""
+    told = [path for path in errors if reason.startswith(f"rank {path.stem.removeprefix('rank-')}:")]
+    for path in (told or errors)[:1]:
+        lines = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+        put("")
+        put("\n".join(lines[-_ERROR_LINES:]))
 
 
 def _print_table(rows: Sequence[RunRow]) -> None:

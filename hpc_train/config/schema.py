@@ -17,11 +17,13 @@ from hpc_train.paths import NAME_PATTERN
 PART_NAME_PATTERN = (
     r"[A-Za-z0-9_][A-Za-z0-9_./+-]*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 )
+# What follows stands in a batch script. None begins with a sign that could make an option of it.
 #: A word that may stand in a ``#SBATCH`` line: no blank, quote, dollar, backquote, control character.
-SLURM_WORD_PATTERN = r"[A-Za-z0-9_.,:@+*&|()\[\]=/~%^-]{1,256}"
-MODULE_PATTERN = r"[A-Za-z0-9_.+/-]{1,128}"
-#: A path that may stand in a batch script.
-SCRIPT_PATH_PATTERN = r"""[^\s'"\\$`;&|<>\x00-\x1f\x7f]{1,1024}"""
+SLURM_WORD_PATTERN = r"[A-Za-z0-9_.,:@+*&|()\[\]=/~%^?][A-Za-z0-9_.,:@+*&|()\[\]=/~%^?-]{0,255}"
+GPU_TYPE_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
+MAIL_PATTERN = r"[A-Za-z0-9._%+][A-Za-z0-9._%+-]{0,63}@[A-Za-z0-9.-]{1,190}"
+MODULE_PATTERN = r"[A-Za-z0-9_.][A-Za-z0-9_.+/-]{0,127}"
+SCRIPT_PATH_PATTERN = r"""[^-\s'"\\$`;&|<>\x00-\x1f\x7f][^\s'"\\$`;&|<>\x00-\x1f\x7f]{0,1023}"""
 
 
 def _pattern(pattern: str, rule: str) -> Any:
@@ -56,6 +58,8 @@ PartName = Annotated[
 SlurmWord = Annotated[
     str, _pattern(SLURM_WORD_PATTERN, "one word without blanks, quotes, '$' or ';', like gpu-long")
 ]
+#: Slurm keeps it in 16 bits.
+SignalLead = Annotated[int, Field(ge=1, le=65535)]
 DurationMin = Annotated[
     int,
     BeforeValidator(_duration),
@@ -312,23 +316,26 @@ class SlurmConfig(Section):
         str,
         _pattern(r"[a-z0-9][a-z0-9_-]{0,63}", "1 to 64 lower-case letters, digits, '_' or '-', like generic"),
     ] = "generic"
-    """A site profile by name."""
+    """A site profile by name: what this cluster wants, in a file of its own."""
     partition: SlurmWord | None = None
     """Partition; absent: the site's default."""
     nodes: PositiveInt | NodeRange = 1
-    """Nodes, or ``2-8`` for any number between."""
+    """Nodes, or ``2-8`` for any number between (the run goes on with as many as each start gets)."""
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 0
     """GPUs of each node; 0: none."""
-    gpu_type: SlurmWord | None = None
+    gpu_type: Annotated[str, _pattern(GPU_TYPE_PATTERN, "one word like a100 or nvidia_h100")] | None = None
     """Kind of GPU as the site calls it; absent: any."""
     ranks_per_node: PositiveInt | None = None
     """Processes on each node; absent: one a GPU, or one."""
     cpus_per_gpu: PositiveInt | None = None
-    """Cores a GPU (a rank, without GPUs); absent: the site's default."""
+    """Cores a GPU (a rank, without GPUs), dealt out evenly to the ranks; absent: the site's default."""
     mem_gb: PositiveInt | None = None
     """Memory of each node in GB; absent: the site's default."""
     time_limit: DurationMin | None = None
     """``90min``, ``24h``, ``2-12:00:00``; absent: the partition's."""
+    signal_lead_s: SignalLead | None = None
+    """Seconds between the warning and the time limit, for the last save; absent: three times the longest
+    save so far and a minute, 120 before there is one; never more than half the time limit."""
     account: SlurmWord | None = None
     """Account that is charged."""
     qos: SlurmWord | None = None
@@ -341,12 +348,7 @@ class SlurmConfig(Section):
     """Reservation."""
     dependency: SlurmWord | None = None
     """Dependency, as sbatch takes it."""
-    mail: (
-        Annotated[
-            str, _pattern(r"[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9.-]{1,190}", "an address like ada@example.org")
-        ]
-        | None
-    ) = None
+    mail: Annotated[str, _pattern(MAIL_PATTERN, "an address like ada@example.org")] | None = None
     """Address that Slurm writes to at the end or failure; absent: no mail."""
     extra: dict[PlainName, str | int | bool] = {}
     """More options of sbatch by long name; those that hpc-train owns are refused."""
@@ -356,7 +358,7 @@ class EnvironmentConfig(Section):
     """What stands ready on the nodes before Python starts."""
 
     python: ScriptPath | None = None
-    """The interpreter; absent: the one that submits."""
+    """The interpreter; absent: the one that submits, or in a container its ``python3``."""
     modules: list[Annotated[str, _pattern(MODULE_PATTERN, "a module's name like cuda/12.8")]] = []
     """``module load`` these, in this order."""
     container: ScriptPath | None = None

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 
-from hpc_train.config.problems import Problem, Rule, rule, shown
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shown
 from hpc_train.config.schema import SLURM_WORD_PATTERN, Experiment, SlurmConfig
 
 #: Options of sbatch that the launcher sets itself.
@@ -28,6 +28,16 @@ OWNED = (
     "test-only",
     "wait",
     "wait-all-nodes",
+    # They change what sbatch prints, or which cluster is asked.
+    "clusters",
+    "help",
+    "quiet",
+    "usage",
+    "verbose",
+    "version",
+    # Root's, for jobs of others.
+    "uid",
+    "gid",
 )
 #: Options of sbatch → the key of the file that says the same.
 HAVE_A_KEY = {
@@ -128,30 +138,81 @@ def degrees_divide_the_ranks(experiment: Experiment) -> Iterator[Problem]:
     )
 
 
+@rule("slurm.gpu_type", "slurm.gpus_per_node")
+def a_kind_of_gpu_needs_gpus(experiment: Experiment) -> Iterator[Problem]:
+    slurm = experiment.slurm
+    if slurm is not None and slurm.gpu_type is not None and slurm.gpus_per_node == 0:
+        message = "is given, but no GPUs are asked for"
+        yield Problem(("slurm", "gpu_type"), message, "write slurm.gpus_per_node, or take it out")
+
+
+@rule("slurm.gpus_per_node", "slurm.ranks_per_node", "device")
+def every_rank_has_a_gpu(experiment: Experiment) -> Iterator[Problem]:
+    slurm = experiment.slurm
+    if slurm is None or slurm.ranks_per_node is None or experiment.device == "cpu":
+        return
+    if 0 < slurm.gpus_per_node < slurm.ranks_per_node:
+        message = f"{slurm.ranks_per_node} ranks would share {slurm.gpus_per_node} GPUs, which NCCL refuses"
+        yield Problem(("slurm", "ranks_per_node"), message, f"write {slurm.gpus_per_node}, or take it out")
+
+
+@rule("slurm.cpus_per_gpu", "slurm.gpus_per_node", "slurm.ranks_per_node")
+def ranks_share_the_cores_evenly(experiment: Experiment) -> Iterator[Problem]:
+    slurm = experiment.slurm
+    if slurm is None or slurm.cpus_per_gpu is None or slurm.gpus_per_node == 0:
+        return
+    cores, ranks = slurm.cpus_per_gpu * slurm.gpus_per_node, ranks_a_node(slurm)
+    if cores % ranks:
+        yield Problem(
+            ("slurm", "cpus_per_gpu"),
+            f"{slurm.gpus_per_node} GPUs of {slurm.cpus_per_gpu} cores have {cores}, which {ranks} ranks "
+            "can't share evenly",
+            f"write a number that makes a multiple of {ranks}",
+        )
+
+
+@rule("slurm.signal_lead_s", "slurm.time_limit")
+def the_warning_comes_within_the_time(experiment: Experiment) -> Iterator[Problem]:
+    slurm = experiment.slurm
+    if slurm is None or slurm.signal_lead_s is None or slurm.time_limit is None:
+        return
+    limit_s = slurm.time_limit * 60
+    if slurm.signal_lead_s >= limit_s:
+        message = f"{slurm.signal_lead_s} s is not below slurm.time_limit of {limit_s} s"
+        yield Problem(("slurm", "signal_lead_s"), message, f"write less than {limit_s}")
+
+
 @rule("slurm.extra")
 def extra_options_are_free(experiment: Experiment) -> Iterator[Problem]:
-    for key, value in (experiment.slurm.extra if experiment.slurm else {}).items():
-        option = sbatch_option(key)
-        path = ("slurm", "extra", key)
-        if option in OWNED:
-            yield Problem(path, f"--{option} belongs to hpc-train", "take it out", on_key=True)
-        elif option == "gres" and "gpu" not in str(value).lower():
-            continue
-        elif option in HAVE_A_KEY:
-            yield Problem(
-                path, f"--{option} has a key of its own", f"write {HAVE_A_KEY[option]}", on_key=True
-            )
+    yield from taken_options(experiment.slurm.extra if experiment.slurm else {}, ("slurm", "extra"))
 
 
 @rule("slurm.extra")
 def extra_values_are_words(experiment: Experiment) -> Iterator[Problem]:
-    for key, value in (experiment.slurm.extra if experiment.slurm else {}).items():
-        path = ("slurm", "extra", key)
+    yield from bad_option_values(experiment.slurm.extra if experiment.slurm else {}, ("slurm", "extra"))
+
+
+def taken_options(options: Mapping[str, object], path: KeyPath) -> Iterator[Problem]:
+    """Yield a problem for each option of sbatch below ``path`` that may not be given there."""
+    for key, value in options.items():
+        option = sbatch_option(key)
+        if option in OWNED:
+            yield Problem((*path, key), f"--{option} belongs to hpc-train", "take it out", on_key=True)
+        elif option == "gres" and "gpu" not in str(value).lower():
+            continue
+        elif option in HAVE_A_KEY:
+            remedy = f"write {HAVE_A_KEY[option]}"
+            yield Problem((*path, key), f"--{option} has a key of its own", remedy, on_key=True)
+
+
+def bad_option_values(options: Mapping[str, object], path: KeyPath) -> Iterator[Problem]:
+    """Yield a problem for each value that may not stand in a ``#SBATCH`` line."""
+    for key, value in options.items():
         if value is False:
-            yield Problem(path, "false is no value of an option", "take it out; true sets the option")
+            yield Problem((*path, key), "false is no value of an option", "take it out; true sets the option")
         elif isinstance(value, str) and not _WORD.fullmatch(value):
             needed = "one word without blanks, quotes, '$' or ';'"
-            yield Problem(path, f"needs {needed}, got {shown(value)}", "write such a word")
+            yield Problem((*path, key), f"needs {needed}, got {shown(value)}", "write such a word")
 
 
 def sbatch_option(key: str) -> str:
@@ -167,6 +228,10 @@ RULES: tuple[Rule, ...] = (
     node_range_goes_up,
     every_rank_has_a_micro_batch,
     degrees_divide_the_ranks,
+    a_kind_of_gpu_needs_gpus,
+    every_rank_has_a_gpu,
+    ranks_share_the_cores_evenly,
+    the_warning_comes_within_the_time,
     extra_options_are_free,
     extra_values_are_words,
 )

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.engine.metrics_file import MetricsFile
-from hpc_train.errors import HpcTrainError
+from hpc_train.errors import HpcTrainError, UserError
 from hpc_train.loggers.base import Logger, Row
 from hpc_train.paths import RunPaths
+from hpc_train.run_folder.checkpoints import newest_attempt
 from hpc_train.run_folder.status import RunStatus, write_status
 
 _log = logging.getLogger(__name__)
@@ -31,6 +32,10 @@ STATUS_EVERY_S = 0.5
 
 class NonFiniteError(HpcTrainError):
     """The loss or a weight became NaN or infinite."""
+
+
+class SupersededError(UserError):
+    """A later attempt owns the run."""
 
 
 @dataclass
@@ -191,6 +196,13 @@ class StatusWriter:
             self.write("running", step)
 
     def write(self, state: str, step: int, reason: str | None = None) -> None:
+        if newest_attempt(self._paths) > self._attempt:
+            raise SupersededError(
+                f"another attempt goes on with this run; attempt {self._attempt} ends: its node was given up"
+            )
+        self._written_at = time.monotonic()
+        if self._paths.cancelled.exists() and state != "completed":
+            return  # whoever cancelled it says so
         epoch = round(step / self._steps_per_epoch, 4)
         write_status(
             self._paths,
@@ -203,4 +215,3 @@ class StatusWriter:
                 reason=reason,
             ),
         )
-        self._written_at = time.monotonic()

@@ -59,6 +59,8 @@ class Trainer:
     to_input: Callable[[Batch], Batch]
     save_checkpoint: Callable[[int], None]
     on_first_step: Callable[[], None]
+    #: Called with ``agreed`` once all ranks know that they must stop, and ``saved`` once that is on the disk.
+    on_event: Callable[[str], None]
     step: int
     _saved_at: float = field(default_factory=time.monotonic)
 
@@ -75,10 +77,13 @@ class Trainer:
             must_stop = bool(agreed & STOP)
             if not must_stop and self.cadence.evaluates(self.step):
                 must_stop = not self._evaluate()
+            if must_stop:
+                self.on_event("agreed")
             if must_stop or agreed & SAVE or self.cadence.saves(self.step):
                 self._save()
                 saved_step = self.step
             if must_stop:
+                self.on_event("saved")
                 return False
         assert saved_step == self.step == self.cadence.total_steps, "the last step is saved"
         return True

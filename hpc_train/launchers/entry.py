@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from hpc_train.errors import ExitCode, UsageError, UserError
-from hpc_train.paths import RunPaths
+from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run_folder.files import write_text
 from hpc_train.runtime import signals
 
 #: Which attempt a rank belongs to; set by the launcher.
@@ -19,15 +23,52 @@ TOKEN_VARIABLE = "HPC_TRAIN_TOKEN"
 
 @dataclass(frozen=True)
 class Entry:
-    """Picklable; being called is being one rank."""
+    """Picklable; being called is being one rank, to the end of the process.
+
+    It does not return: submitit would make exit code 0 of whatever it returned, and keep that in a pickle.
+    Nor does Python tear down: gloo's threads sometimes abort in that.
+    """
 
     folder: Path
 
-    def __call__(self) -> ExitCode:
+    def __call__(self) -> NoReturn:
         signals.block()  # until the worker can note them; a launcher has done so already where it could
-        from hpc_train import worker  # here alone: it imports torch
+        try:
+            code = self._run(attempt_number(os.environ.get(ATTEMPT_VARIABLE)))
+        except UserError as error:
+            print(error, file=sys.stderr)
+            code = int(error.exit_code)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
-        return worker.run(RunPaths(self.folder), attempt_number(os.environ.get(ATTEMPT_VARIABLE)))
+    def _run(self, number: int) -> int:
+        paths, rank = RunPaths(self.folder), rank_number()
+        try:
+            from hpc_train import worker  # here alone: it imports torch
+
+            code = int(worker.run(paths, number))
+        except BaseException:  # the worker itself lets nothing through: this environment can't import it
+            code = int(ExitCode.FAILED)
+            traceback.print_exc()
+            with suppress(OSError):
+                write_text(paths.attempt(number).error(rank), traceback.format_exc())
+        tell_code(paths.attempt(number), rank, code)
+        return code
+
+
+def tell_code(attempt: AttemptPaths, rank: int, code: int) -> None:
+    """Leave the exit code for whoever judges the attempt from another node."""
+    if code == ExitCode.DONE or (code == ExitCode.TRY_AGAIN and rank != 0):
+        return  # a thousand ranks that were asked to stop need not all say so
+    with suppress(OSError):
+        write_text(attempt.exit(rank), f"{code}\n")
+
+
+def rank_number() -> int:
+    """Return this process's rank without asking whether all its variables fit together."""
+    text = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    return int(text) if text.isdecimal() else 0
 
 
 def attempt_number(text: str | None) -> int:
@@ -38,17 +79,5 @@ def attempt_number(text: str | None) -> int:
     return int(text)
 
 
-def main() -> None:
-    """Be one rank, and end without Python's tear-down: gloo's threads sometimes abort in it."""
-    try:
-        code = int(Entry(Path(sys.argv[1]))())
-    except UserError as error:
-        print(error, file=sys.stderr)
-        code = int(error.exit_code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    main()
+    Entry(Path(sys.argv[1]))()

@@ -88,7 +88,7 @@ def _failure(attempt: AttemptPaths, rank: RankProcess) -> Outcome:
         return Outcome(ExitCode(code), one_line("; ".join(said.splitlines())), said)
     exit_code = ExitCode(code) if code in _USER_EXITS else ExitCode.FAILED
     if code < 0:
-        what = _signal_reason(-code)
+        what = signal_reason(-code)
     elif code == ExitCode.PEER_LOST:
         what = f"lost the others, and none said why; see {attempt.log(rank.rank)}"
     elif said:
@@ -96,7 +96,7 @@ def _failure(attempt: AttemptPaths, rank: RankProcess) -> Outcome:
     else:
         what = f"ended with exit code {code}; see {attempt.log(rank.rank)}"
     reason = one_line(f"rank {rank.rank}: {what}")
-    return Outcome(exit_code, reason, f"{said or _log_tail(attempt.log(rank.rank))}\n{reason}".strip())
+    return Outcome(exit_code, reason, f"{said or log_tail(attempt.log(rank.rank))}\n{reason}".strip())
 
 
 def exception_line(text: str) -> str:
@@ -107,7 +107,17 @@ def exception_line(text: str) -> str:
     return next((line for line in after if line.strip() and not line.startswith(" ")), lines[0])
 
 
-def _signal_reason(number: int) -> str:
+def exit_codes(attempt: AttemptPaths) -> dict[int, int]:
+    """Return by rank the exit codes that ranks left in files; one that a signal ended left none."""
+    found = {}
+    for path in attempt.folder.glob("rank-*.exit"):
+        rank, code = path.stem.removeprefix("rank-"), _read(path)
+        if rank.isdecimal() and code.isdecimal():
+            found[int(rank)] = int(code)
+    return found
+
+
+def signal_reason(number: int) -> str:
     try:
         name = signal.Signals(number).name
     except ValueError:
@@ -130,7 +140,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _log_tail(path: Path) -> str:
+def log_tail(path: Path) -> str:
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - _LOG_TAIL_BYTES))

@@ -42,8 +42,8 @@ def expand(loaded: Loaded) -> list[Variant]:
 
 
 def _single(experiment: Experiment) -> Experiment:
-    """Return one run's experiment without the sweep that it came from."""
-    return experiment.model_copy(update={"sweep": SweepConfig()})
+    """Return one run's experiment without the sweep that it came from, but for what a queue has to know."""
+    return experiment.model_copy(update={"sweep": SweepConfig(max_parallel=experiment.sweep.max_parallel)})
 
 
 def _combinations(grid: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:

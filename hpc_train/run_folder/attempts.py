@@ -15,6 +15,14 @@ from hpc_train.run_folder import checkpoints
 from hpc_train.run_folder.files import read_json, sync_folder, write_json
 from hpc_train.run_folder.processes import Process
 
+#: Why an attempt ended. ``lost``: without a word, as when a node dies.
+CAUSES = ("completed", "preemption", "time limit", "interrupted", "crash", "user error", "cancelled", "lost")
+#: In the order in which they come. ``begin``: the batch script runs. ``rank``: rank 0's process is there.
+#: ``joined``: the process group stands. ``loaded``: model and checkpoint are there. ``first_step``: it is
+#: done. ``signal``: rank 0 was asked to stop. ``agreed``: all ranks know. ``saved``: the checkpoint is
+#: committed. ``end``: the batch script goes on after the ranks. ``requeue``: Slurm was asked to start anew.
+EVENTS = ("begin", "rank", "joined", "loaded", "first_step", "signal", "agreed", "saved", "end", "requeue")
+
 
 @dataclass(frozen=True)
 class AttemptRecord:
@@ -37,6 +45,15 @@ class AttemptRecord:
     #: By rank; negative: the signal that ended it.
     exit_codes: list[int] | None = None
     reason: str | None = None
+    #: On Slurm: ``A_t`` of an array's task, else the job's number; and its count of restarts.
+    slurm_job: str | None = None
+    restart: int | None = None
+    #: Why it ended, one of ``CAUSES``.
+    cause: str | None = None
+    #: What happened when: UTC, ISO 8601 with milliseconds; the keys are ``EVENTS``.
+    events: dict[str, str] = field(default_factory=dict)
+    #: The longest save, in seconds: how early before its end the next job is told to stop.
+    save_s: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {"version": 1} | asdict(self)
@@ -59,16 +76,28 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def claim_attempt(paths: RunPaths, launcher: str | None = None) -> int:
+def now_ms() -> str:
+    """Return the time as events give it: UTC, ISO 8601, in milliseconds."""
+    return in_ms(datetime.now(UTC).timestamp())
+
+
+def in_ms(timestamp: float) -> str:
+    """Return seconds since 1970 as events give a time."""
+    return datetime.fromtimestamp(timestamp, UTC).isoformat(timespec="milliseconds")
+
+
+def claim_attempt(paths: RunPaths, launcher: str | None = None, **facts: Any) -> int:
     """Make the next attempt this process's own, for ``launcher``; return its number, from 1.
 
     The folder appears with its record in it, in one step: of several that claim, each gets its own number.
+    ``facts``: more fields of the record.
     """
     paths.attempts.mkdir(exist_ok=True)
     while True:
         number = newest_number(paths) + 1
         listed = checkpoints.listing(paths, number)
-        record = AttemptRecord(number, now(), listed, Process.current(), launcher)
+        owner = {"launcher_process": Process.current(), "launcher": launcher}
+        record = AttemptRecord(number, now(), listed, **owner | facts)
         if _place(paths.attempt(number), record):
             return number
 
@@ -101,10 +130,16 @@ def newest_number(paths: RunPaths) -> int:
 
 
 def read_record(attempt: AttemptPaths) -> AttemptRecord | None:
-    """Return the attempt's record, or None where there is none that can be read."""
+    """Return the attempt's record with rank 0's events in it, or None where none can be read."""
     data = read_json(attempt.record)
+    if data is None:
+        return None
+    told = read_json(attempt.events) or {}
+    data = data | {"events": {**(data.get("events") or {}), **(told.get("events") or {})}}
+    if told.get("save_s") is not None:
+        data["save_s"] = told["save_s"]
     try:
-        return None if data is None else AttemptRecord.from_json(data)
+        return AttemptRecord.from_json(data)
     except TypeError:
         return None
 

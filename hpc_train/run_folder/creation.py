@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import secrets
 import shutil
-import subprocess
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -18,20 +17,29 @@ from hpc_train.config.schema import Experiment
 from hpc_train.errors import StorageError
 from hpc_train.paths import RunPaths
 from hpc_train.plan.identity import content_hash
-from hpc_train.run_folder.attempts import now
+from hpc_train.run_folder import snapshot as snapshots
+from hpc_train.run_folder.attempts import newest_number, now
 from hpc_train.run_folder.files import read_json, sync_folder, write_json, write_text
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import RunStatus, write_status
+from hpc_train.run_folder.work_tree import commit_of
 
 _PACKAGES = ("torch", "torchvision", "timm")
-#: Assumed: git answers at once but for huge work trees on slow disks, and then it does not matter.
-_GIT_LIMIT_S = 5.0
 
 
 def create_run(
-    paths: RunPaths, experiment: Experiment, run_id: str, total_steps: int | None, *, launcher: str = "local"
+    paths: RunPaths,
+    experiment: Experiment,
+    run_id: str,
+    total_steps: int | None,
+    *,
+    launcher: str = "local",
+    snapshot: Path | None = None,
 ) -> bool:
-    """Make the run's folder, whole and in one step. Returns False where there is one already."""
+    """Make the run's folder, whole and in one step. Returns False where there is one already.
+
+    ``snapshot``: that of the code that the run uses; None: whatever ranks find in their current folder.
+    """
     if paths.folder.exists():
         return False
     paths.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +47,9 @@ def create_run(
     temporary.folder.mkdir(mode=0o700)
     try:
         write_text(temporary.experiment, freezing.dump(experiment), sync=True)
-        write_json(temporary.run, _run_facts(experiment, run_id, launcher), sync=True)
+        write_json(temporary.run, _run_facts(experiment, run_id, launcher, snapshot), sync=True)
+        if snapshot is not None:
+            snapshots.link(temporary, snapshot)
         write_status(temporary, RunStatus(total_steps=total_steps))
         temporary.folder.rename(paths.folder)
     except OSError:
@@ -67,14 +77,33 @@ def effective_experiment(paths: RunPaths, attempt: int) -> Experiment:
 
 def note_change(paths: RunPaths, attempt: int, overrides: Sequence[str]) -> None:
     """Note in ``run.json`` what ``attempt`` and those after it run otherwise; ``KEY=VALUE`` each."""
+    run = _run_to_change(paths)
+    changes = {str(number): listed for number, listed in _changes(run).items()}
+    changes[str(attempt)] = list(overrides)
+    write_json(paths.run, run | {"changes": changes}, sync=True)
+
+
+def note_code(paths: RunPaths, snapshot: Path) -> None:
+    """Note in ``run.json`` that later attempts use another snapshot, and what the earlier ones used."""
+    run = _run_to_change(paths)
+    before = run.get("code") or {}
+    earlier = [*before.pop("earlier", []), before | {"until_attempt": newest_number(paths)}]
+    write_json(paths.run, run | {"code": _code_facts(snapshot) | {"earlier": earlier}}, sync=True)
+
+
+def was_submitted_here(paths: RunPaths) -> bool:
+    """Tell whether the run's code is that of the current folder."""
+    code = (read_json(paths.run) or {}).get("code") or {}
+    return code.get("folder") == str(Path.cwd())
+
+
+def _run_to_change(paths: RunPaths) -> dict[str, Any]:
     run = read_json(paths.run)
     if run is None:
         raise StorageError(
             f"{paths.run}: missing or not JSON; the run can't be changed, start it anew with --new"
         )
-    changes = {str(number): listed for number, listed in _changes(run).items()}
-    changes[str(attempt)] = list(overrides)
-    write_json(paths.run, run | {"changes": changes}, sync=True)
+    return run
 
 
 def _changes(run: dict[str, Any]) -> dict[int, list[str]]:
@@ -82,7 +111,7 @@ def _changes(run: dict[str, Any]) -> dict[int, list[str]]:
     return {int(number): [str(override) for override in overrides] for number, overrides in noted.items()}
 
 
-def _run_facts(experiment: Experiment, run_id: str, launcher: str) -> dict[str, Any]:
+def _run_facts(experiment: Experiment, run_id: str, launcher: str, snapshot: Path | None) -> dict[str, Any]:
     return {
         "version": 1,
         "id": run_id,
@@ -91,7 +120,7 @@ def _run_facts(experiment: Experiment, run_id: str, launcher: str) -> dict[str, 
         "created": now(),
         "creator": Process.current().to_json(),
         "versions": _versions(),
-        "code": _code_commit(Path.cwd()),
+        "code": commit_of(Path.cwd()) if snapshot is None else _code_facts(snapshot),
         "launcher": launcher,
         "slurm_job_ids": [],
         "wandb_id": secrets.token_hex(8),
@@ -109,28 +138,8 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _code_commit(folder: Path) -> dict[str, Any] | None:
-    """Return the commit of the git work tree around ``folder`` and whether files differ from it."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    if commit is None:
-        return None
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {"commit": commit, "dirty": None if changed is None else bool(changed)}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    # A repository's own settings may name programs to run; fsmonitor is the one that status would start.
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *arguments]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_GIT_LIMIT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+def _code_facts(snapshot: Path) -> dict[str, Any]:
+    """Return which code a run uses: the commit, the snapshot, and the folder where it was taken."""
+    folder = Path.cwd()
+    commit = commit_of(folder) or {"commit": None, "dirty": None}
+    return commit | {"snapshot": snapshot.name, "folder": str(folder)}

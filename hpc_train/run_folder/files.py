@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +49,11 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder so that nobody sees half of it; none is fine."""
+    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    with suppress(FileNotFoundError):
+        folder.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)

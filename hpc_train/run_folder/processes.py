@@ -62,14 +62,17 @@ class Process:
         return _start_ticks(self.pid) == self.start_ticks
 
     def kill(self) -> None:
-        """Send SIGKILL if it still lives. A process that took over its number is safe."""
+        self.send(signal.SIGKILL)
+
+    def send(self, number: int) -> None:
+        """Send a signal if it still lives. A process that took over its number is safe."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return
         try:
             if self.is_alive():
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                signal.pidfd_send_signal(descriptor, number)
         except ProcessLookupError:
             pass
         finally:

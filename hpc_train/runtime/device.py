@@ -52,15 +52,18 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def set_threads(local_world_size: int, given: int | None = None) -> int:
-    """Give torch ``given`` threads, else OMP_NUM_THREADS, else a rank's share of the cores; return that."""
+def set_threads(num_sharing: int, given: int | None = None) -> int:
+    """Give torch ``given`` threads, else OMP_NUM_THREADS, else a rank's share of the cores; return that.
+
+    ``num_sharing``: how many ranks share the cores that this process may use.
+    """
     environment = os.environ.get("OMP_NUM_THREADS", "")
     if given is not None:
         threads = given
     elif environment.isdecimal() and int(environment) > 0:
         threads = int(environment)
     else:
-        threads = max(1, usable_cores() // local_world_size)
+        threads = max(1, usable_cores() // num_sharing)
     torch.set_num_threads(threads)
     return threads
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +17,16 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
-from hpc_train.errors import PeerLostError, TryAgainError, UsageError
+from hpc_train.errors import PeerLostError, TryAgainError, UserError
 from hpc_train.run_folder.files import read_json, write_json
+from hpc_train.runtime import network
 from hpc_train.runtime.ranks import RankFacts
 
-_LOOPBACK = "127.0.0.1"
-_POLL_S = 0.02
+#: Keys of the store, and what they may say: who came; whether all go on or all leave; who read that.
+_ARRIVED, _VERDICT, _READ = "hpc_train/arrived", "hpc_train/verdict", "hpc_train/read"
+_GO, _LEAVE = "go", "leave"
+#: Assumed: how long rank 0 keeps the store for the others to read that all leave.
+_READ_LIMIT_S = 2.0
 #: What gloo says, as RuntimeErrors, when the other end is gone or silent.
 _GLOO_LOST = (
     "Connection closed by peer",
@@ -45,6 +48,8 @@ class Timeouts:
     join_s: float = 600.0
     first_step_s: float = 1800.0
     later_s: float = 300.0
+    #: Rank 0 may close its loggers meanwhile, which takes half a minute where a server is slow.
+    leave_s: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,16 @@ class Group:
         finally:
             _set_timeout(timedelta(seconds=self.timeouts.later_s), self.control)
 
+    def wait_to_leave(self) -> None:
+        """Wait, not for ever, until all ranks are here: whoever exits first has Slurm end the others.
+
+        Never raises: the work is done.
+        """
+        if self.world_size > 1:
+            with contextlib.suppress(Exception):
+                _set_timeout(timedelta(seconds=self.timeouts.leave_s), self.control)
+                dist.all_reduce(torch.zeros(1), group=self.control)
+
     def leave(self) -> None:
         """Tear the groups down. Never raises: the work is done or lost already."""
         with contextlib.suppress(Exception):
@@ -84,19 +99,18 @@ def join(
     token: str,
     timeouts: Timeouts = Timeouts(),
     *,
-    listen_on: str = _LOOPBACK,
     must_stop: Callable[[], bool] = lambda: False,
 ) -> Group:
     """Form the process group of all ranks, also of one. Collective.
 
     Ranks meet at MASTER_ADDR and MASTER_PORT where both are set, else at the address that rank 0 writes into
-    the file ``rendezvous``; ``token`` tells this attempt's file from an older one. ``must_stop`` ends the
-    wait for it. Raises TryAgainError when stopped, PeerLostError when rank 0 does not come.
+    the file ``rendezvous``; ``token`` tells this attempt's file from an older one. ``must_stop`` on any rank
+    ends the wait on all. Raises TryAgainError when stopped, PeerLostError when a rank does not come.
     """
     if facts.num_nodes == 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Gloo would look up the host's name, which on a laptop may not resolve.
-        os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
-    store = _meet(facts, rendezvous, token, timeouts, listen_on, must_stop)
+        os.environ["GLOO_SOCKET_IFNAME"] = network.loopback_interface()
+    store = _meet(facts, rendezvous, token, timeouts, must_stop)
     timeout = timedelta(seconds=timeouts.first_step_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -125,12 +139,7 @@ def peer_lost(error: BaseException | None) -> bool:
 
 
 def _meet(
-    facts: RankFacts,
-    rendezvous: Path,
-    token: str,
-    timeouts: Timeouts,
-    listen_on: str,
-    must_stop: Callable[[], bool],
+    facts: RankFacts, rendezvous: Path, token: str, timeouts: Timeouts, must_stop: Callable[[], bool]
 ) -> Store:
     timeout = timedelta(seconds=timeouts.join_s)
     if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
@@ -138,48 +147,93 @@ def _meet(
         return next(torch_rendezvous("env://", facts.rank, facts.world_size, timeout=timeout))[0]
     if facts.world_size == 1:
         return HashStore()
-    if facts.num_nodes > 1 and listen_on == _LOOPBACK:
-        raise UsageError(
-            f"MASTER_ADDR: not set, and {facts.num_nodes} nodes can't meet on {_LOOPBACK}; "
-            "set MASTER_ADDR and MASTER_PORT to an address of the first node"
-        )
     if facts.rank == 0:
-        return _open_store(rendezvous, token, timeout, listen_on, facts.world_size)
-    host, port = _wait_for_address(rendezvous, token, timeouts.join_s, must_stop)
-    return TCPStore(host, port, facts.world_size, is_master=False, timeout=timeout)
+        store = _open_store(rendezvous, token, timeout, facts)
+    else:
+        host, port = _wait_for_store(rendezvous, token, timeouts.join_s, must_stop)
+        store = TCPStore(host, port, facts.world_size, is_master=False, timeout=timeout)
+    _start_together(store, facts, timeouts.join_s, must_stop)
+    return store
 
 
-def _open_store(path: Path, token: str, timeout: timedelta, listen_on: str, world_size: int) -> Store:
+def _open_store(path: Path, token: str, timeout: timedelta, facts: RankFacts) -> Store:
     """Start the store on a port that the kernel chose, and publish it. Such a port can't be taken."""
-    listener = socket.create_server((listen_on, 0), backlog=max(1024, world_size))
-    port = listener.getsockname()[1]
+    listener, hosts = network.listen(os.environ, facts.num_nodes, backlog=max(1024, facts.world_size))
+    address, port = listener.getsockname()[:2]
+    network.use_interface_of(address)
     store = TCPStore(
-        listen_on,
+        address,
         port,
-        world_size,
+        facts.world_size,
         is_master=True,
         timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),  # the store closes it
     )
-    write_json(path, {"host": listen_on, "port": port, "token": token})
+    write_json(path, {"hosts": hosts, "port": port, "token": token})
     return store
 
 
-def _wait_for_address(
-    path: Path, token: str, limit_s: float, must_stop: Callable[[], bool]
-) -> tuple[str, int]:
-    deadline = time.monotonic() + limit_s
-    while True:
-        # Listing the folder makes a network file system look again.
-        published = read_json(path) if path.name in os.listdir(path.parent) else None  # noqa: PTH208
-        if published is not None and published.get("token") == token:
-            return str(published["host"]), int(published["port"])
+def _wait_for_store(path: Path, token: str, limit_s: float, must_stop: Callable[[], bool]) -> tuple[str, int]:
+    """Return where rank 0's store answers."""
+    published = None
+    for _ in network.polls(limit_s):
         if must_stop():
             raise TryAgainError("stopped while waiting for rank 0, before training began")
-        if time.monotonic() > deadline:
-            raise PeerLostError(f"rank 0 published no address in {path} within {limit_s:g} s; see its log")
-        time.sleep(_POLL_S)
+        published = published or _published(path, token)
+        if published is None:
+            continue
+        # On a node other than rank 0's, srun's address as this node sees it is worth a try, too.
+        hosts = [*published["hosts"], *filter(None, [os.environ.get("SLURM_SRUN_COMM_HOST")])]
+        reached = network.reach(dict.fromkeys(hosts), published["port"])
+        if reached is not None:
+            network.use_interface_of(reached[1])
+            return reached[0], published["port"]
+    if published is None:
+        raise PeerLostError(f"rank 0 published no address in {path} within {limit_s:g} s; see its log")
+    raise UserError(  # nobody else's error tells of it
+        f"rank 0 does not answer at any of {', '.join(published['hosts'])}, port {published['port']}, within "
+        f"{limit_s:g} s; set GLOO_SOCKET_IFNAME (network_interface of the site's profile) to the interface "
+        "that connects the nodes"
+    )
+
+
+def _published(path: Path, token: str) -> dict[str, Any] | None:
+    # Listing the folder makes a network file system look again.
+    found = read_json(path) if path.name in os.listdir(path.parent) else None  # noqa: PTH208
+    return found if found is not None and found.get("token") == token else None
+
+
+def _start_together(store: Store, facts: RankFacts, limit_s: float, must_stop: Callable[[], bool]) -> None:
+    """Wait until all ranks are here, or until one is asked to stop: then none goes on.
+
+    Whoever decides first decides for all. Without this a rank would wait for one that has left, inside of
+    torch, where no signal reaches it.
+    """
+    if store.add(_ARRIVED, 1) == facts.world_size:
+        store.compare_set(_VERDICT, "", _GO)
+    for _ in network.polls(limit_s):
+        if must_stop():
+            store.compare_set(_VERDICT, "", _LEAVE)
+        if store.check([_VERDICT]):
+            break
+    else:
+        came = store.add(_ARRIVED, 0)
+        raise PeerLostError(
+            f"{came} of {facts.world_size} ranks came within {limit_s:g} s; see the others' logs"
+        )
+    if store.get(_VERDICT).decode() == _LEAVE:
+        _leave_store(store, facts)
+        raise TryAgainError("stopped before training began")
+
+
+def _leave_store(store: Store, facts: RankFacts) -> None:
+    """Let the others read the verdict before rank 0 takes the store with it."""
+    store.add(_READ, 1)
+    if facts.rank == 0:
+        for _ in network.polls(_READ_LIMIT_S):
+            if store.add(_READ, 0) >= store.add(_ARRIVED, 0):
+                break
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
@@ -187,8 +241,3 @@ def _set_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> None:
     set_timeout = getattr(dist, "set_timeout", None) or getattr(distributed_c10d, "_set_pg_timeout", None)
     if set_timeout is not None:
         set_timeout(timeout, group)
-
-
-def _loopback_interface() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return "lo" if "lo" in names else next((name for name in names if name.startswith("lo")), "lo")

@@ -39,7 +39,7 @@ class RankFacts:
         """
         if any(name in environ for name in _TORCHRUN):
             return cls._from_torchrun(environ)
-        if "SLURM_PROCID" in environ:
+        if is_started_by_slurm(environ):
             return cls._from_slurm(environ)
         return cls()
 
@@ -77,6 +77,11 @@ class RankFacts:
         _check_below("SLURM_NODEID", node, "SLURM_NNODES", num_nodes)
         _check_below("SLURM_LOCALID", local_rank, "the tasks of this node", tasks[node])
         return cls(rank, world_size, local_rank, tasks[node], node, num_nodes)
+
+
+def is_started_by_slurm(environ: Mapping[str, str]) -> bool:
+    """Tell whether this process is a task of ``srun``."""
+    return "SLURM_PROCID" in environ and not any(name in environ for name in _TORCHRUN)
 
 
 def parse_tasks_per_node(text: str) -> list[int]:

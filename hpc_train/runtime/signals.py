@@ -10,22 +10,27 @@ import signal
 from dataclasses import dataclass
 from types import FrameType
 
+from hpc_train.run_folder.attempts import now_ms
+
 #: Ctrl-C, scancel or preemption, Slurm's warning of the time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 
 
 @dataclass
 class StopFlag:
-    """Whether somebody asked this process to stop: which signal came first, and how many came."""
+    """Whether somebody asked this process to stop: which signal came first, when, and how many came."""
 
     first: signal.Signals | None = None
+    #: UTC, ISO 8601.
+    first_at: str | None = None
     count: int = 0
 
     def __bool__(self) -> bool:
         return self.count > 0
 
     def note(self, number: int) -> None:
-        self.first = self.first or signal.Signals(number)
+        if self.first is None:
+            self.first, self.first_at = signal.Signals(number), now_ms()
         self.count += 1
 
 

@@ -1,0 +1,73 @@
+"""The run folders of a submit: made, or found there already and said how they stand."""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from hpc_train.cli.changes import changes_on_resume
+from hpc_train.cli.printing import say
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.paths import RunPaths
+from hpc_train.plan.planning import PlannedRun
+from hpc_train.run_folder.attempts import newest_number
+from hpc_train.run_folder.creation import create_run, effective_experiment
+from hpc_train.run_folder.status import GOING_ON, RunStatus
+
+
+def create(paths: RunPaths, run: PlannedRun, launcher: str, snapshot: Path | None) -> bool:
+    """Make the run's folder; False where there is one."""
+    return create_run(
+        paths, run.experiment, paths.folder.name, run.total_steps, launcher=launcher, snapshot=snapshot
+    )
+
+
+def create_beside(
+    paths: RunPaths,
+    run: PlannedRun,
+    launcher: str,
+    snapshot: Path | None,
+    make_free: Callable[[RunPaths], None] = lambda paths: None,
+) -> RunPaths:
+    """Create the run under the first free one of ``<id>-2``, ``<id>-3``, …
+
+    ``make_free`` may remove what a command that died has left there.
+    """
+    for number in itertools.count(2):
+        other = RunPaths(paths.folder.with_name(f"{run.id}-{number}"))
+        make_free(other)
+        if create(other, run, launcher, snapshot):
+            return other
+    raise AssertionError("itertools.count ends")
+
+
+def say_existing(
+    paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_queued: bool = False
+) -> ExitCode:
+    """Say how the run that is there already stands, and what can be done to have it as ``wanted``."""
+    run_id = paths.folder.name
+    if status.state == "completed":
+        say(f"{run_id}: completed already, in {paths.folder}; nothing started (--new trains it again)")
+        return ExitCode.DONE
+    reason = f" ({status.reason})" if status.reason else ""
+    if status.state in GOING_ON:
+        say(f"{run_id}: {status.state} already{reason}, in {paths.folder}; nothing started")
+        return ExitCode.DONE
+    command = shlex.join(["hpc-train", "resume", run_id, *_changes(paths, wanted, is_queued=is_queued)])
+    say(
+        f"{run_id}: {status.state}{reason}, in {paths.folder}; go on with `{command}`, "
+        "or begin again beside it with --new"
+    )
+    return ExitCode.FAILED
+
+
+def _changes(paths: RunPaths, wanted: Experiment, *, is_queued: bool) -> list[str]:
+    """Return what a resume must be told, because the file says it otherwise by now."""
+    try:
+        frozen = effective_experiment(paths, newest_number(paths) + 1)
+    except BadFileError:
+        return []  # the frozen file is broken; resume tells how
+    return changes_on_resume(frozen, wanted, with_slurm=is_queued)

@@ -1,0 +1,164 @@
+"""Runs handed to a scheduler: what ``submit`` and ``resume`` do with a ``QueueingLauncher``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.cli.code import refresh_on_resume, snapshot_for
+from hpc_train.cli.creating import create, create_beside, say_existing
+from hpc_train.cli.printing import say
+from hpc_train.cli.standing import standings
+from hpc_train.config.loading import Loaded
+from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.launchers.base import QueuedRun, QueueingLauncher
+from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
+from hpc_train.plan.planning import Plan, PlannedRun
+from hpc_train.run_folder.attempts import newest_number
+from hpc_train.run_folder.checkpoints import committed
+from hpc_train.run_folder.creation import effective_experiment, note_change
+from hpc_train.run_folder.files import read_json, remove_folder, write_text
+
+SLURM = "slurm"
+_NO_SECTION = "is missing: the file says nothing of what to ask Slurm for"
+_ADD_SECTION = "write `slurm: {}` for one node as the site gives it, or add --local to train on this machine"
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A scheduler by its launcher's name."""
+
+    name: str
+    launcher: QueueingLauncher
+
+
+def section_problems(name: str, loaded: Loaded) -> list[str]:
+    """Return the line that tells of a file without ``slurm:``, where Slurm is to start it."""
+    if name != SLURM or loaded.experiment.slurm is not None:
+        return []
+    return [loaded.problem(SLURM, _NO_SECTION, _ADD_SECTION)]
+
+
+def batch_scripts(launcher: QueueingLauncher, loaded: Loaded, plan: Plan) -> list[str]:
+    """Return the scripts of all runs of the plan. Raises BadFileError where none can be made."""
+    folder = ExperimentPaths(runs_root() / plan.name)
+    return launcher.scripts(folder, [_queued(folder.folder / run.id, run, loaded) for run in plan.runs])
+
+
+def _queued(folder: Path, run: PlannedRun, loaded: Loaded) -> QueuedRun:
+    return QueuedRun(RunPaths(folder), run.experiment, loaded.problem)
+
+
+def submit_all(queue: Queue, loaded: Loaded, plan: Plan, *, new: bool) -> tuple[list[RunPaths], ExitCode]:
+    """Put the plan's runs into the queue, but those that are there already; return all of them."""
+    folder = ExperimentPaths(runs_root() / plan.name)
+    found: dict[str, RunPaths] = {}
+    made: list[QueuedRun] = []
+    with queue.launcher.submitting(folder):
+        for run in plan.runs:
+            _make_free(queue.launcher, RunPaths(folder.folder / run.id))
+        code = snapshot_for(folder, plan.runs, anew=new)
+        for run in plan.runs:
+            paths = RunPaths(folder.folder / run.id)
+            is_new = create(paths, run, queue.name, code)
+            if not is_new and new:
+                paths = create_beside(
+                    paths, run, queue.name, code, lambda other: _make_free(queue.launcher, other)
+                )
+            found[run.id] = paths
+            if is_new or new:
+                made.append(_queued(paths.folder, run, loaded))
+        if made:
+            queue.launcher.enqueue(folder, made)
+    _say_queued(plan.name, made)
+    new_folders = {run.paths for run in made}
+    existing = [run for run in plan.runs if found[run.id] not in new_folders]
+    return list(found.values()), _say_all_existing([found[run.id] for run in existing], existing)
+
+
+def _make_free(launcher: QueueingLauncher, paths: RunPaths) -> None:
+    """Remove a run that was only made: its submitter died before anybody was asked to start it."""
+    if paths.run.is_file() and launcher.is_unsubmitted(paths):
+        remove_folder(paths.folder)
+
+
+def _say_all_existing(runs: Sequence[RunPaths], planned: Sequence[PlannedRun]) -> ExitCode:
+    pairs = zip(runs, standings(runs), planned, strict=True)
+    codes = [say_existing(paths, status, run.experiment, is_queued=True) for paths, status, run in pairs]
+    return max(codes, default=ExitCode.DONE)
+
+
+def _say_queued(name: str, runs: Sequence[QueuedRun]) -> None:
+    if not runs:
+        return
+    first = runs[0].paths
+    which = first.folder.name if len(runs) == 1 else name
+    say(f"{which}: queued, in {first.folder if len(runs) == 1 else first.folder.parent}")
+    say(
+        f"  `hpc-train status {which}` shows where it stands, `hpc-train logs -f {first.folder.name}` follows"
+    )
+    say(f"  logs in {first.attempts}/<attempt>/rank-<rank>.log")
+
+
+def resume_all(
+    queue: Queue, runs: Sequence[tuple[RunPaths, Loaded]], overrides: Sequence[str], *, new_code: bool
+) -> None:
+    """Put runs that have ended into the queue again. Only within ``submitting``.
+
+    Raises BadFileError where the scheduler refuses; then all is as it was before.
+    """
+    before, queued = [], []
+    try:
+        for paths, loaded in runs:
+            refresh_on_resume(paths, loaded.experiment, new=new_code)
+            before.append(_Before.of(paths))
+            number = newest_number(paths) + 1
+            _note_changes(paths, number, overrides)
+            paths.cancelled.unlink(missing_ok=True)
+            queued.append(QueuedRun(paths, effective_experiment(paths, number), loaded.problem))
+            say(f"{paths.folder.name}: {going_on_words(paths, overrides)}")
+        queue.launcher.enqueue(runs[0][0].siblings, queued)
+    except BadFileError:
+        for each in before:
+            each.restore()
+        raise
+
+
+def going_on_words(paths: RunPaths, overrides: Sequence[str]) -> str:
+    """Return what comes next for the run."""
+    number = newest_number(paths) + 1
+    counted = committed(paths)
+    start = (
+        f"goes on from step {counted[0].step}"
+        if counted
+        else "begins at step 0, for it has saved nothing yet"
+    )
+    changed = f", from then on with {' '.join(overrides)}" if overrides else ""
+    return f"attempt {number} {start}{changed}"
+
+
+def _note_changes(paths: RunPaths, number: int, overrides: Sequence[str]) -> None:
+    """Note them beside those that an attempt of this number, which never began, was to have."""
+    if overrides:
+        noted = ((read_json(paths.run) or {}).get("changes") or {}).get(str(number)) or []
+        note_change(paths, number, [*noted, *overrides])
+
+
+@dataclass(frozen=True)
+class _Before:
+    """The small files of a run that resuming changes."""
+
+    texts: dict[Path, str | None]
+
+    @classmethod
+    def of(cls, paths: RunPaths) -> _Before:
+        files = (paths.run, paths.status, paths.cancelled)
+        return cls({path: path.read_text("utf-8") if path.exists() else None for path in files})
+
+    def restore(self) -> None:
+        for path, text in self.texts.items():
+            if text is None:
+                path.unlink(missing_ok=True)
+            else:
+                write_text(path, text, sync=True)

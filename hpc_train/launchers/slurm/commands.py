@@ -1,0 +1,170 @@
+"""Slurm's programs: run as argument lists, within a limit; told apart: no Slurm, and a Slurm that refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from hpc_train.errors import NoSlurmError, UserError, printable
+from hpc_train.launchers.slurm import answers
+
+#: Above Slurm's own patience: a command that finds no slurmctld gives up after 9 to 18 s (measured, 22.05).
+LIMIT_S = 60.0
+_ATTEMPTS = 4
+_WORDS_MAX = 1000
+#: Programs that only ask or order; sbatch hands its own environment, locale and all, on to the job.
+_UNCHANGED = {"sbatch"}
+#: Formats and filters that a user may have set: answers must read the same, and orders reach the job meant.
+_PREFIXES = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
+_FORMATS = {"LC_ALL": "C", "TZ": "UTC0", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
+#: What Slurm says (20.02 to 24.11, read and measured) where nobody who knows has answered.
+_NO_ANSWER = re.compile(
+    r"unable to contact|unable to connect|connect(ion)? (refused|failure|timed out)|timed out on send/recv"
+    r"|zero bytes were transmitted|standby mode|in transition|temporarily unable"
+    r"|communications? (connection )?(failure|shutdown)|transport endpoint"
+    r"|resource temporarily unavailable|unexpected message"
+    r"|failed to open persistent|problem talking to the database|munge|authentication"
+    r"|configuration source|unable to process configuration|cannot stat file|clustername needs"
+    r"|unable to establish|address to|no route to host",
+    re.IGNORECASE,
+)
+#: An argument list of ids has its limits.
+_JOBS_A_COMMAND = 500
+_HAVE_ENDED = re.compile(r"already complet|invalid job id", re.IGNORECASE)
+
+
+class RefusedError(UserError):
+    """Slurm answered, and said no. ``words`` is what it said."""
+
+    def __init__(self, argv: Sequence[str], words: str) -> None:
+        self.words = words
+        super().__init__(f"Slurm refused `{shlex.join(argv)}`: {words}")
+
+
+class NoAnswerError(NoSlurmError):
+    """Slurm is installed here but does not answer now; asking again may help."""
+
+
+def run(argv: Sequence[str], *, limit_s: float = LIMIT_S, retry: bool = False) -> str:
+    """Run one of Slurm's programs; return what it printed.
+
+    ``retry``: ask again, ever later, while nobody answers. Not for sbatch, which may have been heard.
+    Raises NoSlurmError where there is no Slurm or no answer, RefusedError where the answer is no.
+    """
+    if not retry:
+        return _run(argv, limit_s)
+    import stamina
+
+    stamina.instrumentation.set_on_retry_hooks([])  # its own way to tell would be words among ours
+    for attempt in stamina.retry_context(
+        on=NoAnswerError, attempts=_ATTEMPTS, timeout=3 * limit_s, wait_initial=0.5, wait_max=10.0
+    ):
+        with attempt:
+            return _run(argv, limit_s)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _run(argv: Sequence[str], limit_s: float) -> str:
+    try:
+        done = subprocess.run(
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+            check=False,
+            env=_environment(argv[0], os.environ),
+        )
+    except FileNotFoundError:
+        raise NoSlurmError(
+            f"{argv[0]}: no such program here; is this a login node of the cluster? "
+            "Load Slurm's module, or add --local to train on this machine"
+        ) from None
+    except OSError as error:
+        raise NoSlurmError(f"{argv[0]}: can't be run: {error.strerror or error}") from None
+    except subprocess.TimeoutExpired:
+        raise NoAnswerError(
+            f"Slurm does not answer: `{_shown(argv)}` said nothing for {limit_s:g} s"
+        ) from None
+    if done.returncode == 0:
+        return done.stdout
+    raise failure(argv, done.stderr or done.stdout or f"exit code {done.returncode}")
+
+
+def failure(argv: Sequence[str], said: str) -> NoAnswerError | RefusedError:
+    """Return what it means that the program failed, by what it said."""
+    words = _words(said)
+    if _NO_ANSWER.search(words):
+        return NoAnswerError(f"Slurm does not answer: `{_shown(argv)}` said: {words}")
+    return RefusedError(argv, words)
+
+
+def _environment(program: str, environ: Mapping[str, str]) -> dict[str, str]:
+    if program in _UNCHANGED:
+        return dict(environ)
+    kept = {name: value for name, value in environ.items() if not name.startswith(_PREFIXES)}
+    return kept | _FORMATS
+
+
+def _shown(argv: Sequence[str]) -> str:
+    """Return the command for people: a thousand job ids say nothing."""
+    text = printable(shlex.join(argv))
+    return text if len(text) < 200 else f"{text[:199]}…"
+
+
+def _words(text: str) -> str:
+    lines = [line.strip() for line in printable(text).splitlines() if line.strip()]
+    words = "; ".join(dict.fromkeys(lines))
+    return words if len(words) < _WORDS_MAX else f"{words[: _WORDS_MAX - 1]}…"
+
+
+def release(job: str) -> None:
+    """Let a held job, or all tasks of an array, start. One that is not held stays as it is."""
+    _order(["scontrol", "release", job], retry=True)
+
+
+def requeue(job: str) -> None:
+    """Have Slurm end the job, and start it anew."""
+    _order(["scontrol", "requeue", job])
+
+
+def cancel_jobs(ids: Sequence[str]) -> None:
+    """End these jobs (``12``, ``12_3``) for good. Those that have ended already are no error."""
+    for start in range(0, len(ids), _JOBS_A_COMMAND):
+        some = list(ids[start : start + _JOBS_A_COMMAND])
+        try:
+            _order(["scancel", *some], retry=True)
+        except RefusedError as error:
+            if not _HAVE_ENDED.search(error.words):
+                raise
+
+
+def _order(argv: Sequence[str], *, retry: bool = False) -> None:
+    """Change something in Slurm: what it said before counts no more, whether it heard us or not."""
+    try:
+        run(argv, retry=retry)
+    finally:
+        answers.forget()
+
+
+@cache
+def config() -> dict[str, str]:
+    """Return ``scontrol show config``: MaxArraySize, KillWait, JobRequeue, …; asked once a process."""
+    lines = run(["scontrol", "show", "config"], retry=True).splitlines()
+    pairs = [line.partition("=") for line in lines if "=" in line]
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def own_jobs() -> list[tuple[str, str]]:
+    """Return (job, script) of this user's jobs that wait or run; the script as sbatch was given it.
+
+    An array counts once, by its own number, whatever became of its tasks.
+    """
+    said = run(["squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%o"], retry=True)
+    found = dict.fromkeys(tuple(line.split("|", 1)) for line in said.splitlines() if "|" in line)
+    return [(job, script) for job, script in found if job.isdigit()]

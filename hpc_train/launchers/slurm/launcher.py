@@ -1,0 +1,272 @@
+"""``SlurmLauncher``: runs into Slurm's queue, as arrays of those that ask for the same."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+
+from hpc_train.errors import BadFileError, NoSlurmError
+from hpc_train.launchers.base import QueuedRun
+from hpc_train.launchers.slurm import (
+    cancelling,
+    commands,
+    options,
+    profiles,
+    refusals,
+    script,
+    sending,
+    standing,
+    waiting,
+)
+from hpc_train.launchers.slurm import submission as steps
+from hpc_train.launchers.slurm.answers import MAX_AGE_S
+from hpc_train.launchers.slurm.script import Batch
+from hpc_train.launchers.slurm.submission import Submission
+from hpc_train.launchers.words import say
+from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
+from hpc_train.run_folder import snapshot
+from hpc_train.run_folder.attempts import newest_number
+from hpc_train.run_folder.creation import effective_experiment
+from hpc_train.run_folder.files import remove_folder
+from hpc_train.run_folder.status import RunStatus
+
+#: Measured: four idle nodes take 1.4 s to judge a job after its release; a busy site's scheduler longer.
+_REASON_LOOKS = 2
+_REASON_PAUSE_S = 1.5
+_FINISH = "what is made stays: submit the file again, or resume a run of it, to finish this"
+#: What stands in a script that is only shown for names that a submission gives.
+_SHOWN_TOKEN, _SHOWN_SNAPSHOT = "TOKEN", "SNAPSHOT"
+
+
+@dataclass
+class _Job:
+    """One submission on its way."""
+
+    paths: SubmissionPaths
+    record: Submission
+    runs: list[QueuedRun]
+
+
+class SlurmLauncher:
+    """A ``QueueingLauncher`` over sbatch, squeue, scontrol and sacct."""
+
+    def scripts(self, folder: ExperimentPaths, runs: Sequence[QueuedRun]) -> list[str]:
+        """Return the batch scripts; the arrays' sizes are not bounded, for Slurm is not asked."""
+        shown = folder.submission(_SHOWN_TOKEN)
+        groups = _groups(runs, len(runs))
+        return [script.script_text(_batch(shown, group), len(group)) for group in groups]
+
+    @contextmanager
+    def submitting(self, folder: ExperimentPaths) -> Iterator[None]:
+        """Hold the lock; finish what a command that died left half done."""
+        sending.check_programs()
+        with steps.locked(folder):
+            for paths, record in steps.unfinished(folder):
+                if steps.may_be_at_work(record.creator, record.created):
+                    assert record.creator is not None
+                    say(f"submission {record.token}: left to {record.creator.host}, where it may go on still")
+                else:
+                    _finish(folder, paths, record)
+            yield
+
+    def is_unsubmitted(self, paths: RunPaths) -> bool:
+        return steps.is_unsubmitted(paths)
+
+    def enqueue(self, folder: ExperimentPaths, runs: Sequence[QueuedRun]) -> None:
+        """Submit all, held; release them once every one stands."""
+        try:
+            groups = _groups(runs, _array_limit())
+            jobs = [_prepared(folder, group) for group in groups]
+            _send_all(jobs)
+            for job in jobs:
+                job.record = steps.place(folder, job.paths, job.record)
+            for job in jobs:
+                steps.release(job.paths, job.record)
+        except NoSlurmError as error:
+            raise NoSlurmError(f"{error}; {_FINISH}") from error
+        except KeyboardInterrupt:
+            say(f"interrupted; {_FINISH}")
+            raise
+        _tell(jobs)
+
+    def standings(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
+        return standing.standings(runs, max_age_s=0 if is_fresh else MAX_AGE_S)
+
+    def cancel(self, runs: Sequence[RunPaths]) -> None:
+        cancelling.cancel(runs)
+
+
+def _groups(runs: Sequence[QueuedRun], limit: int) -> list[list[QueuedRun]]:
+    """Return the runs of each job: alike in all that the script says, at most ``limit``, in order."""
+    alike: dict[Hashable, list[QueuedRun]] = {}
+    for run in runs:
+        alike.setdefault(_likeness(run), []).append(run)
+    return [group[start : start + limit] for group in alike.values() for start in range(0, len(group), limit)]
+
+
+def _likeness(run: QueuedRun) -> Hashable:
+    slurm, code = run.experiment.slurm, run.paths.code
+    assert slurm is not None
+    profile = _profile(slurm.profile, run.problem)
+    return options.shape(run.experiment, profile), code.readlink() if code.is_symlink() else None
+
+
+#: A sweep's runs share theirs.
+_profile = cache(profiles.find)
+
+
+def _array_limit() -> int:
+    """Return how many runs one array may hold; the greatest index is one less."""
+    if not commands.config().get("MaxArraySize", "").isdigit():
+        return 1
+    at_most = [int(commands.config()["MaxArraySize"])]
+    for word in commands.config().get("SchedulerParameters", "").split(","):
+        name, _, value = word.partition("=")
+        if name == "max_array_tasks" and value.isdigit():
+            at_most.append(int(value))
+    return max(1, min(at_most))
+
+
+def _prepared(folder: ExperimentPaths, runs: list[QueuedRun]) -> _Job:
+    paths = steps.new_paths(folder)
+    slurm = runs[0].experiment.slurm
+    record = steps.prepare(
+        paths,
+        [run.paths for run in runs],
+        _batch(paths, runs),
+        max_parallel=_throttle(runs),
+        stays_held=bool(slurm and slurm.extra.get("hold")),
+    )
+    return _Job(paths, record, runs)
+
+
+def _throttle(runs: Sequence[QueuedRun]) -> int | None:
+    return min((most for run in runs if (most := run.experiment.sweep.max_parallel)), default=None)
+
+
+def _batch(paths: SubmissionPaths, runs: Sequence[QueuedRun]) -> Batch:
+    """Return the script of the runs' job; runs that are not there have no code yet."""
+    run = runs[0]
+    code = snapshot.linked(run.paths)
+    shown = run.paths.siblings.snapshots / _SHOWN_SNAPSHOT
+    return script.batch(
+        paths.folder,
+        run.experiment,
+        snapshot=code or shown,
+        search_path=snapshot.search_path(run.paths) if code else [f"{shown}/package", f"{shown}/tree"],
+        max_parallel=_throttle(runs),
+        problem=run.problem,
+    )
+
+
+def _send_all(jobs: Sequence[_Job]) -> None:
+    """Submit all, held. Where Slurm refuses one, none stays: raises BadFileError."""
+    try:
+        for job in jobs:
+            _send(job)
+    except commands.RefusedError as error:
+        for each in jobs:
+            _take_back(each, [run.paths for run in each.runs], f"Slurm refused it: {error.words}")
+        raise BadFileError(_refusal(job.runs[0], error.words)) from None
+
+
+def _send(job: _Job) -> None:
+    assert job.record.batch is not None
+    folders = [run.paths.folder for run in job.runs]
+    job.record = replace(job.record, job_id=sending.send(job.paths, job.record.batch, folders))
+
+
+def _take_back(job: _Job, runs: Sequence[RunPaths], reason: str) -> None:
+    if job.record.job_id is not None:
+        commands.cancel_jobs([job.record.job_id])
+    for run in runs:
+        steps.withdraw(run, reason)
+    remove_folder(job.paths.folder)
+
+
+def _refusal(run: QueuedRun, words: str) -> str:
+    advice = refusals.advice(words, run.experiment)
+    problem = run.problem or (lambda key, message, remedy: f"{run.paths.folder}: {key}: {message}; {remedy}")
+    said = re.sub(r"sbatch: (error: |fatal: )?", "", words)
+    return problem(advice.key, f"Slurm refuses it: {said}", advice.remedy)
+
+
+def _finish(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission) -> None:
+    """Go on with a submission where it was left."""
+    if record.state == steps.PREPARED:
+        placed = _sent_again(folder, paths, record)
+        if placed is None:
+            return
+        record = placed
+    steps.release(paths, record)
+    say(f"{_job_words(record)}: finished what another command had begun to submit")
+
+
+def _sent_again(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission) -> Submission | None:
+    """Find the job of a prepared record or submit it; None where nothing can be submitted of it."""
+    job_id = sending.own_job(paths)
+    if job_id is not None:
+        return steps.place(folder, paths, replace(record, job_id=job_id))
+    runs = [run for run_id in record.runs if (run := RunPaths(folder.folder / run_id)).run.is_file()]
+    job = _Job(paths, replace(record, runs=[run.folder.name for run in runs]), [])
+    reason = "its submission was cut short, and can't be done again"
+    try:
+        job.runs = [QueuedRun(run, effective_experiment(run, newest_number(run) + 1)) for run in runs]
+        if runs and record.batch is not None:
+            steps.write(paths, job.record)
+            _send(job)
+            return steps.place(folder, paths, job.record)
+    except commands.RefusedError as error:
+        reason = f"Slurm refused it: {error.words}"
+        say(_refusal(job.runs[0], error.words))
+    except BadFileError as error:
+        say(str(error))
+    _take_back(job, runs, reason)
+    return None
+
+
+def _tell(jobs: Sequence[_Job]) -> None:
+    for job in jobs:
+        held = ", held: `scontrol release` lets it start" if job.record.stays_held else ""
+        say(f"{_job_words(job.record)}{held}")
+    if len(jobs) > 1 and jobs[0].record.max_parallel is not None:
+        say(f"  max_parallel holds for each of the {len(jobs)} jobs by itself")
+    _warn(jobs)
+
+
+def _job_words(record: Submission) -> str:
+    """Return ``job 12: an array of 6 runs, 2 at a time``."""
+    count = len(record.runs)
+    if count == 1:
+        return f"job {record.job_id}: run {record.runs[0]}"
+    throttle = f", {record.max_parallel} at a time" if (record.max_parallel or count) < count else ""
+    return f"job {record.job_id}: an array of {count} runs{throttle}"
+
+
+def _warn(jobs: Sequence[_Job]) -> None:
+    """Say of jobs that Slurm took and will never start; it takes a moment to judge them."""
+    job_ids = [str(job.record.job_id) for job in jobs if not job.record.stays_held]
+    for job_id, reasons in _judged(job_ids).items():
+        for reason in sorted(reasons):
+            if words := waiting.never_starts(reason):
+                say(f"  job {job_id} {words}: cancel it, and resume with slurm.KEY=VALUE, or mend the file")
+            elif refusals.may_never_start(reason):
+                say(f"  job {job_id} waits: {reason}; if it alone exceeds that limit, it never starts")
+
+
+def _judged(job_ids: Sequence[str]) -> dict[str, set[str]]:
+    """Return why the jobs wait, once Slurm has looked at them, or after a while."""
+    found: dict[str, set[str]] = {}
+    for look in range(_REASON_LOOKS if job_ids else 0):
+        time.sleep(_REASON_PAUSE_S * (look > 0))
+        try:
+            found = steps.reasons(job_ids)
+        except NoSlurmError:
+            return {}  # submitted all the same; status asks again
+        if not any("None" in reasons for reasons in found.values()):
+            break
+    return found

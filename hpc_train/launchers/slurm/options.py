@@ -1,0 +1,183 @@
+"""From the experiment to the options of one job, as submitit's ``update_parameters`` takes them.
+
+Everything was checked where the file was read; what goes into ``#SBATCH`` lines is checked here once more,
+since a line break there would run as a command.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable, Mapping
+from itertools import islice
+from typing import Any
+
+from hpc_train.config.problems import is_clean, shown
+from hpc_train.config.schema import (
+    GPU_TYPE_PATTERN,
+    MAIL_PATTERN,
+    SLURM_WORD_PATTERN,
+    Experiment,
+    SlurmConfig,
+)
+from hpc_train.config.slurm_rules import OWNED, least_nodes, ranks_a_node, sbatch_option
+from hpc_train.errors import BadFileError
+from hpc_train.launchers.slurm.profiles import Profile
+from hpc_train.paths import NAME_PATTERN, ExperimentPaths, RunPaths
+from hpc_train.run_folder.attempts import read_record
+
+#: Seconds before the time limit, while nobody knows how long a save takes.
+FIRST_LEAD_S = 120
+#: Runs whose saves are looked at for the lead: reading thousands of records would take longer than it helps.
+_RUNS_LOOKED_AT = 200
+#: Above any array: submitit's own default would throttle to 256.
+_NO_THROTTLE = 10**9
+#: Rendered values that are not ``SLURM_WORD``s by nature; submitit quotes them.
+_PATTERNS = {"job_name": NAME_PATTERN, "mail_user": MAIL_PATTERN, "gpu_type": GPU_TYPE_PATTERN}
+
+
+def sbatch_parameters(
+    experiment: Experiment, profile: Profile, *, lead_s: int, max_parallel: int | None, held: bool = True
+) -> dict[str, Any]:
+    """Return submitit's parameters for runs of one ``shape``, without set-up and tear-down; all of it JSON.
+
+    ``lead_s``: seconds between USR2 and the time limit. ``max_parallel``: runs of the array at a time.
+    """
+    experiment = profile.applied(experiment)
+    slurm = experiment.slurm
+    assert slurm is not None
+    cpus = cpus_per_rank(slurm)
+    parameters = _without_none(
+        {
+            "job_name": experiment.name,
+            "partition": slurm.partition,
+            # Of a range submitit gets the lower end, since it multiplies; sbatch gets the range below.
+            "nodes": least_nodes(slurm),
+            "ntasks_per_node": ranks_a_node(slurm),
+            "cpus_per_task": cpus,
+            "mem": None if slurm.mem_gb is None else f"{slurm.mem_gb}G",
+            "account": slurm.account,
+            "qos": slurm.qos,
+            "constraint": slurm.constraint,
+            "exclude": slurm.exclude,
+            "dependency": slurm.dependency,
+            "mail_user": slurm.mail,
+            "mail_type": slurm.mail and "END,FAIL",
+        }
+        | _gpus(slurm, profile)
+    )
+    _refuse_unsafe(parameters)
+    return parameters | {
+        # None keeps submitit's 5 minutes away, so that the partition's default holds; and its wckey.
+        "time": slurm.time_limit,
+        "wckey": None,
+        "signal_delay_s": lead_s,
+        "stderr_to_stdout": True,
+        "array_parallelism": max_parallel or _NO_THROTTLE,
+        "additional_parameters": _additional(slurm, profile, lead_s, held),
+        "srun_args": srun_args(profile, cpus),
+    }
+
+
+def cpus_per_rank(slurm: SlurmConfig) -> int | None:
+    if slurm.cpus_per_gpu is None or slurm.gpus_per_node == 0:
+        return slurm.cpus_per_gpu
+    cores, ranks = slurm.cpus_per_gpu * slurm.gpus_per_node, ranks_a_node(slurm)
+    if cores % ranks:  # a profile's default, which the file's rules have not seen
+        message = f"{cores} cores of a node can't be shared evenly by {ranks} ranks"
+        raise BadFileError(f"slurm.cpus_per_gpu: {message}; write a number that makes a multiple of {ranks}")
+    return cores // ranks
+
+
+def srun_args(profile: Profile, cpus: int | None) -> list[str]:
+    """Return srun's options; the last of a kind counts, so these go before submitit's."""
+    return [
+        "--kill-on-bad-exit=1",
+        # Whatever sbatch's --export was.
+        "--export=ALL",
+        # Each rank has a log of its own; what escapes it (Python could not start) joins the batch script's.
+        "--output=all",
+        "--label",
+        # Not inherited from sbatch since 22.05.
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
+        *profile.srun_args,
+    ]
+
+
+def lead_s(experiment: Experiment, folder: ExperimentPaths) -> int:
+    """Return how many seconds before its time limit a job is told to save and stop.
+
+    What the file says; else by the longest save so far, at most half the time limit, so that a job always
+    gets some work done. Slurm looks at its clock each half a minute or so and may tell up to 60 s earlier.
+    """
+    slurm = experiment.slurm
+    assert slurm is not None
+    limit_s = None if slurm.time_limit is None else slurm.time_limit * 60
+    if slurm.signal_lead_s is not None and (limit_s is None or slurm.signal_lead_s < limit_s):
+        return slurm.signal_lead_s
+    saves = _saves_s(folder)
+    lead = min(round(3 * max(saves)) + 60, 65535) if saves else FIRST_LEAD_S
+    return lead if limit_s is None else min(lead, limit_s // 2)
+
+
+def shape(experiment: Experiment, profile: Profile) -> Hashable:
+    """Return what runs of one array have in common: all that their batch script says but which run it is."""
+    experiment = profile.applied(experiment)
+    slurm, environment = experiment.slurm, experiment.environment
+    assert slurm is not None
+    bound = experiment.data.root if environment.container else None
+    parts = [experiment.name, slurm.model_dump(), environment.model_dump(), profile.model_dump(), bound]
+    return json.dumps(parts, sort_keys=True)
+
+
+def _gpus(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:
+    if slurm.gpus_per_node == 0:
+        return {}
+    if slurm.gpu_type is not None:
+        _refuse_unsafe({"gpu_type": slurm.gpu_type})
+    request = ":".join(filter(None, (slurm.gpu_type, str(slurm.gpus_per_node))))
+    return {"gres": f"gpu:{request}"} if profile.gpus == "gres" else {"gpus_per_node": request}
+
+
+def _additional(slurm: SlurmConfig, profile: Profile, lead_s: int, held: bool) -> dict[str, Any]:
+    """Return the options that submitit has no name for, or none that serves."""
+    own = _without_none({"reservation": slurm.reservation})
+    if isinstance(slurm.nodes, str):
+        own["nodes"] = slurm.nodes
+    more = {
+        key.replace("_", "-"): value
+        for options in (profile.sbatch, slurm.extra)
+        for key, value in options.items()
+        if value is not False
+    }
+    if slurm.gpus_per_node and profile.gpus == "gres" and "gres" in more:
+        more["gres"] = f"{_gpus(slurm, profile)['gres']},{more['gres']}"
+    _refuse_unsafe(own | more)
+    if taken := [key for key in more if sbatch_option(key) in OWNED]:
+        raise BadFileError(f"slurm.extra.{taken[0]}: belongs to hpc-train; take it out")
+    # submitit's own signal line follows an environment variable.
+    own |= {"requeue": True, "signal": f"USR2@{lead_s}"}
+    return more | own | ({"hold": True} if held else {})
+
+
+def _refuse_unsafe(parameters: Mapping[str, Any]) -> None:
+    for key, value in parameters.items():
+        pattern = _PATTERNS.get(key, SLURM_WORD_PATTERN)
+        if isinstance(value, str) and not (re.fullmatch(pattern, value) and is_clean(value)):
+            message = f"{shown(value)} can't stand in a batch script"
+            raise BadFileError(f"slurm.{key.replace('-', '_')}: {message}; write one word")
+
+
+def _saves_s(folder: ExperimentPaths) -> list[float]:
+    """Return how long saves took in newest attempts of the experiment's runs, the longest of each."""
+    if not folder.folder.is_dir():
+        return []
+    runs = (RunPaths(path) for path in folder.folder.iterdir() if path.name[:1] != "." and path.is_dir())
+    records = (
+        read_record(each) for run in islice(runs, _RUNS_LOOKED_AT) for each in run.attempt_folders()[-3:]
+    )
+    return [record.save_s for record in records if record is not None and record.save_s is not None]
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}

@@ -1,0 +1,234 @@
+"""Site profiles: how one cluster wants its jobs, each a small file ``<name>.yaml`` of a site or user.
+
+Its lines are run as they stand, so a file that others could change is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sysconfig
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import platformdirs
+from pydantic import Field, ValidationError
+
+from hpc_train.config.explanations import wanted
+from hpc_train.config.keys import as_mapping, child
+from hpc_train.config.marked_yaml import MAX_BYTES, read_document
+from hpc_train.config.problems import KeyPath, Problem, Source, is_clean, one_line, shown
+from hpc_train.config.schema import Experiment, ScriptPath, Section, SlurmConfig
+from hpc_train.config.slurm_rules import bad_option_values, taken_options
+from hpc_train.errors import BadFileError
+from hpc_train.registry import nearest
+
+#: Keys of ``slurm:`` that a profile may fill in: they leave alone how many ranks there are and what they do.
+DEFAULTS = (
+    "partition", "account", "qos", "constraint", "exclude", "reservation", "gpu_type", "cpus_per_gpu",
+    "mem_gb", "time_limit", "signal_lead_s", "mail",
+)  # fmt: skip
+#: Set by the batch script itself, or by Slurm.
+_OWNED_VARIABLES = ("HPC_TRAIN_", "SLURM_", "SUBMITIT_", "PYTHONPATH", "PYTHONSAFEPATH")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+_OPTION_NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")
+_INTERFACES = r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}(,[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}){0,15}"
+_COMMAND = r"[A-Za-z0-9_./=:,@%+-]+( [A-Za-z0-9_./=:,@%+-]+){0,31}"
+_OPTION = r"--[a-z][a-z0-9-]{0,63}(=[A-Za-z0-9_.,:@+*/%-]{1,256})?"
+_LOCAL_TEMPLATES = Path(__file__).parents[3] / "slurm_templates"
+_INSTALLED_TEMPLATES = "share/hpc-train/slurm_templates"
+
+
+def _text(pattern: str, rule: str) -> Any:
+    return Field(pattern=rf"\A(?:{pattern})\z", json_schema_extra={"patternErrorMessage": rule})
+
+
+class Profile(Section):
+    """How a site wants its jobs. All keys have a default."""
+
+    description: str = ""
+    """What the profile is for."""
+    gpus: Literal["gpus_per_node", "gres"] = "gpus_per_node"
+    """How GPUs are asked for: ``--gpus-per-node=a100:4``, or ``--gres=gpu:a100:4``."""
+    defaults: SlurmConfig = SlurmConfig()
+    """Keys of ``slurm:`` for files that leave them out: partition, account, qos, constraint, exclude,
+    reservation, gpu_type, cpus_per_gpu, mem_gb, time_limit, signal_lead_s, mail."""
+    sbatch: dict[str, str | int | bool] = {}
+    """More options of sbatch by long name, as in ``slurm.extra``, which goes before."""
+    srun_args: list[Annotated[str, _text(_OPTION, "one long option like --mpi=none")]] = []
+    """More options of srun."""
+    module_init: ScriptPath | None = None
+    """File that defines ``module`` for bash; absent: the usual places are tried."""
+    setup: list[str] = []
+    """Lines of bash, run on the first node before anything else."""
+    environment: dict[str, str | int] = {}
+    """Variables of all ranks, as they stand (nothing is expanded): NCCL_IB_HCA and its kind."""
+    network_interface: Annotated[str, _text(_INTERFACES, "interfaces like ib0 or eth0,eth1")] | None = None
+    """Interface through which nodes talk, for NCCL and gloo; absent: they choose."""
+    container_command: Annotated[str, _text(_COMMAND, "words like apptainer exec --nv")] = (
+        "apptainer exec --nv"
+    )
+    """What runs a command in ``environment.container``: Apptainer or Singularity."""
+
+    def applied(self, experiment: Experiment) -> Experiment:
+        """Return the experiment with the profile's defaults where it says nothing."""
+        slurm = experiment.slurm
+        assert slurm is not None
+        given = {key: getattr(self.defaults, key) for key in DEFAULTS if getattr(slurm, key) is None}
+        return experiment.model_copy(update={"slurm": slurm.model_copy(update=given)})
+
+    def variables(self) -> dict[str, str]:
+        """Return what the batch script exports."""
+        names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if self.network_interface else ()
+        interface = {name: str(self.network_interface) for name in names}
+        return interface | {name: str(value) for name, value in self.environment.items()}
+
+
+def find(name: str, problem: Callable[[str, str, str], str] | None = None) -> Profile:
+    """Return the profile called ``name``, from the first folder that has one.
+
+    Raises BadFileError: the profile's own problems, or that there is none, which ``problem`` places at
+    ``slurm.profile`` of the experiment file.
+    """
+    for folder in folders():
+        path = folder / f"{name}.yaml"
+        if path.is_file():
+            if folder != templates_folder() / "profiles":
+                _refuse_writable_by_others(path)
+            return read(path)
+    message = f"no profile is called '{name}'"
+    close = nearest(name, known_names())
+    hint = f"did you mean {close}? " if close else f"there are {', '.join(known_names())}; "
+    remedy = f"{hint}{name}.yaml is looked for in {', '.join(map(str, folders()))}"
+    where = "slurm.profile"
+    raise BadFileError(problem(where, message, remedy) if problem else f"{where}: {message}; {remedy}")
+
+
+def folders() -> list[Path]:
+    """Return where profiles lie: ``$HPC_TRAIN_PROFILES``, the user's, the machine's, the suite's own."""
+    given = [Path(part) for part in os.environ.get("HPC_TRAIN_PROFILES", "").split(os.pathsep) if part]
+    usual = [platformdirs.user_config_path("hpc-train") / "profiles", Path("/etc/hpc-train/profiles")]
+    return [path.expanduser().absolute() for path in (*given, *usual, templates_folder() / "profiles")]
+
+
+def known_names() -> list[str]:
+    """Return the names of all profiles that can be found."""
+    return sorted({path.stem for folder in folders() for path in folder.glob("*.yaml")})
+
+
+def templates_folder() -> Path:
+    """Return ``slurm_templates``: beside the package in a checkout, else where it was installed to."""
+    for folder in _template_folders():
+        if (folder / "setup.sh.j2").is_file():
+            return folder
+    raise FileNotFoundError("slurm_templates are not installed with hpc-train; install it again")
+
+
+def _template_folders() -> Iterator[Path]:
+    yield _LOCAL_TEMPLATES
+    yield Path(sysconfig.get_path("data")) / _INSTALLED_TEMPLATES
+    yield _LOCAL_TEMPLATES.parent / _INSTALLED_TEMPLATES  # pip install --target
+    try:
+        files = distribution("hpc-train").files or []
+    except PackageNotFoundError:
+        return
+    for file in files:
+        if str(file).endswith(f"{_INSTALLED_TEMPLATES}/setup.sh.j2"):
+            yield Path(str(file.locate())).resolve().parent
+
+
+def read(path: Path) -> Profile:
+    """Read one file. Raises BadFileError with every problem, each at its place."""
+    try:
+        with path.open("rb") as file:
+            document = read_document(file.read(MAX_BYTES + 1))
+    except OSError as error:
+        raise BadFileError(one_line(f"{path}: can't be read ({error.strerror}); mend the profile")) from error
+    problems, data = document.problems, document.data or {}
+    if document.data is None and problems[0].message == "the file is empty":
+        problems = []
+    profile = None
+    try:
+        profile = Profile.model_validate(data)
+    except ValidationError as error:
+        problems += _explained(error, data)
+    if profile is not None:
+        problems += _contradictions(profile)
+    if profile is None or problems:
+        raise BadFileError(Source(str(path), document.marks).render_all(problems))
+    return profile
+
+
+def _refuse_writable_by_others(path: Path) -> None:
+    for each in (path, path.parent):
+        mode = each.stat().st_mode
+        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
+            message = f"others than its owner can write it (mode {stat.S_IMODE(mode):04o})"
+            remedy = f"its lines run in your jobs, so type chmod go-w {each}"
+            raise BadFileError(one_line(f"{each}: {message}; {remedy}"))
+
+
+def _explained(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
+    """Return one problem a key, in words read off the profile's schema."""
+    schema = Profile.model_json_schema()
+    found: dict[KeyPath, Problem] = {}
+    for entry in error.errors(include_url=False):
+        path, node = _known_part(schema, entry["loc"])
+        if entry["type"] == "extra_forbidden":
+            new = _unknown((*path, entry["loc"][-1]), list((as_mapping(node) or {}).get("properties", {})))
+        elif entry["type"] == "value_error":
+            message, _, remedy = str(entry["ctx"]["error"]).partition("; ")
+            new = Problem(path, message, remedy)
+        else:
+            message = f"needs {wanted(node)}, got {shown(_value(data, path))}"
+            new = Problem(path, message, "write that, or take it out")
+        found.setdefault(new.path, new)
+    return list(found.values())
+
+
+def _known_part(schema: dict[str, Any], loc: KeyPath) -> tuple[KeyPath, dict[str, Any]]:
+    """Return ``loc`` as far as the schema knows it, and its node."""
+    path: KeyPath = ()
+    node = schema
+    for segment in loc:
+        below = child(node, segment)
+        if below is None:
+            break
+        path, node = (*path, segment), below
+    return path, node
+
+
+def _unknown(path: KeyPath, known: list[str]) -> Problem:
+    close = nearest(str(path[-1]), known)
+    remedy = f"did you mean {close}?" if close else f"take it out, or write one of {', '.join(known)}"
+    return Problem(path, "is no key of a profile", remedy, on_key=True)
+
+
+def _value(data: Any, path: KeyPath) -> object:
+    for segment in path:
+        data = data[segment]
+    return data
+
+
+def _contradictions(profile: Profile) -> Iterator[Problem]:
+    for key in sorted(profile.defaults.model_fields_set - set(DEFAULTS)):
+        remedy = f"leave it to the experiment file; defaults are of {', '.join(DEFAULTS)}"
+        yield Problem(("defaults", key), "can't have a default", remedy, on_key=True)
+    for key in profile.sbatch:
+        if not _OPTION_NAME.fullmatch(key):
+            yield Problem(("sbatch", key), "is no option of sbatch", "write a long name", on_key=True)
+    yield from taken_options(profile.sbatch, ("sbatch",))
+    yield from bad_option_values(profile.sbatch, ("sbatch",))
+    for name, value in profile.environment.items():
+        if not _VARIABLE.fullmatch(name):
+            yield Problem(("environment", name), "is no variable's name", "write one like NCCL_DEBUG", True)
+        elif name.startswith(_OWNED_VARIABLES):
+            yield Problem(("environment", name), "is set by hpc-train or Slurm", "take it out", on_key=True)
+        elif isinstance(value, str) and not is_clean(value):
+            yield Problem(("environment", name), "has a control character or line break", "take it out")
+    for index, line in enumerate(profile.setup):
+        if not is_clean(line.replace("\t", " ")):
+            yield Problem(("setup", index), "has a control character or line break", "write a line an item")

@@ -1,0 +1,45 @@
+"""What srun executes for each rank: hold back signals, open the rank's log, become Python.
+
+``python -I -S …/rank.py PYTHON ARGUMENT…``. A file of its own with nothing but the standard library, so that
+it stands before the first signal can come: a signal during Python's imports would end the job unsaved.
+Whatever fails here must not lose the rank.
+"""
+
+import os
+import signal
+import sys
+import time
+
+#: Left over from whatever the job was submitted from; the rank would believe them before Slurm's.
+STALE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+def main(command: list[str]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
+    os.environ["HPC_TRAIN_RANK_START"] = repr(time.time())
+    for name in STALE:
+        os.environ.pop(name, None)
+    try:
+        redirect()
+    except (OSError, KeyError) as error:
+        sys.stderr.write(f"rank.py: no log of its own, goes on without: {error!r}\n")
+    try:
+        os.execvp(command[0], command)
+    except (OSError, IndexError) as error:
+        sys.stderr.write(f"rank.py: {' '.join(command)}: can't be started: {error}\n")
+        sys.exit(127)
+
+
+def redirect() -> None:
+    """Let output go to the rank's log, and input come from nowhere."""
+    rank = int(os.environ["SLURM_PROCID"])
+    folder = os.path.join(os.environ["HPC_TRAIN_RUN_FOLDER"], "attempts", os.environ["HPC_TRAIN_ATTEMPT"])  # noqa: PTH118
+    log = os.open(os.path.join(folder, f"rank-{rank}.log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # noqa: PTH118
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,236 @@
+"""The batch script of one submission: set-up and tear-down from ``slurm_templates``, and the ranks' command.
+
+submitit writes the script around them and hands it to sbatch.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.problems import is_clean, shown
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import UsageError
+from hpc_train.launchers.slurm import options, profiles
+from hpc_train.launchers.slurm.profiles import Profile, templates_folder
+from hpc_train.paths import ExperimentPaths
+
+#: The user's own defaults of sbatch → submitit's name of what the file says instead. For sbatch its variables
+#: go before the script's lines, so all others are hidden from it.
+_KEPT_VARIABLES = {
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_QOS": "qos",
+    "SBATCH_CONSTRAINT": "constraint",
+    "SBATCH_RESERVATION": "reservation",
+    "SBATCH_TIMELIMIT": "time",
+    "SBATCH_MEM_PER_NODE": "mem",
+    "SBATCH_WCKEY": "wckey",
+}
+_KEPT_IN_A_JOB = ("SLURM_CONF", "SLURM_JWT", "SLURM_CONF_SERVER")
+#: sbatch hands its environment on; of these, a job that has none of its own would take ours.
+_NEVER_KEPT = (
+    "SLURM_ARRAY_",
+    "SLURM_RESTART_COUNT",
+    "SLURM_CLUSTERS",
+    "HPC_TRAIN_ATTEMPT",
+    "HPC_TRAIN_TOKEN",
+    "HPC_TRAIN_HOSTS",
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch script, as ``submission.json`` can keep it."""
+
+    #: ``runs/<name>/.slurm/<token>``, where submitit's files and the script's output lie.
+    submission: Path
+    #: The command that each rank runs before submitit's own words.
+    command: str
+    #: Of ``SlurmExecutor.update_parameters``; JSON as they stand.
+    parameters: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"submission": str(self.submission)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Batch:
+        return cls(Path(data["submission"]), data["command"], data["parameters"])
+
+
+def batch(
+    submission: Path,
+    experiment: Experiment,
+    *,
+    snapshot: Path,
+    search_path: Sequence[str],
+    max_parallel: int | None = None,
+    held: bool = True,
+    problem: Callable[[str, str, str], str] | None = None,
+) -> Batch:
+    """Return the batch script for runs of one shape; nothing is written, Slurm is not asked.
+
+    ``search_path``: what goes first on the ranks' path. ``problem``: the experiment file's own text for
+    ``file:line:col``. Raises BadFileError on the profile, UsageError on paths that no script can hold.
+    """
+    slurm = experiment.slurm
+    assert slurm is not None
+    profile = profiles.find(slurm.profile, problem)
+    experiment = profile.applied(experiment)
+    folder = Path.cwd()
+    _refuse_paths(
+        submission, snapshot, folder, search_path, in_container=bool(experiment.environment.container)
+    )
+    python = python_command(experiment, profile, (submission.parents[2], folder))
+    lead_s = options.lead_s(experiment, ExperimentPaths(submission.parents[1]))
+    parameters = options.sbatch_parameters(
+        experiment, profile, lead_s=lead_s, max_parallel=max_parallel, held=held
+    )
+    parameters["additional_parameters"]["chdir"] = str(folder)
+    parameters["setup"] = _rendered(
+        "setup.sh.j2", _setup(submission, experiment, profile, python, search_path)
+    )
+    parameters["teardown"] = _rendered("teardown.sh.j2", {"submission": submission, "python": python})
+    rank = snapshot / "package/hpc_train/launchers/slurm/rank.py"
+    return Batch(submission, shlex.join([*python, "-I", "-S", str(rank), python[-1]]), parameters)
+
+
+def executor(batch: Batch) -> Any:
+    """Return submitit's SlurmExecutor for the batch; Slurm need not be there yet."""
+    from submitit import SlurmExecutor
+
+    class Executor(SlurmExecutor):  # type: ignore[misc]
+        @classmethod
+        def affinity(cls) -> int:
+            return 2
+
+        def _internal_process_submissions(self, delayed_submissions: Any) -> Any:
+            with _clean_environment(self.parameters):
+                return super()._internal_process_submissions(delayed_submissions)
+
+    made = Executor(batch.submission, python=batch.command)
+    made.update_parameters(**batch.parameters)
+    return made
+
+
+def script_text(batch: Batch, runs: int = 1) -> str:
+    """Return the script that submitit writes for so many runs."""
+    made = executor(batch)
+    if runs > 1:
+        made.parameters["map_count"] = runs
+    text: str = made._make_submission_file_text(made._submitit_command_str, "")
+    return text + "\n"
+
+
+def python_command(experiment: Experiment, profile: Profile, folders: Sequence[Path]) -> list[str]:
+    """Return the words that start Python on a node; in a container, which sees ``folders`` and the data."""
+    environment = experiment.environment
+    if environment.container is None:
+        return [_expanded(environment.python or sys.executable)]
+    image = environment.container
+    root = experiment.data.root
+    seen = [*folders, *([Path(root).expanduser().absolute()] if root else [])]
+    bound = [word for folder in dict.fromkeys(seen) for word in ("--bind", str(folder))]
+    command = [*profile.container_command.split(), *bound, "--pwd", str(folders[-1])]
+    return [*command, image if "://" in image else _expanded(image), environment.python or "python3"]
+
+
+def _setup(
+    submission: Path, experiment: Experiment, profile: Profile, python: list[str], search_path: Sequence[str]
+) -> dict[str, Any]:
+    assert experiment.slurm is not None
+    return {
+        "submission": submission,
+        "python": python,
+        "search_path": os.pathsep.join(search_path),
+        "modules": experiment.environment.modules,
+        "container": experiment.environment.container,
+        "variables": profile.variables(),
+        "site": {
+            "name": experiment.slurm.profile,
+            "lines": profile.setup,
+            "module_init": _expanded(profile.module_init or ""),
+        },
+    }
+
+
+def _rendered(template: str, values: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a template; whatever it inserts is quoted for the shell."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(templates_folder()),
+        undefined=StrictUndefined,
+        finalize=quoted,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["as_it_stands"] = _Shell
+    # Not splitlines: that breaks at characters which no shell takes for a line's end.
+    return environment.get_template(template).render(values).strip("\n").split("\n")
+
+
+class _Shell(str):
+    """Lines of the shell, trusted."""
+
+
+def quoted(value: object) -> str:
+    """Return a value as one word of the shell, a list as one word each."""
+    if isinstance(value, list):
+        return " ".join(map(quoted, value))
+    if isinstance(value, _Shell):
+        return str(value)
+    if not isinstance(value, str | int | Path):
+        raise TypeError(f"{value!r} has no place in a script")
+    return shlex.quote(str(value))
+
+
+def _expanded(path: str) -> str:
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def _refuse_paths(
+    submission: Path, snapshot: Path, folder: Path, search_path: Sequence[str], *, in_container: bool
+) -> None:
+    """Refuse what sbatch, submitit or a list of paths would take for something else, seen on 22.05."""
+    remedy = "set HPC_TRAIN_RUNS to another folder"
+    # sbatch drops a backslash even between quotes; % begins one of its own patterns, or submitit's.
+    _refuse_characters(submission, "\\%" + (",:" if in_container else ""), remedy)
+    _refuse_characters(snapshot, "\\", remedy)
+    for path in search_path:
+        _refuse_characters(path, os.pathsep, remedy)
+    _refuse_characters(folder, "\\" + (",:" if in_container else ""), "start it in another folder")
+
+
+def _refuse_characters(path: Path | str, bad: str, remedy: str) -> None:
+    for char in str(path):
+        if char in bad or not is_clean(char):
+            what = f"character U+{ord(char):04X}" if not is_clean(char) else f"'{char}'"
+            raise UsageError(f"{shown(str(path))}: {what} can't stand in a batch script's paths; {remedy}")
+
+
+@contextmanager
+def _clean_environment(parameters: Mapping[str, Any]) -> Iterator[None]:
+    """Hide what would change the job behind the file's back: sbatch's variables, those of a job we are in."""
+    before = dict(os.environ)
+    for name in before:
+        if _is_hidden(name, parameters, in_job="SLURM_JOB_ID" in before):
+            del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+def _is_hidden(name: str, parameters: Mapping[str, Any], in_job: bool) -> bool:
+    if name.startswith("SBATCH_"):
+        said = parameters | parameters["additional_parameters"]
+        return name not in _KEPT_VARIABLES or said.get(_KEPT_VARIABLES[name]) is not None
+    from_job = in_job and name.startswith(("SLURM_", "SRUN_", "SLURMD_")) and name not in _KEPT_IN_A_JOB
+    return from_job or name.startswith(_NEVER_KEPT)

@@ -1,0 +1,248 @@
+"""One submission: a held job whose pickles and ids are in place before it is released.
+
+Every step is written down before the next one, and every step can be done twice: whoever holds the
+experiment's lock next finishes what a command that died left half done (docs/architecture.md, "Slurm").
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hpc_train.launchers.entry import Entry
+from hpc_train.launchers.slurm import commands
+from hpc_train.launchers.slurm.script import Batch
+from hpc_train.launchers.words import say
+from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
+from hpc_train.run_folder.files import read_json, remove_folder, sync_folder, write_json
+from hpc_train.run_folder.processes import Process
+from hpc_train.run_folder.status import read_status, write_status
+
+LAUNCHER = "slurm"
+#: ``prepared``: the record stands, sbatch may have run. ``submitted``: job id known, pickles placed, ids in
+#: each ``run.json``. ``released``: Slurm may start it.
+PREPARED, SUBMITTED, RELEASED = "prepared", "submitted", "released"
+#: Where flock works on one host only, another host's command may be at work too. Longer than any takes.
+_UNSEEN_LIMIT_S = 900.0
+
+
+@dataclass(frozen=True)
+class Submission:
+    """``submission.json``."""
+
+    token: str
+    #: UTC, ISO 8601.
+    created: str
+    creator: Process | None
+    #: Run ids in the order of array tasks.
+    runs: list[str]
+    max_parallel: int | None = None
+    #: Asked for in the file: ``slurm.extra.hold``.
+    stays_held: bool = False
+    state: str = PREPARED
+    #: Of the job or the whole array.
+    job_id: str | None = None
+    #: What the batch script is made of, to make the same one again.
+    batch: Batch | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": 1} | asdict(self) | {"batch": self.batch and self.batch.to_json()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Submission:
+        """Raises TypeError or KeyError where a required key is missing."""
+        known = {key.name: data[key.name] for key in fields(cls) if key.name in data}
+        known["creator"] = Process.from_json(known.get("creator"))
+        known["batch"] = known.get("batch") and Batch.from_json(known["batch"])
+        return cls(**known)
+
+    def task_job(self, task: int) -> str:
+        """Return the job of one run as Slurm and submitit name it: ``12_3`` of an array, else ``12``."""
+        return f"{self.job_id}_{task}" if len(self.runs) > 1 else str(self.job_id)
+
+
+def read(paths: SubmissionPaths) -> Submission | None:
+    data = read_json(paths.record)
+    try:
+        return None if data is None else Submission.from_json(data)
+    except (KeyError, TypeError):
+        return None
+
+
+def write(paths: SubmissionPaths, submission: Submission) -> None:
+    write_json(paths.record, submission.to_json(), sync=True)
+
+
+@contextmanager
+def locked(folder: ExperimentPaths) -> Iterator[None]:
+    """Be the only command that submits runs of the experiment; say for whom it waits."""
+    from filelock import FileLock, Timeout
+
+    make_private(folder.submissions)
+    holder = folder.submissions / "holder.json"
+    lock = FileLock(folder.submission_lock)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"{folder.folder.name}: waits for {_holder_words(holder)}, which is submitting runs of it")
+        lock.acquire()
+    try:
+        write_json(holder, Process.current().to_json())
+        yield
+    finally:
+        lock.release()
+
+
+def _holder_words(holder: Path) -> str:
+    process = Process.from_json(read_json(holder))
+    return "another command" if process is None else f"process {process.pid} on {process.host}"
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that its owner alone can enter: what lies in it is run."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def unfinished(folder: ExperimentPaths) -> list[tuple[SubmissionPaths, Submission]]:
+    """Return the submissions that are not released, the oldest first."""
+    found = [(paths, read(paths)) for paths in folder.submission_folders()]
+    half_done = [(paths, each) for paths, each in found if each is not None and each.state != RELEASED]
+    return sorted(half_done, key=lambda pair: (pair[1].created, pair[1].token))
+
+
+def may_be_at_work(creator: Process | None, created: str) -> bool:
+    """Tell whether a command of another host that holds no lock of ours may still go on with it.
+
+    One of this host would hold the lock that we hold.
+    """
+    if creator is None or creator.is_alive() is not None:
+        return False
+    with suppress(ValueError):
+        return (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds() < _UNSEEN_LIMIT_S
+    return False
+
+
+def new_paths(folder: ExperimentPaths) -> SubmissionPaths:
+    return folder.submission(secrets.token_hex(6))
+
+
+def prepare(
+    paths: SubmissionPaths,
+    runs: Sequence[RunPaths],
+    batch: Batch,
+    *,
+    max_parallel: int | None,
+    stays_held: bool,
+) -> Submission:
+    """Write down which runs will be one job, before anybody asks Slurm for it."""
+    make_private(paths.folder)
+    run_ids = [run.folder.name for run in runs]
+    created = datetime.now(UTC).isoformat(timespec="milliseconds")
+    submission = Submission(
+        paths.token, created, Process.current(), run_ids, max_parallel, stays_held, batch=batch
+    )
+    write(paths, submission)
+    sync_folder(paths.folder.parent)
+    return submission
+
+
+def place(folder: ExperimentPaths, paths: SubmissionPaths, submission: Submission) -> Submission:
+    """Give each task of the held job its pickle and each run its job's id."""
+    for task, run_id in enumerate(submission.runs):
+        run = RunPaths(folder.folder / run_id)
+        job = submission.task_job(task)
+        place_pickle(paths, job, run)
+        note_job(run, job)
+    _remove_leftovers(paths)
+    sync_folder(paths.folder)
+    submitted = replace(submission, state=SUBMITTED)
+    write(paths, submitted)
+    return submitted
+
+
+def place_pickle(paths: SubmissionPaths, job: str, run: RunPaths) -> None:
+    """Write what submitit runs as the task; it does so itself, but only after sbatch has returned."""
+    from submitit.core.utils import DelayedSubmission, JobPaths
+
+    target = JobPaths(paths.folder, job_id=job).submitted_pickle
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    DelayedSubmission(Entry(run.folder)).dump(temporary)
+    temporary.chmod(0o600)  # whatever the umask: others must not write what is run
+    temporary.replace(target)
+
+
+def note_job(run: RunPaths, job: str) -> None:
+    """Write down that the run waits as ``job``; a run whose folder is gone needs nothing."""
+    facts = read_json(run.run)
+    if facts is None:
+        return
+    jobs = [str(each) for each in facts.get("slurm_job_ids") or []]
+    if job not in jobs:
+        write_json(run.run, facts | {"slurm_job_ids": [*jobs, job], "launcher": LAUNCHER}, sync=True)
+    write_status(run, replace(read_status(run), state="pending", reason=None))
+
+
+def _remove_leftovers(paths: SubmissionPaths) -> None:
+    """Remove the pickles that submitit names by chance and has not moved, its submitter having died."""
+    for path in paths.folder.glob("*.pkl"):
+        if not path.name.endswith("_submitted.pkl"):
+            path.unlink(missing_ok=True)
+
+
+def release(paths: SubmissionPaths, submission: Submission) -> None:
+    """Let the job start. It can be gone already: cancelled by hand while it was held."""
+    assert submission.job_id is not None
+    if not submission.stays_held:
+        try:
+            commands.release(submission.job_id)
+        except commands.RefusedError:
+            # Slurm says so of a job that has ended, and of one that can't start but is let go.
+            if _is_held(submission.job_id):
+                raise
+    write(paths, replace(submission, state=RELEASED))
+
+
+def _is_held(job_id: str) -> bool:
+    return "JobHeldUser" in reasons([job_id]).get(job_id, set())
+
+
+def reasons(job_ids: Sequence[str]) -> dict[str, set[str]]:
+    """Return why tasks of the jobs wait, in Slurm's words; a job of which none waits is absent."""
+    argv = ["squeue", "--noheader", f"--jobs={','.join(job_ids)}", "--states=PENDING", "--format=%F|%r"]
+    try:
+        said = commands.run(argv, retry=True)
+    except commands.RefusedError:
+        return {}  # invalid job id: it has ended, and Slurm has forgotten it
+    found: dict[str, set[str]] = {}
+    for line in said.splitlines():
+        job_id, _, reason = line.strip().partition("|")
+        found.setdefault(job_id, set()).add(reason)
+    return found
+
+
+def is_unsubmitted(paths: RunPaths) -> bool:
+    """Tell whether the run was made for Slurm by a command that died before it wrote down a submission."""
+    facts = read_json(paths.run) or {}
+    if facts.get("launcher") != LAUNCHER or facts.get("slurm_job_ids") or paths.attempt_folders():
+        return False
+    if may_be_at_work(Process.from_json(facts.get("creator")), str(facts.get("created"))):
+        return False
+    recorded = (read(each) for each in paths.siblings.submission_folders())
+    return not any(paths.folder.name in each.runs for each in recorded if each is not None)
+
+
+def withdraw(paths: RunPaths, reason: str) -> None:
+    """Take back a run that Slurm has refused: one that never was in a queue holds nothing and goes."""
+    facts = read_json(paths.run)
+    if facts is None:
+        return
+    if facts.get("slurm_job_ids") or paths.attempt_folders():
+        write_status(paths, replace(read_status(paths), state="failed", reason=reason))
+        return
+    remove_folder(paths.folder)

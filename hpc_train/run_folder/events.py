@@ -1,0 +1,49 @@
+"""When an attempt did what: told by rank 0 in a small file of its own, read with the attempt's record."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from hpc_train.paths import AttemptPaths
+from hpc_train.run_folder.attempts import EVENTS, now_ms
+from hpc_train.run_folder.files import read_json, write_json
+
+
+@dataclass
+class EventLog:
+    """Rank 0's account of one attempt. An event that can't be written ends nothing."""
+
+    attempt: AttemptPaths
+    _events: dict[str, str] = field(default_factory=dict)
+    _save_s: float | None = None
+    _signal: str | None = None
+
+    def note(self, event: str, time: str | None = None) -> None:
+        """Write down that ``event`` happened, ``time`` (UTC, ISO 8601) or now. Only the first time counts."""
+        assert event in EVENTS, event
+        if event not in self._events:
+            self._events[event] = time or now_ms()
+            self._write()
+
+    def signalled(self, name: str, time: str) -> None:
+        """Write down which signal asked to stop, and when it came."""
+        self._signal = self._signal or name
+        self.note("signal", time)
+
+    def saved(self, duration_s: float) -> None:
+        """Remember the longest save."""
+        if duration_s > (self._save_s or 0.0):
+            self._save_s = round(duration_s, 3)
+            self._write()
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            told = {"events": self._events, "save_s": self._save_s, "signal": self._signal}
+            write_json(self.attempt.events, {"version": 1} | told)
+
+
+def noted_signal(attempt: AttemptPaths) -> str | None:
+    """Return the name of the signal that asked rank 0 to stop, or None where none came."""
+    name = (read_json(attempt.events) or {}).get("signal")
+    return name if isinstance(name, str) else None
