@@ -1,4 +1,8 @@
-"""The pages of the documentation as lists of code blocks, and their commands as they run."""
+"""The pages of the documentation as lists of code blocks, and their commands as they run.
+
+A page is one session in one folder. A line ``<!-- session -->`` begins another; ``<!-- session on Slurm -->``
+one that runs on the test cluster.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,21 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 LIMIT_S = 120.0
+#: On the test cluster ranks share this machine's cores, and ``logs -f`` follows them to their end.
+SLURM_LIMIT_S = 400.0
 
 _FENCE = re.compile(r"^```(?P<language>\S*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-_FILE_NAME = re.compile(r"`([\w-]+\.(?:py|yaml))`")
+_FILE_NAME = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|yaml))`")
+_SESSION = re.compile(r"^<!-- session(?P<slurm> on Slurm)? -->$", re.MULTILINE)
 _EXIT_CODE = re.compile(r"#\s*exits with (\d+)\s*$")
+_MOMENT = re.compile(r"#\s*(once .+?)\s*$")
 
 
 @dataclass(frozen=True)
@@ -33,9 +41,22 @@ class Block:
         return f"{self.page.name}:{self.line}"
 
 
+@dataclass(frozen=True)
+class Session:
+    """Blocks whose commands run in one folder, one after the other."""
+
+    page: Path
+    line: int
+    on_slurm: bool
+    blocks: list[Block]
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
 @dataclass
 class Command:
-    """One ``$ …`` line, the lines of output that the page shows, and the exit code that it tells."""
+    """One ``$ …`` line, the lines of output that the page shows, and what its comment tells."""
 
     line: str
     shown: list[str] = field(default_factory=list)
@@ -44,6 +65,26 @@ class Command:
     def exit_code(self) -> int:
         told = _EXIT_CODE.search(self.line)
         return int(told[1]) if told else 0
+
+    @property
+    def moment(self) -> str | None:
+        """``once …``: what has to have happened before it is typed."""
+        told = _MOMENT.search(self.line)
+        return told[1] if told else None
+
+
+def sessions(page: Path) -> list[Session]:
+    """Return the page's sessions that type anything."""
+    text = page.read_text(encoding="utf-8")
+    starts = [(0, False), *((match.end(), bool(match["slurm"])) for match in _SESSION.finditer(text))]
+    ends = [start for start, _ in starts[1:]] + [len(text)]
+    found = []
+    for (start, on_slurm), end in zip(starts, ends, strict=True):
+        first, last = (text.count("\n", 0, offset) + 1 for offset in (start, end))
+        inside = [block for block in blocks(page) if first <= block.line < last]
+        if any(block.language == "console" for block in inside):
+            found.append(Session(page, first, on_slurm, inside))
+    return found
 
 
 def blocks(page: Path) -> list[Block]:
@@ -71,7 +112,25 @@ def commands(block: Block) -> list[Command]:
     return found
 
 
-def run(command: Command, folder: Path) -> tuple[int, str]:
+def play(
+    session: Session, folder: Path, wait_until: Callable[[str], None] | None = None
+) -> Iterator[tuple[str, Command, int, str]]:
+    """Save the session's files and run its commands in ``folder``; yield where, which, exit code, output.
+
+    ``wait_until``: brings about what a command's ``# once …`` says.
+    """
+    limit_s = SLURM_LIMIT_S if session.on_slurm else LIMIT_S
+    for block in session.blocks:
+        if block.file is not None:
+            (folder / block.file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / block.file).write_text(block.text, encoding="utf-8")
+        for command in commands(block) if block.language == "console" else ():
+            if wait_until is not None and command.moment is not None:
+                wait_until(command.moment)
+            yield str(block), command, *run(command, folder, limit_s)
+
+
+def run(command: Command, folder: Path, limit_s: float = LIMIT_S) -> tuple[int, str]:
     """Run it with the hpc-train of this interpreter and no GPU; return its exit code and all it printed."""
     own = {
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
@@ -84,7 +143,7 @@ def run(command: Command, folder: Path) -> tuple[int, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=LIMIT_S,
+        timeout=limit_s,
         check=False,
     )
     return done.returncode, done.stdout

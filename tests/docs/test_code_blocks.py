@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import shutil
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import yaml
 
 from hpc_train.config.loading import load
 from hpc_train.config.marked_yaml import read_document
-from tests.docs.pages import PAGES, REPOSITORY, Block, blocks, commands, missing_lines, run
+from hpc_train.launchers.slurm import profiles
+from tests.docs.pages import PAGES, REPOSITORY, Block, Session, blocks, missing_lines, play, sessions
+from tests.docs.scenes import Stage
+from tests.slurm.cluster import Cluster
 
 LANGUAGES = {"yaml", "console", "python", "toml", "text"}
-SESSIONS = [page for page in PAGES if any(block.language == "console" for block in blocks(page))]
+SESSIONS = [session for page in PAGES for session in sessions(page)]
 ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]
 #: What a block that shows only some keys is laid over.
 WHOLE_FILE = """\
@@ -23,7 +27,7 @@ name: whole
 task: classification
 model: {name: timm/test_resnet}
 data: {name: digits}
-optimization: {epochs: 5, global_batch_size: 8, micro_batch_size: 8, optimizer: {name: sgd, lr: 0.1}}
+optimization: {epochs: 5, global_batch_size: 512, micro_batch_size: 8, optimizer: {name: sgd, lr: 0.1}}
 """
 
 
@@ -50,6 +54,10 @@ def test_every_fence_has_a_language_that_is_checked(page: Path) -> None:
 def test_yaml_is_an_experiment_or_a_part_of_one(block: Block, tmp_path: Path) -> None:
     shown = read_document(block.text.encode())
     assert shown.data is not None and not shown.problems, shown.problems
+    if block.file is not None and block.file.startswith("profiles/"):
+        (tmp_path / "profile.yaml").write_text(block.text)
+        profiles.read(tmp_path / "profile.yaml")
+        return
     whole = read_document(WHOLE_FILE.encode()).data
     assert whole is not None
     file = tmp_path / "exp.yaml"
@@ -84,19 +92,31 @@ def test_python_runs(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.name)
+@pytest.mark.parametrize("session", [each for each in SESSIONS if not each.on_slurm], ids=str)
 def test_commands_do_what_the_page_shows(
-    page: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    session: Session, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A page is one session in one folder: each block finds the files that blocks before it are saved as."""
     monkeypatch.setenv("HPC_TRAIN_CACHE", str(cache))
-    for block in blocks(page):
-        if block.file is not None:
-            (tmp_path / block.file).write_text(block.text, encoding="utf-8")
-        for command in commands(block) if block.language == "console" else ():
-            code, printed = run(command, tmp_path)
-            assert code == command.exit_code, f"{block}: {command.line}\n{printed}"
-            assert not missing_lines(command.shown, printed), f"{block}: {command.line}\n{printed}"
+    for where, command, code, printed in play(session, tmp_path):
+        assert code == command.exit_code, f"{where}: {command.line}\n{printed}"
+        assert not missing_lines(command.shown, printed), f"{where}: {command.line}\n{printed}"
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("session", [each for each in SESSIONS if each.on_slurm], ids=str)
+def test_commands_on_slurm_do_what_the_page_shows(
+    session: Session, cluster: Cluster, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the test cluster, in a folder that has the repository's examples."""
+    monkeypatch.setenv("HPC_TRAIN_CACHE", str(cache))
+    shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
+    stage = Stage(cluster, tmp_path)
+    for where, command, code, printed in play(session, tmp_path, stage.wait_until):
+        account = f"{where}: {command.line}\n{printed}\n{stage.account()}"
+        assert code == command.exit_code, account
+        assert not missing_lines(command.shown, printed), account
 
 
 def test_the_reference_lists_the_keys_of_the_schema() -> None:

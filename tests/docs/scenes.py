@@ -1,0 +1,79 @@
+"""What a page's ``# once …`` comments say has happened, brought about on the test cluster and waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from hpc_train.paths import RunPaths
+from tests.slurm.cluster import Cluster
+from tests.slurm.experiments import account
+
+LIMIT_S = 300.0
+_POLL_S = 0.2
+_ENDED = {"completed", "failed", "cancelled"}
+
+
+class Stage:
+    """One session's cluster and folder."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self._cluster = cluster
+        self._folder = folder
+        self._rival: str | None = None
+
+    def wait_until(self, moment: str) -> None:
+        """Bring it about, and wait for it. Raises KeyError for a moment that no page has had before."""
+        moments: dict[str, Callable[[], None]] = {
+            "once it trains": lambda: self._wait(lambda run: run["state"] == "running" and run["step"] > 0),
+            "once a job of higher priority has taken the nodes": self._preempt,
+            "once the nodes are free again": self._free,
+            "once all runs have ended": lambda: self._wait(lambda run: run["state"] in _ENDED, all),
+        }
+        moments[moment]()
+
+    def account(self) -> str:
+        """Return what the session's run folders tell: for a failed test's message."""
+        runs = [RunPaths(path.parent) for path in self._folder.glob("runs/*/[!.]*/run.json")]
+        return "\n".join(account(paths) for paths in runs)
+
+    def _preempt(self) -> None:
+        """Take all nodes, so that what was preempted waits."""
+        self._rival = self._cluster.run(
+            "sbatch", "--parsable", "--partition=high", "--exclusive", "--nodes=4", "--output=/dev/null",
+            "--chdir=/", "--wrap=sleep 600",
+        ).strip()  # fmt: skip
+        self._wait(lambda run: run["state"] == "requeued")
+
+    def _free(self) -> None:
+        assert self._rival is not None, "nobody has taken the nodes"
+        self._cluster.run("scancel", self._rival)
+        self._wait(lambda run: run["state"] == "running" and run["attempt"] > 1)
+
+    def _wait(
+        self, is_so: Callable[[dict[str, Any]], bool], of: Callable[[Iterable[bool]], bool] = any
+    ) -> None:
+        """Wait until it is so for any (or ``all``) runs, by the word of ``status``."""
+        deadline = time.monotonic() + LIMIT_S
+        while not of(map(is_so, runs := self._runs())):
+            has_ended = all(run["state"] in _ENDED for run in runs)
+            assert not has_ended and time.monotonic() < deadline, f"{runs}\n{self.account()}"
+            time.sleep(_POLL_S)
+
+    def _runs(self) -> list[dict[str, Any]]:
+        done = subprocess.run(
+            [sys.executable, "-m", "hpc_train", "status", "--json"],
+            cwd=self._folder,
+            env={name: value for name, value in os.environ.items() if name != "HPC_TRAIN_RUNS"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        runs: list[dict[str, Any]] = json.loads(done.stdout)["runs"]
+        return runs
