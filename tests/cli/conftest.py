@@ -13,6 +13,8 @@ from tests.plan.files import EXPERIMENT
 @pytest.fixture(autouse=True)
 def _no_requests() -> None:
     launchers.requests.clear()
+    launchers.queued.clear()
+    launchers.refusals.clear()
 
 
 @pytest.fixture

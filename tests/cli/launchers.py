@@ -5,25 +5,31 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
-from hpc_train.errors import ExitCode
-from hpc_train.launchers.base import LaunchRequest
+from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.launchers.base import LaunchRequest, QueuedRun
 from hpc_train.launchers.local import LocalLauncher
+from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run_folder.attempts import read_record, write_record
-from hpc_train.run_folder.status import RunStatus, write_status
+from hpc_train.run_folder.status import RunStatus, read_status, write_status
 
 COMPLETING = "tests.cli.launchers:Completing"
 FAILING = "tests.cli.launchers:Failing"
 INTERRUPTED = "tests.cli.launchers:Interrupted"
 QUEUEING = "tests.cli.launchers:Queueing"
+QUEUE = "tests.cli.launchers:Queue"
 BROKEN = "tests.cli.launchers:Broken"
 CTRL_C = "tests.cli.launchers:CtrlC"
 SCRIPTED = "tests.cli.launchers:Scripted"
 
 #: What was asked for, newest last; tests clear it.
 requests: list[LaunchRequest] = []
+#: What went into the queue, a list each time; and why it takes nothing.
+queued: list[list[QueuedRun]] = []
+refusals: list[str] = []
 
 
 class Completing:
@@ -66,6 +72,32 @@ class Queueing:
     def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
         requests.append(request)
         return ExitCode.DONE
+
+
+class Queue:
+    """A scheduler that takes all and starts nothing; tests read ``queued``, and may have it refuse."""
+
+    def scripts(self, folder: ExperimentPaths, runs: Sequence[QueuedRun]) -> list[str]:
+        return [f"#!/bin/bash\n# {len(runs)} runs\n"]
+
+    def submitting(self, folder: ExperimentPaths) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def is_unsubmitted(self, paths: RunPaths) -> bool:
+        return (paths.folder / "unsubmitted").exists()
+
+    def enqueue(self, folder: ExperimentPaths, runs: Sequence[QueuedRun]) -> None:
+        if refusals:
+            raise BadFileError(refusals)
+        queued.append(list(runs))
+        for run in runs:
+            write_status(run.paths, replace(read_status(run.paths), state="pending", reason=None))
+
+    def standings(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
+        return [read_status(paths) for paths in runs]
+
+    def cancel(self, runs: Sequence[RunPaths]) -> None:
+        raise NotImplementedError
 
 
 class Broken:

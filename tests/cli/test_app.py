@@ -29,7 +29,7 @@ def test_help_imports_nothing_but_typer_and_the_standard_library() -> None:
     assert not _imported("--help") & (_NEVER | {"pydantic", "yaml", "rich", "platformdirs"})
 
 
-@pytest.mark.parametrize("command", [["validate"], ["plan", "--json"], ["submit", "--dry-run"]])
+@pytest.mark.parametrize("command", [["validate"], ["plan", "--json"], ["submit", "--local", "--dry-run"]])
 def test_what_a_login_node_runs_imports_no_torch(file: Path, command: list[str]) -> None:
     imported = _imported(command[0], file, *command[1:])
     assert "pydantic" in imported, "the listing works"

@@ -9,8 +9,11 @@ import pytest
 
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import claim_attempt
+from hpc_train.run_folder.files import write_json
 from hpc_train.run_folder.status import RunStatus, write_status
 from tests.cli.commands import REPOSITORY, python
+from tests.launchers.slurm.programs import put_programs_first
+from tests.launchers.slurm.queued import begin, queued_run
 from tests.run_folder.runs import small_run
 
 
@@ -65,3 +68,60 @@ def test_following_ends_with_the_run_and_misses_nothing(run: RunPaths) -> None:
 
 def test_following_an_earlier_attempt_ends_at_once(run: RunPaths) -> None:
     assert _logs("abc", "-f", "--attempt", "1") == (0, "attempt 1 rank 0\n", "")
+
+
+@pytest.fixture
+def queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
+    """Job 12 of the run has ended; its batch script said something, and no rank started."""
+    programs = put_programs_first(tmp_path, monkeypatch)
+    programs.put("squeue", "exit 0")
+    programs.put("sacct", "printf '12\\x1fFAILED\\x1f2026-11-21T06:05:06\\x1f1:0\\x1fn1\\x1fsmall\\n'")
+    paths = queued_run(tmp_path / "runs", "12")
+    submission = paths.siblings.submission("t1")
+    submission.folder.mkdir(parents=True)
+    write_json(submission.record, {"job_id": "12", "state": "released"})
+    (submission.folder / "12_0_log.out").write_text("module: nothing is called cuda/99\n")
+    return paths
+
+
+def test_where_no_rank_started_the_batch_scripts_output_is_shown(queued: RunPaths) -> None:
+    code, out, err = _logs("abc")
+    assert (code, out) == (0, "module: nothing is called cuda/99\n")
+    assert "no rank of job 12 has started; its batch script printed:" in err
+
+
+def test_following_a_job_that_ended_before_any_rank_says_why_and_ends(queued: RunPaths) -> None:
+    code, out, err = _logs("-f", "abc")
+    assert (code, out) == (0, "module: nothing is called cuda/99\n")
+    assert "failed: job 12 ended before any rank started" in err
+
+
+def test_earlier_attempts_logs_stay_to_be_read(queued: RunPaths) -> None:
+    begin(queued, "11")
+    queued.attempt(1).log(0).write_text("earlier\n")
+    assert _logs("abc", "--attempt", "1")[1] == "earlier\n"
+
+
+def test_following_goes_on_through_a_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = put_programs_first(tmp_path, monkeypatch)
+    programs.put("squeue", "exit 1")  # says no: the folder's word counts
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12")
+    paths.attempt(1).log(0).write_text("one\n")
+    write_status(paths, RunStatus(state="requeued", attempt=1, reason="preempted at step 4"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpc_train", "logs", "-f", "abc"],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "one\n"
+    begin(paths, "12", restart=1)
+    paths.attempt(2).log(0).write_text("two\n")
+    assert process.stdout.readline() == "two\n"
+    write_status(paths, RunStatus(state="completed", attempt=2))
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "attempt 2 begins" in err

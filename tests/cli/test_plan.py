@@ -25,3 +25,18 @@ def test_a_plan_says_what_cannot_be_started_yet(file: Path) -> None:
     assert done.code == 0
     assert json.loads(done.out)["runs"]
     assert "optimization.ema" in done.err
+
+
+def test_a_plan_for_slurm_shows_its_script(file: Path) -> None:
+    done = hpc_train("plan", file, "slurm={nodes: 2, partition: low}")
+    assert done.code == 0
+    assert "#SBATCH --partition=low" in done.out
+    (script,) = json.loads(hpc_train("plan", file, "slurm={nodes: 2}", "--json").out)["scripts"]
+    assert script.startswith("#!/bin/bash")
+
+
+def test_a_plan_whose_script_cannot_be_made_says_why(file: Path) -> None:
+    done = hpc_train("plan", file, "slurm={profile: nowhere}")
+    assert done.code == 0
+    assert done.out.startswith("run ")
+    assert "slurm.profile" in done.err

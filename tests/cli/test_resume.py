@@ -17,7 +17,7 @@ from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train, python
-from tests.cli.launchers import COMPLETING, FAILING, QUEUEING, requests
+from tests.cli.launchers import COMPLETING, FAILING, QUEUE, QUEUEING, queued, refusals, requests
 
 
 @pytest.fixture
@@ -139,3 +139,86 @@ def test_a_run_that_another_launcher_has_queued_is_refused(failed: RunPaths, sta
     assert f"is {state} with launcher {QUEUEING}" in done.err
     assert read_status(failed).state == state
     assert newest_number(failed) == 2
+
+
+@pytest.fixture
+def cancelled(file: Path) -> list[RunPaths]:
+    """Two runs of a queue that somebody cancelled."""
+    hpc_train("submit", file, "--launcher", QUEUE, "sweep.grid={seed: [1, 2]}")
+    runs = find_runs([])
+    for paths in runs:
+        write_status(paths, RunStatus("cancelled", reason="hpc-train cancel"))
+        paths.cancelled.write_text("{}")
+    return runs
+
+
+def test_runs_of_a_queue_enter_it_again_at_once_with_their_changes(cancelled: list[RunPaths]) -> None:
+    done = hpc_train("resume", "tiny", "slurm.nodes=3", "data.workers=2")
+    assert done.code == 0, done.err
+    assert [run.paths for run in queued[-1]] == cancelled
+    assert [run.experiment.data.workers for run in queued[-1]] == [2, 2]
+    slurm = queued[-1][0].experiment.slurm
+    assert slurm is not None and slurm.nodes == 3
+    assert "attempt 1 begins at step 0" in done.err
+    assert not any(paths.cancelled.exists() for paths in cancelled)
+    assert [read_status(paths).state for paths in cancelled] == ["pending", "pending"]
+
+
+def test_changes_of_an_attempt_that_never_began_stay(cancelled: list[RunPaths]) -> None:
+    assert _resume(cancelled[0].folder, "data.workers=2", "slurm.nodes=3") == 0
+    write_status(cancelled[0], RunStatus("cancelled"))
+    assert _resume(cancelled[0].folder, "data.workers=1") == 0
+    experiment = queued[-1][0].experiment
+    assert experiment.data.workers == 1
+    assert experiment.slurm is not None and experiment.slurm.nodes == 3
+
+
+def test_what_a_queue_refuses_leaves_runs_as_they_were(cancelled: list[RunPaths]) -> None:
+    files = [path for run in cancelled for path in (run.run, run.status, run.cancelled)]
+    before = [path.read_text() for path in files]
+    refusals.append("slurm.nodes: too many")
+    done = hpc_train("resume", "tiny", "slurm.nodes=3")
+    assert (done.code, "slurm.nodes: too many" in done.err) == (65, True)
+    assert [path.read_text() for path in files] == before
+
+
+def test_a_run_in_the_queue_is_refused_and_one_that_never_reached_it_is_not(
+    cancelled: list[RunPaths],
+) -> None:
+    for paths in cancelled:
+        write_status(paths, RunStatus("pending"))
+    (cancelled[1].folder / "unsubmitted").touch()
+    done = hpc_train("resume", "tiny")
+    assert (done.code, "is pending" in done.err) == (1, True)
+    assert [run.paths for run in queued[-1]] == [cancelled[1]]
+
+
+def test_a_run_of_a_queue_goes_on_here_and_back(cancelled: list[RunPaths]) -> None:
+    run = cancelled[0]
+    assert _resume(run.folder, "--launcher", FAILING) == 1
+    assert not run.cancelled.exists()
+    assert json.loads(run.run.read_text())["launcher"] == FAILING
+    assert _resume(run.folder) == 1, "on the launcher that it had last"
+    assert [request.attempt for request in requests] == [1, 2]
+    assert _resume(run.folder, "--launcher", QUEUE) == 0
+    assert queued[-1][0].paths == run
+
+
+def test_devices_are_none_of_a_queue(cancelled: list[RunPaths]) -> None:
+    done = hpc_train("resume", "tiny", "--devices", "2")
+    assert (done.code, "--devices: is for this machine" in done.err) == (2, True)
+
+
+def test_slurm_needs_a_section_that_says_what_to_ask_for(
+    failed: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpc_train.launchers.slurm.sending.check_programs", lambda: None)
+    done = hpc_train("resume", failed.folder, "--launcher", "slurm")
+    assert (done.code, "slurm: is missing" in done.err) == (65, True)
+
+
+def test_the_throttle_may_change(cancelled: list[RunPaths]) -> None:
+    assert _resume("tiny", "sweep.max_parallel=1") == 0
+    assert [run.experiment.sweep.max_parallel for run in queued[-1]] == [1, 1]
+    write_status(cancelled[0], RunStatus("cancelled"))
+    assert _resume(cancelled[0].folder, "sweep.grid={seed: [3]}") == 2

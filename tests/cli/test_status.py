@@ -8,11 +8,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import claim_attempt, read_record, write_record
+from hpc_train.run_folder.creation import create_run
+from hpc_train.run_folder.files import read_json, write_json
 from hpc_train.run_folder.status import RunStatus, write_status
 from tests.cli.commands import REPOSITORY, hpc_train
-from tests.run_folder.runs import small_run
+from tests.run_folder.runs import small_experiment, small_run
 
 
 def _run(tmp_path: Path) -> RunPaths:
@@ -34,6 +38,8 @@ def test_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
                 "attempt": 0,
                 "reason": None,
                 "path": str(paths.folder),
+                "job": None,
+                "restart": None,
             }
         ],
     }
@@ -79,3 +85,86 @@ def test_markup_and_escapes_of_a_reason_are_shown_as_text_on_a_terminal(tmp_path
     os.close(ours)
     assert r"[red]x[/red] \x1b]0;title\x07\nsecond" in shown
     assert "\x1b]" not in shown
+
+
+def _fail(paths: RunPaths, *texts: str) -> None:
+    number = claim_attempt(paths, "slurm")
+    for rank, text in enumerate(texts):
+        paths.attempt(number).error(rank).write_text(text)
+    write_status(paths, RunStatus(state="failed", attempt=number, reason="rank 1: ValueError: two"))
+
+
+def test_a_failed_run_by_itself_shows_the_end_of_its_traceback(tmp_path: Path) -> None:
+    paths = _run(tmp_path)
+    long = "\n".join(f"  line {number}" for number in range(50))
+    _fail(paths, "lost a peer", f"Traceback (most recent call last):\n{long}\nValueError: \x1b[1mtwo\n")
+    shown = hpc_train("status", "abc").out
+    assert shown.endswith("  line 49\nValueError: \\x1b[1mtwo\n")
+    assert "line 30" not in shown and "lost a peer" not in shown
+
+
+def test_several_runs_have_a_line_each(tmp_path: Path) -> None:
+    _fail(_run(tmp_path), "zero", "Traceback (most recent call last):\nValueError: two")
+    other = RunPaths(tmp_path / "runs" / "small" / "def")
+    assert create_run(other, small_experiment(), "def", 10)
+    assert len(hpc_train("status").out.splitlines()) == 3
+
+
+def _attempt(paths: RunPaths, cause: str | None, **events: str) -> None:
+    number = claim_attempt(paths, "slurm", slurm_job="12_3")
+    record = read_record(paths.attempt(number))
+    assert record is not None
+    times = {name: f"2026-11-21T06:{minute}+00:00" for name, minute in events.items()}
+    write_record(paths.attempt(number), replace(record, cause=cause, events=times))
+
+
+def _restart() -> object:
+    return json.loads(hpc_train("status", "--json").out)["runs"][0]["restart"]
+
+
+def test_json_has_the_parts_of_the_newest_interruption(tmp_path: Path) -> None:
+    paths = _run(tmp_path)
+    _attempt(paths, "preemption", signal="00:10.000", saved="00:11.250", requeue="00:13.000")
+    parts = {
+        "cause": "preemption",
+        "signal_to_saved_s": 1.25,
+        "saved_to_requeue_s": 1.75,
+        "requeue_to_begin_s": None,
+        "begin_to_first_step_s": None,
+    }
+    assert _restart() == parts
+    _attempt(paths, None, begin="00:20.000")
+    assert _restart() == parts | {"requeue_to_begin_s": 7.0}
+    _attempt(paths, "completed", begin="01:20.000", first_step="01:22.500")
+    assert _restart() == {
+        "cause": None,
+        "signal_to_saved_s": None,
+        "saved_to_requeue_s": None,
+        "requeue_to_begin_s": None,
+        "begin_to_first_step_s": 2.5,
+    }
+
+
+def test_a_first_attempt_was_not_interrupted(tmp_path: Path) -> None:
+    _attempt(_run(tmp_path), "completed", begin="00:20.000", first_step="00:22.000")
+    assert _restart() is None
+
+
+def test_json_has_the_newest_job(tmp_path: Path) -> None:
+    paths = _run(tmp_path)
+    write_status(paths, RunStatus(state="completed"))
+    write_json(paths.run, {**(read_json(paths.run) or {}), "slurm_job_ids": ["9", "12_3"]})
+    assert json.loads(hpc_train("status", "--json").out)["runs"][0]["job"] == "12_3"
+
+
+def test_somebody_elses_run_does_not_name_the_code_that_status_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trap.py").write_text("from pathlib import Path\nPath('sprung').touch()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    paths = _run(tmp_path)
+    write_json(paths.run, {**(read_json(paths.run) or {}), "launcher": "trap:Launcher"})
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    assert hpc_train("status").code == 0
+    assert not Path("sprung").exists()

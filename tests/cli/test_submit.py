@@ -14,9 +14,19 @@ from hpc_train.plan.identity import run_id
 from hpc_train.run_folder.attempts import read_record
 from hpc_train.run_folder.creation import create_run
 from hpc_train.run_folder.finding import find_runs
-from hpc_train.run_folder.status import read_status
+from hpc_train.run_folder.status import RunStatus, read_status, write_status
 from tests.cli.commands import Done, hpc_train, python
-from tests.cli.launchers import BROKEN, COMPLETING, CTRL_C, FAILING, INTERRUPTED, QUEUEING, requests
+from tests.cli.launchers import (
+    BROKEN,
+    COMPLETING,
+    CTRL_C,
+    FAILING,
+    INTERRUPTED,
+    QUEUE,
+    QUEUEING,
+    queued,
+    requests,
+)
 from tests.plan.files import loaded
 
 
@@ -24,14 +34,86 @@ def _submit(file: Path, *arguments: str, launcher: str = COMPLETING) -> Done:
     return hpc_train("submit", file, "--local", "--launcher", launcher, *arguments)
 
 
+def _queue(file: Path, *arguments: str) -> Done:
+    return hpc_train("submit", file, "--launcher", QUEUE, *arguments)
+
+
 def _states() -> list[str]:
     return [RunRow.of(paths).state for paths in find_runs([])]
 
 
-def test_slurm_is_refused_by_name_for_now(file: Path) -> None:
-    done = hpc_train("submit", file)
+@pytest.mark.parametrize("options", [[], ["--launcher", "slurm"], ["--dry-run"]])
+def test_a_file_that_asks_nothing_of_slurm_is_not_submitted_there(file: Path, options: list[str]) -> None:
+    done = hpc_train("submit", file, *options)
+    assert done.code == 65
+    assert f"{file}:1:1: slurm: is missing" in done.err
+    assert "write `slurm: {}` for one node as the site gives it, or add --local" in done.err
+    assert not runs_root().exists()
+
+
+@pytest.mark.parametrize("options", [["--local"], ["--devices", "2"]])
+def test_this_machine_and_slurm_exclude_each_other(file: Path, options: list[str]) -> None:
+    done = hpc_train("submit", file, "--launcher", "slurm", *options)
     assert done.code == 2
-    assert "submitting to Slurm comes with a later version; add --local, or --dry-run" in done.err
+    assert f"{options[0]}: is for this machine, launcher slurm is not" in done.err
+
+
+def test_a_dry_run_for_slurm_shows_the_script_of_each_job(file: Path) -> None:
+    sweep = ("sweep.grid={seed: [1, 2]}", "slurm={nodes: 2, time_limit: 1h}")
+    done = hpc_train("submit", file, "--dry-run", *sweep)
+    assert done.code == 0, done.err
+    assert done.out.count("#!/bin/bash") == 1
+    assert "#SBATCH --array=0-1%2" in done.out
+    (script,) = json.loads(hpc_train("submit", file, "--dry-run", "--json", *sweep).out)["scripts"]
+    assert script.strip() in done.out
+    assert not runs_root().exists()
+
+
+def test_all_new_runs_enter_the_queue_at_once(file: Path) -> None:
+    assert _queue(file, "seed=8").code == 0
+    done = _queue(file, "sweep.grid={seed: [7, 8, 9]}", "--json")
+    assert done.code == 0
+    assert [[run.experiment.seed for run in runs] for runs in queued] == [[8], [7, 9]]
+    assert [run["state"] for run in json.loads(done.out)["runs"]] == ["pending"] * 3
+    assert done.err.count("pending already") == 1
+    assert "`hpc-train status tiny`" in done.err
+    assert all(paths.code.is_symlink() for paths in find_runs([]))
+
+
+def test_new_runs_enter_the_queue_beside_what_is_there(file: Path) -> None:
+    for _ in range(2):
+        assert _queue(file, "--new").code == 0
+    names = [paths.folder.name for paths in find_runs([])]
+    assert names == [names[0], f"{names[0]}-2"]
+    assert [[run.paths.folder.name for run in runs] for runs in queued] == [names[:1], names[1:]]
+
+
+@pytest.mark.parametrize("option", [[], ["--new"]])
+def test_a_run_that_never_reached_the_queue_is_made_anew(file: Path, option: list[str]) -> None:
+    for _ in range(1 + len(option)):
+        _queue(file, *option)
+    paths = find_runs([])[-1]
+    (paths.folder / "unsubmitted").touch()
+    before = json.loads(paths.run.read_text())["wandb_id"]
+    assert _queue(file, *option).code == 0
+    assert find_runs([])[-1] == paths
+    assert json.loads(paths.run.read_text())["wandb_id"] != before
+    assert queued[-1][0].paths == paths
+
+
+def test_data_that_only_the_nodes_have_are_a_warning_in_a_queue(file: Path) -> None:
+    done = _queue(file, "data.root=/nowhere")
+    assert done.code == 0
+    assert "data.root: there is no /nowhere here; see that the nodes have it" in done.err
+
+
+def test_a_failed_run_of_a_queue_names_what_the_file_asks_of_slurm_by_now(file: Path) -> None:
+    _queue(file, "slurm={nodes: 1, partition: a}")
+    (paths,) = find_runs([])
+    write_status(paths, RunStatus("failed", reason="job 12: out of memory"))
+    done = _queue(file, "slurm={nodes: 1, partition: b}")
+    assert done.code == 1
+    assert f"`hpc-train resume {paths.folder.name} slurm.partition=b`" in done.err
 
 
 def test_devices_without_local_are_refused(file: Path) -> None:

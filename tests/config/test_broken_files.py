@@ -160,6 +160,26 @@ BROKEN = {
         "12:16: slurm.nodes: needs a whole number of at least 1 or a range like 2-8",
         "write",
     ),
+    "lead out of range": (
+        GOOD + "slurm: {signal_lead_s: 0}\n",
+        "12:24: slurm.signal_lead_s: needs a whole number of 1 to 65535, got 0",
+        "write a number like 1",
+    ),
+    "value like an option": (
+        GOOD + "slurm: {partition: -x}\n",
+        "12:20: slurm.partition: needs one word without blanks",
+        "write such text",
+    ),
+    "path like an option": (
+        GOOD + "environment: {container: --bind=/}\n",
+        "12:26: environment.container: needs a path without blanks",
+        "write such text",
+    ),
+    "two words for a GPU": (
+        GOOD + "slurm: {gpu_type: 'a100:2,x'}\n",
+        "12:19: slurm.gpu_type: needs one word like a100",
+        "write such text",
+    ),
     "value of an option": (
         GOOD + "slurm: {extra: {nice: 1.5}}\n",
         "12:23: slurm.extra.nice: needs text or a whole number or true or false, got 1.5",

@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.engine import meters
-from hpc_train.engine.meters import STATUS_EVERY_S, Meters, NonFiniteError, Recorder, StatusWriter
+from hpc_train.engine.meters import (
+    STATUS_EVERY_S,
+    Meters,
+    NonFiniteError,
+    Recorder,
+    StatusWriter,
+    SupersededError,
+)
 from hpc_train.engine.metrics_file import MetricsFile, read_rows
 from hpc_train.paths import RunPaths
 
@@ -260,3 +267,26 @@ def test_status_is_written_no_more_often_than_somebody_could_read_it(
         "version": 1, "state": "completed", "step": 40, "total_steps": 40, "epoch": 4.0, "attempt": 2,
         "reason": None,
     }  # fmt: skip
+
+
+def test_a_cancelled_run_is_not_called_running_again(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    writer = StatusWriter(paths, attempt=1, total_steps=40, steps_per_epoch=10)
+    writer.write("running", 1)
+    paths.cancelled.touch()
+    writer.write("running", 2)
+    assert json.loads(paths.status.read_text())["step"] == 1
+    writer.write("completed", 40)
+    assert json.loads(paths.status.read_text())["state"] == "completed"
+
+
+def test_an_attempt_that_another_took_over_from_ends(tmp_path: Path) -> None:
+    """Its node was given up for dead and lives: it must not write over what goes on elsewhere."""
+    paths = RunPaths(tmp_path)
+    writer = StatusWriter(paths, attempt=1, total_steps=40, steps_per_epoch=10)
+    for number in (1, 2):
+        paths.attempt(number).folder.mkdir(parents=True)
+        paths.attempt(number).record.write_text("{}")
+    with pytest.raises(SupersededError, match="another attempt goes on with this run; attempt 1 ends"):
+        writer.write("running", 1)
+    assert not paths.status.exists()

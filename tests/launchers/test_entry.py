@@ -12,6 +12,8 @@ import pytest
 
 from hpc_train.errors import UsageError
 from hpc_train.launchers.entry import Entry, attempt_number
+from hpc_train.launchers.outcome import exit_codes
+from hpc_train.paths import RunPaths
 
 
 def test_it_is_pickled_with_the_folder_and_nothing_else(tmp_path: Path) -> None:
@@ -34,21 +36,64 @@ def test_importing_launchers_imports_no_torch() -> None:
     assert done.stdout == "False\n"
 
 
-def test_a_rank_runs_the_worker_with_its_attempt_and_returns_its_code(tmp_path: Path) -> None:
-    script = """
-import runpy, sys, types
-worker = types.ModuleType("hpc_train.worker")
-worker.run = lambda paths, attempt: print(paths.folder, attempt) or 75
+WORKER = """
+import pickle, sys, types
+from pathlib import Path
+from hpc_train.launchers.entry import Entry
 import hpc_train
+worker = types.ModuleType("hpc_train.worker")
+def run(paths, attempt):
+    print(paths.folder, attempt)
+    return {end}
+worker.run = run
 sys.modules["hpc_train.worker"] = hpc_train.worker = worker
-runpy.run_module("hpc_train.launchers.entry", run_name="__main__", alter_sys=False)
+pickle.loads(pickle.dumps(Entry(Path(sys.argv[1]))))()
+print("never reached")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)],
+
+
+def run_rank(
+    folder: Path, end: str, script: str = WORKER, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    RunPaths(folder).attempt(3).folder.mkdir(parents=True, exist_ok=True)
+    return subprocess.run(
+        [sys.executable, "-c", script.replace("{end}", end), str(folder)],
         capture_output=True,
         text=True,
-        env=os.environ | {"HPC_TRAIN_ATTEMPT": "3"},
+        env=os.environ | {"HPC_TRAIN_ATTEMPT": "3"} | variables,
         check=False,
         timeout=60,
     )
+
+
+def test_a_rank_runs_the_worker_with_its_attempt_and_exits_with_its_code(tmp_path: Path) -> None:
+    """It never returns: submitit would end with 0 and a pickle of the code."""
+    done = run_rank(tmp_path, "75")
     assert (done.stdout, done.returncode) == (f"{tmp_path} 3\n", 75), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("rank", "code", "told"), [(0, 0, None), (0, 75, 75), (1, 75, None), (1, 76, 76), (2, 1, 1)]
+)
+def test_a_code_is_left_for_whoever_judges_the_attempt(
+    tmp_path: Path, rank: int, code: int, told: int | None
+) -> None:
+    assert run_rank(tmp_path, str(code), SLURM_PROCID=str(rank)).returncode == code
+    attempt = RunPaths(tmp_path).attempt(3)
+    assert exit_codes(attempt) == ({} if told is None else {rank: told})
+
+
+def test_a_worker_that_can_not_be_imported_leaves_its_traceback(tmp_path: Path) -> None:
+    broken = WORKER.replace("= hpc_train.worker = worker", "= None")
+    done = run_rank(tmp_path, "0", broken, SLURM_PROCID="2")
+    assert done.returncode == 1
+    attempt = RunPaths(tmp_path).attempt(3)
+    for text in (done.stderr, attempt.error(2).read_text()):
+        assert "Traceback" in text and "hpc_train.worker" in text
+    assert exit_codes(attempt) == {2: 1}
+
+
+def test_without_an_attempt_a_rank_ends_with_a_word(tmp_path: Path) -> None:
+    done = run_rank(tmp_path, "0", HPC_TRAIN_ATTEMPT="x")
+    assert done.returncode == 2
+    assert done.stderr.startswith("HPC_TRAIN_ATTEMPT: 'x'")

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import ExitCode, UsageError
+from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.launchers import local
 from hpc_train.launchers.local import choose_num_ranks
 from hpc_train.run_folder.processes import Process
+from hpc_train.run_folder.snapshot import link, take
 from hpc_train.run_folder.status import read_status
 from tests.launchers.fake_ranks import attempt_of, launch, new_request, record_of
+from tests.run_folder.trees import work_tree
 
 #: Rank 0 loses its peer, once it has been told to end.
 ELSE_LOSE_PEER = """
@@ -70,6 +72,40 @@ def test_each_rank_is_told_its_place_and_nothing_stale(
     assert first["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         assert Path(first[name]).is_relative_to(request.paths.cache)
+
+
+def test_ranks_import_the_snapshot_and_nothing_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = work_tree(tmp_path / "work", "sub/own.py")
+    (tree / "sub" / "own.py").write_text("value = 'old'")
+    request = new_request(tmp_path / "runs", devices=1)
+    link(request.paths, take(request.paths.siblings.snapshots, tree / "sub", []))
+    (tree / "sub" / "own.py").write_text("value = 'new'")
+    (tree / "sub" / "later.py").write_text("")
+    monkeypatch.chdir(tree / "sub")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "", str(tree / "sub"), "/elsewhere"]))
+    script = """
+import importlib.util, json, multiprocessing, own
+own_in_child = multiprocessing.get_context("spawn").Pool(1).apply(eval, ("__import__('own').value",))
+found = [own.value, own_in_child, importlib.util.find_spec("later") is None, os.getcwd()]
+print(json.dumps([found, os.environ["PYTHONPATH"].split(":"), sys.modules["hpc_train"].__file__]))
+"""
+    assert launch(request, script) == ExitCode.DONE
+    found, path, package = json.loads(attempt_of(request).log(0).read_text())
+    assert found == ["old", "old", True, str(tree / "sub")]
+    snapshot = request.paths.code.resolve()
+    assert path == [*(str(snapshot / part) for part in ("package", "tree/sub", "tree")), "/elsewhere"]
+    assert Path(package).is_relative_to(snapshot / "package")
+
+
+def test_code_that_others_may_write_is_not_run(tmp_path: Path) -> None:
+    request = new_request(tmp_path / "runs", devices=1)
+    link(request.paths, take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py"), []))
+    (request.paths.code / "tree" / "own.py").chmod(0o666)
+    with pytest.raises(UserError, match=r"own\.py: others may write it"):
+        launch(request, "")
+    assert not attempt_of(request).log(0).exists()
 
 
 def test_a_thread_count_of_the_users_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

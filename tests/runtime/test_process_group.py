@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_train.errors import PeerLostError, TryAgainError, UsageError
+from hpc_train.errors import PeerLostError, TryAgainError, UsageError, UserError
 from hpc_train.run_folder.files import write_json
 from hpc_train.runtime.process_group import Timeouts, join, peer_lost
 from hpc_train.runtime.ranks import RankFacts
@@ -32,8 +32,14 @@ def joined(**limits):
 """
 
 
-def test_one_rank_has_a_process_group_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+@pytest.fixture(autouse=True)
+def _interface_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``join`` chooses gloo's interface for the whole process."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # remembered, so that it is put back
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+
+def test_one_rank_has_a_process_group_too(tmp_path: Path) -> None:
     group = join(RankFacts(), CPU, tmp_path / "rendezvous.json", "token")
     try:
         ones = torch.ones(2)
@@ -44,14 +50,13 @@ def test_one_rank_has_a_process_group_too(tmp_path: Path, monkeypatch: pytest.Mo
         group.shorten_timeouts()
     finally:
         group.leave()
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert not dist.is_initialized()
     group.leave()
 
 
 def test_an_address_of_another_attempt_is_not_taken(tmp_path: Path) -> None:
     rendezvous = tmp_path / "rendezvous.json"
-    write_json(rendezvous, {"host": "127.0.0.1", "port": 1, "token": "older"})
+    write_json(rendezvous, {"hosts": ["127.0.0.1"], "port": 1, "token": "older"})
     with pytest.raises(PeerLostError, match=r"rank 0 published no address in .*rendezvous.json within 0.1 s"):
         join(SECOND_OF_TWO, CPU, rendezvous, "token", Timeouts(join_s=0.1))
 
@@ -61,9 +66,26 @@ def test_a_stop_ends_the_wait_for_rank_0(tmp_path: Path) -> None:
         join(SECOND_OF_TWO, CPU, tmp_path / "rendezvous.json", "token", must_stop=lambda: True)
 
 
-def test_nodes_without_a_common_address_are_refused(tmp_path: Path) -> None:
+def test_nodes_without_a_common_address_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
     with pytest.raises(UsageError, match="MASTER_ADDR: not set"):
         join(RankFacts(0, 2, 0, 1, 0, 2), CPU, tmp_path / "rendezvous.json", "token")
+
+
+def test_a_store_that_nobody_reaches_is_told_of_with_where_it_was_sought(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    rendezvous = tmp_path / "rendezvous.json"
+    write_json(rendezvous, {"hosts": ["127.0.0.1", "no-such-host.invalid"], "port": port, "token": "token"})
+    with pytest.raises(
+        UserError, match=r"127\.0\.0\.1, no-such-host\.invalid, port .* set GLOO_SOCKET_IFNAME"
+    ):
+        join(SECOND_OF_TWO, CPU, rendezvous, "token", Timeouts(join_s=0.1))
+
+
+def test_a_rank_that_does_not_come_is_missed(tmp_path: Path) -> None:
+    with pytest.raises(PeerLostError, match=r"1 of 2 ranks came within 0\.1 s"):
+        join(RankFacts(0, 2, 0, 2, 0, 1), CPU, tmp_path / "rendezvous.json", "token", Timeouts(join_s=0.1))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +113,7 @@ def test_what_counts_as_a_lost_peer(error: Exception, is_lost: bool) -> None:
 @pytest.mark.slow
 def test_ranks_meet_by_the_file_and_a_silent_peer_is_lost_after_the_short_timeout(tmp_path: Path) -> None:
     rendezvous = tmp_path / "rendezvous.json"
-    write_json(rendezvous, {"host": "127.0.0.1", "port": 1, "token": "older"})
+    write_json(rendezvous, {"hosts": ["127.0.0.1"], "port": 1, "token": "older"})
     script = (
         PRELUDE
         + """
@@ -155,3 +177,102 @@ os._exit(0)
     assert first.stdout.split() == ["True"], first.stderr
     assert second.returncode == -9
     assert not rendezvous.exists()
+
+
+@pytest.mark.slow
+def test_ranks_of_several_nodes_meet_where_slurm_reaches_the_first(tmp_path: Path) -> None:
+    """Two nodes that are one machine: the name they go by says nothing, srun's address does."""
+    rendezvous = tmp_path / "rendezvous.json"
+    script = (
+        PRELUDE.replace(
+            "RankFacts.from_environment(os.environ)",
+            "RankFacts(int(os.environ['RANK']), 2, 0, 1, int(os.environ['RANK']), 2)",
+        )
+        + """
+group = joined(join_s=60)
+total = torch.tensor([facts.rank + 1])
+dist.all_reduce(total)
+print(total.item(), os.environ["GLOO_SOCKET_IFNAME"], flush=True)
+group.wait_to_leave()
+group.leave()
+os._exit(0)
+"""
+    )
+    slurm = {
+        "SLURM_PROCID": "0",
+        "SLURM_SRUN_COMM_HOST": "127.0.0.1",
+        "SLURMD_NODENAME": "no-such-host.invalid",
+    }
+    first, second = run_script(script, 2, str(rendezvous), **slurm)
+    assert first.stdout.split() == second.stdout.split() == ["3", "lo"], first.stderr + second.stderr
+    assert json.loads(rendezvous.read_text())["hosts"][0] == "127.0.0.1"
+
+
+@pytest.mark.slow
+def test_one_that_is_stopped_while_others_come_takes_all_with_it(tmp_path: Path) -> None:
+    """Nobody is left waiting inside of torch for a rank that has left."""
+    script = (
+        PRELUDE
+        + """
+from hpc_train.errors import TryAgainError
+from hpc_train.runtime import process_group
+here = [rendezvous.with_name(f"here-{rank}") for rank in range(2)]
+start_together = process_group._start_together
+def start(*arguments):
+    here[facts.rank].touch()
+    start_together(*arguments)
+process_group._start_together = start
+def must_stop():
+    return facts.rank == 1 and all(each.exists() for each in here)
+try:
+    join(facts, torch.device("cpu"), rendezvous, "token", Timeouts(join_s=60), must_stop=must_stop)
+except TryAgainError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+    )
+    # A third never comes, so that the first two wait.
+    ranks = run_script(
+        script, 2, str(rendezvous := tmp_path / "rendezvous.json"), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3"
+    )
+    assert [rank.stdout.strip() for rank in ranks] == ["stopped before training began"] * 2, ranks[0].stderr
+    assert rendezvous.exists()
+
+
+@pytest.mark.slow
+def test_ranks_leave_together_however_long_one_takes(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+group = joined(join_s=60, leave_s=60)
+last = rendezvous.with_name("last-word")
+if facts.rank == 0:
+    time.sleep(0.5)
+    last.touch()
+group.wait_to_leave()
+print(last.exists(), flush=True)
+os._exit(0)
+"""
+    )
+    ranks = run_script(script, 2, str(tmp_path / "rendezvous.json"))
+    assert [rank.stdout.strip() for rank in ranks] == ["True", "True"], ranks[0].stderr
+
+
+@pytest.mark.slow
+def test_one_that_hangs_keeps_nobody_from_leaving(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+group = joined(join_s=60, leave_s=1)
+if facts.rank == 0:
+    group.wait_to_leave()
+    print("left", flush=True)
+    rendezvous.with_name("left").touch()
+else:
+    while not rendezvous.with_name("left").exists():
+        time.sleep(0.02)
+os._exit(0)
+"""
+    )
+    first, _ = run_script(script, 2, str(tmp_path / "rendezvous.json"))
+    assert first.stdout.strip() == "left", first.stderr

@@ -1,0 +1,189 @@
+"""Runs of this machine, and what can't be reached. On a real Slurm: tests/slurm/test_status.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cli import cancel as module
+from hpc_train.errors import ExitCode
+from hpc_train.paths import RunPaths, runs_root
+from hpc_train.run_folder.attempts import claim_attempt, read_record, write_record
+from hpc_train.run_folder.files import read_json, write_json
+from hpc_train.run_folder.processes import Process
+from hpc_train.run_folder.status import RunStatus, read_status, write_status
+from tests.cli.commands import REPOSITORY, hpc_train
+from tests.cli.launchers import SCRIPTED
+from tests.end_to_end.runs import wait_for
+from tests.launchers.slurm.programs import put_programs_first
+from tests.launchers.slurm.queued import begin, queued_run
+from tests.run_folder.runs import small_run
+
+_LIMIT_S = 120.0
+
+
+@contextmanager
+def _submitted(file: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[RunPaths]]]:
+    """Submit runs of one scripted rank each, one after the other; yield once the first is ``ready``."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hpc_train", "submit", str(file), "--launcher", SCRIPTED, *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    found: list[RunPaths] = []
+
+    def is_ready() -> bool:
+        assert process.poll() is None, process.communicate()
+        found[:] = [RunPaths(path.parent) for path in runs_root().glob("*/[!.]*/ready")]
+        return bool(found)
+
+    try:
+        wait_for(is_ready, "a rank that is ready", _LIMIT_S)
+        yield process, found
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_a_run_of_this_machine_saves_and_is_cancelled(file: Path) -> None:
+    with _submitted(file) as (process, (paths,)):
+        done = hpc_train("cancel", paths.folder.name)
+        assert (done.code, done.out) == (0, "")
+        assert f"{paths.folder.name}: cancelled at step 1" in done.err
+        assert (read_status(paths).state, read_status(paths).reason) == ("cancelled", "hpc-train cancel")
+        assert (paths.folder / "saved").exists()
+        process.communicate(timeout=_LIMIT_S)
+    assert read_status(paths).state == "cancelled", "the launcher's own word did not come after ours"
+    assert hpc_train("status", paths.folder.name).out.count("cancelled") >= 1
+
+
+@pytest.mark.slow
+def test_the_other_runs_of_a_local_sweep_go_on(file: Path) -> None:
+    file.write_text(file.read_text() + "sweep: {grid: {seed: [0, 1]}}\n")
+    with _submitted(file) as (process, (first,)):
+        assert hpc_train("cancel", first.folder.name).code == 0
+        (second,) = _later(first)
+        (second.folder / "go").touch()
+        process.communicate(timeout=_LIMIT_S)
+    assert (read_status(first).state, read_status(second).state) == ("cancelled", "completed")
+
+
+def _later(first: RunPaths) -> list[RunPaths]:
+    found: list[RunPaths] = []
+
+    def is_there() -> bool:
+        found[:] = [
+            RunPaths(path.parent) for path in runs_root().glob("*/[!.]*/ready") if path.parent != first.folder
+        ]
+        return bool(found)
+
+    wait_for(is_there, "the second run", _LIMIT_S)
+    return found
+
+
+_DEAF = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print(flush=True)
+signal.pause()
+"""
+
+
+def test_ranks_that_do_not_go_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SAVE_LIMIT_S", 0.5)
+    paths = small_run(tmp_path / "runs")
+    with subprocess.Popen([sys.executable, "-c", _DEAF], stdout=subprocess.PIPE) as deaf:
+        assert deaf.stdout is not None and deaf.stdout.readline()
+        rank = Process.of(deaf.pid)
+        assert rank is not None
+        claim_attempt(paths, "local", rank_processes=[rank])
+        record = read_record(paths.attempt(1))
+        assert record is not None
+        # Its launcher ends with it, as the real one does.
+        write_record(paths.attempt(1), replace(record, launcher_process=rank))
+        write_status(paths, RunStatus("running", 3, 10, attempt=1))
+        assert hpc_train("cancel", "abc").code == 0
+        assert deaf.wait(_LIMIT_S) == -signal.SIGKILL
+    assert read_status(paths).state == "cancelled"
+
+
+@pytest.mark.parametrize("state", ["completed", "failed", "cancelled"])
+def test_a_run_that_has_ended_stays_as_it_is(tmp_path: Path, state: str) -> None:
+    paths = small_run(tmp_path / "runs")
+    write_status(paths, RunStatus(state, 3, 10, attempt=1, reason="so"))
+    done = hpc_train("cancel", "abc")
+    assert (done.code, done.err) == (0, f"abc: {state} already; nothing to cancel\n")
+    assert read_status(paths).reason == "so"
+    assert not paths.cancelled.exists()
+
+
+def test_a_run_of_another_machine_is_named_with_it(tmp_path: Path) -> None:
+    paths = small_run(tmp_path / "runs")
+    claim_attempt(paths, "local")
+    record = read_record(paths.attempt(1))
+    assert record is not None and record.launcher_process is not None
+    there = replace(record.launcher_process, host="other", boot_id="other")
+    write_record(paths.attempt(1), replace(record, launcher_process=there))
+    write_status(paths, RunStatus("running", 3, 10, attempt=1))
+    done = hpc_train("cancel", "abc")
+    assert done.code == 1
+    assert "runs on other" in done.err and "cancel it there" in done.err
+    assert read_status(paths).state == "running"
+
+
+def test_a_launcher_without_a_way_to_cancel_is_named(tmp_path: Path) -> None:
+    paths = small_run(tmp_path / "runs")
+    claim_attempt(paths, "theirs")
+    write_status(paths, RunStatus("running", 3, 10, attempt=1))
+    done = hpc_train("cancel", "abc")
+    assert done.code == 1 and "launcher theirs has it" in done.err
+
+
+def test_without_slurm_the_run_is_marked_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_programs_first(tmp_path, monkeypatch)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    paths = queued_run(tmp_path / "runs", "12_3")
+    begin(paths, "12_3")
+    done = hpc_train("cancel", "abc")
+    assert done.code == ExitCode.NO_SLURM
+    assert "squeue: no such program here" in done.err
+    assert "abc: marked as cancelled" in done.err and "`scancel 12_3`" in done.err
+    assert read_json(paths.cancelled) is not None
+    assert read_status(paths).state == "running"
+
+
+def test_a_run_that_was_never_submitted_to_the_end_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = put_programs_first(tmp_path, monkeypatch)
+    programs.put("squeue", "exit 0")
+    paths = queued_run(tmp_path / "runs", None)
+    assert hpc_train("cancel", "abc").code == 0
+    assert (read_status(paths).state, paths.cancelled.exists()) == ("cancelled", True)
+
+
+def test_a_run_that_completes_first_stays_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = put_programs_first(tmp_path, monkeypatch)
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12")
+    completed = tmp_path / "completed.json"
+    write_json(completed, RunStatus("completed", 10, 10, attempt=1).to_json())
+    programs.put("squeue", f"cp {completed} {paths.status}")
+    programs.put("sacct", "exit 0")
+    done = hpc_train("cancel", "abc")
+    assert done.code == 0 and "completed before it could be cancelled" in done.err
+    assert read_status(paths).state == "completed" and not paths.cancelled.exists()

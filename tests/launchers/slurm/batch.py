@@ -1,0 +1,38 @@
+"""A run in the hands of a batch job, as ``begin`` and ``after`` find it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run_folder.attempts import AttemptRecord, read_record
+from hpc_train.run_folder.files import write_json
+from tests.run_folder.runs import small_run
+
+ENVIRON = {
+    "SLURM_ARRAY_JOB_ID": "12",
+    "SLURM_ARRAY_TASK_ID": "0",
+    "SLURM_JOB_ID": "13",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "HPC_TRAIN_HOSTS": "n1 n2",
+}
+
+
+def submitted_run(folder: Path, **changes: Any) -> tuple[RunPaths, Path]:
+    """Return a run and the submission that has it as its first task."""
+    paths = small_run(folder, **changes)
+    submission = paths.siblings.submission("feed").folder
+    submission.mkdir(parents=True, mode=0o700)
+    write_json(submission / "submission.json", {"version": 1, "runs": [paths.folder.name], "job_id": "12"})
+    return paths, submission
+
+
+def restarted(times: int) -> dict[str, str]:
+    return ENVIRON | {"SLURM_RESTART_COUNT": str(times)}
+
+
+def record_of(attempt: AttemptPaths) -> AttemptRecord:
+    record = read_record(attempt)
+    assert record is not None
+    return record

@@ -1,0 +1,76 @@
+"""Experiments that ask Slurm for something, and a snapshot whose code only says what it was called with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.schema import Experiment
+from hpc_train.launchers.slurm.script import Batch, batch
+
+MINIMAL: dict[str, Any] = {
+    "name": "exp",
+    "task": "classification",
+    "model": {"name": "acme.models:tiny"},
+    "data": {"name": "digits"},
+    "optimization": {
+        "epochs": 1,
+        "global_batch_size": 64,
+        "micro_batch_size": 1,
+        "optimizer": {"name": "sgd", "lr": 0.1},
+    },
+}
+#: Claims attempt 1, or does as the file `begin` beside the submission says: printed words, then an exit code.
+BEGIN = """\
+import pathlib, sys
+asked = pathlib.Path(sys.argv[1], "begin")
+text = asked.read_text() if asked.exists() else f"1\\tabc\\t{sys.argv[1]}/the run|0"
+words, code = text.rsplit("|", 1)
+print(words, end="")
+sys.exit(int(code))
+"""
+#: Writes down that it ran, and ends as the file `rank` says, line by line, one a start.
+RANK = """\
+import os, pathlib, sys
+folder = pathlib.Path(os.environ["HPC_TRAIN_RUN_FOLDER"]).parent
+with (folder / "ranks").open("a") as file:
+    restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+    file.write(os.environ["SLURM_PROCID"] + " " + restart + " " + os.environ.get("MARK", "-") + "\\n")
+codes = (folder / "rank").read_text().split() if (folder / "rank").exists() else ["0"]
+sys.exit(int(codes[min(int(restart), len(codes) - 1)]))
+"""
+#: Says what the file `after` holds, else: requeue after 75, stop with anything else.
+AFTER = """\
+import pathlib, sys
+asked = pathlib.Path(sys.argv[1], "after")
+pathlib.Path(sys.argv[1], "code").write_text(sys.argv[2])
+word = "requeue" if sys.argv[2] == "75" else "stop"
+print(asked.read_text() if asked.exists() else f"{word} {sys.argv[2]}")
+"""
+
+
+def experiment(**sections: Any) -> Experiment:
+    return Experiment.model_validate(MINIMAL | {"slurm": {}} | sections)
+
+
+def fake_snapshot(folder: Path) -> Path:
+    """Write a snapshot whose `begin`, `rank` and `after` are the texts above."""
+    package = folder / "package/hpc_train"
+    (package / "launchers/slurm").mkdir(parents=True)
+    for each in (package, package / "launchers", package / "launchers/slurm"):
+        (each / "__init__.py").touch()
+    for name, text in (("begin", BEGIN), ("rank", RANK), ("after", AFTER)):
+        (package / f"launchers/slurm/{name}.py").write_text(text)
+    return folder
+
+
+def fake_batch(runs: Path, *, held: bool = False, **sections: Any) -> Batch:
+    """Return the script of an experiment in a folder of runs, its submission's folder made."""
+    submission = runs / "exp/.slurm/token"
+    submission.mkdir(parents=True)
+    snapshot = runs / ".code/content"
+    if not snapshot.exists():
+        fake_snapshot(snapshot)
+    asked = experiment(**({"environment": {"python": sys.executable}} | sections))
+    return batch(submission, asked, snapshot=snapshot, search_path=[str(snapshot / "package")], held=held)

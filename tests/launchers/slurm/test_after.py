@@ -1,0 +1,208 @@
+"""The batch script's last lines: what they write down, and that they always answer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launchers.slurm.after import after
+from hpc_train.launchers.slurm.begin import begin
+from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run_folder.attempts import write_record
+from hpc_train.run_folder.events import EventLog
+from hpc_train.run_folder.files import write_json
+from hpc_train.run_folder.status import RunStatus, read_status, write_status
+from tests.launchers.slurm.batch import record_of, restarted, submitted_run
+
+TRACEBACK = "Traceback (most recent call last):\n  File …\nValueError: too hot\n"
+
+
+@dataclass
+class Batch:
+    """A batch job at work on a run."""
+
+    paths: RunPaths
+    submission: Path
+    restart: int = 0
+    number: int = 0
+
+    @property
+    def attempt(self) -> AttemptPaths:
+        return self.paths.attempt(self.number)
+
+    def begin(self, restart: int = 0) -> None:
+        line = begin(self.submission, restarted(restart))
+        assert line is not None
+        self.restart, self.number = restart, int(line.split("\t")[0])
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return restarted(self.restart) | {"HPC_TRAIN_ATTEMPT": str(self.number)}
+
+    def after(self, code: int) -> str:
+        return after(self.submission, code, self.environ)
+
+    def rank(self, number: int, code: int, error: str = "") -> None:
+        """Leave what a rank leaves."""
+        self.attempt.log(number).write_text("a line\nthe last line\n")
+        if code:
+            self.attempt.exit(number).write_text(f"{code}\n")
+        if error:
+            self.attempt.error(number).write_text(error)
+
+    def crash(self) -> str:
+        self.rank(0, 76)
+        self.rank(1, 1, TRACEBACK)
+        return self.after(76)
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    found = Batch(*submitted_run(tmp_path, slurm={"time_limit": "2h"}))
+    found.begin()
+    return found
+
+
+def signalled(batch: Batch, name: str, minutes_after_begin: float) -> None:
+    began = datetime.now(UTC) - timedelta(minutes=minutes_after_begin)
+    record = record_of(batch.attempt)
+    write_record(batch.attempt, replace(record, events={"begin": began.isoformat()}))
+    EventLog(batch.attempt).signalled(name, datetime.now(UTC).isoformat())
+
+
+def test_a_run_that_is_done_is_left_as_it_is(batch: Batch) -> None:
+    done = RunStatus("completed", 10, 10, 1.0, 1)
+    write_status(batch.paths, done)
+    assert batch.after(0) == "stop 0"
+    assert read_status(batch.paths) == done
+    record = record_of(batch.attempt)
+    assert (record.cause, record.reason, record.exit_codes) == ("completed", None, [0] * 4)
+    assert record.end is not None
+    assert record.events.keys() == {"begin", "end"}
+
+
+def test_a_preempted_run_is_requeued_and_keeps_its_events(batch: Batch) -> None:
+    write_status(batch.paths, RunStatus("running", 6, 10, attempt=1))
+    signalled(batch, "SIGTERM", 1)
+    batch.rank(0, 75)
+    assert batch.after(75) == "requeue 75"
+    assert read_status(batch.paths) == RunStatus("requeued", 6, 10, 0.0, 1, "preempted at step 6")
+    record = record_of(batch.attempt)
+    assert (record.cause, record.exit_codes) == ("preemption", [75] * 4)
+    assert record.events.keys() == {"begin", "signal", "end", "requeue"}
+
+
+@pytest.mark.parametrize(("minutes", "cause"), [(1, "preemption"), (110, "time limit")])
+def test_a_warning_long_before_the_time_limit_is_a_preemption(
+    batch: Batch, minutes: float, cause: str
+) -> None:
+    """Slurm's preempt_send_user_signal."""
+    signalled(batch, "SIGUSR2", minutes)
+    batch.rank(0, 75)
+    assert batch.after(75) == "requeue 75"
+    assert record_of(batch.attempt).cause == cause
+
+
+def test_the_fourth_crash_of_a_job_ends_the_run(batch: Batch) -> None:
+    for number in (1, 2, 3):
+        assert batch.crash() == "requeue 75"
+        status = read_status(batch.paths)
+        reason = f"crash {number} of 3: rank 1: ValueError: too hot"
+        assert (status.state, status.reason) == ("requeued", reason)
+        batch.begin(restart=number)
+    assert batch.crash() == "stop 1"
+    status = read_status(batch.paths)
+    assert (status.state, status.reason) == ("failed", "rank 1: ValueError: too hot")
+    assert record_of(batch.attempt).cause == "crash"
+
+
+def test_another_job_begins_with_no_crashes(batch: Batch) -> None:
+    for number in (1, 2, 3):
+        batch.crash()
+        batch.begin(restart=number)
+    batch.crash()
+    resumed = batch.environ | {"SLURM_ARRAY_JOB_ID": "99"}
+    line = begin(batch.submission, resumed)
+    assert line is not None
+    batch.number = int(line.split("\t")[0])
+    batch.rank(1, 1, TRACEBACK)
+    assert after(batch.submission, 1, resumed | {"HPC_TRAIN_ATTEMPT": str(batch.number)}) == "requeue 75"
+
+
+def test_time_limits_without_a_step_end_at_the_third(batch: Batch) -> None:
+    for number in (1, 2, 3):
+        signalled(batch, "SIGUSR2", 110)
+        batch.rank(0, 75)
+        assert batch.after(75) == ("requeue 75" if number < 3 else "stop 1")
+        batch.begin(restart=number) if number < 3 else None
+    assert "raise slurm.time_limit" in (read_status(batch.paths).reason or "")
+
+
+def test_only_what_this_attempt_printed_is_read(batch: Batch) -> None:
+    """All attempts of a job append to one file."""
+    output = batch.submission / "12_0_0_log.out"
+    output.write_text(
+        "hpc-train: attempt 1 of run abc, job 12_0\nsrun: error: Node failure on n2\n"
+        "hpc-train: attempt 2 of run abc, job 12_0\nsrun: error: n1: task 0: Segmentation fault\n"
+    )
+    batch.begin(restart=1)
+    assert batch.after(139) == "requeue 75"
+    assert read_status(batch.paths).reason == "crash 1 of 3: rank 0 on n1: Segmentation fault"
+
+
+def test_a_cancelled_run_stays_cancelled(batch: Batch) -> None:
+    write_json(batch.paths.cancelled, {})
+    batch.rank(0, 75)
+    assert batch.after(75) == "stop 1"
+    assert read_status(batch.paths).state == "cancelled"
+    assert record_of(batch.attempt).cause == "cancelled"
+
+
+def test_an_attempt_that_another_took_over_from_says_nothing(batch: Batch) -> None:
+    old = batch.environ
+    batch.begin(restart=1)
+    before = read_status(batch.paths)
+    assert after(batch.submission, 137, old) == "stop 1"
+    assert read_status(batch.paths) == before
+    assert record_of(batch.paths.attempt(1)).cause == "lost"
+
+
+def test_codes_are_kept_where_all_are_known(batch: Batch) -> None:
+    for rank in range(4):
+        batch.rank(rank, 1 if rank == 2 else 76, TRACEBACK if rank == 2 else "")
+    batch.after(76)
+    assert record_of(batch.attempt).exit_codes == [76, 76, 1, 76]
+
+
+def run_as_command(batch: Batch, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hpc_train.launchers.slurm.after", str(batch.submission), *words],
+        env=os.environ | batch.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_as_a_command_it_prints_the_verdict_alone(batch: Batch) -> None:
+    batch.rank(0, 75)
+    done = run_as_command(batch, "75")
+    assert (done.stdout, done.returncode) == ("requeue 75\n", 0)
+    assert "hpc-train: requeued: preempted at step 0" in done.stderr
+
+
+def test_it_answers_even_where_it_fails_itself(batch: Batch) -> None:
+    batch.attempt.record.write_text("no JSON")
+    done = run_as_command(batch, "75")
+    assert (done.stdout, done.returncode) == ("stop 1\n", 0)
+    assert "Traceback" in done.stderr
+    status = read_status(batch.paths)
+    assert status.state == "failed"
+    assert "could not be judged: HpcTrainError" in (status.reason or "")

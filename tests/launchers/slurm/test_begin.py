@@ -1,0 +1,228 @@
+"""The batch script claims an attempt, once, and starts nothing that must not start."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import BadFileError, TryAgainError, UsageError, UserError
+from hpc_train.launchers.slurm.begin import MARK, begin
+from hpc_train.run_folder.attempts import claim_attempt, now_ms, write_record
+from hpc_train.run_folder.checkpoints import committed
+from hpc_train.run_folder.events import EventLog
+from hpc_train.run_folder.files import write_json
+from hpc_train.run_folder.processes import Process
+from hpc_train.run_folder.status import RunStatus, read_status, write_status
+from tests.launchers.slurm.batch import ENVIRON, record_of, restarted, submitted_run
+from tests.launchers.slurm.programs import put_programs_first
+from tests.run_folder.test_checkpoints import write_checkpoint
+
+
+@pytest.fixture
+def other() -> Iterator[Process]:
+    """A living process: somebody else's batch script."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as popen:
+        found = Process.of(popen.pid)
+        assert found is not None
+        yield found
+        popen.kill()
+
+
+def begun(submission: Path, environ: dict[str, str]) -> tuple[int, str, Path]:
+    line = begin(submission, environ)
+    assert line is not None
+    attempt, token, folder = line.split("\t")
+    return int(attempt), token, Path(folder)
+
+
+def test_it_claims_an_attempt_and_says_where_it_lies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths, submission = submitted_run(tmp_path)
+    number, token, folder = begun(submission, ENVIRON)
+    assert (number, folder) == (1, paths.folder)
+    assert len(token) == 32
+    record = record_of(paths.attempt(1))
+    assert (record.slurm_job, record.restart, record.launcher) == ("12_0", 0, "slurm")
+    assert (record.hosts, record.ranks, record.end) == (["n1", "n2"], 4, None)
+    assert record.events.keys() == {"begin"}
+    status = read_status(paths)
+    assert (status.state, status.attempt, status.reason) == ("running", 1, None)
+    assert f"{MARK} 1 of run abc, job 12_0" in capsys.readouterr().err
+
+
+def test_a_job_that_is_no_array_is_its_own_name(tmp_path: Path) -> None:
+    paths, submission = submitted_run(tmp_path)
+    begun(submission, {"SLURM_JOB_ID": "13", "SLURM_NTASKS": "3", "HPC_TRAIN_HOSTS": "n1"})
+    record = record_of(paths.attempt(1))
+    assert (record.slurm_job, record.ranks) == ("13", 3)
+
+
+def test_the_same_batch_script_claims_once(tmp_path: Path) -> None:
+    paths, submission = submitted_run(tmp_path)
+    first, second = begun(submission, ENVIRON), begun(submission, ENVIRON)
+    assert first[0] == second[0] == 1
+    assert first[1] != second[1], "a token of an earlier start of ranks"
+    assert len(paths.attempt_folders()) == 1
+
+
+@pytest.mark.parametrize("state", ["completed", "cancelled"])
+def test_what_has_ended_for_good_starts_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], state: str
+) -> None:
+    paths, submission = submitted_run(tmp_path)
+    if state == "completed":
+        write_status(paths, RunStatus("completed", 10, 10))
+    else:
+        write_json(paths.cancelled, {})
+    assert begin(submission, ENVIRON) is None
+    assert not paths.attempt_folders()
+    assert f"run abc is {state}; nothing to do" in capfd.readouterr().err
+
+
+def test_a_requeued_job_ends_the_record_of_what_was_lost(tmp_path: Path) -> None:
+    paths, submission = submitted_run(tmp_path)
+    begun(submission, ENVIRON)
+    begun(submission, restarted(1))
+    first, second = record_of(paths.attempt(1)), record_of(paths.attempt(2))
+    assert (first.cause, first.end is None) == ("lost", False)
+    assert (second.restart, second.end) == (1, None)
+
+
+@pytest.mark.parametrize(
+    ("signal", "saved", "code", "cause"),
+    [
+        ("SIGTERM", True, None, "preemption"),
+        ("SIGUSR2", True, None, "time limit"),
+        ("SIGTERM", False, "75", "preemption"),
+        ("SIGTERM", False, None, "lost"),
+        ("SIGTERM", False, "76", "lost"),
+        (None, True, "75", "lost"),
+    ],
+)
+def test_an_attempt_that_slurm_ended_says_what_it_was_asked(
+    tmp_path: Path, signal: str | None, saved: bool, code: str | None, cause: str
+) -> None:
+    paths, submission = submitted_run(tmp_path)
+    begun(submission, ENVIRON)
+    events = EventLog(paths.attempt(1))
+    if signal:
+        events.signalled(signal, now_ms())
+    if saved:
+        events.note("saved")
+    if code:
+        paths.attempt(1).exit(0).write_text(f"{code}\n")
+    begun(submission, restarted(1))
+    assert record_of(paths.attempt(1)).cause == cause
+
+
+def test_what_an_old_attempt_saves_after_this_does_not_count(tmp_path: Path) -> None:
+    """Its node was given up, and goes on."""
+    paths, submission = submitted_run(tmp_path)
+    begun(submission, ENVIRON)
+    write_checkpoint(paths, 2, attempt=1)
+    begun(submission, restarted(1))
+    write_checkpoint(paths, 4, attempt=1)
+    assert [each.step for each in committed(paths)] == [2]
+
+
+def test_it_does_not_start_beside_another_attempt(tmp_path: Path, other: Process) -> None:
+    paths, submission = submitted_run(tmp_path)
+    write_status(paths, RunStatus("running", 3, 10, attempt=1))
+    number = claim_attempt(paths, "local")
+    write_record(paths.attempt(number), replace(record_of(paths.attempt(1)), launcher_process=other))
+    with pytest.raises(TryAgainError, match="attempt 1 of run abc goes on"):
+        begin(submission, ENVIRON)
+    assert len(paths.attempt_folders()) == 1
+    assert read_status(paths) == RunStatus("running", 3, 10, attempt=1), "it belongs to the other"
+
+
+def test_it_starts_where_the_job_itself_was_started_anew(tmp_path: Path, other: Process) -> None:
+    """A batch script that outlived its node's daemons is over for Slurm."""
+    paths, submission = submitted_run(tmp_path)
+    begun(submission, ENVIRON)
+    write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), launcher_process=other))
+    assert begun(submission, restarted(1))[0] == 2
+
+
+@pytest.mark.parametrize(("state", "starts"), [("RUNNING", False), ("COMPLETED", True), ("", True)])
+def test_slurm_tells_of_another_job_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Process, state: str, starts: bool
+) -> None:
+    put_programs_first(tmp_path, monkeypatch).put("squeue", f"echo {state}")
+    paths, submission = submitted_run(tmp_path)
+    begun(submission, {"SLURM_JOB_ID": "9", "HPC_TRAIN_HOSTS": "n1"})
+    elsewhere = replace(other, host="n1", boot_id="another")
+    write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), launcher_process=elsewhere))
+    if starts:
+        assert begun(submission, ENVIRON)[0] == 2
+        return
+    with pytest.raises(TryAgainError, match="slurm on n1"):
+        begin(submission, ENVIRON)
+
+
+@pytest.mark.parametrize("what", ["12_0_submitted.pkl", "."])
+def test_what_others_can_write_is_not_run(tmp_path: Path, what: str) -> None:
+    paths, submission = submitted_run(tmp_path)
+    pickle = submission / "12_0_submitted.pkl"
+    pickle.touch(mode=0o600)
+    (submission / what).chmod(0o770)
+    with pytest.raises(UserError, match="others may write it"):
+        begin(submission, ENVIRON)
+    assert not paths.attempt_folders()
+    status = read_status(paths)
+    assert status.state == "failed"
+    assert "others may write it" in (status.reason or "")
+
+
+@pytest.mark.parametrize("runs", [[], ["../../elsewhere"], [".."], [3], "abc", None])
+def test_a_submission_that_names_no_run_is_refused(tmp_path: Path, runs: object) -> None:
+    _, submission = submitted_run(tmp_path)
+    write_json(submission / "submission.json", {"runs": runs})
+    with pytest.raises(BadFileError, match="knows no run of array task 0"):
+        begin(submission, ENVIRON)
+
+
+def test_outside_of_a_job_it_is_refused(tmp_path: Path) -> None:
+    _, submission = submitted_run(tmp_path)
+    with pytest.raises(UsageError, match="SLURM_JOB_ID: not set"):
+        begin(submission, {})
+
+
+def test_as_a_command_it_prints_the_line_alone(tmp_path: Path) -> None:
+    paths, submission = submitted_run(tmp_path)
+    command = [sys.executable, "-m", "hpc_train.launchers.slurm.begin", str(submission)]
+    done = subprocess.run(
+        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.count("\n") == 1
+    assert done.stdout.split("\t")[::2] == ["1", f"{paths.folder}\n"]
+    write_json(paths.cancelled, {})
+    done = subprocess.run(
+        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == ""
+    write_json(submission / "submission.json", {})
+    done = subprocess.run(
+        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (65, "")
+    assert "Traceback" not in done.stderr
+
+
+def test_it_imports_no_torch_and_no_schema() -> None:
+    """Each requeue waits for it."""
+    script = (
+        "import sys, hpc_train.launchers.slurm.begin, hpc_train.launchers.slurm.after; "
+        "print({'torch', 'pydantic', 'submitit'} & sys.modules.keys())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "set()\n"

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import ExitCode, NoSlurmError
+from hpc_train.launchers.slurm import commands
+from hpc_train.launchers.slurm.commands import NoAnswerError, RefusedError, run
+from tests.launchers.slurm.programs import Programs, put_programs_first
+
+_SILENT = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    return put_programs_first(tmp_path, monkeypatch)
+
+
+def test_a_program_that_is_not_there_is_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NoSlurmError, match=r"squeue: no such program here.*--local") as raised:
+        run(["squeue"], retry=True)
+    assert raised.value.exit_code == ExitCode.NO_SLURM
+    assert not isinstance(raised.value, NoAnswerError)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        _SILENT,
+        "slurm_load_jobs error: Socket timed out on send/recv operation",
+        "squeue: error: ClusterName needs to be specified",
+        "sbatch: fatal: Could not establish a configuration source",
+        "sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received",
+        "slurm_load_jobs error: Slurm backup controller in standby mode",
+        "sacct: error: Problem talking to the database: Connection refused",
+        "squeue: error: Munge encode failed: Failed to access /run/munge: No such file or directory",
+    ],
+)
+def test_silence_is_told_from_a_refusal(programs: Programs, words: str) -> None:
+    programs.put("squeue", f"echo '{words}' >&2; exit 1")
+    with pytest.raises(NoAnswerError) as raised:
+        run(["squeue", "-h"])
+    assert "`squeue -h` said: " in str(raised.value) and words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sbatch: error: Batch job submission failed: Invalid partition name specified",
+        "sbatch: error: Invalid account or account/partition combination specified",
+        "Slurm accounting storage is disabled",
+        "slurm_load_jobs error: Invalid job id specified",
+    ],
+)
+def test_a_refusal_has_slurms_words_and_is_not_repeated(programs: Programs, words: str) -> None:
+    programs.put("sbatch", f"echo '{words}' >&2; exit 1")
+    with pytest.raises(RefusedError) as raised:
+        run(["sbatch", "a b"], retry=True)
+    assert raised.value.words == words
+    assert "`sbatch 'a b'`" in str(raised.value)
+    assert len(programs.calls("sbatch")) == 1
+
+
+def test_a_program_that_hangs_is_ended_at_the_limit(programs: Programs) -> None:
+    programs.put("squeue", "exec sleep 600")
+    with pytest.raises(NoAnswerError, match=r"said nothing for 0\.2 s"):
+        run(["squeue"], limit_s=0.2)
+
+
+def test_only_what_asks_for_it_is_repeated(programs: Programs) -> None:
+    answers_third = f'test $(wc -l < "$0.calls") -ge 3 && echo here || {{ echo "{_SILENT}" >&2; exit 1; }}'
+    programs.put("squeue", answers_third)
+    with pytest.raises(NoAnswerError):
+        run(["squeue"])
+    assert run(["squeue"], retry=True) == "here\n"
+    assert len(programs.calls("squeue")) == 3
+
+
+def test_a_users_formats_and_filters_change_no_answer_and_no_order(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "SQUEUE_FORMAT",
+        "SACCT_FORMAT",
+        "SCANCEL_STATE",
+        "SLURM_TIME_FORMAT",
+        "LC_ALL",
+        "SLURM_CONF",
+    ):
+        monkeypatch.setenv(name, "mine")
+    programs.put("squeue", "env")
+    programs.put("sbatch", "env")
+    asked = dict(line.partition("=")[::2] for line in run(["squeue"]).splitlines())
+    assert {"SQUEUE_FORMAT", "SACCT_FORMAT", "SCANCEL_STATE"} & set(asked) == set()
+    assert (asked["SLURM_TIME_FORMAT"], asked["LC_ALL"], asked["TZ"]) == ("standard", "C", "UTC0")
+    assert asked["SLURM_CONF"] == "mine"
+    assert "LC_ALL=mine\n" in run(["sbatch"]), "the job gets it from there"
+
+
+def test_what_slurm_says_reaches_no_terminal_as_it_is(programs: Programs) -> None:
+    programs.put("squeue", r"printf '\e]0;title\a' >&2; exit 1")
+    with pytest.raises(RefusedError) as raised:
+        run(["squeue"])
+    assert "\x1b" not in str(raised.value)
+
+
+def test_own_jobs_have_scripts_with_blanks_and_bars(programs: Programs) -> None:
+    programs.put("squeue", "echo '12|/runs/a b|c/x.sh 1'; echo '12|/runs/a b|c/x.sh 1'; echo '9|(null)'")
+    assert commands.own_jobs() == [("12", "/runs/a b|c/x.sh 1"), ("9", "(null)")]
+
+
+def test_jobs_that_have_ended_are_no_error_to_cancel(programs: Programs) -> None:
+    programs.put(
+        "scancel", "echo 'scancel: error: Kill job error on job id 12: Invalid job id specified' >&2; exit 1"
+    )
+    commands.cancel_jobs(["12", "13_4"])
+    assert programs.calls("scancel") == ["12 13_4"]
+    programs.put("scancel", "echo 'scancel: error: Access/permission denied' >&2; exit 1")
+    with pytest.raises(RefusedError, match="denied"):
+        commands.cancel_jobs(["12"])
+
+
+def test_nothing_to_cancel_runs_nothing(programs: Programs) -> None:
+    programs.put("scancel", "exit 0")
+    commands.cancel_jobs([])
+    assert programs.calls("scancel") == []
+
+
+def test_config_is_asked_once(programs: Programs) -> None:
+    programs.put("scontrol", "echo 'Configuration data as of 2026'; echo 'MaxArraySize            = 1001'")
+    commands.config.cache_clear()
+    try:
+        assert commands.config()["MaxArraySize"] == commands.config()["MaxArraySize"] == "1001"
+    finally:
+        commands.config.cache_clear()
+    assert programs.calls("scontrol") == ["show config"]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_what_was_said_before_an_order_counts_no_more(programs: Programs, tmp_path: Path, code: int) -> None:
+    from hpc_train.launchers.slurm import answers
+
+    answers.shared(10, lambda answer: True, lambda: {"jobs": {}})
+    (file,) = (tmp_path / "cache").glob("slurm-*.json")
+    assert json.loads(file.read_text())["jobs"] == {}
+    programs.put("scontrol", f"exit {code}")
+    if code:
+        with pytest.raises(RefusedError):
+            commands.requeue("12_3")
+    else:
+        commands.requeue("12_3")
+    assert not file.exists()
+    assert programs.calls("scontrol") == ["requeue 12_3"]

@@ -1,0 +1,316 @@
+"""The batch script, run by bash on programs that stand in for Slurm's: what set-up and tear-down do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.errors import UsageError
+from hpc_train.launchers.slurm import script
+from hpc_train.launchers.slurm.profiles import Profile
+from hpc_train.launchers.slurm.script import Batch, script_text
+
+from .programs import Programs
+from .scripts import experiment, fake_batch
+
+#: Drops its own options and runs what is left, as task 0.
+SRUN = """\
+while [[ $1 == -* ]]; do [[ $1 == --output && $2 != -* ]] && shift; shift; done
+SLURM_PROCID=0 exec "$@"
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Programs:
+    programs = Programs(tmp_path / "bin")
+    programs.put("srun", SRUN)
+    programs.put("squeue", "echo RUNNING")
+    programs.put("scontrol", "true")
+    programs.put("sleep", "true")
+    return programs
+
+
+def run(batch: Batch, programs: Programs, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = programs.folder / "script.sh"
+    path.write_text(script_text(batch))
+    own = {"PATH": f"{programs.folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    return subprocess.run(
+        ["bash", path], env=own | environment, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def use(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> None:
+    """Let every experiment have the profile of these keys."""
+    profile = Profile.model_validate(keys)
+    monkeypatch.setattr("hpc_train.launchers.slurm.profiles.find", lambda *_: profile)
+
+
+def test_the_ranks_run_between_begin_and_after(tmp_path: Path, programs: Programs) -> None:
+    batch = fake_batch(tmp_path)
+    done = run(batch, programs)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (batch.submission / "ranks").read_text() == "0 0 -\n"
+    assert (batch.submission / "code").read_text() == "0"
+    assert "--kill-on-bad-exit=1 --export=ALL" in programs.calls("srun")[0]
+    assert programs.calls("scontrol") == []
+
+
+def test_the_rank_is_started_as_a_file_and_starts_submitit(tmp_path: Path) -> None:
+    batch = fake_batch(tmp_path)
+    (line,) = [line for line in script_text(batch).split("\n") if line.startswith("srun ")]
+    rank = tmp_path / ".code/content/package/hpc_train/launchers/slurm/rank.py"
+    assert f" -I -S {rank} " in line
+    assert line.endswith(f" -u -m submitit.core._submit {batch.submission}")
+
+
+@pytest.mark.parametrize(("begin", "code"), [("|0", 0), ("|65", 65), ("1\tabc\t/x|65", 65)])
+def test_a_run_that_must_not_start_starts_no_rank(
+    tmp_path: Path, programs: Programs, begin: str, code: int
+) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "begin").write_text(begin)
+    assert run(batch, programs).returncode == code
+    assert programs.calls("srun") == []
+
+
+def test_ranks_find_their_attempt_and_the_snapshots_code(tmp_path: Path, programs: Programs) -> None:
+    runs = tmp_path / 'a b\'c "d" $(touch x) ñ'
+    batch = fake_batch(runs)
+    programs.put("srun", "env")
+    done = run(batch, programs, PYTHONPATH="/site", SQUEUE_FORMAT="%A", SUBMITIT_PREEMPT_SIGNAL="USR1")
+    told = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    folder = f"{batch.submission}/the run"
+    assert (told["HPC_TRAIN_ATTEMPT"], told["HPC_TRAIN_TOKEN"]) == ("1", "abc")
+    assert told["HPC_TRAIN_RUN_FOLDER"] == folder
+    assert told["PYTHONPATH"] == f"{runs}/.code/content/package:/site"
+    assert (told["PYTHONSAFEPATH"], told["PYTHONUNBUFFERED"]) == ("1", "1")
+    assert told["TORCHINDUCTOR_CACHE_DIR"] == f"{folder}/cache/inductor"
+    assert told["SUBMITIT_EXECUTOR"] == "slurm"
+    assert not {"SQUEUE_FORMAT", "SUBMITIT_PREEMPT_SIGNAL"} & set(told)
+    assert not Path("x").exists() and not (tmp_path / "x").exists()
+
+
+def test_the_profile_comes_first(tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, setup=["export MARK=$((40 + 2))"], environment={"A": "$HOME 'x'", "NCCL_IB_DISABLE": 1})
+    programs.put("srun", "env")
+    told = run(fake_batch(tmp_path), programs).stdout.splitlines()
+    assert {"MARK=42", "A=$HOME 'x'", "NCCL_IB_DISABLE=1"} <= set(told)
+
+
+def test_without_modules_on_the_node_the_job_ends_and_says_why(tmp_path: Path, programs: Programs) -> None:
+    modules = {"python": "/usr/bin/python3", "modules": ["cuda/12.8"]}
+    nowhere = {"LMOD_PKG": str(tmp_path), "MODULESHOME": str(tmp_path)}
+    done = run(fake_batch(tmp_path, environment=modules), programs, **nowhere)
+    if shutil.which("modulecmd") is None:
+        assert done.returncode == 1 and "this node knows no `module`" in done.stderr
+        assert programs.calls("srun") == []
+
+
+def test_modules_are_loaded_in_order_from_the_profiles_own_file(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = tmp_path / "init.sh"
+    init.write_text(f'module() {{ echo "$*" >> {tmp_path}/loaded; [ "$2" != bad/1 ]; }}\n')
+    use(monkeypatch, module_init=str(init))
+    batch = fake_batch(tmp_path / "good", environment={"python": "/usr/bin/python3", "modules": ["a/1", "b"]})
+    assert run(batch, programs).returncode == 0
+    assert (tmp_path / "loaded").read_text() == "load a/1\nload b\n"
+    modules = {"python": "/usr/bin/python3", "modules": ["bad/1", "b"]}
+    done = run(fake_batch(tmp_path / "bad", environment=modules), programs)
+    assert done.returncode == 1 and "`module load bad/1` failed" in done.stderr
+    assert len(programs.calls("srun")) == 1
+
+
+def test_a_container_holds_python_and_sees_the_folders(tmp_path: Path, programs: Programs) -> None:
+    # Runs what stands behind the image.
+    programs.put("apptainer", 'while [[ $1 != *.sif ]]; do shift; done; shift; exec "$@"')
+    programs.put("scontrol", "printf 'n1\\nn2\\n'")
+    runs = tmp_path / "ru ns"
+    container = {"container": "/images/x.sif", "python": shutil.which("python3")}
+    batch = fake_batch(runs, environment=container, data={"name": "digits", "root": "da ta"})
+    assert run(batch, programs).returncode == 0
+    calls = programs.calls("apptainer")
+    assert len(calls) == 3, "begin, one rank, after"
+    assert all(f"--bind {runs} " in call and f"--bind {Path.cwd()}/da ta" in call for call in calls)
+    assert "-m hpc_train.launchers.slurm.begin" in calls[0] and "rank.py" in calls[1]
+
+
+def asked(programs: Programs) -> list[str]:
+    """Return what scontrol was asked to do, without what it was only asked."""
+    return [call for call in programs.calls("scontrol") if "show job" not in call]
+
+
+def test_a_script_of_a_lost_node_leaves_the_jobs_next_start_alone(tmp_path: Path, programs: Programs) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "rank").write_text("75")
+    programs.put("scontrol", "echo 'JobId=7 Requeue=1 Restarts=1 BatchFlag=1'")
+    done = run(batch, programs)
+    assert "goes on as its restart 1" in done.stderr
+    assert asked(programs) == []
+
+
+def test_a_preempted_job_is_requeued_at_once(tmp_path: Path, programs: Programs) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "rank").write_text("75")
+    done = run(batch, programs)
+    assert done.returncode == 75, done.stderr
+    assert (batch.submission / "code").read_text() == "75"
+    assert asked(programs) == ["requeue 7", "update JobId=7 StartTime=now+5"]
+
+
+def test_an_arrays_task_is_requeued_by_its_own_name(tmp_path: Path, programs: Programs) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "rank").write_text("75")
+    run(batch, programs, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
+    assert programs.calls("squeue") == ["--noheader --format=%T --jobs=7_3"]
+    assert asked(programs)[0] == "requeue 7_3"
+
+
+def test_the_requeues_own_signal_does_not_end_the_script(tmp_path: Path, programs: Programs) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "rank").write_text("75")
+    programs.put("scontrol", '[ "$1" = requeue ] && kill -TERM $PPID $$; true')
+    done = run(batch, programs)
+    assert done.returncode == 75
+    assert len(asked(programs)) == 2
+
+
+@pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING", "PENDING"])
+def test_a_job_that_does_not_run_any_more_is_not_requeued(
+    tmp_path: Path, programs: Programs, state: str
+) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "after").write_text("requeue 75")
+    programs.put("squeue", f"echo {state}")
+    done = run(batch, programs)
+    assert done.returncode == 75 and f"is not requeued, it is {state}" in done.stderr
+    assert asked(programs) == []
+
+
+def test_the_requeue_waits_for_a_slurm_that_does_not_answer(tmp_path: Path, programs: Programs) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "rank").write_text("75")
+    count = f"$(wc -l < {programs.folder}"
+    programs.put("squeue", f"[ {count}/squeue.calls) -gt 3 ] && echo RUNNING || exit 1")
+    refusal = "echo 'slurm_requeue error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    programs.put("scontrol", f"[ $1 != requeue ] || [ {count}/scontrol.calls) -gt 4 ] || {{ {refusal}; }}")
+    assert run(batch, programs).returncode == 75
+    assert programs.calls("sleep") == ["1", "2", "4", "8", "16"]
+    assert asked(programs)[-2:] == ["requeue 7", "update JobId=7 StartTime=now+5"]
+
+
+def test_a_requeue_whose_answer_was_lost_is_not_asked_for_again(tmp_path: Path, programs: Programs) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "rank").write_text("75")
+    programs.put("scontrol", f'[ "$1" != requeue ] || {{ touch {tmp_path}/done; exit 1; }}')
+    programs.put("squeue", f"[ -e {tmp_path}/done ] && echo PENDING || echo RUNNING")
+    done = run(batch, programs)
+    assert (done.returncode, done.stderr) == (75, "")
+    assert asked(programs) == ["requeue 7", "update JobId=7 StartTime=now+5"]
+
+
+def test_a_refused_requeue_is_told_and_not_repeated(tmp_path: Path, programs: Programs) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "rank").write_text("75")
+    programs.put("scontrol", "echo 'Requested operation is presently disabled' >&2; exit 1")
+    done = run(batch, programs)
+    assert done.returncode == 75
+    assert "refuses to requeue job 7: Requested operation is presently disabled" in done.stderr
+    assert len(asked(programs)) == 1
+
+
+@pytest.mark.parametrize(
+    ("verdict", "code"), [("stop 0", 0), ("stop 65", 65), ("", 1), ("requeue", 1), ("x 3", 1)]
+)
+def test_the_script_ends_as_the_verdict_says(
+    tmp_path: Path, programs: Programs, verdict: str, code: int
+) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "after").write_text(verdict)
+    done = run(batch, programs)
+    assert done.returncode == code
+    assert asked(programs) == []
+    assert ("no verdict" in done.stderr) == (not verdict.startswith("stop"))
+
+
+@pytest.mark.parametrize("name", ["a%j", "a\\b", "a\nb", "a\tb", "a\x1bb", "a\u2028b", "a:b"])
+def test_paths_that_no_script_can_hold_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="set HPC_TRAIN_RUNS to another folder"):
+        fake_batch(tmp_path / name)
+
+
+def test_a_container_takes_no_commas_in_paths(tmp_path: Path) -> None:
+    fake_batch(tmp_path / "a,b")
+    with pytest.raises(UsageError, match="','"):
+        fake_batch(tmp_path / "c,d", environment={"container": "x.sif"})
+
+
+def test_every_kind_of_script_is_bash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sections: list[dict[str, Any]] = [
+        {},
+        {"slurm": {"nodes": "2-4", "gpus_per_node": 2, "cpus_per_gpu": 3, "extra": {"exclusive": True}}},
+        {"environment": {"modules": ["a/1"], "container": "docker://a/b:c"}},
+    ]
+    for number, keys in enumerate(sections * 2):
+        if number == len(sections):
+            use(monkeypatch, module_init="/x", setup=["true"], environment={"A": 1}, network_interface="ib0")
+        text = script_text(fake_batch(tmp_path / f"{number} '"[:-1], **keys), 3)
+        path = tmp_path / "script.sh"
+        path.write_text(text)
+        assert subprocess.run(["bash", "-n", path], check=False, capture_output=True).stderr == b""
+        if shutil.which("shellcheck"):
+            subprocess.run(["shellcheck", "--exclude=SC1090,SC1091", path], check=True)
+
+
+def test_what_is_inserted_is_quoted_and_nothing_is_left_out() -> None:
+    assert script.quoted(["a b", "c'd", 3]) == "'a b' 'c'\"'\"'d' 3"
+    with pytest.raises(TypeError):
+        script.quoted({"a": 1})
+
+
+def test_a_batch_survives_its_record(tmp_path: Path) -> None:
+    batch = fake_batch(tmp_path)
+    assert Batch.from_json(json.loads(json.dumps(batch.to_json()))) == batch
+
+
+def test_no_variable_of_the_caller_changes_the_job(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs.put("sbatch", f"env > {tmp_path}/seen; echo Submitted batch job 12")
+    monkeypatch.setenv("PATH", f"{programs.folder}:/usr/bin:/bin")
+    for name in ("PARTITION", "ACCOUNT", "EXPORT", "ARRAY_INX"):
+        monkeypatch.setenv(f"SBATCH_{name}", "1")
+    for name in ("JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CONF"):
+        monkeypatch.setenv(f"SLURM_{name}", "1")
+    monkeypatch.setenv("HPC_TRAIN_ATTEMPT", "1")
+    monkeypatch.setenv("MINE", "1")
+    before = dict(os.environ)
+    batch = fake_batch(tmp_path, slurm={"partition": "gpu"})
+    script.executor(batch).submit(print)
+    assert dict(os.environ) == before
+    seen = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
+    names = {name for name in seen if name.startswith(("SBATCH", "SLURM", "HPC_TRAIN_A", "MINE"))}
+    assert names == {"SBATCH_ACCOUNT", "SLURM_CONF", "MINE"}
+
+
+def test_an_array_of_a_range_of_nodes_is_submitted_once(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs.put("sbatch", "echo Submitted batch job 12")
+    monkeypatch.setenv("PATH", f"{programs.folder}:/usr/bin:/bin")
+    jobs = script.executor(fake_batch(tmp_path, slurm={"nodes": "2-4"})).submit_array([print, print])
+    assert [job.job_id for job in jobs] == ["12_0", "12_1"]
+    assert len(programs.calls("sbatch")) == 1
+
+
+def test_a_script_is_shown_where_there_is_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = fake_batch(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    assert "#SBATCH --job-name=exp" in script_text(batch)
+    assert experiment().slurm is not None

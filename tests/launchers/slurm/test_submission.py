@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import socket
+import threading
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import BadFileError, NoSlurmError
+from hpc_train.launchers.base import QueuedRun
+from hpc_train.launchers.slurm import commands, launcher, refusals, sending
+from hpc_train.launchers.slurm import submission as steps
+from hpc_train.launchers.slurm.launcher import SlurmLauncher
+from hpc_train.launchers.slurm.script import Batch
+from hpc_train.paths import ExperimentPaths, RunPaths
+from hpc_train.plan.planning import make_plan
+from hpc_train.run_folder import snapshot
+from hpc_train.run_folder.attempts import claim_attempt
+from hpc_train.run_folder.creation import create_run
+from hpc_train.run_folder.files import read_json, write_json
+from hpc_train.run_folder.processes import Process
+from hpc_train.run_folder.status import RunStatus, read_status, write_status
+from tests.launchers.slurm.programs import Programs, put_programs_first
+from tests.plan.files import loaded
+
+_SLURM = "slurm: {partition: low, nodes: 2, time_limit: 1h}\n"
+_ELSEWHERE = Process("n1", "another boot", "pid:[1]", 1, 1)
+_CONFIG = 'echo "MaxArraySize = 1001"'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ExperimentPaths:
+    return ExperimentPaths(tmp_path / "runs/tiny")
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    """A Slurm that holds no job and takes all of them."""
+    found = put_programs_first(tmp_path, monkeypatch)
+    found.put("sbatch", "echo Submitted batch job 12")
+    found.put("squeue", "true")
+    found.put("scontrol", _CONFIG)
+    found.put("srun", "true")
+    found.put("scancel", "true")
+    monkeypatch.setattr(commands, "_ATTEMPTS", 1)
+    commands.config.cache_clear()
+    return found
+
+
+def _runs(tmp_path: Path, folder: ExperimentPaths, seeds: str = "[1, 2, 3]") -> list[QueuedRun]:
+    """Make the runs of a sweep, with their code."""
+    (tmp_path / "here").mkdir(exist_ok=True)
+    code = snapshot.take(folder.snapshots, tmp_path / "here", [])
+    file = loaded(tmp_path, f"sweep.grid={{seed: {seeds}}}", more=_SLURM)
+    queued = []
+    for run in make_plan(file).runs:
+        paths = RunPaths(folder.folder / run.id)
+        create_run(paths, run.experiment, run.id, run.total_steps, launcher="slurm", snapshot=code)
+        queued.append(QueuedRun(paths, run.experiment, file.problem))
+    return queued
+
+
+def _enqueue(folder: ExperimentPaths, runs: list[QueuedRun]) -> None:
+    slurm = SlurmLauncher()
+    with slurm.submitting(folder):
+        slurm.enqueue(folder, runs)
+
+
+def test_a_record_is_read_as_it_was_written(folder: ExperimentPaths) -> None:
+    paths = steps.new_paths(folder)
+    batch = Batch(paths.folder, "python", {"time": 10, "setup": ["true"]})
+    runs = [RunPaths(folder.folder / "abc")]
+    written = steps.prepare(paths, runs, batch, max_parallel=2, stays_held=True)
+    assert steps.read(paths) == written
+    assert steps.unfinished(folder) == [(paths, written)]
+    steps.write(paths, replace(written, state=steps.RELEASED))
+    assert steps.unfinished(folder) == []
+
+
+def test_a_broken_record_is_none(folder: ExperimentPaths) -> None:
+    paths = steps.new_paths(folder)
+    steps.make_private(paths.folder)
+    write_json(paths.record, {"version": 1})
+    assert steps.read(paths) is None
+
+
+@pytest.mark.parametrize(
+    ("creator", "age_s", "expected"),
+    [
+        (None, 0, False),
+        (_ELSEWHERE, 0, True),
+        (_ELSEWHERE, 3600, False),
+        (replace(_ELSEWHERE, host=socket.gethostname()), 0, False),  # before this machine's last boot
+        ("ours", 0, False),  # it would hold the lock
+    ],
+)
+def test_only_an_unseen_command_of_late_may_be_at_work(
+    creator: Process | str | None, age_s: float, expected: bool
+) -> None:
+    process = Process.current() if creator == "ours" else creator
+    assert not isinstance(process, str)
+    created = (datetime.now(UTC) - timedelta(seconds=age_s)).isoformat()
+    assert steps.may_be_at_work(process, created) is expected
+
+
+def test_a_run_is_unsubmitted_until_a_submission_holds_it(tmp_path: Path, folder: ExperimentPaths) -> None:
+    runs = _runs(tmp_path, folder)
+    assert all(steps.is_unsubmitted(run.paths) for run in runs)
+    paths = steps.new_paths(folder)
+    recorded = [runs[0].paths]
+    steps.prepare(paths, recorded, Batch(paths.folder, "python", {}), max_parallel=None, stays_held=False)
+    claim_attempt(runs[1].paths, "local")
+    assert [steps.is_unsubmitted(run.paths) for run in runs] == [False, False, True]
+    facts = read_json(runs[2].paths.run)
+    assert facts is not None
+    write_json(runs[2].paths.run, facts | {"launcher": "local"})
+    assert not steps.is_unsubmitted(runs[2].paths)
+
+
+def test_a_refused_run_goes_unless_it_holds_something(tmp_path: Path, folder: ExperimentPaths) -> None:
+    new, old, queued = (run.paths for run in _runs(tmp_path, folder))
+    claim_attempt(old, "slurm")
+    steps.note_job(queued, "12_1")
+    for paths in (new, old, queued):
+        steps.withdraw(paths, "Slurm refused it: no")
+    assert not new.folder.exists()
+    for paths in (old, queued):
+        assert (read_status(paths).state, read_status(paths).reason) == ("failed", "Slurm refused it: no")
+
+
+def test_a_job_is_noted_once(tmp_path: Path, folder: ExperimentPaths) -> None:
+    paths = _runs(tmp_path, folder)[0].paths
+    write_status(paths, RunStatus("failed", 5, 9, attempt=1, reason="broke"))
+    for _ in range(2):
+        steps.note_job(paths, "12_0")
+    assert (read_json(paths.run) or {})["slurm_job_ids"] == ["12_0"]
+    assert read_status(paths) == RunStatus("pending", 5, 9, attempt=1)
+
+
+def test_runs_are_grouped_by_what_their_script_says(tmp_path: Path, folder: ExperimentPaths) -> None:
+    runs = _runs(tmp_path, folder, "[1, 2, 3, 4]")
+    slurm = runs[1].experiment.slurm
+    assert slurm is not None
+    other = runs[1].experiment.model_copy(update={"slurm": slurm.model_copy(update={"nodes": 1})})
+    runs[1] = replace(runs[1], experiment=other)
+    snapshot.link(runs[3].paths, folder.snapshots / "other")
+    groups = launcher._groups(runs, 1000)
+    assert groups == [[runs[0], runs[2]], [runs[1]], [runs[3]]]
+    assert launcher._groups([runs[0], runs[2]], 1) == [[runs[0]], [runs[2]]]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("MaxArraySize = 1001", 1001),
+        ("MaxArraySize = 0", 1),
+        ("MaxArraySize = 1001\nSchedulerParameters = a,max_array_tasks=50", 50),
+        ("SlurmctldPort = 1", 1),
+    ],
+)
+def test_an_array_is_bounded_by_what_slurm_says(programs: Programs, config: str, expected: int) -> None:
+    programs.put("scontrol", f"cat <<'END'\n{config}\nEND")
+    assert launcher._array_limit() == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        ("sbatch: error: invalid partition specified: nope", "slurm.partition"),
+        ("Invalid account or account/partition combination specified", "slurm.account"),
+        ("Invalid qos specification", "slurm.qos"),
+        ("Invalid feature specification", "slurm.constraint"),
+        ("Requested reservation is invalid", "slurm.reservation"),
+        ("Job dependency problem", "slurm.dependency"),
+        ("Invalid node name specified", "slurm.exclude"),
+        ("Invalid generic resource (gres) specification", "slurm.gpu_type"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "slurm.time_limit"),
+        ("Memory specification can not be satisfied", "slurm.mem_gb"),
+        ("Requested node configuration is not available", "slurm"),
+        ("QOSMaxSubmitJobPerUserLimit", "slurm"),
+        ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "slurm"),
+        ("Invalid job array specification", "sweep.grid"),
+        ("sbatch: unrecognized option '--foo-bar=1'", "slurm.extra.foo_bar"),
+        ("Invalid --begin specification", "slurm.extra.begin"),
+        ("something that nobody has heard of", "slurm"),
+    ],
+)
+def test_what_slurm_refuses_is_about_a_key(tmp_path: Path, words: str, key: str) -> None:
+    experiment = loaded(tmp_path, more="slurm: {extra: {foo_bar: 1, begin: now}}\n").experiment
+    assert refusals.advice(words, experiment).key == key
+
+
+def test_a_refusal_stands_where_the_key_stands_and_leaves_nothing(
+    tmp_path: Path, folder: ExperimentPaths, programs: Programs
+) -> None:
+    programs.put("sbatch", "echo 'sbatch: error: QOSMaxSubmitJobPerUserLimit' >&2; exit 1")
+    runs = _runs(tmp_path, folder)
+    with pytest.raises(BadFileError, match=r"exp.yaml:11:8: slurm: Slurm refuses it: QOSMaxSubmit"):
+        _enqueue(folder, runs)
+    assert not any(run.paths.folder.exists() for run in runs)
+    assert folder.submission_folders() == []
+
+
+def test_when_the_second_array_is_refused_the_first_is_cancelled(
+    tmp_path: Path, folder: ExperimentPaths, programs: Programs
+) -> None:
+    programs.put("scontrol", 'echo "MaxArraySize = 2"')
+    count = programs.folder / "sbatch.calls"
+    refuse = "echo 'sbatch: error: AssocMaxSubmitJobLimit' >&2; exit 1"
+    programs.put("sbatch", f"[ $(wc -l < {count}) = 1 ] && echo Submitted batch job 12 || {{ {refuse}; }}")
+    runs = _runs(tmp_path, folder)
+    with pytest.raises(BadFileError, match="AssocMaxSubmitJobLimit"):
+        _enqueue(folder, runs)
+    assert programs.calls("scancel") == ["12"]
+    assert not any(run.paths.folder.exists() for run in runs)
+
+
+def test_a_slurm_that_never_answers_leaves_all_to_the_next_command(
+    tmp_path: Path, folder: ExperimentPaths, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "LIMIT_S", 0.0)
+    programs.put("sbatch", "echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1")
+    runs = _runs(tmp_path, folder)
+    with pytest.raises(NoSlurmError, match="gave up after 0 s; what is made stays: submit the file again"):
+        _enqueue(folder, runs)
+    assert not programs.calls("scancel")
+    programs.put("sbatch", "echo Submitted batch job 13")
+    with SlurmLauncher().submitting(folder):
+        pass
+    jobs = [(read_json(run.paths.run) or {})["slurm_job_ids"] for run in runs]
+    assert jobs == [["13_0"], ["13_1"], ["13_2"]]
+    assert steps.unfinished(folder) == []
+
+
+def test_an_answer_that_was_lost_is_asked_for_before_sbatch_runs_again(
+    tmp_path: Path, folder: ExperimentPaths, programs: Programs
+) -> None:
+    """Two jobs of ours where slurmctld heard both: the older counts."""
+    programs.put("sbatch", "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1")
+    script = "$(cd .. && find $PWD -name '.submission_file*')"
+    programs.put(
+        "squeue", f'cd {folder.submissions}; echo "14|{script}"; echo "13|{script}"; echo "12|/a/b.sh"'
+    )
+    runs = _runs(tmp_path, folder)
+    _enqueue(folder, runs)
+    assert len(programs.calls("sbatch")) == 1
+    assert programs.calls("scancel") == ["14"]
+    assert [(read_json(run.paths.run) or {})["slurm_job_ids"] for run in runs] == [
+        ["13_0"],
+        ["13_1"],
+        ["13_2"],
+    ]
+
+
+def test_what_another_host_may_be_doing_is_left_to_it(
+    tmp_path: Path, folder: ExperimentPaths, programs: Programs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = steps.new_paths(folder)
+    runs = [run.paths for run in _runs(tmp_path, folder)]
+    record = steps.prepare(paths, runs, Batch(paths.folder, "x", {}), max_parallel=None, stays_held=False)
+    steps.write(paths, replace(record, creator=_ELSEWHERE))
+    with SlurmLauncher().submitting(folder):
+        pass
+    assert "left to n1" in capsys.readouterr().err
+    assert not programs.calls("sbatch")
+
+
+def test_one_command_at_a_time_submits(folder: ExperimentPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, entered = threading.Event(), threading.Event()
+    monkeypatch.setattr(steps, "say", lambda words: waits.set())
+
+    def enter() -> None:
+        with steps.locked(folder):
+            entered.set()
+
+    second = threading.Thread(target=enter)
+    with steps.locked(folder):
+        second.start()
+        assert waits.wait(60)
+        assert not entered.wait(0.5)  # can't be so by chance: the lock is held
+    assert entered.wait(60)
+    second.join()
+
+
+def test_without_slurm_nothing_is_made(
+    folder: ExperimentPaths, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (programs.folder / "sbatch").unlink()
+    monkeypatch.setenv("PATH", str(programs.folder))
+    with (
+        pytest.raises(NoSlurmError, match="sbatch: no such program here"),
+        SlurmLauncher().submitting(folder),
+    ):
+        pass
+    assert not folder.folder.exists()
+
+
+def test_what_is_shown_names_no_file_that_is_there(tmp_path: Path, folder: ExperimentPaths) -> None:
+    file = loaded(tmp_path, "sweep={grid: {seed: [1, 2]}, max_parallel: 1}", more=_SLURM)
+    runs = [
+        QueuedRun(RunPaths(folder.folder / run.id), run.experiment, file.problem)
+        for run in make_plan(file).runs
+    ]
+    (script,) = SlurmLauncher().scripts(folder, runs)
+    assert "#SBATCH --array=0-1%1" in script
+    assert f"{folder.submissions}/TOKEN" in script
+    assert not folder.folder.exists()

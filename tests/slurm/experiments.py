@@ -1,0 +1,155 @@
+"""Experiments on the test cluster: submitted by the real command, disturbed, compared with a quiet run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.attempts import AttemptRecord, read_record
+from tests.end_to_end.runs import Done, hpc_train, last_step, only_run, wait_for, write_experiment
+from tests.slurm.cluster import Cluster
+
+LIMIT_S = 400.0
+#: One thread a rank: the same sums on this machine's quiet run and on the cluster's nodes.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+
+EXPERIMENT = """\
+name: digits
+seed: 3
+task: classification
+model: {name: "tests.end_to_end.paced:net"}
+data: {name: digits, augment: {hflip: 0.5, crop_padding: 2}}
+optimization:
+  steps: 60
+  global_batch_size: 48
+  micro_batch_size: 12
+  optimizer: {name: adamw, lr: 0.003}
+  schedule: {name: cosine, warmup_steps: 20}
+  clip_grad_norm: 1.0
+evaluation: {every_steps: 20}
+checkpoint: {every_steps: 1000}
+logging: {every_steps: 1}
+slurm: {partition: low, nodes: 2, ranks_per_node: 2, time_limit: 30min}
+"""
+
+
+def command(folder: Path, *arguments: str | Path, pace_s: float = 0.0, **environment: str) -> Done:
+    """Run ``hpc-train`` with runs below ``folder``; a rank's forward takes ``pace_s`` longer."""
+    own = {"HPC_TRAIN_RUNS": str(folder / "runs"), "PACED_TRAIN_S": str(pace_s)}
+    return hpc_train(*arguments, **(ENVIRONMENT | own | environment))
+
+
+def submit(folder: Path, *overrides: str, text: str = EXPERIMENT, pace_s: float = 0.0) -> Done:
+    """Submit to Slurm and see it accepted."""
+    done = command(folder, "submit", write_experiment(folder, text), *overrides, pace_s=pace_s)
+    assert done.code == 0, done.err
+    return done
+
+
+def submit_one(folder: Path, *overrides: str, text: str = EXPERIMENT, pace_s: float = 0.0) -> RunPaths:
+    submit(folder, *overrides, text=text, pace_s=pace_s)
+    return only_run(folder)
+
+
+def quiet_run(folder: Path, *overrides: str, text: str = EXPERIMENT, ranks: int = 4) -> RunPaths:
+    """Train the same on this machine, undisturbed."""
+    experiment = write_experiment(folder, text)
+    done = command(folder, "submit", experiment, *overrides, "--local", "--devices", str(ranks))
+    assert done.code == 0, done.err
+    return only_run(folder)
+
+
+def standing(folder: Path, *words: str) -> list[dict[str, Any]]:
+    """Return what ``status --json`` says."""
+    done = command(folder, "status", "--json", *words)
+    assert done.code == 0, done.err
+    runs: list[dict[str, Any]] = json.loads(done.out)["runs"]
+    return runs
+
+
+def state(paths: RunPaths) -> str:
+    """Return the run's state as ``status`` tells it."""
+    (run,) = standing(paths.folder.parents[2], str(paths.folder))
+    return str(run["state"])
+
+
+def job_of(paths: RunPaths) -> str:
+    jobs: list[str] = json.loads(paths.run.read_text())["slurm_job_ids"]
+    return jobs[-1]
+
+
+def records(paths: RunPaths) -> list[AttemptRecord]:
+    found = [read_record(attempt) for attempt in paths.attempt_folders()]
+    return [record for record in found if record is not None]
+
+
+def wait_for_step(paths: RunPaths, step: int) -> None:
+    wait_for(lambda: last_step(paths) >= step, f"step {step} of {paths.folder}\n", LIMIT_S)
+
+
+def wait_for_state(paths: RunPaths, *states: str, limit_s: float = LIMIT_S) -> str:
+    """Wait until ``status.json``, which the ranks and the batch script write, says one of ``states``."""
+
+    def found() -> str:
+        return str(json.loads(paths.status.read_text())["state"])
+
+    try:
+        wait_for(lambda: found() in states, "", limit_s)
+    except AssertionError:
+        raise AssertionError(f"{found()} rather than {states}\n{account(paths)}") from None
+    return found()
+
+
+def wait_for_attempt_end(paths: RunPaths, number: int) -> AttemptRecord:
+    def is_over() -> bool:
+        record = read_record(paths.attempt(number))
+        return record is not None and record.end is not None
+
+    wait_for(is_over, f"the end of attempt {number}\n{account(paths)}", LIMIT_S)
+    record = read_record(paths.attempt(number))
+    assert record is not None
+    return record
+
+
+def job_states(cluster: Cluster, job: str) -> list[str]:
+    """Return the states of a job, or of all tasks of an array, that Slurm has in its queue."""
+    return cluster.run("squeue", "--noheader", "-r", "-j", job, "-o", "%T", check=False).split()
+
+
+def account(paths: RunPaths) -> str:
+    """Return what the run's folder tells of its attempts: for a failed test's message."""
+    texts = [paths.status.read_text()]
+    for submission in paths.siblings.submission_folders():
+        texts += _ends(sorted(submission.folder.glob("*log*")))
+    for attempt in paths.attempt_folders():
+        texts += [attempt.record.read_text() if attempt.record.exists() else "no record"]
+        texts += _ends(sorted(attempt.folder.glob("rank-*")))
+    return "\n".join(texts)
+
+
+def _ends(files: Sequence[Path]) -> list[str]:
+    return [f"== {file}\n{file.read_text(errors='replace')[-1500:]}" for file in files if file.stat().st_size]
+
+
+def environ_of(pid: int) -> dict[str, str]:
+    """Return a process's environment."""
+    with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
+        words = file.read().decode(errors="replace").split("\0")
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def processes_of(paths: RunPaths) -> list[int]:
+    """Return the processes of this machine that work for the run."""
+    found = []
+    for entry in os.listdir("/proc"):  # noqa: PTH208
+        if entry.isdigit():
+            try:
+                if environ_of(int(entry)).get("HPC_TRAIN_RUN_FOLDER") == str(paths.folder):
+                    found.append(int(entry))
+            except OSError:
+                continue
+    return found

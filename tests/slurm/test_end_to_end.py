@@ -1,0 +1,298 @@
+"""Runs on a real Slurm, disturbed in every way that Slurm knows: each ends by itself as a quiet one does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from tests.end_to_end.runs import assert_equal_to_the_bit, found_runs, last_step, wait_for
+from tests.slurm.cluster import Cluster
+from tests.slurm.experiments import (
+    EXPERIMENT,
+    LIMIT_S,
+    account,
+    command,
+    job_of,
+    job_states,
+    quiet_run,
+    records,
+    standing,
+    state,
+    submit,
+    submit_one,
+    wait_for_attempt_end,
+    wait_for_state,
+    wait_for_step,
+)
+from tests.slurm.ordinary_user import OrdinaryUser
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+Quiet = Callable[..., RunPaths]
+
+
+@pytest.fixture(scope="session")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Quiet:
+    """A run of the same file that nothing happened to, trained once a session and overrides."""
+    known: dict[tuple[str, ...], RunPaths] = {}
+
+    def trained(*overrides: str) -> RunPaths:
+        if overrides not in known:
+            known[overrides] = quiet_run(tmp_path_factory.mktemp("quiet"), *overrides)
+        return known[overrides]
+
+    return trained
+
+
+@contextmanager
+def preempting(cluster: Cluster, paths: RunPaths) -> Iterator[None]:
+    """Take the run's nodes for a job of the higher partition."""
+    nodes = records(paths)[-1].hosts
+    job = cluster.run(
+        "sbatch", "--parsable", "--partition=high", "--exclusive", f"--nodes={len(nodes)}",
+        f"--nodelist={','.join(nodes)}", "--output=/dev/null", "--wrap=sleep 600",
+    ).strip()  # fmt: skip
+    yield
+    cluster.run("scancel", job)
+
+
+def see_it_complete(paths: RunPaths, quiet: RunPaths) -> None:
+    assert wait_for_state(paths, "completed", "failed", "cancelled") == "completed", account(paths)
+    assert_equal_to_the_bit(quiet, paths)
+    wait_for(lambda: state(paths) == "completed", "status's word")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fixture"), [("ddp", "cluster"), ("fsdp", "cluster_without_accounting")]
+)
+def test_three_preemptions_change_no_bit(
+    strategy: str, fixture: str, quiet: Quiet, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    cluster: Cluster = request.getfixturevalue(fixture)
+    paths = submit_one(tmp_path, f"parallel.strategy={strategy}", pace_s=0.4)
+    for number, step in enumerate([5, 15, 30], start=1):
+        wait_for_step(paths, step)
+        with preempting(cluster, paths):
+            ended = wait_for_attempt_end(paths, number)
+            assert ended.cause == "preemption", account(paths)
+            wait_for(lambda number=number: len(paths.attempt_folders()) > number, account(paths), LIMIT_S)
+    see_it_complete(paths, quiet(f"parallel.strategy={strategy}"))
+    assert [record.cause for record in records(paths)] == [*["preemption"] * 3, "completed"]
+    assert len({record.slurm_job for record in records(paths)}) == 1
+    events = records(paths)[0].events
+    order = ["begin", "rank", "joined", "loaded", "first_step", "signal", "agreed", "saved", "end", "requeue"]
+    assert list(events) and sorted(events, key=lambda name: events[name]) == order
+
+
+def test_time_limits_change_no_bit(any_cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
+    # Slurm tells a job that ends within the lead and a minute, at its next look each half a minute.
+    slurm = "slurm={partition: low, nodes: 2, ranks_per_node: 2, time_limit: 2min, signal_lead_s: 5}"
+    paths = submit_one(tmp_path, slurm, pace_s=3.0)
+    see_it_complete(paths, quiet())
+    causes = [record.cause for record in records(paths)]
+    assert causes.count("time limit") >= 2, causes
+    assert set(causes) == {"time limit", "completed"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fixture"), [("ddp", "cluster_without_accounting"), ("fsdp", "cluster")]
+)
+def test_a_node_that_dies_changes_no_bit(
+    strategy: str, fixture: str, quiet: Quiet, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    cluster: Cluster = request.getfixturevalue(fixture)
+    overrides = (f"parallel.strategy={strategy}", "checkpoint.every_steps=7")
+    paths = submit_one(tmp_path, *overrides, pace_s=0.4)
+    wait_for_step(paths, 16)
+    cluster.kill_node(records(paths)[0].hosts[-1])
+    wait_for(lambda: len(paths.attempt_folders()) > 1, "the next attempt\n" + account(paths), LIMIT_S)
+    see_it_complete(paths, quiet(f"parallel.strategy={strategy}"))
+    assert records(paths)[0].cause in {"lost", "crash"}
+
+
+def test_a_requeue_by_hand_changes_no_bit(cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
+    paths = submit_one(tmp_path, pace_s=0.4)
+    wait_for_step(paths, 5)
+    cluster.run("scontrol", "requeue", job_of(paths))
+    see_it_complete(paths, quiet())
+    assert len(records(paths)) == 2
+
+
+SWEEP = EXPERIMENT + "sweep: {grid: {seed: [1, 2, 3, 4, 5, 6]}, max_parallel: 1}\n"
+
+
+def test_a_sweep_is_one_throttled_array(any_cluster: Cluster, tmp_path: Path) -> None:
+    """Six runs of two nodes each: one at a time, then, throttled to two, two at a time."""
+    told = submit(tmp_path, "optimization.steps=12", text=SWEEP, pace_s=0.2)
+    runs = found_runs(tmp_path)
+    (array,) = {job_of(paths).partition("_")[0] for paths in runs}
+    assert array in told.err and sorted(job_of(paths) for paths in runs) == [f"{array}_{n}" for n in range(6)]
+    seen: list[int] = []
+
+    def running() -> int:
+        seen.append(job_states(any_cluster, array).count("RUNNING"))
+        return seen[-1]
+
+    def completed() -> int:
+        return sum(json.loads(paths.status.read_text())["state"] == "completed" for paths in runs)
+
+    wait_for(lambda: running() > 0 and completed() >= 2, "two runs done", LIMIT_S)
+    assert max(seen) == 1
+    states = {run["state"] for run in standing(tmp_path)}
+    assert states <= {"pending", "running", "completed"} and "completed" in states
+    any_cluster.run("scontrol", "update", f"JobId={array}", "ArrayTaskThrottle=2")
+    wait_for(lambda: running() == 0 or completed() == 6, "all runs done", LIMIT_S)
+    assert max(seen) == 2
+    wait_for(lambda: completed() == 6, "all runs done", LIMIT_S)
+    assert {run["state"] for run in standing(tmp_path)} == {"completed"}
+
+
+def test_status_is_right_in_every_state(any_cluster: Cluster, tmp_path: Path) -> None:
+    nodes = "slurm={partition: low, nodes: 4, ranks_per_node: 1}"
+    blocker = any_cluster.run(
+        "sbatch",
+        "--parsable",
+        "--partition=high",
+        "--exclusive",
+        "--nodes=4",
+        "-o/dev/null",
+        "--wrap=sleep 600",
+    ).strip()
+    wait_for(lambda: job_states(any_cluster, blocker) == ["RUNNING"], "the blocker")
+    paths = submit_one(tmp_path, nodes, pace_s=0.3)
+    assert state(paths) == "pending"
+    any_cluster.run("scontrol", "hold", job_of(paths))
+    wait_for(lambda: "eld" in str(standing(tmp_path)[0]["reason"]), "the word held", 60)
+    assert state(paths) == "pending"
+    any_cluster.run("scontrol", "release", job_of(paths))
+    any_cluster.run("scancel", blocker)
+    wait_for_step(paths, 3)
+    wait_for(lambda: state(paths) == "running", "running", 60)
+    with preempting(any_cluster, paths):
+        wait_for_attempt_end(paths, 1)
+        wait_for(lambda: state(paths) == "requeued", "requeued", 60)
+    wait_for_state(paths, "completed")
+    wait_for(lambda: state(paths) == "completed", "completed", 60)
+
+
+def test_scancel_is_final_in_every_state(any_cluster: Cluster, tmp_path: Path) -> None:
+    """By scancel itself while running, held and pending; by ``cancel`` while running and requeued."""
+    text = EXPERIMENT.replace("nodes: 2, ranks_per_node: 2", "nodes: 1, ranks_per_node: 1")
+    text += "sweep: {grid: {seed: [1, 2, 3, 4, 5]}, max_parallel: 3}\n"
+    submit(tmp_path, text=text, pace_s=0.5)
+    runs = sorted(found_runs(tmp_path), key=job_of)
+    for paths in runs[:3]:
+        wait_for_step(paths, 2)
+    any_cluster.run("scancel", job_of(runs[0]))  # running: an array's task
+    any_cluster.run("scancel", job_of(runs[4]))  # pending; the array's last task
+    any_cluster.run("scontrol", "requeue", job_of(runs[1]))
+    wait_for(lambda: job_states(any_cluster, job_of(runs[1])) == ["PENDING"], "the requeue", 60)
+    any_cluster.run("scancel", job_of(runs[1]))  # requeued
+    done = command(tmp_path, "cancel", runs[2].folder)  # running
+    assert done.code == 0, done.err
+    for paths in (runs[0], runs[1], runs[2], runs[4]):
+        wait_for(lambda paths=paths: not job_states(any_cluster, job_of(paths)), "its end", 120)
+        wait_for(lambda paths=paths: state(paths) == "cancelled", f"cancelled\n{account(paths)}", 60)
+        assert last_step(paths) < 60
+    wait_for_step(runs[3], 2)  # the one that nobody cancelled
+    done = command(tmp_path, "cancel", "digits")
+    assert done.code == 0 and state(runs[3]) == "cancelled", done.err
+    again = command(tmp_path, "submit", tmp_path / "exp.yaml")
+    assert again.code == 1 and "cancelled" in again.err
+    assert not any_cluster.run("squeue", "--noheader").strip()
+
+
+def test_a_cancelled_run_goes_on_after_a_resume(cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
+    paths = submit_one(tmp_path, pace_s=0.3)
+    wait_for_step(paths, 10)
+    assert command(tmp_path, "cancel", paths.folder).code == 0
+    assert state(paths) == "cancelled"
+    done = command(tmp_path, "resume", paths.folder)
+    assert done.code == 0, done.err
+    see_it_complete(paths, quiet())
+
+
+CRASHING = EXPERIMENT.replace("tests.end_to_end.paced:net", "tests.slurm.crashing:net")
+
+
+def test_a_crash_is_requeued_three_times(any_cluster: Cluster, tmp_path: Path) -> None:
+    paths = submit_one(tmp_path, "slurm={partition: low, nodes: 1, ranks_per_node: 2}", text=CRASHING)
+    assert wait_for_state(paths, "failed", "completed") == "failed"
+    assert [record.cause for record in records(paths)] == ["crash"] * 4
+    wait_for(lambda: not job_states(any_cluster, job_of(paths)), "the job's end", 60)
+    shown = command(tmp_path, "status", paths.folder)
+    assert "Traceback (most recent call last)" in shown.out and "ValueError: on purpose" in shown.out
+    (run,) = standing(tmp_path)
+    assert run["state"] == "failed" and "ValueError: on purpose" in run["reason"]
+
+
+def test_a_bad_file_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
+    paths = submit_one(tmp_path, "model.args={no_such_argument: 1}")
+    assert wait_for_state(paths, "failed", "completed") == "failed"
+    assert [record.cause for record in records(paths)] == ["user error"]
+    assert "no_such_argument" in standing(tmp_path)[0]["reason"]
+
+
+NET = """\
+import time
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def forward(self, images):
+        time.sleep(0.3)
+        return super().forward(images)
+
+
+def net(num_classes):
+    return Net(nn.Flatten(), nn.Linear(1024, num_classes))
+"""
+
+
+def test_an_ordinary_user_is_preempted_and_edits_code_meanwhile(
+    cluster: Cluster, ordinary_user: OrdinaryUser
+) -> None:
+    """In a home of mode 0700, without git, with relative paths; the snapshot keeps the edit out."""
+    if ordinary_user.python is None:
+        pytest.skip("this machine has no Python that an ordinary user may execute")
+    home, name = ordinary_user.home, ordinary_user.name
+    text = EXPERIMENT.replace("tests.end_to_end.paced:net", "net:net").replace("steps: 60", "steps: 30")
+    for file, content in {"exp.yaml": text, "net.py": NET}.items():
+        (home / file).write_text(content)
+        shutil.chown(home / file, name)
+
+    def hpc_train(*words: str) -> str:
+        command = ["env", "-C", str(home), str(ordinary_user.python), "-m", "hpc_train", *words]
+        variables = ordinary_user.environment | {"OMP_NUM_THREADS": "1"}
+        return cluster.run(*command, user=name, variables=variables)
+
+    hpc_train("submit", "exp.yaml")
+    (paths,) = found_runs(home)
+    wait_for_step(paths, 3)
+    (home / "net.py").write_text("raise RuntimeError('edited after submit')\n")
+    with preempting(cluster, paths):
+        wait_for_attempt_end(paths, 1)
+    wait_for_state(paths, "completed", "failed")
+    (run,) = json.loads(hpc_train("status", "--json"))["runs"]
+    assert (run["state"], run["attempt"]) == ("completed", 2), account(paths)
+    assert run["restart"]["cause"] == "preemption"
+    assert paths.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_wandb_keeps_one_run_over_attempts_without_a_network(
+    cluster: Cluster, quiet: Quiet, tmp_path: Path
+) -> None:
+    paths = submit_one(tmp_path, "logging={every_steps: 1, wandb: {project: slurm}}", pace_s=0.4)
+    wait_for_step(paths, 5)
+    with preempting(cluster, paths):
+        wait_for_attempt_end(paths, 1)
+    see_it_complete(paths, quiet())
+    run_id = json.loads(paths.run.read_text())["wandb_id"]
+    offline = sorted(path.name for path in paths.wandb.rglob("offline-run-*") if path.is_dir())
+    assert len(offline) == 2 and all(name.endswith(f"-{run_id}") for name in offline), offline

@@ -1,0 +1,164 @@
+"""Ranks on the nodes of a real Slurm: how they meet, and what becomes of them when one or all must end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launchers.outcome import exit_codes
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.attempts import EVENTS, AttemptRecord
+from hpc_train.run_folder.checkpoints import Manifest, committed
+from tests.end_to_end.runs import assert_equal_to_the_bit, last_step, status, wait_for
+from tests.slurm.cluster import Cluster
+from tests.slurm.experiments import (
+    EXPERIMENT,
+    LIMIT_S,
+    account,
+    quiet_run,
+    records,
+    submit_one,
+    wait_for_attempt_end,
+    wait_for_state,
+    wait_for_step,
+)
+from tests.slurm.runs import high_job
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+Quiet = Callable[[], RunPaths]
+#: A step takes about a tenth of a second: the run is caught in the middle of it.
+PACE_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Quiet:
+    known: list[RunPaths] = []
+
+    def trained() -> RunPaths:
+        known[:] = known or [quiet_run(tmp_path_factory.mktemp("quiet"))]
+        return known[0]
+
+    return trained
+
+
+def ranks_of(paths: RunPaths, rank: int | None = None) -> list[int]:
+    """Return the processes of the run's ranks that live on this machine, whichever node they are on."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            environ = (folder / "environ").read_bytes().split(b"\0")
+            is_rank = (
+                b"submitit.core._submit" in words
+                and f"HPC_TRAIN_RUN_FOLDER={paths.folder}".encode() in environ
+            )
+            if is_rank and (rank is None or f"SLURM_PROCID={rank}".encode() in environ):
+                found.append(int(folder.name))
+    return found
+
+
+def seconds(record: AttemptRecord, first: str, second: str) -> float:
+    first_time, second_time = (datetime.fromisoformat(record.events[name]) for name in (first, second))
+    return (second_time - first_time).total_seconds()
+
+
+def test_two_nodes_meet_and_train_to_the_end(cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
+    paths = submit_one(tmp_path)
+    wait_for_state(paths, "completed")
+    record = wait_for_attempt_end(paths, 1)
+    assert (len(record.hosts), record.ranks, record.exit_codes) == (2, 4, [0] * 4), account(paths)
+    assert (record.cause, record.restart) == ("completed", 0)
+    assert list(record.events) == [name for name in EVENTS if name in record.events], "out of order"
+    assert record.events.keys() == {"begin", "rank", "joined", "loaded", "first_step", "end"}
+    times = list(record.events.values())
+    assert times == sorted(times)
+    met = json.loads(paths.attempt(1).rendezvous.read_text())
+    assert met["hosts"][0] == "127.0.0.1", "all nodes are this machine, and nobody else can reach the store"
+    for rank in range(4):
+        assert paths.attempt(1).log(rank).stat().st_mode & 0o077 == 0
+    assert_equal_to_the_bit(quiet(), paths)
+
+
+def test_a_killed_rank_takes_the_others_with_it_and_nothing_is_saved(
+    cluster: Cluster, quiet: Quiet, tmp_path: Path
+) -> None:
+    paths = submit_one(tmp_path, "checkpoint.every_steps=5", pace_s=PACE_S)
+    wait_for_step(paths, 12)
+    (victim,) = ranks_of(paths, rank=2)
+    os.kill(victim, signal.SIGKILL)
+    record = wait_for_attempt_end(paths, 1)
+    assert record.cause == "crash", account(paths)
+    assert record.reason is not None
+    assert "rank 2 on" in record.reason and "Killed" in record.reason
+    codes = exit_codes(paths.attempt(1))
+    assert codes == {0: 76, 1: 76, 3: 76}
+    # SIGTERM reached the survivors, and they took it for what it was: a peer's end.
+    assert all(step.step % 5 == 0 for step in committed(paths) if Manifest.read(step).attempt == 1)
+    wait_for_state(paths, "completed")
+    assert_equal_to_the_bit(quiet(), paths)
+
+
+def test_ranks_that_are_preempted_before_they_have_met_lose_nothing(
+    cluster: Cluster, quiet: Quiet, tmp_path: Path
+) -> None:
+    """Signals wait while Python imports; none of the ranks is left waiting for another."""
+    paths = submit_one(tmp_path)
+    wait_for(lambda: len(ranks_of(paths)) == 4, "four ranks", LIMIT_S)
+    hosts = records(paths)[0].hosts
+    with high_job(cluster, hosts):
+        record = wait_for_attempt_end(paths, 1)
+        assert (record.cause, record.reason) == ("preemption", "preempted at step 0"), account(paths)
+    wait_for_state(paths, "completed")
+    assert_equal_to_the_bit(quiet(), paths)
+
+
+def test_a_preemption_is_told_part_by_part(cluster: Cluster, tmp_path: Path) -> None:
+    paths = submit_one(tmp_path, pace_s=PACE_S)
+    wait_for_step(paths, 12)
+    with high_job(cluster, records(paths)[0].hosts):
+        record = wait_for_attempt_end(paths, 1)
+    assert record.events.keys() == set(EVENTS), account(paths)
+    times = list(record.events.values())
+    assert times == sorted(times)
+    assert record.save_s is not None and 0 < record.save_s <= seconds(record, "signal", "saved") + 1
+    assert record.exit_codes == [75] * 4
+    (newest, *_) = committed(paths)
+    assert record.reason == f"preempted at step {newest.step}"
+    assert exit_codes(paths.attempt(1)) == {0: 75}, "a thousand ranks need not all say so"
+    wait_for_state(paths, "completed")
+
+
+def test_ranks_of_a_node_that_was_given_up_end_once_others_go_on(cluster: Cluster, tmp_path: Path) -> None:
+    """The node's daemons are gone, its ranks are not: two attempts of one run are alive for a while."""
+    one_node = EXPERIMENT.replace("nodes: 2", "nodes: 1")
+    paths = submit_one(tmp_path, "optimization.steps=300", text=one_node, pace_s=PACE_S)
+    wait_for_step(paths, 5)
+    old = ranks_of(paths)
+    assert len(old) == 2
+    for pid in old:
+        os.kill(pid, signal.SIGSTOP)  # as one that a network has cut off
+    cluster.kill_node(records(paths)[0].hosts[0])
+    wait_for(lambda: len(records(paths)) > 1, f"the next attempt\n{account(paths)}", LIMIT_S)
+    wait_for(lambda: status(paths)["attempt"] == 2 and last_step(paths) >= 10, "its training", LIMIT_S)
+    lines = paths.metrics.read_text().count("\n")
+    for pid in old:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: not set(old) & set(ranks_of(paths)), f"the old ranks' end\n{account(paths)}", LIMIT_S)
+    error = paths.attempt(1).error(0).read_text()
+    assert "another attempt goes on with this run; attempt 1 ends" in error
+    assert status(paths)["attempt"] == 2
+    assert records(paths)[0].cause == "lost"
+    assert paths.metrics.read_text().count("\n") >= lines
+    wait_for_state(paths, "completed")
+    steps = [json.loads(line)["step"] for line in paths.metrics.read_text().splitlines() if '"train"' in line]
+    assert len(steps) == len(set(steps)), "an old rank wrote a row"
