@@ -18,8 +18,8 @@ from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.status import RunStatus, read_status
 
 _HEADS = ("run", "experiment", "state", "step", "attempt", "reason")
-#: The innermost frames of a traceback and what was raised.
-_ERROR_LINES = 20
+#: Most tracebacks whole; of a longer one the innermost frames and what was raised.
+_ERROR_LINES = 60
 _STYLES = {"running": "cyan", "completed": "green", "failed": "red", "cancelled": "yellow"}
 
 

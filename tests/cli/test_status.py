@@ -96,10 +96,10 @@ def _fail(paths: RunPaths, *texts: str) -> None:
 
 def test_a_failed_run_by_itself_shows_the_end_of_its_traceback(tmp_path: Path) -> None:
     paths = _run(tmp_path)
-    long = "\n".join(f"  line {number}" for number in range(50))
+    long = "\n".join(f"  line {number}" for number in range(100))
     _fail(paths, "lost a peer", f"Traceback (most recent call last):\n{long}\nValueError: \x1b[1mtwo\n")
     shown = hpc_train("status", "abc").out
-    assert shown.endswith("  line 49\nValueError: \\x1b[1mtwo\n")
+    assert shown.endswith("  line 99\nValueError: \\x1b[1mtwo\n")
     assert "line 30" not in shown and "lost a peer" not in shown
 
 

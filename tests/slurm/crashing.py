@@ -19,4 +19,4 @@ class Crashing(Net):
 
 
 def net(num_classes: int) -> nn.Module:
-    return Crashing(num_classes)
+    return Crashing(num_classes, norm=True, dropout=0.0)

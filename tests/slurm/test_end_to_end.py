@@ -129,7 +129,7 @@ SWEEP = EXPERIMENT + "sweep: {grid: {seed: [1, 2, 3, 4, 5, 6]}, max_parallel: 1}
 
 def test_a_sweep_is_one_throttled_array(any_cluster: Cluster, tmp_path: Path) -> None:
     """Six runs of two nodes each: one at a time, then, throttled to two, two at a time."""
-    told = submit(tmp_path, "optimization.steps=12", text=SWEEP, pace_s=0.2)
+    told = submit(tmp_path, "optimization.steps=24", text=SWEEP, pace_s=0.1)
     runs = found_runs(tmp_path)
     (array,) = {job_of(paths).partition("_")[0] for paths in runs}
     assert array in told.err and sorted(job_of(paths) for paths in runs) == [f"{array}_{n}" for n in range(6)]
@@ -146,7 +146,7 @@ def test_a_sweep_is_one_throttled_array(any_cluster: Cluster, tmp_path: Path) ->
     assert max(seen) == 1
     states = {run["state"] for run in standing(tmp_path)}
     assert states <= {"pending", "running", "completed"} and "completed" in states
-    any_cluster.run("scontrol", "update", f"JobId={array}", "ArrayTaskThrottle=2")
+    any_cluster.run("scontrol", "update", f"JobId={array}", "ArrayTaskThrottle=2", check=False)
     wait_for(lambda: running() == 0 or completed() == 6, "all runs done", LIMIT_S)
     assert max(seen) == 2
     wait_for(lambda: completed() == 6, "all runs done", LIMIT_S)
@@ -269,7 +269,8 @@ def test_an_ordinary_user_is_preempted_and_edits_code_meanwhile(
 
     def hpc_train(*words: str) -> str:
         command = ["env", "-C", str(home), str(ordinary_user.python), "-m", "hpc_train", *words]
-        variables = ordinary_user.environment | {"OMP_NUM_THREADS": "1"}
+        own = {"HPC_TRAIN_RUNS": "runs", "HPC_TRAIN_CACHE": str(home / "cache"), "OMP_NUM_THREADS": "1"}
+        variables = ordinary_user.environment | own
         return cluster.run(*command, user=name, variables=variables)
 
     hpc_train("submit", "exp.yaml")
