@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -9,6 +10,9 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+#: Over NFS a file that another node replaces while it is read is stale; the next look finds the new one.
+_STALE_READS = 3
 
 
 def write_text(path: Path, text: str, *, sync: bool = False) -> None:
@@ -36,10 +40,20 @@ def write_json(path: Path, data: dict[str, Any], *, sync: bool = False) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the object in ``path``, or None where there is no such file or no JSON object in it."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(_read_text(path))
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return data if isinstance(data, dict) else None
+
+
+def _read_text(path: Path) -> str:
+    for _ in range(_STALE_READS):
+        try:
+            return path.read_text(encoding="utf-8")
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return path.read_text(encoding="utf-8")
 
 
 def sync_folder(folder: Path) -> None:

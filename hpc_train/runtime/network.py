@@ -66,10 +66,14 @@ def _addresses(environ: Mapping[str, str], names: Iterable[str]) -> list[str]:
     by_name = [address for name in names for address in _resolved(name) if not is_loopback(address)]
     on_slurm = "SLURM_PROCID" in environ
     last = [address for _, address in interfaces if not is_loopback(address)] if on_slurm else []
-    # A loopback address is the nodes' own only where all of them are on one machine, as in tests; a name
-    # that says otherwise is right.
+    # A loopback address is the nodes' own only where all of them are on one machine, as in tests, and so none
+    # is called as the machine is; a name that says otherwise is right.
     far = [address for address in by_slurm if not is_loopback(address)]
-    return [*far, *by_name, *by_slurm, *last]
+    is_machine = environ.get("SLURMD_NODENAME") in {
+        socket.gethostname(),
+        socket.gethostname().partition(".")[0],
+    }
+    return [*far, *by_name, *last, *by_slurm] if is_machine else [*far, *by_name, *by_slurm, *last]
 
 
 def _resolved(name: str) -> list[str]:

@@ -55,6 +55,16 @@ def test_loopback_is_taken_only_where_no_name_says_otherwise(names: dict[str, li
     assert listened(slurm)[0] == "127.0.0.7"
 
 
+def test_a_machine_that_calls_itself_loopback_meets_others_elsewhere(
+    names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on Debian: srun on the first node finds its own name at 127.0.1.1.
+    monkeypatch.setattr(network, "interface_addresses", lambda: [("lo", "127.0.0.1"), ("eth0", "127.0.0.7")])
+    slurm = {"SLURM_PROCID": "0", "SLURM_SRUN_COMM_HOST": "127.0.0.1"}
+    assert listened(slurm | {"SLURMD_NODENAME": "node1"})[0] == "127.0.0.7"
+    assert listened(slurm | {"SLURMD_NODENAME": "n1"})[0] == "127.0.0.1"
+
+
 def test_the_sites_interface_decides(names: dict[str, list[str]]) -> None:
     slurm = {"SLURM_PROCID": "0", "SLURM_SRUN_COMM_HOST": "127.0.0.5", "GLOO_SOCKET_IFNAME": "lo"}
     assert listened(slurm)[0] == "127.0.0.1"

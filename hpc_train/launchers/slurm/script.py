@@ -38,7 +38,9 @@ _KEPT_IN_A_JOB = ("SLURM_CONF", "SLURM_JWT", "SLURM_CONF_SERVER")
 _NEVER_KEPT = (
     "SLURM_ARRAY_",
     "SLURM_RESTART_COUNT",
-    "SLURM_CLUSTERS",
+    # Where ranks of a shell's own torchrun meet; a profile may say so for the site.
+    "MASTER_ADDR",
+    "MASTER_PORT",
     "HPC_TRAIN_ATTEMPT",
     "HPC_TRAIN_TOKEN",
     "HPC_TRAIN_HOSTS",

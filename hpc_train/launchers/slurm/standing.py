@@ -214,7 +214,13 @@ def _has_just_ended(job: JobState) -> bool:
 
 
 def _verdict(folder: Folder, job: JobState) -> tuple[str, str, str]:
-    if job.state == FORGOTTEN and not folder.began_by(job) and folder.status.state == "pending":
+    is_unseen = job.state == FORGOTTEN and not folder.began_by(job) and folder.status.state == "pending"
+    if is_unseen and batch_output(folder.paths, job.job) is not None:
+        reason = (
+            f"job {job.job} ended before any rank started; see `hpc-train logs {folder.paths.folder.name}`"
+        )
+        return "failed", reason, "lost"
+    if is_unseen:
         # A task cancelled while its array waits leaves no trace, not even with accounting (22.05).
         return "cancelled", f"job {job.job} left the queue before it started: scancel", "cancelled"
     if job.state in _VERDICTS:

@@ -205,6 +205,17 @@ def test_the_requeue_waits_for_a_slurm_that_does_not_answer(tmp_path: Path, prog
     assert asked(programs)[-2:] == ["requeue 7", "update JobId=7 StartTime=now+5"]
 
 
+@pytest.mark.parametrize("flag", ["SIGNALING", "RESIZING"])
+def test_a_flag_that_passes_is_waited_for(tmp_path: Path, programs: Programs, flag: str) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "rank").write_text("75")
+    programs.put(
+        "squeue", f"[ $(wc -l < {programs.folder}/squeue.calls) -gt 2 ] && echo RUNNING || echo {flag}"
+    )
+    assert run(batch, programs).returncode == 75
+    assert asked(programs) == ["requeue 7", "update JobId=7 StartTime=now+5"]
+
+
 def test_a_requeue_whose_answer_was_lost_is_not_asked_for_again(tmp_path: Path, programs: Programs) -> None:
     batch = fake_batch(tmp_path)
     (batch.submission / "rank").write_text("75")
@@ -288,15 +299,30 @@ def test_no_variable_of_the_caller_changes_the_job(
         monkeypatch.setenv(f"SBATCH_{name}", "1")
     for name in ("JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CONF"):
         monkeypatch.setenv(f"SLURM_{name}", "1")
-    monkeypatch.setenv("HPC_TRAIN_ATTEMPT", "1")
-    monkeypatch.setenv("MINE", "1")
+    # torchrun's of the shell that submits: ranks of all runs would meet there.
+    for name in ("HPC_TRAIN_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "MINE"):
+        monkeypatch.setenv(name, "1")
     before = dict(os.environ)
     batch = fake_batch(tmp_path, slurm={"partition": "gpu"})
     script.executor(batch).submit(print)
     assert dict(os.environ) == before
     seen = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
-    names = {name for name in seen if name.startswith(("SBATCH", "SLURM", "HPC_TRAIN_A", "MINE"))}
+    names = {name for name in seen if name.startswith(("SBATCH", "SLURM", "HPC_TRAIN_A", "M"))}
     assert names == {"SBATCH_ACCOUNT", "SLURM_CONF", "MINE"}
+
+
+def test_the_callers_cluster_is_sbatchs_too_but_not_the_jobs(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs.put("sbatch", f"echo $SLURM_CLUSTERS > {tmp_path}/seen; echo Submitted batch job 12")
+    programs.put("squeue", f"echo ${{SLURM_CLUSTERS-own}} >> {tmp_path}/seen; echo RUNNING")
+    monkeypatch.setenv("PATH", f"{programs.folder}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_CLUSTERS", "big")
+    batch = fake_batch(tmp_path)
+    script.executor(batch).submit(print)
+    (batch.submission / "rank").write_text("75")
+    run(batch, programs, SLURM_CLUSTERS="big")
+    assert (tmp_path / "seen").read_text().split() == ["big", "own"]
 
 
 def test_an_array_of_a_range_of_nodes_is_submitted_once(

@@ -160,6 +160,17 @@ def test_a_job_that_ended_before_any_rank_points_to_its_output(tmp_path: Path) -
     )
 
 
+def test_a_forgotten_job_that_left_output_did_start(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path, "12_3")
+    submission = paths.siblings.submission("t1")
+    submission.folder.mkdir(parents=True)
+    write_json(submission.record, {"job_id": "12", "state": "released"})
+    (submission.folder / "12_3_0_log.out").write_text("python: No such file or directory\n")
+    found = _stand(paths, job("12_3", FORGOTTEN))
+    assert found.state == "failed"
+    assert found.reason == "job 12_3 ended before any rank started; see `hpc-train logs abc`"
+
+
 def test_a_job_that_ended_this_moment_is_given_time_for_its_own_verdict(tmp_path: Path) -> None:
     paths = queued_run(tmp_path, "12")
     begin(paths, "12")

@@ -147,6 +147,8 @@ def test_where_no_rank_ever_started_srun_is_quoted() -> None:
 def test_ranks_that_end_without_a_word_are_a_crash() -> None:
     assert told(Facts(76, codes={0: 76, 1: 76}, logs={0: "", 1: ""}))[0] == "crash"
     assert told(Facts(0, logs={0: ""}))[:2] == ("crash", "requeue 75")
+    # Ended by SIGTERM, but one had lost its peer before.
+    assert told(Facts(143, codes={1: 76}, logs={0: "", 1: ""}))[0] == "crash"
 
 
 def test_a_reason_is_one_printable_line() -> None:
