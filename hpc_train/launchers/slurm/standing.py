@@ -228,7 +228,8 @@ def _verdict(folder: Folder, job: JobState) -> tuple[str, str, str]:
         return state, reason if state == "cancelled" else f"job {job.job}: {reason}", cause
     code = f", exit code {job.exit_code.partition(':')[0]}" if job.exit_code else ""
     if folder.status.state == "requeued":
-        return "failed", f"job {job.job} was to be requeued but ended ({job.state}{code})", "lost"
+        what = f"job {job.job} was to be requeued but ended ({job.state}{code})"
+        return "failed", f"{what}; see `hpc-train logs {folder.paths.folder.name}`", "lost"
     if folder.began_by(job):
         what = f"job {job.job} ended without a word ({job.state}{code})"
     else:

@@ -146,6 +146,26 @@ def asked(programs: Programs) -> list[str]:
     return [call for call in programs.calls("scontrol") if "show job" not in call]
 
 
+def test_a_job_that_has_run_before_is_not_lost_to_a_node_that_cannot_start_it(
+    tmp_path: Path, programs: Programs
+) -> None:
+    batch = fake_batch(tmp_path)
+    begin = batch.submission / "begin"
+    begin.write_text("|1")
+    assert run(batch, programs).returncode == 1
+    assert asked(programs) == [], "at the first start it is the environment that is wrong"
+    for number in range(1, 5):
+        done = run(batch, programs, SLURM_RESTART_COUNT=str(number))
+        assert done.returncode == 1 and programs.calls("srun") == []
+        assert len(asked(programs)) == 2 * min(number, 3), done.stderr
+    begin.write_text("|65")
+    run(batch, programs, SLURM_RESTART_COUNT="5")
+    assert len(asked(programs)) == 6, "a person's mistake is the same on every node"
+    begin.unlink()
+    run(batch, programs, SLURM_RESTART_COUNT="6")
+    assert not list(batch.submission.glob("cannot-start-*")), "a start that went well counts anew"
+
+
 def test_a_script_of_a_lost_node_leaves_the_jobs_next_start_alone(tmp_path: Path, programs: Programs) -> None:
     batch = fake_batch(tmp_path)
     (batch.submission / "rank").write_text("75")

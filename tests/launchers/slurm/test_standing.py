@@ -185,7 +185,9 @@ def test_a_requeue_that_did_not_happen_is_an_end(tmp_path: Path) -> None:
     begin(paths, "12", end="2026-01-01T00:00:00+00:00", cause="preemption")
     write_status(paths, RunStatus("requeued", 4, 10, attempt=1, reason="preempted at step 4"))
     found = _stand(paths, job("12", "FAILED", exit_code="75:0", ended=_LONG_AGO))
-    assert found.reason == "job 12 was to be requeued but ended (FAILED, exit code 75)"
+    assert (
+        found.reason == "job 12 was to be requeued but ended (FAILED, exit code 75); see `hpc-train logs abc`"
+    )
     record = read_record(paths.attempt(1))
     assert record is not None and record.cause == "preemption"
 
