@@ -71,10 +71,11 @@ def main() -> None:
         cluster.up()
         os.environ.update(cluster.environment | {"OMP_NUM_THREADS": "1", "PACED_TRAIN_S": str(STEP_S)})
         try:
+            slurm = cluster.run("sinfo", "--version").strip()
             measured = [_round(cluster, folder / str(number)) for number in range(rounds)]
         finally:
             cluster.down()
-    RESULTS.write_text(json.dumps(_summary(measured), indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps(_summary(measured, slurm), indent=1) + "\n", encoding="utf-8")
     print(RESULTS.read_text())
 
 
@@ -199,7 +200,7 @@ def _wait(is_so: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def _summary(measured: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+def _summary(measured: list[dict[str, dict[str, Any]]], slurm: str) -> dict[str, Any]:
     arms = {
         arm: {
             part: statistics.median(each[arm][part] for each in measured if part in each[arm])
@@ -220,9 +221,7 @@ def _summary(measured: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": f"cpu: {platform.processor() or platform.machine()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
-        "slurm": subprocess.run(
-            ["sinfo", "--version"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        "slurm": slurm,
         "rounds": len(measured),
         "medians, seconds and steps": arms,
         "submitit's time over ours, signal to first step": ratios,

@@ -24,7 +24,7 @@ class SubmititTraining(Checkpointable):  # type: ignore[misc]
 
         from tests.end_to_end.parts import Net
 
-        self.model: nn.Module = Net(10)
+        self.model: nn.Module = Net(10, norm=True, dropout=0.2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.step = 0
         if self._file.exists():

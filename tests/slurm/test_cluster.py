@@ -181,6 +181,8 @@ def test_two_clusters_that_start_at_once_choose_other_ports() -> None:
 
 
 _STARTS_AND_WAITS = """\
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
 import time
 from tests.slurm.cluster import running
 from tests.slurm.configuration import Settings
