@@ -115,7 +115,8 @@ def test_a_node_that_dies_changes_no_bit(
     cluster.kill_node(records(paths)[0].hosts[-1])
     wait_for(lambda: len(paths.attempt_folders()) > 1, "the next attempt\n" + account(paths), LIMIT_S)
     see_it_complete(paths, quiet(f"parallel.strategy={strategy}"))
-    assert records(paths)[0].cause in {"lost", "crash"}
+    # Ranks outlive their daemons, and save when Slurm ends what is left of the job.
+    assert records(paths)[0].cause in {"lost", "crash", "preemption"}
 
 
 def test_a_requeue_by_hand_changes_no_bit(cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
