@@ -62,8 +62,9 @@ def preempting(cluster: Cluster, paths: RunPaths) -> Iterator[None]:
     cluster.run("scancel", job)
 
 
-def see_it_complete(paths: RunPaths, quiet: RunPaths) -> None:
-    assert wait_for_state(paths, "completed", "failed", "cancelled") == "completed", account(paths)
+def see_it_complete(paths: RunPaths, quiet: RunPaths, limit_s: float = LIMIT_S) -> None:
+    ends = ("completed", "failed", "cancelled")
+    assert wait_for_state(paths, *ends, limit_s=limit_s) == "completed", account(paths)
     wait_for_attempt_end(paths, paths.attempt_folders()[-1].number)
     assert_equal_to_the_bit(quiet, paths)
     wait_for(lambda: state(paths) == "completed", "status's word")
@@ -94,8 +95,8 @@ def test_three_preemptions_change_no_bit(
 def test_time_limits_change_no_bit(any_cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
     # Slurm tells a job that ends within the lead and a minute, at its next look each half a minute.
     slurm = "slurm={partition: low, nodes: 2, ranks_per_node: 2, time_limit: 2min, signal_lead_s: 5}"
-    paths = submit_one(tmp_path, slurm, pace_s=3.0)
-    see_it_complete(paths, quiet())
+    paths = submit_one(tmp_path, slurm, pace_s=4.0)  # 240 s: more than two attempts can last
+    see_it_complete(paths, quiet(), limit_s=750)
     causes = [record.cause for record in records(paths)]
     assert causes.count("time limit") >= 2, causes
     assert set(causes) == {"time limit", "completed"}

@@ -327,7 +327,7 @@ def test_no_variable_of_the_caller_changes_the_job(
     script.executor(batch).submit(print)
     assert dict(os.environ) == before
     seen = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
-    names = {name for name in seen if name.startswith(("SBATCH", "SLURM", "HPC_TRAIN_A", "M"))}
+    names = {name for name in seen if name.startswith(("SBATCH", "SLURM", "HPC_TRAIN_A", "MASTER", "MINE"))}
     assert names == {"SBATCH_ACCOUNT", "SLURM_CONF", "MINE"}
 
 
