@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -268,13 +268,6 @@ def _trainer(
         source, config, position, batches.total_steps, facts.rank, facts.world_size, rank.device
     )
     stack.callback(training.close)
-    normalize = Normalize(
-        source.info, config.data, rank.precision.param_dtype, channels_last=config.model.channels_last
-    )
-
-    def to_input(batch: Batch) -> Batch:
-        moved = batch.to(rank.device)
-        return replace(moved, inputs=normalize(moved.inputs))
 
     def save(step: int) -> None:
         began = time.monotonic()
@@ -309,12 +302,26 @@ def _trainer(
         ),
         training=training,
         validation=_validation(rank, source),
-        to_input=to_input,
+        to_input=_to_input(rank, source),
         save_checkpoint=save,
         on_first_step=on_first_step,
         on_event=rank.note,
         step=position.step,
     )
+
+
+def _to_input(rank: Rank, source: DataSource) -> Callable[[Batch], Batch]:
+    """Return what makes of a loader's batch one that the model takes, on the device."""
+    config = rank.experiment
+    normalize = Normalize(
+        source.info, config.data, rank.precision.param_dtype, channels_last=config.model.channels_last
+    )
+
+    def to_input(batch: Batch) -> Batch:
+        moved = batch.to(rank.device)
+        return replace(moved, inputs=normalize(moved.inputs))
+
+    return to_input
 
 
 def _validation(rank: Rank, source: DataSource) -> Validation | None:

@@ -11,6 +11,7 @@ from hpc_train.config.loading import Loaded, load
 from hpc_train.config.rules import check_start
 from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.launchers.base import QueueingLauncher
+from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.plan.sweep import describe
 
@@ -35,7 +36,7 @@ def plan(file: Path, overrides: Sequence[str], *, as_json: bool) -> ExitCode:
 
 
 def _slurm_scripts(loaded: Loaded, made: Plan) -> list[str]:
-    from hpc_train.cli.queueing import SLURM, batch_scripts
+    from hpc_train.cli.queueing import batch_scripts
 
     launcher = load_launcher(SLURM)
     assert isinstance(launcher, QueueingLauncher)

@@ -13,6 +13,7 @@ from hpc_train.cli.standing import standings
 from hpc_train.config.loading import Loaded
 from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.launchers.base import QueuedRun, QueueingLauncher
+from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.run_folder.attempts import newest_number
@@ -20,7 +21,6 @@ from hpc_train.run_folder.checkpoints import committed
 from hpc_train.run_folder.creation import effective_experiment, note_change
 from hpc_train.run_folder.files import read_json, remove_folder, write_text
 
-SLURM = "slurm"
 _NO_SECTION = "is missing: the file says nothing of what to ask Slurm for"
 _ADD_SECTION = "write `slurm: {}` for one node as the site gives it, or add --local to train on this machine"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import datetime
 
+from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import AttemptRecord, read_record
 
@@ -28,7 +29,7 @@ def newest_restart(paths: RunPaths) -> Restart | None:
     records = [record for attempt in paths.attempt_folders() if (record := read_record(attempt))]
     if records and records[-1].cause in _INTERRUPTIONS:
         return _between(records[-1], None)
-    if len(records) > 1 and records[-2].launcher == records[-1].launcher == "slurm":
+    if len(records) > 1 and records[-2].launcher == records[-1].launcher == SLURM:
         return _between(records[-2], records[-1])
     return None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hpc_train.cli.code import is_new, refresh_on_resume
 from hpc_train.cli.printing import say
-from hpc_train.cli.queueing import SLURM, Queue, resume_all, section_problems
+from hpc_train.cli.queueing import Queue, resume_all, section_problems
 from hpc_train.cli.standing import standing, standings
 from hpc_train.cli.starting import LOCAL, choose_devices, load_launcher, report, say_end, start_attempt
 from hpc_train.cli.status import rows_of
@@ -17,6 +17,7 @@ from hpc_train.config.rules import check_start
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.launchers.base import QueueingLauncher
+from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.plan.identity import changes_identity
 from hpc_train.plan.planning import slurm_ranks

@@ -10,13 +10,14 @@ from hpc_train.cli.code import snapshot_for
 from hpc_train.cli.creating import create, create_beside, say_existing
 from hpc_train.cli.plan import show, start_problems
 from hpc_train.cli.printing import say
-from hpc_train.cli.queueing import SLURM, Queue, batch_scripts, section_problems, submit_all
+from hpc_train.cli.queueing import Queue, batch_scripts, section_problems, submit_all
 from hpc_train.cli.standing import standing
 from hpc_train.cli.starting import LOCAL, choose_devices, load_launcher, report, say_end, start_attempt
 from hpc_train.cli.status import rows_of
 from hpc_train.config.loading import Loaded, load
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.launchers.base import QueueingLauncher
+from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.plan.planning import PlannedRun, make_plan
 

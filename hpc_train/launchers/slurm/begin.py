@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.outcome import exit_codes, one_line
-from hpc_train.launchers.slurm import commands
+from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.paths import RunPaths, SubmissionPaths
 from hpc_train.run_folder import snapshot
 from hpc_train.run_folder.attempts import (
@@ -36,7 +36,6 @@ from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import read_status, write_status
 from hpc_train.runtime.ranks import parse_tasks_per_node
 
-LAUNCHER = "slurm"
 #: Begins an attempt's part of the batch script's output, which all attempts of a job append to.
 MARK = "hpc-train: attempt"
 _SCONTROL_LIMIT_S = 60.0

@@ -128,11 +128,6 @@ def release(job: str) -> None:
     _order(["scontrol", "release", job], retry=True)
 
 
-def requeue(job: str) -> None:
-    """Have Slurm end the job, and start it anew."""
-    _order(["scontrol", "requeue", job])
-
-
 def cancel_jobs(ids: Sequence[str]) -> None:
     """End these jobs (``12``, ``12_3``) for good. Those that have ended already are no error."""
     for start in range(0, len(ids), _JOBS_A_COMMAND):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.launchers.entry import Entry
-from hpc_train.launchers.slurm import commands
+from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.launchers.slurm.script import Batch
 from hpc_train.launchers.words import say
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
@@ -23,7 +23,6 @@ from hpc_train.run_folder.files import read_json, remove_folder, sync_folder, wr
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import read_status, write_status
 
-LAUNCHER = "slurm"
 #: ``prepared``: the record stands, sbatch may have run. ``submitted``: job id known, pickles placed, ids in
 #: each ``run.json``. ``released``: Slurm may start it.
 PREPARED, SUBMITTED, RELEASED = "prepared", "submitted", "released"

@@ -149,8 +149,8 @@ def test_what_was_said_before_an_order_counts_no_more(programs: Programs, tmp_pa
     programs.put("scontrol", f"exit {code}")
     if code:
         with pytest.raises(RefusedError):
-            commands.requeue("12_3")
+            commands.release("12_3")
     else:
-        commands.requeue("12_3")
+        commands.release("12_3")
     assert not file.exists()
-    assert programs.calls("scontrol") == ["requeue 12_3"]
+    assert programs.calls("scontrol") == ["release 12_3"]
