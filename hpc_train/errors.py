@@ -12,7 +12,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a process of hpc-train ends with. All but ``PEER_LOST`` are seen by users."""
+    """What a process of hpc-train ends with. Those of 76 to 79 are told by a rank to its launcher only."""
 
     DONE = 0
     FAILED = 1
@@ -21,8 +21,14 @@ class ExitCode(IntEnum):
     NO_SLURM = 69
     IO = 74
     TRY_AGAIN = 75
-    #: Between a rank and its launcher only: this rank ended because another one did.
+    #: This rank ended because another one did.
     PEER_LOST = 76
+    #: The run failed, and would again: it is not requeued.
+    NO_RETRY = 77
+    #: This rank's node failed its check.
+    BAD_NODE = 78
+    #: This rank made no progress any more; its watchdog ended it.
+    HUNG = 79
     INTERRUPTED = 130
 
 
@@ -70,10 +76,10 @@ class TryAgainError(UserError):
     exit_code = ExitCode.TRY_AGAIN
 
 
-class InterruptedRunError(UserError):
-    """Ctrl-C."""
+class BadNodeError(HpcTrainError):
+    """The node that this rank is on can't do what training needs; another may."""
 
-    exit_code = ExitCode.INTERRUPTED
+    exit_code = ExitCode.BAD_NODE
 
 
 class PeerLostError(HpcTrainError):

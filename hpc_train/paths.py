@@ -81,6 +81,22 @@ class AttemptPaths:
     def error(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.error"
 
+    def stacks(self, rank: int) -> Path:
+        """What every thread of a rank was doing when its watchdog took the attempt for hung."""
+        return self.folder / f"rank-{rank}.stacks"
+
+    def flight_record(self, rank: int) -> Path:
+        """NCCL's last collectives, as its flight recorder has them, from the same moment."""
+        return self.folder / f"rank-{rank}.nccl.json"
+
+    def heartbeat(self, node: str) -> Path:
+        """What the ranks of a node were last seen doing."""
+        return self.folder / f"heartbeat-{node}.json"
+
+    def bad_samples(self, rank: int) -> Path:
+        """Samples that a rank could not read and left out, a line each."""
+        return self.folder / f"rank-{rank}.bad_samples.jsonl"
+
 
 @dataclass(frozen=True)
 class SubmissionPaths:

@@ -46,8 +46,9 @@ from hpc_train.paths import RunPaths
 from hpc_train.plan.batches import BatchArithmetic
 from hpc_train.run_folder.attempts import in_ms
 from hpc_train.run_folder.creation import effective_experiment
+from hpc_train.run_folder.ends import tell_error
 from hpc_train.run_folder.events import EventLog
-from hpc_train.run_folder.files import read_json, write_text
+from hpc_train.run_folder.files import read_json
 from hpc_train.runtime import affinity, signals
 from hpc_train.runtime.agreement import Agreement
 from hpc_train.runtime.data_info import Batch
@@ -274,7 +275,7 @@ def _trainer(
         with rank.group.patient():
             checkpointer.save(learner.state, step, _extra(rank, batches, Position(step, position.skipped)))
         if rank.events is not None:
-            rank.events.saved(time.monotonic() - began)
+            rank.events.saved(time.monotonic() - began, time.monotonic() - began)
 
     def on_first_step() -> None:
         rank.group.shorten_timeouts()
@@ -393,7 +394,7 @@ def _report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFact
     text = str(cause) if is_users else "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     try:
-        write_text(paths.attempt(attempt).error(facts.rank), text.rstrip() + "\n")
+        tell_error(paths.attempt(attempt), facts.rank, text)
     except OSError as full:
         print(f"{paths.attempt(attempt).error(facts.rank)} can't be written: {full}", file=sys.stderr)
     return cause.exit_code if isinstance(cause, HpcTrainError) else ExitCode.FAILED

@@ -18,6 +18,7 @@ NOT_IDENTITY = (
     "environment",
     "logging",
     "checkpoint",
+    "recovery",
     "sweep",
     "data.root",
     "data.workers",

@@ -69,6 +69,7 @@ DurationMin = Annotated[
 Probability = Annotated[float, Field(ge=0, le=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+NotNegativeInt = Annotated[int, Field(ge=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
 Bounds = Annotated[tuple[PositiveFloat, PositiveFloat], BeforeValidator(_pair)]
 PlainName = Annotated[
@@ -184,6 +185,10 @@ class DataConfig(Section):
     """Mean and standard deviation a channel; absent: the data set's own."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Loader processes a rank; 0: load in the rank itself."""
+    on_bad_sample: Literal["fail", "skip"] = "fail"
+    """A sample that can't be read: ``fail`` ends the run, ``skip`` names it and takes another instead."""
+    max_bad_samples: PositiveInt = 10
+    """With ``on_bad_sample: skip``: different samples of the whole run that may be bad; one more ends it."""
 
 
 class OptimizerConfig(Section):
@@ -247,6 +252,11 @@ class OptimizationConfig(Section):
     """Greatest global L2 norm of the gradient; absent: no clipping."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Part of the target that is spread over all classes; 0: off."""
+    on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
+    """A loss or gradient that is NaN or infinite on any rank: ``stop`` ends the run; ``skip`` leaves the
+    weights as they are; ``rollback`` goes back to the newest checkpoint and leaves that step's data out."""
+    max_non_finite: PositiveInt = 10
+    """With ``skip`` or ``rollback``: how often in the whole run; once more ends it."""
     ema: EmaConfig | None = None
     """Average of the weights; absent: off."""
     mixup: NotNegativeFloat = 0.0
@@ -298,6 +308,24 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; absent: by time."""
     keep: PositiveInt = 3
     """Checkpoints that stay; the newest two always do."""
+
+
+class RecoveryConfig(Section):
+    """How often a run comes back by itself, and from what. Leaves the mathematics alone."""
+
+    max_preemptions: NotNegativeInt | None = None
+    """Preemptions and time limits that a job comes back from; absent: without end."""
+    max_crashes: NotNegativeInt = 3
+    """Crashes, hangs and bad nodes that a job comes back from."""
+    max_without_progress: NotNegativeInt = 2
+    """Attempts in a row that trained but saved nothing new, which a job comes back from."""
+    hang_after_min: PositiveFloat = 5.0
+    """Minutes without progress of any rank until the stacks of all are saved and the attempt ends;
+    six times as long before the first step."""
+    check_nodes: bool = True
+    """Before the first step each rank proves device, memory, arithmetic, network and disk; ``false``: not."""
+    exclude_nodes_for_h: NotNegativeFloat = 24.0
+    """Hours for which a node that failed its check, or ended two attempts, is left out; 0: never left out."""
 
 
 class EvaluationConfig(Section):
@@ -363,6 +391,9 @@ class EnvironmentConfig(Section):
     """``module load`` these, in this order."""
     container: ScriptPath | None = None
     """An Apptainer image to run in; absent: none."""
+    strict: bool = False
+    """Refuse to go on with other versions of Python, torch or this package than a checkpoint was saved with;
+    ``false``: warn."""
 
 
 class SweepConfig(Section):
@@ -432,6 +463,7 @@ class Experiment(Section):
     """``false``, ``true``, or torch.compile's settings."""
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     slurm: SlurmConfig | None = None
     environment: EnvironmentConfig = EnvironmentConfig()
     sweep: SweepConfig = SweepConfig()

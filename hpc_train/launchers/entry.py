@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpc_train.errors import ExitCode, UsageError, UserError
-from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.run_folder.files import write_text
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.ends import tell_end, tell_error
 from hpc_train.runtime import signals
 
 #: Which attempt a rank belongs to; set by the launcher.
@@ -52,17 +52,10 @@ class Entry:
             code = int(ExitCode.FAILED)
             traceback.print_exc()
             with suppress(OSError):
-                write_text(paths.attempt(number).error(rank), traceback.format_exc())
-        tell_code(paths.attempt(number), rank, code)
+                tell_error(paths.attempt(number), rank, traceback.format_exc())
+        if code != ExitCode.TRY_AGAIN or rank == 0:  # a thousand that were asked to stop need not all say so
+            tell_end(paths.attempt(number), rank, code, os.environ.get("SLURMD_NODENAME"))
         return code
-
-
-def tell_code(attempt: AttemptPaths, rank: int, code: int) -> None:
-    """Leave the exit code for whoever judges the attempt from another node."""
-    if code == ExitCode.DONE or (code == ExitCode.TRY_AGAIN and rank != 0):
-        return  # a thousand ranks that were asked to stop need not all say so
-    with suppress(OSError):
-        write_text(attempt.exit(rank), f"{code}\n")
 
 
 def rank_number() -> int:

@@ -107,16 +107,6 @@ def exception_line(text: str) -> str:
     return next((line for line in after if line.strip() and not line.startswith(" ")), lines[0])
 
 
-def exit_codes(attempt: AttemptPaths) -> dict[int, int]:
-    """Return by rank the exit codes that ranks left in files; one that a signal ended left none."""
-    found = {}
-    for path in attempt.folder.glob("rank-*.exit"):
-        rank, code = path.stem.removeprefix("rank-"), _read(path)
-        if rank.isdecimal() and code.isdecimal():
-            found[int(rank)] = int(code)
-    return found
-
-
 def signal_reason(number: int) -> str:
     try:
         name = signal.Signals(number).name

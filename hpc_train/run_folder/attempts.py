@@ -15,8 +15,11 @@ from hpc_train.run_folder import checkpoints
 from hpc_train.run_folder.files import read_json, sync_folder, write_json
 from hpc_train.run_folder.processes import Process
 
-#: Why an attempt ended. ``lost``: without a word, as when a node dies.
-CAUSES = ("completed", "preemption", "time limit", "interrupted", "crash", "user error", "cancelled", "lost")
+#: Why an attempt ended. ``lost``: without a word, as when a node dies. ``diverged``: NaN or infinity.
+CAUSES = (
+    "completed", "preemption", "time limit", "interrupted", "crash", "hang", "bad node", "lost", "diverged",
+    "user error", "cancelled",
+)  # fmt: skip
 #: In the order in which they come. ``begin``: the batch script runs. ``rank``: rank 0's process is there.
 #: ``joined``: the process group stands. ``loaded``: model and checkpoint are there. ``first_step``: it is
 #: done. ``signal``: rank 0 was asked to stop. ``agreed``: all ranks know. ``saved``: the checkpoint is
@@ -54,6 +57,10 @@ class AttemptRecord:
     events: dict[str, str] = field(default_factory=dict)
     #: The longest save, in seconds: how early before its end the next job is told to stop.
     save_s: float | None = None
+    #: What training waited for saves in all, in seconds.
+    checkpoint_stall_s: float | None = None
+    #: Nodes that ended the attempt, and how.
+    bad_nodes: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return {"version": 1} | asdict(self)
@@ -136,8 +143,7 @@ def read_record(attempt: AttemptPaths) -> AttemptRecord | None:
         return None
     told = read_json(attempt.events) or {}
     data = data | {"events": {**(data.get("events") or {}), **(told.get("events") or {})}}
-    if told.get("save_s") is not None:
-        data["save_s"] = told["save_s"]
+    data |= {key: told[key] for key in ("save_s", "checkpoint_stall_s") if told.get(key) is not None}
     try:
         return AttemptRecord.from_json(data)
     except TypeError:

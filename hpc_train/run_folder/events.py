@@ -17,6 +17,7 @@ class EventLog:
     attempt: AttemptPaths
     _events: dict[str, str] = field(default_factory=dict)
     _save_s: float | None = None
+    _stall_s: float = 0.0
     _signal: str | None = None
 
     def note(self, event: str, time: str | None = None) -> None:
@@ -31,16 +32,17 @@ class EventLog:
         self._signal = self._signal or name
         self.note("signal", time)
 
-    def saved(self, duration_s: float) -> None:
-        """Remember the longest save."""
-        if duration_s > (self._save_s or 0.0):
-            self._save_s = round(duration_s, 3)
-            self._write()
+    def saved(self, duration_s: float, stall_s: float) -> None:
+        """Remember the longest save, and what training waited for saves in all: for this one ``stall_s``."""
+        self._save_s = max(round(duration_s, 3), self._save_s or 0.0)
+        self._stall_s += stall_s
+        self._write()
 
     def _write(self) -> None:
         with suppress(OSError):
             told = {"events": self._events, "save_s": self._save_s, "signal": self._signal}
-            write_json(self.attempt.events, {"version": 1} | told)
+            stall = {"checkpoint_stall_s": round(self._stall_s, 4)} if self._save_s is not None else {}
+            write_json(self.attempt.events, {"version": 1} | told | stall)
 
 
 def noted_signal(attempt: AttemptPaths) -> str | None:

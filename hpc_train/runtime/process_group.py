@@ -54,12 +54,16 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Group:
-    """The process group of all ranks; ``control`` is a gloo group of its own for agreement and saves."""
+    """The process group of all ranks, and gloo groups of their own: ``control`` for agreement, by the loop;
+    ``saving`` for checkpoints, by whichever thread writes them. ``store`` is where the ranks met.
+    """
 
     rank: int
     world_size: int
     device: torch.device
     control: dist.ProcessGroup
+    saving: dist.ProcessGroup
+    store: Store
     timeouts: Timeouts
 
     def shorten_timeouts(self) -> None:
@@ -119,9 +123,9 @@ def join(
         world_size=facts.world_size,
         timeout=timeout,
     )
-    control = dist.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(control, dist.ProcessGroup)
-    return Group(facts.rank, facts.world_size, device, control, timeouts)
+    control, saving = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    assert isinstance(control, dist.ProcessGroup) and isinstance(saving, dist.ProcessGroup)
+    return Group(facts.rank, facts.world_size, device, control, saving, store, timeouts)
 
 
 def peer_lost(error: BaseException | None) -> bool:

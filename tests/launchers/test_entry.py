@@ -12,8 +12,8 @@ import pytest
 
 from hpc_train.errors import UsageError
 from hpc_train.launchers.entry import Entry, attempt_number
-from hpc_train.launchers.outcome import exit_codes
 from hpc_train.paths import RunPaths
+from hpc_train.run_folder.ends import exit_codes
 
 
 def test_it_is_pickled_with_the_folder_and_nothing_else(tmp_path: Path) -> None:

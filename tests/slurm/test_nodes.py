@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launchers.outcome import exit_codes
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import EVENTS, AttemptRecord
 from hpc_train.run_folder.checkpoints import Manifest, committed
+from hpc_train.run_folder.ends import exit_codes
 from tests.end_to_end.runs import assert_equal_to_the_bit, status, wait_for
 from tests.slurm.cluster import Cluster
 from tests.slurm.experiments import (

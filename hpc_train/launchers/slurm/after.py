@@ -17,7 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from hpc_train.errors import HpcTrainError
-from hpc_train.launchers.outcome import exit_codes, log_tail, one_line
+from hpc_train.launchers.outcome import log_tail, one_line
 from hpc_train.launchers.slurm.begin import MARK, BatchJob, say
 from hpc_train.launchers.slurm.verdict import Facts, Verdict, judge
 from hpc_train.paths import AttemptPaths, RunPaths
@@ -29,6 +29,7 @@ from hpc_train.run_folder.attempts import (
     read_record,
     write_record,
 )
+from hpc_train.run_folder.ends import exit_codes
 from hpc_train.run_folder.events import noted_signal
 from hpc_train.run_folder.status import read_status, write_status
 

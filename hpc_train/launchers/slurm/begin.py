@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
-from hpc_train.launchers.outcome import exit_codes, one_line
+from hpc_train.launchers.outcome import one_line
 from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.paths import RunPaths, SubmissionPaths
 from hpc_train.run_folder import snapshot
@@ -29,6 +29,7 @@ from hpc_train.run_folder.attempts import (
     now_ms,
     write_record,
 )
+from hpc_train.run_folder.ends import exit_codes
 from hpc_train.run_folder.events import noted_signal
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.liveness import end_living, living, newest_record

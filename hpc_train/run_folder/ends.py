@@ -1,0 +1,53 @@
+"""What a rank leaves of its end for whoever judges the attempt: ``rank-<r>.exit`` and ``rank-<r>.error``."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.errors import ExitCode
+from hpc_train.paths import AttemptPaths
+from hpc_train.run_folder.files import write_text
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """A rank's exit code and the node that it was on, where it knew."""
+
+    code: int
+    node: str | None = None
+
+
+def tell_end(attempt: AttemptPaths, rank: int, code: int, node: str | None = None) -> None:
+    """Leave the exit code for whoever judges the attempt from another node. Never raises."""
+    if code == ExitCode.DONE:
+        return
+    with suppress(OSError):
+        write_text(attempt.exit(rank), f"{code} {node or ''}".rstrip() + "\n")
+
+
+def tell_error(attempt: AttemptPaths, rank: int, text: str) -> None:
+    """Leave what went wrong. Raises OSError where the disk refuses."""
+    write_text(attempt.error(rank), text.rstrip() + "\n")
+
+
+def rank_ends(attempt: AttemptPaths) -> dict[int, RankEnd]:
+    """Return by rank what ranks left; one that a signal ended left nothing."""
+    found = {}
+    for path in attempt.folder.glob("rank-*.exit"):
+        rank, (code, _, node) = path.stem.removeprefix("rank-"), _read(path).partition(" ")
+        if rank.isdecimal() and code.isdecimal():
+            found[int(rank)] = RankEnd(int(code), node.strip() or None)
+    return found
+
+
+def exit_codes(attempt: AttemptPaths) -> dict[int, int]:
+    """Return by rank the exit codes that ranks left."""
+    return {rank: end.code for rank, end in rank_ends(attempt).items()}
+
+
+def _read(path: Path) -> str:
+    with suppress(FileNotFoundError):
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    return ""
