@@ -6,11 +6,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Ranks that tests start share the cores with the tests themselves.
 TEST_WORKERS ?= 2
-# A socket's path is short: somewhere else where the checkout lies deep.
+# A socket's path is short: where the checkout lies deep, write make CLUSTER=/tmp/slurm cluster.
 CLUSTER ?= .cluster
+# Seeds of random faults: of `make soak`, and of `make test-full`.
+SEEDS ?= 1-100
+FULL_SEEDS ?= 1-20
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-gpu cluster cluster-down check clean
+.PHONY: help install demo test test-full soak reliability test-gpu cluster cluster-down check clean
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -29,7 +32,19 @@ demo: install ## train a small model on two ranks of this machine, in about a mi
 
 test: install ## run all tests; installs Slurm for them by apt where it can
 	@tests/slurm/install.sh
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not soak"
+
+test-full: install ## all tests with more seeds of random faults, and a short soak: over an hour
+	@tests/slurm/install.sh
+	@HPC_TRAIN_FAULT_SEEDS=$(FULL_SEEDS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "soak or not soak"
+
+soak: install ## SEEDS=1-100: runs on a real Slurm through random faults, under a minute a seed
+	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh
+	@$(BIN)/python -m tests.faults.soak --seeds $(SEEDS)
+
+reliability: install ## cause every fault of the catalogue and write docs/reliability.md
+	@tests/slurm/install.sh
+	@$(BIN)/python -m tests.faults.reliability -n $(TEST_WORKERS)
 
 test-gpu: install ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -q -m gpu

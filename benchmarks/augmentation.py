@@ -1,6 +1,6 @@
 """Flips and padded crops of a batch of CIFAR-10's size beside torchvision's, one sample at a time.
 
-    python benchmarks/augmentation.py [--rounds 21]
+    python -m benchmarks.augmentation [--rounds 21]
 
 Ours draws each sample's numbers from its own counter and changes the batch as a whole; torchvision's v2
 transforms take one image at a time, as a Dataset's ``__getitem__`` calls them, and are stacked to the same

@@ -1,6 +1,6 @@
 """ResNet-18 on CIFAR-10: the real command on two CPU ranks beside a bare loop in one process.
 
-    python benchmarks/cifar10.py [--data data/cifar10-images] [--steps N] [--ours]
+    python -m benchmarks.cifar10 [--data data/cifar10-images] [--steps N] [--ours]
 
 Both train examples/cifar10-images.yaml: the same global batch, augmentation, schedule and evaluations, as
 many loader processes and threads in all. The bare loop is what one would write by hand: torchvision's

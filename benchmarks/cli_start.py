@@ -1,6 +1,6 @@
 """How long commands take that a person waits for, as multiples of a bare Python's start.
 
-    python benchmarks/cli_start.py [--rounds 11]
+    python -m benchmarks.cli_start [--rounds 11]
 
 Rounds are interleaved and each ratio is taken within its round, so that a busy machine disturbs all alike.
 The baseline is ``python -S -c pass``: without -S it would also run whatever hooks (.pth files) lie in the

@@ -1,6 +1,6 @@
 """From the signal to the next first step: hpc-train beside submitit's own requeue, on a real Slurm.
 
-    python benchmarks/preemption.py [--rounds 3]
+    python -m benchmarks.preemption [--rounds 3]
 
 Starts the test cluster (tests/slurm/cluster.py; root, Debian's Slurm). Both sides train the same small
 network on one CPU rank of one node, and both are disturbed in two ways, in turn:
@@ -10,7 +10,7 @@ network on one CPU rank of one node, and both are disturbed in two ways, in turn
   submitit ignores SIGTERM, so it goes on training in the grace and loses all since its last save.
 
 Parts are taken from what both sides write down themselves. Ratios are submitit's time over ours in a round.
-Writes benchmarks/results/preemption.json.
+Writes benchmarks/results/preemption.json; with fewer rounds than three (a trial) it only prints.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+from benchmarks.submitit_training import SubmititTraining
+from hpc_train.run_folder.attempts import read_record
+from tests.end_to_end.runs import REPOSITORY, last_step
+from tests.slurm.cluster import Cluster
+from tests.slurm.configuration import Settings
+from tests.slurm.experiments import job_of, submit_one
+from tests.slurm.runs import high_job
 
-from benchmarks.submitit_training import SubmititTraining  # noqa: E402
-from hpc_train.paths import RunPaths  # noqa: E402
-from hpc_train.run_folder.attempts import read_record  # noqa: E402
-from tests.slurm.cluster import Cluster, Settings  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results" / "preemption.json"
+RESULTS = REPOSITORY / "benchmarks" / "results" / "preemption.json"
 LIMIT_S = 400.0
 #: A step of either side, so that neither ends before it is disturbed.
 STEP_S = 0.2
 STEPS_BEFORE = 20
+#: Fewer are a trial.
+MIN_ROUNDS = 3
 EXPERIMENT = """\
 name: preemption
 task: classification
@@ -62,21 +63,23 @@ slurm: {partition: low, nodes: 1, time_limit: 60min}
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
         cluster = Cluster(folder / "cluster", Settings(accounting=False, grace_s=20))
         cluster.up()
-        os.environ.update(cluster.environment | {"OMP_NUM_THREADS": "1", "PACED_TRAIN_S": str(STEP_S)})
+        os.environ.update(cluster.environment | {"OMP_NUM_THREADS": "1"})
         try:
             slurm = cluster.run("sinfo", "--version").strip()
             measured = [_round(cluster, folder / str(number)) for number in range(rounds)]
         finally:
             cluster.down()
-    RESULTS.write_text(json.dumps(_summary(measured, slurm), indent=1) + "\n", encoding="utf-8")
-    print(RESULTS.read_text())
+    text = json.dumps(_summary(measured, slurm), indent=1)
+    print(text)
+    if rounds >= MIN_ROUNDS:
+        RESULTS.write_text(text + "\n", encoding="utf-8")
 
 
 def _round(cluster: Cluster, folder: Path) -> dict[str, dict[str, Any]]:
@@ -93,16 +96,11 @@ def _round(cluster: Cluster, folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _ours(cluster: Cluster, folder: Path, how: str) -> dict[str, Any]:
-    folder.mkdir(parents=True)
-    (folder / "exp.yaml").write_text(EXPERIMENT)
-    command = [sys.executable, "-m", "hpc_train", "submit", str(folder / "exp.yaml")]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"HPC_TRAIN_RUNS": str(folder / "runs")}, check=True)
-    (run,) = [RunPaths(path.parent) for path in (folder / "runs").glob("*/[!.]*/run.json")]
-    job = json.loads(run.run.read_text())["slurm_job_ids"][-1]
-    _wait(lambda: _rows(run.metrics) >= STEPS_BEFORE)
-    sent, blocker = _disturb(cluster, job, how)
-    _wait(lambda: (record := read_record(run.attempt(1))) is not None and record.end is not None)
-    _end(cluster, blocker)
+    run = submit_one(folder, text=EXPERIMENT, pace_s=STEP_S)
+    job = job_of(run)
+    _wait(lambda: last_step(run) >= STEPS_BEFORE)
+    with _disturbed(cluster, job, how) as sent:
+        _wait(lambda: (record := read_record(run.attempt(1))) is not None and record.end is not None)
     _wait(lambda: (record := read_record(run.attempt(2))) is not None and "first_step" in record.events)
     first, second = (read_record(run.attempt(number)) for number in (1, 2))
     assert first is not None and second is not None
@@ -126,13 +124,12 @@ def _submitits(cluster: Cluster, folder: Path, how: str) -> dict[str, Any]:
     executor = SlurmExecutor(folder / "jobs")
     executor.update_parameters(
         partition="low", time=60, nodes=1, ntasks_per_node=1, wckey=None, signal_delay_s=120,
-        additional_parameters={"requeue": True}, setup=[f"export PYTHONPATH={ROOT}"],
+        additional_parameters={"requeue": True}, setup=[f"export PYTHONPATH={REPOSITORY}"],
     )  # fmt: skip
     job = executor.submit(SubmititTraining(folder, STEP_S)).job_id
     _wait(lambda: len(_told(folder, "step")) >= STEPS_BEFORE)
-    sent, blocker = _disturb(cluster, job, how)
-    _wait(lambda: "RUNNING" not in cluster.run("squeue", "--noheader", "-j", job, "-o", "%T"))
-    _end(cluster, blocker)
+    with _disturbed(cluster, job, how) as sent:
+        _wait(lambda: "RUNNING" not in cluster.run("squeue", "--noheader", "-j", job, "-o", "%T"))
     _wait(lambda: len(_told(folder, "begin")) == 2 and bool(_told(folder, "first_step")[1:]))
     cluster.run("scancel", job)
     _wait(lambda: not cluster.run("squeue", "--noheader").strip())
@@ -146,23 +143,17 @@ def _submitits(cluster: Cluster, folder: Path, how: str) -> dict[str, Any]:
     }
 
 
-def _disturb(cluster: Cluster, job: str, how: str) -> tuple[str, str | None]:
-    """Return when, and the job that preempts."""
+@contextmanager
+def _disturbed(cluster: Cluster, job: str, how: str) -> Iterator[str]:
+    """A while in which the job's node is wanted by another, if so; yields when the disturbance began."""
     node = cluster.run("squeue", "--noheader", "-j", job, "-o", "%N").strip()
     sent = datetime.now(UTC).isoformat(timespec="milliseconds")
     if how == "USR2":
         cluster.run("scancel", "--signal=USR2", job)
-        return sent, None
-    blocker = cluster.run(
-        "sbatch", "--parsable", "--partition=high", "--exclusive", f"--nodelist={node}", "--output=/dev/null",
-        "--wrap=sleep 600",
-    )  # fmt: skip
-    return sent, blocker.strip()
-
-
-def _end(cluster: Cluster, job: str | None) -> None:
-    if job is not None:
-        cluster.run("scancel", job)
+        yield sent
+        return
+    with high_job(cluster, [node]):
+        yield sent
 
 
 def _parts(sent: str, first: dict[str, str], second: dict[str, str]) -> dict[str, Any]:
@@ -179,10 +170,6 @@ def _parts(sent: str, first: dict[str, str], second: dict[str, str]) -> dict[str
 
 def _between(start: str, end: str) -> float:
     return round((datetime.fromisoformat(end) - datetime.fromisoformat(start)).total_seconds(), 2)
-
-
-def _rows(metrics: Path) -> int:
-    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
 
 def _told(folder: Path, event: str) -> list[dict[str, Any]]:

@@ -64,6 +64,10 @@ class StorageError(UserError):
     exit_code = ExitCode.IO
 
 
+class TransientStorageError(HpcTrainError):
+    """The disk refused in a way that may pass or that another node may not see: the run is requeued."""
+
+
 class NoSlurmError(UserError):
     """Slurm does not answer."""
 
@@ -74,6 +78,12 @@ class TryAgainError(UserError):
     """Stopped early with its progress saved; running it again goes on."""
 
     exit_code = ExitCode.TRY_AGAIN
+
+
+class NonFiniteError(HpcTrainError):
+    """A loss, a gradient or a weight became NaN or infinite; training again would lead there again."""
+
+    exit_code = ExitCode.NO_RETRY
 
 
 class BadNodeError(HpcTrainError):

@@ -93,6 +93,11 @@ class AttemptPaths:
         """What the ranks of a node were last seen doing."""
         return self.folder / f"heartbeat-{node}.json"
 
+    @property
+    def kept_nodes(self) -> Path:
+        """Nodes that the next attempt was to leave out and can't, for it would not start; by the batch script."""
+        return self.folder / "kept-nodes"
+
     def bad_samples(self, rank: int) -> Path:
         """Samples that a rank could not read and left out, a line each."""
         return self.folder / f"rank-{rank}.bad_samples.jsonl"

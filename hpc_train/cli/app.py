@@ -194,11 +194,22 @@ def resume(
         str | None,
         typer.Option("--code", metavar="new", help="new: use the current code, not that of the submit."),
     ] = None,
+    strict_env: Annotated[
+        bool, typer.Option("--strict-env", help="Refuse where versions are others than the run had.")
+    ] = False,
 ) -> int:
     """Let unfinished runs go on from their newest valid checkpoint."""
     from hpc_train.cli.resume import resume
 
-    return resume(words, local=local, devices=devices, as_json=as_json, launcher=launcher, code=code)
+    return resume(
+        words,
+        local=local,
+        devices=devices,
+        as_json=as_json,
+        launcher=launcher,
+        code=code,
+        strict_env=strict_env,
+    )
 
 
 @_command

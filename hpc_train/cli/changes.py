@@ -1,50 +1,95 @@
-"""What the file says otherwise than the run that was made of it, as KEY=VALUE for ``resume``."""
+"""What one experiment says otherwise than another, key by key, and as KEY=VALUE for ``resume``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.config.keys import NOT_IDENTITY
 from hpc_train.config.marked_yaml import read_value
+from hpc_train.config.problems import KeyPath, dotted, one_line, shortened
 from hpc_train.config.schema import Experiment
+from hpc_train.plan.identity import CHANGEABLE
 
 #: Means nothing to a run that is there already.
-_IGNORED = {"name", "sweep"}
+_IGNORED = ("sweep",)
+#: No part of the identity, but where the run lies.
+_FIXED = ("name",)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key whose value differs."""
+
+    path: KeyPath
+    before: Any
+    after: Any
+    #: ``after`` as the file would have it, without defaults.
+    written: Any
+
+    @property
+    def key(self) -> str:
+        return dotted(self.path)
+
+    @property
+    def is_of_slurm(self) -> bool:
+        return self.path[0] == "slurm"
+
+    @property
+    def can_be_taken(self) -> bool:
+        """Tell whether a resume may take it: it leaves the run the same."""
+        keys = [tuple(key.split(".")) for key in (*NOT_IDENTITY, *CHANGEABLE) if key not in _FIXED]
+        return any(self.path[: len(key)] == key for key in keys)
+
+    @property
+    def override(self) -> str:
+        """Return ``KEY=VALUE`` for ``resume``."""
+        return f"{'.'.join(map(str, self.path))}={_text(self.written)}"
+
+
+def changes(before: Experiment, after: Experiment) -> list[Change]:
+    """Return the keys that differ, in the file's order, but for those of a sweep."""
+    old, new = (experiment.model_dump(mode="json", exclude=set(_IGNORED)) for experiment in (before, after))
+    short = after.model_dump(mode="json", exclude_defaults=True)
+    return [
+        Change(path, was, is_now, value_at(short, path, is_now))
+        for path, was, is_now in _differences(old, new, ())
+    ]
 
 
 def changes_on_resume(frozen: Experiment, wanted: Experiment, *, with_slurm: bool = False) -> list[str]:
-    """Return ``KEY=VALUE`` of each key outside the identity that ``wanted`` says otherwise.
+    """Return ``KEY=VALUE`` of each key that a resume may change and that ``wanted`` says otherwise.
 
     ``with_slurm``: also of what is asked of Slurm, which means nothing on this machine.
     """
-    before, after = (experiment.model_dump(mode="json") for experiment in (frozen, wanted))
-    short = wanted.model_dump(mode="json", exclude_defaults=True)
-    found: list[str] = []
-    for key in NOT_IDENTITY:
-        if key not in _IGNORED and (with_slurm or key != "slurm"):
-            path = tuple(key.split("."))
-            pairs = _differences(_at(before, path), _at(after, path), path)
-            found += [f"{'.'.join(each)}={_text(_at(short, each, value))}" for each, value in pairs]
-    return found
+    found = [change for change in changes(frozen, wanted) if change.can_be_taken]
+    return [change.override for change in found if with_slurm or not change.is_of_slurm]
 
 
-def _differences(before: Any, after: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield paths and new values; a mapping whose keys differ is one value, for no key can be taken out."""
-    if isinstance(before, dict) and isinstance(after, dict) and before.keys() == after.keys():
-        for key in after:
-            yield from _differences(before[key], after[key], (*path, key))
-    elif before != after:
-        yield path, after
-
-
-def _at(data: Any, path: tuple[str, ...], default: Any = None) -> Any:
+def value_at(data: Any, path: KeyPath, default: Any = None) -> Any:
+    """Return what a dumped experiment says at ``path``."""
     for key in path:
         if not isinstance(data, dict) or key not in data:
             return default
         data = data[key]
     return data
+
+
+def value_in_words(value: Any) -> str:
+    """Return a value for a message, shortened."""
+    return "absent" if value is None else shortened(one_line(_text(value)))
+
+
+def _differences(before: Any, after: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any, Any]]:
+    """Yield paths and both values; a mapping whose keys differ is one value, for no key can be taken out."""
+    if isinstance(before, dict) and isinstance(after, dict) and before.keys() == after.keys():
+        for key in after:
+            yield from _differences(before[key], after[key], (*path, key))
+    # 1 and 1.0 make different runs.
+    elif json.dumps(before, sort_keys=True) != json.dumps(after, sort_keys=True):
+        yield path, before, after
 
 
 def _text(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,11 @@ from hpc_train.cli.printing import say
 from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder import checkpoints
+from hpc_train.run_folder.files import remove_folder
 from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.liveness import living, newest_record
 from hpc_train.run_folder.status import GOING_ON, current_status
+from hpc_train.run_folder.unused_code import unused_snapshots
 
 
 class LivingRunError(UserError):
@@ -39,11 +41,13 @@ def clean(words: Sequence[str], *, yes: bool) -> ExitCode:
         _refuse_living(paths)
     surplus = {paths: _surplus(paths) for paths in runs}
     for paths, found in surplus.items():
-        for item in found:
-            say(f"{item.path}  {item.size_bytes() / 1e6:.1f} MB  {item.why}")
+        _say(found)
         if not found:
             say(f"{paths.folder}: nothing to remove")
-    if not any(surplus.values()):
+    folders = {paths.siblings.snapshots for paths in runs}
+    code = [_Surplus(path, "code that no run uses") for folder in folders for path in _unused(folder)]
+    _say(code)
+    if not code and not any(surplus.values()):
         return ExitCode.DONE
     if not yes and not _agreed():
         say("nothing was removed")
@@ -52,7 +56,13 @@ def clean(words: Sequence[str], *, yes: bool) -> ExitCode:
         _refuse_living(paths)  # the answer may have taken an hour
         for item in found:
             _remove(item.path)
+    _remove_code(folders, code)
     return ExitCode.DONE
+
+
+def _say(found: Sequence[_Surplus]) -> None:
+    for item in found:
+        say(f"{item.path}  {item.size_bytes() / 1e6:.1f} MB  {item.why}")
 
 
 def _refuse_living(paths: RunPaths) -> None:
@@ -75,6 +85,23 @@ def _surplus(paths: RunPaths) -> list[_Surplus]:
         elif newest is not None and path != newest.folder:
             found.append(_Surplus(path, f"older than {newest.folder.name}, or does not count"))
     return found
+
+
+def _unused(snapshots: Path) -> list[Path]:
+    try:
+        return unused_snapshots(snapshots)
+    except OSError as error:
+        why = f"{error.filename or 'a run'} can't be read: {error.strerror or error}"
+        say(f"{snapshots}: left alone, for {why}")
+        return []
+
+
+def _remove_code(folders: Collection[Path], told: Sequence[_Surplus]) -> None:
+    """Remove of what was told what is unused still: a submit may have come for it since."""
+    unused = {path for folder in folders for path in _unused(folder)}
+    for item in told:
+        if item.path in unused:
+            remove_folder(item.path)
 
 
 def _agreed() -> bool:

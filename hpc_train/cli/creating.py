@@ -5,31 +5,52 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cli.changes import changes_on_resume
 from hpc_train.cli.printing import say
+from hpc_train.config.loading import Loaded
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.paths import RunPaths
 from hpc_train.plan.planning import PlannedRun
 from hpc_train.run_folder.attempts import newest_number
-from hpc_train.run_folder.creation import create_run, effective_experiment
+from hpc_train.run_folder.creation import Origin, create_run, effective_experiment
 from hpc_train.run_folder.status import GOING_ON, RunStatus
 
 
-def create(paths: RunPaths, run: PlannedRun, launcher: str, snapshot: Path | None) -> bool:
+@dataclass(frozen=True)
+class Birth:
+    """What all runs of a submit have in common."""
+
+    loaded: Loaded
+    launcher: str
+    snapshot: Path | None
+
+    @property
+    def origin(self) -> Origin:
+        file = Path(self.loaded.source_name).absolute()
+        return Origin(str(file), list(self.loaded.overrides))
+
+
+def create(paths: RunPaths, run: PlannedRun, birth: Birth) -> bool:
     """Make the run's folder; False where there is one."""
     return create_run(
-        paths, run.experiment, paths.folder.name, run.total_steps, launcher=launcher, snapshot=snapshot
+        paths,
+        run.experiment,
+        paths.folder.name,
+        run.total_steps,
+        launcher=birth.launcher,
+        snapshot=birth.snapshot,
+        origin=birth.origin,
     )
 
 
 def create_beside(
     paths: RunPaths,
     run: PlannedRun,
-    launcher: str,
-    snapshot: Path | None,
+    birth: Birth,
     make_free: Callable[[RunPaths], None] = lambda paths: None,
 ) -> RunPaths:
     """Create the run under the first free one of ``<id>-2``, ``<id>-3``, …
@@ -39,7 +60,7 @@ def create_beside(
     for number in itertools.count(2):
         other = RunPaths(paths.folder.with_name(f"{run.id}-{number}"))
         make_free(other)
-        if create(other, run, launcher, snapshot):
+        if create(other, run, birth):
             return other
     raise AssertionError("itertools.count ends")
 

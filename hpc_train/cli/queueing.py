@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cli.code import refresh_on_resume, snapshot_for
-from hpc_train.cli.creating import create, create_beside, say_existing
+from hpc_train.cli.creating import Birth, create, create_beside, say_existing
 from hpc_train.cli.printing import say
 from hpc_train.cli.standing import standings
 from hpc_train.config.loading import Loaded
@@ -18,7 +18,7 @@ from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.checkpoints import committed
-from hpc_train.run_folder.creation import effective_experiment, note_change
+from hpc_train.run_folder.creation import effective_experiment, note_change, note_versions
 from hpc_train.run_folder.files import read_json, remove_folder, write_text
 
 _NO_SECTION = "is missing: the file says nothing of what to ask Slurm for"
@@ -58,14 +58,12 @@ def submit_all(queue: Queue, loaded: Loaded, plan: Plan, *, new: bool) -> tuple[
     with queue.launcher.submitting(folder):
         for run in plan.runs:
             _make_free(queue.launcher, RunPaths(folder.folder / run.id))
-        code = snapshot_for(folder, plan.runs, anew=new)
+        birth = Birth(loaded, queue.name, snapshot_for(folder, plan.runs, anew=new))
         for run in plan.runs:
             paths = RunPaths(folder.folder / run.id)
-            is_new = create(paths, run, queue.name, code)
+            is_new = create(paths, run, birth)
             if not is_new and new:
-                paths = create_beside(
-                    paths, run, queue.name, code, lambda other: _make_free(queue.launcher, other)
-                )
+                paths = create_beside(paths, run, birth, lambda other: _make_free(queue.launcher, other))
             found[run.id] = paths
             if is_new or new:
                 made.append(_queued(paths.folder, run, loaded))
@@ -102,10 +100,16 @@ def _say_queued(name: str, runs: Sequence[QueuedRun]) -> None:
 
 
 def resume_all(
-    queue: Queue, runs: Sequence[tuple[RunPaths, Loaded]], overrides: Sequence[str], *, new_code: bool
+    queue: Queue,
+    runs: Sequence[tuple[RunPaths, Loaded]],
+    overrides: Sequence[str],
+    *,
+    new_code: bool,
+    versions: Mapping[RunPaths, Mapping[str, str] | None],
 ) -> None:
     """Put runs that have ended into the queue again. Only within ``submitting``.
 
+    ``versions``: those that their ranks will have, where they are known.
     Raises BadFileError where the scheduler refuses; then all is as it was before.
     """
     before, queued = [], []
@@ -115,6 +119,8 @@ def resume_all(
             before.append(_Before.of(paths))
             number = newest_number(paths) + 1
             _note_changes(paths, number, overrides)
+            if (now := versions.get(paths)) is not None:
+                note_versions(paths, number, now)
             paths.cancelled.unlink(missing_ok=True)
             queued.append(QueuedRun(paths, effective_experiment(paths, number), loaded.problem))
             say(f"{paths.folder.name}: {going_on_words(paths, overrides)}")

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpc_train.cli.code import is_new, refresh_on_resume
+from hpc_train.cli.file_changes import either, say_file_changes
 from hpc_train.cli.printing import say
 from hpc_train.cli.queueing import Queue, resume_all, section_problems
 from hpc_train.cli.standing import standing, standings
 from hpc_train.cli.starting import LOCAL, choose_devices, load_launcher, report, say_end, start_attempt
 from hpc_train.cli.status import rows_of
+from hpc_train.cli.version_changes import VersionChange, other_python, version_change
 from hpc_train.config.loading import Loaded, load
 from hpc_train.config.rules import check_start
 from hpc_train.config.schema import Experiment
@@ -21,12 +23,16 @@ from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.plan.identity import changes_identity
 from hpc_train.plan.planning import slurm_ranks
+from hpc_train.run_folder.attempts import newest_number
+from hpc_train.run_folder.creation import note_versions
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.liveness import end_living, living, newest_record
 from hpc_train.run_folder.status import GOING_ON, RunStatus, read_status
+from hpc_train.run_folder.versions import Differences, in_words
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
+_STRICT = "environment.strict=true"
 #: Not the run's identity, but where it lies and what it is one of.
 _FIXED: dict[str, Callable[[Experiment], object]] = {
     "name": lambda experiment: experiment.name,
@@ -42,6 +48,7 @@ class _Wish:
     launcher: str | None
     devices: int | None
     new_code: bool
+    strict: bool
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,7 @@ class _Resumption:
     loaded: Loaded
     launcher: str
     devices: int | None
+    versions: VersionChange
 
 
 def resume(
@@ -62,13 +70,19 @@ def resume(
     as_json: bool,
     launcher: str | None,
     code: str | None = None,
+    strict_env: bool = False,
 ) -> ExitCode:
-    """Let the runs go on: those of a queue at once, the others one after the other; return the worst end."""
+    """Let the runs go on: those of a queue at once, the others one after the other; return the worst end.
+
+    ``strict_env``: refuses, here and on the nodes, where versions are others than the run had.
+    """
     overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
     run_words = [word for word in words if word not in overrides]
     if not run_words:
         raise UsageError("resume: names no run; give a run id, a run's folder, or an experiment's name")
-    wish = _Wish(overrides, LOCAL if local and launcher is None else launcher, devices, is_new(code))
+    overrides += [_STRICT] if strict_env else []
+    launcher = LOCAL if local and launcher is None else launcher
+    wish = _Wish(overrides, launcher, devices, is_new(code), strict_env)
     runs = find_runs(run_words)
     codes, here = _enqueue_all(runs, wish)
     for paths in here:
@@ -109,8 +123,10 @@ def _enqueue(queue: Queue, folder: ExperimentPaths, runs: Sequence[RunPaths], wi
             ready += [paths] if code is None else []
         prepared = [_prepare(paths, wish, queue.name) for paths in ready]
         if prepared:
+            _say_changes(prepared, with_slurm=True)
             pairs = [(each.paths, each.loaded) for each in prepared]
-            resume_all(queue, pairs, wish.overrides, new_code=wish.new_code)
+            versions = {each.paths: each.versions.now for each in prepared}
+            resume_all(queue, pairs, wish.overrides, new_code=wish.new_code, versions=versions)
             codes.append(ExitCode.DONE)
     return codes
 
@@ -140,13 +156,27 @@ def _resume_one(paths: RunPaths, wish: _Wish) -> ExitCode:
     record = newest_record(paths)
     if record is not None and record.slurm_job is None and end_living(paths) is not None:
         return _refuse_living(paths, read_status(paths))
+    _say_changes([prepared], with_slurm=False)
     refresh_on_resume(paths, prepared.loaded.experiment, new=wish.new_code)
+    if prepared.versions.now is not None:
+        note_versions(paths, newest_number(paths) + 1, prepared.versions.now)
     say(f"{paths.folder.name}: going on in {paths.folder}")
     if wish.overrides:
         say(f"{paths.folder.name}: from this attempt on {' '.join(wish.overrides)}")
     code = start_attempt(paths, prepared.launcher, prepared.devices, wish.overrides)
     say_end(paths, code)
     return code
+
+
+def _say_changes(runs: Sequence[_Resumption], *, with_slurm: bool) -> None:
+    """Say what has changed since in files and versions."""
+    say_file_changes([(each.paths, each.loaded.experiment) for each in runs], with_slurm=with_slurm)
+    told: dict[str, list[str]] = {}
+    for each in runs:
+        if words := each.versions.words:
+            told.setdefault(words, []).append(each.paths.folder.name)
+    for words, ids in told.items():
+        say(f"{either(ids)}: {words}")
 
 
 def _refuse_living(paths: RunPaths, status: RunStatus) -> ExitCode:
@@ -180,12 +210,8 @@ def _last_launcher(paths: RunPaths) -> str:
 
 def _prepare(paths: RunPaths, wish: _Wish, name: str) -> _Resumption:
     """Check everything before anything is changed."""
-    loaded = _changed(paths, wish.overrides)
-    record = newest_record(paths)
-    devices = wish.devices
-    if devices is None and record is not None and record.slurm_job is None and name == _last_launcher(paths):
-        devices = record.devices
-    devices = choose_devices(name, loaded.experiment, devices)
+    before, loaded = _changed(paths, wish.overrides)
+    devices = _devices(paths, wish, name, loaded.experiment)
     ranks = slurm_ranks(loaded.experiment.slurm) if name == SLURM else devices
     problems = [
         loaded.problem(problem.path, problem.message, problem.remedy)
@@ -195,15 +221,38 @@ def _prepare(paths: RunPaths, wish: _Wish, name: str) -> _Resumption:
     if problems:
         raise BadFileError(problems)
     load_launcher(name)
-    return _Resumption(paths, loaded, name, devices)
+    pythons = other_python(_last_launcher(paths), before.experiment), other_python(name, loaded.experiment)
+    versions = version_change(paths, *pythons, new_code=wish.new_code)
+    if versions.differences and loaded.experiment.environment.strict:
+        _refuse_versions(paths, versions.differences, wish)
+    return _Resumption(paths, loaded, name, devices, versions)
 
 
-def _changed(paths: RunPaths, overrides: Sequence[str]) -> Loaded:
-    """Return the experiment as it would be. Raises UsageError where that would be another run."""
+def _devices(paths: RunPaths, wish: _Wish, name: str, experiment: Experiment) -> int | None:
+    record = newest_record(paths)
+    devices = wish.devices
+    if devices is None and record is not None and record.slurm_job is None and name == _last_launcher(paths):
+        devices = record.devices
+    return choose_devices(name, experiment, devices)
+
+
+def _refuse_versions(paths: RunPaths, differences: Differences, wish: _Wish) -> None:
+    asked, remedy = "environment.strict: true", "add environment.strict=false"
+    if wish.strict:
+        asked, remedy = "--strict-env", "leave it out"
+    found = in_words(differences)
+    raise UsageError(
+        f"{paths.folder.name}: other versions than the run had: {found}; {asked} refuses that: "
+        f"resume it where it had those, or {remedy}"
+    )
+
+
+def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]:
+    """Return the experiment as it is and as it would be. Raises UsageError where that is another run."""
     earlier = _earlier_changes(paths)
     before = load(paths.experiment, earlier, check_names=False)
     if not overrides:
-        return before
+        return before, before
     after = load(paths.experiment, [*earlier, *overrides])
     refused = changes_identity(before.experiment, after.experiment)
     refused += [key for key, value in _FIXED.items() if value(before.experiment) != value(after.experiment)]
@@ -212,7 +261,7 @@ def _changed(paths: RunPaths, overrides: Sequence[str]) -> Loaded:
             f"{', '.join(refused)}: would make {paths.folder.name} another run; "
             "submit the file with it as a run of its own"
         )
-    return after
+    return before, after
 
 
 def _earlier_changes(paths: RunPaths) -> list[str]:

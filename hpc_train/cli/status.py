@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpc_train.cli.printing import JSON_VERSION, cell_text, columns, put, put_json, say
+from hpc_train.cli.recovery import recovery_of
 from hpc_train.cli.restarts import Restart, newest_restart
 from hpc_train.cli.standing import standings
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import newest_number
+from hpc_train.run_folder.budgets import Left
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.status import RunStatus, read_status
@@ -39,6 +41,10 @@ class RunRow:
     job: str | None = None
     #: The newest interruption in its parts, in seconds.
     restart: Restart | None = None
+    #: What the newest job has left before it gives up; None where nobody requeues, or it was not read.
+    budget: Left | None = None
+    #: By node, why the run's next attempt leaves it out.
+    excluded_nodes: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, paths: RunPaths) -> RunRow:
@@ -46,9 +52,10 @@ class RunRow:
         return rows_of([paths])[0]
 
     @classmethod
-    def at(cls, paths: RunPaths, now: RunStatus) -> RunRow:
+    def at(cls, paths: RunPaths, now: RunStatus, *, with_budget: bool = True) -> RunRow:
         facts = read_json(paths.run) or {}
         jobs = facts.get("slurm_job_ids") or [None]
+        recovery = recovery_of(paths, now, with_budget=with_budget)
         return cls(
             id=str(facts.get("id", paths.folder.name)),
             name=str(facts.get("name", paths.folder.parent.name)),
@@ -56,10 +63,12 @@ class RunRow:
             step=now.step,
             total_steps=now.total_steps,
             attempt=now.attempt,
-            reason=now.reason,
+            reason="; ".join(filter(None, (now.reason, *recovery.words))) or None,
             path=str(paths.folder.absolute()),
             job=None if jobs[-1] is None else str(jobs[-1]),
             restart=newest_restart(paths),
+            budget=recovery.budget,
+            excluded_nodes=recovery.excluded_nodes,
         )
 
     @property
@@ -74,7 +83,7 @@ class RunRow:
 def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
     """Show the runs that are meant, or all."""
     runs = find_runs(words)
-    rows = rows_of(runs)
+    rows = rows_of(runs, with_budget=as_json)
     if as_json:
         put_json(rows_json(rows))
         return ExitCode.DONE
@@ -90,9 +99,10 @@ def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
     return ExitCode.DONE
 
 
-def rows_of(runs: Sequence[RunPaths]) -> list[RunRow]:
+def rows_of(runs: Sequence[RunPaths], *, with_budget: bool = True) -> list[RunRow]:
     """Read where the runs stand now; a scheduler is asked once for all of its runs."""
-    return [RunRow.at(paths, now) for paths, now in zip(runs, standings(runs), strict=True)]
+    pairs = zip(runs, standings(runs), strict=True)
+    return [RunRow.at(paths, now, with_budget=with_budget) for paths, now in pairs]
 
 
 def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cli.code import snapshot_for
-from hpc_train.cli.creating import create, create_beside, say_existing
+from hpc_train.cli.creating import Birth, create, create_beside, say_existing
 from hpc_train.cli.plan import show, start_problems
 from hpc_train.cli.printing import say
 from hpc_train.cli.queueing import Queue, batch_scripts, section_problems, submit_all
@@ -64,7 +64,7 @@ def submit(file: Path, overrides: Sequence[str], choices: Choices) -> ExitCode:
         raise BadFileError(problems)
     if choices.dry_run:
         return ExitCode.DONE
-    return _start_all(plan.name, plan.runs, devices, choices)
+    return _start_all(loaded, plan.runs, devices, choices)
 
 
 def _submit_to(queue: Queue, loaded: Loaded, choices: Choices) -> ExitCode:
@@ -108,12 +108,13 @@ def _check(choices: Choices) -> None:
         raise UsageError("--devices: is for this machine; add --local")
 
 
-def _start_all(name: str, runs: Sequence[PlannedRun], devices: int | None, choices: Choices) -> ExitCode:
+def _start_all(loaded: Loaded, runs: Sequence[PlannedRun], devices: int | None, choices: Choices) -> ExitCode:
     """Start one run after the other; Ctrl-C ends the row."""
-    code_snapshot = snapshot_for(ExperimentPaths(runs_root() / name), runs, anew=choices.new)
+    folder = ExperimentPaths(runs_root() / loaded.experiment.name)
+    birth = Birth(loaded, choices.launcher_name, snapshot_for(folder, runs, anew=choices.new))
     codes, begun = [], []
     for run in runs:
-        paths, code = _start(name, run, devices, choices, code_snapshot)
+        paths, code = _start(run, devices, choices, birth)
         begun.append(paths)
         codes.append(code)
         if code == ExitCode.INTERRUPTED:
@@ -124,15 +125,13 @@ def _start_all(name: str, runs: Sequence[PlannedRun], devices: int | None, choic
     return max(codes)
 
 
-def _start(
-    name: str, run: PlannedRun, devices: int | None, choices: Choices, snapshot: Path | None
-) -> tuple[RunPaths, ExitCode]:
-    paths = RunPaths(runs_root() / name / run.id)
-    is_new = create(paths, run, choices.launcher_name, snapshot)
+def _start(run: PlannedRun, devices: int | None, choices: Choices, birth: Birth) -> tuple[RunPaths, ExitCode]:
+    paths = RunPaths(runs_root() / run.experiment.name / run.id)
+    is_new = create(paths, run, birth)
     if not is_new and not choices.new:
         return paths, say_existing(paths, standing(paths), run.experiment)
     if not is_new:
-        paths = create_beside(paths, run, choices.launcher_name, snapshot)
+        paths = create_beside(paths, run, birth)
     say(f"{paths.folder.name}: starting in {paths.folder}")
     code = start_attempt(paths, choices.launcher_name, devices)
     say_end(paths, code)

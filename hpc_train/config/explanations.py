@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
@@ -11,14 +12,14 @@ from pydantic import ValidationError
 from hpc_train.config.json_schema import Node
 from hpc_train.config.keys import as_mapping, child, known_keys, meant_key, members, node_at, unknown_key
 from hpc_train.config.marked_yaml import resolve_scalar
-from hpc_train.config.problems import KeyPath, Problem, shortened, shown
+from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, shortened, shown
 from hpc_train.registry import nearest
 
 
 def explain(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
     """Return one problem a key that ``error`` is about; ``data`` is what was validated."""
     found: dict[KeyPath, Problem] = {}
-    for entry in error.errors(include_url=False):
+    for entry in islice(error.errors(include_url=False), MAX_PROBLEMS + 1):
         problem = _problem(entry["type"], entry["loc"], entry.get("ctx", {}), data)
         found.setdefault(problem.path, problem)
     meant = {(*path[:-1], meant_key(path)) for path, problem in found.items() if _is_unknown(problem)}

@@ -30,6 +30,8 @@ class Loaded:
     source: Source
     data: dict[str, Any]
     check_names: bool = True
+    #: ``KEY=VALUE`` of the command line.
+    overrides: tuple[str, ...] = ()
 
     @property
     def source_name(self) -> str:
@@ -72,7 +74,7 @@ def load(path: Path, overrides: Sequence[str] = (), *, check_names: bool = True)
         problems += found
     if experiment is None or problems:
         raise BadFileError(source.render_all(problems))
-    return Loaded(experiment, source, data, check_names)
+    return Loaded(experiment, source, data, check_names, tuple(overrides))
 
 
 def _content(path: Path) -> bytes:

@@ -28,10 +28,12 @@ from yaml.parser import Parser
 from yaml.reader import Reader
 from yaml.scanner import Scanner
 
-from hpc_train.config.problems import KeyPath, Marks, Place, Problem, shortened, shown
+from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Marks, Place, Problem, shortened, shown
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 64
+#: Keys, items and values of all levels; reading so many takes a second or two.
+MAX_VALUES = 50_000
 #: Python refuses to print or read integers of over 4300 digits.
 MAX_NUMBER_LENGTH = 100
 
@@ -181,6 +183,7 @@ class _Reading:
         self.problems = document.problems
         self.parser = _EventParser(text)
         self.events = self._events()
+        self.num_values = 0
 
     def top(self) -> Any:
         """Return the value of the one document; None where there is none."""
@@ -209,9 +212,14 @@ class _Reading:
 
     def _refuse(self, path: KeyPath, event: Event, message: str, remedy: str) -> None:
         self.problems.append(Problem(path, message, remedy, place=_place(event.start_mark)))
+        if len(self.problems) > MAX_PROBLEMS:
+            raise _UnreadableError(
+                Problem((), "it is not read on", "mend what is above first", place=_place(event.start_mark))
+            )
 
     def _value(self, event: Event, path: KeyPath, depth: int) -> Any:
         self._check_node(event, path)
+        self._count(event)
         if isinstance(event, ScalarEvent):
             return self._scalar(event, path)
         if isinstance(event, AliasEvent):
@@ -237,6 +245,12 @@ class _Reading:
             self._refuse(
                 path, event, f"has the tag {shortened(tag)}", "take the tag out; write a plain value"
             )
+
+    def _count(self, event: Event) -> None:
+        self.num_values += 1
+        if self.num_values > MAX_VALUES:
+            message, place = f"holds over {MAX_VALUES:,} values", _place(event.start_mark)
+            raise _UnreadableError(Problem((), message, "write an experiment's own", place=place))
 
     def _scalar(self, event: ScalarEvent, path: KeyPath) -> object:
         if _SURROGATE.search(event.value):

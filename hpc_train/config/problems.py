@@ -15,6 +15,8 @@ from hpc_train.errors import printable
 #: Keys from the top of the file; an int is an index into a list.
 KeyPath = tuple[str | int, ...]
 SHOWN_LENGTH = 60
+#: Of a file's problems so many are told; a file made to have more costs no more time and memory.
+MAX_PROBLEMS = 100
 
 
 @dataclass(frozen=True, order=True)
@@ -81,9 +83,13 @@ class Source:
         return one_line(": ".join(part for part in parts if part))
 
     def render_all(self, problems: Iterable[Problem]) -> list[str]:
-        """Return the lines in the order of the file, each once."""
+        """Return the lines in the file's order, each once; after ``MAX_PROBLEMS`` that there are more."""
         ordered = sorted(problems, key=self.place)
-        return list(dict.fromkeys(self.render(problem) for problem in ordered))
+        lines = list(dict.fromkeys(self.render(problem) for problem in ordered[: 2 * MAX_PROBLEMS]))
+        if len(lines) <= MAX_PROBLEMS:
+            return lines
+        more = Problem((), "there are more problems", "mend those above first", place=self.place(ordered[-1]))
+        return [*lines[:MAX_PROBLEMS], self.render(more)]
 
 
 Find = Callable[[Experiment], Iterator[Problem]]

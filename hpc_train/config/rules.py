@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import islice
 
 from hpc_train.config import part_rules, slurm_rules, start_rules, sweep_rules
-from hpc_train.config.problems import KeyPath, Problem, Rule, is_clean, rule, shortened
+from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_clean, rule, shortened
 from hpc_train.config.schema import Experiment
 
 check_start = start_rules.check_start
@@ -27,7 +28,7 @@ def check(
         replace(problem, reads=each.reads)
         for each in rules
         if each.can_judge(failed)
-        for problem in each.find(experiment)
+        for problem in islice(each.find(experiment), MAX_PROBLEMS + 1)
     ]
 
 

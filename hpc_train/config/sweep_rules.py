@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from math import prod
 from typing import Any
 
@@ -11,16 +12,21 @@ from pydantic import ValidationError
 
 from hpc_train.config.explanations import explain
 from hpc_train.config.keys import GRID, NOT_IDENTITY, BadKeyError, replaced, split_key
-from hpc_train.config.problems import KeyPath, Problem, Rule, dotted, related, rule
+from hpc_train.config.problems import KeyPath, Problem, Rule, dotted, rule
 from hpc_train.config.schema import Experiment
 
 MAX_RUNS = 10_000
+MAX_KEYS = 100
+#: Parts that can be long, whose values say nothing about those of other parts.
+_LONG = {"sweep": True, "slurm": True, "logging": True} | {
+    part: {"args": True} for part in ("model", "data", "parallel")
+}
 
 
 def swept_paths(experiment: Experiment) -> dict[str, KeyPath]:
     """Return the grid's keys that the schema knows and their paths."""
     found: dict[str, KeyPath] = {}
-    for key in experiment.sweep.grid:
+    for key in _keys(experiment):
         try:
             found[key] = split_key(key)
         except BadKeyError:
@@ -28,9 +34,21 @@ def swept_paths(experiment: Experiment) -> dict[str, KeyPath]:
     return found
 
 
+def _keys(experiment: Experiment) -> Iterator[str]:
+    """Yield the grid's keys, no more than one may have: a file made to have many costs no time."""
+    return islice(experiment.sweep.grid, MAX_KEYS)
+
+
+@rule("sweep.grid")
+def swept_keys_are_few(experiment: Experiment) -> Iterator[Problem]:
+    if len(experiment.sweep.grid) > MAX_KEYS:
+        message = f"has {len(experiment.sweep.grid):,} keys"
+        yield Problem(GRID, message, f"write at most {MAX_KEYS}", on_key=True)
+
+
 @rule("sweep.grid")
 def swept_keys_exist(experiment: Experiment) -> Iterator[Problem]:
-    for key in experiment.sweep.grid:
+    for key in _keys(experiment):
         try:
             split_key(key)
         except BadKeyError as error:
@@ -48,12 +66,17 @@ def swept_keys_change_the_run(experiment: Experiment) -> Iterator[Problem]:
 
 @rule("sweep.grid")
 def swept_keys_lie_apart(experiment: Experiment) -> Iterator[Problem]:
-    paths = list(swept_paths(experiment).items())
-    for place, (key, path) in enumerate(paths):
-        for other_key, other in paths[:place]:
-            if related(path, other):
-                message = f"lies within the same part of the file as {dotted((other_key,))}"
-                yield Problem((*GRID, key), message, "sweep one of the two", on_key=True)
+    whole: dict[KeyPath, str] = {}
+    begun: dict[KeyPath, str] = {}
+    for key, path in swept_paths(experiment).items():
+        starts = [path[:end] for end in range(1, len(path) + 1)]
+        other = begun.get(path) or next((whole[start] for start in starts if start in whole), None)
+        if other is not None:
+            message = f"lies within the same part of the file as {dotted((other,))}"
+            yield Problem((*GRID, key), message, "sweep one of the two", on_key=True)
+        whole.setdefault(path, key)
+        for start in starts:
+            begun.setdefault(start, key)
 
 
 @rule("sweep.grid")
@@ -79,7 +102,9 @@ def _comparable(value: Any) -> object:
 def runs_are_countable(experiment: Experiment) -> Iterator[Problem]:
     runs = prod(len(values) for values in experiment.sweep.grid.values())
     if runs > MAX_RUNS:
-        yield Problem(GRID, f"makes {runs:,} runs", f"write at most {MAX_RUNS:,}")
+        # Python does not write out a number of over 4300 digits.
+        how_many = f"{runs:,}" if runs < 10**18 else "over 10**18"
+        yield Problem(GRID, f"makes {how_many} runs", f"write at most {MAX_RUNS:,}")
 
 
 @rule("sweep.grid")
@@ -87,7 +112,7 @@ def swept_values_fit_their_keys(experiment: Experiment) -> Iterator[Problem]:
     paths = swept_paths(experiment)
     if prod(len(values) for values in experiment.sweep.grid.values()) > MAX_RUNS:
         return
-    base = experiment.model_dump(exclude={"sweep"})
+    base = experiment.model_dump(exclude=_LONG)
     for key, path in paths.items():
         if path[0] == "sweep":
             continue
@@ -106,6 +131,7 @@ def _misfit(base: dict[str, Any], path: KeyPath, value: Any, place: KeyPath) -> 
 
 
 RULES: tuple[Rule, ...] = (
+    swept_keys_are_few,
     swept_keys_exist,
     swept_keys_change_the_run,
     swept_keys_lie_apart,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hpc_train.config.schema import DataConfig, Experiment
 from hpc_train.datasets.augment import Augmentation
+from hpc_train.datasets.bad_samples import BadSamples
 from hpc_train.datasets.base import DataSource, Split
 from hpc_train.datasets.images import centre_square, stack
 from hpc_train.datasets.reading import Prepare, SlotReader
@@ -28,13 +29,24 @@ class TrainingBatches(Iterator[tuple[int, list[Batch]]]):
     ``close`` ends the loader processes early; a ``with`` block does so too.
     """
 
-    def __init__(self, stream: BatchStream, sampler: MicroBatchSampler) -> None:
+    def __init__(self, stream: BatchStream, slots_per_step: int, bad_samples: BadSamples | None) -> None:
         self._stream = stream
-        self._slots_per_step = sampler.slots_per_step
+        self._slots_per_step = slots_per_step
+        self._bad_samples = bad_samples
 
     def __next__(self) -> tuple[int, list[Batch]]:
-        first = next(self._stream)
-        return first.step, [first, *(next(self._stream) for _ in range(self._slots_per_step - 1))]
+        reads = [next(self._stream) for _ in range(self._slots_per_step)]
+        if self._bad_samples is not None:
+            self._bad_samples.note(sample for read in reads for sample in read.bad)
+        return reads[0].batch.step, [read.batch for read in reads]
+
+    def is_ready(self, within_s: float = 0.0) -> bool:
+        """Whether all of the next step, its error or the end is here, so that ``next`` would not wait.
+
+        Waits up to ``within_s`` for it, so that a rank that asks again and again takes no time from its
+        loader processes. Always true without them: then reading is the rank's own work.
+        """
+        return self._stream.holds(self._slots_per_step, within_s)
 
     @property
     def worker_pids(self) -> list[int]:
@@ -58,10 +70,12 @@ def training_batches(
     rank: int,
     world_size: int,
     device: torch.device,
+    bad_samples: BadSamples | None = None,
 ) -> TrainingBatches:
     """Return this rank's steps from ``position`` to ``total_steps``; loader processes start at once.
 
     Batches are on the CPU, pinned where ``device`` is CUDA; uint8, not normalised, unless the data are float.
+    A sample that can't be read is noted in ``bad_samples``, and another stands in; without, it is an error.
     """
     data, seed = experiment.data, experiment.seed
     sampler = MicroBatchSampler(
@@ -79,20 +93,27 @@ def training_batches(
     def prepare(images: Tensor | Sequence[Tensor], slot: Slot) -> Tensor:
         return augmentation(images, slot.epoch, slot.indices)
 
-    reader = SlotReader(source.train, source.info.channels, seed, prepare)
-    return TrainingBatches(BatchStream(reader, sampler, workers=data.workers, device=device), sampler)
+    reader = SlotReader(source.train, source.info.channels, seed, prepare, skip_bad=bad_samples is not None)
+    stream = BatchStream(reader, sampler, workers=data.workers, device=device)
+    return TrainingBatches(stream, sampler.slots_per_step, bad_samples)
 
 
 class EvaluationBatches:
     """This rank's share of a split, from its start at each ``iter``; loader processes live for one pass."""
 
     def __init__(
-        self, reader: SlotReader, sampler: EvaluationSampler, workers: int, device: torch.device
+        self,
+        reader: SlotReader,
+        sampler: EvaluationSampler,
+        workers: int,
+        device: torch.device,
+        bad_samples: BadSamples | None,
     ) -> None:
         self._reader = reader
         self._sampler = sampler
         self._workers = workers
         self._device = device
+        self._bad_samples = bad_samples
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -101,22 +122,31 @@ class EvaluationBatches:
         workers = min(self._workers, len(self))
         stream = BatchStream(self._reader, self._sampler, workers=workers, device=self._device)
         try:
-            yield from stream
+            for read in stream:
+                if self._bad_samples is not None:
+                    self._bad_samples.note(read.bad)
+                yield read.batch
         finally:
             stream.close()
 
 
 def evaluation_batches(
-    split: Split, experiment: Experiment, rank: int, world_size: int, device: torch.device
+    split: Split,
+    experiment: Experiment,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    bad_samples: BadSamples | None = None,
 ) -> EvaluationBatches:
     """Return this rank's batches of ``split``, equally many on every rank, each of exactly m samples.
 
-    Each sample is valid in exactly one batch of one rank. ``step`` is 0, ``weight`` 1 and ``number`` the
-    batch's place in the whole evaluation.
+    Each sample is valid in exactly one batch of one rank, or in none where it can't be read and is noted in
+    ``bad_samples``. ``step`` is 0, ``weight`` 1 and ``number`` the batch's place in the whole evaluation.
     """
-    reader = SlotReader(split, None, experiment.seed, _evaluation_prepare(experiment.data))
+    prepare, skip_bad = _evaluation_prepare(experiment.data), bad_samples is not None
+    reader = SlotReader(split, None, experiment.seed, prepare, part="val", skip_bad=skip_bad)
     sampler = EvaluationSampler(len(split), _micro_batch_size(experiment), rank, world_size)
-    return EvaluationBatches(reader, sampler, experiment.data.workers, device)
+    return EvaluationBatches(reader, sampler, experiment.data.workers, device, bad_samples)
 
 
 def evaluation_batch_count(split: Split, micro_batch_size: int) -> int:

@@ -5,11 +5,13 @@ Legend: B samples.
 
 from __future__ import annotations
 
+import errno
 import random
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +19,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
+from hpc_train.datasets.bad_samples import stand_ins
 from hpc_train.datasets.base import ArraySplit, Split
 from hpc_train.datasets.images import as_tensor, sample_path
 from hpc_train.datasets.random_numbers import hash_words
 from hpc_train.datasets.sampler import Slot
 from hpc_train.errors import BadFileError
+from hpc_train.run_folder.bad_samples import BadSample, Part
 from hpc_train.runtime.data_info import Batch
 
+#: Errors of a disk or file server, which may be over soon; they say nothing of the sample. Assumed.
+_OF_THE_DISK = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+_PAUSES_S = (0.1, 1.0)
 #: Images (B, C, H, W) or B of (C, H, W), and their slot → (B, C, H, W).
 Prepare = Callable[[Tensor | Sequence[Tensor], Slot], Tensor]
 
@@ -38,42 +45,105 @@ class Failure:
     message: str
 
 
-class SlotReader(Dataset[Batch]):
-    """A split as a loader's data set: it is indexed by slots."""
+@dataclass(frozen=True)
+class Read:
+    """A batch, and the samples that could not be read for it."""
 
-    def __init__(self, split: Split, channels: int | None, seed: int, prepare: Prepare) -> None:
+    batch: Batch
+    bad: tuple[BadSample, ...] = ()
+
+    def pin_memory(self) -> Read:
+        """Return the same with the batch in pinned memory; called by the loader."""
+        return replace(self, batch=self.batch.pin_memory())
+
+
+class SlotReader(Dataset[Read | Failure]):
+    """A split as a loader's data set: it is indexed by slots.
+
+    With ``skip_bad`` another sample stands in for one that can't be read: with its own class, but augmented
+    as the place was meant to be, by the bad one's index. In validation data it only fills the place and is
+    not valid. Data sets that are read as whole batches (``ArraySplit``) have no bad samples.
+    """
+
+    def __init__(
+        self,
+        split: Split,
+        channels: int | None,
+        seed: int,
+        prepare: Prepare,
+        *,
+        part: Part = "train",
+        skip_bad: bool = False,
+    ) -> None:
         self._split = split
         self._channels = channels
         self._seed = seed
         self._prepare = prepare
+        self._part: Part = part
+        self._skip_bad = skip_bad
 
-    def __getitems__(self, slot: Slot) -> Batch | Failure:
+    def __getitems__(self, slot: Slot) -> Read | Failure:
         """Return the slot's batch; what a user can mend comes back as a Failure, not as an exception."""
+        bad: dict[int, BadSample] = {}
         try:
-            images, targets = self._read(slot)
+            images, targets = self._read(slot, bad)
             inputs = self._prepare(images, slot)
         except BadFileError as error:
             return Failure(str(error))
         valid = torch.arange(len(slot.indices)) < slot.num_valid
-        return Batch(slot.step, slot.number, slot.weight, inputs, targets, valid)
+        if bad and self._part == "val":
+            valid &= torch.tensor([index not in bad for index in slot.indices.tolist()])
+        batch = Batch(slot.step, slot.number, slot.weight, inputs, targets, valid)
+        return Read(batch, tuple(bad.values()))
 
-    def _read(self, slot: Slot) -> tuple[Tensor | list[Tensor], Tensor]:
+    def _read(self, slot: Slot, bad: dict[int, BadSample]) -> tuple[Tensor | list[Tensor], Tensor]:
+        """Return images and classes; what is bad is added to ``bad`` by index."""
         if isinstance(self._split, ArraySplit):
             return self._split.batch(slot.indices)
         with _own_generators():
-            samples = [self._sample(slot.epoch, index) for index in slot.indices.tolist()]
+            samples = [
+                # What only fills up is somebody else's to name.
+                self._sample(slot.epoch, index, bad if place < slot.num_valid else {})
+                for place, index in enumerate(slot.indices.tolist())
+            ]
         images, targets = zip(*samples, strict=True)
         return list(images), torch.tensor(targets)
 
-    def _sample(self, epoch: int, index: int) -> tuple[Tensor, int]:
-        seed_generators(hash_words(self._seed, epoch, index))
+    def _sample(self, epoch: int, index: int, bad: dict[int, BadSample]) -> tuple[Tensor, int]:
         try:
-            image, target = self._split[index]
-            return as_tensor(image, self._channels), int(target)
+            return self._try_sample(index, hash_words(self._seed, epoch, index))
         except Exception as error:
-            path = sample_path(self._split, index)
-            name = f"sample {index}" if path is None else f"sample {index} ({path})"
-            raise BadFileError(f"data: {name} can't be read: {_cause(error)}") from error
+            first = self._bad_sample(index, error)
+            if not self._skip_bad:
+                raise _unreadable(first) from error
+            bad[index] = first
+        for word, other in stand_ins(self._seed, epoch, index, len(self._split)):
+            try:
+                return self._try_sample(other, word)
+            except Exception as error:
+                bad[other] = self._bad_sample(other, error)
+        raise BadFileError(f"{_unreadable(first)}; nor can any that would stand in for it")
+
+    def _try_sample(self, index: int, seed: int) -> tuple[Tensor, int]:
+        for pause_s in (*_PAUSES_S, None):
+            seed_generators(seed)
+            try:
+                image, target = self._split[index]
+                return as_tensor(image, self._channels), int(target)
+            except OSError as error:
+                if error.errno not in _OF_THE_DISK or pause_s is None:
+                    raise
+                time.sleep(pause_s)
+        raise AssertionError("the last try returns or raises")
+
+    def _bad_sample(self, index: int, error: Exception) -> BadSample:
+        path = sample_path(self._split, index)
+        name = f"sample {index}" if path is None else str(path)
+        return BadSample(self._part, index, name, _cause(error))
+
+
+def _unreadable(sample: BadSample) -> BadFileError:
+    return BadFileError(f"data: {sample.title} can't be read: {sample.why}")
 
 
 def _cause(error: Exception) -> str:

@@ -1,14 +1,20 @@
-"""Loader processes: how they start, ignore the job's signals, die with their rank and are shut down."""
+"""Loader processes: how they start, ignore the job's signals, die with their rank and are shut down.
+
+``BatchStream`` is what the rank sees of them.
+"""
 
 from __future__ import annotations
 
 import atexit
 import ctypes
+import multiprocessing.connection
 import multiprocessing.util
 import signal
 import sys
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,25 +22,29 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from hpc_train.datasets.reading import Failure, SlotReader, unchanged
+from hpc_train.datasets.reading import Failure, Read, SlotReader, unchanged
 from hpc_train.datasets.sampler import Slot
 from hpc_train.errors import BadFileError, UserError
-from hpc_train.runtime.data_info import Batch
 
 #: Slurm and terminals send these to all processes of a job; only the rank may act on them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 _PREFETCHED_BATCHES = 2
 _PR_SET_PDEATHSIG = 1
+#: A worker that was killed is soon known as dead; it may break a connection a little earlier.
+_DEATH_LIMIT_S = 2.0
+#: What ``_has_come`` needs of torch's private iterator; there since torch 1.2, in 2.15 still.
+_LOADER_PARTS = ("_task_info", "_rcvd_idx", "_send_idx", "_tasks_outstanding", "_try_get_data")
 
 
 class WorkerLostError(UserError):
     """A loader process was killed."""
 
 
-class BatchStream(Iterator[Batch]):
+class BatchStream(Iterator[Read]):
     """The batches of a sampler, in its order, read ahead by ``workers`` processes, or here where that is 0.
 
     Workers start at once. ``close`` ends them; it is called at the end, and at exit whatever happened.
+    Python's signal handlers run while ``next`` waits.
     """
 
     def __init__(
@@ -59,27 +69,60 @@ class BatchStream(Iterator[Batch]):
         )
         with _quiet_start():
             self._iterator: Any = iter(loader)
+        self._can_tell = all(hasattr(self._iterator, part) for part in _LOADER_PARTS)
+        #: Taken from the loader and not yet asked for; what ended it stands last.
+        self._taken: deque[Read | Failure | Exception] = deque()
         _open_streams.add(self)
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Read:
+        taken = self._taken.popleft() if self._taken else self._take()
+        assert taken is not None
+        if isinstance(taken, Failure):
+            raise BadFileError(taken.message)
+        if isinstance(taken, Exception):
+            raise taken
+        return taken
+
+    def holds(self, count: int, within_s: float = 0.0) -> bool:
+        """Whether the next ``count`` batches, or whatever ends them earlier, are here ``within_s``.
+
+        True where nothing is read ahead, or torch's loader does not let itself be asked.
+        """
+        end = time.monotonic() + within_s
+        while self._can_tell and self._iterator is not None and len(self._taken) < count:
+            taken = self._take(until=end)
+            if taken is None:
+                return False
+            self._taken.append(taken)
+        return True
+
+    def _take(self, *, until: float | None = None) -> Read | Failure | Exception | None:
+        """Return what the loader gives next, or the exception that ends it, for ``__next__`` to raise.
+
+        Waits for it, or until that monotonic time: then it is None.
+        """
         if self._iterator is None:
-            raise StopIteration
+            return StopIteration()
         try:
-            batch = next(self._iterator)
-        except StopIteration:
-            self.close()
-            raise
-        except RuntimeError as error:
-            if "DataLoader worker (pid" not in str(error):
-                raise
-            raise WorkerLostError(
-                f"data.workers: a loader process was killed ({str(error).splitlines()[0]}); most "
-                "often memory, or shared memory in /dev/shm, ran out; ask for more memory, or write "
-                "fewer workers or a smaller micro_batch_size"
-            ) from error
-        if isinstance(batch, Failure):
-            raise BadFileError(batch.message)
-        return batch
+            return next(self._iterator) if until is None or _has_come(self._iterator, until) else None
+        except StopIteration as end:
+            self._end_workers()
+            return end
+        except Exception as error:
+            return self._explained(error)
+
+    def _explained(self, error: Exception) -> Exception:
+        """Return a lost worker's error in words; it comes as torch's own or as a broken connection."""
+        workers = {worker.sentinel: worker for worker in getattr(self._iterator, "_workers", [])}
+        if not workers or not isinstance(error, (RuntimeError, OSError, EOFError)):
+            return error
+        dead = multiprocessing.connection.wait(list(workers), _DEATH_LIMIT_S)
+        if not dead:
+            return error
+        lost = _lost(workers[dead[0]])
+        lost.__cause__ = error
+        self._end_workers()
+        return lost
 
     @property
     def worker_pids(self) -> list[int]:
@@ -87,7 +130,11 @@ class BatchStream(Iterator[Batch]):
         return [worker.pid for worker in getattr(self._iterator, "_workers", [])]
 
     def close(self) -> None:
-        """End the workers. May be called again."""
+        """End the workers and forget what they read. May be called again."""
+        self._taken.clear()
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         iterator, self._iterator = self._iterator, None
         if not hasattr(iterator, "_shutdown_workers"):
             return
@@ -95,6 +142,38 @@ class BatchStream(Iterator[Batch]):
         for worker in iterator._workers:
             if worker.is_alive():  # busy, and deaf to the SIGTERM that torch sends
                 worker.kill()
+
+
+def _lost(worker: Any) -> WorkerLostError:
+    worker.join(_DEATH_LIMIT_S)
+    code = worker.exitcode
+    how = f"signal {-code}" if code and code < 0 else f"exit code {code}"
+    return WorkerLostError(
+        f"data.workers: a loader process was killed (pid {worker.pid}, {how}); most often memory, or shared "
+        "memory in /dev/shm, ran out; ask for more memory, or write fewer workers or a smaller "
+        "micro_batch_size"
+    )
+
+
+def _has_come(iterator: Any, until: float) -> bool:
+    """Whether torch's loader would give its next batch, or its end, without waiting; takes in what came.
+
+    As ``_MultiProcessingDataLoaderIter._next_data`` does, but it waits only ``until`` that monotonic time. A
+    thread that waits in ``next`` would need none of torch's private names; but evaluation forks its workers
+    beside training's loader, and whatever lock such a thread holds at that moment stays held in the child for
+    ever. Here all happens in the thread that forks.
+    """
+    tasks = iterator._task_info
+    while iterator._rcvd_idx < iterator._send_idx and len(tasks[iterator._rcvd_idx]) == 1:
+        came, item = iterator._try_get_data(timeout=max(0.0, until - time.monotonic()))
+        if not came:
+            # Once torch's thread for pinned memory has ended nothing comes: ``next`` says so.
+            pinning = getattr(iterator, "_pin_memory_thread", None)
+            return pinning is not None and not pinning.is_alive()
+        number, read = item
+        iterator._tasks_outstanding -= 1
+        tasks[number] += (read,)
+    return True
 
 
 _open_streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()

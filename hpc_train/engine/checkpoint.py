@@ -1,72 +1,40 @@
-"""A run's checkpoints, written and read by all ranks together.
+"""A run's checkpoints, written beside training and read back by all ranks together.
 
-``Checkpointer.save`` is ``stage`` (tensors → CPU, at a step's boundary) and ``write`` (files, hashes,
-commit). Only ``write``'s last rename makes a checkpoint; until then, and if anything fails, the older ones
-are untouched. The worker makes one on every rank.
+``begin`` takes what training has at a step's boundary (``engine.staging``); a thread writes and commits it
+(``engine.writing``). Only the last rename makes a checkpoint; until then, and if anything fails, the older
+ones are untouched. The worker makes one ``Checkpointer`` on every rank.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.engine.control_group import ControlGroup
 from hpc_train.engine.saved_tensors import SavedPiece, SavedState, SavedTensor, read_into
-from hpc_train.engine.shards import Entry, dtype_name, storage_error, write_safetensors
+from hpc_train.engine.shards import dtype_name
+from hpc_train.engine.staging import Contents, Kinds, Staging
 from hpc_train.engine.training_state import (
     MODEL,
     NamedTensors,
     TrainingState,
     check_model,
     check_optimizer,
-    describe_optimizer,
     make_optimizer_state,
-    optimizer_tensors,
 )
-from hpc_train.errors import HpcTrainError, StorageError, UserError
+from hpc_train.engine.writing import CheckpointWriter, Staged, UnderWay
+from hpc_train.engine.writing import Save as Save
+from hpc_train.errors import HpcTrainError
 from hpc_train.paths import CheckpointPaths, RunPaths
-from hpc_train.run_folder.checkpoints import (
-    FORMAT_VERSION,
-    FileEntry,
-    Manifest,
-    committed,
-    damaged,
-    hash_file,
-    move_away,
-    newest_attempt,
-    prune,
-    read_object,
-    set_aside,
-    verify,
-)
-from hpc_train.run_folder.files import sync_folder, write_text
+from hpc_train.run_folder.checkpoints import committed, damaged, set_aside, verify
 from hpc_train.strategies.base import Piece, Strategy
-
-#: For what stands beside the tensors, and the disk's own bookkeeping (assumed).
-_SPARE_BYTES = 1 << 20
-
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A checkpoint in memory: this rank's part of the tensors, copied, and everything that is no tensor."""
-
-    step: int
-    tensors: dict[str, Tensor]
-    #: What this rank's shard will hold.
-    table: dict[str, SavedTensor]
-    rest: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -77,11 +45,27 @@ class Loaded:
     extra: dict[str, Any]
 
 
-class Checkpointer:
-    """The checkpoints of one attempt, seen from one rank. Collective, unless said, over the control group.
+@dataclass(frozen=True)
+class Layout:
+    """Who writes what, as long as the tensors' names, shapes and dtypes stay what they are."""
 
-    ``control_group`` is of a CPU backend; None for one rank. ``notices`` says, on rank 0, what was found
-    wrong on the disk, for the trainer to show.
+    kinds: Kinds
+    #: The same on all ranks.
+    digest: int
+    #: What this rank's shard holds.
+    table: dict[str, SavedTensor]
+    #: Of all ranks' shards.
+    total_nbytes: int
+
+
+class Checkpointer:
+    """The checkpoints of one attempt, seen from one rank.
+
+    For the thread that trains. All ranks call the same methods in the same order, but for the properties,
+    ``wait_staged`` and ``collect``, which are a rank's own.
+
+    ``saving`` is a group of a CPU backend that nobody else uses; None for one rank. ``notices`` says what
+    was found wrong on the disk, for the trainer to show.
     """
 
     def __init__(
@@ -91,166 +75,188 @@ class Checkpointer:
         strategy: Strategy,
         rank: int = 0,
         world_size: int = 1,
-        control_group: dist.ProcessGroup | None = None,
+        saving: dist.ProcessGroup | None = None,
         *,
         keep: int = 3,
     ) -> None:
         self.paths = paths
         self.attempt = attempt
         self.strategy = strategy
-        self.keep = keep
-        self.ranks = ControlGroup(rank, world_size, control_group)
+        self.ranks = ControlGroup(rank, world_size, saving)
         self.notices: list[str] = []
+        self._writer = CheckpointWriter(paths, attempt, self.ranks, keep, self.notices)
+        self._layout: Layout | None = None
+        self._staging: Staging | None = None
+        self._under_way: UnderWay | None = None
+        self._ended: list[Save] = []
 
-    def save(self, state: TrainingState, step: int, extra: Mapping[str, Any]) -> None:
-        """Save as ``step``; ``extra`` is JSON and comes back from ``load_newest``.
+    def reserve(self, state: TrainingState) -> None:
+        """Allocate what saves beside training are copied to; the first one would otherwise wait for it.
 
-        The model's buffers must be alike on all ranks by now. Raises StorageError on every rank if one could
-        not write.
+        Once the optimizer's state exists: after an attempt's first step, or after a load.
         """
-        self.write(self.stage(state, step, extra))
+        self._end_earlier()
+        contents = Contents.of(state, self.strategy, {})
+        self._find_layout(contents)
+        self._staging = self._buffers(contents)
 
-    def stage(self, state: TrainingState, step: int, extra: Mapping[str, Any]) -> Staged:
-        """Copy to the CPU what this rank will write; training may go on afterwards."""
-        named = NamedTensors.of(state.model)
-        names = named.parameter_names()
-        tensors = {MODEL + name: tensor for name, tensor in named.tensors.items()}
-        tensors |= optimizer_tensors(state.optimizer, names)
-        rest = {
-            "tied": {MODEL + name: MODEL + first for name, first in named.tied.items()},
-            "optimizer": describe_optimizer(state.optimizer, names),
-            "scaler": state.scaler.state_dict() if state.scaler else {},
-            "extra": dict(extra),
-        }
-        mine = self._mine({name: self.strategy.piece(tensor) for name, tensor in tensors.items()})
-        table = {name: self._table_entry(name, piece) for name, piece in mine.items()}
-        copies = {name: _copy_to_cpu(piece.local) for name, piece in mine.items()}
-        return Staged(step, copies, table, rest)
+    def save(
+        self,
+        state: TrainingState,
+        step: int,
+        extra: Mapping[str, Any],
+        before_commit: Callable[[], None] | None = None,
+    ) -> Save:
+        """Save as ``step`` and wait for it; ``extra`` is JSON and comes back from ``load_newest``.
 
-    def _mine(self, pieces: dict[str, Piece]) -> dict[str, Piece]:
-        """Choose what this rank writes: its own pieces, and its share of what every rank holds whole."""
-        names = list(pieces)
-        self._check_same(pieces)
+        The model's buffers must be alike on all ranks by now. ``before_commit`` is called in the thread that
+        writes, on every rank. Raises, on all ranks, what ``finish`` does.
+        """
+        self._begin(state, step, extra, before_commit, beside_training=False)
+        saved = self.finish()
+        assert saved is not None
+        return saved
+
+    def begin(
+        self,
+        state: TrainingState,
+        step: int,
+        extra: Mapping[str, Any],
+        before_commit: Callable[[], None] | None = None,
+    ) -> None:
+        """Begin to save as ``step``, as ``save`` does; the model's forward and backward may go on at once,
+        the optimizer after ``wait_staged``.
+
+        An earlier save is finished first, and its error raised.
+        """
+        self._begin(state, step, extra, before_commit, beside_training=True)
+
+    def _begin(
+        self,
+        state: TrainingState,
+        step: int,
+        extra: Mapping[str, Any],
+        before_commit: Callable[[], None] | None,
+        *,
+        beside_training: bool,
+    ) -> None:
+        self._end_earlier()
+        began_at = time.monotonic()
+        contents = Contents.of(state, self.strategy, extra)
+        is_checked = self._find_layout(contents)
+        sources = self._sources(contents)
+        staging = None
+        if beside_training or any(tensor.is_cuda for tensor in sources.values()):
+            staging = self._staging = self._staging or self._buffers(contents)
+            staging.begin(sources, contents.buffers)
+        layout = self._layout
+        assert layout is not None
+
+        def write() -> None:
+            tensors = sources if staging is None else staging.copy()
+            if not is_checked:
+                self._check_same(layout.digest, is_known=True)
+            staged = Staged(step, tensors, layout.table, layout.total_nbytes, contents.rest)
+            self._writer.write(staged, before_commit)
+
+        self._under_way = UnderWay(step, began_at, write, self._writer.clear_up)
+        self._under_way.stall_s = time.monotonic() - began_at
+
+    def wait_staged(self) -> None:
+        """Wait until the optimizer may change what is being saved. At once where nothing is being copied."""
+        if self._under_way is not None and self._staging is not None:
+            began_at = time.monotonic()
+            self._staging.wait()
+            self._under_way.stall_s += time.monotonic() - began_at
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's part of the save under way has raised; ``finish`` raises it on all."""
+        return self._under_way is not None and self._under_way.error is not None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way. One that has failed is not."""
+        return self._under_way is not None and not self._under_way.has_ended
+
+    def collect(self) -> Save | None:
+        """Return the save that has ended well since the last call, the earliest of several; else None."""
+        if self._under_way is not None and self._under_way.has_ended and not self.has_failed:
+            self._ended.append(self._under_way.result())
+            self._under_way = None
+        return self._ended.pop(0) if self._ended else None
+
+    def finish(self) -> Save | None:
+        """Wait for the save under way, and return it; raise its error, of the same kind on all ranks.
+
+        After an error the next save may be begun. None where none is under way.
+        """
+        under_way, began_at = self._under_way, time.monotonic()
+        if under_way is None:
+            return None
+        under_way.wait()
+        under_way.stall_s += time.monotonic() - began_at
+        self._under_way = None
+        if under_way.error is not None:
+            self._layout = None  # the ranks may have met a difference: they agree anew
+        return under_way.result()
+
+    def _end_earlier(self) -> None:
+        """Finish a save that is under way, and keep it for ``collect``."""
+        saved = self.finish()
+        if saved is not None:
+            self._ended.append(saved)
+
+    def _find_layout(self, contents: Contents) -> bool:
+        """Take the layout of the last save where it fits still, else agree on one.
+
+        Returns False where the ranks have yet to see that they are saving the same.
+        """
+        kinds = contents.kinds()
+        if self._layout is not None and self._layout.kinds == kinds:
+            return False
+        self._layout, self._staging = None, None
+        self._layout = self._agree(contents, kinds)
+        return True
+
+    def _agree(self, contents: Contents, kinds: Kinds) -> Layout:
+        """Choose what each rank writes: its own pieces, and its share of what every rank holds whole."""
+        text = "\n".join(f"{name} {shape} {dtype}" for name, shape, dtype, _ in kinds)
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
+        self._check_same(digest, is_known=False)
+        pieces, names = contents.pieces, list(contents.pieces)
         is_whole = [tuple(pieces[name].local.shape) == pieces[name].shape for name in names]
         shared = [name for name, whole in zip(names, self.ranks.smallest(is_whole), strict=True) if whole]
         writers = deal({name: pieces[name].local.nbytes for name in shared}, self.ranks.world_size)
-        return {
-            name: piece
-            for name, piece in pieces.items()
-            if (
-                writers[name] == self.ranks.rank
-                if name in writers
-                else piece.is_writer and piece.local.numel() > 0
-            )
-        }
+        mine = {name: piece for name, piece in pieces.items() if self._is_mine(name, piece, writers)}
+        table = {name: self._table_entry(name, piece) for name, piece in mine.items()}
+        total = self.ranks.total([sum(piece.local.nbytes for piece in mine.values())])[0]
+        return Layout(kinds, digest, table, total)
 
-    def _check_same(self, pieces: dict[str, Piece]) -> None:
-        kinds = [f"{name} {piece.shape} {piece.local.dtype}" for name, piece in pieces.items()]
-        digest = int.from_bytes(hashlib.sha256("\n".join(kinds).encode()).digest()[:7])
-        low, high = self.ranks.smallest([digest, -digest])
-        if low != -high:
+    def _check_same(self, digest: int, *, is_known: bool) -> None:
+        """Raise on all ranks where they are about to save different tensors. The first thing of each save
+        that ranks say to each other, so that they can't miss each other.
+        """
+        mine = (digest, int(is_known))
+        lowest = self.ranks.smallest([*mine, *(-value for value in mine)])
+        if lowest != [*mine, *(-value for value in mine)]:
             raise HpcTrainError("the ranks' models or optimizers hold different tensors; nothing was saved")
+
+    def _is_mine(self, name: str, piece: Piece, writers: Mapping[str, int]) -> bool:
+        if name in writers:
+            return writers[name] == self.ranks.rank
+        return piece.is_writer and piece.local.numel() > 0
 
     def _table_entry(self, name: str, piece: Piece) -> SavedTensor:
         here = SavedPiece(self.ranks.rank, piece.offset, tuple(piece.local.shape))
         return SavedTensor(dtype_name(name, piece.local.dtype), piece.shape, (here,))
 
-    def write(self, staged: Staged) -> None:
-        """Write and commit. Runs in any thread, as long as nobody else uses the control group meanwhile."""
-        temporary = CheckpointPaths(self.paths.checkpoints / f"step-{staged.step:08d}.tmp-{self.attempt}")
-        nbytes = self.ranks.total([sum(tensor.nbytes for tensor in staged.tensors.values())])[0]
-        try:
-            self._together(temporary.folder, lambda: self._make_room(temporary, nbytes))
-            self._together(temporary.folder, lambda: self._write_shard(temporary, staged))
-            self._together(temporary.folder, lambda: self._commit(temporary, staged))
-        except Exception:
-            if self.ranks.rank == 0:
-                shutil.rmtree(temporary.folder, ignore_errors=True)
-            raise
+    def _sources(self, contents: Contents) -> dict[str, Tensor]:
+        assert self._layout is not None
+        return {name: contents.pieces[name].local for name in self._layout.table}
 
-    def _together(self, folder: Path, work: Callable[[], Result]) -> Result:
-        """Run ``work`` on every rank; a refusal of the disk becomes a StorageError that names ``folder``."""
-
-        def named_errors() -> Result:
-            try:
-                return work()
-            except OSError as error:
-                raise storage_error(error, folder) from error
-
-        return self.ranks.together(named_errors)
-
-    def _make_room(self, temporary: CheckpointPaths, nbytes: int) -> None:
-        if self.ranks.rank == 0:
-            self.paths.checkpoints.mkdir(parents=True, exist_ok=True)
-            if temporary.folder.exists():  # this attempt tried before and could not clear up
-                shutil.rmtree(temporary.folder)
-            free = shutil.disk_usage(self.paths.checkpoints).free
-            if free < nbytes + _SPARE_BYTES:
-                raise StorageError(
-                    f"{temporary.folder}: the disk is full: {nbytes + _SPARE_BYTES} bytes are needed, "
-                    f"{free} are free; make room there, then resume"
-                )
-            temporary.folder.mkdir()
-
-    def _write_shard(self, temporary: CheckpointPaths, staged: Staged) -> None:
-        temporary.folder.mkdir(exist_ok=True)
-        rank = self.ranks.rank
-        entries = {name: Entry.of(tensor) for name, tensor in staged.tensors.items()}
-        file = write_safetensors(temporary.shard(rank), entries, {"step": str(staged.step)})
-        index = {
-            "size": file.size,
-            "sha256": file.sha256,
-            "tensors": {name: entry.to_json() for name, entry in staged.table.items()},
-        }
-        write_text(temporary.shard_index(rank), json.dumps(index))
-
-    def _commit(self, temporary: CheckpointPaths, staged: Staged) -> None:
-        """Turn the shards, all on the disk by now, into a checkpoint. Rank 0 alone does something."""
-        if self.ranks.rank != 0:
-            return
-        files, tensors = self._merge_indices(temporary)
-        state = {"version": FORMAT_VERSION, "step": staged.step, "tensors": tensors, **staged.rest}
-        write_text(temporary.state, json.dumps(state, allow_nan=False), sync=True)
-        files[temporary.state.name] = FileEntry(temporary.state.stat().st_size, hash_file(temporary.state))
-        Manifest(staged.step, self.attempt, self.ranks.world_size, files).write(temporary)
-        self._make_way(staged.step)
-        temporary.folder.rename(self.paths.checkpoint(staged.step).folder)
-        sync_folder(self.paths.checkpoints)
-        self._clear_up()
-
-    def _merge_indices(
-        self, temporary: CheckpointPaths
-    ) -> tuple[dict[str, FileEntry], dict[str, dict[str, Any]]]:
-        files: dict[str, FileEntry] = {}
-        tensors: dict[str, dict[str, Any]] = {}
-        for rank in range(self.ranks.world_size):
-            index = read_object(temporary.shard_index(rank))
-            files[temporary.shard(rank).name] = FileEntry(index["size"], index["sha256"])
-            for name, entry in index["tensors"].items():
-                merged = tensors.setdefault(name, {**entry, "pieces": []})
-                merged["pieces"] += entry["pieces"]
-            temporary.shard_index(rank).unlink()
-        return files, tensors
-
-    def _make_way(self, step: int) -> None:
-        """Move away a folder that has the name already.
-
-        Raises UserError where a later attempt owns the run: this one then commits and removes nothing.
-        """
-        owner = newest_attempt(self.paths)
-        if owner > self.attempt:
-            raise UserError(
-                f"attempt {owner} goes on with this run; attempt {self.attempt} saves nothing more"
-            )
-        folder = self.paths.checkpoint(step).folder
-        if folder.exists():
-            move_away(folder)
-
-    def _clear_up(self) -> None:
-        try:
-            prune(self.paths, self.keep, self.attempt)
-        except OSError as error:  # what was saved counts; the next save tries again
-            self.notices.append(f"old checkpoints could not be removed: {error}")
+    def _buffers(self, contents: Contents) -> Staging:
+        return Staging(self._sources(contents))
 
     def load_newest(self, state: TrainingState) -> Loaded | None:
         """Bring back the newest checkpoint that counts and is whole; None where there is none.
@@ -261,7 +267,7 @@ class Checkpointer:
         for step in self._candidates():
             checkpoint = self.paths.checkpoint(step)
             if self._is_whole(checkpoint):
-                return self._together(checkpoint.folder, partial(self._load, checkpoint, state))
+                return self._writer.together(checkpoint.folder, partial(self._load, checkpoint, state))
         return None
 
     def _candidates(self) -> list[int]:
@@ -274,10 +280,11 @@ class Checkpointer:
                 self._set_aside(checkpoint, why)
             return [checkpoint.step for checkpoint in committed(self.paths, self.attempt)]
 
-        return self.ranks.broadcast(self._together(self.paths.checkpoints, look))
+        return self.ranks.broadcast(self._writer.together(self.paths.checkpoints, look))
 
     def _is_whole(self, checkpoint: CheckpointPaths) -> bool:
-        problems = verify(checkpoint, self.ranks.rank, self.ranks.world_size)
+        look = partial(verify, checkpoint, self.ranks.rank, self.ranks.world_size)
+        problems = self._writer.together(checkpoint.folder, look)
         found = self.ranks.first_text("; ".join(problems) if problems else None)
         if found is None:
             return True
@@ -286,7 +293,7 @@ class Checkpointer:
             if self.ranks.rank == 0:
                 self._set_aside(checkpoint, found[1])
 
-        self._together(checkpoint.folder, aside)
+        self._writer.together(checkpoint.folder, aside)
         return False
 
     def _set_aside(self, checkpoint: CheckpointPaths, why: str) -> None:
@@ -321,8 +328,3 @@ def deal(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
         owner[name] = rank
         load[rank] += sizes[name]
     return owner
-
-
-def _copy_to_cpu(tensor: Tensor) -> Tensor:
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-    return copy.copy_(tensor.detach())

@@ -13,9 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, PeerLostError, StorageError
+from hpc_train.errors import (
+    BadFileError,
+    HpcTrainError,
+    PeerLostError,
+    StorageError,
+    TransientStorageError,
+    UserError,
+)
 
 Result = TypeVar("Result")
+
+#: Errors that all ranks raise alike where one met them; any other means to the rest that a peer is lost.
+_SHARED: dict[str, type[HpcTrainError]] = {
+    kind.__name__: kind
+    for kind in (BadFileError, HpcTrainError, StorageError, TransientStorageError, UserError)
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,7 @@ class ControlGroup:
             result = work()
         except Exception as raised:
             error = raised
-        failed = self.first_text(None if error is None else f"{_exit_code(error)} {error}")
+        failed = self.first_text(None if error is None else f"{type(error).__name__} {error}")
         if error is not None:
             raise error
         if failed is not None:
@@ -86,11 +99,6 @@ class ControlGroup:
         return result  # type: ignore[return-value]
 
 
-def _exit_code(error: Exception) -> int:
-    return int(error.exit_code) if isinstance(error, HpcTrainError) else int(ExitCode.PEER_LOST)
-
-
 def _error_of_peer(rank: int, text: str) -> HpcTrainError:
-    code, _, message = text.partition(" ")
-    kinds: dict[str, type[HpcTrainError]] = {"65": BadFileError, "74": StorageError}
-    return kinds.get(code, PeerLostError)(f"rank {rank}: {message}")
+    kind, _, message = text.partition(" ")
+    return _SHARED.get(kind, PeerLostError)(f"rank {rank}: {message}")

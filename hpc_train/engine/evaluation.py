@@ -23,19 +23,22 @@ def evaluate(
     num_batches: int,
     sums_of: SumsOf,
     device: torch.device,
+    begin: Callable[[int], None],
     must_stop: Callable[[], bool],
 ) -> dict[str, float] | None:
     """Return the sums over the whole validation set, or None where ``must_stop`` ended it early.
 
-    Collective: every rank passes equally many batches of its own; ``must_stop`` says the same on all of them.
+    Collective: every rank passes equally many batches of its own. Each batch stands between ``begin``, which
+    is told its place and starts to ask all ranks, and ``must_stop``, which says the same on all of them.
     ``num_batches`` counts those of all ranks together; a batch numbered past it only fills up.
     """
     names: list[str] = []
     table = torch.empty(0)
-    for batch in batches:
+    for place, batch in enumerate(batches):
+        begin(place)
+        sums = sums_of(batch)
         if must_stop():
             return None
-        sums = sums_of(batch)
         if not names:
             names = list(sums)
             table = torch.zeros(num_batches, len(names), dtype=torch.float64, device=device)

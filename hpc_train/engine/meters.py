@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.engine.metrics_file import MetricsFile
-from hpc_train.errors import HpcTrainError, UserError
+from hpc_train.errors import UserError
 from hpc_train.loggers.base import Logger, Row
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.checkpoints import newest_attempt
@@ -28,10 +28,6 @@ _log = logging.getLogger(__name__)
 
 #: Assumed: often enough for a person who watches, rare enough to cost nothing.
 STATUS_EVERY_S = 0.5
-
-
-class NonFiniteError(HpcTrainError):
-    """The loss or a weight became NaN or infinite."""
 
 
 class SupersededError(UserError):
@@ -67,12 +63,8 @@ class Recorder:
         self._log = log
 
     def write(self, row: Row) -> None:
+        """Take a row; a number that JSON has no word for is written as null."""
         bad = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
-        if "loss" in bad:
-            raise NonFiniteError(
-                f"the {row['split']} loss is {row['loss']} at step {row['step']}; lower the learning rate, "
-                "clip gradients, or use bf16 or fp32"
-            )
         row = {name: None if name in bad else value for name, value in row.items()}
         self.metrics.append(row)
         self._each_logger(lambda logger: logger.log(row))
@@ -82,6 +74,11 @@ class Recorder:
             if isinstance(value, float) and name != "time"
         ]
         print(f"{row['split']} step {row['step']} {' '.join(told)}", file=self._log, flush=True)
+
+    def go_back(self, step: int) -> None:
+        """Drop the rows past ``step``, from where training goes on."""
+        self.metrics.close()
+        self.metrics = self.metrics.reopened(step)
 
     def close(self) -> None:
         self.metrics.close()
@@ -156,8 +153,7 @@ class Meters:
             self._recorder.write(self._pending.popleft().finished())
 
     def sync(self) -> None:
-        """Put every row on the disk: a checkpoint at this step takes them for granted."""
-        self.drain(wait=True)
+        """Put every written row on the disk: a checkpoint takes them for granted. Any thread."""
         if self._recorder is not None:
             self._recorder.metrics.sync()
 

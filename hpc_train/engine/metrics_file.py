@@ -28,6 +28,10 @@ class MetricsFile:
         self._file.write(_line(row))
         self._file.flush()
 
+    def reopened(self, resumed_step: int) -> MetricsFile:
+        """Return the same file, closed before, without the rows past ``resumed_step``."""
+        return MetricsFile(self._path, resumed_step)
+
     def has(self, split: str, step: int) -> bool:
         return (split, step) in self._written
 

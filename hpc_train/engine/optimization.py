@@ -52,9 +52,14 @@ class Optimization:
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         scaled.backward()
 
-    def step(self, clip: Callable[[], Tensor | None] | None = None) -> Tensor | None:
-        """Clip, change the weights, drop the gradients. Returns what ``clip`` returned.
+    def step(
+        self,
+        clip: Callable[[], Tensor | None] | None = None,
+        allows: Callable[[Tensor | None], bool] = lambda norm: True,
+    ) -> tuple[Tensor | None, bool]:
+        """Clip, change the weights, drop the gradients. Returns what ``clip`` did, and what ``allows`` said.
 
+        ``allows`` is told the norm; where it says no, weights and optimizer state stay as they are.
         Collective where parameters are sharded. Under fp16 a step whose gradients overflowed on any rank
         leaves weights and optimizer state as they are on all of them and halves the scale; it counts as a
         step all the same (the schedule and the data go on). Only then the device is waited for.
@@ -62,13 +67,15 @@ class Optimization:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)  # DTensors agree on an overflow in here
         norm = clip() if clip is not None else None
-        if self.scaler is None:
+        is_allowed = allows(norm)
+        if is_allowed and self.scaler is None:
             self.optimizer.step()
-        else:
+        elif is_allowed and self.scaler is not None:
             self.scaler.step(self.optimizer)
+        if self.scaler is not None:
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
+        return norm, is_allowed
 
 
 def make_optimizer(

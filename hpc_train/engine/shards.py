@@ -7,23 +7,22 @@ on their way out, no second reading) and a full disk is an OSError with its numb
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import math
 import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hpc_train.errors import BadFileError, StorageError
-from hpc_train.run_folder.checkpoints import FileEntry
+from hpc_train.errors import BadFileError, StorageError, TransientStorageError
+from hpc_train.run_folder.checkpoints import FileEntry, new_hash
 
 #: safetensors' names of the number formats.
 DTYPE_NAMES = {
@@ -44,12 +43,22 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 #: Hashed and written in pieces that stay in a core's cache (assumed).
 _CHUNK_BYTES = 1 << 20
+#: The disk begins with what was written so far each time that this much more was (measured: 8 and 32 MiB are
+#: alike, and a save of 1 GB takes two thirds of the time that it takes where fsync begins it).
+_FLUSH_BYTES = 32 << 20
+#: Of Linux alone.
+_EREMOTEIO = getattr(errno, "EREMOTEIO", errno.EIO)
 _REASONS = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the quota is used up",
     errno.EROFS: "the file system is read-only",
+    _EREMOTEIO: "the file server reports an I/O error",
     errno.EIO: "the disk reports an I/O error",
+    errno.ESTALE: "the file server has forgotten the file (stale file handle)",
+    errno.ETIMEDOUT: "the file server does not answer",
 }
+#: What may pass, or is the node's and not the file system's.
+TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, _EREMOTEIO})
 
 
 @dataclass(frozen=True)
@@ -62,16 +71,18 @@ class Entry:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Entry:
-        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor)
+        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().contiguous())
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def storage_error(error: OSError, path: Path) -> StorageError:
-    """Return what the user is told of an operating system's refusal to write at ``path``."""
+def storage_error(error: OSError, path: Path) -> StorageError | TransientStorageError:
+    """Return what is told of an operating system's refusal to write at ``path``."""
     reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+    if error.errno in TRANSIENT:
+        return TransientStorageError(f"{path}: {reason}")
     return StorageError(f"{path}: {reason}; make room or mend it there, then go on")
 
 
@@ -86,8 +97,9 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: dict[s
     """Write the file, on the disk when this returns; returns its size and hash."""
     # Widest numbers first: every tensor is then aligned in a memory map.
     names = sorted(entries, key=lambda name: (-entries[name].dtype.itemsize, name))
-    digest = hashlib.sha256()
+    digest = new_hash()
     with path.open("wb") as file:
+        flush = _Flush(file)
         header = _header({name: entries[name] for name in names}, metadata)
         digest.update(header)
         file.write(header)
@@ -95,9 +107,27 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: dict[s
             for chunk in _chunks(entries[name].read()):
                 digest.update(chunk)
                 file.write(chunk)
+                flush.begin(len(chunk))
         file.flush()
         os.fsync(file.fileno())
         return FileEntry(file.tell(), digest.hexdigest())
+
+
+class _Flush:
+    """Has the disk begin with what is written already, so that fsync finds little left."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._waiting = 0
+
+    def begin(self, nbytes: int) -> None:
+        """Count ``nbytes`` more, and begin once there are enough."""
+        self._waiting += nbytes
+        if self._waiting >= _FLUSH_BYTES and hasattr(os, "posix_fadvise"):
+            self._waiting = 0
+            with suppress(OSError):  # a hint, which not every file system takes
+                # Linux begins to write out what is dirty, and drops what is clean: nobody reads it soon.
+                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _header(entries: Mapping[str, Entry], metadata: dict[str, str]) -> bytes:
@@ -119,7 +149,8 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     assert tensor.device.type == "cpu" and tensor.is_contiguous()
     if tensor.numel() == 0:
         return
-    octets = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # a single number may have any stride
+    octets = memoryview(flat.view(torch.uint8).numpy().data)
     for begin in range(0, len(octets), _CHUNK_BYTES):
         yield octets[begin : begin + _CHUNK_BYTES]
 

@@ -6,25 +6,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
 from hpc_train.engine.cadence import Cadence
 from hpc_train.engine.evaluation import evaluate
-from hpc_train.engine.meters import Meters, NonFiniteError, StatusWriter
+from hpc_train.engine.meters import Meters, StatusWriter
+from hpc_train.engine.non_finite import Guard, RollbackError, check_evaluation, seen_error
 from hpc_train.engine.optimization import Optimization
-from hpc_train.runtime.agreement import SAVE, STOP, Agreement
+from hpc_train.engine.saving import Saves
+from hpc_train.errors import TryAgainError
+from hpc_train.runtime.agreement import Agreed, Agreement, Wish
 from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import Precision
+from hpc_train.runtime.progress import Progress
 from hpc_train.runtime.seeds import seed_forward
 from hpc_train.strategies.base import Strategy
 from hpc_train.tasks.base import Task
+
+#: Between two looks at whether the next step's data have come (assumed).
+_DATA_PAUSE_S = 0.02
+
+
+class Steps(Iterator[tuple[int, list[Batch]]], Protocol):
+    """(step, this rank's micro-batches of it) for every step that is left."""
+
+    def is_ready(self) -> bool:
+        """Tell whether the next step's data are here."""
 
 
 @dataclass
@@ -33,6 +47,14 @@ class Validation:
 
     batches: Callable[[], Iterable[Batch]]
     num_batches: int
+
+
+@dataclass
+class BadSampleCount:
+    """``here``: those of this rank in this attempt. ``check`` raises where the sum is too high."""
+
+    here: Callable[[], int]
+    check: Callable[[int], None]
 
 
 @dataclass
@@ -47,63 +69,102 @@ class Trainer:
     model: nn.Module
     strategy: Strategy
     optimization: Optimization
+    guard: Guard
     agreement: Agreement
+    progress: Progress
     meters: Meters
     #: On rank 0 alone.
     status: StatusWriter | None
     cadence: Cadence
-    #: (step, this rank's micro-batches of it) for every step that is left.
-    training: Iterable[tuple[int, list[Batch]]]
+    training: Steps
     validation: Validation | None
+    bad_samples: BadSampleCount
     #: From a loader's batch to what the model takes.
     to_input: Callable[[Batch], Batch]
-    save_checkpoint: Callable[[int], None]
+    saves: Saves
     on_first_step: Callable[[], None]
     #: Called with ``agreed`` once all ranks know that they must stop, and ``saved`` once that is on the disk.
     on_event: Callable[[str], None]
     step: int
-    _saved_at: float = field(default_factory=time.monotonic)
+    _has_stepped: bool = False
+    _save_began_at: float = field(default_factory=time.monotonic)
 
     def train(self) -> bool:
-        """Train to the last step. Returns False where it was asked to stop; then it has saved."""
+        """Train to the last step. Returns False where it was asked to stop; then it has saved.
+
+        Raises RollbackError on every rank where the run must go back.
+        """
         saved_step = self.step
         if self._evaluation_is_missing() and not self._evaluate():
             return False
         self.model.train()
         for step, batches in self.training:
-            self.agreement.begin(save=self._save_is_due_by_time())
-            self._train_step(step, batches)
-            agreed = self.agreement.wait()
-            must_stop = bool(agreed & STOP)
+            agreed = self._one_step(step, batches)
+            must_stop = agreed.stop
             if not must_stop and self.cadence.evaluates(self.step):
                 must_stop = not self._evaluate()
+            if not must_stop and agreed.is_waiting:
+                must_stop = not self._wait_for_data()
             if must_stop:
-                self.on_event("agreed")
-            if must_stop or agreed & SAVE or self.cadence.saves(self.step):
-                self._save()
+                return self._stop(saved_step)
+            if agreed.save or self.cadence.saves(self.step):
+                self._begin_save()
                 saved_step = self.step
-            if must_stop:
-                self.on_event("saved")
-                return False
+            self.saves.collect()
         assert saved_step == self.step == self.cadence.total_steps, "the last step is saved"
+        self._in_phase("saving", self.saves.finish)
         return True
 
-    def _train_step(self, step: int, batches: list[Batch]) -> None:
+    def _one_step(self, step: int, batches: list[Batch]) -> Agreed:
+        """Train one step beside the exchange of what all ranks must know."""
+        self.progress.at("training" if self._has_stepped else "first step", step)
+        self.agreement.begin(self._wish())
+        is_allowed = self._train_step(step, batches)
+        agreed = self.agreement.wait()
+        if agreed.is_non_finite:
+            raise seen_error(self.step)
+        if agreed.has_failed:
+            self.saves.finish()
+            raise AssertionError("a save that failed raises")
+        self.bad_samples.check(agreed.bad_samples)
+        if not is_allowed and self.guard.policy == "rollback":
+            if agreed.stop:
+                raise TryAgainError(f"stopped while going back from step {self.step}; nothing of it is saved")
+            raise RollbackError(step)
+        return agreed
+
+    def _wish(self) -> Wish:
+        return Wish(
+            save=self._save_is_due_by_time(),
+            has_failed=self.saves.has_failed,
+            is_waiting=not self.training.is_ready(),
+            is_non_finite=self.guard.has_seen,
+            bad_samples=self.bad_samples.here(),
+        )
+
+    def _train_step(self, step: int, batches: list[Batch]) -> bool:
+        """Return whether the weights were allowed to change."""
         rate = self.optimization.set_learning_rate(step)
         self.strategy.share_buffers(all_persistent=False)
+        self.guard.before_step()
         loss = self.strategy.accumulate(batches, self._loss_of, self.optimization.backward)
-        grad_norm = self.optimization.step(self._clip)
+        self.saves.wait_staged()
+        grad_norm, is_allowed = self.optimization.step(self._clip, lambda norm: self.guard.allows(loss, norm))
+        if not is_allowed and self.guard.policy == "skip":
+            self.guard.after_skip(step + 1)
         self.step = step + 1
         if self.meters.train_row_is_due(self.step):
             self.meters.train_row(self.step, rate, loss, grad_norm)
         if self.status is not None:
             self.status.step_done(self.step)
-        self.on_first_step()
-        self.on_first_step = _nothing
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.saves.reserve()
+            self.on_first_step()
+        return is_allowed
 
     def _clip(self) -> Tensor | None:
-        max_norm = self.experiment.optimization.clip_grad_norm
-        return None if max_norm is None else self.strategy.clip_gradients(max_norm)
+        return self.guard.clip(self.strategy.clip_gradients, self.experiment.optimization.clip_grad_norm)
 
     def _loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
         seed_forward(self.experiment.seed, batch.step, batch.number, self.device)
@@ -131,12 +192,20 @@ class Trainer:
                 self.validation.num_batches,
                 self._sums_of,
                 self.device,
-                must_stop=self.agreement.poll,
+                begin=self._begin_evaluating,
+                must_stop=lambda: self.agreement.wait().stop,
             )
         self.model.train()
         if sums is not None:
-            self.meters.val_row(self.step, self.task.metrics(sums))
+            metrics = self.task.metrics(sums)
+            self.meters.val_row(self.step, metrics)
+            if self.guard.policy == "stop":
+                check_evaluation(self.step, metrics)
         return sums is not None
+
+    def _begin_evaluating(self, place: int) -> None:
+        self.progress.at("evaluating", self.step, part=place)
+        self.agreement.begin()
 
     def _evaluation_is_missing(self) -> bool:
         """Tell whether the step that the run stands at should have been evaluated but was cut short."""
@@ -144,33 +213,40 @@ class Trainer:
             return False
         return not self.agreement.rank_0_says(self.meters.has_val_row(self.step))
 
+    def _wait_for_data(self) -> bool:
+        """Stay at this boundary until every rank has its next step's data. Returns False where it must stop.
+
+        In the step itself a rank that waits would hold the others in a collective, out of any signal's reach.
+        """
+        while True:
+            agreed = self.agreement.exchange(Wish(is_waiting=not self.training.is_ready()))
+            if agreed.stop or not agreed.is_waiting:
+                return not agreed.stop
+            self.progress.at("waiting for data")
+            time.sleep(_DATA_PAUSE_S)
+
     def _save_is_due_by_time(self) -> bool:
         every_s = self.cadence.save_every_s
-        return every_s is not None and time.monotonic() - self._saved_at >= every_s
+        if every_s is None or self.saves.is_busy:
+            return False
+        return time.monotonic() - self._save_began_at >= every_s
 
-    def _save(self) -> None:
-        self._refuse_non_finite()
+    def _begin_save(self) -> None:
+        self._save_began_at = time.monotonic()
         self.strategy.share_buffers(all_persistent=True)
-        self.meters.sync()
-        self.save_checkpoint(self.step)
-        self._saved_at = time.monotonic()
+        self._in_phase("saving", lambda: self.saves.begin(self.step))
         if self.status is not None:
             self.status.write("running", self.step)
 
-    def _refuse_non_finite(self) -> None:
-        """Raise on every rank where a weight is NaN or infinite: such a checkpoint would be for ever.
+    def _stop(self, saved_step: int) -> bool:
+        """Save, unless this step's save is on its way already, and see it committed."""
+        self.on_event("agreed")
+        if saved_step != self.step:
+            self._begin_save()
+        self._in_phase("saving", self.saves.finish)
+        self.on_event("saved")
+        return False
 
-        Waits for the device, as the save that follows does.
-        """
-        parts = [self.strategy.piece(parameter).local for parameter in self.model.parameters()]
-        total = torch.stack([part.sum(dtype=torch.float64) for part in parts]).sum()
-        dist.all_reduce(total)
-        if not total.isfinite():
-            raise NonFiniteError(
-                f"a weight is NaN or infinite after step {self.step}, which is not saved; lower the learning "
-                "rate, clip gradients, or use bf16 or fp32"
-            )
-
-
-def _nothing() -> None:
-    """Stand in for ``on_first_step`` after the first step."""
+    def _in_phase(self, phase: str, work: Callable[[], None]) -> None:
+        self.progress.at(phase, self.step)
+        work()

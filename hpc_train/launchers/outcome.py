@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,15 +11,19 @@ from pathlib import Path
 from hpc_train.errors import ExitCode, printable
 from hpc_train.launchers.rank_processes import RankProcess
 from hpc_train.paths import AttemptPaths
+from hpc_train.run_folder.ends import rank_ends
 from hpc_train.run_folder.status import INTERRUPTED
 
 #: Exits with the message alone: the user's to mend, the same on every rank.
 _USER_EXITS = {int(ExitCode.BAD_FILE), int(ExitCode.IO)}
+#: Their errors are ours, and say all without their class.
+_OWN_EXITS = {int(ExitCode.BAD_NODE), int(ExitCode.HUNG)}
 #: How a rank may end after the run is written down as completed: gloo sometimes aborts in its tear-down.
 _HARMLESS_ONCE_COMPLETED = {int(ExitCode.PEER_LOST), -int(signal.SIGABRT)}
 #: How a rank may end that was asked to: before it could note signals, after its peer, or in gloo's tear-down.
 _ASKED_TO_END = {-int(signal.SIGTERM), -int(signal.SIGINT), *_HARMLESS_ONCE_COMPLETED}
 _TRACEBACK = "Traceback (most recent call last):"
+_OWN_ERROR = re.compile(r"^[\w.]*\w+Error: ")
 _REASON_MAX = 500
 _LOG_TAIL_LINES = 20
 _LOG_TAIL_BYTES = 8192
@@ -83,20 +88,36 @@ def _cause(attempt: AttemptPaths, failed: Sequence[RankProcess]) -> RankProcess:
 
 def _failure(attempt: AttemptPaths, rank: RankProcess) -> Outcome:
     code = _code(rank)
+    if code == ExitCode.PEER_LOST and (hung := _hung(attempt)) is not None:
+        return hung
     said = _read(attempt.error(rank.rank))
     if code in _USER_EXITS and said:
         return Outcome(ExitCode(code), one_line("; ".join(said.splitlines())), said)
+    if code == ExitCode.NO_RETRY and said:
+        return Outcome(ExitCode.FAILED, one_line(own_words(said)), own_words(said))
     exit_code = ExitCode(code) if code in _USER_EXITS else ExitCode.FAILED
     if code < 0:
         what = signal_reason(-code)
     elif code == ExitCode.PEER_LOST:
         what = f"lost the others, and none said why; see {attempt.log(rank.rank)}"
     elif said:
-        what = exception_line(said)
+        what = own_words(said) if code in _OWN_EXITS else exception_line(said)
     else:
         what = f"ended with exit code {code}; see {attempt.log(rank.rank)}"
-    reason = one_line(f"rank {rank.rank}: {what}")
+    reason = one_line(by_rank(rank.rank, what))
     return Outcome(exit_code, reason, f"{said or log_tail(attempt.log(rank.rank))}\n{reason}".strip())
+
+
+def _hung(attempt: AttemptPaths) -> Outcome | None:
+    """Return what was said for a rank that hung: one that is stopped could not even end by itself."""
+    hung = [rank for rank, end in sorted(rank_ends(attempt).items()) if end.code == ExitCode.HUNG]
+    if not hung or not (said := _read(attempt.error(hung[0]))):
+        return None
+    return Outcome(ExitCode.FAILED, one_line(by_rank(hung[0], own_words(said))), said)
+
+
+def by_rank(rank: int, words: str) -> str:
+    return words if words.startswith("rank ") else f"rank {rank}: {words}"
 
 
 def exception_line(text: str) -> str:
@@ -105,6 +126,12 @@ def exception_line(text: str) -> str:
     starts = [number for number, line in enumerate(lines) if line == _TRACEBACK]
     after = lines[starts[-1] + 1 :] if starts else lines
     return next((line for line in after if line.strip() and not line.startswith(" ")), lines[0])
+
+
+def own_words(text: str) -> str:
+    """Return what an error of ours says, in one line, without traceback and class."""
+    line = exception_line(text) if _TRACEBACK in text else "; ".join(text.splitlines())
+    return _OWN_ERROR.sub("", line)
 
 
 def signal_reason(number: int) -> str:

@@ -61,6 +61,8 @@ class AttemptRecord:
     checkpoint_stall_s: float | None = None
     #: Nodes that ended the attempt, and how.
     bad_nodes: dict[str, str] = field(default_factory=dict)
+    #: Step of the newest checkpoint that counted at its end, 0 without one: by whoever judged the attempt.
+    saved_step: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {"version": 1} | asdict(self)

@@ -5,35 +5,67 @@ Ranks, commands and launchers call it; what is in the tensors is known to ``engi
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import re
 import secrets
 import shutil
 import stat
+import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from hpc_train.errors import BadFileError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run_folder.files import read_json, write_json
 
-FORMAT_VERSION = 1
+#: Version 1 had SHA-256 alone, which is slower than many disks.
+FORMAT_VERSION = 2
+_READABLE_VERSIONS = (1, 2)
 #: Fewer than two would leave none to fall back to when the newest is damaged.
 MIN_KEEP = 2
 
+#: Refusals of a file server that may pass, and how long to wait before each further try (assumed).
+_SERVER_IS_AWAY = frozenset({errno.ESTALE, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno.ESTALE)})
+_RETRY_AFTER_S = (0.5, 2.0)
+
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+#: How a file may be hashed, by the name that its entry carries → what makes one, the length in hexadecimal.
+_ALGORITHMS: dict[str, tuple[Callable[[], Any], int]] = {
+    "xxh3_128": (xxhash.xxh3_128, 32),
+    "sha256": (hashlib.sha256, 64),
+}
+ALGORITHM = "xxh3_128"
+_HEXADECIMAL = frozenset("0123456789abcdef")
 _LEFT_OVER = re.compile(r"step-\d{8,}\.(?:tmp-(?P<attempt>\d+)|removed-[0-9a-f]+)")
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What one file of a checkpoint must be."""
+    """What one file of a checkpoint must be: its size, and its hash in hexadecimal."""
 
     size: int
-    sha256: str
+    digest: str
+    algorithm: str = ALGORITHM
+
+    def to_json(self) -> dict[str, Any]:
+        return {"size": self.size, self.algorithm: self.digest}
+
+    @classmethod
+    def from_json(cls, entry: object) -> FileEntry:
+        """Raise ValueError where ``entry`` is none."""
+        size = entry.get("size") if isinstance(entry, dict) else None
+        if isinstance(entry, dict) and type(size) is int and size >= 0:
+            for algorithm, (_, length) in _ALGORITHMS.items():
+                digest = entry.get(algorithm)
+                if isinstance(digest, str) and len(digest) == length and not set(digest) - _HEXADECIMAL:
+                    return cls(size, digest, algorithm)
+        raise ValueError(f"must have a size and a hash ({' or '.join(_ALGORITHMS)})")
 
 
 @dataclass(frozen=True)
@@ -46,15 +78,22 @@ class Manifest:
     files: dict[str, FileEntry]
 
     def write(self, checkpoint: CheckpointPaths) -> None:
-        write_json(checkpoint.manifest, {"version": FORMAT_VERSION, **asdict(self)}, sync=True)
+        data = {
+            "version": FORMAT_VERSION,
+            "step": self.step,
+            "attempt": self.attempt,
+            "world_size": self.world_size,
+            "files": {name: entry.to_json() for name, entry in self.files.items()},
+        }
+        write_json(checkpoint.manifest, data, sync=True)
 
     @classmethod
     def read(cls, checkpoint: CheckpointPaths) -> Manifest:
         """Raise BadFileError where the manifest is missing or is none."""
         data = read_object(checkpoint.manifest)
-        if data.get("version") != FORMAT_VERSION:
+        if data.get("version") not in _READABLE_VERSIONS:
             raise BadFileError(
-                f"{checkpoint.manifest}: version is {data.get('version')!r}, this hpc-train reads "
+                f"{checkpoint.manifest}: version is {data.get('version')!r}, this hpc-train reads up to "
                 f"{FORMAT_VERSION}; use the hpc-train that wrote it"
             )
         step, attempt, world_size = (
@@ -92,17 +131,21 @@ def _file_entry(manifest: Path, name: str, entry: object) -> FileEntry:
     # A name with a slash or of dots alone would have files outside the checkpoint read.
     if not _PLAIN_NAME.fullmatch(name):
         raise BadFileError(f"{manifest}: {name!r} is not a plain file name")
-    if isinstance(entry, dict):
-        size, sha256 = entry.get("size"), entry.get("sha256")
-        if type(size) is int and size >= 0 and isinstance(sha256, str) and _SHA256.fullmatch(sha256):
-            return FileEntry(size, sha256)
-    raise BadFileError(f"{manifest}: {name!r} must have a size and a sha256")
+    try:
+        return FileEntry.from_json(entry)
+    except ValueError as error:
+        raise BadFileError(f"{manifest}: {name!r} {error}") from error
 
 
-def hash_file(path: Path) -> str:
-    """Return the file's SHA-256 in hexadecimal, read in pieces."""
+def new_hash(algorithm: str = ALGORITHM) -> Any:
+    """Return an object of hashlib's kind: ``update``, then ``hexdigest``."""
+    return _ALGORITHMS[algorithm][0]()
+
+
+def hash_file(path: Path, algorithm: str = ALGORITHM) -> str:
+    """Return the file's hash in hexadecimal, read in pieces."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return str(hashlib.file_digest(file, lambda: new_hash(algorithm)).hexdigest())
 
 
 def newest_attempt(paths: RunPaths) -> int:
@@ -177,6 +220,7 @@ def verify(checkpoint: CheckpointPaths, part: int = 0, parts: int = 1) -> list[s
     """Return what is wrong with the checkpoint's files, one line a problem; nothing if it is whole.
 
     With ``parts`` the files are dealt out and only those of ``part`` are read, for ranks that share the work.
+    Raises OSError where a file server does not answer.
     """
     try:
         manifest = Manifest.read(checkpoint)
@@ -195,13 +239,25 @@ def verify(checkpoint: CheckpointPaths, part: int = 0, parts: int = 1) -> list[s
 
 
 def _file_problem(path: Path, entry: FileEntry) -> str | None:
+    """Raises OSError where a file server does not answer: that says nothing of the file."""
+    for pause_s in _RETRY_AFTER_S:
+        try:
+            return _try_file(path, entry)
+        except OSError as error:
+            if error.errno not in _SERVER_IS_AWAY:
+                raise
+            time.sleep(pause_s)
+    return _try_file(path, entry)
+
+
+def _try_file(path: Path, entry: FileEntry) -> str | None:
     try:
         facts = path.lstat()
         if not stat.S_ISREG(facts.st_mode):  # a link leads outside, a pipe blocks
             return "is not a plain file"
         if facts.st_size != entry.size:
             return f"has {facts.st_size} bytes, the manifest says {entry.size}"
-        if hash_file(path) != entry.sha256:
+        if hash_file(path, entry.algorithm) != entry.digest:
             return "is damaged: its hash is not the manifest's"
         if path.suffix == ".json":
             read_object(path)
@@ -210,6 +266,8 @@ def _file_problem(path: Path, entry: FileEntry) -> str | None:
     except BadFileError:
         return "is no JSON object"
     except OSError as error:
+        if error.errno in _SERVER_IS_AWAY:
+            raise
         return f"can't be read: {error.strerror}"
     return None
 
@@ -231,13 +289,17 @@ def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
     """Remove what ``attempt`` needs no more and return the folders' names.
 
     Those are its committed checkpoints but the newest ``keep`` (at least two), what earlier attempts left
-    half-written, and what a removal left half-done.
+    half-written, and what a removal left half-done. Nothing once a later attempt stands: it may have
+    listed what this one has no use for.
     """
     surplus = committed(paths, attempt)[max(keep, MIN_KEEP) :]
-    folders = [checkpoint.folder for checkpoint in surplus] + _left_over(paths, attempt)
-    for folder in folders:
+    removed = []
+    for folder in [checkpoint.folder for checkpoint in surplus] + _left_over(paths, attempt):
+        if newest_attempt(paths) > attempt:
+            break
         remove(folder)
-    return [folder.name for folder in folders]
+        removed.append(folder.name)
+    return removed
 
 
 def _left_over(paths: RunPaths, attempt: int) -> list[Path]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 import secrets
 import shutil
-from collections.abc import Sequence
-from importlib import metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import hpc_train
 from hpc_train.config import freezing
 from hpc_train.config.loading import load
 from hpc_train.config.schema import Experiment
@@ -22,9 +20,18 @@ from hpc_train.run_folder.attempts import newest_number, now
 from hpc_train.run_folder.files import read_json, sync_folder, write_json, write_text
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import RunStatus, write_status
+from hpc_train.run_folder.versions import versions
 from hpc_train.run_folder.work_tree import commit_of
 
-_PACKAGES = ("torch", "torchvision", "timm")
+
+@dataclass(frozen=True)
+class Origin:
+    """The file that a run was made of, and what the command line changed in it."""
+
+    #: Absolute; it may say something else by now, or be gone.
+    file: str
+    #: ``KEY=VALUE`` of the submit.
+    overrides: list[str]
 
 
 def create_run(
@@ -35,6 +42,7 @@ def create_run(
     *,
     launcher: str = "local",
     snapshot: Path | None = None,
+    origin: Origin | None = None,
 ) -> bool:
     """Make the run's folder, whole and in one step. Returns False where there is one already.
 
@@ -47,7 +55,8 @@ def create_run(
     temporary.folder.mkdir(mode=0o700)
     try:
         write_text(temporary.experiment, freezing.dump(experiment), sync=True)
-        write_json(temporary.run, _run_facts(experiment, run_id, launcher, snapshot), sync=True)
+        facts = _run_facts(experiment, run_id, launcher, snapshot, origin)
+        write_json(temporary.run, facts, sync=True)
         if snapshot is not None:
             snapshots.link(temporary, snapshot)
         write_status(temporary, RunStatus(total_steps=total_steps))
@@ -91,6 +100,28 @@ def note_code(paths: RunPaths, snapshot: Path) -> None:
     write_json(paths.run, run | {"code": _code_facts(snapshot) | {"earlier": earlier}}, sync=True)
 
 
+def note_versions(paths: RunPaths, attempt: int, now: Mapping[str, str]) -> None:
+    """Note in ``run.json`` the versions that ``attempt`` and those after it run with, if they are others."""
+    run = _run_to_change(paths)
+    if dict(now) != _versions(run):
+        by_attempt = (run.get("versions_by_attempt") or {}) | {str(attempt): dict(now)}
+        write_json(paths.run, run | {"versions_by_attempt": by_attempt}, sync=True)
+
+
+def noted_versions(paths: RunPaths) -> dict[str, str]:
+    """Return the versions that were noted last: at the run's creation, or with a later attempt."""
+    return _versions(read_json(paths.run) or {})
+
+
+def origin_of(paths: RunPaths) -> Origin | None:
+    """Return what the run was made of, None where that was not noted."""
+    source = (read_json(paths.run) or {}).get("source")
+    try:
+        return Origin(**source) if isinstance(source, dict) else None
+    except TypeError:  # of a later version
+        return None
+
+
 def was_submitted_here(paths: RunPaths) -> bool:
     """Tell whether the run's code is that of the current folder."""
     code = (read_json(paths.run) or {}).get("code") or {}
@@ -111,7 +142,15 @@ def _changes(run: dict[str, Any]) -> dict[int, list[str]]:
     return {int(number): [str(override) for override in overrides] for number, overrides in noted.items()}
 
 
-def _run_facts(experiment: Experiment, run_id: str, launcher: str, snapshot: Path | None) -> dict[str, Any]:
+def _versions(run: Mapping[str, Any]) -> dict[str, str]:
+    by_attempt = run.get("versions_by_attempt") or {}
+    latest = by_attempt[max(by_attempt, key=int)] if by_attempt else run.get("versions") or {}
+    return {str(package): str(version) for package, version in latest.items()}
+
+
+def _run_facts(
+    experiment: Experiment, run_id: str, launcher: str, snapshot: Path | None, origin: Origin | None
+) -> dict[str, Any]:
     return {
         "version": 1,
         "id": run_id,
@@ -119,23 +158,14 @@ def _run_facts(experiment: Experiment, run_id: str, launcher: str, snapshot: Pat
         "content_hash": content_hash(experiment),
         "created": now(),
         "creator": Process.current().to_json(),
-        "versions": _versions(),
+        "source": asdict(origin) if origin else None,
+        "versions": versions(),
         "code": commit_of(Path.cwd()) if snapshot is None else _code_facts(snapshot),
         "launcher": launcher,
         "slurm_job_ids": [],
         "wandb_id": secrets.token_hex(8),
         "changes": {},
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {"hpc-train": hpc_train.__version__, "python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue  # the cluster's environment may differ from the login node's
-    return found
 
 
 def _code_facts(snapshot: Path) -> dict[str, Any]:

@@ -1,6 +1,8 @@
-"""What all ranks decide together at each step: to stop, to save."""
+"""What all ranks decide together at each step: to stop, to save, what follows from one of them's trouble."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -8,8 +10,33 @@ import torch.distributed as dist
 from hpc_train.runtime.process_group import Group
 from hpc_train.runtime.signals import StopFlag
 
-#: Bits of what ``wait`` returns.
-STOP, SAVE = 1, 2
+
+@dataclass(frozen=True)
+class Wish:
+    """What one rank has to say at a step's start. Whether it was asked to stop is known without."""
+
+    #: A save is due by this rank's clock; only rank 0's counts.
+    save: bool = False
+    #: Its last save has failed.
+    has_failed: bool = False
+    #: Its data of the next step are not there yet.
+    is_waiting: bool = False
+    #: It met a loss that is NaN or infinite.
+    is_non_finite: bool = False
+    #: Bad samples that it has met in this attempt.
+    bad_samples: int = 0
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know; true where one rank said so, ``bad_samples`` summed over ranks."""
+
+    stop: bool = False
+    save: bool = False
+    has_failed: bool = False
+    is_waiting: bool = False
+    is_non_finite: bool = False
+    bad_samples: int = 0
 
 
 class Agreement:
@@ -22,36 +49,37 @@ class Agreement:
     def __init__(self, group: Group, flag: StopFlag) -> None:
         self._group = group
         self._flag = flag
-        self._wishes = torch.zeros(2, dtype=torch.int32)
+        self._counts = torch.zeros(6, dtype=torch.int64)
         self._work: dist.Work | None = None
-        self._save = False
+        self._has_begun = False
 
-    def begin(self, *, save: bool = False) -> None:
-        """Start the exchange. ``save``: a save is due by this rank's clock; only rank 0's counts."""
-        assert self._work is None, "begin without wait"
-        self._save = save and self._group.rank == 0
-        if self._group.world_size == 1:
-            return
-        # One number a bit: the maximum of a mask would drop the lower bit of another rank.
-        self._wishes[0], self._wishes[1] = int(bool(self._flag)), int(self._save)
-        self._work = dist.all_reduce(
-            self._wishes, op=dist.ReduceOp.MAX, group=self._group.control, async_op=True
-        )
+    def begin(self, wish: Wish = Wish()) -> None:
+        """Start the exchange."""
+        assert not self._has_begun, "begin without wait"
+        self._has_begun = True
+        saves = wish.save and self._group.rank == 0
+        flags = (bool(self._flag), saves, wish.has_failed, wish.is_waiting, wish.is_non_finite)
+        # A sum: flags of which one is set stay above zero.
+        self._counts.copy_(torch.tensor([*map(int, flags), wish.bad_samples], dtype=torch.int64))
+        if self._group.world_size > 1:
+            self._work = dist.all_reduce(self._counts, group=self._group.control, async_op=True)
 
-    def wait(self) -> int:
-        """End the exchange; return the bits ``STOP`` and ``SAVE``, the same on all ranks."""
-        if self._group.world_size == 1:
-            return STOP * bool(self._flag) | SAVE * self._save
-        assert self._work is not None, "wait without begin"
-        work, self._work = self._work, None
-        work.wait()
-        stop, save = self._wishes.tolist()
-        return STOP * stop | SAVE * save
+    def wait(self) -> Agreed:
+        """End the exchange; return the same on all ranks."""
+        assert self._has_begun, "wait without begin"
+        self._has_begun = False
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.wait()
+        elif self._flag:  # alone: what came since begin counts, too
+            self._counts[0] = 1
+        stop, save, has_failed, is_waiting, is_non_finite, bad_samples = self._counts.tolist()
+        return Agreed(stop > 0, save > 0, has_failed > 0, is_waiting > 0, is_non_finite > 0, bad_samples)
 
-    def poll(self) -> bool:
-        """Tell whether any rank was asked to stop; for loops other than the training steps."""
-        self.begin()
-        return bool(self.wait() & STOP)
+    def exchange(self, wish: Wish = Wish()) -> Agreed:
+        """Begin and wait at once; for moments at which there is nothing to do beside it."""
+        self.begin(wish)
+        return self.wait()
 
     def rank_0_says(self, value: bool) -> bool:
         """Return rank 0's ``value`` on every rank."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -51,6 +50,11 @@ class Timeouts:
     #: Rank 0 may close its loggers meanwhile, which takes half a minute where a server is slow.
     leave_s: float = 60.0
 
+    @classmethod
+    def beyond(cls, hang_after_s: float, first_hang_after_s: float) -> Timeouts:
+        """Return such that a watchdog with these limits, which can name the rank that hangs, comes first."""
+        return cls(first_step_s=2 * first_hang_after_s, later_s=2 * hang_after_s)
+
 
 @dataclass(frozen=True)
 class Group:
@@ -70,15 +74,6 @@ class Group:
         """Wait less for peers from now on; called after the first step."""
         for group in (dist.group.WORLD, self.control):
             _set_timeout(timedelta(seconds=self.timeouts.later_s), group)
-
-    @contextmanager
-    def patient(self) -> Iterator[None]:
-        """Wait long on the control group: for a save, in which one rank's disk may be slow. After step 1."""
-        _set_timeout(timedelta(seconds=self.timeouts.first_step_s), self.control)
-        try:
-            yield
-        finally:
-            _set_timeout(timedelta(seconds=self.timeouts.later_s), self.control)
 
     def wait_to_leave(self) -> None:
         """Wait, not for ever, until all ranks are here: whoever exits first has Slurm end the others.

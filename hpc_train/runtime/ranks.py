@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -82,6 +83,11 @@ class RankFacts:
 def is_started_by_slurm(environ: Mapping[str, str]) -> bool:
     """Tell whether this process is a task of ``srun``."""
     return "SLURM_PROCID" in environ and not any(name in environ for name in _TORCHRUN)
+
+
+def node_name(environ: Mapping[str, str]) -> str:
+    """Return what Slurm, or else the machine, calls the node that this process is on."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def parse_tasks_per_node(text: str) -> list[int]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
@@ -24,6 +25,10 @@ class StopFlag:
     #: UTC, ISO 8601.
     first_at: str | None = None
     count: int = 0
+    #: What a signal does at once, besides being noted; None where the loop acts on the flag.
+    act: Callable[[], None] | None = None
+    #: Until the first step: whoever is asked to stop may leave, and so may those that it leaves behind.
+    has_nothing_to_lose: bool = True
 
     def __bool__(self) -> bool:
         return self.count > 0
@@ -32,6 +37,14 @@ class StopFlag:
         if self.first is None:
             self.first, self.first_at = signal.Signals(number), now_ms()
         self.count += 1
+        if self.act is not None:
+            self.act()
+
+    def act_at_once(self, act: Callable[[], None] | None) -> None:
+        """Let signals, one that has come already included, do ``act``; None: noting is enough again."""
+        self.act = act
+        if act is not None and self:
+            act()
 
 
 #: By process: a forked child inherits what its parent noted here.

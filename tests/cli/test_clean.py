@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,69 @@ def test_a_cache_that_is_a_link_goes_without_what_it_leads_to(run: RunPaths, tmp
     hpc_train("clean", "abc", "--yes")
     assert not run.cache.is_symlink()
     assert (elsewhere / "compiled").exists()
+
+
+def _snapshot(root: Path, name: str, *, age_s: float = 7200.0) -> Path:
+    """Place a snapshot that a submit took so long ago."""
+    folder = root / ".code" / name
+    (folder / "tree").mkdir(parents=True)
+    (folder / "tree" / "model.py").write_text("x")
+    (folder / "tree" / "model.py").chmod(0o400)
+    os.utime(folder, (time.time() - age_s,) * 2)
+    return folder
+
+
+def test_code_that_no_run_uses_goes(run: RunPaths, tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    of_run, of_another, of_one_being_made, unused, unfinished, new = (
+        _snapshot(root, name, age_s=60 if name == "new" else 7200)
+        for name in ("run", "another", "being_made", "unused", ".unused.1234", "new")
+    )
+    other = root / "other"
+    for folder, snapshot in (
+        (run.folder, of_run),
+        (other / "def", of_another),
+        (other / ".def.1234", of_one_being_made),
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "code").symlink_to(os.path.relpath(snapshot, folder))
+    done = hpc_train("clean", "abc", "--yes")
+    assert done.code == 0, done.err
+    assert set((root / ".code").iterdir()) == {of_run, of_another, of_one_being_made, new}
+    for gone in (unused, unfinished):
+        assert f"{gone}  0.0 MB  code that no run uses" in done.err
+
+
+def test_code_that_a_submit_came_for_meanwhile_stays(
+    run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = _snapshot(tmp_path / "runs", "taken")
+    unused = _snapshot(tmp_path / "runs", "unused")
+
+    class Terminal:
+        def isatty(self) -> bool:
+            return True
+
+        def readline(self) -> str:
+            os.utime(taken)
+            return "y\n"
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    done = hpc_train("clean", "abc")
+    assert (done.code, str(taken) in done.err) == (0, True)
+    assert (taken.exists(), unused.exists()) == (True, False)
+
+
+def test_code_stays_where_not_all_runs_can_be_seen(
+    run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unused = _snapshot(tmp_path / "runs", "unused")
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("hpc_train.run_folder.unused_code._folders", refuse)
+    done = hpc_train("clean", "abc", "--yes")
+    assert f"left alone, for {tmp_path / 'runs'} can't be read: Permission denied" in done.err
+    assert unused.exists()
+    assert not run.cache.exists(), "the rest is cleaned"

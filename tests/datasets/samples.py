@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.base import DataSource, TensorSplit
-from hpc_train.runtime.data_info import DataInfo
+from hpc_train.datasets.loading import training_batches
+from hpc_train.datasets.sampler import Position
+from hpc_train.runtime.data_info import Batch, DataInfo
 
 CPU = torch.device("cpu")
+AUGMENT = {"hflip": 0.5, "crop_padding": 2, "erasing": 0.3}
+TOTAL_STEPS = 7
 
 
 def experiment(
@@ -57,3 +64,49 @@ class OneByOne:
 
     def __getitem__(self, index: int, /) -> tuple[Any, int]:
         return self._split[index]
+
+
+class RandomSplit:
+    """Draws from every generator in ``__getitem__``, as careless data sets do."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, int]:
+        numbers = [random.random(), float(np.random.random()), float(torch.rand(()))]
+        return torch.tensor(numbers).view(3, 1, 1).expand(3, 4, 4), index
+
+
+class BrokenSplit:
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int, /) -> tuple[Any, int]:
+        if index == 5:
+            raise self._error
+        return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
+
+    def path(self, index: int) -> Path:
+        return Path(f"folder/{index}.png")
+
+
+def steps(
+    train: Any, start: int = 0, rank: int = 0, world_size: int = 1, **data: Any
+) -> list[tuple[int, list[Batch]]]:
+    data = {"augment": AUGMENT, **data}
+    with training_batches(
+        source(train), experiment(**data), Position(start), TOTAL_STEPS, rank, world_size, CPU
+    ) as batches:
+        return list(batches)
+
+
+def assert_equal(left: list[tuple[int, list[Batch]]], right: list[tuple[int, list[Batch]]]) -> None:
+    assert [step for step, _ in left] == [step for step, _ in right]
+    for (_, ours), (_, theirs) in zip(left, right, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a.step, a.number, a.weight) == (b.step, b.number, b.weight)
+            assert torch.equal(a.inputs, b.inputs)
+            assert torch.equal(a.targets, b.targets)

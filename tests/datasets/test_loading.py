@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,38 +14,19 @@ from hpc_train.datasets.loading import evaluation_batch_count, evaluation_batche
 from hpc_train.datasets.sampler import Position
 from hpc_train.datasets.workers import WorkerLostError
 from hpc_train.errors import BadFileError
-from hpc_train.runtime.data_info import Batch
-from tests.datasets.samples import CPU, OneByOne, experiment, random_split, source
-
-AUGMENT = {"hflip": 0.5, "crop_padding": 2, "erasing": 0.3}
-TOTAL_STEPS = 7
-
-
-class RandomSplit:
-    """Draws from every generator in ``__getitem__``, as careless data sets do."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, int]:
-        numbers = [random.random(), float(np.random.random()), float(torch.rand(()))]
-        return torch.tensor(numbers).view(3, 1, 1).expand(3, 4, 4), index
-
-
-class BrokenSplit:
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int, /) -> tuple[Any, int]:
-        if index == 5:
-            raise self._error
-        return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
-
-    def path(self, index: int) -> Path:
-        return Path(f"folder/{index}.png")
+from tests.datasets.samples import (
+    AUGMENT,
+    CPU,
+    TOTAL_STEPS,
+    BrokenSplit,
+    OneByOne,
+    RandomSplit,
+    assert_equal,
+    experiment,
+    random_split,
+    source,
+    steps,
+)
 
 
 class KilledSplit:
@@ -62,25 +42,6 @@ class KilledSplit:
         if os.getpid() != self._rank_pid:
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
-
-
-def steps(
-    train: Any, start: int = 0, rank: int = 0, world_size: int = 1, **data: Any
-) -> list[tuple[int, list[Batch]]]:
-    data = {"augment": AUGMENT, **data}
-    with training_batches(
-        source(train), experiment(**data), Position(start), TOTAL_STEPS, rank, world_size, CPU
-    ) as batches:
-        return list(batches)
-
-
-def assert_equal(left: list[tuple[int, list[Batch]]], right: list[tuple[int, list[Batch]]]) -> None:
-    assert [step for step, _ in left] == [step for step, _ in right]
-    for (_, ours), (_, theirs) in zip(left, right, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert (a.step, a.number, a.weight) == (b.step, b.number, b.weight)
-            assert torch.equal(a.inputs, b.inputs)
-            assert torch.equal(a.targets, b.targets)
 
 
 def test_each_step_gives_its_slots_in_order() -> None:
@@ -137,7 +98,7 @@ def test_careless_data_sets_draw_anew_each_epoch() -> None:
     ("error", "words"),
     [
         (OSError("truncated"), r"^data: sample 5 \(folder/5\.png\) can't be read: OSError: truncated$"),
-        (KeyError("x"), r"sample 5 .* KeyError: 'x' \(at .*test_loading\.py:\d+\)$"),
+        (KeyError("x"), r"sample 5 .* KeyError: 'x' \(at .*samples\.py:\d+\)$"),
     ],
 )
 def test_an_unreadable_sample_is_named(workers: int, error: Exception, words: str) -> None:
@@ -146,6 +107,7 @@ def test_an_unreadable_sample_is_named(workers: int, error: Exception, words: st
 
 
 @pytest.mark.slow
+@pytest.mark.fault(21)
 def test_a_killed_worker_is_explained_where_its_batch_is_waited_for() -> None:
     before = signal.getsignal(signal.SIGCHLD)
     with pytest.raises(WorkerLostError, match=r"data\.workers: .*killed.*memory.*fewer workers"):

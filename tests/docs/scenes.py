@@ -13,7 +13,9 @@ from typing import Any
 
 from hpc_train.paths import RunPaths
 from tests.slurm.cluster import Cluster
+from tests.slurm.configuration import NODES
 from tests.slurm.experiments import account
+from tests.slurm.runs import preempt
 
 LIMIT_S = 300.0
 _POLL_S = 0.2
@@ -45,10 +47,7 @@ class Stage:
 
     def _preempt(self) -> None:
         """Take all nodes, so that what was preempted waits."""
-        self._rival = self._cluster.run(
-            "sbatch", "--parsable", "--partition=high", "--exclusive", "--nodes=4", "--output=/dev/null",
-            "--chdir=/", "--wrap=sleep 600",
-        ).strip()  # fmt: skip
+        self._rival = preempt(self._cluster, NODES)
         self._wait(lambda run: run["state"] == "requeued")
 
     def _free(self) -> None:

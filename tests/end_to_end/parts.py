@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from hpc_train.config.schema import DataConfig
+from hpc_train.datasets import digits
+from hpc_train.datasets.normalize import Normalize
+
+#: The digit that ``Poisoned`` can't bear.
+POISON = 1000
 
 
 class Block(nn.Module):
@@ -85,3 +93,71 @@ class Recording(nn.Module):
 
 def recording(num_classes: int, path: str) -> nn.Module:
     return Recording(num_classes, path)
+
+
+class Poisoned(Net):
+    """A net that makes NaN of a micro-batch in which one certain digit stands; without augmentation."""
+
+    def __init__(self, num_classes: int, pause_s: float) -> None:
+        super().__init__(num_classes, norm=True, dropout=0.2, pause_s=pause_s)
+        source = digits.build("", DataConfig(name="digits"), download=False)
+        image, _ = source.train.batch(torch.tensor([POISON]))  # type: ignore[attr-defined]
+        normalize = Normalize(source.info, DataConfig(name="digits"))
+        self.register_buffer("poison", normalize(image), persistent=False)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        poison_1CHW = self.get_buffer("poison")
+        if self.training and bool((images_BCHW == poison_1CHW).flatten(1).all(1).any()):
+            images_BCHW = images_BCHW * torch.nan  # reaches BatchNorm's statistics, too
+        out: Tensor = super().forward(images_BCHW)
+        return out
+
+
+def poisoned(num_classes: int, pause_s: float = 0.0) -> nn.Module:
+    return Poisoned(num_classes, pause_s)
+
+
+class Waiting(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """The digits for training, one of which nobody can read as long as a file is there."""
+
+    num_classes = 10
+
+    def __init__(self, held: int, path: str) -> None:
+        source = digits.build("", DataConfig(name="digits"), download=False)
+        self._images, self._classes = source.train.batch(torch.arange(len(source.train)))  # type: ignore[attr-defined]
+        self._held, self._path = held, Path(path)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        while index == self._held and self._path.exists():
+            time.sleep(0.05)
+        return self._images[index], int(self._classes[index])
+
+
+def waiting(held: int, path: str) -> Waiting:
+    return Waiting(held, path)
+
+
+def slow_build(num_classes: int, seconds: float) -> nn.Module:
+    time.sleep(seconds)
+    return net(num_classes)
+
+
+class SlowOnce(Net):
+    """A net whose first forward takes as long as a compilation."""
+
+    def __init__(self, num_classes: int, seconds: float) -> None:
+        super().__init__(num_classes, norm=True, dropout=0.2)
+        self.seconds = seconds
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        seconds, self.seconds = self.seconds, 0.0
+        time.sleep(seconds)
+        out: Tensor = super().forward(images_BCHW)
+        return out
+
+
+def slow_once(num_classes: int, seconds: float) -> nn.Module:
+    return SlowOnce(num_classes, seconds)

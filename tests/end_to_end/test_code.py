@@ -46,6 +46,7 @@ def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.fault(39)
 def test_an_edit_after_submit_changes_nothing_until_code_new(tmp_path: Path) -> None:
     work = work_tree(tmp_path / "work", "model.py", "helper.py")
     (work / "model.py").write_text(MODEL)

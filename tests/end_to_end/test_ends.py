@@ -125,6 +125,7 @@ def interrupted_plain(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
 # --- stopped
 
 
+@pytest.mark.fault(1, 47)
 def test_ctrl_c_saves_the_step_that_it_stops_at(interrupted: tuple[RunPaths, Done]) -> None:
     paths, done = interrupted
     assert done.code == 130, done.err
@@ -136,6 +137,7 @@ def test_ctrl_c_saves_the_step_that_it_stops_at(interrupted: tuple[RunPaths, Don
     assert not list(paths.attempt(1).folder.glob("*.error"))
 
 
+@pytest.mark.fault(47)
 def test_after_ctrl_c_a_resume_changes_no_bit(
     interrupted: tuple[RunPaths, Done], quiet: RunPaths, tmp_path: Path
 ) -> None:
@@ -146,6 +148,7 @@ def test_after_ctrl_c_a_resume_changes_no_bit(
     assert_equal_to_the_bit(quiet, paths)
 
 
+@pytest.mark.fault(2, 47)
 def test_ctrl_c_in_an_evaluation_ends_it_and_a_resume_does_it_anew(quiet: RunPaths, tmp_path: Path) -> None:
     process = begin(tmp_path, PACED, **SLOW_EVALUATION)
     paths = wait_for_run(tmp_path, process)
@@ -160,6 +163,7 @@ def test_ctrl_c_in_an_evaluation_ends_it_and_a_resume_does_it_anew(quiet: RunPat
     assert_equal_to_the_bit(quiet, paths)
 
 
+@pytest.mark.fault(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
 def test_a_signal_to_one_rank_alone_saves_and_asks_to_try_again(
     number: signal.Signals, tmp_path: Path
@@ -178,6 +182,7 @@ def test_a_signal_to_one_rank_alone_saves_and_asks_to_try_again(
 # --- broken
 
 
+@pytest.mark.fault(16)
 def test_a_rank_that_raises_ends_the_run_and_is_its_reason(tmp_path: Path) -> None:
     failing = 'model={name: "tests.end_to_end.parts:failing", args: {rank: 1}}'
     process = begin(tmp_path, EXPERIMENT, failing)
@@ -194,6 +199,7 @@ def test_a_rank_that_raises_ends_the_run_and_is_its_reason(tmp_path: Path) -> No
     assert not any(rank.is_alive() for rank in record_of(paths).rank_processes)
 
 
+@pytest.mark.fault(20)
 def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     rate = "optimization.optimizer={name: sgd, lr: 1.0e+30}"
     done = end_of(begin(tmp_path, EXPERIMENT, *SHORT, rate, "model.args={norm: false}"), 120)
@@ -205,6 +211,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     assert "lower the learning rate" in reason
 
 
+@pytest.mark.fault(20)
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     """No log row looks at the loss before the save, which would otherwise make every resume fail."""
     explosive = "optimization.optimizer={name: sgd, lr: 1.0e+30}"
@@ -240,6 +247,7 @@ def test_images_that_are_not_there_are_the_files_mistake(tmp_path: Path) -> None
     assert "Traceback" not in done.err
 
 
+@pytest.mark.fault(22)
 def test_a_file_that_is_no_image_ends_the_run_and_is_named(tmp_path: Path) -> None:
     for split, count in (("train", 48), ("val", 1)):
         folder = tmp_path / "images" / split / "cat"
@@ -260,6 +268,7 @@ def test_a_file_that_is_no_image_ends_the_run_and_is_named(tmp_path: Path) -> No
 # --- killed
 
 
+@pytest.mark.fault(48)
 def test_ranks_die_with_a_launcher_that_was_killed(quiet: RunPaths, tmp_path: Path) -> None:
     process = begin(tmp_path, PACED, **SLOW_TRAINING)
     paths = wait_for_run(tmp_path, process)
@@ -303,6 +312,7 @@ def fill(folder: Path, leave_bytes: int) -> Path:
     return ballast
 
 
+@pytest.mark.fault(7)
 def test_no_room_for_a_checkpoint_ends_the_run_and_with_room_again_it_goes_on(
     quiet: RunPaths, small_disk: Path, tmp_path: Path
 ) -> None:
@@ -324,6 +334,7 @@ def test_no_room_for_a_checkpoint_ends_the_run_and_with_room_again_it_goes_on(
     assert_equal_to_the_bit(quiet, paths)
 
 
+@pytest.mark.fault(7)
 def test_no_room_at_all_ends_the_run_and_with_room_again_it_goes_on(
     quiet: RunPaths, small_disk: Path, tmp_path: Path
 ) -> None:
@@ -358,7 +369,14 @@ def flip_a_bit(shard: Path) -> None:
     shard.write_bytes(data)
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, Path.unlink])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(truncate, marks=pytest.mark.fault(10)),
+        pytest.param(flip_a_bit, marks=pytest.mark.fault(11)),
+        pytest.param(Path.unlink, marks=pytest.mark.fault(12)),
+    ],
+)
 def test_of_a_damaged_checkpoint_the_one_before_is_used(
     damage: Callable[[Path], None], interrupted: tuple[RunPaths, Done], quiet: RunPaths, tmp_path: Path
 ) -> None:
@@ -373,6 +391,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_used(
     assert_equal_to_the_bit(quiet, paths)
 
 
+@pytest.mark.fault(11)
 def test_where_every_checkpoint_is_damaged_training_does_not_begin_anew_in_silence(
     interrupted: tuple[RunPaths, Done], tmp_path: Path
 ) -> None:
@@ -408,6 +427,7 @@ def test_a_run_that_is_there_is_not_started_again(quiet: RunPaths) -> None:
     assert len(quiet.attempt_folders()) == 1
 
 
+@pytest.mark.fault(37)
 def test_a_run_that_goes_on_is_not_started_again(tmp_path: Path) -> None:
     process = begin(tmp_path, PACED, **SLOW_TRAINING)
     paths = wait_for_run(tmp_path, process)
@@ -437,6 +457,7 @@ def test_new_begins_beside_it_and_equals_it(tmp_path: Path) -> None:
     assert_equal_to_the_bit(first, second)
 
 
+@pytest.mark.fault(37)
 def test_of_two_resumes_at_once_one_trains(
     interrupted: tuple[RunPaths, Done], quiet: RunPaths, tmp_path: Path
 ) -> None:
@@ -468,6 +489,7 @@ def losses(paths: RunPaths) -> torch.Tensor:
     return torch.tensor([row["loss"] for row in rows(paths)], dtype=torch.float64)
 
 
+@pytest.mark.fault(40)
 @pytest.mark.parametrize(
     "changes",
     [("--local", "--devices", "3"), ("parallel.strategy=fsdp",)],

@@ -50,6 +50,7 @@ def submit_with_kills(folder: Path, kill_at: list[int], *overrides: str, devices
     return paths
 
 
+@pytest.mark.fault(16, 48)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_five_kills_change_no_bit(strategy: str, tmp_path: Path) -> None:
     overrides = (f"parallel.strategy={strategy}", SLOW)
@@ -60,6 +61,7 @@ def test_five_kills_change_no_bit(strategy: str, tmp_path: Path) -> None:
     assert_equal_to_the_bit(quiet, killed)
 
 
+@pytest.mark.fault(16)
 def test_on_three_ranks_a_kill_changes_no_bit(tmp_path: Path) -> None:
     """Three ranks share four micro-batches: spare slots, and sums whose order may depend on DDP's buckets."""
     quiet = submit(tmp_path / "quiet", SLOW, devices=3)
@@ -67,6 +69,7 @@ def test_on_three_ranks_a_kill_changes_no_bit(tmp_path: Path) -> None:
     assert_equal_to_the_bit(quiet, killed)
 
 
+@pytest.mark.fault(16)
 def test_a_loss_scale_survives_a_kill(tmp_path: Path) -> None:
     """Under fp16 the scale grows and shrinks with the gradients seen so far: it is state as well."""
     overrides = ("precision=fp16", SLOW, "optimization.steps=40")
@@ -75,6 +78,7 @@ def test_a_loss_scale_survives_a_kill(tmp_path: Path) -> None:
     assert_equal_to_the_bit(quiet, killed)
 
 
+@pytest.mark.fault(6)
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) -> None:
     quiet = submit(
         tmp_path / "quiet", SLOW, "optimization.schedule={name: constant}", "optimization.steps=20"

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpc_train.engine import writing
 from hpc_train.engine.checkpoint import Checkpointer
 from hpc_train.engine.training_state import TrainingState
 from hpc_train.paths import CheckpointPaths, RunPaths
@@ -21,6 +28,14 @@ from hpc_train.strategies.ddp import DDPStrategy
 from hpc_train.strategies.fsdp import FSDPStrategy
 
 STRATEGIES = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}
+
+
+@cache
+def saving_group() -> dist.ProcessGroup:
+    """Return the group for saves alone: gradients go over the other one meanwhile. Collective at first."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 class OddModel(nn.Module):
@@ -78,14 +93,22 @@ class Trainee:
 
     def train(self, steps: int) -> None:
         for step in range(steps):
-            generator = torch.Generator().manual_seed(step)
-            inputs = torch.randn(4, 5, generator=generator).to(self.dtype)
-            self.wrapped(inputs).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.forward_and_backward(step)
+            self.step()
+
+    def forward_and_backward(self, step: int = 0) -> None:
+        """Change buffers and gradients."""
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(4, 5, generator=generator).to(self.dtype)
+        self.wrapped(inputs).backward()
+
+    def step(self) -> None:
+        """Change weights and the optimizer's state."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def checkpointer(self, run: RunPaths, attempt: int = 1, keep: int = 3) -> Checkpointer:
-        group = dist.group.WORLD if self.world_size > 1 else None
+        group = saving_group() if self.world_size > 1 else None
         return Checkpointer(run, attempt, self.strategy, self.rank, self.world_size, group, keep=keep)
 
     def everything(self) -> dict[str, Tensor]:
@@ -113,7 +136,8 @@ def differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
 
 
 def octets(tensor: Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+    flat = tensor.clone(memory_format=torch.contiguous_format).reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def begin_attempt(run: RunPaths, number: int) -> None:
@@ -144,3 +168,28 @@ def make_run(folder: Path) -> RunPaths:
     run = RunPaths(folder)
     begin_attempt(run, 1)
     return run
+
+
+@contextmanager
+def small_disk(place: Path, size: str) -> Iterator[Path]:
+    """Mount a real file system of that size."""
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"mounting is not permitted: {mounted.stderr.strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", place], check=True)
+
+
+@contextmanager
+def claimed_room(free: int = 2**40) -> Iterator[None]:
+    """Have every disk say that there is room: what is full then is found out by writing."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    try:
+        yield
+    finally:
+        patch.undo()

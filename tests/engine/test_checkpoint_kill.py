@@ -1,4 +1,7 @@
-"""SIGKILL at every point of a write leaves the newest committed checkpoint, and the next attempt goes on."""
+"""SIGKILL at every point of a write leaves the newest committed checkpoint, and the next attempt goes on.
+
+A thread writes while the one that trains goes on, so a kill finds both at work.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.checkpoints import committed, verify
@@ -53,13 +57,26 @@ def save_and_die(run: RunPaths, trainee: Trainee, number: int) -> bool:
     if child == 0:
         try:
             kill_at(number)
-            trainee.checkpointer(run, keep=2).save(trainee.state, 4, {})
+            checkpointer = trainee.checkpointer(run, keep=2)
+            checkpointer.begin(trainee.state, 4, {})
+            checkpointer.wait_staged()
+            change_everything(trainee)
+            checkpointer.finish()
         except BaseException:
             os._exit(1)
         os._exit(0)
     _, status = os.waitpid(child, 0)
     assert status in (0, signal.SIGKILL), status
     return status == 0
+
+
+def change_everything(trainee: Trainee) -> None:
+    with torch.no_grad():
+        for tensor in (*trainee.model.parameters(), *trainee.model.buffers()):
+            tensor.fill_(3)
+        for state in trainee.optimizer.state.values():
+            for tensor in state.values():
+                tensor.fill_(3)
 
 
 def go_on(run: RunPaths, saved: dict[int, Trainee]) -> int:
@@ -99,6 +116,7 @@ def kill_everywhere(rank: int, world_size: int, folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.fault(6, 13)
 def test_a_kill_at_any_point_of_a_write_leaves_a_checkpoint_to_go_on_from(tmp_path: Path) -> None:
     [found] = run_ranks(1, kill_everywhere, tmp_path, folder=tmp_path)
     assert found == sorted(found)

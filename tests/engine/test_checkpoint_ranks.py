@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hpc_train.engine import checkpoint as checkpoint_module
+from hpc_train.engine import writing
+from hpc_train.engine.checkpoint import Checkpointer
 from hpc_train.engine.export import export
 from hpc_train.engine.training_state import TrainingState
 from hpc_train.errors import BadFileError, HpcTrainError, StorageError
@@ -129,18 +130,18 @@ def error_of(work: Any) -> str:
     return "no error"
 
 
-def write_with_failure(checkpointer: checkpoint_module.Checkpointer, trainee: Trainee, rank: int) -> None:
-    write = checkpoint_module.write_safetensors
+def write_with_failure(checkpointer: Checkpointer, trainee: Trainee, rank: int) -> None:
+    write = writing.write_safetensors
 
     def full(*_: object) -> None:
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     if rank == 1:
-        checkpoint_module.write_safetensors = full  # type: ignore[assignment]
+        writing.write_safetensors = full  # type: ignore[assignment]
     try:
         checkpointer.save(trainee.state, 2, {})
     finally:
-        checkpoint_module.write_safetensors = write
+        writing.write_safetensors = write
 
 
 def flip_shard(run: RunPaths, rank: int) -> None:
@@ -158,7 +159,7 @@ def forge_shard(run: RunPaths, rank: int) -> None:
     torch.distributed.barrier()
 
 
-def save_other_tensors(checkpointer: checkpoint_module.Checkpointer, trainee: Trainee, rank: int) -> None:
+def save_other_tensors(checkpointer: Checkpointer, trainee: Trainee, rank: int) -> None:
     model = trainee.model.conv if rank else trainee.model.first
     checkpointer.save(TrainingState(model, torch.optim.SGD(model.parameters())), 3, {})
 

@@ -42,8 +42,12 @@ def sums_of(batch: Batch) -> dict[str, Tensor]:
     }
 
 
+def ignore(place: int) -> None:
+    pass
+
+
 def on_rank(rank: int, world_size: int) -> dict[str, float] | None:
-    return evaluate(batches(rank, world_size), NUM_BATCHES, sums_of, CPU, must_stop=lambda: False)
+    return evaluate(batches(rank, world_size), NUM_BATCHES, sums_of, CPU, ignore, lambda: False)
 
 
 def both_on_rank(rank: int, world_size: int) -> tuple[dict[str, float] | None, tuple[object, int]]:
@@ -51,14 +55,17 @@ def both_on_rank(rank: int, world_size: int) -> tuple[dict[str, float] | None, t
 
 
 def stopped_on_rank(rank: int, world_size: int) -> tuple[object, int]:
-    """Stop before the third batch; return what came of it and how many were evaluated."""
+    """Be asked to stop in the third batch; return what came of it and how many were evaluated."""
     seen: list[int] = []
+    begun: list[int] = []
 
     def counted(batch: Batch) -> dict[str, Tensor]:
         seen.append(batch.number)
         return sums_of(batch)
 
-    result = evaluate(batches(rank, world_size), NUM_BATCHES, counted, CPU, lambda: len(seen) == 2)
+    shard = batches(rank, world_size)
+    result = evaluate(shard, NUM_BATCHES, counted, CPU, begun.append, lambda: len(seen) == 3)
+    assert begun == [0, 1, 2]
     return result, len(seen)
 
 
@@ -80,14 +87,14 @@ def test_every_sample_counts_exactly_once() -> None:
 
 @pytest.mark.usefixtures("_group")
 def test_asked_to_stop_it_says_nothing_and_goes_no_further() -> None:
-    assert stopped_on_rank(0, 1) == (None, 2)
+    assert stopped_on_rank(0, 1) == (None, 3)
 
 
 @pytest.mark.usefixtures("_group")
 def test_a_batch_past_the_last_only_fills_up() -> None:
     # A rank of four has batches 12 and 13 … 15 in its last round; whatever those hold must not count.
     extra = Batch(0, NUM_BATCHES, 1.0, torch.full((SIZE, 16), 1e9), torch.ones(SIZE), torch.ones(SIZE).bool())
-    found = evaluate([*batches(), extra], NUM_BATCHES, sums_of, CPU, must_stop=lambda: False)
+    found = evaluate([*batches(), extra], NUM_BATCHES, sums_of, CPU, ignore, lambda: False)
     assert found == on_rank(0, 1)
 
 
@@ -95,7 +102,7 @@ def summed_rank_by_rank(world_size: int) -> dict[str, float]:
     """Add up each rank's batches, then the ranks' sums: what would be simpler and depends on the ranks."""
     totals: dict[str, float] = {}
     for rank in range(world_size):
-        found = evaluate(batches(rank, world_size), 16, sums_of, CPU, must_stop=lambda: False)
+        found = evaluate(batches(rank, world_size), 16, sums_of, CPU, ignore, lambda: False)
         assert found is not None
         totals = {name: totals.get(name, 0.0) + value for name, value in found.items()}
     return totals
@@ -115,4 +122,4 @@ def test_one_to_four_ranks_agree_to_the_bit(tmp_path: Path) -> None:
     alone = on_rank(0, 1)
     for ranks in (2, 3, 4):
         found = run_ranks(ranks, both_on_rank, folder=tmp_path)
-        assert found == [(alone, (None, 2))] * ranks
+        assert found == [(alone, (None, 3))] * ranks

@@ -18,7 +18,6 @@ from hpc_train.engine import meters
 from hpc_train.engine.meters import (
     STATUS_EVERY_S,
     Meters,
-    NonFiniteError,
     Recorder,
     StatusWriter,
     SupersededError,
@@ -157,10 +156,11 @@ def test_a_val_row_comes_after_the_train_rows_before_it(path: Path, events: list
     recorder.close()
 
 
-def test_sync_leaves_no_row_behind(path: Path, events: list[FakeEvent]) -> None:
+def test_waiting_leaves_no_row_behind(path: Path, events: list[FakeEvent]) -> None:
     recorder, _ = make_recorder(path)
     found = make_meters(recorder)
     found.train_row(1, 0.1, number(1.0), None)
+    found.drain(wait=True)
     found.sync()
     assert places(path) == [("train", 1)]
     recorder.close()
@@ -177,19 +177,27 @@ def test_other_ranks_write_nothing(events: list[FakeEvent]) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_loss_that_is_no_number_ends_training_and_is_not_written(
-    split: str, value: float, path: Path
-) -> None:
+def test_a_loss_that_is_no_number_is_null(split: str, value: float, path: Path) -> None:
     noting = Noting()
     recorder, _ = make_recorder(path, noting)
     found = make_meters(recorder)
-    with pytest.raises(NonFiniteError, match=rf"the {split} loss is -?(nan|inf) at step 7; lower"):
-        if split == "train":
-            found.train_row(7, 0.1, number(value), None)
-        else:
-            found.val_row(7, {"loss": value})
-    assert places(path) == []
-    assert noting.rows == []
+    if split == "train":
+        found.train_row(7, 0.1, number(value), None)
+    else:
+        found.val_row(7, {"loss": value})
+    assert [row["loss"] for row in read_rows(path)] == [None] == [row["loss"] for row in noting.rows]
+    recorder.close()
+
+
+def test_going_back_drops_the_rows_past_the_step(path: Path) -> None:
+    recorder, _ = make_recorder(path)
+    found = make_meters(recorder)
+    for step in (1, 2, 3):
+        found.train_row(step, 0.1, number(1.0), None)
+    recorder.go_back(1)
+    assert places(path) == [("train", 1)]
+    make_meters(recorder).train_row(2, 0.1, number(2.0), None)
+    assert places(path) == [("train", 1), ("train", 2)]
     recorder.close()
 
 

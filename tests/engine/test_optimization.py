@@ -133,7 +133,7 @@ def test_steps_equal_plain_torch_to_the_bit() -> None:
         inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
         assert owned.set_learning_rate(step) == 0.1 * (1 / (step + 1))
         owned.backward(ours(inputs).square().mean())
-        norm = owned.step(lambda: nn.utils.clip_grad_norm_(ours.parameters(), 0.05))
+        norm, _ = owned.step(lambda: nn.utils.clip_grad_norm_(ours.parameters(), 0.05))
         reference.param_groups[0]["lr"] = 0.1 * (1 / (step + 1))
         reference.zero_grad()
         plain(inputs).square().mean().backward()
@@ -151,7 +151,7 @@ def test_gradients_are_gone_after_a_step() -> None:
     target = model()
     owned = optimization(target)
     owned.backward(target(torch.ones(1, 4)).sum())
-    assert owned.step() is None
+    assert owned.step() == (None, True)
     assert all(p.grad is None for p in target.parameters())
 
 
@@ -159,7 +159,7 @@ def test_clipping_under_fp16_sees_the_true_gradient() -> None:
     target = model()
     owned = optimization(target, "fp16")
     owned.backward(target(torch.ones(1, 4)).sum())
-    norm = owned.step(lambda: nn.utils.clip_grad_norm_(target.parameters(), 1e9))
+    norm, _ = owned.step(lambda: nn.utils.clip_grad_norm_(target.parameters(), 1e9))
     same = model()
     same(torch.ones(1, 4)).sum().backward()
     torch.testing.assert_close(norm, nn.utils.get_total_norm([p.grad for p in same.parameters()]))
@@ -170,7 +170,7 @@ def test_an_overflow_under_fp16_skips_the_step_and_halves_the_scale() -> None:
     owned = optimization(target, "fp16")
     before = [p.detach().clone() for p in target.parameters()]
     owned.backward(target(torch.ones(1, 4)).sum() * float("inf"))
-    norm = owned.step(lambda: nn.utils.clip_grad_norm_(target.parameters(), 1.0))
+    norm, _ = owned.step(lambda: nn.utils.clip_grad_norm_(target.parameters(), 1.0))
     assert norm is not None and not norm.isfinite()
     assert all(torch.equal(a, b) for a, b in zip(target.parameters(), before, strict=True))
     assert scaler_state(owned)["scale"] == 2.0**15

@@ -14,19 +14,27 @@ from typing import TypeVar
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
 
 from hpc_train.config.loading import load
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.loading import evaluation_batches, training_batches
 from hpc_train.datasets.sampler import Position
+from hpc_train.engine.checkpoint import Checkpointer
 from hpc_train.engine.meters import Meters, Recorder
 from hpc_train.engine.metrics_file import MetricsFile, read_rows
+from hpc_train.engine.non_finite import FiniteWatch
+from hpc_train.engine.training_state import TrainingState
 from hpc_train.errors import BadFileError
-from hpc_train.paths import RunPaths
+from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run_folder.checkpoints import committed
+from hpc_train.runtime import node_check
 from hpc_train.runtime.precision import choose_precision
 from hpc_train.runtime.process_group import join
 from hpc_train.runtime.ranks import RankFacts
+from hpc_train.strategies.base import Placement
+from hpc_train.strategies.ddp import DDPStrategy
 from tests.end_to_end import paced
 from tests.end_to_end.runs import (
     EXPERIMENT,
@@ -286,6 +294,74 @@ def test_a_batch_reaches_the_device_without_waiting(device: torch.device, tmp_pa
 
 
 # --- refusals
+
+
+@on_gpu
+@debug_mode
+def test_a_loss_is_looked_at_without_waiting_for_the_device(device: torch.device) -> None:
+    watch = FiniteWatch()
+    numbers = [torch.tensor(value, device=device) for value in (1.0, float("nan"), 2.0)]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in numbers:
+            watch.look(number)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert watch.has_seen
+
+
+@on_gpu
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_a_loss_that_is_nan_is_dealt_with_as_the_file_says(policy: str, tmp_path: Path) -> None:
+    text = EXPERIMENT.replace("parts:net", "parts:poisoned").replace(
+        ", augment: {hflip: 0.5, crop_padding: 2}", ""
+    )
+    experiment = write_experiment(tmp_path, text)
+    words = ("--local", "--devices", "1", CUDA, f"optimization.on_non_finite={policy}")
+    done = hpc_train("submit", experiment, *words, HPC_TRAIN_RUNS=str(tmp_path / "runs"))
+    assert done.code == (1 if policy == "stop" else 0), done.err
+    for checkpoint in committed(only_run(tmp_path)):
+        shards = [load_file(path) for path in checkpoint.folder.glob("*.safetensors")]
+        assert all(bool(tensor.isfinite().all()) for shard in shards for tensor in shard.values())
+
+
+@on_gpu
+def test_a_save_beside_training_waits_for_nothing_and_holds_the_step_it_was_begun_at(
+    device: torch.device, tmp_path: Path
+) -> None:
+    """The copies run on a stream of their own; what changes the weights afterwards comes after them."""
+    run = RunPaths(tmp_path / "run")
+    (run.attempt(1).folder).mkdir(parents=True)
+    layers = [nn.Linear(2048, 2048, device=device) for _ in range(8)]
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    strategy = DDPStrategy(Placement(0, 1, device, choose_precision("fp32", device), False, {}))
+    strategy.place(model, [])
+    state, checkpointer = TrainingState(model, optimizer), Checkpointer(run, 1, strategy)
+    inputs = torch.randn(256, 2048, device=device)
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    checkpointer.reserve(state)
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    checkpointer.begin(state, 1, {})
+    model(inputs).square().mean().backward()
+    checkpointer.wait_staged()
+    optimizer.step()
+    save = checkpointer.finish()
+    assert save is not None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert checkpointer.load_newest(state) is not None
+    for ours, theirs in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@on_gpu
+def test_the_node_proves_its_gpu(device: torch.device, tmp_path: Path) -> None:
+    node_check.check(RankFacts(), device, AttemptPaths(tmp_path), "here")
 
 
 def test_bf16_is_refused_on_a_gpu_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

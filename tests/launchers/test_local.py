@@ -151,6 +151,7 @@ def test_poll_is_called_while_ranks_run(tmp_path: Path) -> None:
     assert calls >= 3
 
 
+@pytest.mark.fault(16)
 def test_a_crash_ends_all_and_its_traceback_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_crash_ends_all_and_its_traceback_is_shown(
     assert 'File "x.py", line 1\nValueError: a\nsecond line\nrank 1: ValueError: a\n' in shown
 
 
+@pytest.mark.fault(16)
 def test_a_rank_that_does_not_heed_is_killed_after_the_grace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +178,7 @@ def test_a_rank_that_does_not_heed_is_killed_after_the_grace(
     assert read_status(request.paths).reason == "rank 1: ValueError: b"
 
 
+@pytest.mark.fault(16)
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     request = new_request(tmp_path)
     script = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)" + ELSE_LOSE_PEER
@@ -257,6 +260,7 @@ fail("ValueError: the cause")
     assert read_status(request.paths).reason == "rank 1: ValueError: the cause"
 
 
+@pytest.mark.fault(17)
 def test_a_rank_that_stays_behind_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_LEAVE_GRACE_S", 0.2)
     request = new_request(tmp_path)
@@ -266,6 +270,7 @@ def test_a_rank_that_stays_behind_is_ended(tmp_path: Path, monkeypatch: pytest.M
     assert reason == "rank 0: ended, but 1 others did not and were killed"
 
 
+@pytest.mark.fault(48)
 def test_ranks_do_not_outlive_an_error_of_the_launcher(tmp_path: Path) -> None:
     from tests.launchers.fake_ranks import launcher
 

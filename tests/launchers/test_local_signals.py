@@ -6,6 +6,8 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.run_folder.liveness import end_living
@@ -42,6 +44,7 @@ def logs(request: LaunchRequest) -> list[str]:
     return [attempt.log(rank).read_text() for rank in range(request.devices or 1)]
 
 
+@pytest.mark.fault(47)
 def test_ctrl_c_lets_ranks_save(tmp_path: Path) -> None:
     request = new_request(tmp_path)
     launcher = start_launcher(request, SAVE_AND_STOP)
@@ -93,6 +96,7 @@ def test_ctrl_c_counts_in_a_scripts_background_job_too(tmp_path: Path) -> None:
     assert end(launcher) == ExitCode.INTERRUPTED
 
 
+@pytest.mark.fault(47)
 def test_a_second_ctrl_c_ends_ranks_at_once(tmp_path: Path) -> None:
     request = new_request(tmp_path)
     launcher = start_launcher(request, STUBBORN)
@@ -117,6 +121,7 @@ def test_a_failure_while_stopping_is_told_as_such(tmp_path: Path) -> None:
     assert read_status(request.paths).reason == "the disk is full"
 
 
+@pytest.mark.fault(3)
 def test_ctrl_c_during_a_ranks_imports_is_honoured(tmp_path: Path) -> None:
     request = new_request(tmp_path)
     script = (
@@ -133,6 +138,7 @@ wait_for(lambda: signal.SIGTERM in signal.sigpending())
     assert record_of(request).exit_codes == [75, 75]
 
 
+@pytest.mark.fault(48)
 def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
     request = new_request(tmp_path)
     launcher = start_launcher(request, STUBBORN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -9,9 +10,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from hpc_train.errors import BadFileError
 from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run_folder import checkpoints as module
 from hpc_train.run_folder.checkpoints import (
     FileEntry,
     Manifest,
@@ -64,8 +67,31 @@ def test_a_manifest_comes_back_as_it_was_written(run: RunPaths) -> None:
     manifest = Manifest.read(checkpoint)
     assert (manifest.step, manifest.attempt, manifest.world_size) == (500, 3, 2)
     shard = manifest.files["shard-00000.safetensors"]
-    assert shard == FileEntry(700, hashlib.sha256(b"tensors" * 100).hexdigest())
-    assert json.loads(checkpoint.manifest.read_text())["version"] == 1
+    assert shard == FileEntry(700, xxhash.xxh3_128(b"tensors" * 100).hexdigest())
+    written = json.loads(checkpoint.manifest.read_text())
+    assert written["version"] == 2
+    assert written["files"]["shard-00000.safetensors"] == {"size": 700, "xxh3_128": shard.digest}
+
+
+def make_old(checkpoint: CheckpointPaths) -> None:
+    """Give the checkpoint the manifest of a version that knew SHA-256 alone."""
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in checkpoint.folder.iterdir()
+        if path != checkpoint.manifest
+    }
+    change_manifest(checkpoint, version=1, files=files)
+
+
+def test_a_manifest_of_the_first_version_is_read_and_verified(run: RunPaths) -> None:
+    begin_attempt(run, 1)
+    checkpoint = write_checkpoint(run, 100, attempt=1)
+    make_old(checkpoint)
+    assert names(committed(run)) == ["step-00000100"]
+    assert verify(checkpoint) == []
+    flip_a_bit(checkpoint)
+    [problem] = verify(checkpoint)
+    assert "shard-00001.safetensors is damaged" in problem
 
 
 def test_an_attempt_counts_what_it_wrote_and_what_it_listed(run: RunPaths) -> None:
@@ -78,6 +104,7 @@ def test_an_attempt_counts_what_it_wrote_and_what_it_listed(run: RunPaths) -> No
     assert counts(run, first, attempt=2)
 
 
+@pytest.mark.fault(15)
 def test_what_an_old_attempt_commits_after_a_newer_began_does_not_count(run: RunPaths) -> None:
     begin_attempt(run, 1)
     begin_attempt(run, 2, listing(run))
@@ -128,6 +155,7 @@ def test_a_run_without_attempts_has_no_checkpoints(run: RunPaths) -> None:
     assert committed(run) == [] == listing(run)
 
 
+@pytest.mark.fault(13)
 def test_partial_and_unreadable_folders_never_count(run: RunPaths) -> None:
     begin_attempt(run, 1)
     run.checkpoint(300).folder.mkdir(parents=True)
@@ -186,7 +214,7 @@ def test_verify_finds_json_that_is_none_though_its_hash_is_right(run: RunPaths) 
     checkpoint = write_checkpoint(run, 100, attempt=1)
     checkpoint.state.write_text("not json")
     files = json.loads(checkpoint.manifest.read_text())["files"]
-    files["state.json"] = {"size": 8, "sha256": hash_file(checkpoint.state)}
+    files["state.json"] = FileEntry(8, hash_file(checkpoint.state)).to_json()
     change_manifest(checkpoint, files=files)
     assert verify(checkpoint) == [f"{checkpoint.state} is no JSON object"]
 
@@ -206,7 +234,7 @@ ENTRY = {"size": 1, "sha256": "0" * 64}
 @pytest.mark.parametrize(
     "changes",
     [
-        {"version": 2},
+        {"version": 3},
         {"step": "100"},
         {"attempt": True},
         {"world_size": -1},
@@ -218,6 +246,8 @@ ENTRY = {"size": 1, "sha256": "0" * 64}
         {"files": {"x": {"size": "1", "sha256": "0" * 64}}},
         {"files": {"x": {"size": -1, "sha256": "0" * 64}}},
         {"files": {"x": {"size": 1, "sha256": "short"}}},
+        {"files": {"x": {"size": 1, "xxh3_128": "g" * 32}}},
+        {"files": {"x": {"size": 1, "crc": "0" * 32}}},
         {"files": {"x": 5}},
     ],
 )
@@ -250,6 +280,7 @@ def test_pruning_keeps_the_newest_and_never_fewer_than_two(run: RunPaths, keep: 
     assert len(list(run.checkpoints.iterdir())) == left
 
 
+@pytest.mark.fault(13)
 def test_partial_folders_are_not_counted_as_kept(run: RunPaths) -> None:
     begin_attempt(run, 1)
     for step in (1, 2, 3):
@@ -288,3 +319,37 @@ def test_a_removal_that_stops_half_way_leaves_no_checkpoint(
     assert run.checkpoint_folders() == [run.checkpoint(2), run.checkpoint(3)]
     prune(run, 2, attempt=1)
     assert len(list(run.checkpoints.iterdir())) == 2
+
+
+@pytest.mark.fault(15)
+def test_an_attempt_that_lost_the_run_removes_nothing(run: RunPaths) -> None:
+    begin_attempt(run, 1)
+    for step in (1, 2, 3):
+        write_checkpoint(run, step, attempt=1)
+    begin_attempt(run, 2, ["step-00000001"])
+    assert prune(run, 2, attempt=1) == []
+    assert names(committed(run)) == ["step-00000001"]
+    assert len(list(run.checkpoints.iterdir())) == 3
+
+
+@pytest.mark.fault(9)
+@pytest.mark.parametrize(("times", "is_whole"), [(2, True), (99, False)])
+def test_a_file_server_that_is_away_does_not_make_a_checkpoint_damaged(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, times: int, is_whole: bool
+) -> None:
+    checkpoint = write_checkpoint(run, 100, attempt=1)
+    left = [times]
+
+    def stale(path: Path, algorithm: str) -> str:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return hash_file(path, algorithm)
+
+    monkeypatch.setattr(module, "hash_file", stale)
+    monkeypatch.setattr(module, "_RETRY_AFTER_S", (0.0, 0.0))
+    if is_whole:
+        assert verify(checkpoint) == []
+    else:
+        with pytest.raises(OSError, match="Stale"):
+            verify(checkpoint)

@@ -104,6 +104,7 @@ def test_a_walk_that_finds_too_much_says_so(tmp_path: Path, monkeypatch: pytest.
         select(tmp_path, [])
 
 
+@pytest.mark.fault(45)
 @pytest.mark.parametrize(
     "name",
     [".env", "a/.env.local", ".netrc", "x.pem", "X.PEM", "server.key", "id_rsa", "id_ed25519.pub",

@@ -14,8 +14,17 @@ from hpc_train.config import freezing
 from hpc_train.errors import StorageError
 from hpc_train.paths import RunPaths
 from hpc_train.plan.identity import content_hash
-from hpc_train.run_folder.creation import create_run, effective_experiment, note_change
+from hpc_train.run_folder.creation import (
+    Origin,
+    create_run,
+    effective_experiment,
+    note_change,
+    note_versions,
+    noted_versions,
+    origin_of,
+)
 from hpc_train.run_folder.files import read_json
+from hpc_train.run_folder.versions import versions
 from tests.run_folder.runs import small_experiment, small_run
 
 
@@ -108,3 +117,26 @@ def test_a_change_needs_a_readable_run(tmp_path: Path) -> None:
     paths.run.write_text("{")
     with pytest.raises(StorageError, match=r"run\.json: missing or not JSON"):
         note_change(paths, 2, ["data.workers=4"])
+
+
+def test_the_file_that_a_run_was_made_of_is_noted(tmp_path: Path) -> None:
+    assert origin_of(small_run(tmp_path / "unknown")) is None
+    paths = RunPaths(tmp_path / "small" / "abc")
+    origin = Origin("/home/ada/exp.yaml", ["seed=1"])
+    create_run(paths, small_experiment(), "abc", 10, origin=origin)
+    assert (read_json(paths.run) or {})["source"] == {"file": "/home/ada/exp.yaml", "overrides": ["seed=1"]}
+    assert origin_of(paths) == origin
+
+
+def test_versions_are_noted_with_the_attempt_that_has_others_first(tmp_path: Path) -> None:
+    paths = small_run(tmp_path)
+    created = noted_versions(paths)
+    assert created == versions()
+    note_versions(paths, 2, created)
+    assert "versions_by_attempt" not in (read_json(paths.run) or {})
+    for attempt, torch in ((9, "2.99.0"), (10, "3.0.0"), (11, "3.0.0")):
+        note_versions(paths, attempt, created | {"torch": torch})
+    noted = (read_json(paths.run) or {})["versions_by_attempt"]
+    assert {attempt: found["torch"] for attempt, found in noted.items()} == {"9": "2.99.0", "10": "3.0.0"}
+    assert noted_versions(paths)["torch"] == "3.0.0"
+    assert (read_json(paths.run) or {})["versions"] == created

@@ -89,6 +89,7 @@ def test_a_living_launcher_is_returned_and_its_ranks_are_left_alone(
     assert child.poll() is None
 
 
+@pytest.mark.fault(48)
 def test_ranks_of_a_dead_launcher_are_ended(run: RunPaths, child: subprocess.Popen[bytes]) -> None:
     dead = replace(Process.current(), start_ticks=1)
     record = record_of(dead, [identity(child), dead])

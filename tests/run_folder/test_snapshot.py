@@ -71,12 +71,16 @@ def test_without_git_there_is_no_commit(tmp_path: Path, root: Path) -> None:
 
 
 def test_the_same_content_is_one_snapshot_that_is_not_touched_again(tree: Path, root: Path) -> None:
+    """But for its folder's time: ``clean`` sees that it was asked for."""
     first = take(root, tree, [])
+    os.utime(first, (0, 0))
     before = {path: path.lstat().st_mtime_ns for path in [root, *root.rglob("*")]}
     git(tree, "commit", "-q", "--allow-empty", "-m", "two")
     os.utime(tree / "a.py")
     assert take(root, tree, []) == first
-    assert {path: path.lstat().st_mtime_ns for path in [root, *root.rglob("*")]} == before
+    after = {path: path.lstat().st_mtime_ns for path in [root, *root.rglob("*")]}
+    assert after.pop(first) > before.pop(first)
+    assert after == before
 
 
 @pytest.mark.parametrize("change", ["content", "name", "mode", "link", "cwd"])

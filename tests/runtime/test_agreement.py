@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 import torch
 
-from hpc_train.runtime.agreement import SAVE, STOP, Agreement
+from hpc_train.runtime.agreement import Agreed, Agreement, Wish
 from hpc_train.runtime.process_group import Group, Timeouts
 from hpc_train.runtime.signals import StopFlag
 from tests.runtime.scripts import run_script
@@ -23,27 +24,26 @@ def alone() -> Group:
 def test_one_rank_agrees_with_itself(alone: Group) -> None:
     flag = StopFlag()
     agreement = Agreement(alone, flag)
-    agreement.begin(save=True)
-    assert agreement.wait() == SAVE
-    agreement.begin()
-    assert agreement.wait() == 0
-    assert not agreement.poll()
-    agreement.begin(save=True)
+    assert agreement.exchange(Wish(save=True)) == Agreed(save=True)
+    assert agreement.exchange() == Agreed()
+    assert agreement.exchange(Wish(False, True, True, True, 7)) == Agreed(False, False, True, True, True, 7)
+    agreement.begin(Wish(save=True))
     flag.note(15)
-    assert agreement.wait() == STOP | SAVE
-    assert agreement.poll()
+    assert agreement.wait() == Agreed(stop=True, save=True)
+    assert agreement.exchange().stop
     assert agreement.rank_0_says(True)
     assert not agreement.rank_0_says(False)
 
 
 @pytest.mark.slow
+@pytest.mark.fault(1, 5)
 def test_ranks_agree_whoever_was_asked(tmp_path: Path) -> None:
     script = """
-import json, os, signal, sys
+import dataclasses, json, os, signal, sys
 from pathlib import Path
 import torch
 from hpc_train.runtime import signals
-from hpc_train.runtime.agreement import Agreement
+from hpc_train.runtime.agreement import Agreement, Wish
 from hpc_train.runtime.process_group import join
 from hpc_train.runtime.ranks import RankFacts
 flag = signals.install()
@@ -51,24 +51,28 @@ facts = RankFacts.from_environment(os.environ)
 group = join(facts, torch.device("cpu"), Path(sys.argv[1]), "token")
 agreement = Agreement(group, flag)
 agreed = []
-def step(save=False):
-    agreement.begin(save=save)
-    agreed.append(agreement.wait())
+def step(**wish):
+    agreed.append(dataclasses.astuple(agreement.exchange(Wish(**wish))))
 step()
 step(save=facts.rank == 0)
 step(save=facts.rank != 0)
-agreed.append(int(agreement.rank_0_says(facts.rank == 0)))
-agreed.append(int(agreement.rank_0_says(facts.rank != 0)))
-agreed.append(int(agreement.poll()))
+step(has_failed=facts.rank == 1, is_waiting=facts.rank == 2, bad_samples=facts.rank)
+step(is_non_finite=facts.rank > 0)
+agreed.append(agreement.rank_0_says(facts.rank == 0))
+agreed.append(agreement.rank_0_says(facts.rank != 0))
+step()
 if facts.rank == 2:
     os.kill(os.getpid(), signal.SIGTERM)
 step()
 step(save=True)
-agreed.append(int(agreement.poll()))
 print(json.dumps(agreed), flush=True)
 group.leave()
 os._exit(0)
 """
     ranks = run_script(script, 3, str(tmp_path / "rendezvous.json"))
-    expected = [0, SAVE, 0, 1, 0, 0, STOP, STOP | SAVE, 1]
+    told = [
+        Agreed(), Agreed(save=True), Agreed(), Agreed(has_failed=True, is_waiting=True, bad_samples=3),
+        Agreed(is_non_finite=True), True, False, Agreed(), Agreed(stop=True), Agreed(stop=True, save=True),
+    ]  # fmt: skip
+    expected = [each if isinstance(each, bool) else list(astuple(each)) for each in told]
     assert [json.loads(rank.stdout or "null") for rank in ranks] == [expected] * 3, ranks[0].stderr

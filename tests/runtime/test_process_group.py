@@ -54,6 +54,7 @@ def test_one_rank_has_a_process_group_too(tmp_path: Path) -> None:
     group.leave()
 
 
+@pytest.mark.fault(19)
 def test_an_address_of_another_attempt_is_not_taken(tmp_path: Path) -> None:
     rendezvous = tmp_path / "rendezvous.json"
     write_json(rendezvous, {"hosts": ["127.0.0.1"], "port": 1, "token": "older"})
@@ -61,6 +62,7 @@ def test_an_address_of_another_attempt_is_not_taken(tmp_path: Path) -> None:
         join(SECOND_OF_TWO, CPU, rendezvous, "token", Timeouts(join_s=0.1))
 
 
+@pytest.mark.fault(2)
 def test_a_stop_ends_the_wait_for_rank_0(tmp_path: Path) -> None:
     with pytest.raises(TryAgainError):
         join(SECOND_OF_TWO, CPU, tmp_path / "rendezvous.json", "token", must_stop=lambda: True)
@@ -83,6 +85,7 @@ def test_a_store_that_nobody_reaches_is_told_of_with_where_it_was_sought(tmp_pat
         join(SECOND_OF_TWO, CPU, rendezvous, "token", Timeouts(join_s=0.1))
 
 
+@pytest.mark.fault(18)
 def test_a_rank_that_does_not_come_is_missed(tmp_path: Path) -> None:
     with pytest.raises(PeerLostError, match=r"1 of 2 ranks came within 0\.1 s"):
         join(RankFacts(0, 2, 0, 2, 0, 1), CPU, tmp_path / "rendezvous.json", "token", Timeouts(join_s=0.1))
@@ -110,6 +113,7 @@ def test_what_counts_as_a_lost_peer(error: Exception, is_lost: bool) -> None:
     assert peer_lost(wrapped) is is_lost
 
 
+@pytest.mark.fault(18, 19)
 @pytest.mark.slow
 def test_ranks_meet_by_the_file_and_a_silent_peer_is_lost_after_the_short_timeout(tmp_path: Path) -> None:
     rendezvous = tmp_path / "rendezvous.json"
@@ -146,6 +150,7 @@ os._exit(0)
     assert json.loads(rendezvous.read_text())["token"] == "token"
 
 
+@pytest.mark.fault(16)
 @pytest.mark.slow
 def test_ranks_meet_at_a_given_address_and_a_dead_peer_is_noticed_at_once(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -160,7 +165,7 @@ from hpc_train.runtime.signals import StopFlag
 group = joined(join_s=60, first_step_s=1800)  # no time-out: the test's own limit comes before it
 agreement = Agreement(group, StopFlag())
 agreement.begin()
-assert agreement.wait() == 0
+assert not agreement.wait().stop
 if facts.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 try:
@@ -208,6 +213,7 @@ os._exit(0)
     assert json.loads(rendezvous.read_text())["hosts"][0] == "127.0.0.1"
 
 
+@pytest.mark.fault(2)
 @pytest.mark.slow
 def test_one_that_is_stopped_while_others_come_takes_all_with_it(tmp_path: Path) -> None:
     """Nobody is left waiting inside of torch for a rank that has left."""
@@ -258,6 +264,7 @@ os._exit(0)
     assert [rank.stdout.strip() for rank in ranks] == ["True", "True"], ranks[0].stderr
 
 
+@pytest.mark.fault(17)
 @pytest.mark.slow
 def test_one_that_hangs_keeps_nobody_from_leaving(tmp_path: Path) -> None:
     script = (

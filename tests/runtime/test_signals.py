@@ -30,6 +30,7 @@ def run(script: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.fault(5)
 def test_the_first_signal_is_remembered_and_all_are_counted() -> None:
     flag = signals.install()
     assert not flag
@@ -47,6 +48,7 @@ def test_installing_again_returns_the_same_flag() -> None:
     assert flag.count == 1
 
 
+@pytest.mark.fault(3)
 def test_a_blocked_signal_is_delivered_once_the_handler_stands() -> None:
     script = """
 import os, signal

@@ -64,7 +64,7 @@ class Cluster:
         """Start all daemons; return once every node is idle. Raises RuntimeError with the logs' ends."""
         if len(os.fsencode(self.folder)) > _LONGEST_FOLDER:
             raise RuntimeError(
-                f"{self.folder}: too long for a socket's path; at most {_LONGEST_FOLDER} bytes"
+                f"{self.folder}: too long for a socket's path; name one of at most {_LONGEST_FOLDER} bytes"
             )
         try:
             self._claim, self._ports = claimed_ports()
@@ -326,7 +326,10 @@ def _up(folder: Path, settings: Settings) -> None:
         print(f"a cluster runs in {folder} already", file=sys.stderr)
     else:
         _remove(folder)
-        Cluster(folder, settings).up()
+        try:
+            Cluster(folder, settings).up()
+        except RuntimeError as error:
+            raise SystemExit(str(error)) from None
     print(f"export SLURM_CONF={folder / 'slurm.conf'}")
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import AttemptRecord, read_record
+from tests.end_to_end.runs import EXPERIMENT as ON_ONE_MACHINE
 from tests.end_to_end.runs import Done, hpc_train, last_step, only_run, wait_for, write_experiment
 from tests.slurm.cluster import Cluster
 
@@ -17,24 +17,13 @@ LIMIT_S = 400.0
 #: One thread a rank: the same sums on this machine's quiet run and on the cluster's nodes.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
 
-EXPERIMENT = """\
-name: digits
-seed: 3
-task: classification
-model: {name: "tests.end_to_end.paced:net"}
-data: {name: digits, augment: {hflip: 0.5, crop_padding: 2}}
-optimization:
-  steps: 60
-  global_batch_size: 48
-  micro_batch_size: 12
-  optimizer: {name: adamw, lr: 0.003}
-  schedule: {name: cosine, warmup_steps: 20}
-  clip_grad_norm: 1.0
-evaluation: {every_steps: 20}
-checkpoint: {every_steps: 1000}
-logging: {every_steps: 1}
-slurm: {partition: low, nodes: 2, ranks_per_node: 2, time_limit: 30min}
-"""
+#: That of the local tests, slow enough to be caught in the act; its saves are those of its signals.
+EXPERIMENT = (
+    ON_ONE_MACHINE.replace("tests.end_to_end.parts:net", "tests.end_to_end.paced:net").replace(
+        "checkpoint: {every_steps: 7}", "checkpoint: {every_steps: 1000}"
+    )
+    + "slurm: {partition: low, nodes: 2, ranks_per_node: 2, time_limit: 30min}\n"
+)
 
 
 def command(folder: Path, *arguments: str | Path, pace_s: float = 0.0, **environment: str) -> Done:
@@ -133,23 +122,3 @@ def account(paths: RunPaths) -> str:
 
 def _ends(files: Sequence[Path]) -> list[str]:
     return [f"== {file}\n{file.read_text(errors='replace')[-1500:]}" for file in files if file.stat().st_size]
-
-
-def environ_of(pid: int) -> dict[str, str]:
-    """Return a process's environment."""
-    with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
-        words = file.read().decode(errors="replace").split("\0")
-    return dict(word.split("=", 1) for word in words if "=" in word)
-
-
-def processes_of(paths: RunPaths) -> list[int]:
-    """Return the processes of this machine that work for the run."""
-    found = []
-    for entry in os.listdir("/proc"):  # noqa: PTH208
-        if entry.isdigit():
-            try:
-                if environ_of(int(entry)).get("HPC_TRAIN_RUN_FOLDER") == str(paths.folder):
-                    found.append(int(entry))
-            except OSError:
-                continue
-    return found

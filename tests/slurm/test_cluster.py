@@ -15,7 +15,7 @@ import pytest
 from tests.end_to_end.runs import REPOSITORY, wait_for
 from tests.slurm import host, processes
 from tests.slurm.cluster import Cluster
-from tests.slurm.conftest import REQUIRED, leave_out
+from tests.slurm.fixtures import REQUIRED, leave_out
 from tests.slurm.host import claimed_ports
 from tests.slurm.ordinary_user import OrdinaryUser
 from tests.slurm.runs import grace, high_job, preempt, sbatch, squeue, state, wait_for_state

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import pytest
 from hpc_train.paths import RunPaths
 from tests.end_to_end.runs import assert_equal_to_the_bit, found_runs, last_step, wait_for
 from tests.slurm.cluster import Cluster
+from tests.slurm.configuration import NODES
 from tests.slurm.experiments import (
     EXPERIMENT,
     LIMIT_S,
@@ -31,6 +32,7 @@ from tests.slurm.experiments import (
     wait_for_step,
 )
 from tests.slurm.ordinary_user import OrdinaryUser
+from tests.slurm.runs import high_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -50,16 +52,9 @@ def quiet(tmp_path_factory: pytest.TempPathFactory) -> Quiet:
     return trained
 
 
-@contextmanager
-def preempting(cluster: Cluster, paths: RunPaths) -> Iterator[None]:
-    """Take the run's nodes for a job of the higher partition."""
-    nodes = records(paths)[-1].hosts
-    job = cluster.run(
-        "sbatch", "--parsable", "--partition=high", "--exclusive", f"--nodes={len(nodes)}",
-        f"--nodelist={','.join(nodes)}", "--output=/dev/null", "--wrap=sleep 600",
-    ).strip()  # fmt: skip
-    yield
-    cluster.run("scancel", job)
+def preempting(cluster: Cluster, paths: RunPaths) -> AbstractContextManager[str]:
+    """A while in which the run's nodes are wanted by a job of the higher partition."""
+    return high_job(cluster, records(paths)[-1].hosts)
 
 
 def see_it_complete(paths: RunPaths, quiet: RunPaths, limit_s: float = LIMIT_S) -> None:
@@ -70,6 +65,7 @@ def see_it_complete(paths: RunPaths, quiet: RunPaths, limit_s: float = LIMIT_S) 
     wait_for(lambda: state(paths) == "completed", "status's word")
 
 
+@pytest.mark.fault(1)
 @pytest.mark.parametrize(
     ("strategy", "fixture"), [("ddp", "cluster"), ("fsdp", "cluster_without_accounting")]
 )
@@ -92,6 +88,7 @@ def test_three_preemptions_change_no_bit(
     assert list(events) and sorted(events, key=lambda name: events[name]) == order
 
 
+@pytest.mark.fault(1)
 def test_time_limits_change_no_bit(any_cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
     # Slurm tells a job that ends within the lead and a minute, at its next look each half a minute.
     slurm = "slurm={partition: low, nodes: 2, ranks_per_node: 2, time_limit: 2min, signal_lead_s: 5}"
@@ -102,6 +99,7 @@ def test_time_limits_change_no_bit(any_cluster: Cluster, quiet: Quiet, tmp_path:
     assert set(causes) == {"time limit", "completed"}
 
 
+@pytest.mark.fault(14)
 @pytest.mark.parametrize(
     ("strategy", "fixture"), [("ddp", "cluster_without_accounting"), ("fsdp", "cluster")]
 )
@@ -158,23 +156,14 @@ def test_a_sweep_is_one_throttled_array(any_cluster: Cluster, tmp_path: Path) ->
 
 def test_status_is_right_in_every_state(any_cluster: Cluster, tmp_path: Path) -> None:
     nodes = "slurm={partition: low, nodes: 4, ranks_per_node: 1}"
-    blocker = any_cluster.run(
-        "sbatch",
-        "--parsable",
-        "--partition=high",
-        "--exclusive",
-        "--nodes=4",
-        "-o/dev/null",
-        "--wrap=sleep 600",
-    ).strip()
-    wait_for(lambda: job_states(any_cluster, blocker) == ["RUNNING"], "the blocker")
-    paths = submit_one(tmp_path, nodes, pace_s=0.3)
-    assert state(paths) == "pending"
-    any_cluster.run("scontrol", "hold", job_of(paths))
-    wait_for(lambda: "eld" in str(standing(tmp_path)[0]["reason"]), "the word held", 60)
-    assert state(paths) == "pending"
-    any_cluster.run("scontrol", "release", job_of(paths))
-    any_cluster.run("scancel", blocker)
+    with high_job(any_cluster, NODES) as blocker:
+        wait_for(lambda: job_states(any_cluster, blocker) == ["RUNNING"], "the blocker")
+        paths = submit_one(tmp_path, nodes, pace_s=0.3)
+        assert state(paths) == "pending"
+        any_cluster.run("scontrol", "hold", job_of(paths))
+        wait_for(lambda: "eld" in str(standing(tmp_path)[0]["reason"]), "the word held", 60)
+        assert state(paths) == "pending"
+        any_cluster.run("scontrol", "release", job_of(paths))
     wait_for_step(paths, 3)
     wait_for(lambda: state(paths) == "running", "running", 60)
     with preempting(any_cluster, paths):
@@ -184,6 +173,7 @@ def test_status_is_right_in_every_state(any_cluster: Cluster, tmp_path: Path) ->
     wait_for(lambda: state(paths) == "completed", "completed", 60)
 
 
+@pytest.mark.fault(46)
 def test_scancel_is_final_in_every_state(any_cluster: Cluster, tmp_path: Path) -> None:
     """By scancel itself while running, held and pending; by ``cancel`` while running and requeued."""
     text = EXPERIMENT.replace("nodes: 2, ranks_per_node: 2", "nodes: 1, ranks_per_node: 1")
@@ -224,6 +214,7 @@ def test_a_cancelled_run_goes_on_after_a_resume(cluster: Cluster, quiet: Quiet, 
 CRASHING = EXPERIMENT.replace("tests.end_to_end.paced:net", "tests.slurm.crashing:net")
 
 
+@pytest.mark.fault(16, 36)
 def test_a_crash_is_requeued_three_times(any_cluster: Cluster, tmp_path: Path) -> None:
     paths = submit_one(tmp_path, "slurm={partition: low, nodes: 1, ranks_per_node: 2}", text=CRASHING)
     assert wait_for_state(paths, "failed", "completed") == "failed"
@@ -235,11 +226,18 @@ def test_a_crash_is_requeued_three_times(any_cluster: Cluster, tmp_path: Path) -
     assert run["state"] == "failed" and "ValueError: on purpose" in run["reason"]
 
 
-def test_a_bad_file_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    paths = submit_one(tmp_path, "model.args={no_such_argument: 1}")
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        pytest.param("model.args={no_such_argument: 1}", "no_such_argument", id="file"),
+        pytest.param("data={name: imagefolder, root: /not/here}", "/not/here", id="data"),
+    ],
+)
+def test_a_bad_file_is_not_requeued(override: str, named: str, cluster: Cluster, tmp_path: Path) -> None:
+    paths = submit_one(tmp_path, override)
     assert wait_for_state(paths, "failed", "completed") == "failed"
     assert [record.cause for record in records(paths)] == ["user error"]
-    assert "no_such_argument" in standing(tmp_path)[0]["reason"]
+    assert named in standing(tmp_path)[0]["reason"]
 
 
 NET = """\
@@ -258,6 +256,7 @@ def net(num_classes):
 """
 
 
+@pytest.mark.fault(39)
 def test_an_ordinary_user_is_preempted_and_edits_code_meanwhile(
     cluster: Cluster, ordinary_user: OrdinaryUser
 ) -> None:
@@ -289,6 +288,7 @@ def test_an_ordinary_user_is_preempted_and_edits_code_meanwhile(
     assert paths.folder.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.fault(30)
 def test_wandb_keeps_one_run_over_attempts_without_a_network(
     cluster: Cluster, quiet: Quiet, tmp_path: Path
 ) -> None:

@@ -87,6 +87,7 @@ def test_two_nodes_meet_and_train_to_the_end(cluster: Cluster, quiet: Quiet, tmp
     assert_equal_to_the_bit(quiet(), paths)
 
 
+@pytest.mark.fault(16)
 def test_a_killed_rank_takes_the_others_with_it_and_nothing_is_saved(
     cluster: Cluster, quiet: Quiet, tmp_path: Path
 ) -> None:
@@ -106,6 +107,7 @@ def test_a_killed_rank_takes_the_others_with_it_and_nothing_is_saved(
     assert_equal_to_the_bit(quiet(), paths)
 
 
+@pytest.mark.fault(2, 3)
 def test_ranks_that_are_preempted_before_they_have_met_lose_nothing(
     cluster: Cluster, quiet: Quiet, tmp_path: Path
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_preemption_is_told_part_by_part(cluster: Cluster, tmp_path: Path) -> 
     wait_for_state(paths, "completed")
 
 
+@pytest.mark.fault(14, 15)
 def test_ranks_of_a_node_that_was_given_up_end_once_others_go_on(cluster: Cluster, tmp_path: Path) -> None:
     """The node's daemons are gone, its ranks are not: two attempts of one run are alive for a while."""
     one_node = EXPERIMENT.replace("nodes: 2", "nodes: 1")

@@ -56,6 +56,7 @@ def test_of_an_array_only_the_task_that_asks_comes_back(cluster: Cluster, tmp_pa
     assert ranks(batch) == ["0 0", "1 0", "2 0", "2 1"]
 
 
+@pytest.mark.fault(46)
 def test_a_cancelled_job_does_not_come_back(cluster: Cluster, tmp_path: Path) -> None:
     batch = fake_batch(tmp_path)
     rank = tmp_path / ".code/content/package/hpc_train/launchers/slurm/rank.py"

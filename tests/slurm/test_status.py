@@ -145,6 +145,7 @@ def test_a_held_array_waits_is_throttled_and_starts(any_cluster: Cluster, runs: 
     assert _show(_fresh("r0")[0]) == ("running", None)
 
 
+@pytest.mark.fault(35)
 def test_a_job_that_can_never_start_says_so(any_cluster: Cluster, runs: Path) -> None:
     paths = _submitted(any_cluster, runs, _SLEEPS, "--partition=short", "--time=60")
     words = "never starts: PartitionTimeLimit; cancel it, then resume it with another slurm.time_limit"
@@ -184,6 +185,7 @@ def test_scancel_and_requeue_by_hand_are_seen(any_cluster: Cluster, runs: Path) 
     assert record is not None and (record.cause, record.reason) == ("cancelled", "scancel")
 
 
+@pytest.mark.fault(14)
 def test_a_node_that_dies_makes_the_run_wait_and_never_fail(cluster: Cluster, runs: Path) -> None:
     paths = _submitted(cluster, runs, _SLEEPS)
     _wait_for(cluster, paths, "RUNNING")
@@ -198,6 +200,7 @@ def test_a_node_that_dies_makes_the_run_wait_and_never_fail(cluster: Cluster, ru
         cluster.start_node(node)
 
 
+@pytest.mark.fault(46)
 def test_cancel_is_final_in_every_state(any_cluster: Cluster, runs: Path) -> None:
     """Held, waiting, running (and deaf to SIGTERM), requeued; the array's last task, and not its siblings."""
     held, waiting, running, requeued, sibling, last = _array(any_cluster, runs, _STUBBORN, 6, "--hold")
@@ -238,6 +241,7 @@ def test_a_job_of_the_same_number_that_is_not_the_runs_is_left_alone(
     assert _state(cluster, other.strip()) in {"PENDING", "RUNNING"}
 
 
+@pytest.mark.fault(33)
 def test_without_slurmctld_status_gives_the_folders_word_and_cancel_is_kept_for_later(
     cluster: Cluster, runs: Path
 ) -> None:
@@ -257,6 +261,7 @@ def test_without_slurmctld_status_gives_the_folders_word_and_cancel_is_kept_for_
     assert read_status(paths).state == "cancelled"
 
 
+@pytest.mark.fault(34)
 def test_what_slurmctld_has_dropped_is_known_by_accounting(cluster: Cluster, runs: Path) -> None:
     ran, waited, *_ = _array(cluster, runs, "exit 3", 4, "--array=0-3%1", "--hold")
     commands.release(_job(ran))
@@ -271,6 +276,7 @@ def test_what_slurmctld_has_dropped_is_known_by_accounting(cluster: Cluster, run
     _wait(lambda: sorted(ended().values()) == ["CANCELLED", "CANCELLED", "FAILED"], "word of accounting")
 
 
+@pytest.mark.fault(34)
 def test_a_job_that_nobody_knows_any_more_ends_its_run(any_cluster: Cluster, runs: Path) -> None:
     paths = queued_run(runs, "987654")
     begin(paths, "987654")

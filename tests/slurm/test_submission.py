@@ -167,6 +167,7 @@ def test_what_is_asked_to_stay_held_is_not_released(place: Place) -> None:
     assert line == "JobHeldUser"
 
 
+@pytest.mark.fault(37)
 def test_twenty_submits_at_once_make_one_array(place: Place, counted: Path) -> None:
     processes = [start(place.folder, "submit", "exp.yaml", _SWEEP, program=counted) for _ in range(20)]
     ends = [(process.communicate(timeout=_LIMIT_S)[1], process.returncode) for process in processes]
@@ -189,6 +190,7 @@ _STEPS = [
 ]
 
 
+@pytest.mark.fault(49)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(("step", "call"), _STEPS)
 def test_a_submitter_killed_anywhere_leaves_one_array_to_the_next(
@@ -201,6 +203,7 @@ def test_a_submitter_killed_anywhere_leaves_one_array_to_the_next(
     _assert_one_array(place)
 
 
+@pytest.mark.fault(49)
 def test_a_submitter_killed_inside_sbatch_leaves_one_array_to_the_next(place: Place, tmp_path: Path) -> None:
     """submitit has moved neither script nor pickles then."""
     deadly = _wrapped_sbatch(tmp_path / "deadly", '"$real" "$@"\nkill -KILL $PPID')
@@ -236,6 +239,7 @@ def test_a_waiting_submit_says_for_whom(place: Place, tmp_path: Path) -> None:
     _assert_one_array(place)
 
 
+@pytest.mark.fault(33)
 @pytest.mark.parametrize("trouble", ["without", "frozen"])
 def test_a_controller_that_goes_and_comes_back_makes_one_array(
     any_place: Place, tmp_path: Path, trouble: str
@@ -255,6 +259,7 @@ def test_a_controller_that_goes_and_comes_back_makes_one_array(
     _assert_one_array(any_place)
 
 
+@pytest.mark.fault(35)
 def test_what_slurm_refuses_is_placed_in_the_file_and_leaves_nothing(place: Place) -> None:
     code, said = place.submit(_SWEEP, "slurm.nodes=1-2", "slurm.partition=lo")
     assert code == 65
@@ -269,6 +274,7 @@ def test_what_slurm_refuses_is_placed_in_the_file_and_leaves_nothing(place: Plac
     assert place.submit()[0] == 0
 
 
+@pytest.mark.fault(35)
 def test_a_job_that_can_never_start_is_told(place: Place) -> None:
     code, said = place.submit("slurm.partition=short", "slurm.time_limit=2h")
     assert code == 0
@@ -327,6 +333,7 @@ def test_a_refused_resume_leaves_runs_as_they_were(place: Place) -> None:
     assert f"hpc-train resume {run.folder.name} slurm.time_limit=30min" in said
 
 
+@pytest.mark.fault(49)
 def test_a_resume_killed_before_sbatch_is_finished_by_the_next_command(place: Place) -> None:
     assert place.submit(_SWEEP)[0] == 0
     assert place.run("cancel", "tiny")[0] == 0

@@ -1,7 +1,8 @@
 """What the batch script calls after srun, on the first node: why the attempt ended, and whether it goes on.
 
 ``python -m hpc_train.launchers.slurm.after SUBMISSION CODE`` (srun's exit code) writes that down and prints
-``requeue 75`` or ``stop CODE``; the script does the rest, for in a container nobody can ask Slurm.
+``requeue 75 [NODES]`` (those to leave out then) or ``stop CODE``; the script does the rest, for in a
+container nobody can ask Slurm.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
-from itertools import takewhile
 from pathlib import Path
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.launchers.outcome import log_tail, one_line
-from hpc_train.launchers.slurm.begin import MARK, BatchJob, say
+from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
+from hpc_train.launchers.slurm.recovery import effective_recovery, nodes_to_leave_out, saved_step
 from hpc_train.launchers.slurm.verdict import Facts, Verdict, judge
 from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run_folder import budgets
 from hpc_train.run_folder.attempts import (
     AttemptRecord,
     newest_number,
@@ -29,7 +31,7 @@ from hpc_train.run_folder.attempts import (
     read_record,
     write_record,
 )
-from hpc_train.run_folder.ends import exit_codes
+from hpc_train.run_folder.ends import exit_codes, rank_ends
 from hpc_train.run_folder.events import noted_signal
 from hpc_train.run_folder.status import read_status, write_status
 
@@ -51,42 +53,33 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     if record is None:
         raise HpcTrainError(f"{job.paths.attempt(number).record}: missing or not JSON")
     verdict = judge(gather(job, record, srun_code))
-    _write(job.paths, record, verdict, srun_code, ended)
+    told = _told(job.paths, record, verdict, srun_code, ended)
+    if verdict.state == "requeued":
+        recovery = effective_recovery(job.paths, number)
+        verdict = verdict.decided(budgets.decide([*job.earlier(number), told], recovery))
+    _write(job.paths, told, verdict)
     if verdict.reason is not None:
         say(f"{verdict.state}: {verdict.reason}")
-    return verdict.words
+    return verdict.words(nodes_to_leave_out(job.paths) if verdict.state == "requeued" else {})
 
 
 def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
     """Read what the attempt has left behind."""
     paths, attempt = job.paths, job.paths.attempt(record.attempt)
-    status, earlier = read_status(paths), _earlier(job, record)
-    signal = noted_signal(attempt)
+    status, signal, ends = read_status(paths), noted_signal(attempt), rank_ends(attempt)
     return Facts(
         srun_code=srun_code,
         is_completed=status.state == "completed",
         is_cancelled=paths.cancelled.exists(),
         errors=_errors(attempt),
-        codes=exit_codes(attempt),
+        codes={rank: end.code for rank, end in ends.items()},
+        nodes={rank: end.node for rank, end in ends.items() if end.node is not None},
         signal=signal,
         is_early=signal == "SIGUSR2" and _is_early(paths, record),
         step=status.step,
-        has_stepped="first_step" in record.events,
         output=_output(job, record.attempt),
         logs=_last_lines(attempt),
-        crashes_before=sum(each.cause == "crash" for each in earlier),
-        idle_before=len(list(takewhile(_is_idle, reversed(earlier)))),
     )
-
-
-def _earlier(job: BatchJob, record: AttemptRecord) -> list[AttemptRecord]:
-    """Return this job's attempts before this one, the first one first."""
-    found = [read_record(each) for each in job.paths.attempt_folders() if each.number < record.attempt]
-    return [each for each in found if each is not None and job.owns(each)]
-
-
-def _is_idle(record: AttemptRecord) -> bool:
-    return record.cause == "time limit" and "first_step" not in record.events
 
 
 def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
@@ -144,20 +137,26 @@ def _end_of(path: Path, nbytes: int) -> str:
         return file.read().decode("utf-8", "replace")
 
 
-def _write(paths: RunPaths, record: AttemptRecord, verdict: Verdict, srun_code: int, ended: str) -> None:
-    attempt = paths.attempt(record.attempt)
-    events = record.events | {"end": ended}
-    if verdict.state == "requeued":
-        events["requeue"] = now_ms()
-    told = replace(
+def _told(
+    paths: RunPaths, record: AttemptRecord, verdict: Verdict, srun_code: int, ended: str
+) -> AttemptRecord:
+    """Return the record of the attempt that has ended, before its budget was asked."""
+    return replace(
         record,
         end=now(),
         cause=verdict.cause,
         reason=verdict.reason,
-        events=events,
-        exit_codes=_all_codes(record.ranks or 0, exit_codes(attempt), srun_code),
+        events=record.events | {"end": ended},
+        exit_codes=_all_codes(record.ranks or 0, exit_codes(paths.attempt(record.attempt)), srun_code),
+        bad_nodes=verdict.bad_nodes,
+        saved_step=saved_step(paths, record.attempt),
     )
-    write_record(attempt, told)
+
+
+def _write(paths: RunPaths, told: AttemptRecord, verdict: Verdict) -> None:
+    requeue = {"requeue": now_ms()} if verdict.state == "requeued" else {}
+    told = replace(told, reason=verdict.reason, events=told.events | requeue)
+    write_record(paths.attempt(told.attempt), told)
     if verdict.state != "completed":
         status = read_status(paths)
         write_status(paths, replace(status, state=verdict.state, reason=verdict.reason))

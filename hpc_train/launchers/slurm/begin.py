@@ -1,7 +1,8 @@
 """What the batch script calls before srun, on the first node: claims the attempt and says where it lies.
 
 ``python -m hpc_train.launchers.slurm.begin SUBMISSION`` prints attempt, token and run folder, tab-separated;
-nothing where the run must not start. What goes wrong is told on stderr and by the exit code.
+nothing where the run must not start; with exit code 78 the nodes to leave out, where it found itself on one
+of them and asks for another start. What goes wrong is told on stderr and by the exit code.
 """
 
 from __future__ import annotations
@@ -13,15 +14,21 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import replace
 from pathlib import Path
 
-from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
+from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.outcome import one_line
 from hpc_train.launchers.slurm import LAUNCHER, commands
-from hpc_train.paths import RunPaths, SubmissionPaths
-from hpc_train.run_folder import snapshot
+from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
+from hpc_train.launchers.slurm.recovery import (
+    effective_recovery,
+    lost,
+    meets,
+    nodes_to_leave_out,
+)
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder import bad_nodes, budgets, snapshot
 from hpc_train.run_folder.attempts import (
     AttemptRecord,
     claim_attempt,
@@ -29,64 +36,39 @@ from hpc_train.run_folder.attempts import (
     now_ms,
     write_record,
 )
-from hpc_train.run_folder.ends import exit_codes
-from hpc_train.run_folder.events import noted_signal
-from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.liveness import end_living, living, newest_record
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import read_status, write_status
 from hpc_train.runtime.ranks import parse_tasks_per_node
 
-#: Begins an attempt's part of the batch script's output, which all attempts of a job append to.
-MARK = "hpc-train: attempt"
 _SCONTROL_LIMIT_S = 60.0
+#: So often a job asks for other nodes at one start; then it takes what it gets.
+_MOST_ASKED = 2
+#: Set by the batch script where Slurm can't leave the nodes out.
+_ANY_NODE = "HPC_TRAIN_ANY_NODE"
 
 
-@dataclass(frozen=True)
-class BatchJob:
-    """The job that this process runs in, and its run."""
+class BudgetSpentError(UserError):
+    """The run has failed: it does not come back from the attempt before."""
 
-    paths: RunPaths
-    submission: SubmissionPaths
-    #: ``12_3`` of an array, else ``12``: SLURM_JOB_ID of an array's last task means the whole array.
-    job: str
-    restart: int
-
-    @classmethod
-    def of(cls, folder: Path, environ: Mapping[str, str]) -> BatchJob:
-        """Raises UsageError outside of a job, BadFileError where the submission does not know its task."""
-        array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
-        job = f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
-        if not job:
-            raise UsageError("SLURM_JOB_ID: not set; this is called by the batch script that submit makes")
-        submission = SubmissionPaths(folder)
-        run_id = _run_id(submission, int(task) if array and task else 0)
-        return cls(
-            RunPaths(folder.parent.parent / run_id),
-            submission,
-            job,
-            int(environ.get("SLURM_RESTART_COUNT") or 0),
-        )
-
-    def owns(self, record: AttemptRecord | None) -> bool:
-        return record is not None and record.slurm_job == self.job
+    exit_code = ExitCode.NO_RETRY
 
 
-def _run_id(submission: SubmissionPaths, task: int) -> str:
-    runs = (read_json(submission.record) or {}).get("runs")
-    run_id = runs[task] if isinstance(runs, list) and task < len(runs) else None
-    # A plain name: another would lead out of the experiment's folder.
-    if not isinstance(run_id, str) or run_id != Path(run_id).name or run_id in {"", ".", ".."}:
-        raise BadFileError(
-            f"{submission.record}: knows no run of array task {task}; submit the experiment again"
-        )
-    return run_id
+class WrongNodeError(UserError):
+    """The job is on a node that the run leaves out; ``nodes``: all of these."""
+
+    exit_code = ExitCode.BAD_NODE
+
+    def __init__(self, message: str, nodes: Iterable[str]) -> None:
+        self.nodes = list(nodes)
+        super().__init__(message)
 
 
 def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
     """Claim the attempt; return the line to print, or None where the run must not start.
 
-    Raises TryAgainError where another attempt goes on, UserError where others could have written its code.
+    Raises TryAgainError where another attempt goes on, BudgetSpentError where none may follow, WrongNodeError
+    where it is to be asked for other nodes, UserError where others could have written its code.
     """
     job = BatchJob.of(folder, environ)
     began = now_ms()
@@ -98,14 +80,20 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
         number = _claimed(job, environ, began)
     except TryAgainError:
         raise
+    except WrongNodeError as error:
+        _stand(job.paths, "requeued", str(error))
+        raise
     except HpcTrainError as error:
-        status = read_status(job.paths)
-        write_status(job.paths, replace(status, state="failed", reason=one_line(str(error))))
+        _stand(job.paths, "failed", str(error))
         raise
     status = read_status(job.paths)
     write_status(job.paths, replace(status, state="running", attempt=number, reason=None))
     say(f"{MARK[len('hpc-train: ') :]} {number} of run {job.paths.folder.name}, job {job.job}, {now()}")
     return f"{number}\t{secrets.token_hex(16)}\t{job.paths.folder}"
+
+
+def _stand(paths: RunPaths, state: str, reason: str) -> None:
+    write_status(paths, replace(read_status(paths), state=state, reason=one_line(reason)))
 
 
 def _why_not(paths: RunPaths) -> str | None:
@@ -135,12 +123,16 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
         if job.owns(record) and record.restart == job.restart and record.launcher_process == script:
             return record.attempt
         _end_earlier(job, record)
+    hosts = _hosts(environ)
+    if _ANY_NODE not in environ:
+        _check_nodes(job, hosts)
+    job.asked.unlink(missing_ok=True)
     return claim_attempt(
         job.paths,
         LAUNCHER,
         slurm_job=job.job,
         restart=job.restart,
-        hosts=_hosts(environ),
+        hosts=hosts,
         ranks=_num_ranks(environ),
         events={"begin": began},
         launcher_process=script,
@@ -167,7 +159,40 @@ def _end_earlier(job: BatchJob, record: AttemptRecord) -> None:
         )
     if not is_own:
         end_living(job.paths)
-    write_record(job.paths.attempt(record.attempt), lost(job.paths, record))
+    told = lost(job.paths, record, is_requeued=is_own or not job.owns(record))
+    write_record(job.paths.attempt(record.attempt), told)
+    if job.owns(record):
+        _check_budget(job, told)
+
+
+def _check_budget(job: BatchJob, told: AttemptRecord) -> None:
+    """Raise BudgetSpentError where no attempt may follow the one that was lost; else tell what is left."""
+    attempt = job.paths.attempt(told.attempt)
+    recovery = effective_recovery(job.paths, told.attempt)
+    decision = budgets.decide([*job.earlier(told.attempt), told], recovery)
+    told = replace(told, reason=one_line(decision.reason))
+    if decision.comes_back:
+        write_record(attempt, told)
+        return
+    # It has taken note of this restart too: for `status` the job has not come back since.
+    write_record(attempt, replace(told, restart=job.restart))
+    raise BudgetSpentError(decision.reason)
+
+
+def _check_nodes(job: BatchJob, hosts: Iterable[str]) -> None:
+    """Raise WrongNodeError on a node that the run leaves out; not without end."""
+    nodes = nodes_to_leave_out(job.paths)
+    unwanted = meets(list(hosts), nodes)
+    if not unwanted:
+        return
+    words = bad_nodes.left_out({node: nodes[node] for node in unwanted})
+    asked = len(job.asked.read_text().splitlines()) if job.asked.exists() else 0
+    if asked >= _MOST_ASKED:
+        say(f"{words}, but Slurm gives nothing else; goes on there")
+        return
+    with job.asked.open("a") as file:
+        file.write(f"{now()} {' '.join(unwanted)}\n")
+    raise WrongNodeError(f"asks for other nodes: {words}", nodes)
 
 
 def _is_running(record: AttemptRecord) -> bool:
@@ -178,25 +203,6 @@ def _is_running(record: AttemptRecord) -> bool:
         listed = commands.run(["squeue", "--noheader", "--format=%T", f"--jobs={record.slurm_job}"])
         return listed.strip() in {"RUNNING", "COMPLETING", "SUSPENDED"}
     return False
-
-
-def lost(paths: RunPaths, record: AttemptRecord) -> AttemptRecord:
-    """Return the record of an attempt that ended without a word, with what its files tell."""
-    attempt = paths.attempt(record.attempt)
-    signal, cause = noted_signal(attempt), "lost"
-    has_stopped = "saved" in record.events or exit_codes(attempt).get(0) == ExitCode.TRY_AGAIN
-    if signal is not None and has_stopped:
-        cause = "time limit" if signal == "SIGUSR2" else "preemption"
-    reason = f"{cause}: it ended before its batch script could say how"
-    return replace(record, end=_last_word(attempt.folder) or now(), cause=cause, reason=reason)
-
-
-def _last_word(folder: Path) -> str | None:
-    with suppress(OSError):
-        latest = max((path.stat().st_mtime for path in folder.iterdir()), default=None)
-        if latest is not None:
-            return datetime.fromtimestamp(latest, UTC).isoformat(timespec="seconds")
-    return None
 
 
 def _hosts(environ: Mapping[str, str]) -> list[str]:
@@ -224,16 +230,14 @@ def _num_ranks(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-def say(text: str) -> None:
-    print(f"hpc-train: {text}", file=sys.stderr, flush=True)
-
-
 def main(words: Iterable[str]) -> int:
     (folder,) = words
     try:
         line = begin(Path(folder).absolute(), os.environ)
     except UserError as error:
         say(str(error))
+        if isinstance(error, WrongNodeError):
+            print(",".join(error.nodes), flush=True)
         return int(error.exit_code) or int(ExitCode.FAILED)
     if line is not None:
         print(line, flush=True)

@@ -155,6 +155,15 @@ def config() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
+@cache
+def partition(name: str = "") -> dict[str, str]:
+    """Return ``scontrol show partition``: GraceTime, PreemptMode, …; of the default one without a name."""
+    argv = ["scontrol", "--oneliner", "show", "partition", *([name] if name else [])]
+    lines = run(argv, retry=True).splitlines()
+    found = [dict(word.partition("=")[::2] for word in line.split() if "=" in word) for line in lines]
+    return next((each for each in found if name or each.get("Default") == "YES"), {})
+
+
 def own_jobs() -> list[tuple[str, str]]:
     """Return (job, script) of this user's jobs that wait or run; the script as sbatch was given it.
 

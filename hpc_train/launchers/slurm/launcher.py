@@ -14,8 +14,10 @@ from hpc_train.launchers.base import QueuedRun
 from hpc_train.launchers.slurm import (
     cancelling,
     commands,
+    grace,
     options,
     profiles,
+    recovery,
     refusals,
     script,
     sending,
@@ -37,6 +39,7 @@ from hpc_train.run_folder.status import RunStatus
 #: Measured: four idle nodes take 1.4 s to judge a job after its release; a busy site's scheduler longer.
 _REASON_LOOKS = 2
 _REASON_PAUSE_S = 1.5
+_TOO_FEW_NODES = re.compile(r"node configuration|node name", re.IGNORECASE)
 _FINISH = "what is made stays: submit the file again, or resume a run of it, to finish this"
 #: What stands in a script that is only shown for names that a submission gives.
 _SHOWN_TOKEN, _SHOWN_SNAPSHOT = "TOKEN", "SNAPSHOT"
@@ -112,7 +115,8 @@ def _likeness(run: QueuedRun) -> Hashable:
     slurm, code = run.experiment.slurm, run.paths.code
     assert slurm is not None
     profile = _profile(slurm.profile, run.problem)
-    return options.shape(run.experiment, profile), code.readlink() if code.is_symlink() else None
+    place = code.readlink() if code.is_symlink() else None
+    return options.shape(run.experiment, profile), place, tuple(recovery.nodes_to_leave_out(run.paths))
 
 
 #: A sweep's runs share theirs.
@@ -148,7 +152,7 @@ def _throttle(runs: Sequence[QueuedRun]) -> int | None:
     return min((most for run in runs if (most := run.experiment.sweep.max_parallel)), default=None)
 
 
-def _batch(paths: SubmissionPaths, runs: Sequence[QueuedRun]) -> Batch:
+def _batch(paths: SubmissionPaths, runs: Sequence[QueuedRun], *, on_any_node: bool = False) -> Batch:
     """Return the script of the runs' job; runs that are not there have no code yet."""
     run = runs[0]
     code = snapshot.linked(run.paths)
@@ -159,6 +163,7 @@ def _batch(paths: SubmissionPaths, runs: Sequence[QueuedRun]) -> Batch:
         snapshot=code or shown,
         search_path=snapshot.search_path(run.paths) if code else [f"{shown}/package", f"{shown}/tree"],
         max_parallel=_throttle(runs),
+        leave_out=[] if on_any_node else list(recovery.nodes_to_leave_out(run.paths)),
         problem=run.problem,
     )
 
@@ -177,7 +182,18 @@ def _send_all(jobs: Sequence[_Job]) -> None:
 def _send(job: _Job) -> None:
     assert job.record.batch is not None
     folders = [run.paths.folder for run in job.runs]
-    job.record = replace(job.record, job_id=sending.send(job.paths, job.record.batch, folders))
+    try:
+        job_id = sending.send(job.paths, job.record.batch, folders)
+    except commands.RefusedError as error:
+        nodes = recovery.nodes_to_leave_out(job.runs[0].paths)
+        if not nodes or not _TOO_FEW_NODES.search(error.words):
+            raise
+        say(f"can't leave out {', '.join(nodes)}: Slurm has too few nodes without them for what is asked")
+        job.record = replace(job.record, batch=_batch(job.paths, job.runs, on_any_node=True))
+        steps.write(job.paths, job.record)
+        assert job.record.batch is not None
+        job_id = sending.send(job.paths, job.record.batch, folders)
+    job.record = replace(job.record, job_id=job_id)
 
 
 def _take_back(job: _Job, runs: Sequence[RunPaths], reason: str) -> None:
@@ -235,7 +251,16 @@ def _tell(jobs: Sequence[_Job]) -> None:
         say(f"{_job_words(job.record)}{held}")
     if len(jobs) > 1 and jobs[0].record.max_parallel is not None:
         say(f"  max_parallel holds for each of the {len(jobs)} jobs by itself")
+    for warning in dict.fromkeys(words for job in jobs for words in _short_times(job)):
+        say(f"  {warning}")
     _warn(jobs)
+
+
+def _short_times(job: _Job) -> list[str]:
+    run = job.runs[0]
+    assert run.experiment.slurm is not None
+    profile = _profile(run.experiment.slurm.profile, run.problem)
+    return grace.warnings(profile.applied(run.experiment), run.paths.siblings)
 
 
 def _job_words(record: Submission) -> str:
@@ -253,7 +278,7 @@ def _warn(jobs: Sequence[_Job]) -> None:
     for job_id, reasons in _judged(job_ids).items():
         for reason in sorted(reasons):
             if words := waiting.never_starts(reason):
-                say(f"  job {job_id} {words}: cancel it, and resume with slurm.KEY=VALUE, or mend the file")
+                say(f"  job {job_id} {words}")
             elif refusals.may_never_start(reason):
                 say(f"  job {job_id} waits: {reason}; if it alone exceeds that limit, it never starts")
 

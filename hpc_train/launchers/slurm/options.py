@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -33,15 +33,28 @@ _RUNS_LOOKED_AT = 200
 #: Above any array: submitit's own default would throttle to 256.
 _NO_THROTTLE = 10**9
 #: Rendered values that are not ``SLURM_WORD``s by nature; submitit quotes them.
-_PATTERNS = {"job_name": NAME_PATTERN, "mail_user": MAIL_PATTERN, "gpu_type": GPU_TYPE_PATTERN}
+_PATTERNS = {
+    "job_name": NAME_PATTERN,
+    "mail_user": MAIL_PATTERN,
+    "gpu_type": GPU_TYPE_PATTERN,
+    # A word of the file and names of nodes, which may be many.
+    "exclude": SLURM_WORD_PATTERN.replace("{0,255}", "{0,16383}"),
+}
 
 
 def sbatch_parameters(
-    experiment: Experiment, profile: Profile, *, lead_s: int, max_parallel: int | None, held: bool = True
+    experiment: Experiment,
+    profile: Profile,
+    *,
+    lead_s: int,
+    max_parallel: int | None,
+    held: bool = True,
+    leave_out: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return submitit's parameters for runs of one ``shape``, without set-up and tear-down; all of it JSON.
 
     ``lead_s``: seconds between USR2 and the time limit. ``max_parallel``: runs of the array at a time.
+    ``leave_out``: nodes, beside those of the file.
     """
     experiment = profile.applied(experiment)
     slurm = experiment.slurm
@@ -59,7 +72,7 @@ def sbatch_parameters(
             "account": slurm.account,
             "qos": slurm.qos,
             "constraint": slurm.constraint,
-            "exclude": slurm.exclude,
+            "exclude": excluded(slurm, leave_out),
             "dependency": slurm.dependency,
             "mail_user": slurm.mail,
             "mail_type": slurm.mail and "END,FAIL",
@@ -77,6 +90,13 @@ def sbatch_parameters(
         "additional_parameters": _additional(slurm, profile, lead_s, held),
         "srun_args": srun_args(profile, cpus),
     }
+
+
+def excluded(slurm: SlurmConfig, leave_out: Sequence[str]) -> str | None:
+    """Return sbatch's list of nodes: the file's and these; the file's alone where that is a path."""
+    if not leave_out or (slurm.exclude and "/" in slurm.exclude):
+        return slurm.exclude
+    return ",".join(filter(None, (slurm.exclude, *leave_out)))
 
 
 def cpus_per_rank(slurm: SlurmConfig) -> int | None:
@@ -115,7 +135,7 @@ def lead_s(experiment: Experiment, folder: ExperimentPaths) -> int:
     limit_s = None if slurm.time_limit is None else slurm.time_limit * 60
     if slurm.signal_lead_s is not None and (limit_s is None or slurm.signal_lead_s < limit_s):
         return slurm.signal_lead_s
-    saves = _saves_s(folder)
+    saves = saves_s(folder)
     lead = min(round(3 * max(saves)) + 60, 65535) if saves else FIRST_LEAD_S
     return lead if limit_s is None else min(lead, limit_s // 2)
 
@@ -168,7 +188,7 @@ def _refuse_unsafe(parameters: Mapping[str, Any]) -> None:
             raise BadFileError(f"slurm.{key.replace('-', '_')}: {message}; write one word")
 
 
-def _saves_s(folder: ExperimentPaths) -> list[float]:
+def saves_s(folder: ExperimentPaths) -> list[float]:
     """Return how long saves took in newest attempts of the experiment's runs, the longest of each."""
     if not folder.folder.is_dir():
         return []

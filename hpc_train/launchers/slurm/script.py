@@ -44,6 +44,7 @@ _NEVER_KEPT = (
     "HPC_TRAIN_ATTEMPT",
     "HPC_TRAIN_TOKEN",
     "HPC_TRAIN_HOSTS",
+    "HPC_TRAIN_ANY_NODE",
 )
 
 
@@ -74,12 +75,14 @@ def batch(
     search_path: Sequence[str],
     max_parallel: int | None = None,
     held: bool = True,
+    leave_out: Sequence[str] = (),
     problem: Callable[[str, str, str], str] | None = None,
 ) -> Batch:
     """Return the batch script for runs of one shape; nothing is written, Slurm is not asked.
 
-    ``search_path``: what goes first on the ranks' path. ``problem``: the experiment file's own text for
-    ``file:line:col``. Raises BadFileError on the profile, UsageError on paths that no script can hold.
+    ``search_path``: what goes first on the ranks' path. ``leave_out``: nodes, beside those of the file.
+    ``problem``: the experiment file's own text for ``file:line:col``. Raises BadFileError on the profile,
+    UsageError on paths that no script can hold.
     """
     slurm = experiment.slurm
     assert slurm is not None
@@ -92,7 +95,7 @@ def batch(
     python = python_command(experiment, profile, (submission.parents[2], folder))
     lead_s = options.lead_s(experiment, ExperimentPaths(submission.parents[1]))
     parameters = options.sbatch_parameters(
-        experiment, profile, lead_s=lead_s, max_parallel=max_parallel, held=held
+        experiment, profile, lead_s=lead_s, max_parallel=max_parallel, held=held, leave_out=leave_out
     )
     parameters["additional_parameters"]["chdir"] = str(folder)
     parameters["setup"] = _rendered(
@@ -150,6 +153,7 @@ def _setup(
     return {
         "submission": submission,
         "python": python,
+        "exclude": _excluded(experiment),
         "search_path": os.pathsep.join(search_path),
         "modules": experiment.environment.modules,
         "container": experiment.environment.container,
@@ -160,6 +164,12 @@ def _setup(
             "module_init": _expanded(profile.module_init or ""),
         },
     }
+
+
+def _excluded(experiment: Experiment) -> str:
+    """Return the file's own word on nodes to leave out; what a run adds to it passes with time."""
+    assert experiment.slurm is not None
+    return experiment.slurm.exclude or ""
 
 
 def _rendered(template: str, values: Mapping[str, Any]) -> list[str]:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from hpc_train.errors import ExitCode
-from hpc_train.launchers.outcome import exception_line, one_line
+from hpc_train.launchers.outcome import by_rank, exception_line, one_line, own_words
+from hpc_train.run_folder.bad_nodes import DIED, FAILED_CHECK, is_device_error
+from hpc_train.run_folder.budgets import Decision
 
-#: A crash is requeued so often, by one job; then the run has failed.
-MOST_CRASHES = 3
-#: Attempts in a row that met their time limit before their first step; one more would be like them.
-MOST_IDLE = 3
 _FINAL = {int(ExitCode.BAD_FILE), int(ExitCode.IO)}
 #: A rank that ended so has nothing to say of the cause.
 _FOLLOWED = {int(ExitCode.TRY_AGAIN), int(ExitCode.PEER_LOST)}
 #: srun's own, where it or the ranks were ended by the job's signals: 128 + SIGINT, SIGUSR2, SIGTERM.
 _ENDED_BY_SIGNAL = {128 + 2, 128 + 12, 128 + 15}
 _NODE_FAILURE = re.compile(r"node failure|due to node_?fail", re.IGNORECASE)
+_FAILED_NODE = re.compile(r"node failure on (\S+)", re.IGNORECASE)
 #: ``srun: error: n2: tasks 2-3: Exited with exit code 76``, ``… task 3: Killed``
 _TASK_END = re.compile(r"^srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)$", re.MULTILINE)
 _BY_SIGNAL = {"Terminated", "User defined signal 2", "Interrupt"}
+#: What ends a rank whose node may be at fault, where it was not memory that ran out.
+_BY_NODE = re.compile(r"Killed|Segmentation fault|Bus error")
 _LESS_MEMORY = "ask for more slurm.mem_gb; fewer data.workers or a smaller micro_batch_size need less"
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 _OUT_OF_MEMORY = re.compile(r"out of memory|oom[-_ ]kill", re.IGNORECASE)
@@ -36,23 +38,19 @@ class Facts:
     is_cancelled: bool = False
     #: What ranks said of their own errors, the first one first.
     errors: dict[int, str] = field(default_factory=dict)
-    #: Exit codes that ranks left.
+    #: Exit codes that ranks left, and the nodes that they were on.
     codes: dict[int, int] = field(default_factory=dict)
+    nodes: dict[int, str] = field(default_factory=dict)
     #: Which signal asked rank 0 to stop.
     signal: str | None = None
     #: It came long before the time limit.
     is_early: bool = False
     #: Optimizer steps that are done.
     step: int = 0
-    has_stepped: bool = True
     #: What the batch script has printed since the attempt began.
     output: str = ""
     #: The ranks that wrote a log, each with its last line.
     logs: dict[int, str] = field(default_factory=dict)
-    #: This job's attempts before this one that crashed.
-    crashes_before: int = 0
-    #: Those right before this one that met the time limit before their first step.
-    idle_before: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,71 +61,130 @@ class Verdict:
     state: str
     reason: str | None
     exit_code: ExitCode
+    #: Nodes that ended the attempt, and how.
+    bad_nodes: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def words(self) -> str:
-        """Return what the batch script reads."""
-        return f"{'requeue' if self.state == 'requeued' else 'stop'} {int(self.exit_code)}"
+    def words(self, leave_out: Mapping[str, str] | None = None) -> str:
+        """Return what the batch script reads; ``leave_out``: the nodes that the next start is to avoid."""
+        if self.state != "requeued":
+            return f"stop {int(self.exit_code)}"
+        return f"requeue {int(self.exit_code)} {','.join(leave_out or ())}".rstrip()
+
+    def decided(self, decision: Decision) -> Verdict:
+        """Return what becomes of a run that would come back, once its budget was asked."""
+        reason = one_line(decision.reason)
+        if decision.comes_back:
+            return replace(self, reason=reason)
+        return replace(self, reason=reason, state="failed", exit_code=ExitCode.FAILED)
 
 
 def judge(facts: Facts) -> Verdict:
-    """Return why the attempt ended. The order counts: what is sure comes first."""
+    """Return why the attempt ended; whether a run that may come back does is for its budget to say.
+
+    The order counts: what is sure comes first.
+    """
     if facts.is_completed:
         return Verdict("completed", "completed", None, ExitCode.DONE)
     if facts.is_cancelled:
         return Verdict("cancelled", "cancelled", "hpc-train cancel", ExitCode.FAILED)
+    told = _final(facts) or _told_by_a_rank(facts)
+    if told is not None:
+        return told
+    if _NODE_FAILURE.search(facts.output):
+        return _comes_back("lost", f"a node failed at step {facts.step}", _failed_nodes(facts))
+    silent = _silent_end(facts)
+    if silent is not None:
+        return _comes_back("crash", _described(silent, facts), _blamed(silent, facts))
+    if _has_stopped(facts):
+        return _stopped(facts)
+    return _comes_back("crash", _last_words(facts))
+
+
+def _final(facts: Facts) -> Verdict | None:
+    """Return the verdict on what would be the same another time."""
     for rank, text in facts.errors.items():
         if facts.codes.get(rank) in _FINAL:
             reason = one_line("; ".join(text.splitlines()))
             return Verdict("user error", "failed", reason, ExitCode(facts.codes[rank]))
-    for rank, text in facts.errors.items():
-        if facts.codes.get(rank) not in _FOLLOWED:
-            return _crash(facts, f"rank {rank}: {exception_line(text)}")
-    if _NODE_FAILURE.search(facts.output):
-        return _requeued("lost", f"a node failed at step {facts.step}")
-    silent = _silent_end(facts)
-    if silent is not None:
-        return _crash(facts, silent)
-    if _has_stopped(facts):
-        return _stopped(facts)
-    return _crash(facts, _last_words(facts))
+    for rank in _by_code(facts, ExitCode.NO_RETRY):
+        text = facts.errors.get(rank) or f"rank {rank}: it would fail again; {facts.logs.get(rank, '')}"
+        return Verdict("diverged", "failed", one_line(own_words(text)), ExitCode.FAILED)
+    return None
+
+
+def _told_by_a_rank(facts: Facts) -> Verdict | None:
+    """Return the verdict on the first rank's own error, or exit code where it could write no error."""
+    own = [rank for rank in facts.errors if facts.codes.get(rank) not in _FOLLOWED]
+    own += _by_code(facts, ExitCode.BAD_NODE) + _by_code(facts, ExitCode.HUNG)
+    if not own:
+        return None
+    rank = own[0]
+    node, code, text = facts.nodes.get(rank), facts.codes.get(rank), facts.errors.get(rank, "")
+    said = own_words(text) if text else facts.logs.get(rank) or "it said nothing"
+    if code == ExitCode.BAD_NODE:
+        how = f"{FAILED_CHECK}: {said}"
+        return _comes_back("bad node", f"{node or f'the node of rank {rank}'} {how}", _on(node, how))
+    if code == ExitCode.HUNG:
+        return _comes_back("hang", by_rank(rank, said), _on(node, f"rank {rank} hung"))
+    reason = f"rank {rank}: {exception_line(text)}"
+    return _comes_back("crash", reason, _on(node if is_device_error(text) else None, reason))
+
+
+def _on(node: str | None, how: str) -> dict[str, str]:
+    return {} if node is None else {node: how}
+
+
+def _by_code(facts: Facts, code: ExitCode) -> list[int]:
+    """Return the ranks that ended with ``code``: those that said why, in their order, then the others."""
+    ranks = [*facts.errors, *sorted(facts.codes.keys() - facts.errors.keys())]
+    return [rank for rank in ranks if facts.codes.get(rank) == code]
+
+
+def _failed_nodes(facts: Facts) -> dict[str, str]:
+    return dict.fromkeys(_FAILED_NODE.findall(facts.output), DIED)
+
+
+def _blamed(end: re.Match[str], facts: Facts) -> dict[str, str]:
+    """Return the node of ranks that were ended without a word, unless memory is why."""
+    is_suspect = _BY_NODE.match(end["how"]) and not _OUT_OF_MEMORY.search(facts.output)
+    return {end["node"]: f"{_ranks(end)}: {end['how']}"} if is_suspect else {}
 
 
 def _has_stopped(facts: Facts) -> bool:
     """Tell whether the ranks ended because they were asked to."""
-    if facts.codes.get(0) == ExitCode.TRY_AGAIN or facts.srun_code == ExitCode.TRY_AGAIN:
-        return True  # all of them agreed, and saved
+    if _agreed_to_stop(facts) or facts.srun_code == ExitCode.TRY_AGAIN:
+        return True
     return facts.srun_code in _ENDED_BY_SIGNAL and not facts.codes
+
+
+def _agreed_to_stop(facts: Facts) -> bool:
+    """Tell whether a rank says that it was asked to stop: rank 0 for all of them, once they have saved.
+
+    Another rank where there was nothing to save yet: then it leaves by itself, and others lose a peer.
+    """
+    said = {int(code) for code in _EXIT_CODE.findall(facts.output)}
+    return ExitCode.TRY_AGAIN in {*facts.codes.values(), *said}
 
 
 def _stopped(facts: Facts) -> Verdict:
     if facts.signal != "SIGUSR2" or facts.is_early:
-        return _requeued("preemption", f"preempted at step {facts.step}")
-    if not facts.has_stepped and facts.idle_before + 1 >= MOST_IDLE:
-        reason = f"the time limit was met {MOST_IDLE} times before one step was done; raise slurm.time_limit"
-        return Verdict("time limit", "failed", reason, ExitCode.FAILED)
-    return _requeued("time limit", f"time limit at step {facts.step}")
+        return _comes_back("preemption", f"preempted at step {facts.step}")
+    return _comes_back("time limit", f"time limit at step {facts.step}")
 
 
-def _requeued(cause: str, reason: str) -> Verdict:
-    return Verdict(cause, "requeued", one_line(reason), ExitCode.TRY_AGAIN)
+def _comes_back(cause: str, reason: str, bad_nodes: Mapping[str, str] | None = None) -> Verdict:
+    blamed = {node: one_line(how) for node, how in (bad_nodes or {}).items()}
+    return Verdict(cause, "requeued", one_line(reason), ExitCode.TRY_AGAIN, blamed)
 
 
-def _crash(facts: Facts, what: str) -> Verdict:
-    number = facts.crashes_before + 1
-    if number <= MOST_CRASHES:
-        return _requeued("crash", f"crash {number} of {MOST_CRASHES}: {what}")
-    return Verdict("crash", "failed", one_line(what), ExitCode.FAILED)
-
-
-def _silent_end(facts: Facts) -> str | None:
-    """Return how a task ended without a word, by srun's words: killed, say. None where none did."""
+def _silent_end(facts: Facts) -> re.Match[str] | None:
+    """Return srun's words on a task that said nothing itself: killed, say. None where there is none."""
     ends = list(_TASK_END.finditer(facts.output))
     silent = [end for end in ends if not _follows(end["how"])]
-    # Once the ranks have agreed and saved, srun kills those that are slow to leave.
-    if not silent or (facts.codes.get(0) == ExitCode.TRY_AGAIN and silent[0] is not ends[0]):
+    # Once ranks leave because they were asked to, srun kills those that are slow to.
+    if not silent or (_agreed_to_stop(facts) and silent[0] is not ends[0]):
         return None
-    return _described(silent[0], facts)
+    return silent[0]
 
 
 def _follows(how: str) -> bool:
@@ -145,7 +202,11 @@ def _described(end: re.Match[str], facts: Facts) -> str:
     elif _EXIT_CODE.match(how):
         first = int(re.findall(r"\d+", tasks)[0])
         how = f"{how}: {facts.logs.get(first) or 'it said nothing'}"
-    return f"{'rank' if tasks.isdecimal() else 'ranks'} {tasks} on {end['node']}: {how}"
+    return f"{_ranks(end)} on {end['node']}: {how}"
+
+
+def _ranks(end: re.Match[str]) -> str:
+    return f"{'rank' if end['tasks'].isdecimal() else 'ranks'} {end['tasks']}"
 
 
 def _last_words(facts: Facts) -> str:

@@ -19,6 +19,7 @@ from hpc_train.run_folder.events import EventLog
 from hpc_train.run_folder.files import write_json
 from hpc_train.run_folder.status import RunStatus, read_status, write_status
 from tests.launchers.slurm.batch import record_of, restarted, submitted_run
+from tests.run_folder.test_checkpoints import write_checkpoint
 
 TRACEBACK = "Traceback (most recent call last):\n  File …\nValueError: too hot\n"
 
@@ -109,6 +110,7 @@ def test_a_warning_long_before_the_time_limit_is_a_preemption(
     assert record_of(batch.attempt).cause == cause
 
 
+@pytest.mark.fault(36)
 def test_the_fourth_crash_of_a_job_ends_the_run(batch: Batch) -> None:
     for number in (1, 2, 3):
         assert batch.crash() == "requeue 75"
@@ -135,13 +137,56 @@ def test_another_job_begins_with_no_crashes(batch: Batch) -> None:
     assert after(batch.submission, 1, resumed | {"HPC_TRAIN_ATTEMPT": str(batch.number)}) == "requeue 75"
 
 
-def test_time_limits_without_a_step_end_at_the_third(batch: Batch) -> None:
+@pytest.mark.fault(36)
+def test_time_limits_without_a_checkpoint_end_at_the_third(batch: Batch) -> None:
     for number in (1, 2, 3):
         signalled(batch, "SIGUSR2", 110)
         batch.rank(0, 75)
         assert batch.after(75) == ("requeue 75" if number < 3 else "stop 1")
-        batch.begin(restart=number) if number < 3 else None
+        if number < 3:
+            reason = f"time limit at step 0; no progress {number} of 2: no checkpoint at all"
+            assert read_status(batch.paths).reason == reason
+            batch.begin(restart=number)
     assert "raise slurm.time_limit" in (read_status(batch.paths).reason or "")
+
+
+def test_an_attempt_that_saved_begins_the_count_anew(batch: Batch) -> None:
+    for number in (1, 2, 3, 4):
+        signalled(batch, "SIGUSR2", 110)
+        batch.rank(0, 75)
+        if number == 2:
+            write_checkpoint(batch.paths, 2, attempt=2)
+        assert batch.after(75) == "requeue 75"
+        assert record_of(batch.attempt).saved_step == (2 if number > 1 else 0)
+        batch.begin(restart=number)
+
+
+def test_the_runs_own_limits_count(tmp_path: Path) -> None:
+    batch = Batch(*submitted_run(tmp_path, slurm={}, recovery={"max_crashes": 0}))
+    batch.begin()
+    assert batch.crash() == "stop 1"
+
+
+@pytest.mark.fault(14)
+def test_a_node_that_failed_its_check_is_named_to_the_script(batch: Batch) -> None:
+    batch.attempt.exit(2).write_text("78 n2\n")
+    batch.attempt.error(2).write_text("node n2: its memory is full\n")
+    assert batch.after(78) == "requeue 75 n2"
+    record = record_of(batch.attempt)
+    assert (record.cause, record.bad_nodes) == (
+        "bad node",
+        {"n2": "failed its check: node n2: its memory is full"},
+    )
+    reason = "crash 1 of 3: n2 failed its check: node n2: its memory is full"
+    assert read_status(batch.paths).reason == reason
+
+
+def test_a_node_is_left_out_once_it_has_ended_two_attempts(batch: Batch) -> None:
+    output = batch.submission / "12_0_0_log.out"
+    for number in (1, 2):
+        output.write_text(f"hpc-train: attempt {number} of run abc\nsrun: error: Node failure on n2\n")
+        assert batch.after(76) == ("requeue 75" if number == 1 else "requeue 75 n2")
+        batch.begin(restart=number) if number == 1 else None
 
 
 def test_only_what_this_attempt_printed_is_read(batch: Batch) -> None:
@@ -156,6 +201,7 @@ def test_only_what_this_attempt_printed_is_read(batch: Batch) -> None:
     assert read_status(batch.paths).reason == "crash 1 of 3: rank 0 on n1: Segmentation fault"
 
 
+@pytest.mark.fault(46)
 def test_a_cancelled_run_stays_cancelled(batch: Batch) -> None:
     write_json(batch.paths.cancelled, {})
     batch.rank(0, 75)

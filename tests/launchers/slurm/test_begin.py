@@ -72,6 +72,7 @@ def test_the_same_batch_script_claims_once(tmp_path: Path) -> None:
     assert len(paths.attempt_folders()) == 1
 
 
+@pytest.mark.fault(46)
 @pytest.mark.parametrize("state", ["completed", "cancelled"])
 def test_what_has_ended_for_good_starts_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], state: str
@@ -86,6 +87,7 @@ def test_what_has_ended_for_good_starts_nothing(
     assert f"run abc is {state}; nothing to do" in capfd.readouterr().err
 
 
+@pytest.mark.fault(14)
 def test_a_requeued_job_ends_the_record_of_what_was_lost(tmp_path: Path) -> None:
     paths, submission = submitted_run(tmp_path)
     begun(submission, ENVIRON)
@@ -122,6 +124,7 @@ def test_an_attempt_that_slurm_ended_says_what_it_was_asked(
     assert record_of(paths.attempt(1)).cause == cause
 
 
+@pytest.mark.fault(15)
 def test_what_an_old_attempt_saves_after_this_does_not_count(tmp_path: Path) -> None:
     """Its node was given up, and goes on."""
     paths, submission = submitted_run(tmp_path)
@@ -132,6 +135,7 @@ def test_what_an_old_attempt_saves_after_this_does_not_count(tmp_path: Path) -> 
     assert [each.step for each in committed(paths)] == [2]
 
 
+@pytest.mark.fault(15)
 def test_it_does_not_start_beside_another_attempt(tmp_path: Path, other: Process) -> None:
     paths, submission = submitted_run(tmp_path)
     write_status(paths, RunStatus("running", 3, 10, attempt=1))

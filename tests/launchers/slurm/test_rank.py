@@ -69,6 +69,7 @@ def test_a_program_that_is_not_there_is_told_in_the_log(environ: dict[str, str])
     assert "/no/such/python -m x: can't be started" in log_of(environ).read_text()
 
 
+@pytest.mark.fault(3)
 def test_signals_wait_until_python_can_note_them(environ: dict[str, str], tmp_path: Path) -> None:
     script = """
 import os, signal, sys, time

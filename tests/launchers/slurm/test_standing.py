@@ -29,6 +29,7 @@ def test_a_run_without_a_job_was_not_submitted_to_the_end(tmp_path: Path) -> Non
     assert (found.state, found.reason) == ("pending", CUT_SHORT)
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize(
     ("state", "reason", "words"),
     [
@@ -124,6 +125,7 @@ def test_the_batch_scripts_reason_for_a_requeue_is_kept(tmp_path: Path) -> None:
     assert _stand(paths, starting).reason == "preempted at step 4; starting on n2"
 
 
+@pytest.mark.fault(34)
 @pytest.mark.parametrize(
     ("state", "stands", "words", "cause"),
     [
@@ -240,6 +242,7 @@ def test_what_the_folder_came_to_say_meanwhile_holds(tmp_path: Path) -> None:
     assert found == read_status(paths) and found.state == "completed"
 
 
+@pytest.mark.fault(33)
 def test_where_slurm_is_silent_the_folders_word_is_given_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -165,6 +165,7 @@ def test_an_array_is_bounded_by_what_slurm_says(programs: Programs, config: str,
     assert launcher._array_limit() == expected
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize(
     ("words", "key"),
     [
@@ -217,6 +218,7 @@ def test_when_the_second_array_is_refused_the_first_is_cancelled(
     assert not any(run.paths.folder.exists() for run in runs)
 
 
+@pytest.mark.fault(33)
 def test_a_slurm_that_never_answers_leaves_all_to_the_next_command(
     tmp_path: Path, folder: ExperimentPaths, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +236,7 @@ def test_a_slurm_that_never_answers_leaves_all_to_the_next_command(
     assert steps.unfinished(folder) == []
 
 
+@pytest.mark.fault(33)
 def test_an_answer_that_was_lost_is_asked_for_before_sbatch_runs_again(
     tmp_path: Path, folder: ExperimentPaths, programs: Programs
 ) -> None:
@@ -267,6 +270,7 @@ def test_what_another_host_may_be_doing_is_left_to_it(
     assert not programs.calls("sbatch")
 
 
+@pytest.mark.fault(37)
 def test_one_command_at_a_time_submits(folder: ExperimentPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     waits, entered = threading.Event(), threading.Event()
     monkeypatch.setattr(steps, "say", lambda words: waits.set())

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hpc_train.launchers.slurm.verdict import Facts, judge
+from hpc_train.run_folder.budgets import Decision
 
 TRACEBACK = "Traceback (most recent call last):\n  File …\nValueError: too hot"
 CRASHED = Facts(srun_code=1, errors={1: TRACEBACK}, codes={0: 76, 1: 1}, logs={0: "", 1: ""}, step=7)
@@ -20,7 +21,7 @@ EXITS_76 = "srun: error: n1: tasks 0-1: Exited with exit code 76\n"
 
 def told(facts: Facts) -> tuple[str, str, str | None]:
     verdict = judge(facts)
-    return verdict.cause, verdict.words, verdict.reason
+    return verdict.cause, verdict.words(), verdict.reason
 
 
 def test_what_is_completed_is_completed_however_ranks_ended_then() -> None:
@@ -45,21 +46,22 @@ def test_a_users_error_on_one_rank_counts_more_than_anothers_traceback() -> None
     assert told(facts)[1:] == ("stop 65", "wrong file")
 
 
+def test_a_crash_is_told_with_its_rank() -> None:
+    assert told(CRASHED) == ("crash", "requeue 75", "rank 1: ValueError: too hot")
+
+
 @pytest.mark.parametrize(
-    ("before", "words", "reason"),
-    [
-        (0, "requeue 75", "crash 1 of 3: rank 1: ValueError: too hot"),
-        (2, "requeue 75", "crash 3 of 3: rank 1: ValueError: too hot"),
-        (3, "stop 1", "rank 1: ValueError: too hot"),
-    ],
+    ("comes_back", "state", "words"), [(True, "requeued", "requeue 75 n2,n3"), (False, "failed", "stop 1")]
 )
-def test_a_crash_is_requeued_three_times(before: int, words: str, reason: str) -> None:
-    assert told(replace(CRASHED, crashes_before=before)) == ("crash", words, reason)
+def test_the_budget_has_the_last_word(comes_back: bool, state: str, words: str) -> None:
+    verdict = judge(CRASHED).decided(Decision(comes_back, "crash 9 of 9: so it is"))
+    assert (verdict.cause, verdict.state, verdict.reason) == ("crash", state, "crash 9 of 9: so it is")
+    assert verdict.words({"n2": "died", "n3": "died"}) == words
 
 
 def test_the_first_error_is_the_reason() -> None:
     facts = replace(CRASHED, errors={3: TRACEBACK, 0: "OSError: later"}, codes={3: 1, 0: 1})
-    assert told(facts)[2] == "crash 1 of 3: rank 3: ValueError: too hot"
+    assert told(facts)[2] == "rank 3: ValueError: too hot"
 
 
 def test_a_crash_that_makes_others_stop_is_no_preemption() -> None:
@@ -86,26 +88,13 @@ def test_ranks_that_were_asked_to_stop_go_on_later(facts: Facts, expected: tuple
     assert told(facts) == expected
 
 
-@pytest.mark.parametrize(
-    ("before", "has_stepped", "words"),
-    [(0, False, "requeue 75"), (1, False, "requeue 75"), (2, False, "stop 1"), (9, True, "requeue 75")],
-)
-def test_a_time_limit_too_short_for_one_step_is_not_tried_for_ever(
-    before: int, has_stepped: bool, words: str
-) -> None:
-    facts = replace(STOPPED, signal="SIGUSR2", idle_before=before, has_stepped=has_stepped)
-    assert judge(facts).words == words
-    if words == "stop 1":
-        assert "raise slurm.time_limit" in (judge(facts).reason or "")
-
-
 @pytest.mark.parametrize("first", ["", EXITS_76])
 def test_a_rank_that_was_killed_is_named_by_srun(first: str) -> None:
     facts = Facts(137, codes={0: 76, 1: 76, 2: 76}, output=first + KILLED, logs={0: "", 3: ""})
     cause, words, reason = told(facts)
     assert (cause, words) == ("crash", "requeue 75")
     assert reason is not None
-    assert reason.startswith("crash 1 of 3: rank 3 on n2: Killed, out of memory? ask for more slurm.mem_gb")
+    assert reason.startswith("rank 3 on n2: Killed, out of memory? ask for more slurm.mem_gb")
 
 
 def test_a_rank_killed_while_others_only_wait_for_it_is_no_preemption() -> None:
@@ -124,24 +113,104 @@ def test_memory_that_ran_out_is_said() -> None:
 def test_a_rank_that_ended_before_it_could_write_an_error_is_quoted() -> None:
     output = "srun: error: n2: tasks 2-3: Exited with exit code 1\n"
     facts = Facts(1, codes={0: 76}, output=output, logs={0: "", 2: "ModuleNotFoundError: no submitit"})
-    assert told(facts)[2] == (
-        "crash 1 of 3: ranks 2-3 on n2: Exited with exit code 1: ModuleNotFoundError: no submitit"
-    )
+    assert told(facts)[2] == ("ranks 2-3 on n2: Exited with exit code 1: ModuleNotFoundError: no submitit")
 
 
 def test_a_dead_node_costs_no_crash() -> None:
     output = "srun: error: Node failure on n2\n" + EXITS_76
-    facts = Facts(76, codes={0: 76}, output=output, crashes_before=3, step=9, logs={0: ""})
+    facts = Facts(76, codes={0: 76}, output=output, step=9, logs={0: ""})
     assert told(facts) == ("lost", "requeue 75", "a node failed at step 9")
+    assert judge(facts).bad_nodes == {"n2": "died"}
 
 
 def test_where_no_rank_ever_started_srun_is_quoted() -> None:
     output = "Loading cuda/12\nsrun: error: Unable to create step for job 12: Invalid generic resource\n"
     assert told(Facts(1, output=output))[2] == (
-        "crash 1 of 3: no rank was started: srun: error: Unable to create step for job 12: "
-        "Invalid generic resource"
+        "no rank was started: srun: error: Unable to create step for job 12: Invalid generic resource"
     )
     assert "exit code 1, and it said nothing" in (told(Facts(1))[2] or "")
+
+
+@pytest.mark.fault(20)
+def test_what_would_fail_again_is_not_requeued() -> None:
+    text = "Traceback (most recent call last):\n  …\nhpc_train.errors.NonFiniteError: loss is NaN at step 7"
+    facts = Facts(77, errors={1: "OSError: later", 0: text}, codes={0: 77, 1: 1, 2: 77})
+    assert told(facts) == ("diverged", "stop 1", "loss is NaN at step 7")
+    assert told(Facts(77, codes={3: 77}, logs={3: "loss is NaN"})) == (
+        "diverged",
+        "stop 1",
+        "rank 3: it would fail again; loss is NaN",
+    )
+
+
+@pytest.mark.parametrize("error", ["", "BadNodeError: 2 GB of memory are free"])
+def test_a_node_that_failed_its_check_is_named(error: str) -> None:
+    errors = {2: error} if error else {}
+    facts = Facts(78, errors=errors, codes={0: 76, 2: 78}, nodes={0: "n1", 2: "n2"}, output=KILLED)
+    how = f"failed its check: {'2 GB of memory are free' if error else 'it said nothing'}"
+    assert told(facts) == ("bad node", "requeue 75", f"n2 {how}")
+    assert judge(facts).bad_nodes == {"n2": how}
+
+
+def test_a_rank_that_hung_is_named_however_it_ended() -> None:
+    """Another rank has left the word for it; srun kills it at last."""
+    text = "HangError: rank 3 on n2 made no progress for 300 s in step 57"
+    facts = Facts(137, errors={3: text}, codes={0: 76, 3: 79}, nodes={3: "n2"}, output=EXITS_76 + KILLED)
+    assert told(facts) == ("hang", "requeue 75", "rank 3 on n2 made no progress for 300 s in step 57")
+    assert judge(facts).bad_nodes == {"n2": "rank 3 hung"}
+    assert judge(replace(facts, nodes={})).bad_nodes == {}, "where nobody hung more than others"
+
+
+@pytest.mark.parametrize(
+    ("how", "is_suspect"),
+    [
+        ("Killed", True),
+        ("Segmentation fault (core dumped)", True),
+        ("Bus error", True),
+        ("Out Of Memory", False),
+        ("Aborted", False),
+        ("Exited with exit code 3", False),
+    ],
+)
+def test_a_signal_tells_against_a_node_unless_memory_ran_out(how: str, is_suspect: bool) -> None:
+    facts = Facts(137, codes={0: 76}, output=f"srun: error: n2: task 3: {how}\n", logs={0: "", 3: ""})
+    assert judge(facts).bad_nodes == ({"n2": f"rank 3: {how}"} if is_suspect else {})
+    assert not judge(replace(facts, output=f"{facts.output}slurmstepd: oom_kill event\n")).bad_nodes
+
+
+@pytest.mark.parametrize(
+    ("error", "is_suspect"),
+    [
+        ("torch.AcceleratorError: CUDA error: unspecified launch failure", True),
+        ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", True),
+        ("torch.AcceleratorError: CUDA error: device-side assert triggered", True),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", False),
+        ("ValueError: too hot", False),
+    ],
+)
+def test_an_error_of_the_device_tells_against_its_node(error: str, is_suspect: bool) -> None:
+    facts = Facts(
+        1, errors={1: f"{TRACEBACK}\n\n{TRACEBACK[:34]}\n  …\n{error}"}, codes={1: 1}, nodes={1: "n1"}
+    )
+    assert judge(facts).cause == "crash"
+    assert judge(facts).bad_nodes.keys() == ({"n1"} if is_suspect else set())
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        Facts(76, codes={0: 76, 2: 75}, signal=None, logs={0: ""}, step=120),
+        Facts(76, codes={0: 76}, output="srun: error: n2: task 2: Exited with exit code 75\n", step=120),
+        Facts(
+            137,
+            codes={2: 75},
+            output="srun: error: n2: task 2: Exited with exit code 75\n" + KILLED,
+            step=120,
+        ),
+    ],
+)
+def test_a_rank_that_left_before_there_was_anything_to_save_was_asked_to(facts: Facts) -> None:
+    assert told(facts) == PREEMPTED
 
 
 def test_ranks_that_end_without_a_word_are_a_crash() -> None:

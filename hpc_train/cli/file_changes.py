@@ -1,0 +1,107 @@
+"""What the file that a run was made of says otherwise by now, which ``resume`` tells but does not take."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hpc_train.cli.changes import Change, changes, value_at, value_in_words
+from hpc_train.cli.printing import say
+from hpc_train.config import freezing
+from hpc_train.config.keys import split_key
+from hpc_train.config.loading import Loaded, load
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import BadFileError
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.creation import Origin, origin_of
+
+#: Of a file's changes so many are named.
+_NAMED = 10
+
+
+def say_file_changes(runs: Sequence[tuple[RunPaths, Experiment]], *, with_slurm: bool) -> None:
+    """Say for runs, each with the experiment that it will use, what their files say otherwise by now.
+
+    ``with_slurm``: also what is asked of Slurm. Runs of which the same is to be said are told of together.
+    """
+    files: dict[str, _File] = {}
+    told: dict[tuple[str, ...], list[str]] = {}
+    for paths, used in runs:
+        origin = origin_of(paths)
+        if origin is not None:
+            file = files.setdefault(repr(origin), _File(origin))
+            told.setdefault(file.lines(paths, used, with_slurm), []).append(paths.folder.name)
+    for lines, ids in told.items():
+        _say_lines(either(ids), lines)
+
+
+def either(ids: Sequence[str]) -> str:
+    """Return the run's id where there is one, else how many there are."""
+    return ids[0] if len(ids) == 1 else f"{len(ids)} runs"
+
+
+def _say_lines(who: str, lines: Sequence[str]) -> None:
+    if not lines:
+        return
+    head, *entries = lines
+    if len(entries) <= 1:
+        say(f"{who}: {' '.join(lines)}")
+        return
+    say(f"{who}: {head}")
+    for entry in entries[:_NAMED]:
+        say(f"  {entry}")
+    if len(entries) > _NAMED:
+        say(f"  and {len(entries) - _NAMED} more")
+
+
+class _File:
+    """A file that runs were made of, read once for all of them."""
+
+    def __init__(self, origin: Origin) -> None:
+        file = Path(origin.file)
+        self._name = str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
+        self._is_there = file.exists()
+        self._loaded: Loaded | None = None
+        try:
+            self._loaded = load(file, origin.overrides, check_names=False)
+        except BadFileError:
+            return
+
+    def lines(self, paths: RunPaths, used: Experiment, with_slurm: bool) -> tuple[str, ...]:
+        """Return a heading and a line for each change, or that it can't be told; empty without changes."""
+        try:
+            if self._loaded is None:
+                return (self._unreadable(),)
+            frozen = freezing.read(paths.experiment)
+            entries = list(_entries(frozen, _as_run(self._loaded, frozen), used, with_slurm))
+        except BadFileError:
+            return (self._unreadable(),)
+        return (f"{self._name} has changed since:", *entries) if entries else ()
+
+    def _unreadable(self) -> str:
+        why = "has errors by now" if self._is_there else "is not there any more"
+        return f"{self._name} {why}: what changed in it was not looked at; the run goes on with what it was"
+
+
+def _as_run(loaded: Loaded, frozen: Experiment) -> Experiment:
+    """Return what the file says of a run that has the swept values of ``frozen``."""
+    data = frozen.model_dump(mode="json")
+    values = {key: value_at(data, split_key(key)) for key in loaded.experiment.sweep.grid}
+    return loaded.variant(values) if values else loaded.experiment
+
+
+def _entries(frozen: Experiment, wanted: Experiment, used: Experiment, with_slurm: bool) -> Iterator[str]:
+    """Yield a line for each key that the file says otherwise than it did and than the run does by now."""
+    uses = used.model_dump(mode="json")
+    for change in changes(frozen, wanted):
+        value = value_at(uses, change.path)
+        if value != change.after and (with_slurm or not change.is_of_slurm):
+            yield _entry(change, value)
+
+
+def _entry(change: Change, used: object) -> str:
+    goes_on = "without it" if used is None else f"with {value_in_words(used)}"
+    remedy = f"; add {shlex.quote(change.override)} to take it over" if change.can_be_taken else ""
+    before, after = value_in_words(change.before), value_in_words(change.written)
+    return f"{change.key} {before} → {after} (the run goes on {goes_on}{remedy})"

@@ -1,0 +1,104 @@
+"""What ``status`` tells of a run's recovery: what is left of its budget, nodes left out, silent nodes."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
+
+from hpc_train.errors import HpcTrainError
+from hpc_train.launchers.slurm import LAUNCHER as SLURM
+from hpc_train.launchers.slurm.recovery import effective_recovery
+from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run_folder import bad_nodes, budgets
+from hpc_train.run_folder.attempts import AttemptRecord, newest_number, read_record
+from hpc_train.run_folder.budgets import Left
+from hpc_train.run_folder.files import read_json
+from hpc_train.run_folder.status import GOING_ON, RunStatus
+
+if TYPE_CHECKING:
+    from hpc_train.config.schema import RecoveryConfig
+
+#: Six heartbeats: clocks of nodes and file servers may differ by some of them.
+_SILENT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """``budget`` is None where nobody requeues the run, or its file can't be read."""
+
+    budget: Left | None = None
+    excluded_nodes: dict[str, str] = field(default_factory=dict)
+    #: What a person should know besides the run's own reason.
+    words: tuple[str, ...] = ()
+
+
+def recovery_of(paths: RunPaths, now: RunStatus, *, with_budget: bool = True) -> Recovery:
+    """Read how the run would recover. ``now``: where it stands.
+
+    ``with_budget``: else the schema, which takes long to import, is left alone where it can be.
+    """
+    newest = paths.attempt(newest_number(paths))
+    silent = _silent_nodes(newest) if now.state == "running" else ()
+    facts = read_json(paths.run) or {}
+    if facts.get("launcher") != SLURM:
+        return Recovery(words=silent)
+    records = [record for each in paths.attempt_folders() if (record := read_record(each))]
+    if not with_budget and not any(record.bad_nodes for record in records):
+        return Recovery(words=silent)
+    try:
+        limits = _limits(paths, facts)
+    except (HpcTrainError, OSError):  # somebody changed the frozen file: it is told where it matters
+        return Recovery(words=silent)
+    excluded = bad_nodes.excluded(records, limits.exclude_nodes_for_h)
+    words = (_left_out(newest, excluded),) if excluded and now.state in GOING_ON else ()
+    return Recovery(budgets.left(_of_newest_job(records, facts), limits), excluded, (*words, *silent))
+
+
+def _of_newest_job(records: list[AttemptRecord], facts: dict[str, Any]) -> list[AttemptRecord]:
+    """Return the newest job's attempts: a resume begins with its budget whole."""
+    jobs = facts.get("slurm_job_ids") or [None]
+    return [record for record in records if record.slurm_job == jobs[-1]]
+
+
+def _left_out(newest: AttemptPaths, excluded: dict[str, str]) -> str:
+    words = bad_nodes.left_out(excluded)
+    if newest.kept_nodes.exists():
+        return f"can't leave out what it would, for too few nodes are left: {words}"
+    return words
+
+
+def _silent_nodes(attempt: AttemptPaths) -> tuple[str, ...]:
+    """Return a word on each node whose heartbeat is old; nothing of one that never had any."""
+    found = []
+    for path in sorted(attempt.folder.glob("heartbeat-*.json")):
+        with suppress(OSError):
+            age_s = time.time() - path.stat().st_mtime
+            if age_s > _SILENT_S:
+                node = path.stem.removeprefix("heartbeat-")
+                found.append(f"no sign of life from {node} for {age_s / 60:.0f} min")
+    return tuple(found)
+
+
+#: By all that runs say of ``recovery``: most say the same, and reading a file whole takes 5 ms.
+_known: dict[tuple[str, ...], RecoveryConfig] = {}
+
+
+def _limits(paths: RunPaths, facts: dict[str, Any]) -> RecoveryConfig:
+    """Return the limits of the run's next attempt."""
+    noted = facts.get("changes") or {}
+    changes = [str(word) for number in sorted(noted, key=int) for word in noted[number]]
+    said = (*_section(paths), *(word for word in changes if word.startswith("recovery")))
+    if said not in _known:
+        _known[said] = effective_recovery(paths, newest_number(paths) + 1)
+    return _known[said]
+
+
+def _section(paths: RunPaths) -> list[str]:
+    """Return the lines of the frozen file's ``recovery:``, which we have written one key a line."""
+    lines = paths.experiment.read_text("utf-8").splitlines()
+    if "recovery:" not in lines:
+        return []
+    return list(takewhile(lambda line: line.startswith(" "), lines[lines.index("recovery:") + 1 :]))

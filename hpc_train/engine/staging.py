@@ -1,0 +1,165 @@
+"""What a rank's part of a checkpoint is, and its copy in memory that is made beside training.
+
+``engine.checkpoint`` calls it. The buffers are allocated once and stay: their pages, and on a GPU their
+pinning, cost several times what a copy costs.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpc_train.engine.training_state import (
+    MODEL,
+    NamedTensors,
+    TrainingState,
+    describe_optimizer,
+    optimizer_tensors,
+)
+from hpc_train.strategies.base import Piece, Strategy
+
+#: What a tensor begins at a multiple of: a cache line.
+_ALIGNMENT = 64
+#: NumPy has no bfloat16 and no float8; a copy needs only the width of a number.
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: Names, global shapes, dtypes and local shapes: where these are alike, two saves have the same layout.
+Kinds = tuple[tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A training state, taken apart: this rank's piece of each tensor, which still trains, and the rest."""
+
+    pieces: dict[str, Piece]
+    #: Names of the tensors that a forward or backward pass may change: the model's buffers.
+    buffers: frozenset[str]
+    rest: dict[str, Any]
+
+    @classmethod
+    def of(cls, state: TrainingState, strategy: Strategy, extra: Mapping[str, Any]) -> Contents:
+        named = NamedTensors.of(state.model)
+        names = named.parameter_names()
+        tensors = {MODEL + name: tensor for name, tensor in named.tensors.items()}
+        buffers = frozenset(name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter))
+        tensors |= optimizer_tensors(state.optimizer, names)
+        rest = {
+            "tied": {MODEL + name: MODEL + first for name, first in named.tied.items()},
+            "optimizer": describe_optimizer(state.optimizer, names),
+            "scaler": state.scaler.state_dict() if state.scaler else {},
+            "extra": deepcopy(dict(extra)),
+        }
+        return cls({name: strategy.piece(tensor) for name, tensor in tensors.items()}, buffers, rest)
+
+    def kinds(self) -> Kinds:
+        return tuple(
+            (name, piece.shape, piece.local.dtype, tuple(piece.local.shape))
+            for name, piece in self.pieces.items()
+        )
+
+
+class Staging:
+    """Buffers for a rank's part of a checkpoint. One copy at a time: ``begin`` … ``copy`` by the writing
+    thread, and ``wait`` by the loop before anything changes that ``begin`` was given.
+    """
+
+    def __init__(self, pieces: Mapping[str, Tensor]) -> None:
+        device = next((tensor.device for tensor in pieces.values() if tensor.is_cuda), None)
+        block, self.tensors = _allocate(pieces)
+        if device is not None and _pin(block, device):
+            weakref.finalize(self, _unpin, block)
+        self._device = device
+        self._stream = None if device is None else torch.cuda.Stream(device)
+        self._event: torch.cuda.Event | None = None
+        self._left: dict[str, Tensor] = {}
+        self._is_copied = threading.Event()
+        self._is_copied.set()
+
+    def begin(self, sources: Mapping[str, Tensor], at_once: Collection[str]) -> None:
+        """Copy those ``at_once``, and on a GPU set the rest going. Main thread."""
+        on_device = self._stream is not None
+        now = {name for name in sources if name in at_once or sources[name].is_cuda != on_device}
+        for name in now:
+            _copy(self.tensors[name], sources[name])
+        self._left = {name: tensor for name, tensor in sources.items() if name not in now}
+        if self._stream is not None:
+            self._begin_on_stream(self._stream)
+        self._is_copied.clear()
+
+    def _begin_on_stream(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for name, tensor in self._left.items():
+                _copy(self.tensors[name], tensor)
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+
+    def copy(self) -> dict[str, Tensor]:
+        """Return the buffers once all is in them. The writing thread; on the CPU it is what copies."""
+        try:
+            if self._event is not None:
+                self._event.synchronize()
+            else:
+                for name, tensor in self._left.items():
+                    _copy(self.tensors[name], tensor)
+            return self.tensors
+        finally:
+            self._left = {}
+
+    def wait(self) -> None:
+        """Return when all that ``begin`` was given may change; on a GPU later work waits, not the caller."""
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+        else:
+            self._is_copied.wait()
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if source.is_cuda:
+        target.copy_(source.detach(), non_blocking=True)
+        return
+    # By NumPy and not by torch: it lets Python go on, too, but takes one core alone, while torch would start
+    # threads of its own beside those that train.
+    width = _SAME_WIDTH[source.element_size()]
+    np.copyto(target.view(width).numpy(), source.detach().view(width).numpy())
+
+
+def _allocate(pieces: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a block whose pages are there, and contiguous tensors like ``pieces`` in it, not initialised."""
+    begins, end = {}, 0
+    for name, tensor in pieces.items():
+        begins[name] = end
+        end += math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
+    block = torch.empty(end, dtype=torch.uint8).fill_(0)
+    return block, {
+        name: block[begins[name] : begins[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for name, tensor in pieces.items()
+    }
+
+
+def _pin(block: Tensor, device: torch.device) -> bool:
+    """Pin the block's pages; where that is refused, copies are slower and right.
+
+    torch's own pinned memory would be rounded up to a power of two.
+    """
+    if not block.nbytes:
+        return False
+    if int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0)) == 0:
+        return True
+    with suppress(RuntimeError):  # CUDA keeps the refusal for whoever launches the next kernel
+        torch.zeros(1, device=device)
+    return False
+
+
+def _unpin(block: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())

@@ -1,0 +1,71 @@
+"""The batch job that ``begin`` and ``after`` run in: its name, its run, and what it prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.errors import BadFileError, UsageError
+from hpc_train.launchers.slurm.recovery import records
+from hpc_train.paths import RunPaths, SubmissionPaths
+from hpc_train.run_folder.attempts import AttemptRecord
+from hpc_train.run_folder.files import read_json
+
+#: Begins an attempt's part of the batch script's output, which all attempts of a job append to.
+MARK = "hpc-train: attempt"
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """The job that this process runs in, and its run."""
+
+    paths: RunPaths
+    submission: SubmissionPaths
+    #: ``12_3`` of an array, else ``12``: SLURM_JOB_ID of an array's last task means the whole array.
+    job: str
+    restart: int
+
+    @classmethod
+    def of(cls, folder: Path, environ: Mapping[str, str]) -> BatchJob:
+        """Raises UsageError outside of a job, BadFileError where the submission does not know its task."""
+        array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+        job = f"{array}_{task}" if array and task else environ.get("SLURM_JOB_ID")
+        if not job:
+            raise UsageError("SLURM_JOB_ID: not set; this is called by the batch script that submit makes")
+        submission = SubmissionPaths(folder)
+        run_id = _run_id(submission, int(task) if array and task else 0)
+        return cls(
+            RunPaths(folder.parent.parent / run_id),
+            submission,
+            job,
+            int(environ.get("SLURM_RESTART_COUNT") or 0),
+        )
+
+    def owns(self, record: AttemptRecord | None) -> bool:
+        return record is not None and record.slurm_job == self.job
+
+    def earlier(self, number: int) -> list[AttemptRecord]:
+        """Return this job's attempts before that one, the first one first."""
+        return [record for record in records(self.paths) if record.attempt < number and self.owns(record)]
+
+    @property
+    def asked(self) -> Path:
+        """How often the job has asked for other nodes since an attempt began."""
+        return self.submission.folder / f"asked-elsewhere-{self.job}"
+
+
+def _run_id(submission: SubmissionPaths, task: int) -> str:
+    runs = (read_json(submission.record) or {}).get("runs")
+    run_id = runs[task] if isinstance(runs, list) and task < len(runs) else None
+    # A plain name: another would lead out of the experiment's folder.
+    if not isinstance(run_id, str) or run_id != Path(run_id).name or run_id in {"", ".", ".."}:
+        raise BadFileError(
+            f"{submission.record}: knows no run of array task {task}; submit the experiment again"
+        )
+    return run_id
+
+
+def say(text: str) -> None:
+    print(f"hpc-train: {text}", file=sys.stderr, flush=True)

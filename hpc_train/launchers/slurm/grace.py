@@ -1,0 +1,72 @@
+"""Whether a save fits into the time that Slurm leaves a job which must go: said at submit."""
+
+from __future__ import annotations
+
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import NoSlurmError
+from hpc_train.launchers.slurm import commands, options
+from hpc_train.paths import ExperimentPaths
+
+#: From the signal to the end of the step that goes on. Assumed; where steps take longer, more is needed.
+_STEP_RESERVE_S = 5
+_SAVES = 3
+
+
+def warnings(experiment: Experiment, folder: ExperimentPaths) -> list[str]:
+    """Return what to say of saves that took longer than there may be time for; nothing before the first.
+
+    ``experiment``: with its profile's settings.
+    """
+    saves = options.saves_s(folder)
+    if experiment.slurm is None or not saves:
+        return []
+    longest_s = max(saves)
+    words = [_preemption(name, longest_s) for name in (experiment.slurm.partition or "").split(",")]
+    return [each for each in (*words, _time_limit(experiment, folder, longest_s)) if each]
+
+
+def _preemption(partition: str, longest_s: float) -> str | None:
+    try:
+        name, grace_s = grace(partition)
+    except (NoSlurmError, commands.RefusedError):
+        return None  # submitted all the same
+    if grace_s is None or grace_s >= longest_s + _STEP_RESERVE_S:
+        return None
+    return (
+        f"a job of partition {name} that is preempted has {grace_s} s, but the longest save so far took "
+        f"{longest_s:.1f} s, and a step must end before: the last checkpoint is what counts then; "
+        "write a smaller checkpoint.every_min"
+    )
+
+
+def grace(partition: str) -> tuple[str, int | None]:
+    """Return the partition's name (empty: the default's) and the seconds from preemption to the kill.
+
+    None where nobody preempts its jobs, or it is not the partition that says how long they have.
+    """
+    found, config = commands.partition(partition), commands.config()
+    name = found.get("PartitionName", partition)
+    mode = found.get("PreemptMode") or config.get("PreemptMode", "OFF")
+    if config.get("PreemptType", "preempt/none") != "preempt/partition_prio" or mode.startswith("OFF"):
+        return name, None
+    grace_s = _seconds(found.get("GraceTime"))
+    # Without a grace SIGTERM is followed by SIGKILL as at scancel.
+    return name, grace_s or _seconds(config.get("KillWait"))
+
+
+def _seconds(text: str | None) -> int | None:
+    number = (text or "").split()[:1]
+    return int(number[0]) if number and number[0].isdecimal() else None
+
+
+def _time_limit(experiment: Experiment, folder: ExperimentPaths, longest_s: float) -> str | None:
+    slurm, needed_s = experiment.slurm, _SAVES * longest_s
+    assert slurm is not None
+    lead_s = options.lead_s(experiment, folder)
+    if lead_s >= needed_s:
+        return None
+    key = "slurm.time_limit" if slurm.signal_lead_s is None else "slurm.signal_lead_s"
+    return (
+        f"the last save begins {lead_s} s before the time limit, but the longest so far took "
+        f"{longest_s:.1f} s; raise {key}, so that three fit in"
+    )

@@ -1,0 +1,83 @@
+"""Samples that ranks could not read: ``rank-<r>.bad_samples.jsonl`` of each attempt, a line a sample.
+
+Written by ``datasets.bad_samples``; commands read it too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hpc_train.paths import AttemptPaths, RunPaths
+
+Part = Literal["train", "val"]
+#: What makes two bad samples the same one.
+SampleKey = tuple[Part, int]
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that can't be read. ``name`` is its file, or ``sample 5`` where it has none."""
+
+    split: Part
+    index: int
+    name: str
+    why: str
+
+    @property
+    def key(self) -> SampleKey:
+        return self.split, self.index
+
+    @property
+    def title(self) -> str:
+        """Its number and its file, in words."""
+        number = f"sample {self.index}"
+        title = number if self.name == number else f"{number} ({self.name})"
+        return f"validation {title}" if self.split == "val" else title
+
+    def __str__(self) -> str:
+        return f"{self.title}: {self.why}"
+
+
+def append(file: Path, samples: Iterable[BadSample]) -> None:
+    """Add a line each. Raises OSError where the disk refuses."""
+    lines = "".join(json.dumps(asdict(sample)) + "\n" for sample in samples)
+    with file.open("a", encoding="utf-8") as out:
+        out.write(lines)
+
+
+def of_attempt(attempt: AttemptPaths) -> dict[SampleKey, BadSample]:
+    """Return what the ranks of an attempt named, the lowest rank's first."""
+    known: dict[SampleKey, BadSample] = {}
+    files = attempt.folder.glob("rank-*.bad_samples.jsonl")
+    for file in sorted(files, key=lambda file: (len(file.name), file)):  # rank 2 before rank 10
+        for sample in _read(file):
+            known.setdefault(sample.key, sample)
+    return known
+
+
+def all_known(paths: RunPaths) -> dict[SampleKey, BadSample]:
+    """Return the bad samples that any rank of any attempt named, in the order of attempts."""
+    known: dict[SampleKey, BadSample] = {}
+    for attempt in paths.attempt_folders():
+        known |= {key: sample for key, sample in of_attempt(attempt).items() if key not in known}
+    return known
+
+
+def _read(file: Path) -> Iterator[BadSample]:
+    """Yield a file's samples, as far as it can be read; a line that a killed rank left half is no sample."""
+    with suppress(OSError):
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, TypeError, KeyError):
+                yield _from_json(json.loads(line))
+
+
+def _from_json(data: Any) -> BadSample:
+    sample = BadSample(data["split"], data["index"], data["name"], data["why"])
+    if sample.split not in ("train", "val") or type(sample.index) is not int:
+        raise ValueError(f"{data} is no bad sample")
+    return sample

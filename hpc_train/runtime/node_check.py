@@ -1,0 +1,182 @@
+"""Before an attempt's first step every rank proves its node: memory, arithmetic, network, and the disk.
+
+``worker`` calls it, before anything is built. What fails here would fail later, slower, or in silence.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError
+from hpc_train.paths import AttemptPaths
+from hpc_train.runtime.ranks import RankFacts
+
+_SIZE = 256
+#: Few: a device that lies now and then is found by many checks of many attempts, not by a long one.
+_REPEATS = 3
+_DISK_BYTES = 64 * 1024
+#: Assumed: with less than this nothing can be trained, whoever has the rest.
+_LEAST_MEMORY = 256 * 2**20
+#: Assumed: a device that others share on purpose is never filled by them to this part before we begin.
+_MOST_BY_OTHERS = 0.5
+#: Disks that refuse for everybody, whichever node asks.
+_REFUSES_ALL = {errno.ENOSPC, errno.EDQUOT}
+_SMI_LIMIT_S = 5.0
+
+
+def check(
+    facts: RankFacts,
+    device: torch.device,
+    attempt: AttemptPaths,
+    node: str,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Prove this rank's node. Collective: every rank calls it, over ``group`` or else the default one.
+
+    Raises BadNodeError on the rank whose node fails, PeerLostError on the others; StorageError where the disk
+    is full, which is no node's fault. A rank that fails its own part still takes part in the exchange.
+    """
+    own = _own_failure(facts, device, attempt, node)
+    _agree(own, facts, group)
+    wrong = _reduction_failure(facts, device, group)
+    failed = f"an all-reduce over {facts.world_size} ranks: {wrong}"
+    _agree(BadNodeError(_failed(node, failed)) if wrong else None, facts, group)
+
+
+def _own_failure(
+    facts: RankFacts, device: torch.device, attempt: AttemptPaths, node: str
+) -> HpcTrainError | None:
+    """Return what is wrong with this rank's share of the node."""
+    parts: list[tuple[str, Callable[[], None]]] = [
+        ("memory", lambda: _check_memory(device)),
+        (f"a product of matrices on {device}", lambda: _check_arithmetic(device)),
+    ]
+    if facts.local_rank == 0:
+        parts.append(("the disk", lambda: _check_disk(attempt.folder, node)))
+    for name, part in parts:
+        try:
+            part()
+        except StorageError as error:
+            return error
+        except Exception as error:  # whatever a broken driver says
+            return BadNodeError(_failed(node, f"{name}: {error}"))
+    return None
+
+
+def _failed(node: str, what: str) -> str:
+    remedy = "another node may do, or write recovery.check_nodes: false to train on it all the same"
+    return f"node {node} failed its check of {what}; {remedy}"
+
+
+def _check_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device)
+        if others > _MOST_BY_OTHERS * total:
+            taken = f"{others / 2**30:.1f} of {total / 2**30:.1f} GiB of {device}"
+            raise HpcTrainError(f"{taken} are taken by others{_holders(device)}")
+    available = _available_memory()
+    if available is not None and available < _LEAST_MEMORY:
+        raise HpcTrainError(f"only {available / 2**20:.0f} MiB of the node's memory are left")
+
+
+def _holders(device: torch.device) -> str:
+    """Return which processes hold memory of ``device``, as nvidia-smi lists them; empty if it can't say."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
+    columns = "pid,process_name,used_memory"
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-compute-apps={columns}", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_LIMIT_S, check=True)
+        lines = [f"process {line}" for line in listed.stdout.splitlines() if line.strip()]
+        return f" ({'; '.join(lines)})" if lines else ""
+    return ""
+
+
+def _available_memory() -> int | None:
+    """Return the bytes of this node that can be had without swapping, None where the kernel does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _check_arithmetic(device: torch.device) -> None:
+    """Multiply matrices of small whole numbers: float32 holds the product exactly, and so does tf32."""
+    for repeat in range(_REPEATS):
+        a, b, c, d = (_pattern(3 * repeat + k, device) for k in (1, 2, 3, 4))
+        product = torch.matmul(torch.outer(a, b), torch.outer(c, d))
+        expected = torch.dot(b.cpu(), c.cpu()).item() * torch.outer(a.cpu(), d.cpu())
+        wrong = int((product.cpu() != expected).sum())
+        if wrong:
+            raise HpcTrainError(f"{wrong} of {expected.numel()} numbers are wrong")
+
+
+def _pattern(seed: int, device: torch.device) -> Tensor:
+    """Return numbers of −3…3 without draws from a random stream, which is training's."""
+    index = torch.arange(_SIZE, device=device)
+    return ((index * (2 * seed + 1) + index // 7) % 7 - 3).to(torch.float32)
+
+
+def _check_disk(folder: Path, node: str) -> None:
+    """Write a small file to the disk, read it back from there, remove it."""
+    path = folder / f".node-check-{node}"
+    content = secrets.token_bytes(_DISK_BYTES)
+    try:
+        found = _through_the_disk(path, content)
+    except OSError as error:
+        if error.errno in _REFUSES_ALL:
+            raise StorageError(f"{folder}: {error.strerror}; free some space, then resume") from error
+        raise
+    finally:
+        with suppress(OSError):
+            path.unlink()
+    if found != content:
+        raise HpcTrainError(f"{path} reads back other bytes than were written")
+
+
+def _through_the_disk(path: Path, content: bytes) -> bytes:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.write(descriptor, content)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)  # else memory answers for the disk
+        return os.pread(descriptor, len(content) + 1, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _reduction_failure(facts: RankFacts, device: torch.device, group: dist.ProcessGroup | None) -> str | None:
+    """Return what is wrong with a sum over all ranks, on the device."""
+    numbers = torch.arange(_SIZE, dtype=torch.float64, device=device) * (facts.rank + 1)
+    dist.all_reduce(numbers, group=group)
+    ranks = facts.world_size * (facts.world_size + 1) // 2
+    wrong = int((numbers.cpu() != torch.arange(_SIZE, dtype=torch.float64) * ranks).sum())
+    return f"{wrong} of {_SIZE} sums are wrong" if wrong else None
+
+
+def _agree(own: HpcTrainError | None, facts: RankFacts, group: dist.ProcessGroup | None) -> None:
+    """Raise where any rank failed: its error there, PeerLostError elsewhere.
+
+    Over the CPU, since a device may be broken.
+    """
+    failed = torch.zeros(facts.world_size, dtype=torch.int32)
+    failed[facts.rank] = own is not None
+    dist.all_reduce(failed, group=group)
+    if own is not None and failed.all() and facts.num_nodes > 1 and isinstance(own, BadNodeError):
+        raise HpcTrainError(f"all nodes fail alike, so that none is to blame: {own}")
+    if own is not None:
+        raise own
+    if failed.any():
+        ranks = ", ".join(str(rank) for rank in failed.nonzero().flatten().tolist())
+        raise PeerLostError(f"the node of rank {ranks} failed its check; see rank-<r>.error of the attempt")

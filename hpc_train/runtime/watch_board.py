@@ -1,0 +1,101 @@
+"""What the ranks' watchdogs tell each other, through the store that the ranks met at.
+
+A store whose process is stopped answers nothing and no call returns, whatever its timeout says: so every call
+is made on a thread that nobody need wait for (``errand``).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+
+from torch._C._distributed_c10d import Store
+
+from hpc_train.run_folder.processes import Process
+from hpc_train.runtime.hang import Report, Verdict
+
+_WATCH, _ANSWER, _NODE = "hpc_train/watch/", "hpc_train/answer/", "hpc_train/node/"
+_ALARM, _VERDICT, _READ = "hpc_train/hang", "hpc_train/hang_verdict", "hpc_train/hang_read"
+_STORE_TIMEOUT = timedelta(seconds=10)
+_POLL_S = 0.2
+
+
+class Board:
+    """A rank's view of the store, over a connection of its own. Any method may raise, or never return."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        # Not the main thread's: a connection answers one thread at a time.
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self._store.set_timeout(_STORE_TIMEOUT)
+        self._rank = rank
+
+    def tell(self, report: Report) -> None:
+        self._store.set(f"{_WATCH}{self._rank}", report.to_text())
+
+    def told(self, rank: int) -> Report | None:
+        """Return what ``rank`` said last, None where it never did."""
+        text = self._get(f"{_WATCH}{rank}")
+        return None if text is None else Report.from_text(text)
+
+    def publish_node(self, node: int, processes: dict[int, Process]) -> None:
+        """Say which processes are the ranks of a node."""
+        text = json.dumps({rank: process.to_json() for rank, process in processes.items()})
+        self._store.set(f"{_NODE}{node}", text)
+
+    def node(self, node: int) -> dict[int, Process]:
+        """Return the ranks of a node, none while nobody has said so."""
+        found = json.loads(self._get(f"{_NODE}{node}") or "{}")
+        processes = {int(rank): Process.from_json(process) for rank, process in found.items()}
+        return {rank: process for rank, process in processes.items() if process is not None}
+
+    def alarm(self) -> int | None:
+        """Return the rank that raised the alarm, None where none did."""
+        text = self._get(_ALARM)
+        return None if text is None else int(text)
+
+    def raise_alarm(self) -> int:
+        """Raise the alarm; return the rank that did so first."""
+        return int(self._store.compare_set(_ALARM, "", str(self._rank)))
+
+    def answer(self, report: Report) -> None:
+        """Say, asked by the alarm, that this rank's stacks are written, and where it stands."""
+        self._store.set(f"{_ANSWER}{self._rank}", report.to_text())
+
+    def wait_for_answers(self, world_size: int, limit_s: float) -> dict[int, Report]:
+        """Return by rank the answers that came within ``limit_s``."""
+        deadline, found = time.monotonic() + limit_s, dict[int, Report]()
+        while True:
+            for rank in range(world_size):
+                if rank not in found and (text := self._get(f"{_ANSWER}{rank}")) is not None:
+                    found[rank] = Report.from_text(text)
+            if len(found) == world_size or time.monotonic() > deadline:
+                return found
+            time.sleep(_POLL_S)
+
+    def last_words(self, ranks: Iterable[int]) -> dict[int, Report]:
+        """Return by rank what each said last, without those that never said anything."""
+        return {rank: report for rank in ranks if (report := self.told(rank)) is not None}
+
+    def agree(self, verdict: Verdict) -> Verdict:
+        """Publish a verdict; return the one that stands, which is the first."""
+        return Verdict.from_text(self._store.compare_set(_VERDICT, "", verdict.to_text()))
+
+    def wait_for_verdict(self, limit_s: float) -> Verdict | None:
+        deadline = time.monotonic() + limit_s
+        while (text := self._get(_VERDICT)) is None:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_POLL_S)
+        return Verdict.from_text(text)
+
+    def leave(self, num_ranks: int, limit_s: float) -> None:
+        """Say that the verdict is read. Rank 0, which may keep the store, waits until ``num_ranks`` did."""
+        self._store.add(_READ, 1)
+        deadline = time.monotonic() + limit_s
+        while self._rank == 0 and self._store.add(_READ, 0) < num_ranks and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def _get(self, key: str) -> bytes | None:
+        return self._store.get(key) if self._store.check([key]) else None

@@ -1,0 +1,129 @@
+"""The model as it is trained on this rank, what changes it, and what a checkpoint brings back of it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+
+from hpc_train import registry
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.sampler import Position
+from hpc_train.engine.checkpoint import Checkpointer, Loaded
+from hpc_train.engine.compiling import compile_model
+from hpc_train.engine.optimization import Optimization, make_optimizer
+from hpc_train.engine.schedules import make_schedule
+from hpc_train.engine.training_state import TrainingState
+from hpc_train.errors import StorageError, UserError
+from hpc_train.models.blocks import find_blocks
+from hpc_train.models.building import build_model
+from hpc_train.plan.batches import BatchArithmetic
+from hpc_train.run_folder import versions
+from hpc_train.runtime.seeds import seed_build
+from hpc_train.strategies.base import Placement, Strategy
+from hpc_train.worker.rank import Rank
+
+_log = logging.getLogger(__name__)
+
+
+def part(kind: str, name: str) -> Any:
+    """Return the plug-in of this name: what it is called with depends on its kind."""
+    return registry.load(kind, name)
+
+
+@dataclass(frozen=True)
+class Learner:
+    """The model as it is trained here, and what changes it."""
+
+    #: Plain: its names are those of checkpoints and exports.
+    model: nn.Module
+    #: What training calls.
+    wrapped: nn.Module
+    strategy: Strategy
+    optimization: Optimization
+
+    @property
+    def state(self) -> TrainingState:
+        return TrainingState(self.model, self.optimization.optimizer, self.optimization.scaler)
+
+
+def build(rank: Rank, source: DataSource, batches: BatchArithmetic) -> Learner:
+    """Build, compile, place, then make the optimizer: the order that facts of torch ask for."""
+    config = rank.experiment
+    seed_build(config.seed)
+    model = build_model(config.model, source.info)
+    blocks = find_blocks(model)
+    compile_model(model, blocks, config.compile)
+    placement = Placement(
+        rank=rank.facts.rank,
+        world_size=rank.facts.world_size,
+        device=rank.device,
+        precision=rank.precision,
+        channels_last=config.model.channels_last,
+        args=config.parallel.args,
+    )
+    strategy = cast(Strategy, part("strategies", config.parallel.strategy)(placement))
+    wrapped = strategy.place(model, blocks)
+    optimizer = make_optimizer(config.optimization.optimizer, model, config.optimization.global_batch_size)
+    schedule = make_schedule(config.optimization.schedule, batches.total_steps, batches.steps_per_epoch)
+    return Learner(model, wrapped, strategy, Optimization(optimizer, schedule, rank.precision, rank.device))
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where training goes on; ``skips``: steps that ``on_non_finite: skip`` has left out so far."""
+
+    position: Position
+    skips: int = 0
+
+
+def resumed(rank: Rank, checkpointer: Checkpointer, learner: Learner) -> Resumed:
+    """Bring back the newest whole checkpoint; the beginning where none was saved.
+
+    Raises StorageError where all are damaged, UserError where the file insists on the same versions.
+    """
+    loaded = checkpointer.load_newest(learner.state)
+    if loaded is not None:
+        _heed_versions(rank, loaded)
+        saved = loaded.extra["position"]
+        return Resumed(Position(saved["step"], tuple(saved["skipped"])), loaded.extra.get("skips", 0))
+    if checkpointer.notices:
+        raise StorageError(
+            "no checkpoint is whole any more, and training is not begun anew in silence; start it again with "
+            "hpc-train submit --new: " + "; ".join(checkpointer.notices)
+        )
+    return Resumed(Position(0))
+
+
+def _heed_versions(rank: Rank, loaded: Loaded) -> None:
+    """Say what is of another version than at the save; refuse it where the file asks for that."""
+    now = versions.versions()
+    then = {key: value for key, value in loaded.extra.get("versions", {}).items() if key in now}
+    found = versions.differences(then, {key: now[key] for key in then})
+    if not found:
+        return
+    words = f"checkpoint {loaded.step} was saved with other versions: {versions.in_words(found)}"
+    if rank.experiment.environment.strict:
+        raise UserError(
+            f"environment.strict: {words}; use those versions, or resume with environment.strict=false"
+        )
+    if rank.is_first:
+        _log.warning("%s; the weights may differ in the last bit from here on", words)
+
+
+def extra(rank: Rank, batches: BatchArithmetic, position: Position, skips: int) -> dict[str, Any]:
+    """Return what a checkpoint says besides tensors: where it stands and how it came about."""
+    return {
+        "position": {"step": position.step, "skipped": list(position.skipped)},
+        "skips": skips,
+        "seed": rank.experiment.seed,
+        "world_size": rank.facts.world_size,
+        "micro_batches": batches.micro_batches,
+        "steps_per_epoch": batches.steps_per_epoch,
+        "strategy": rank.experiment.parallel.strategy,
+        "precision": rank.experiment.precision,
+        "device": rank.device.type,
+        "versions": versions.versions(),
+    }

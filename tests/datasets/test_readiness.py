@@ -1,0 +1,186 @@
+"""Whether the next step's batches are there, and what happens while they are waited for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_train.datasets.loading import TrainingBatches, evaluation_batches, training_batches
+from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.workers import WorkerLostError
+from hpc_train.errors import BadFileError
+from tests.datasets.samples import (
+    AUGMENT,
+    CPU,
+    TOTAL_STEPS,
+    BrokenSplit,
+    OneByOne,
+    RandomSplit,
+    assert_equal,
+    experiment,
+    random_split,
+    source,
+    steps,
+)
+
+
+class GatedSplit:
+    """Loader processes wait before each sample until ``gate`` is there."""
+
+    def __init__(self, gate: Path) -> None:
+        self._rank_pid = os.getpid()
+        self._gate = gate
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int, /) -> tuple[Any, int]:
+        while os.getpid() != self._rank_pid and not self._gate.exists():
+            time.sleep(0.01)
+        return torch.zeros(3, 4, 4, dtype=torch.uint8), index
+
+
+def wait_until_ready(batches: TrainingBatches, limit_s: float = 60.0) -> None:
+    end = time.monotonic() + limit_s
+    while not batches.is_ready(within_s=0.05):
+        assert time.monotonic() < end, "the batches never came"
+
+
+def training(train: Any, total_steps: int = TOTAL_STEPS, **data: Any) -> TrainingBatches:
+    return training_batches(source(train), experiment(**data), Position(0), total_steps, 0, 1, CPU)
+
+
+@pytest.mark.fault(2)
+def test_it_is_known_whether_the_next_step_is_there(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with training(GatedSplit(gate), workers=2) as batches:
+        assert not batches.is_ready()
+        assert not batches.is_ready(within_s=0.05)
+        gate.touch()
+        wait_until_ready(batches)
+        gate.unlink()
+        assert next(batches)[0] == 0
+
+
+def test_a_step_is_ready_only_when_all_its_micro_batches_are(tmp_path: Path) -> None:
+    """Ten micro-batches a step, of which torch reads ahead two."""
+    gate = tmp_path / "gate"
+    gate.touch()
+    with training(GatedSplit(gate), workers=1, global_batch_size=20) as batches:
+        for step in range(TOTAL_STEPS):
+            wait_until_ready(batches)
+            found, slots = next(batches)
+            assert found == step
+            assert sorted(target for slot in slots for target in slot.targets.tolist()) == list(range(20))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_asking_changes_no_batch(workers: int) -> None:
+    asked = []
+    with training(RandomSplit(), workers=workers, augment=AUGMENT) as batches:
+        for step in range(TOTAL_STEPS):
+            if step != 2:  # not each time
+                wait_until_ready(batches)
+            asked.append(next(batches))
+        wait_until_ready(batches)  # the end is known as well
+        with pytest.raises(StopIteration):
+            next(batches)
+        assert batches.is_ready()
+    assert_equal(asked, steps(RandomSplit()))
+
+
+def test_without_loader_processes_nothing_is_read_ahead() -> None:
+    read: list[int] = []
+
+    class Counted(OneByOne):
+        def __getitem__(self, index: int, /) -> tuple[Any, int]:
+            read.append(index)
+            return super().__getitem__(index)
+
+    with training(Counted(random_split(20)), workers=0) as batches:
+        assert batches.is_ready(within_s=1.0)
+        assert read == []
+        next(batches)
+        assert batches.is_ready()
+        assert len(read) == 8
+
+
+def test_where_the_loader_cannot_be_asked_next_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpc_train.datasets.workers._LOADER_PARTS", ("_of_another_torch",))
+    with training(random_split(20), workers=1, augment=AUGMENT) as batches:
+        assert batches.is_ready()
+        assert_equal(list(batches), steps(random_split(20)))
+
+
+@pytest.mark.fault(22)
+def test_an_error_makes_ready_and_is_raised_by_next() -> None:
+    with (
+        training(BrokenSplit(OSError("truncated")), workers=1) as batches,
+        pytest.raises(BadFileError, match="sample 5"),
+    ):
+        while True:
+            wait_until_ready(batches)
+            next(batches)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(21)
+def test_a_killed_worker_makes_ready_and_is_explained_by_next(tmp_path: Path) -> None:
+    with training(GatedSplit(tmp_path / "gate"), workers=1) as batches:
+        assert not batches.is_ready()
+        (pid,) = batches.worker_pids
+        os.kill(pid, signal.SIGKILL)
+        wait_until_ready(batches)
+        with pytest.raises(WorkerLostError, match=r"data\.workers: .*killed.*memory.*fewer workers"):
+            next(batches)
+        assert batches.worker_pids == []
+
+
+@pytest.mark.slow
+@pytest.mark.fault(21)
+@pytest.mark.parametrize("asks", [False, True])
+def test_workers_killed_at_any_moment_are_explained(asks: bool) -> None:
+    """Also while a batch of theirs is on its way, when torch raises what its connections raise."""
+    for delay_s in (0.0, 0.003, 0.01, 0.03, 0.06):
+        with training(random_split(20), total_steps=10**6, workers=2) as batches:
+            next(batches)
+            killer = threading.Timer(delay_s, os.kill, (batches.worker_pids[-1], signal.SIGKILL))
+            killer.start()
+            with pytest.raises(WorkerLostError, match=r"data\.workers: .*killed \(pid \d+, signal 9\)"):
+                while True:
+                    if asks:
+                        wait_until_ready(batches)
+                    next(batches)
+            killer.join()
+
+
+@pytest.mark.fault(2)
+def test_a_signal_is_noted_while_next_waits(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    before = signal.signal(signal.SIGUSR1, lambda *_: gate.touch())
+    killer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+    try:
+        with training(GatedSplit(gate), workers=1) as batches:
+            killer.start()
+            assert next(batches)[0] == 0  # else it would wait for ever: the handler opens the gate
+    finally:
+        killer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.slow
+def test_evaluation_beside_training_waits_for_nobody() -> None:
+    with training(RandomSplit(), total_steps=1000, workers=2) as batches:
+        for _ in range(10):
+            batches.is_ready()
+            evaluation = evaluation_batches(random_split(11), experiment(workers=2), 0, 1, CPU)
+            assert sum(int(batch.valid.sum()) for batch in evaluation) == 11
+            wait_until_ready(batches)
+            next(batches)

@@ -1,0 +1,115 @@
+"""A micro-batch that makes NaN: the run ends, leaves the step out, or goes back; all ranks alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.checkpoints import committed
+from hpc_train.run_folder.ends import exit_codes
+from tests.end_to_end.runs import (
+    EXPERIMENT,
+    Done,
+    assert_equal_to_the_bit,
+    final_tensors,
+    found_runs,
+    hpc_train,
+    last_step,
+    only_run,
+    rows,
+    start,
+    status,
+    wait_for,
+    write_experiment,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault(20)]
+
+#: 29 steps an epoch: one or two of these steps meet the poisoned sample.
+TEXT = (
+    EXPERIMENT.replace("parts:net", "parts:poisoned")
+    .replace(", augment: {hflip: 0.5, crop_padding: 2}", "")
+    .replace("steps: 60", "steps: 50")
+)
+assert "poisoned" in TEXT and "augment" not in TEXT
+
+
+def train(folder: Path, *overrides: str, devices: int = 2) -> tuple[RunPaths, Done]:
+    experiment = write_experiment(folder, TEXT)
+    local = ("--local", "--devices", str(devices))
+    done = hpc_train("submit", experiment, *overrides, *local, HPC_TRAIN_RUNS=str(folder / "runs"))
+    return only_run(folder), done
+
+
+def extra(paths: RunPaths) -> dict[str, object]:
+    state: dict[str, dict[str, object]] = json.loads(committed(paths)[0].state.read_text())
+    return state["extra"]
+
+
+def are_finite(paths: RunPaths) -> bool:
+    tensors = [value for value in final_tensors(paths).values() if isinstance(value, torch.Tensor)]
+    return all(bool(value.isfinite().all()) for value in tensors if value.is_floating_point())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_stop_ends_all_ranks_for_good_and_saves_nothing_of_it(strategy: str, tmp_path: Path) -> None:
+    paths, done = train(tmp_path, f"parallel.strategy={strategy}")
+    assert done.code == 1 and "Traceback" not in done.err
+    assert status(paths)["state"] == "failed"
+    assert "the train loss is NaN or infinite on a rank" in status(paths)["reason"]
+    assert exit_codes(paths.attempt(1)) == {0: 77, 1: 77}, "all agreed; nobody lost a peer"
+    assert are_finite(paths)
+    finite = [row["loss"] is not None for row in rows(paths, "train")]
+    assert all(finite[:-2]) and not finite[-1], "they agree beside the next step, and go no further"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_skip_leaves_the_weights_and_statistics_of_that_step_alone(strategy: str, tmp_path: Path) -> None:
+    paths, done = train(tmp_path, "optimization.on_non_finite=skip", f"parallel.strategy={strategy}")
+    assert done.code == 0, done.err
+    empty = [row["step"] for row in rows(paths, "train") if row["loss"] is None]
+    assert 1 <= len(empty) == extra(paths)["skips"]
+    assert last_step(paths) == 50 and are_finite(paths)
+
+
+def test_more_than_the_most_end_the_run(tmp_path: Path) -> None:
+    overrides = ("optimization.on_non_finite=skip", "optimization.max_non_finite=1", "optimization.steps=60")
+    paths, done = train(tmp_path, *overrides)
+    assert done.code == 1
+    assert "for time 2; optimization.max_non_finite allows 1" in status(paths)["reason"]
+    assert exit_codes(paths.attempt(1)) == {0: 77, 1: 77}
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_kill_changes_no_bit_of_it(policy: str, tmp_path: Path) -> None:
+    """Wherever the run was saved and interrupted, and wherever it went back to."""
+    text = f"optimization.on_non_finite={policy}"
+    quiet, done = train(tmp_path / "quiet", text, "checkpoint.every_steps=1000")
+    assert done.code == 0, done.err
+    runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+    experiment = write_experiment(tmp_path, TEXT)
+    process = start("submit", experiment, text, "--local", "--devices", "2", **runs)
+    wait_for(lambda: bool(found_runs(tmp_path)) or process.poll() is not None, "the run's folder")
+    paths = only_run(tmp_path)
+    wait_for(lambda: last_step(paths) >= 35 or process.poll() is not None, "step 35")
+    process.terminate()
+    process.communicate()
+    assert hpc_train("resume", paths.folder).code == 0
+    assert_equal_to_the_bit(quiet, paths)
+    assert extra(quiet)["position"] == extra(paths)["position"]
+    assert extra(quiet)["skips"] == extra(paths)["skips"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_rollback_leaves_the_data_out_for_good(strategy: str, tmp_path: Path) -> None:
+    paths, done = train(tmp_path, "optimization.on_non_finite=rollback", f"parallel.strategy={strategy}")
+    assert done.code == 0, done.err
+    position = extra(paths)["position"]
+    assert isinstance(position, dict) and 1 <= len(position["skipped"]) <= 2
+    assert [row["step"] for row in rows(paths, "train")] == list(range(1, 51)), "each step once"
+    assert all(row["loss"] is not None for row in rows(paths)) and are_finite(paths)
+    assert "going back to the newest checkpoint" in paths.attempt(1).log(0).read_text()

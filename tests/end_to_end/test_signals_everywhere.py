@@ -1,0 +1,112 @@
+"""A stop signal is heeded wherever a rank is: while it builds, compiles, waits for data."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.attempts import read_record
+from hpc_train.run_folder.checkpoints import committed
+from tests.end_to_end.parts import POISON
+from tests.end_to_end.runs import (
+    EXPERIMENT,
+    assert_equal_to_the_bit,
+    found_runs,
+    hpc_train,
+    last_step,
+    only_run,
+    start,
+    status,
+    wait_for,
+    write_experiment,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault(2)]
+
+#: Far beyond what a stop may take on a busy machine, and far below what is being waited for.
+SOON_S, LONG_S = 60.0, 600
+NET = 'model: {name: "tests.end_to_end.parts:net"}'
+LOCAL = ("--local", "--devices", "2")
+assert NET in EXPERIMENT
+
+
+def begin(folder: Path, text: str) -> tuple[subprocess.Popen[str], RunPaths]:
+    experiment = write_experiment(folder, text)
+    process = start("submit", experiment, *LOCAL, HPC_TRAIN_RUNS=str(folder / "runs"))
+    wait_for(lambda: bool(found_runs(folder)) or process.poll() is not None, "the run's folder")
+    return process, only_run(folder)
+
+
+def wait_for_event(paths: RunPaths, name: str, process: subprocess.Popen[str]) -> None:
+    def is_told() -> bool:
+        record = read_record(paths.attempt(1))
+        return process.poll() is not None or (record is not None and name in record.events)
+
+    wait_for(is_told, name)
+    assert process.poll() is None, process.communicate()[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "event"),
+    [
+        (f"parts:slow_build, args: {{seconds: {LONG_S}}}", "joined"),
+        (f"parts:slow_once, args: {{seconds: {LONG_S}}}", "loaded"),
+    ],
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_before_the_first_step_a_signal_ends_the_ranks_at_once(
+    model: str, event: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    name, _, args = model.partition(",")
+    text = EXPERIMENT.replace(NET, f'model: {{name: "tests.end_to_end.{name}",{args}}}')
+    process, paths = begin(tmp_path, text)
+    wait_for_event(paths, event, process)
+    record = read_record(paths.attempt(1))
+    assert record is not None
+    for rank in record.rank_processes:
+        os.kill(rank.pid, number)
+    process.communicate(timeout=SOON_S)
+    assert process.returncode == 75
+    assert (status(paths)["state"], status(paths)["reason"]) == ("failed", "interrupted")
+    record = read_record(paths.attempt(1))
+    assert record is not None and record.exit_codes == [75, 75] and "signal" in record.events
+    assert json.loads(paths.attempt(1).events.read_text())["signal"] == number.name
+
+
+def test_while_one_rank_waits_for_its_data_all_save_at_the_last_boundary(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    args = f"{{held: {POISON}, path: {held}}}"
+    data = f'data: {{name: "tests.end_to_end.parts:waiting", workers: 1, args: {args}}}'
+    lines = [data if line.startswith("data:") else line for line in EXPERIMENT.splitlines()]
+    text = (
+        "\n".join([*lines, ""])
+        .replace("every_steps: 7", "every_steps: 1000")
+        .replace("steps: 60", "steps: 30")
+    )
+    held.touch()
+    process, paths = begin(tmp_path, text)
+    where = paths.attempt(1).folder
+
+    def is_waiting() -> bool:
+        beats = [json.loads(path.read_text()) for path in where.glob("heartbeat-*.json")]
+        return process.poll() is not None or any("waiting" in json.dumps(beat) for beat in beats)
+
+    wait_for(is_waiting, "a rank that waits for data")
+    step = last_step(paths)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=SOON_S)
+    assert process.returncode == 130, err
+    assert committed(paths)[0].step == step == last_step(paths) < 29
+    held.unlink()
+    assert hpc_train("resume", paths.folder).code == 0
+    quiet = hpc_train(
+        "submit", tmp_path / "exp.yaml", *LOCAL, HPC_TRAIN_RUNS=str(tmp_path / "quiet" / "runs")
+    )
+    assert quiet.code == 0, quiet.err
+    assert_equal_to_the_bit(only_run(tmp_path / "quiet"), paths)

@@ -1,0 +1,45 @@
+"""Fixtures: quiet runs and a small disk."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults import shim
+from tests.faults.quiet import QuietRuns
+from tests.slurm.fixtures import leave_out
+
+
+@pytest.fixture(scope="session")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> QuietRuns:
+    return QuietRuns(tmp_path_factory.mktemp("quiet"))
+
+
+@pytest.fixture
+def shimmed() -> None:
+    """Leave the test out, or fail it in CI, where no shim can be built."""
+    if why := shim.why_not():
+        leave_out(why)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MB for runs."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        leave_out("only root can mount a small file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let reports tell which faults a test causes, wherever it lies."""
+    for item in items:
+        for mark in item.iter_markers("fault"):
+            item.user_properties += [("fault", str(number)) for number in mark.args]

@@ -1,0 +1,112 @@
+"""Drives a run through faults to its end, and checks that it is the run that nothing happened to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.attempts import AttemptRecord, read_record
+from hpc_train.run_folder.checkpoints import verify
+from hpc_train.run_folder.status import read_status
+from tests.end_to_end.runs import assert_equal_to_the_bit
+from tests.faults.faults import STEPS_AFTER, Fault
+from tests.faults.on_slurm import SlurmRun
+from tests.faults.runs import LocalRun, Run, living_processes, step_of, wait
+
+_LEAVE_S = 60.0
+
+
+def survive(run: Run, faults: Sequence[Fault], quiet: RunPaths) -> None:
+    """Let each fault strike, see the run complete, compare it with ``quiet``. Raises AssertionError."""
+    for fault in faults:
+        strike(run, fault)
+    complete(run)
+    assert_whole(run, quiet)
+
+
+def strike(run: Run, fault: Fault, **environment: str) -> None:
+    """Let the fault strike at its step, see the attempt end for the right reason and the next one begin.
+
+    ``environment`` is the next attempt's own, of a local run.
+    """
+    wait(lambda: run.attempt() > 0, lambda: f"the first attempt\n{run.account()}")
+    attempt = run.attempt()
+    wait(
+        lambda: step_of(run.paths, attempt) >= fault.step or run.is_over(attempt),
+        lambda: f"step {fault.step} of attempt {attempt}\n{run.account()}",
+    )
+    assert not run.is_over(attempt), f"over before {fault} struck\n{run.account()}"
+    cure = fault.strike(run)
+    try:
+        if not fault.ends and _goes_on(run, fault, attempt):
+            return
+        wait(lambda: run.is_over(attempt), lambda: f"no end by {fault}\n{run.account()}")
+        check_end(run, fault, attempt)
+    finally:
+        cure()
+    if fault.is_final and isinstance(run, SlurmRun):
+        run.resume()
+    run.go_on(attempt, **environment)
+
+
+def _goes_on(run: Run, fault: Fault, attempt: int) -> bool:
+    """Wait until the attempt has survived the fault (True) or ended of it."""
+    wait(
+        lambda: run.is_over(attempt) or fault.is_past(run),
+        lambda: f"{fault} to strike\n{run.account()}",
+    )
+    then = step_of(run.paths, attempt)
+    wait(
+        lambda: run.is_over(attempt) or step_of(run.paths, attempt) >= then + STEPS_AFTER,
+        lambda: f"the end of attempt {attempt}, or more steps, after {fault}\n{run.account()}",
+    )
+    return not run.is_over(attempt) or read_status(run.paths).state == "completed"
+
+
+def check_end(run: Run, fault: Fault, attempt: int) -> None:
+    """Raise AssertionError where the attempt did not end as this fault ends it."""
+    if isinstance(run, LocalRun):
+        assert run.code() in fault.codes, f"exit code {run.code()} after {fault}\n{run.account()}"
+        reason = read_status(run.paths).reason or ""
+    else:
+        reason = _record(run, attempt).reason or ""
+    cause = _record(run, attempt).cause
+    # The local launcher gives none; nor does a job that Slurm itself took back, until the next one begins.
+    assert cause is None or cause in fault.causes, f"{cause} after {fault}\n{run.account()}"
+    if fault.reason:
+        assert re.search(re.escape(fault.reason), reason), f"{reason!r} after {fault}\n{run.account()}"
+
+
+def _record(run: Run, attempt: int) -> AttemptRecord:
+    record = read_record(run.paths.attempt(attempt))
+    assert record is not None, run.account()
+    return record
+
+
+def complete(run: Run) -> None:
+    """See the run complete, and its processes gone."""
+
+    def is_over() -> bool:
+        return run.is_over(run.attempt()) and read_status(run.paths).state in {"completed", "failed"}
+
+    wait(is_over, run.account)
+    if isinstance(run, LocalRun):
+        assert run.code() == 0, run.account()
+    status = read_status(run.paths)
+    assert status.state == "completed", run.account()
+    assert status.step == status.total_steps, run.account()
+    # The batch script has a few more words to say.
+    wait(lambda: not living_processes(run.paths), "the end of the run's processes", _LEAVE_S)
+
+
+def assert_whole(run: Run, quiet: RunPaths) -> None:
+    """Raise AssertionError where the run differs from the quiet one, or holds something half-written."""
+    for folder in run.paths.checkpoints.iterdir():
+        assert re.fullmatch(r"step-\d{8}", folder.name), f"{folder.name} was left behind"
+    for checkpoint in run.paths.checkpoint_folders():
+        assert verify(checkpoint) == [], checkpoint
+    try:
+        assert_equal_to_the_bit(quiet, run.paths)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{run.account()}") from error

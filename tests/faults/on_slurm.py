@@ -1,0 +1,131 @@
+"""A run on a test cluster: what Slurm is made to do to it, and how it comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.attempts import AttemptRecord, newest_number, read_record
+from hpc_train.run_folder.status import read_status
+from tests.end_to_end.runs import Done, hpc_train, write_experiment
+from tests.faults.runs import wait
+from tests.faults.shim import Shim
+from tests.slurm.cluster import Cluster
+from tests.slurm.experiments import ENVIRONMENT, account, job_of
+from tests.slurm.runs import preempt
+
+
+class SlurmRun:
+    """Submitted to ``cluster``, under ``runs``, where a submission's snapshot of the code is shared."""
+
+    shim: Shim | None = None
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        text: str,
+        *overrides: str,
+        pace_s: float = 0.0,
+        runs: Path | None = None,
+    ) -> None:
+        self.cluster = cluster
+        own = {"HPC_TRAIN_RUNS": str(runs or folder / "runs"), "PACED_TRAIN_S": str(pace_s)}
+        self._environment = ENVIRONMENT | own | cluster.environment
+        done = self._command("submit", write_experiment(folder, text), *overrides, "--json")
+        assert done.code == 0, done.err
+        self.paths = submitted(done)
+
+    def _command(self, *words: str | Path) -> Done:
+        return hpc_train(*words, **self._environment)
+
+    def attempt(self) -> int:
+        return newest_number(self.paths)
+
+    def record(self) -> AttemptRecord:
+        record = read_record(self.paths.attempt(self.attempt()))
+        assert record is not None, self.account()
+        return record
+
+    def ranks(self) -> dict[int, int]:
+        return {int(words["SLURM_PROCID"]): pid for pid, words in self._rank_environments().items()}
+
+    def ranks_of_node(self, number: int) -> list[int]:
+        """Return the ranks on one of the run's nodes, the first one being 0."""
+        host = self.record().hosts[number]
+        found = self._rank_environments().values()
+        return sorted(int(words["SLURM_PROCID"]) for words in found if words["SLURMD_NODENAME"] == host)
+
+    def is_over(self, attempt: int) -> bool:
+        if self.attempt() > attempt:
+            return True
+        record = read_record(self.paths.attempt(attempt))
+        return record is not None and record.end is not None
+
+    def go_on(self, attempt: int, **environment: str) -> None:
+        assert not environment, "the job has its environment from its submission"
+        wait(lambda: self.attempt() > attempt or self._has_failed(), self.account)
+        assert self.attempt() > attempt, self.account()
+
+    def resume(self) -> None:
+        """Let a run that has failed go on, as its owner does."""
+        done = self._command("resume", self.paths.folder)
+        assert done.code == 0, done.err
+
+    def account(self) -> str:
+        return account(self.paths)
+
+    def preempt(self) -> Callable[[], None]:
+        """Take the run's nodes; return what gives them back."""
+        job = preempt(self.cluster, self.record().hosts)
+        return lambda: str(self.cluster.run("scancel", job)) and None
+
+    def requeue(self) -> None:
+        """Requeue the job by hand, and spare it the two minutes that Slurm lets it wait."""
+        attempt = self.attempt()
+        self.cluster.run("scontrol", "requeue", job_of(self.paths))
+        self._start_soon(attempt)
+
+    def kill_node(self, number: int, *, with_ranks: bool) -> Callable[[], None]:
+        """Kill a node's daemons and see Slurm give it up; return what brings it back."""
+        attempt, host = self.attempt(), self.record().hosts[number]
+        self.cluster.kill_node(host, with_jobs=with_ranks)
+        self._start_soon(attempt)
+        return lambda: self.cluster.start_node(host)
+
+    def _start_soon(self, attempt: int) -> None:
+        def is_pending() -> bool:
+            shown = self.cluster.run("squeue", "-h", "-j", job_of(self.paths), "-o", "%T", check=False)
+            return shown.strip() == "PENDING" or self.attempt() > attempt or self._has_failed()
+
+        wait(is_pending, self.account)
+        # Refused where it runs already, which is as well.
+        self.cluster.run("scontrol", "update", f"JobId={job_of(self.paths)}", "StartTime=now", check=False)
+
+    def _has_failed(self) -> bool:
+        return read_status(self.paths).state in {"failed", "cancelled"}
+
+    def _rank_environments(self) -> dict[int, dict[str, str]]:
+        """Return the environments of the newest attempt's ranks by process."""
+        wanted = {"HPC_TRAIN_RUN_FOLDER": str(self.paths.folder), "HPC_TRAIN_ATTEMPT": str(self.attempt())}
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, ValueError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                # srun has the same words behind its own name.
+                if b"submitit.core._submit" in words and os.path.basename(words[0]) != b"srun":  # noqa: PTH119
+                    variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                    environment = dict(line.split("=", 1) for line in variables if "=" in line)
+                    if wanted.items() <= environment.items() and "SLURM_PROCID" in environment:
+                        found[int(entry.name)] = environment
+        return found
+
+
+def submitted(done: Done) -> RunPaths:
+    """Return the one run that ``submit --json`` tells of."""
+    (run,) = json.loads(done.out)["runs"]
+    return RunPaths(Path(run["path"]))
