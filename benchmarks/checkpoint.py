@@ -12,9 +12,9 @@
 - ``ours, nothing beside``: the same with nothing in between, as if a step took no time;
 - ``DCP``: ``async_save`` by its defaults: how long the call takes, after which training may go on.
 
-The disk is left alone before each arm until all is written, and a first round is not counted. Ratios are
-taken within a round. Writes benchmarks/results/checkpoint.json; with fewer rounds than three (a trial) it
-only prints.
+The arms' order changes by round, the disk is left alone before each until all is written, and a first round
+is not counted. Ratios are taken within a round. Writes benchmarks/results/checkpoint.json; with fewer rounds
+than three (a trial) it only prints.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import shutil
 import statistics
 import sys
@@ -232,7 +233,7 @@ def main() -> None:
                                 rank=0, world_size=1)  # fmt: skip
         load = os.getloadavg()[0]
         arms = Arms(Training(device), Path(name))
-        rounds = [_round(arms) for _ in range(arguments.rounds + 1)][1:]
+        rounds = [_round(arms, number) for number in range(arguments.rounds + 1)][1:]
         dist.destroy_process_group()
     summary = _summary(arms.training, rounds, load)
     text = json.dumps(summary, indent=1) + "\n"
@@ -241,9 +242,11 @@ def main() -> None:
         RESULTS.write_text(text, encoding="utf-8")
 
 
-def _round(arms: Arms) -> dict[str, dict[str, float]]:
+def _round(arms: Arms, number: int) -> dict[str, dict[str, float]]:
     found = {}
-    for name, measure in arms.all().items():
+    measures = list(arms.all().items())
+    random.Random(number).shuffle(measures)  # whoever follows the largest removal finds a slower disk
+    for name, measure in measures:
         os.sync()
         arms.training.settle()
         found[name] = {part: round(took, 4) for part, took in measure().items()}

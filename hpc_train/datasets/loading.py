@@ -6,7 +6,7 @@ Legend: m micro-batch, M micro-batches of a step, R ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Self
 
 import torch
@@ -21,6 +21,9 @@ from hpc_train.datasets.reading import Prepare, SlotReader
 from hpc_train.datasets.sampler import EvaluationSampler, MicroBatchSampler, Position, Slot
 from hpc_train.datasets.workers import BatchStream
 from hpc_train.runtime.data_info import Batch
+
+#: How soon a rank that waits for its data sees that it was asked to stop (assumed).
+_LOOK_EVERY_S = 0.2
 
 
 class TrainingBatches(Iterator[tuple[int, list[Batch]]]):
@@ -119,10 +122,21 @@ class EvaluationBatches:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Batch]:
+        for batch in self.until(lambda: False):
+            assert batch is not None
+            yield batch
+
+    def until(self, gives_up: Callable[[], bool]) -> Iterator[Batch | None]:
+        """Yield the batches; None, and no more, where one does not come and ``gives_up`` says so."""
         workers = min(self._workers, len(self))
         stream = BatchStream(self._reader, self._sampler, workers=workers, device=self._device)
         try:
-            for read in stream:
+            for _ in range(len(self)):
+                while not stream.holds(1, within_s=_LOOK_EVERY_S):
+                    if gives_up():
+                        yield None
+                        return
+                read = next(stream)
                 if self._bad_samples is not None:
                     self._bad_samples.note(read.bad)
                 yield read.batch

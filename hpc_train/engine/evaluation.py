@@ -19,7 +19,7 @@ SumsOf = Callable[[Batch], dict[str, Tensor]]
 
 
 def evaluate(
-    batches: Iterable[Batch],
+    batches: Iterable[Batch | None],
     num_batches: int,
     sums_of: SumsOf,
     device: torch.device,
@@ -30,15 +30,17 @@ def evaluate(
 
     Collective: every rank passes equally many batches of its own. Each batch stands between ``begin``, which
     is told its place and starts to ask all ranks, and ``must_stop``, which says the same on all of them.
-    ``num_batches`` counts those of all ranks together; a batch numbered past it only fills up.
+    None in place of a batch: it did not come before the rank was asked to stop. ``num_batches`` counts those
+    of all ranks together; a batch numbered past it only fills up.
     """
     names: list[str] = []
     table = torch.empty(0)
     for place, batch in enumerate(batches):
         begin(place)
-        sums = sums_of(batch)
+        sums = {} if batch is None else sums_of(batch)
         if must_stop():
             return None
+        assert batch is not None, "a rank gives up only where all stop"
         if not names:
             names = list(sums)
             table = torch.zeros(num_batches, len(names), dtype=torch.float64, device=device)

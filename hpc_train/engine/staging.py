@@ -115,6 +115,7 @@ class Staging:
             return self.tensors
         finally:
             self._left = {}
+            self._is_copied.set()
 
     def wait(self) -> None:
         """Return when all that ``begin`` was given may change; on a GPU later work waits, not the caller."""

@@ -30,22 +30,22 @@ from hpc_train.runtime.seeds import seed_forward
 from hpc_train.strategies.base import Strategy
 from hpc_train.tasks.base import Task
 
-#: Between two looks at whether the next step's data have come (assumed).
-_DATA_PAUSE_S = 0.02
+#: How long a rank waits for its data before it asks the others whether all stop (assumed).
+_DATA_PAUSE_S = 0.05
 
 
 class Steps(Iterator[tuple[int, list[Batch]]], Protocol):
     """(step, this rank's micro-batches of it) for every step that is left."""
 
-    def is_ready(self) -> bool:
-        """Tell whether the next step's data are here."""
+    def is_ready(self, within_s: float = 0.0) -> bool:
+        """Tell whether the next step's data are here, or come within so many seconds."""
 
 
 @dataclass
 class Validation:
     """The validation data of this rank, afresh at each call, and how many batches all ranks have together."""
 
-    batches: Callable[[], Iterable[Batch]]
+    batches: Callable[[], Iterable[Batch | None]]
     num_batches: int
 
 
@@ -219,11 +219,12 @@ class Trainer:
         In the step itself a rank that waits would hold the others in a collective, out of any signal's reach.
         """
         while True:
-            agreed = self.agreement.exchange(Wish(is_waiting=not self.training.is_ready()))
+            is_waiting = not self.training.is_ready(_DATA_PAUSE_S)
+            agreed = self.agreement.exchange(Wish(is_waiting=is_waiting))
             if agreed.stop or not agreed.is_waiting:
                 return not agreed.stop
-            self.progress.at("waiting for data")
-            time.sleep(_DATA_PAUSE_S)
+            if is_waiting:  # the others wait for this rank, which the watchdog is to name
+                self.progress.at("waiting for data")
 
     def _save_is_due_by_time(self) -> bool:
         every_s = self.cadence.save_every_s

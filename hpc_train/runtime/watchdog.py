@@ -126,7 +126,7 @@ class Watchdog:
         # The wait and the exchange take a tick each at most. Later, this process was not running itself: its
         # job was suspended, and what all ranks have not done meanwhile says nothing.
         if at - self._looked_at > 3 * self._tick_s:
-            pass
+            self._awake_since = at
         self._looked_at = at
         if self._stopping.is_set():
             return

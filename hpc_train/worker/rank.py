@@ -86,6 +86,8 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     events = _event_log(paths, attempt) if facts.rank == 0 else None
     hang_after_s, first_hang_after_s = _limits_s(experiment.recovery)
     timeouts = Timeouts.beyond(hang_after_s, first_hang_after_s)
+    if device.type == "cuda":
+        _record_collectives()
     group = _join(paths, attempt, facts, flag, device, events, timeouts)
     node, progress = node_name(os.environ), Progress()
     watchdog = Watchdog(
@@ -120,12 +122,22 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
 
 
 def end_process(paths: RunPaths, attempt: int, rank: int, node: str, code: ExitCode) -> None:
-    """End this process at once, from whichever thread; leave the exit code for whoever judges the attempt."""
-    tell_end(paths.attempt(attempt), rank, int(code), node)
+    """End this process at once, from whichever thread; leave the exit code for whoever judges the attempt.
+
+    Of a rank that hung whoever raised the alarm has left it.
+    """
+    if code != ExitCode.HUNG or not paths.attempt(attempt).exit(rank).exists():
+        tell_end(paths.attempt(attempt), rank, int(code), node)
     with suppress(Exception):  # from a signal's handler, or beside the main thread: it may hold these
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(int(code))
+
+
+def _record_collectives() -> None:
+    """Let NCCL keep its last collectives, for the watchdog to save. Before the process group is made."""
+    for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):  # the latter from 2.8 on
+        os.environ.setdefault(name, "2000")
 
 
 def _leave(rank: Rank) -> None:

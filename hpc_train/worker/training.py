@@ -244,7 +244,7 @@ def _validation(run: _Run) -> Validation | None:
     batches = evaluation_batches(
         split, rank.experiment, rank.facts.rank, rank.facts.world_size, rank.device, run.bad_samples
     )
-    return Validation(lambda: batches, evaluation_batch_count(split, size))
+    return Validation(lambda: batches.until(lambda: bool(rank.flag)), evaluation_batch_count(split, size))
 
 
 def _status_writer(run: _Run, position: Position) -> StatusWriter:

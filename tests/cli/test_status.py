@@ -5,13 +5,15 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import claim_attempt, read_record, write_record
+from hpc_train.run_folder.attempts import claim_attempt, now, read_record, write_record
 from hpc_train.run_folder.creation import create_run
 from hpc_train.run_folder.files import read_json, write_json
 from hpc_train.run_folder.status import RunStatus, write_status
@@ -40,6 +42,8 @@ def test_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
                 "path": str(paths.folder),
                 "job": None,
                 "restart": None,
+                "budget": None,
+                "excluded_nodes": {},
             }
         ],
     }
@@ -168,3 +172,94 @@ def test_somebody_elses_run_does_not_name_the_code_that_status_imports(
     monkeypatch.setattr(os, "geteuid", lambda: 4321)
     assert hpc_train("status").code == 0
     assert not Path("sprung").exists()
+
+
+def _on_slurm(tmp_path: Path, **recovery: int) -> RunPaths:
+    paths = small_run(tmp_path / "runs", slurm={}, recovery=recovery)
+    write_json(paths.run, {**(read_json(paths.run) or {}), "launcher": "slurm", "slurm_job_ids": ["9"]})
+    return paths
+
+
+def _ended(paths: RunPaths, cause: str, job: str = "9", **facts: Any) -> None:
+    number = claim_attempt(paths, "slurm", slurm_job=job)
+    record = read_record(paths.attempt(number))
+    assert record is not None
+    told = replace(record, end=now(), cause=cause, saved_step=0, events={"first_step": "…"}, **facts)
+    write_record(paths.attempt(number), told)
+
+
+def _row() -> dict[str, Any]:
+    (run,) = json.loads(hpc_train("status", "--json").out)["runs"]
+    assert isinstance(run, dict)
+    return run
+
+
+@pytest.mark.fault(36)
+def test_json_has_what_is_left_of_the_newest_jobs_budget(tmp_path: Path) -> None:
+    paths = _on_slurm(tmp_path)
+    write_status(paths, RunStatus(state="failed"))
+    assert _row()["budget"] == {"crashes_left": 3, "preemptions_left": None, "without_progress_left": 2}
+    _ended(paths, "crash", job="8")
+    _ended(paths, "hang")
+    _ended(paths, "time limit")
+    assert _row()["budget"] == {"crashes_left": 2, "preemptions_left": None, "without_progress_left": 1}
+
+
+def test_the_budget_is_what_the_file_and_later_changes_say(tmp_path: Path) -> None:
+    paths = _on_slurm(tmp_path, max_preemptions=5, max_crashes=1)
+    write_status(paths, RunStatus(state="failed"))
+    _ended(paths, "preemption")
+    assert _row()["budget"] == {"crashes_left": 1, "preemptions_left": 4, "without_progress_left": 1}
+    write_json(paths.run, {**(read_json(paths.run) or {}), "changes": {"2": ["recovery.max_crashes=7"]}})
+    assert _row()["budget"]["crashes_left"] == 7
+
+
+@pytest.mark.fault(14)
+def test_nodes_that_are_left_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # no Slurm here: the folder's word
+    paths = _on_slurm(tmp_path)
+    how = "failed its check: no memory"
+    _ended(paths, "bad node", bad_nodes={"n2": how})
+    write_status(paths, RunStatus(state="requeued", attempt=1, reason="crash 1 of 3: so it was"))
+    run = _row()
+    assert run["excluded_nodes"] == {"n2": how}
+    assert run["reason"] == f"crash 1 of 3: so it was; leaves out n2 ({how})"
+    assert f"leaves out n2 ({how})" in hpc_train("status").out
+    paths.attempt(1).kept_nodes.write_text("n2\n")
+    assert "can't leave out what it would, for too few nodes are left: " in _row()["reason"]
+    write_status(paths, RunStatus(state="completed", attempt=1))
+    assert _row()["reason"] is None, "nothing comes after"
+
+
+def test_a_node_without_a_heartbeat_is_told(tmp_path: Path) -> None:
+    paths = _run(tmp_path)
+    number = claim_attempt(paths, "slurm")
+    write_status(paths, RunStatus(state="running", attempt=number))
+    for node, age_s in (("n1", 10), ("n2", 300)):
+        path = paths.attempt(number).heartbeat(node)
+        write_json(path, {"node": node})
+        os.utime(path, (time.time() - age_s,) * 2)
+    assert _row()["reason"] == "no sign of life from n2 for 5 min"
+    write_status(paths, RunStatus(state="failed", attempt=number))
+    assert _row()["reason"] is None
+
+
+def test_plain_status_leaves_the_schema_alone(tmp_path: Path) -> None:
+    """It takes longer to import than all the rest."""
+    paths = _on_slurm(tmp_path)
+    write_status(paths, RunStatus(state="failed"))
+    _ended(paths, "crash")
+    script = (
+        "import sys; from hpc_train.cli.status import rows_of; "
+        "from hpc_train.run_folder.finding import find_runs; "
+        "rows = rows_of(find_runs([]), with_budget=False); print(len(rows), 'pydantic' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert done.stdout == "1 False\n"

@@ -32,18 +32,20 @@ from tests.datasets.samples import (
 
 
 class GatedSplit:
-    """Loader processes wait before each sample until ``gate`` is there."""
+    """Loader processes wait before each sample, or before sample ``only``, until ``gate`` is there."""
 
-    def __init__(self, gate: Path) -> None:
+    def __init__(self, gate: Path, only: int | None = None) -> None:
         self._rank_pid = os.getpid()
         self._gate = gate
+        self._only = only
 
     def __len__(self) -> int:
         return 20
 
     def __getitem__(self, index: int, /) -> tuple[Any, int]:
-        while os.getpid() != self._rank_pid and not self._gate.exists():
-            time.sleep(0.01)
+        if os.getpid() != self._rank_pid and self._only in (None, index):
+            while not self._gate.exists():
+                time.sleep(0.01)
         return torch.zeros(3, 4, 4, dtype=torch.uint8), index
 
 
@@ -53,8 +55,8 @@ def wait_until_ready(batches: TrainingBatches, limit_s: float = 60.0) -> None:
         assert time.monotonic() < end, "the batches never came"
 
 
-def training(train: Any, total_steps: int = TOTAL_STEPS, **data: Any) -> TrainingBatches:
-    return training_batches(source(train), experiment(**data), Position(0), total_steps, 0, 1, CPU)
+def training(train: Any, total_steps: int = TOTAL_STEPS, **keys: Any) -> TrainingBatches:
+    return training_batches(source(train), experiment(**keys), Position(0), total_steps, 0, 1, CPU)
 
 
 @pytest.mark.fault(2)
@@ -72,8 +74,11 @@ def test_it_is_known_whether_the_next_step_is_there(tmp_path: Path) -> None:
 def test_a_step_is_ready_only_when_all_its_micro_batches_are(tmp_path: Path) -> None:
     """Ten micro-batches a step, of which torch reads ahead two."""
     gate = tmp_path / "gate"
-    gate.touch()
-    with training(GatedSplit(gate), workers=1, global_batch_size=20) as batches:
+    ((_, slots),) = training(OneByOne(random_split(20)), total_steps=1, global_batch_size=20)
+    last = int(slots[-1].targets[0])
+    with training(GatedSplit(gate, only=last), workers=1, global_batch_size=20) as batches:
+        assert not batches.is_ready(within_s=0.5)
+        gate.touch()
         for step in range(TOTAL_STEPS):
             wait_until_ready(batches)
             found, slots = next(batches)

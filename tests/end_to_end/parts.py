@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.schema import DataConfig
 from hpc_train.datasets import digits
+from hpc_train.datasets.in_memory import TensorSplit
 from hpc_train.datasets.normalize import Normalize
 
 #: The digit that ``Poisoned`` can't bear.
@@ -118,13 +119,12 @@ def poisoned(num_classes: int, pause_s: float = 0.0) -> nn.Module:
 
 
 class Waiting(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """The digits for training, one of which nobody can read as long as a file is there."""
+    """Digits, one of which nobody can read as long as a file is there; another file tells that somebody tries."""
 
     num_classes = 10
 
-    def __init__(self, held: int, path: str) -> None:
-        source = digits.build("", DataConfig(name="digits"), download=False)
-        self._images, self._classes = source.train.batch(torch.arange(len(source.train)))  # type: ignore[attr-defined]
+    def __init__(self, split: TensorSplit, held: int | None, path: str) -> None:
+        self._images, self._classes = split.batch(torch.arange(len(split)))
         self._held, self._path = held, Path(path)
 
     def __len__(self) -> int:
@@ -132,12 +132,19 @@ class Waiting(torch.utils.data.Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         while index == self._held and self._path.exists():
+            self._path.with_suffix(".tried").touch()
             time.sleep(0.05)
         return self._images[index], int(self._classes[index])
 
 
-def waiting(held: int, path: str) -> Waiting:
-    return Waiting(held, path)
+def waiting(held: int, path: str, in_evaluation: bool = False) -> tuple[Waiting, Waiting]:
+    source = digits.build("", DataConfig(name="digits"), download=False)
+    train, val = source.train, source.val
+    assert isinstance(train, TensorSplit) and isinstance(val, TensorSplit)
+    return (
+        Waiting(train, None if in_evaluation else held, path),
+        Waiting(val, held if in_evaluation else None, path),
+    )
 
 
 def slow_build(num_classes: int, seconds: float) -> nn.Module:

@@ -21,6 +21,7 @@ from tests.end_to_end.runs import (
     hpc_train,
     last_step,
     only_run,
+    rows,
     start,
     status,
     wait_for,
@@ -79,34 +80,27 @@ def test_before_the_first_step_a_signal_ends_the_ranks_at_once(
     assert json.loads(paths.attempt(1).events.read_text())["signal"] == number.name
 
 
-def test_while_one_rank_waits_for_its_data_all_save_at_the_last_boundary(tmp_path: Path) -> None:
-    held = tmp_path / "held"
-    args = f"{{held: {POISON}, path: {held}}}"
+@pytest.mark.parametrize("where", ["training", "evaluation"])
+def test_while_one_rank_waits_for_its_data_all_save_at_the_last_boundary(where: str, tmp_path: Path) -> None:
+    held, in_evaluation = tmp_path / "held", where == "evaluation"
+    args = f"{{held: {7 if in_evaluation else POISON}, path: {held}, in_evaluation: {str(in_evaluation).lower()}}}"
     data = f'data: {{name: "tests.end_to_end.parts:waiting", workers: 1, args: {args}}}'
     lines = [data if line.startswith("data:") else line for line in EXPERIMENT.splitlines()]
-    text = (
-        "\n".join([*lines, ""])
-        .replace("every_steps: 7", "every_steps: 1000")
-        .replace("steps: 60", "steps: 30")
-    )
+    text = "\n".join([*lines, ""]).replace("every_steps: 7", "every_steps: 1000")
+    text = text.replace("steps: 60", "steps: 30").replace("every_steps: 20", "every_steps: 10")
     held.touch()
     process, paths = begin(tmp_path, text)
-    where = paths.attempt(1).folder
-
-    def is_waiting() -> bool:
-        beats = [json.loads(path.read_text()) for path in where.glob("heartbeat-*.json")]
-        return process.poll() is not None or any("waiting" in json.dumps(beat) for beat in beats)
-
-    wait_for(is_waiting, "a rank that waits for data")
-    step = last_step(paths)
+    tried = held.with_suffix(".tried")
+    wait_for(lambda: tried.exists() or process.poll() is not None, "a rank that waits for data")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=SOON_S)
     assert process.returncode == 130, err
-    assert committed(paths)[0].step == step == last_step(paths) < 29
+    step = last_step(paths)
+    assert committed(paths)[0].step == step < 30 and (step == 10) == in_evaluation
+    assert not any(row["split"] == "val" for row in rows(paths) if in_evaluation)
     held.unlink()
     assert hpc_train("resume", paths.folder).code == 0
-    quiet = hpc_train(
-        "submit", tmp_path / "exp.yaml", *LOCAL, HPC_TRAIN_RUNS=str(tmp_path / "quiet" / "runs")
-    )
-    assert quiet.code == 0, quiet.err
+    quiet = {"HPC_TRAIN_RUNS": str(tmp_path / "quiet" / "runs")}
+    done = hpc_train("submit", tmp_path / "exp.yaml", *LOCAL, **quiet)
+    assert done.code == 0, done.err
     assert_equal_to_the_bit(only_run(tmp_path / "quiet"), paths)

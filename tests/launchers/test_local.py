@@ -201,6 +201,41 @@ def test_a_users_mistake_keeps_its_code_and_message(
     assert capsys.readouterr().err == "data.root: nothing there\nmodel.args: too many\n"
 
 
+@pytest.mark.fault(20)
+def test_what_diverged_is_told_without_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = new_request(tmp_path)
+    text = "Traceback (most recent call last):\\n  …\\nhpc_train.errors.NonFiniteError: loss is NaN at step 7"
+    assert launch(request, f"fail('{text}', 77)") == ExitCode.FAILED
+    assert read_status(request.paths).reason == "loss is NaN at step 7"
+    assert capsys.readouterr().err == "loss is NaN at step 7\n"
+
+
+@pytest.mark.parametrize("code", [ExitCode.BAD_NODE, ExitCode.HUNG])
+def test_a_node_that_is_not_fit_is_told_in_its_own_words(tmp_path: Path, code: ExitCode) -> None:
+    request = new_request(tmp_path)
+    script = f"if rank == 1: fail('BadNodeError: its memory is held by another', {int(code)})"
+    assert launch(request, script + ELSE_LOSE_PEER) == ExitCode.FAILED
+    assert read_status(request.paths).reason == "rank 1: its memory is held by another"
+
+
+@pytest.mark.fault(17)
+def test_a_rank_that_hung_is_named_by_what_another_left_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_FAILURE_GRACE_S", 0.2)
+    request = new_request(tmp_path)
+    script = """
+if rank == 1: signals.install(); wait_for(lambda: False)
+attempt.error(1).write_text("HangError: rank 1 on here made no progress for 300 s")
+attempt.exit(1).write_text("79 here")
+sys.exit(76)
+"""
+    assert launch(request, script) == ExitCode.FAILED
+    assert read_status(request.paths).reason == "rank 1 on here made no progress for 300 s"
+
+
 def test_a_rank_that_says_nothing_shows_the_end_of_its_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -344,9 +344,9 @@ def test_differences_name_files_of_tree_and_package(tree: Path, root: Path) -> N
     (tree / "link").symlink_to("c.py")
     write(tree, "c.py")
     code = snapshot.read(tree, [])
-    code.files["package/hpc_train/worker.py"] = b""
+    code.files["package/hpc_train/registry.py"] = b""
     found = differences(first, code)
-    assert found.changed == ["package/hpc_train/worker.py", "tree/a.py", "tree/link"]
+    assert found.changed == ["package/hpc_train/registry.py", "tree/a.py", "tree/link"]
     assert (found.added, found.removed) == (["tree/c.py"], ["tree/sub/b.py"])
     names = "a.py, link, c.py (new), sub/b.py (gone), hpc-train itself"
     assert found.words() == f"5 files differ: {names}"

@@ -39,7 +39,6 @@ from hpc_train.run_folder.status import RunStatus
 #: Measured: four idle nodes take 1.4 s to judge a job after its release; a busy site's scheduler longer.
 _REASON_LOOKS = 2
 _REASON_PAUSE_S = 1.5
-_TOO_FEW_NODES = re.compile(r"node configuration|node name", re.IGNORECASE)
 _FINISH = "what is made stays: submit the file again, or resume a run of it, to finish this"
 #: What stands in a script that is only shown for names that a submission gives.
 _SHOWN_TOKEN, _SHOWN_SNAPSHOT = "TOKEN", "SNAPSHOT"
@@ -141,7 +140,7 @@ def _prepared(folder: ExperimentPaths, runs: list[QueuedRun]) -> _Job:
     record = steps.prepare(
         paths,
         [run.paths for run in runs],
-        _batch(paths, runs),
+        _possible_batch(paths, runs),
         max_parallel=_throttle(runs),
         stays_held=bool(slurm and slurm.extra.get("hold")),
     )
@@ -150,6 +149,18 @@ def _prepared(folder: ExperimentPaths, runs: list[QueuedRun]) -> _Job:
 
 def _throttle(runs: Sequence[QueuedRun]) -> int | None:
     return min((most for run in runs if (most := run.experiment.sweep.max_parallel)), default=None)
+
+
+def _possible_batch(paths: SubmissionPaths, runs: Sequence[QueuedRun]) -> Batch:
+    """Return the script, without the nodes that the runs leave out where they could not start without these.
+
+    A held job is taken whatever it asks for, and would wait for ever once it is released.
+    """
+    batch, nodes = _batch(paths, runs), recovery.nodes_to_leave_out(runs[0].paths)
+    if not nodes or sending.could_start(batch):
+        return batch
+    say(f"can't leave out {', '.join(nodes)}: Slurm has too few other nodes for what the file asks")
+    return _batch(paths, runs, on_any_node=True)
 
 
 def _batch(paths: SubmissionPaths, runs: Sequence[QueuedRun], *, on_any_node: bool = False) -> Batch:
@@ -182,18 +193,7 @@ def _send_all(jobs: Sequence[_Job]) -> None:
 def _send(job: _Job) -> None:
     assert job.record.batch is not None
     folders = [run.paths.folder for run in job.runs]
-    try:
-        job_id = sending.send(job.paths, job.record.batch, folders)
-    except commands.RefusedError as error:
-        nodes = recovery.nodes_to_leave_out(job.runs[0].paths)
-        if not nodes or not _TOO_FEW_NODES.search(error.words):
-            raise
-        say(f"can't leave out {', '.join(nodes)}: Slurm has too few nodes without them for what is asked")
-        job.record = replace(job.record, batch=_batch(job.paths, job.runs, on_any_node=True))
-        steps.write(job.paths, job.record)
-        assert job.record.batch is not None
-        job_id = sending.send(job.paths, job.record.batch, folders)
-    job.record = replace(job.record, job_id=job_id)
+    job.record = replace(job.record, job_id=sending.send(job.paths, job.record.batch, folders))
 
 
 def _take_back(job: _Job, runs: Sequence[RunPaths], reason: str) -> None:

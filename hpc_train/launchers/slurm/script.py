@@ -116,7 +116,7 @@ def executor(batch: Batch) -> Any:
             return 2
 
         def _internal_process_submissions(self, delayed_submissions: Any) -> Any:
-            with _clean_environment(self.parameters):
+            with clean_environment(self.parameters):
                 return super()._internal_process_submissions(delayed_submissions)
 
     made = Executor(batch.submission, python=batch.command)
@@ -228,7 +228,7 @@ def _refuse_characters(path: Path | str, bad: str, remedy: str) -> None:
 
 
 @contextmanager
-def _clean_environment(parameters: Mapping[str, Any]) -> Iterator[None]:
+def clean_environment(parameters: Mapping[str, Any]) -> Iterator[None]:
     """Hide what would change the job behind the file's back: sbatch's variables, those of a job we are in."""
     before = dict(os.environ)
     for name in before:

@@ -7,7 +7,9 @@ calls it again without having looked for a job of ours: one whose script lies in
 from __future__ import annotations
 
 import io
+import re
 import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import redirect_stderr
@@ -23,6 +25,7 @@ from hpc_train.paths import SubmissionPaths
 #: Assumed: a restart of slurmctld takes less. The command can be given again afterwards.
 LIMIT_S = 120.0
 _PAUSE_MAX_S = 10.0
+_TOO_FEW_NODES = re.compile(r"configuration is not available|node name", re.IGNORECASE)
 
 
 def check_programs() -> None:
@@ -74,6 +77,18 @@ def _own_jobs(paths: SubmissionPaths) -> list[str]:
 def _cancel_others(paths: SubmissionPaths, job: str) -> None:
     if others := [other for other in _own_jobs(paths) if other != job]:
         commands.cancel_jobs(others)
+
+
+def could_start(batch: Batch) -> bool:
+    """Tell whether Slurm has the nodes that the script asks for, free or not; True where it won't say."""
+    with tempfile.TemporaryDirectory() as folder, script.clean_environment(batch.parameters):
+        path = Path(folder, "script.sh")
+        path.write_text(script.script_text(batch), encoding="utf-8")
+        try:
+            commands.run(["sbatch", "--test-only", str(path)])
+        except commands.RefusedError as error:
+            return not _TOO_FEW_NODES.search(error.words)
+    return True
 
 
 def sbatch(batch: Batch, folders: Sequence[Path]) -> str:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import BadFileError, TryAgainError, UsageError, UserError
-from hpc_train.launchers.slurm.begin import MARK, begin
+from hpc_train.launchers.slurm.batch_job import MARK
+from hpc_train.launchers.slurm.begin import BudgetSpentError, WrongNodeError, begin
 from hpc_train.run_folder.attempts import claim_attempt, now_ms, write_record
 from hpc_train.run_folder.checkpoints import committed
 from hpc_train.run_folder.events import EventLog
@@ -125,6 +126,102 @@ def test_an_attempt_that_slurm_ended_says_what_it_was_asked(
 
 
 @pytest.mark.fault(15)
+@pytest.mark.fault(36)
+def test_attempts_that_slurm_requeues_without_progress_end_at_the_third(tmp_path: Path) -> None:
+    paths, submission = submitted_run(tmp_path)
+    for restart in range(3):
+        begun(submission, restarted(restart))
+        EventLog(paths.attempt(restart + 1)).note("first_step")
+    with pytest.raises(BudgetSpentError, match="no progress in 3 attempts: no checkpoint at all; "):
+        begin(submission, restarted(3))
+    assert len(paths.attempt_folders()) == 3
+    status = read_status(paths)
+    assert status.state == "failed" and "no progress in 3 attempts" in (status.reason or "")
+    last = record_of(paths.attempt(3))
+    assert (last.cause, last.saved_step, last.restart) == ("lost", 0, 3), "for status it has not come back"
+    assert "no progress 2 of 2" in (record_of(paths.attempt(2)).reason or "")
+    # Requeued by hand after that: somebody wants it.
+    assert begun(submission, restarted(4))[0] == 4
+
+
+def test_progress_lets_slurm_requeue_without_end(tmp_path: Path) -> None:
+    paths, submission = submitted_run(tmp_path)
+    for number in range(1, 7):
+        begun(submission, restarted(number))
+        EventLog(paths.attempt(number)).note("first_step")
+        write_checkpoint(paths, number, attempt=number)
+    assert record_of(paths.attempt(5)).saved_step == 5
+
+
+def test_a_start_that_slurm_did_not_requeue_costs_a_crash(tmp_path: Path, other: Process) -> None:
+    paths, submission = submitted_run(tmp_path)
+    begun(submission, ENVIRON)
+    dead = replace(other, start_ticks=0)
+    write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), launcher_process=dead))
+    begun(submission, ENVIRON)
+    record = record_of(paths.attempt(1))
+    assert record.cause == "crash" and (record.reason or "").startswith("crash 1 of 3: ")
+
+
+@pytest.mark.fault(14)
+@pytest.mark.parametrize(
+    ("state", "is_gone"),
+    [
+        ("down*", True),
+        ("down", True),
+        ("idle*", True),
+        ("failing", True),
+        ("idle", False),
+        ("drained", False),
+    ],
+)
+def test_a_node_that_is_gone_ended_the_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, is_gone: bool
+) -> None:
+    sinfo = f"echo n1 idle; echo n2 {state}"
+    put_programs_first(tmp_path, monkeypatch).put("sinfo", sinfo)
+    paths, submission = submitted_run(tmp_path)
+    begun(submission, ENVIRON)
+    begun(submission, restarted(1))
+    record = record_of(paths.attempt(1))
+    assert record.bad_nodes == ({"n2": "died"} if is_gone else {})
+    assert ("node n2 died" in (record.reason or "")) == is_gone
+
+
+def test_what_ranks_said_of_their_nodes_is_heard_though_nobody_judged(tmp_path: Path) -> None:
+    paths, submission = submitted_run(tmp_path)
+    begun(submission, ENVIRON)
+    paths.attempt(1).exit(1).write_text("78 n1\n")
+    paths.attempt(1).exit(3).write_text("79 n2\n")
+    with pytest.raises(WrongNodeError):
+        begin(submission, restarted(1))
+    assert record_of(paths.attempt(1)).bad_nodes == {"n1": "failed its check", "n2": "rank 3 hung"}
+
+
+@pytest.mark.fault(14)
+def test_on_a_node_that_it_leaves_out_it_asks_for_another_twice(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths, submission = submitted_run(tmp_path)
+    begun(submission, ENVIRON)
+    bad = {"n2": "failed its check: hot"}
+    write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), bad_nodes=bad, end=now_ms()))
+    for restart in (1, 2):
+        with pytest.raises(WrongNodeError) as raised:
+            begin(submission, restarted(restart))
+        assert raised.value.nodes == ["n2"]
+        status = read_status(paths)
+        assert status.state == "requeued"
+        assert status.reason == "asks for other nodes: leaves out n2 (failed its check: hot)"
+    assert begun(submission, restarted(3))[0] == 2
+    assert "Slurm gives nothing else; goes on there" in capfd.readouterr().err
+    write_record(paths.attempt(2), replace(record_of(paths.attempt(2)), end=now_ms()))
+    with pytest.raises(WrongNodeError):
+        begin(submission, restarted(4))
+    assert begun(submission, restarted(5) | {"HPC_TRAIN_ANY_NODE": "1"})[0] == 3
+    assert begun(submission, restarted(5) | {"HPC_TRAIN_HOSTS": "n1 n3"})[0] == 3
+
+
 def test_what_an_old_attempt_saves_after_this_does_not_count(tmp_path: Path) -> None:
     """Its node was given up, and goes on."""
     paths, submission = submitted_run(tmp_path)
@@ -218,6 +315,18 @@ def test_as_a_command_it_prints_the_line_alone(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (65, "")
     assert "Traceback" not in done.stderr
+
+
+def test_as_a_command_it_names_the_nodes_to_leave_out(tmp_path: Path) -> None:
+    paths, submission = submitted_run(tmp_path)
+    begun(submission, ENVIRON)
+    bad = {"n2": "failed its check", "n7": "failed its check"}
+    write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), bad_nodes=bad, end=now_ms()))
+    command = [sys.executable, "-m", "hpc_train.launchers.slurm.begin", str(submission)]
+    done = subprocess.run(
+        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (78, "n2,n7\n")
 
 
 def test_it_imports_no_torch_and_no_schema() -> None:

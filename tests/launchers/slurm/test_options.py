@@ -202,3 +202,17 @@ def test_the_lead_follows_the_longest_save_within_half_the_time_limit(tmp_path: 
     assert lead_s(experiment(slurm={"signal_lead_s": 7}), folder) == 7
     saved_in(folder.folder, "cccc", 1e6)
     assert lead_s(plain, folder) == 65535  # what Slurm can keep
+
+
+def test_a_runs_nodes_to_leave_out_stand_beside_the_files() -> None:
+    def excluded(asked: str | None) -> list[str]:
+        lines = options_of(experiment(slurm={"exclude": asked}), leave_out=["n2", "n3"])
+        return [line.replace("'", "") for line in lines if line.startswith("exclude=")]
+
+    assert excluded(None) == ["exclude=n2,n3"]
+    assert excluded("n[7-9]") == ["exclude=n[7-9],n2,n3"]
+    assert excluded("/etc/bad") == ["exclude=/etc/bad"], "sbatch reads a file, or names"
+    many = [f"node{number:05d}" for number in range(500)]
+    assert any(line.endswith("node00499") for line in options_of(experiment(), leave_out=many))
+    with pytest.raises(BadFileError):
+        options_of(experiment(), leave_out=["n1;id"])

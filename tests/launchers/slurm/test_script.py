@@ -184,6 +184,115 @@ def test_a_preempted_job_is_requeued_at_once(tmp_path: Path, programs: Programs)
     assert asked(programs) == ["requeue 7", "update JobId=7 StartTime=now+5"]
 
 
+def told_of(excluded: str) -> str:
+    """Return a scontrol whose job leaves out these nodes."""
+    return f"[ $2 != show ] || echo 'JobId=7 Restarts=0 ExcNodeList={excluded} NodeList=n1'"
+
+
+def leaving_out(tmp_path: Path, programs: Programs, excluded: str = "(null)", **slurm: Any) -> Batch:
+    batch = fake_batch(tmp_path, slurm=slurm)
+    (batch.submission / "after").write_text("requeue 75 n2,n3")
+    (batch.submission / "the run/attempts/1").mkdir(parents=True)
+    programs.put("sbatch", "true")
+    programs.put("scontrol", told_of(excluded))
+    return batch
+
+
+@pytest.mark.fault(14)
+@pytest.mark.parametrize(("own", "nodes"), [(None, "n2,n3"), ("n[7-9]", "n[7-9],n2,n3")])
+def test_a_requeued_job_leaves_out_the_verdicts_nodes_and_the_files(
+    tmp_path: Path, programs: Programs, own: str | None, nodes: str
+) -> None:
+    done = run(leaving_out(tmp_path, programs, exclude=own), programs)
+    assert done.returncode == 75, done.stderr
+    changes = [f"update JobId=7 ExcNodeList={nodes}", "update JobId=7 StartTime=now+5"]
+    assert asked(programs) == ["requeue 7", *changes]
+    assert programs.calls("sbatch")[0].startswith(f"--test-only --exclude={nodes} /")
+
+
+def test_nodes_whose_time_is_over_are_given_back(tmp_path: Path, programs: Programs) -> None:
+    batch = leaving_out(tmp_path, programs, excluded="n2,n9", exclude="n9")
+    (batch.submission / "after").write_text("requeue 75")
+    assert run(batch, programs).returncode == 75
+    assert "update JobId=7 ExcNodeList=n9" in asked(programs)
+    programs.put("scontrol", told_of("n9"))
+    assert run(batch, programs).returncode == 75
+    assert asked(programs)[-2:] == ["requeue 7", "update JobId=7 StartTime=now+5"], "as it is already"
+
+
+def test_a_file_of_nodes_is_known_by_slurms_own_list(tmp_path: Path, programs: Programs) -> None:
+    batch = leaving_out(tmp_path, programs, excluded="n9", exclude="/etc/bad")
+    run(batch, programs)
+    assert "update JobId=7 ExcNodeList=n9,n2,n3" in asked(programs)
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize(
+    ("refusal", "free", "is_left_out"),
+    [
+        ("allocation failure: Requested node configuration is not available", 99, False),
+        ("allocation failure: Invalid node name specified", 99, False),
+        ("allocation failure: Access/permission denied", 4, True),
+        ("allocation failure: Access/permission denied", 3, False),
+    ],
+)
+def test_a_job_that_would_not_start_without_its_nodes_keeps_them(
+    tmp_path: Path, programs: Programs, refusal: str, free: int, is_left_out: bool
+) -> None:
+    batch = leaving_out(tmp_path, programs)
+    programs.put("sbatch", f"echo '{refusal}' >&2; exit 1")
+    programs.put("sinfo", f"echo 1; echo {free - 1}")
+    done = run(batch, programs, SLURM_JOB_NUM_NODES="2", SLURM_JOB_PARTITION="low")
+    assert done.returncode == 75
+    assert ("update JobId=7 ExcNodeList=n2,n3" in asked(programs)) == is_left_out
+    assert asked(programs)[0] == "requeue 7"
+    kept = batch.submission / "the run/attempts/1/kept-nodes"
+    assert kept.exists() != is_left_out
+    assert ("can't leave out n2,n3" in done.stderr) != is_left_out
+
+
+def test_slurms_refusal_to_leave_nodes_out_is_told_and_harmless(tmp_path: Path, programs: Programs) -> None:
+    batch = leaving_out(tmp_path, programs)
+    programs.put(
+        "scontrol", f"{told_of('(null)')}\n[[ $3 != Exc* ]] || {{ echo 'Access denied' >&2; exit 1; }}"
+    )
+    done = run(batch, programs)
+    assert done.returncode == 75
+    assert "Slurm refuses to leave out n2,n3: Access denied" in done.stderr
+    assert asked(programs)[-1] == "update JobId=7 StartTime=now+5"
+
+
+@pytest.mark.fault(14)
+def test_a_job_on_a_node_that_it_leaves_out_asks_for_another(tmp_path: Path, programs: Programs) -> None:
+    batch = leaving_out(tmp_path, programs)
+    (batch.submission / "begin").write_text("n2|78")
+    done = run(batch, programs)
+    assert done.returncode == 75, done.stderr
+    assert programs.calls("srun") == []
+    changes = ["update JobId=7 ExcNodeList=n2", "update JobId=7 StartTime=now+5"]
+    assert asked(programs) == ["requeue 7", *changes]
+
+
+def test_a_job_that_can_have_no_other_nodes_takes_what_it_has(tmp_path: Path, programs: Programs) -> None:
+    batch = leaving_out(tmp_path, programs)
+    programs.put("sbatch", "echo Requested node configuration is not available >&2; exit 1")
+    begin = tmp_path / ".code/content/package/hpc_train/launchers/slurm/begin.py"
+    any_node = "import os\nif 'HPC_TRAIN_ANY_NODE' not in os.environ: print('n2'); raise SystemExit(78)\n"
+    begin.write_text(any_node + begin.read_text())
+    (batch.submission / "after").write_text("stop 0")
+    done = run(batch, programs)
+    assert done.returncode == 0, done.stderr
+    assert asked(programs) == [] and len(programs.calls("srun")) == 1
+
+
+@pytest.mark.fault(36)
+def test_a_run_that_has_spent_its_budget_is_not_asked_for_again(tmp_path: Path, programs: Programs) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "begin").write_text("|77")
+    assert run(batch, programs, SLURM_RESTART_COUNT="1").returncode == 1
+    assert asked(programs) == [] and programs.calls("srun") == []
+
+
 def test_an_arrays_task_is_requeued_by_its_own_name(tmp_path: Path, programs: Programs) -> None:
     batch = fake_batch(tmp_path)
     (batch.submission / "rank").write_text("75")

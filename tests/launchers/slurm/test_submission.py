@@ -17,7 +17,7 @@ from hpc_train.launchers.slurm.script import Batch
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.plan.planning import make_plan
 from hpc_train.run_folder import snapshot
-from hpc_train.run_folder.attempts import claim_attempt
+from hpc_train.run_folder.attempts import claim_attempt, now, read_record, write_record
 from hpc_train.run_folder.creation import create_run
 from hpc_train.run_folder.files import read_json, write_json
 from hpc_train.run_folder.processes import Process
@@ -28,6 +28,8 @@ from tests.plan.files import loaded
 _SLURM = "slurm: {partition: low, nodes: 2, time_limit: 1h}\n"
 _ELSEWHERE = Process("n1", "another boot", "pid:[1]", 1, 1)
 _CONFIG = 'echo "MaxArraySize = 1001"'
+_TOO_FEW = "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1"
+_DENIED = "echo 'allocation failure: Access/permission denied' >&2; exit 1"
 
 
 @pytest.fixture
@@ -149,6 +151,37 @@ def test_runs_are_grouped_by_what_their_script_says(tmp_path: Path, folder: Expe
     groups = launcher._groups(runs, 1000)
     assert groups == [[runs[0], runs[2]], [runs[1]], [runs[3]]]
     assert launcher._groups([runs[0], runs[2]], 1) == [[runs[0]], [runs[2]]]
+
+
+def _with_a_bad_node(run: QueuedRun) -> None:
+    claim_attempt(run.paths)
+    record = read_record(run.paths.attempt(1))
+    assert record is not None
+    bad = {"n2": "failed its check: hot"}
+    write_record(run.paths.attempt(1), replace(record, end=now(), bad_nodes=bad))
+
+
+@pytest.mark.fault(14)
+@pytest.mark.parametrize(("test_only", "is_left_out"), [("true", True), (_TOO_FEW, False), (_DENIED, True)])
+def test_a_run_that_goes_on_leaves_out_its_bad_nodes_where_it_can(
+    tmp_path: Path,
+    folder: ExperimentPaths,
+    programs: Programs,
+    capsys: pytest.CaptureFixture[str],
+    test_only: str,
+    is_left_out: bool,
+) -> None:
+    programs.put(
+        "sbatch", f"[[ $1 != --test-only ]] || {{ {test_only}; exit; }}; echo Submitted batch job 12"
+    )
+    runs = _runs(tmp_path, folder, "[1, 2]")
+    _with_a_bad_node(runs[1])
+    _enqueue(folder, runs)
+    batches = [record.batch for paths in folder.submission_folders() if (record := steps.read(paths))]
+    excluded = [batch.parameters.get("exclude") for batch in batches if batch]
+    assert sorted(excluded, key=str) == ([None, "n2"] if is_left_out else [None, None])
+    assert ("can't leave out n2" in capsys.readouterr().err) != is_left_out
+    assert len([call for call in programs.calls("sbatch") if "--test-only" in call]) == 1
 
 
 @pytest.mark.parametrize(
