@@ -95,7 +95,7 @@ class AttemptPaths:
 
     @property
     def kept_nodes(self) -> Path:
-        """Nodes that the next attempt was to leave out and can't, for it would not start; by the batch script."""
+        """Nodes that the next attempt was to leave out, but would not start without; by the batch script."""
         return self.folder / "kept-nodes"
 
     def bad_samples(self, rank: int) -> Path:

@@ -244,7 +244,7 @@ def verify(runs: Runs) -> int:
 
 @_command
 def clean(runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False) -> int:
-    """Remove old checkpoints and caches, after saying which."""
+    """Remove old checkpoints, caches and code that no run uses, after saying which."""
     from hpc_train.cli.clean import clean
 
     return clean(runs, yes=yes)

@@ -35,19 +35,14 @@ class Recovery:
     words: tuple[str, ...] = ()
 
 
-def recovery_of(paths: RunPaths, now: RunStatus, *, with_budget: bool = True) -> Recovery:
-    """Read how the run would recover. ``now``: where it stands.
-
-    ``with_budget``: else the schema, which takes long to import, is left alone where it can be.
-    """
+def recovery_of(paths: RunPaths, now: RunStatus) -> Recovery:
+    """Read how the run would recover. ``now``: where it stands."""
     newest = paths.attempt(newest_number(paths))
     silent = _silent_nodes(newest) if now.state == "running" else ()
     facts = read_json(paths.run) or {}
     if facts.get("launcher") != SLURM:
         return Recovery(words=silent)
     records = [record for each in paths.attempt_folders() if (record := read_record(each))]
-    if not with_budget and not any(record.bad_nodes for record in records):
-        return Recovery(words=silent)
     try:
         limits = _limits(paths, facts)
     except (HpcTrainError, OSError):  # somebody changed the frozen file: it is told where it matters

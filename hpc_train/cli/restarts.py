@@ -8,9 +8,8 @@ from datetime import datetime
 from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import AttemptRecord, read_record
+from hpc_train.run_folder.budgets import COMES_BACK
 
-#: An attempt that ended so was followed, or will be, by another of the same job.
-_INTERRUPTIONS = {"preemption", "time limit", "crash", "lost"}
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Restart:
 def newest_restart(paths: RunPaths) -> Restart | None:
     """Return the newest interruption; None where there was none yet."""
     records = [record for attempt in paths.attempt_folders() if (record := read_record(attempt))]
-    if records and records[-1].cause in _INTERRUPTIONS:
+    if records and records[-1].cause in COMES_BACK:
         return _between(records[-1], None)
     if len(records) > 1 and records[-2].launcher == records[-1].launcher == SLURM:
         return _between(records[-2], records[-1])

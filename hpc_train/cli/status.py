@@ -41,7 +41,7 @@ class RunRow:
     job: str | None = None
     #: The newest interruption in its parts, in seconds.
     restart: Restart | None = None
-    #: What the newest job has left before it gives up; None where nobody requeues, or it was not read.
+    #: What the newest job has left before it gives up; None where nobody requeues.
     budget: Left | None = None
     #: By node, why the run's next attempt leaves it out.
     excluded_nodes: dict[str, str] = field(default_factory=dict)
@@ -52,10 +52,10 @@ class RunRow:
         return rows_of([paths])[0]
 
     @classmethod
-    def at(cls, paths: RunPaths, now: RunStatus, *, with_budget: bool = True) -> RunRow:
+    def at(cls, paths: RunPaths, now: RunStatus) -> RunRow:
         facts = read_json(paths.run) or {}
         jobs = facts.get("slurm_job_ids") or [None]
-        recovery = recovery_of(paths, now, with_budget=with_budget)
+        recovery = recovery_of(paths, now)
         return cls(
             id=str(facts.get("id", paths.folder.name)),
             name=str(facts.get("name", paths.folder.parent.name)),
@@ -83,7 +83,7 @@ class RunRow:
 def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
     """Show the runs that are meant, or all."""
     runs = find_runs(words)
-    rows = rows_of(runs, with_budget=as_json)
+    rows = rows_of(runs)
     if as_json:
         put_json(rows_json(rows))
         return ExitCode.DONE
@@ -99,10 +99,9 @@ def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
     return ExitCode.DONE
 
 
-def rows_of(runs: Sequence[RunPaths], *, with_budget: bool = True) -> list[RunRow]:
+def rows_of(runs: Sequence[RunPaths]) -> list[RunRow]:
     """Read where the runs stand now; a scheduler is asked once for all of its runs."""
-    pairs = zip(runs, standings(runs), strict=True)
-    return [RunRow.at(paths, now, with_budget=with_budget) for paths, now in pairs]
+    return [RunRow.at(paths, now) for paths, now in zip(runs, standings(runs), strict=True)]
 
 
 def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:

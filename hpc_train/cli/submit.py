@@ -18,6 +18,7 @@ from hpc_train.config.loading import Loaded, load
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.launchers.base import QueueingLauncher
 from hpc_train.launchers.slurm import LAUNCHER as SLURM
+from hpc_train.loggers.wandb_key import has_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.plan.planning import PlannedRun, make_plan
 
@@ -62,6 +63,7 @@ def submit(file: Path, overrides: Sequence[str], choices: Choices) -> ExitCode:
         show(plan, as_json=choices.as_json)
     if problems:
         raise BadFileError(problems)
+    _say_no_key(loaded)
     if choices.dry_run:
         return ExitCode.DONE
     return _start_all(loaded, plan.runs, devices, choices)
@@ -88,6 +90,7 @@ def _submit_to(queue: Queue, loaded: Loaded, choices: Choices) -> ExitCode:
         raise BadFileError(problems)
     for line in _missing_data(loaded, "see that the nodes have it; goes on"):
         say(line)
+    _say_no_key(loaded)
     if choices.dry_run:
         return ExitCode.DONE
     runs, code = submit_all(queue, loaded, plan, new=choices.new)
@@ -101,6 +104,16 @@ def _missing_data(loaded: Loaded, remedy: str) -> list[str]:
     if root is None or Path(root).expanduser().exists():
         return []
     return [loaded.problem("data.root", f"there is no {root} here", remedy)]
+
+
+def _say_no_key(loaded: Loaded) -> None:
+    """Say what wandb without an API key means for the runs; ranks have what this command has."""
+    wandb = loaded.experiment.logging.wandb
+    if wandb is None or wandb.mode == "offline" or has_key():
+        return
+    outcome = "runs log into their folders" if wandb.mode == "auto" else "wandb gets nothing of the runs"
+    remedy = "set WANDB_API_KEY or run `wandb login` before they start, or write mode: offline"
+    say(loaded.problem("logging.wandb.mode", f"there is no API key, so {outcome}", remedy))
 
 
 def _check(choices: Choices) -> None:

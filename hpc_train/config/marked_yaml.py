@@ -253,7 +253,7 @@ class _Reading:
             raise _UnreadableError(Problem((), message, "write an experiment's own", place=place))
 
     def _scalar(self, event: ScalarEvent, path: KeyPath) -> object:
-        if False:
+        if _SURROGATE.search(event.value):
             self._refuse(path, event, "has half of a surrogate pair", "write the whole character")
             return None
         if not event.implicit[0]:

@@ -156,7 +156,9 @@ class Checkpointer:
             tensors = sources if staging is None else staging.copy()
             if not is_checked:
                 self._check_same(layout.digest, is_known=True)
-            staged = Staged(step, tensors, layout.table, layout.total_nbytes, contents.rest)
+            staged = Staged(
+                step, tensors, layout.table, layout.total_nbytes, contents.parameters, contents.rest
+            )
             self._writer.write(staged, before_commit)
 
         self._under_way = UnderWay(step, began_at, write, self._writer.clear_up)

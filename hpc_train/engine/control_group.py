@@ -16,6 +16,7 @@ from torch import Tensor
 from hpc_train.errors import (
     BadFileError,
     HpcTrainError,
+    NonFiniteError,
     PeerLostError,
     StorageError,
     TransientStorageError,
@@ -27,7 +28,7 @@ Result = TypeVar("Result")
 #: Errors that all ranks raise alike where one met them; any other means to the rest that a peer is lost.
 _SHARED: dict[str, type[HpcTrainError]] = {
     kind.__name__: kind
-    for kind in (BadFileError, HpcTrainError, StorageError, TransientStorageError, UserError)
+    for kind in (BadFileError, HpcTrainError, NonFiniteError, StorageError, TransientStorageError, UserError)
 }
 
 

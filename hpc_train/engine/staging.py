@@ -61,6 +61,11 @@ class Contents:
         }
         return cls({name: strategy.piece(tensor) for name, tensor in tensors.items()}, buffers, rest)
 
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Names of the tensors that are trained."""
+        return frozenset(name for name in self.pieces if name.startswith(MODEL)) - self.buffers
+
     def kinds(self) -> Kinds:
         return tuple(
             (name, piece.shape, piece.local.dtype, tuple(piece.local.shape))

@@ -19,7 +19,7 @@ from torch import Tensor
 from hpc_train.engine.control_group import ControlGroup
 from hpc_train.engine.saved_tensors import SavedTensor
 from hpc_train.engine.shards import TRANSIENT, Entry, storage_error, write_safetensors
-from hpc_train.errors import BadFileError, StorageError, UserError
+from hpc_train.errors import BadFileError, NonFiniteError, StorageError, UserError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run_folder.checkpoints import (
     FORMAT_VERSION,
@@ -62,6 +62,8 @@ class Staged:
     #: What this rank's shard will hold, and what all shards will hold together.
     table: Mapping[str, SavedTensor]
     total_nbytes: int
+    #: Names of the parameters: a checkpoint in which one is NaN or infinite would be for ever.
+    parameters: frozenset[str]
     rest: Mapping[str, Any]
 
 
@@ -81,6 +83,7 @@ class CheckpointWriter:
         name = f"step-{staged.step:08d}.tmp-{self.attempt}"
         temporary = CheckpointPaths(self.paths.checkpoints / name)
         try:
+            self.together(temporary.folder, lambda: _refuse_non_finite(staged))
             self.together(temporary.folder, lambda: self._make_room(temporary, staged.total_nbytes))
             self.together(temporary.folder, lambda: self._write_shard(temporary, staged))
             if before_commit is not None:
@@ -191,6 +194,18 @@ class CheckpointWriter:
             prune(self.paths, self.keep, self.attempt)
         except OSError as error:  # the next save tries again
             self.notices.append(f"old checkpoints could not be removed: {error}")
+
+
+def _refuse_non_finite(staged: Staged) -> None:
+    for name in staged.parameters & staged.tensors.keys():
+        tensor = staged.tensors[name]
+        if tensor.is_floating_point() and tensor.numel():
+            least, greatest = tensor.aminmax()  # NaN shows in both
+            if not (least.isfinite() and greatest.isfinite()):
+                raise NonFiniteError(
+                    f"a weight is NaN or infinite after step {staged.step} ({name}), which is not saved; "
+                    "lower the learning rate, clip gradients, or use bf16 or fp32"
+                )
 
 
 @dataclass

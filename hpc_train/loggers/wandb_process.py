@@ -7,17 +7,15 @@ Reads one JSON object a line from stdin: first what to start with, then ``{"row"
 from __future__ import annotations
 
 import json
-import netrc
 import os
 import signal
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import IO, Any
-from urllib.parse import urlparse
 
 from hpc_train.errors import printable
 from hpc_train.loggers.wandb import warning
+from hpc_train.loggers.wandb_key import has_key
 
 #: How long to wait for the server at the start; wandb's own 90 s would outlive short runs.
 _INIT_TIMEOUT_S = 30.0
@@ -95,7 +93,7 @@ def _start(message: dict[str, Any]) -> Any:
 
     mode = message["mode"]
     if mode == "auto":
-        mode = "online" if _has_key() else "offline"
+        mode = "online" if has_key() else "offline"
     known = wandb.Settings.model_fields
     quiet = {name: value for name, value in _QUIET.items() if name in known}
     settings = wandb.Settings(init_timeout=_INIT_TIMEOUT_S, **quiet)
@@ -108,16 +106,6 @@ def _start(message: dict[str, Any]) -> Any:
         settings=settings,
         **message["init"],
     )
-
-
-def _has_key() -> bool:
-    """Tell whether an API key is set for the server: in the environment or in netrc, as wandb looks."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"
-    with suppress(OSError, netrc.NetrcParseError):
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    return False
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ def test_too_much_code_is_refused_before_a_run_is_made(
     assert find_runs([]) == []
 
 
+@pytest.mark.fault(39)
 def test_a_resume_keeps_the_code_and_says_what_has_changed(failed: RunPaths, tree: Path) -> None:
     before, run = linked(failed), failed.folder.name
     assert "code:" not in hpc_train("resume", run).err

@@ -242,24 +242,3 @@ def test_a_node_without_a_heartbeat_is_told(tmp_path: Path) -> None:
     assert _row()["reason"] == "no sign of life from n2 for 5 min"
     write_status(paths, RunStatus(state="failed", attempt=number))
     assert _row()["reason"] is None
-
-
-def test_plain_status_leaves_the_schema_alone(tmp_path: Path) -> None:
-    """It takes longer to import than all the rest."""
-    paths = _on_slurm(tmp_path)
-    write_status(paths, RunStatus(state="failed"))
-    _ended(paths, "crash")
-    script = (
-        "import sys; from hpc_train.cli.status import rows_of; "
-        "from hpc_train.run_folder.finding import find_runs; "
-        "rows = rows_of(find_runs([]), with_budget=False); print(len(rows), 'pydantic' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    assert done.stdout == "1 False\n"

@@ -280,3 +280,35 @@ def test_an_unchanged_file_names_no_key(file: Path) -> None:
     _submit(file, launcher=FAILING)
     (paths,) = find_runs([])
     assert f"`hpc-train resume {paths.folder.name}`" in _submit(file).err
+
+
+@pytest.mark.fault(31)
+@pytest.mark.parametrize(
+    ("mode", "told"),
+    [
+        ("auto", "runs log into their folders"),
+        ("online", "wandb gets nothing of the runs"),
+        ("offline", None),
+    ],
+)
+@pytest.mark.parametrize("launcher", [["--local", "--launcher", COMPLETING], ["--launcher", QUEUE]])
+def test_that_there_is_no_api_key_is_said_at_submit(
+    file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: list[str],
+    mode: str,
+    told: str | None,
+) -> None:
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    asked = f"logging.wandb={{project: x, mode: {mode}}}"
+    done = hpc_train("submit", file, asked, *launcher)
+    assert done.code == 0, done.err
+    assert ("there is no API key" in done.err) == (told is not None)
+    if told is not None:
+        assert (
+            f"command line: logging.wandb.mode: there is no API key, so {told}; set WANDB_API_KEY" in done.err
+        )
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    done = hpc_train("submit", file, asked, *launcher, "--new")
+    assert "API key" not in done.err and "secret" not in done.err

@@ -219,6 +219,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.fault(23, 24, 28)
 @pytest.mark.parametrize(("text", "begins", "remedy"), BROKEN.values(), ids=BROKEN)
 def test_a_problem_stands_at_its_place_with_its_remedy(
     tmp_path: Path, text: str | bytes, begins: str, remedy: str
@@ -244,6 +245,7 @@ def test_one_mistake_is_one_line(tmp_path: Path) -> None:
             assert len(problems_of(tmp_path, text)) == 1, (kind, problems_of(tmp_path, text))
 
 
+@pytest.mark.fault(23)
 def test_all_problems_come_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     text = """\
 name: Bad Name

@@ -111,6 +111,7 @@ def test_problems_of_the_command_line_say_so(tmp_path: Path, override: str, line
     assert len(lines) == 1 and "\x1b" not in lines[0]
 
 
+@pytest.mark.fault(23)
 def test_problems_of_file_and_command_line_come_together(tmp_path: Path) -> None:
     lines = problems_of(tmp_path, GOOD + "sed: 1\n", "optimization.epochs=0")
     assert [line.split(":")[0] for line in lines] == ["exp.yaml", "command line"]
@@ -168,6 +169,7 @@ def test_a_problem_found_later_is_placed_too(good: Path) -> None:
     assert "good.yaml:5:1: data.root: is missing" in loaded.problem("data.root", "is missing", "write one")
 
 
+@pytest.mark.fault(23)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
 @given(st.text(alphabet=st.characters(), max_size=80), st.integers(0, len(GOOD)), st.booleans())
 def test_arbitrary_text_raises_nothing_but_bad_file(tmp_path: Path, text: str, at: int, inside: bool) -> None:
@@ -175,6 +177,7 @@ def test_arbitrary_text_raises_nothing_but_bad_file(tmp_path: Path, text: str, a
     problems_of(tmp_path, content.encode("utf-8", "surrogatepass"))
 
 
+@pytest.mark.fault(23)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
 @given(
     st.sampled_from(

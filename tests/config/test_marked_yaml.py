@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_train.config.marked_yaml import read_document, read_value
+from hpc_train.config.marked_yaml import MAX_VALUES, read_document, read_value
 from hpc_train.config.problems import Place
 from tests.calls import count_calls
 
@@ -70,6 +71,7 @@ def test_every_key_and_value_has_its_place() -> None:
     assert places[("b", "e")] == (Place(4, 3), Place(4, 7))
 
 
+@pytest.mark.fault(27)
 def test_no_tag_runs_anything(tmp_path: Path) -> None:
     sentinel = tmp_path / "ran"
     tags = [
@@ -95,6 +97,7 @@ def laughs(levels: int) -> str:
     )
 
 
+@pytest.mark.fault(25)
 def test_a_billion_laughs_are_refused_at_the_first_alias(tmp_path: Path) -> None:
     calls_3, calls_6 = (count_calls(partial(problems_of, tmp_path, laughs(levels))) for levels in (3, 6))
     assert calls_6 < 2 * calls_3, "twice the text, 729 times the values"
@@ -103,6 +106,7 @@ def test_a_billion_laughs_are_refused_at_the_first_alias(tmp_path: Path) -> None
     assert "exp.yaml:2:8: b[0]: is the alias *a; write the value out" in lines
 
 
+@pytest.mark.fault(26)
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? ", "{? ", "a:\n"])
 def test_deep_nesting_ends_in_a_clear_error(tmp_path: Path, opening: str) -> None:
     def nested(depth: int) -> str:
@@ -124,9 +128,28 @@ def test_sixty_four_levels_are_read() -> None:
     assert read_value("[" * 65 + "]" * 65)[1]
 
 
+@pytest.mark.fault(25)
 def test_a_file_of_two_mebibytes_is_refused(tmp_path: Path) -> None:
     lines = problems_of(tmp_path, "# " + "x" * 2**21)
     assert lines == ["exp.yaml:1:1: the file is over 1 MiB; give an experiment file"]
+
+
+@pytest.mark.fault(25)
+def test_more_values_than_an_experiment_has_are_not_read(tmp_path: Path) -> None:
+    fitting, too_many = (f"a: [{'1,' * number}]" for number in (MAX_VALUES - 3, MAX_VALUES - 2))
+    assert not any("values" in line for line in problems_of(tmp_path, fitting))
+    (line,) = problems_of(tmp_path, too_many)
+    assert line.startswith("exp.yaml:1:") and "holds over 50,000 values" in line
+
+
+@pytest.mark.parametrize("line", ["sed{}: 1\n", "a{}: &x 1\n"])
+def test_of_very_many_problems_the_first_are_told(tmp_path: Path, line: str) -> None:
+    few, many = (
+        problems_of(tmp_path, GOOD + "".join(line.format(n) for n in range(number))) for number in (20, 5000)
+    )
+    assert len(few) == 20 and len(many) == 101
+    assert many[:20] == few[:20]
+    assert re.fullmatch(r"exp\.yaml:\d+:\d+: there are more problems; mend those above first", many[-1])
 
 
 @settings(deadline=None)

@@ -109,6 +109,11 @@ def args(*overrides: str) -> tuple[str, ...]:
         (args("sweep.grid={optimization.epochs: [1, x]}"), "sweep.grid.optimization.epochs[1]", "number"),
         (args("sweep.grid={seed: []}"), "sweep.grid.seed", "at least one value"),
         (
+            args("sweep.grid={" + ", ".join(f"model.args.k{n}: [1]" for n in range(101)) + "}"),
+            "sweep.grid",
+            "has 101 keys; write at most 100",
+        ),
+        (
             args("sweep.grid={optimization.optimizer: [{name: sgd, lr: 1, lrr: 2}]}"),
             "sweep.grid.optimization.optimizer[0].lrr",
             "no key of the file",

@@ -119,7 +119,7 @@ def poisoned(num_classes: int, pause_s: float = 0.0) -> nn.Module:
 
 
 class Waiting(torch.utils.data.Dataset[tuple[Tensor, int]]):
-    """Digits, one of which nobody can read as long as a file is there; another file tells that somebody tries."""
+    """Digits, one of which nobody can read as long as a file is there; another file tells who tries."""
 
     num_classes = 10
 

@@ -206,8 +206,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
     assert done.code == 1, done.err
     state, reason = stopped(only_run(tmp_path))
     assert state == "failed"
-    assert reason.startswith("rank 0: ")
-    assert "the train loss is nan at step" in reason or "the train loss is inf at step" in reason
+    assert reason.startswith("the train loss is NaN or infinite on a rank, at step ")
     assert "lower the learning rate" in reason
 
 
@@ -219,7 +218,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     unclipped = "optimization.clip_grad_norm=null"
     done = end_of(begin(tmp_path, EXPERIMENT, explosive, unclipped, *rare), 120)
     assert done.code == 1
-    assert "a weight is NaN or infinite after step" in status(only_run(tmp_path))["reason"]
+    assert "is NaN or infinite" in status(only_run(tmp_path))["reason"]
     for checkpoint in committed(only_run(tmp_path)):
         shards = [load_file(path) for path in checkpoint.folder.glob("*.safetensors")]
         assert all(bool(tensor.isfinite().all()) for shard in shards for tensor in shard.values())

@@ -83,7 +83,8 @@ def test_before_the_first_step_a_signal_ends_the_ranks_at_once(
 @pytest.mark.parametrize("where", ["training", "evaluation"])
 def test_while_one_rank_waits_for_its_data_all_save_at_the_last_boundary(where: str, tmp_path: Path) -> None:
     held, in_evaluation = tmp_path / "held", where == "evaluation"
-    args = f"{{held: {7 if in_evaluation else POISON}, path: {held}, in_evaluation: {str(in_evaluation).lower()}}}"
+    sample = 7 if in_evaluation else POISON
+    args = f"{{held: {sample}, path: {held}, in_evaluation: {str(in_evaluation).lower()}}}"
     data = f'data: {{name: "tests.end_to_end.parts:waiting", workers: 1, args: {args}}}'
     lines = [data if line.startswith("data:") else line for line in EXPERIMENT.splitlines()]
     text = "\n".join([*lines, ""]).replace("every_steps: 7", "every_steps: 1000")

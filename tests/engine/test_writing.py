@@ -15,7 +15,14 @@ from safetensors.torch import load_file
 
 from hpc_train.engine import shards, writing
 from hpc_train.engine.shards import storage_error
-from hpc_train.errors import ExitCode, HpcTrainError, StorageError, TransientStorageError, UserError
+from hpc_train.errors import (
+    ExitCode,
+    HpcTrainError,
+    NonFiniteError,
+    StorageError,
+    TransientStorageError,
+    UserError,
+)
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.checkpoints import committed, verify
 from hpc_train.runtime import signals
@@ -280,3 +287,16 @@ def test_the_writing_thread_leaves_torchs_threads_as_they_are(run: RunPaths) -> 
     before = torch.get_num_threads()
     save(Trainee(), run, 1)
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.fault(20)
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_weight_that_is_no_number_is_not_saved(value: float, run: RunPaths) -> None:
+    trainee = Trainee()
+    checkpointer = trainee.checkpointer(run)
+    checkpointer.save(trainee.state, 1, {})
+    with torch.no_grad():
+        trainee.model.conv.weight[0, 0, 0, 0] = value
+    with pytest.raises(NonFiniteError, match=r"after step 2 \(model\.conv\.weight\), which is not saved"):
+        checkpointer.save(trainee.state, 2, {})
+    assert folder_names(run) == ["step-00000001"]

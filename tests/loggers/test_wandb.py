@@ -18,7 +18,8 @@ from hpc_train.config.schema import Experiment
 from hpc_train.loggers import wandb as wandb_module
 from hpc_train.loggers.base import LoggerContext
 from hpc_train.loggers.wandb import WandbLogger
-from hpc_train.loggers.wandb_process import _has_key, _named
+from hpc_train.loggers.wandb_key import has_key
+from hpc_train.loggers.wandb_process import _named
 from hpc_train.paths import RunPaths
 
 
@@ -90,6 +91,7 @@ def read_run(path: Path) -> tuple[Any, list[dict[str, Any]]]:
     return runs[0], rows
 
 
+@pytest.mark.fault(30)
 @pytest.mark.slow
 def test_offline_attempts_carry_one_id_and_all_rows(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -117,6 +119,7 @@ def test_offline_attempts_carry_one_id_and_all_rows(
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.fault(32, 45)
 @pytest.mark.slow
 def test_a_dead_server_blocks_neither_rows_nor_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], closed_port: int
@@ -167,6 +170,7 @@ def test_a_killed_process_is_one_warning(
     assert capfd.readouterr().err == wandb_module.warning("its process ended") + "\n"
 
 
+@pytest.mark.fault(32)
 def test_more_rows_than_the_queue_holds_are_dropped_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,12 +214,12 @@ def test_rows_keep_their_step_as_a_value() -> None:
 
 
 def test_a_key_is_found_in_the_environment_or_netrc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not _has_key()
+    assert not has_key()
     (tmp_path / "netrc").write_text("machine elsewhere.org login user password secret\n")
-    assert not _has_key()
+    assert not has_key()
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    assert _has_key()
+    assert has_key()
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.elsewhere.edu")
-    assert not _has_key()
+    assert not has_key()
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    assert _has_key()
+    assert has_key()

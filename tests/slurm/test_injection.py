@@ -128,6 +128,7 @@ def script_of(folder: Path, asked: Experiment) -> Batch | None:
         return None
 
 
+@pytest.mark.fault(28, 29)
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(key=st.sampled_from(sorted(KEYS)), value=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
 def test_any_text_is_refused_or_stays_one_line_of_the_script(tmp_path: Path, key: str, value: str) -> None:
@@ -144,6 +145,7 @@ def test_any_text_is_refused_or_stays_one_line_of_the_script(tmp_path: Path, key
         assert len(script.script_text(batch).split("\n")) == len(script.script_text(other).split("\n"))
 
 
+@pytest.mark.fault(28, 29)
 @pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS)
 def test_no_value_of_the_file_runs(cluster: Cluster, tmp_path: Path, key: str) -> None:
@@ -160,6 +162,7 @@ def test_no_value_of_the_file_runs(cluster: Cluster, tmp_path: Path, key: str) -
     assert not sentinel.exists()
 
 
+@pytest.mark.fault(28, 29)
 @pytest.mark.slow
 def test_no_folder_of_runs_runs(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where the job's commands would leave it
