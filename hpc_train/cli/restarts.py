@@ -11,7 +11,6 @@ from hpc_train.run_folder.attempts import AttemptRecord, read_record
 from hpc_train.run_folder.budgets import COMES_BACK
 
 
-
 @dataclass(frozen=True)
 class Restart:
     """The newest interruption in its parts; None for one that is not over, or of which nothing was noted."""

@@ -175,6 +175,7 @@ def test_a_controller_that_dies(
 
 
 @pytest.mark.slurm
+@pytest.mark.soak
 @pytest.mark.fault(14, 15)
 @seeds
 def test_a_node_that_dies(
