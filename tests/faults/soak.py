@@ -33,6 +33,7 @@ from tests.faults.schedule import Frame, Schedule, parse_seeds
 from tests.slurm.cluster import REPOSITORY, Cluster, running
 from tests.slurm.configuration import NUM_NODES, Settings
 from tests.slurm.experiments import records
+from tests.slurm.host import program_path
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "soak.json"
 _NAMES = REPOSITORY / ".pytest_cache" / "hpc-train"
@@ -179,7 +180,9 @@ def versions() -> dict[str, str]:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
     ).stdout.strip()
-    slurm = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=False).stdout.strip()
+    slurm = subprocess.run(
+        [program_path("slurmctld"), "-V"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return {"commit": commit, "python": platform.python_version(), "torch": version("torch"), "slurm": slurm}
 
 
