@@ -12,7 +12,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What a process of hpc-train ends with. Those of 76 to 79 are told by a rank to its launcher only."""
+    """What a process of hpc-train ends with. Those of 76 to 80 are told by a rank to its launcher only."""
 
     DONE = 0
     FAILED = 1
@@ -29,6 +29,8 @@ class ExitCode(IntEnum):
     BAD_NODE = 78
     #: This rank made no progress any more; its watchdog ended it.
     HUNG = 79
+    #: Its loader process was killed: once it may go better, twice it is the file's to change.
+    WORKER_LOST = 80
     INTERRUPTED = 130
 
 

@@ -24,12 +24,12 @@ from hpc_train.datasets.base import ArraySplit, Split
 from hpc_train.datasets.images import as_tensor, sample_path
 from hpc_train.datasets.random_numbers import hash_words
 from hpc_train.datasets.sampler import Slot
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, TransientStorageError
 from hpc_train.run_folder.bad_samples import BadSample, Part
 from hpc_train.runtime.data_info import Batch
 
 #: Errors of a disk or file server, which may be over soon; they say nothing of the sample. Assumed.
-_OF_THE_DISK = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
+_NOT_THE_SAMPLES = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _PAUSES_S = (0.1, 1.0)
 #: Images (B, C, H, W) or B of (C, H, W), and their slot → (B, C, H, W).
 Prepare = Callable[[Tensor | Sequence[Tensor], Slot], Tensor]
@@ -37,12 +37,14 @@ Prepare = Callable[[Tensor | Sequence[Tensor], Slot], Tensor]
 
 @dataclass(frozen=True)
 class Failure:
-    """What a worker returns in place of a batch; raised as BadFileError by the rank.
+    """What a worker returns in place of a batch; raised as BadFileError or TransientStorageError by the rank.
 
     An exception that crosses the loader loses its type's fields and gains a worker's traceback.
     """
 
     message: str
+    #: The disk's, or memory's, and gone the next time maybe; else the data are wrong.
+    is_transient: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class SlotReader(Dataset[Read | Failure]):
             inputs = self._prepare(images, slot)
         except BadFileError as error:
             return Failure(str(error))
+        except TransientStorageError as error:
+            return Failure(str(error), is_transient=True)
         valid = torch.arange(len(slot.indices)) < slot.num_valid
         if bad and self._part == "val":
             valid &= torch.tensor([index not in bad for index in slot.indices.tolist()])
@@ -112,6 +116,8 @@ class SlotReader(Dataset[Read | Failure]):
     def _sample(self, epoch: int, index: int, bad: dict[int, BadSample]) -> tuple[Tensor, int]:
         try:
             return self._try_sample(index, hash_words(self._seed, epoch, index))
+        except TransientStorageError:
+            raise
         except Exception as error:
             first = self._bad_sample(index, error)
             if not self._skip_bad:
@@ -120,6 +126,8 @@ class SlotReader(Dataset[Read | Failure]):
         for word, other in stand_ins(self._seed, epoch, index, len(self._split)):
             try:
                 return self._try_sample(other, word)
+            except TransientStorageError:
+                raise
             except Exception as error:
                 bad[other] = self._bad_sample(other, error)
         raise BadFileError(f"{_unreadable(first)}; nor can any that would stand in for it")
@@ -130,9 +138,12 @@ class SlotReader(Dataset[Read | Failure]):
             try:
                 image, target = self._split[index]
                 return as_tensor(image, self._channels), int(target)
-            except OSError as error:
-                if error.errno not in _OF_THE_DISK or pause_s is None:
+            except (OSError, MemoryError) as error:
+                if isinstance(error, OSError) and error.errno not in _NOT_THE_SAMPLES:
                     raise
+                if pause_s is None:
+                    bad = self._bad_sample(index, error)
+                    raise TransientStorageError(f"data: {bad.title} can't be read now: {bad.why}") from error
                 time.sleep(pause_s)
         raise AssertionError("the last try returns or raises")
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from hpc_train.datasets.reading import Failure, Read, SlotReader, unchanged
 from hpc_train.datasets.sampler import Slot
-from hpc_train.errors import BadFileError, UserError
+from hpc_train.errors import BadFileError, ExitCode, TransientStorageError, UserError
 
 #: Slurm and terminals send these to all processes of a job; only the rank may act on them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
@@ -38,6 +38,8 @@ _LOADER_PARTS = ("_task_info", "_rcvd_idx", "_send_idx", "_tasks_outstanding", "
 
 class WorkerLostError(UserError):
     """A loader process was killed."""
+
+    exit_code = ExitCode.WORKER_LOST
 
 
 class BatchStream(Iterator[Read]):
@@ -78,7 +80,8 @@ class BatchStream(Iterator[Read]):
         taken = self._taken.popleft() if self._taken else self._take()
         assert taken is not None
         if isinstance(taken, Failure):
-            raise BadFileError(taken.message)
+            kind = TransientStorageError if taken.is_transient else BadFileError
+            raise kind(taken.message)
         if isinstance(taken, Exception):
             raise taken
         return taken

@@ -88,6 +88,8 @@ class Checkpointer:
         self._layout: Layout | None = None
         self._staging: Staging | None = None
         self._under_way: UnderWay | None = None
+        #: The save before, whose thread may still remove old checkpoints.
+        self._clearing: UnderWay | None = None
         self._ended: list[Save] = []
 
     def reserve(self, state: TrainingState) -> None:
@@ -114,6 +116,7 @@ class Checkpointer:
         """
         self._begin(state, step, extra, before_commit, beside_training=False)
         saved = self.finish()
+        self.close()
         assert saved is not None
         return saved
 
@@ -185,11 +188,11 @@ class Checkpointer:
         """Return the save that has ended well since the last call, the earliest of several; else None."""
         if self._under_way is not None and self._under_way.has_ended and not self.has_failed:
             self._ended.append(self._under_way.result())
-            self._under_way = None
+            self._clearing, self._under_way = self._under_way, None
         return self._ended.pop(0) if self._ended else None
 
     def finish(self) -> Save | None:
-        """Wait for the save under way, and return it; raise its error, of the same kind on all ranks.
+        """Wait until the save under way is committed, and return it; raise its error, alike on all ranks.
 
         After an error the next save may be begun. None where none is under way.
         """
@@ -198,16 +201,23 @@ class Checkpointer:
             return None
         under_way.wait()
         under_way.stall_s += time.monotonic() - began_at
-        self._under_way = None
+        self._clearing, self._under_way = under_way, None
         if under_way.error is not None:
             self._layout = None  # the ranks may have met a difference: they agree anew
         return under_way.result()
+
+    def close(self) -> None:
+        """Wait until old checkpoints are removed that the last save made superfluous. After ``finish``."""
+        if self._clearing is not None:
+            self._clearing.wait_cleared()
+            self._clearing = None
 
     def _end_earlier(self) -> None:
         """Finish a save that is under way, and keep it for ``collect``."""
         saved = self.finish()
         if saved is not None:
             self._ended.append(saved)
+        self.close()
 
     def _find_layout(self, contents: Contents) -> bool:
         """Take the layout of the last save where it fits still, else agree on one.

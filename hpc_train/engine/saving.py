@@ -68,6 +68,11 @@ class Saves:
         self.wait_staged()
         self._told(self._checkpointer.finish())
 
+    def close(self) -> None:
+        """Finish, and see old checkpoints removed."""
+        self.finish()
+        self._checkpointer.close()
+
     def now(self, step: int) -> None:
         """Save ``step`` and wait for it."""
         self.begin(step)

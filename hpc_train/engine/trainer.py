@@ -21,7 +21,7 @@ from hpc_train.engine.meters import Meters, StatusWriter
 from hpc_train.engine.non_finite import Guard, RollbackError, check_evaluation, seen_error
 from hpc_train.engine.optimization import Optimization
 from hpc_train.engine.saving import Saves
-from hpc_train.errors import TryAgainError
+from hpc_train.errors import HpcTrainError, TryAgainError
 from hpc_train.runtime.agreement import Agreed, Agreement, Wish
 from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import Precision
@@ -87,6 +87,8 @@ class Trainer:
     on_event: Callable[[str], None]
     step: int
     _has_stepped: bool = False
+    #: Counts the step's forward passes, as many on every rank, a rehearsal included.
+    _slot: int = 0
     _save_began_at: float = field(default_factory=time.monotonic)
 
     def train(self) -> bool:
@@ -112,15 +114,25 @@ class Trainer:
                 saved_step = self.step
             self.saves.collect()
         assert saved_step == self.step == self.cadence.total_steps, "the last step is saved"
-        self._in_phase("saving", self.saves.finish)
+        self._in_phase("saving", self.saves.close)
         return True
 
     def _one_step(self, step: int, batches: list[Batch]) -> Agreed:
         """Train one step beside the exchange of what all ranks must know."""
-        self.progress.at("training" if self._has_stepped else "first step", step)
+        self._slot = 0
+        self.progress.at(self._training, step)
         self.agreement.begin(self._wish())
         is_allowed = self._train_step(step, batches)
         agreed = self.agreement.wait()
+        try:
+            self._heed_trouble(step, is_allowed, agreed)
+        except (HpcTrainError, RollbackError):
+            self.saves.finish()  # what was begun before it is good
+            raise
+        return agreed
+
+    def _heed_trouble(self, step: int, is_allowed: bool, agreed: Agreed) -> None:
+        """Raise, on every rank alike, where training can't simply go on."""
         if agreed.is_non_finite:
             raise seen_error(self.step)
         if agreed.has_failed:
@@ -131,7 +143,10 @@ class Trainer:
             if agreed.stop:
                 raise TryAgainError(f"stopped while going back from step {self.step}; nothing of it is saved")
             raise RollbackError(step)
-        return agreed
+
+    @property
+    def _training(self) -> str:
+        return "training" if self._has_stepped else "first step"
 
     def _wish(self) -> Wish:
         return Wish(
@@ -167,6 +182,8 @@ class Trainer:
         return self.guard.clip(self.strategy.clip_gradients, self.experiment.optimization.clip_grad_norm)
 
     def _loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
+        self._slot += 1
+        self.progress.at(self._training, batch.step, part=self._slot)
         seed_forward(self.experiment.seed, batch.step, batch.number, self.device)
         # Moved one by one: a step may have more micro-batches than the device has room for.
         with self._autocast():

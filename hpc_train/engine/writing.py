@@ -210,7 +210,7 @@ def _refuse_non_finite(staged: Staged) -> None:
 
 @dataclass
 class UnderWay:
-    """One save that a thread of its own carries out. ``write`` returns once it is committed."""
+    """One save that a thread of its own carries out: it has ended once ``write`` has; then ``clear_up``."""
 
     step: int
     began_at: float
@@ -219,6 +219,7 @@ class UnderWay:
     stall_s: float = 0.0
     error: BaseException | None = None
     _committed_at: float = 0.0
+    _written: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
@@ -230,16 +231,22 @@ class UnderWay:
         try:
             self.write()
             self._committed_at = time.monotonic()
-            self.clear_up()
         except BaseException as error:
             self.error = error
+        self._written.set()
+        if self.error is None:
+            self.clear_up()
 
     @property
     def has_ended(self) -> bool:
-        return not self._thread.is_alive()
+        return self._written.is_set()
 
     def wait(self) -> None:
         """Return once it ended, well or not."""
+        self._written.wait()
+
+    def wait_cleared(self) -> None:
+        """Return once nothing of it goes on."""
         self._thread.join()
 
     def result(self) -> Save:

@@ -17,7 +17,7 @@ from hpc_train.run_folder.status import INTERRUPTED
 #: Exits with the message alone: the user's to mend, the same on every rank.
 _USER_EXITS = {int(ExitCode.BAD_FILE), int(ExitCode.IO)}
 #: Their errors are ours, and say all without their class.
-_OWN_EXITS = {int(ExitCode.BAD_NODE), int(ExitCode.HUNG)}
+_OWN_EXITS = {int(ExitCode.BAD_NODE), int(ExitCode.HUNG), int(ExitCode.WORKER_LOST)}
 #: How a rank may end after the run is written down as completed: gloo sometimes aborts in its tear-down.
 _HARMLESS_ONCE_COMPLETED = {int(ExitCode.PEER_LOST), -int(signal.SIGABRT)}
 #: How a rank may end that was asked to: before it could note signals, after its peer, or in gloo's tear-down.

@@ -17,8 +17,8 @@ from hpc_train.run_folder.processes import Process
 
 #: Why an attempt ended. ``lost``: without a word, as when a node dies. ``diverged``: NaN or infinity.
 CAUSES = (
-    "completed", "preemption", "time limit", "interrupted", "crash", "hang", "bad node", "lost", "diverged",
-    "user error", "cancelled",
+    "completed", "preemption", "time limit", "interrupted", "crash", "hang", "bad node", "worker lost",
+    "lost", "diverged", "user error", "cancelled",
 )  # fmt: skip
 #: In the order in which they come. ``begin``: the batch script runs. ``rank``: rank 0's process is there.
 #: ``joined``: the process group stands. ``loaded``: model and checkpoint are there. ``first_step``: it is

@@ -17,7 +17,7 @@ _TOLERATED = 1
 _NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 #: What CUDA, NCCL and the kernel's driver say of a device that is at fault, rather than the program.
 _DEVICE_ERROR = re.compile(
-    r"uncorrectable ecc|\bxid\b|unspecified launch failure|device-side|fallen off the bus"
+    r"uncorrectable ecc|\bxid\b|unspecified launch failure|fallen off the bus"
     r"|unhandled cuda error|cuda error: (unknown error|hardware|an illegal instruction|the launch timed out)"
     r"|no cuda-capable device|nvlink error|cudaErrorECCUncorrectable",
     re.IGNORECASE,

@@ -16,7 +16,9 @@ if TYPE_CHECKING:  # pydantic takes a moment, and each requeue waits for ``begin
     from hpc_train.config.schema import RecoveryConfig
 
 #: Causes that spend of ``max_crashes``.
-CRASHES = {"crash", "hang", "bad node"}
+CRASHES = {"crash", "hang", "bad node", "worker lost"}
+#: Of those the one that comes back once, whatever ``max_crashes`` says: memory seldom grows.
+_ONCE = "worker lost"
 #: Causes that spend of ``max_preemptions``.
 PREEMPTIONS = {"preemption", "time limit"}
 #: Causes after which another attempt may follow, if it may be paid for.
@@ -50,7 +52,8 @@ def decide(records: Sequence[AttemptRecord], recovery: RecoveryConfig) -> Decisi
     what = last.reason or f"{last.cause}: nobody said why"
     if last.cause in CRASHES:
         spent = num_crashes(records)
-        if spent > recovery.max_crashes:
+        has_been = last.cause == _ONCE and any(record.cause == _ONCE for record in records[:-1])
+        if spent > recovery.max_crashes or has_been:
             return Decision(False, what)
         what = f"crash {spent} of {recovery.max_crashes}: {what}"
     if last.cause in PREEMPTIONS and recovery.max_preemptions is not None:

@@ -81,10 +81,10 @@ class Agreement:
         self.begin(wish)
         return self.wait()
 
-    def rank_0_says(self, value: bool) -> bool:
+    def rank_0_says(self, value: int) -> int:
         """Return rank 0's ``value`` on every rank."""
         if self._group.world_size == 1:
             return value
-        said = torch.tensor([int(value)], dtype=torch.int32)
+        said = torch.tensor([int(value)], dtype=torch.int64)
         dist.broadcast(said, src=0, group=self._group.control)
-        return bool(said.item())
+        return int(said.item())

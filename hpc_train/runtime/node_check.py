@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError
+from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError, TransientStorageError
 from hpc_train.paths import AttemptPaths
 from hpc_train.runtime.ranks import RankFacts
 
@@ -31,6 +31,7 @@ _LEAST_MEMORY = 256 * 2**20
 _MOST_BY_OTHERS = 0.5
 #: Disks that refuse for everybody, whichever node asks.
 _REFUSES_ALL = {errno.ENOSPC, errno.EDQUOT}
+_OF_THE_SERVER = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 _SMI_LIMIT_S = 5.0
 
 
@@ -66,7 +67,7 @@ def _own_failure(
     for name, part in parts:
         try:
             part()
-        except StorageError as error:
+        except (StorageError, TransientStorageError) as error:
             return error
         except Exception as error:  # whatever a broken driver says
             return BadNodeError(_failed(node, f"{name}: {error}"))
@@ -137,6 +138,8 @@ def _check_disk(folder: Path, node: str) -> None:
     except OSError as error:
         if error.errno in _REFUSES_ALL:
             raise StorageError(f"{folder}: {error.strerror}; free some space, then resume") from error
+        if error.errno in _OF_THE_SERVER:  # a disk that all nodes share: no node is to blame
+            raise TransientStorageError(f"{folder}: {error.strerror}") from error
         raise
     finally:
         with suppress(OSError):
@@ -170,13 +173,15 @@ def _agree(own: HpcTrainError | None, facts: RankFacts, group: dist.ProcessGroup
 
     Over the CPU, since a device may be broken.
     """
-    failed = torch.zeros(facts.world_size, dtype=torch.int32)
-    failed[facts.rank] = own is not None
+    # By rank, then by node.
+    failed = torch.zeros(facts.world_size + facts.num_nodes, dtype=torch.int32)
+    failed[facts.rank] = failed[facts.world_size + facts.node] = own is not None
     dist.all_reduce(failed, group=group)
-    if own is not None and failed.all() and facts.num_nodes > 1 and isinstance(own, BadNodeError):
+    ranks, nodes = failed.split([facts.world_size, facts.num_nodes])
+    if own is not None and nodes.all() and facts.num_nodes > 1 and isinstance(own, BadNodeError):
         raise HpcTrainError(f"all nodes fail alike, so that none is to blame: {own}")
     if own is not None:
         raise own
-    if failed.any():
-        ranks = ", ".join(str(rank) for rank in failed.nonzero().flatten().tolist())
-        raise PeerLostError(f"the node of rank {ranks} failed its check; see rank-<r>.error of the attempt")
+    if ranks.any():
+        named = ", ".join(str(rank) for rank in ranks.nonzero().flatten().tolist())
+        raise PeerLostError(f"the node of rank {named} failed its check; see rank-<r>.error of the attempt")

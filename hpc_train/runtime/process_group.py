@@ -52,8 +52,12 @@ class Timeouts:
 
     @classmethod
     def beyond(cls, hang_after_s: float, first_hang_after_s: float) -> Timeouts:
-        """Return such that a watchdog with these limits, which can name the rank that hangs, comes first."""
-        return cls(first_step_s=2 * first_hang_after_s, later_s=2 * hang_after_s)
+        """Return such that a watchdog with these limits, which can name the rank that hangs, comes first.
+
+        Later, too: it gives a first evaluation, and each save, as long as a first step.
+        """
+        longest_s = 2 * max(hang_after_s, first_hang_after_s)
+        return cls(first_step_s=longest_s, later_s=longest_s)
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,15 @@ class Group:
 
     def shorten_timeouts(self) -> None:
         """Wait less for peers from now on; called after the first step."""
+        self._set_timeouts(self.timeouts.later_s)
+
+    def lengthen_timeouts(self) -> None:
+        """Wait as long again as for a first step: all is built anew."""
+        self._set_timeouts(self.timeouts.first_step_s)
+
+    def _set_timeouts(self, limit_s: float) -> None:
         for group in (dist.group.WORLD, self.control):
-            _set_timeout(timedelta(seconds=self.timeouts.later_s), group)
+            _set_timeout(timedelta(seconds=limit_s), group)
 
     def wait_to_leave(self) -> None:
         """Wait, not for ever, until all ranks are here: whoever exits first has Slurm end the others.

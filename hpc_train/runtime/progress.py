@@ -83,6 +83,10 @@ class Progress:
         if self._standing.phase in self._known:
             self._standing = self._standing._replace(may_take_long=False)
 
+    def begin_anew(self) -> None:
+        """Say that all is built once more: each phase may take long again."""
+        self._known.clear()
+
     @contextmanager
     def during(self, phase: str, step: int | None = None) -> Iterator[None]:
         """Say that ``phase`` begins, and at its end that what went before goes on."""

@@ -16,7 +16,7 @@ from hpc_train.engine.compiling import compile_model
 from hpc_train.engine.optimization import Optimization, make_optimizer
 from hpc_train.engine.schedules import make_schedule
 from hpc_train.engine.training_state import TrainingState
-from hpc_train.errors import StorageError, UserError
+from hpc_train.errors import ExitCode, StorageError, UserError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.plan.batches import BatchArithmetic
@@ -71,6 +71,12 @@ def build(rank: Rank, source: DataSource, batches: BatchArithmetic) -> Learner:
     return Learner(model, wrapped, strategy, Optimization(optimizer, schedule, rank.precision, rank.device))
 
 
+class OtherVersionsError(UserError):
+    """The environment is not the one that the checkpoint was saved in, and the file insists on that."""
+
+    exit_code = ExitCode.NO_RETRY
+
+
 @dataclass(frozen=True)
 class Resumed:
     """Where training goes on; ``skips``: steps that ``on_non_finite: skip`` has left out so far."""
@@ -82,7 +88,7 @@ class Resumed:
 def resumed(rank: Rank, checkpointer: Checkpointer, learner: Learner) -> Resumed:
     """Bring back the newest whole checkpoint; the beginning where none was saved.
 
-    Raises StorageError where all are damaged, UserError where the file insists on the same versions.
+    Raises StorageError where all are damaged, OtherVersionsError where the file insists on the same versions.
     """
     loaded = checkpointer.load_newest(learner.state)
     if loaded is not None:
@@ -106,7 +112,7 @@ def _heed_versions(rank: Rank, loaded: Loaded) -> None:
         return
     words = f"checkpoint {loaded.step} was saved with other versions: {versions.in_words(found)}"
     if rank.experiment.environment.strict:
-        raise UserError(
+        raise OtherVersionsError(
             f"environment.strict: {words}; use those versions, or resume with environment.strict=false"
         )
     if rank.is_first:

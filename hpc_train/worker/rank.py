@@ -69,6 +69,12 @@ class Rank:
         self.watchdog.has_stepped()
         self.note("first_step")
 
+    def begins_anew(self) -> None:
+        """Called at a rollback: everything is built once more, which may take as long as the first time."""
+        self.progress.begin_anew()
+        self.progress.at("building")
+        self.group.lengthen_timeouts()
+
     def end(self, code: ExitCode) -> None:
         """End this process, from whichever thread."""
         end_process(self.paths, self.attempt, self.facts.rank, self.node, code)

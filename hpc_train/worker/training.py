@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
+
+import torch
 
 from hpc_train.datasets.bad_samples import BadSamples, too_many
 from hpc_train.datasets.base import DataSource
@@ -60,6 +63,9 @@ def train(rank: Rank) -> ExitCode:
         is_done = None
         while is_done is None:
             is_done = _train_once(run)
+            if is_done is None:
+                rank.begins_anew()
+                _free_memory()
         if run.recorder is not None:
             run.recorder.state = "completed" if is_done else "failed"
     finally:
@@ -88,12 +94,18 @@ def _train_once(run: _Run) -> bool | None:
         try:
             is_done = trainer.train()
         except RollbackError as back:
-            trainer.saves.finish()
             _go_back(run, start.position, back)
             return None
         if trainer.status is not None and is_done:
             trainer.status.write("completed", trainer.step)
     return is_done
+
+
+def _free_memory() -> None:
+    """Let go of a learner that nobody holds any more: modules under FSDP refer to themselves."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _without_skipped(run: _Run, start: Resumed) -> Resumed:
@@ -206,11 +218,12 @@ def _bad_sample_count(run: _Run, agreement: Agreement) -> BadSampleCount:
     bad, most = run.bad_samples, run.rank.experiment.data.max_bad_samples
     if bad is None:
         return BadSampleCount(lambda: 0, lambda total: None)
-    looked_at = 0
+    # Rank 0's word: on a network disk ranks may see different files at the same time.
+    earlier, looked_at = agreement.rank_0_says(bad.earlier), 0
 
     def check(total: int) -> None:
         nonlocal looked_at
-        if total == looked_at or bad.earlier + total <= most:
+        if total == looked_at or earlier + total <= most:
             return
         looked_at = total
         # Two ranks may have met the same one: only then fewer are known than were counted.

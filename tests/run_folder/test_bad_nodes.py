@@ -62,7 +62,7 @@ def test_words() -> None:
         ("RuntimeError: CUDA error: unspecified launch failure", True),
         ("NCCL error: unhandled cuda error", True),
         ("CUDA error: uncorrectable ECC error encountered", True),
-        ("CUDA error: device-side assert triggered", True),
+        ("CUDA error: device-side assert triggered", False),
         ("NVRM: Xid (PCI:0000:41:00): 79, GPU has fallen off the bus.", True),
         ("torch.OutOfMemoryError: CUDA out of memory", False),
         ("RuntimeError: CUDA error: invalid device ordinal", False),

@@ -72,7 +72,7 @@ os._exit(0)
     ranks = run_script(script, 3, str(tmp_path / "rendezvous.json"))
     told = [
         Agreed(), Agreed(save=True), Agreed(), Agreed(has_failed=True, is_waiting=True, bad_samples=3),
-        Agreed(is_non_finite=True), True, False, Agreed(), Agreed(stop=True), Agreed(stop=True, save=True),
+        Agreed(is_non_finite=True), 1, 0, Agreed(), Agreed(stop=True), Agreed(stop=True, save=True),
     ]  # fmt: skip
-    expected = [each if isinstance(each, bool) else list(astuple(each)) for each in told]
+    expected = [each if isinstance(each, int) else list(astuple(each)) for each in told]
     assert [json.loads(rank.stdout or "null") for rank in ranks] == [expected] * 3, ranks[0].stderr

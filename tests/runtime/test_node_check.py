@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError
+from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError, TransientStorageError
 from hpc_train.paths import AttemptPaths
 from hpc_train.runtime import node_check
 from hpc_train.runtime.node_check import check
@@ -77,7 +77,7 @@ def test_a_device_whose_product_is_wrong_is_refused(
 
 @pytest.mark.fault(14)
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("number", [errno.EROFS, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
 def test_a_disk_that_refuses_is_the_nodes_fault(
     attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -85,6 +85,17 @@ def test_a_disk_that_refuses_is_the_nodes_fault(
     with pytest.raises(BadNodeError, match=rf"node n1 failed its check of the disk: .*{os.strerror(number)}"):
         check(RankFacts(), CPU, attempt, "n1")
     assert list(attempt.folder.iterdir()) == []
+
+
+@pytest.mark.fault(9)
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_file_server_that_fails_is_no_nodes_fault(
+    attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(node_check.os, "fsync", refusing(number))
+    with pytest.raises(TransientStorageError, match=os.strerror(number)):
+        check(RankFacts(), CPU, attempt, "n1")
 
 
 @pytest.mark.usefixtures("one_rank")

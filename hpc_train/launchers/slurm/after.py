@@ -83,7 +83,7 @@ def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
 
 
 def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
-    """Tell whether the signal came before half of the time limit, which no warning of ours does.
+    """Tell whether the signal came earlier than a warning of ours: by half of the time limit, or its lead.
 
     Some sites send the warning's signal at preemption.
     """
@@ -93,8 +93,10 @@ def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
     if slurm is None or slurm.time_limit is None or not {"begin", "signal"} <= record.events.keys():
         return False
     lasted = datetime.fromisoformat(record.events["signal"]) - datetime.fromisoformat(record.events["begin"])
+    limit_s = slurm.time_limit * 60
+    earliest_s = min(limit_s / 2, limit_s - (slurm.signal_lead_s or 0))
     # Slurm may be a minute early; limits that short have no room to tell.
-    return lasted.total_seconds() < slurm.time_limit * 60 / 2 - 60
+    return lasted.total_seconds() < earliest_s - 60
 
 
 def _errors(attempt: AttemptPaths) -> dict[int, str]:

@@ -30,12 +30,13 @@ def _preemption(partition: str, longest_s: float) -> str | None:
         name, grace_s = grace(partition)
     except (NoSlurmError, commands.RefusedError):
         return None  # submitted all the same
-    if grace_s is None or grace_s >= longest_s + _STEP_RESERVE_S:
+    # A save under way is finished before the last one begins.
+    if grace_s is None or grace_s >= 2 * longest_s + _STEP_RESERVE_S:
         return None
     return (
         f"a job of partition {name} that is preempted has {grace_s} s, but the longest save so far took "
-        f"{longest_s:.1f} s, and a step must end before: the last checkpoint is what counts then; "
-        "write a smaller checkpoint.every_min"
+        f"{longest_s:.1f} s; a step, and maybe another save, must end before. Else the last checkpoint is "
+        "what counts: write a smaller checkpoint.every_min"
     )
 
 

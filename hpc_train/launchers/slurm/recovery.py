@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 #: sinfo is asked at a requeue only; one that hangs must not keep the job from starting.
 _SINFO_LIMIT_S = 30.0
-_GONE = ("down", "fail", "power")
+#: Not ``power*``: whoever switches nodes off has nothing against them.
+_GONE = ("down", "fail")
 
 
 def effective_recovery(paths: RunPaths, attempt: int) -> RecoveryConfig:

@@ -11,7 +11,7 @@ from hpc_train.launchers.outcome import by_rank, exception_line, one_line, own_w
 from hpc_train.run_folder.bad_nodes import DIED, FAILED_CHECK, is_device_error
 from hpc_train.run_folder.budgets import Decision
 
-_FINAL = {int(ExitCode.BAD_FILE), int(ExitCode.IO)}
+_FINAL = {int(ExitCode.BAD_FILE), int(ExitCode.IO), int(ExitCode.USAGE)}
 #: A rank that ended so has nothing to say of the cause.
 _FOLLOWED = {int(ExitCode.TRY_AGAIN), int(ExitCode.PEER_LOST)}
 #: srun's own, where it or the ranks were ended by the job's signals: 128 + SIGINT, SIGUSR2, SIGTERM.
@@ -124,6 +124,8 @@ def _told_by_a_rank(facts: Facts) -> Verdict | None:
     if code == ExitCode.BAD_NODE:
         how = f"{FAILED_CHECK}: {said}"
         return _comes_back("bad node", f"{node or f'the node of rank {rank}'} {how}", _on(node, how))
+    if code == ExitCode.WORKER_LOST:
+        return _comes_back("worker lost", by_rank(rank, said))
     if code == ExitCode.HUNG:
         return _comes_back("hang", by_rank(rank, said), _on(node, f"rank {rank} hung"))
     reason = f"rank {rank}: {exception_line(text)}"
@@ -182,9 +184,16 @@ def _silent_end(facts: Facts) -> re.Match[str] | None:
     ends = list(_TASK_END.finditer(facts.output))
     silent = [end for end in ends if not _follows(end["how"])]
     # Once ranks leave because they were asked to, srun kills those that are slow to.
-    if not silent or (_agreed_to_stop(facts) and silent[0] is not ends[0]):
+    if not silent:
         return None
-    return silent[0]
+    # One that lost a peer may be seen to end before the peer is.
+    first = next((end for end in ends if not _lost_a_peer(end["how"])), ends[0])
+    return None if _agreed_to_stop(facts) and silent[0] is not first else silent[0]
+
+
+def _lost_a_peer(how: str) -> bool:
+    code = _EXIT_CODE.match(how)
+    return code is not None and int(code[1]) == ExitCode.PEER_LOST
 
 
 def _follows(how: str) -> bool:

@@ -183,7 +183,7 @@ def test_a_signal_tells_against_a_node_unless_memory_ran_out(how: str, is_suspec
     [
         ("torch.AcceleratorError: CUDA error: unspecified launch failure", True),
         ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", True),
-        ("torch.AcceleratorError: CUDA error: device-side assert triggered", True),
+        ("torch.AcceleratorError: CUDA error: device-side assert triggered", False),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", False),
         ("ValueError: too hot", False),
     ],
