@@ -115,3 +115,12 @@ def test_zero_is_never() -> None:
     for cause in COMES_BACK:
         assert not decide([attempt(cause)], none).comes_back
     assert left([], none) == Left(0, 0, 0)
+
+
+@pytest.mark.fault(21)
+def test_a_killed_loader_process_comes_back_once() -> None:
+    lost = attempt("worker lost", reason="rank 0: data.workers: a loader process was killed")
+    assert decide([lost], RecoveryConfig()).comes_back
+    decision = decide([lost, attempt("preemption", saved=5), lost], RecoveryConfig())
+    assert not decision.comes_back and "data.workers" in decision.reason
+    assert not decide([lost], RecoveryConfig(max_crashes=0)).comes_back

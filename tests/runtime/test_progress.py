@@ -109,3 +109,16 @@ def test_a_phase_that_is_none_is_our_own_mistake() -> None:
 
 def test_a_standing_without_a_step_says_its_phase() -> None:
     assert str(Standing(0, "joining", None, 0, None, False, 0.0, True)) == "joining"
+
+
+def test_what_is_built_anew_may_take_long_again() -> None:
+    progress = Progress()
+    for phase in ("building", "first step", "training"):
+        progress.at(phase, 1)
+    progress.has_stepped()
+    progress.at("building")
+    assert not progress.standing.may_take_long
+    progress.begin_anew()
+    for phase in ("building", "first step"):
+        progress.at(phase, 2)
+        assert progress.standing.may_take_long

@@ -226,3 +226,25 @@ def test_a_reason_is_one_printable_line() -> None:
     assert reason is not None
     assert "\x1b" not in reason and "\n" not in reason
     assert len(reason) <= 500
+
+
+@pytest.mark.fault(21)
+def test_a_killed_loader_process_is_a_cause_of_its_own() -> None:
+    facts = Facts(
+        80, errors={1: "data.workers: a loader process was killed; write fewer"}, codes={0: 76, 1: 80}
+    )
+    words = "rank 1: data.workers: a loader process was killed; write fewer"
+    assert told(facts) == ("worker lost", "requeue 75", words)
+
+
+@pytest.mark.fault(16)
+def test_a_kill_that_is_seen_after_the_loss_that_it_caused_is_a_crash() -> None:
+    """srun then asks the others to stop, which before a first step they do at once."""
+    facts = Facts(137, codes={0: 75, 1: 76}, signal="SIGTERM", output=EXITS_76 + KILLED + EXITS_75)
+    assert told(facts)[0] == "crash"
+    stopped = Facts(137, codes={0: 75}, signal="SIGTERM", output=EXITS_76 + EXITS_75 + KILLED)
+    assert told(stopped)[0] == "preemption"
+
+
+def test_a_command_line_that_no_rank_can_take_is_final() -> None:
+    assert told(Facts(2, errors={0: "RANK: …"}, codes={0: 2}))[:2] == ("user error", "stop 2")
