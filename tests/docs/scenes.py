@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from hpc_train.paths import RunPaths
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import NODES
 from tests.slurm.experiments import account
+from tests.slurm.processes import of_jobs
 from tests.slurm.runs import preempt
 
 LIMIT_S = 300.0
@@ -29,21 +32,37 @@ class Stage:
         self._cluster = cluster
         self._folder = folder
         self._rival: str | None = None
+        self._held: list[int] = []
 
     def wait_until(self, moment: str) -> None:
         """Bring it about, and wait for it. Raises KeyError for a moment that no page has had before."""
         moments: dict[str, Callable[[], None]] = {
-            "once it trains": lambda: self._wait(lambda run: run["state"] == "running" and run["step"] > 0),
+            "once it trains": self._train,
             "once a job of higher priority has taken the nodes": self._preempt,
             "once the nodes are free again": self._free,
             "once all runs have ended": lambda: self._wait(lambda run: run["state"] in _ENDED, all),
         }
         moments[moment]()
 
+    def go_on(self) -> None:
+        """Let ranks go on that were held for the command before."""
+        for pid in self._held:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._held = []
+
     def account(self) -> str:
         """Return what the session's run folders tell: for a failed test's message."""
         runs = [RunPaths(path.parent) for path in self._folder.glob("runs/*/[!.]*/run.json")]
         return "\n".join(account(paths) for paths in runs)
+
+    def _train(self) -> None:
+        """Wait for a step, and hold the ranks: a page's run takes seconds, as does a command."""
+        self._wait(lambda run: run["state"] == "running" and run["step"] > 0)
+        self._held = [pid for pid in of_jobs(self._cluster.conf) if "submitit" in _command(pid)]
+        for pid in self._held:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
 
     def _preempt(self) -> None:
         """Take all nodes, so that what was preempted waits."""
@@ -76,3 +95,9 @@ class Stage:
         )
         runs: list[dict[str, Any]] = json.loads(done.stdout)["runs"]
         return runs
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    return ""

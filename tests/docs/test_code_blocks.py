@@ -114,6 +114,7 @@ def test_commands_on_slurm_do_what_the_page_shows(
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
     stage = Stage(cluster, tmp_path)
     for where, command, code, printed in play(session, tmp_path, stage.wait_until):
+        stage.go_on()
         account = f"{where}: {command.line}\n{printed}\n{stage.account()}"
         assert code == command.exit_code, account
         assert not missing_lines(command.shown, printed), account
