@@ -86,7 +86,9 @@ class Trainee:
             {"params": [p for p in self.model.parameters() if p.dim() > 1]},
             {"params": [p for p in self.model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(groups, lr=0.01)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=0.01, eps=1e-3
+        )  # of 1e-8 float16 makes 0, and NaN of 0 / 0
         self.state = TrainingState(
             self.wrapped, self.optimizer, torch.amp.GradScaler("cpu", init_scale=512.0)
         )

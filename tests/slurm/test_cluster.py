@@ -97,8 +97,9 @@ def test_a_killed_node_loses_its_own_steps_only_and_comes_back(any_cluster: Clus
     cluster = any_cluster
     wrap = "echo $SLURMD_NODENAME; srun sh -c 'echo rank on $SLURMD_NODENAME; sleep 600'"
     away = sbatch(cluster, "-N2", "--nodelist=n2,n3", "--requeue", wrap=wrap, folder=tmp_path)
-    beside = sbatch(cluster, "--nodelist=n4", wrap="srun sleep 600")
+    beside = sbatch(cluster, "--nodelist=n4", wrap="srun sh -c 'echo up; sleep 600'", folder=tmp_path)
     _wait_for_line(tmp_path / f"{away}.out", "n2", "rank on n2", "rank on n3")
+    _wait_for_line(tmp_path / f"{beside}.out", "up")
     steps = {node: processes.daemons(cluster.folder, f"slurmd-{node}.log") for node in ("n2", "n3", "n4")}
     assert [len(pids) for pids in steps.values()] == [3, 2, 3]  # slurmd, the batch script's, srun's
 

@@ -50,7 +50,8 @@ def start_now(cluster: Cluster, paths: RunPaths) -> None:
     """Let a job that Slurm requeued by itself start without the usual two minutes."""
     job = job_of(paths)
     wait_for(lambda: squeue(cluster)[job].state == "PENDING", f"a requeued job\n{account(paths)}", LIMIT_S)
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+    # Not at once: a job that starts again in the second in which it ended is failed for good by its node.
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+5")
 
 
 def standing_of(paths: RunPaths) -> dict[str, Any]:
