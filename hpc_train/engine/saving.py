@@ -73,11 +73,6 @@ class Saves:
         self.finish()
         self._checkpointer.close()
 
-    def now(self, step: int) -> None:
-        """Save ``step`` and wait for it."""
-        self.begin(step)
-        self.finish()
-
     def _told(self, save: Save | None) -> None:
         if save is not None:
             self._on_saved(save)

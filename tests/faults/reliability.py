@@ -28,6 +28,7 @@ _HEAD = """\
 Written by `make reliability`, which causes each fault for real (signals, SIGKILL, full disks, a real Slurm of
 four nodes on one machine) and sees the run behave as promised. Most tests end in the same check: weights,
 buffers, optimizer state and metrics equal those of a run that nothing happened to, to the bit.
+A quota, and a file server that fails, are injected at the call. All ranks are CPU ranks over gloo.
 """
 
 
