@@ -7,7 +7,9 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -311,6 +313,19 @@ def fill(folder: Path, leave_bytes: int) -> Path:
     return ballast
 
 
+def keep_full(folder: Path, process: subprocess.Popen[str]) -> Path:
+    """Leave no room until the process ends, also where one of its small files was just being replaced."""
+    ballast = fill(folder, leave_bytes=0)
+    until = time.monotonic() + SOON_S
+    with ballast.open("ab") as file:
+        while process.poll() is None and time.monotonic() < until:
+            if free_bytes := shutil.disk_usage(folder).free:
+                with suppress(OSError):  # the process was quicker
+                    os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, free_bytes)
+            time.sleep(0.01)
+    return ballast
+
+
 @pytest.mark.fault(7)
 def test_no_room_for_a_checkpoint_ends_the_run_and_with_room_again_it_goes_on(
     quiet: RunPaths, small_disk: Path, tmp_path: Path
@@ -341,7 +356,7 @@ def test_no_room_at_all_ends_the_run_and_with_room_again_it_goes_on(
     process = begin(tmp_path, PACED, **{paced.TRAIN_S: "0.25"})
     paths = wait_for_run(tmp_path, process)
     wait_for(lambda: bool(committed(paths)), "a checkpoint")
-    ballast = fill(small_disk, leave_bytes=0)
+    ballast = keep_full(small_disk, process)
     done = end_of(process)
     assert done.code == 74, done.err
     assert last_step(paths) < 14, "not the checkpoint but the status had no room"
