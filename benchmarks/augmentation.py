@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from hpc_train.config.schema import AugmentConfig
+from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.datasets.augment import Augmentation
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "augmentation.json"

@@ -6,8 +6,10 @@ import re
 from collections.abc import Iterator, Mapping
 from math import prod
 
+from hpc_train.config.cluster_sections import SlurmConfig
+from hpc_train.config.fields import SLURM_WORD_PATTERN
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shown
-from hpc_train.config.schema import SLURM_WORD_PATTERN, Experiment, SlurmConfig
+from hpc_train.config.schema import Experiment
 
 #: Options of sbatch that the launcher sets itself.
 OWNED = (

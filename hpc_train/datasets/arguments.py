@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from hpc_train.config.schema import Arguments, DataConfig, Section
+from hpc_train.config.fields import Arguments, Section
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.errors import BadFileError
 from hpc_train.registry import nearest
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpc_train.config.schema import AugmentConfig, RandAugmentConfig, RandomResizedCropConfig
+from hpc_train.config.training_sections import AugmentConfig, RandAugmentConfig, RandomResizedCropConfig
 from hpc_train.datasets.images import centre_square, resize, stack
 from hpc_train.datasets.randaugment import randaugment
 from hpc_train.datasets.random_numbers import Keys

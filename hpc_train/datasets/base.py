@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hpc_train.config.schema import DataConfig
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.runtime.data_info import DataInfo
 
 #: What a split may give as an image: PIL, uint8 (C, H, W), or float (C, H, W) that is normalised already.

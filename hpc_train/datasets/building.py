@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from hpc_train.config.schema import DataConfig
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.base import ArraySplit, DatasetBuilder, DataSource, Split
 from hpc_train.datasets.factory import build_by_factory
 from hpc_train.datasets.images import ImageSplit

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpc_train.config.schema import DataConfig, Section
+from hpc_train.config.fields import Section
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.arguments import parse_args, refuse_rest
 from hpc_train.datasets.base import DataSource, TensorSplit
 from hpc_train.runtime.data_info import DataInfo

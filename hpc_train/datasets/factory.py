@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_train.config.schema import DataConfig
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.arguments import call
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.infer import count_channels, count_classes, name_classes

@@ -11,7 +11,8 @@ import numpy as np
 from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from hpc_train.config.schema import DataConfig, Section
+from hpc_train.config.fields import Section
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.arguments import parse_args, refuse_rest
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.statistics import mean_and_std

@@ -12,7 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hpc_train.config.schema import DataConfig, Experiment
+from hpc_train.config.schema import Experiment
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.augment import Augmentation
 from hpc_train.datasets.bad_samples import BadSamples
 from hpc_train.datasets.base import DataSource, Split

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpc_train.config.schema import DataConfig, PositiveInt, Section
+from hpc_train.config.fields import PositiveInt, Section
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.arguments import parse_args, refuse_rest
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.random_numbers import Keys

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torchvision.datasets
 
-from hpc_train.config.schema import DataConfig
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.arguments import call
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.in_memory import in_memory

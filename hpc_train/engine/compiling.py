@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from hpc_train.config.schema import CompileConfig
+from hpc_train.config.training_sections import CompileConfig
 from hpc_train.errors import BadFileError, UserError
 
 #: Recompilations that one block may cause beyond its first: training and evaluation, with and without

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.config.schema import OptimizationConfig
+from hpc_train.config.training_sections import OptimizationConfig
 from hpc_train.errors import NonFiniteError
 from hpc_train.strategies.buffers import persistent_buffers
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hpc_train.config.fields import Arguments
 from hpc_train.config.part_rules import UNUSABLE_OPTIMIZERS
-from hpc_train.config.schema import Arguments, OptimizerConfig
+from hpc_train.config.training_sections import OptimizerConfig
 from hpc_train.engine.schedules import Schedule
 from hpc_train.errors import BadFileError
 from hpc_train.registry import nearest

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hpc_train.config.schema import ScheduleConfig
+from hpc_train.config.training_sections import ScheduleConfig
 from hpc_train.errors import BadFileError
 from hpc_train.plan.batches import count_warmup_steps
 from hpc_train.registry import nearest, split_name

@@ -6,7 +6,8 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 
-from hpc_train.config.schema import Arguments, ModelConfig
+from hpc_train.config.fields import Arguments
+from hpc_train.config.training_sections import ModelConfig
 from hpc_train.errors import BadFileError
 from hpc_train.registry import nearest
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import nn
 
-from hpc_train.config.schema import ModelConfig
+from hpc_train.config.training_sections import ModelConfig
 from hpc_train.runtime.data_info import DataInfo
 
 

@@ -7,7 +7,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from hpc_train.config.schema import ModelConfig
+from hpc_train.config.training_sections import ModelConfig
 from hpc_train.errors import BadFileError
 from hpc_train.models import factory
 from hpc_train.models.base import ModelBuilder

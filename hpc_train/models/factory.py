@@ -8,7 +8,8 @@ from typing import cast
 
 from torch import nn
 
-from hpc_train.config.schema import Arguments, ModelConfig
+from hpc_train.config.fields import Arguments
+from hpc_train.config.training_sections import ModelConfig
 from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import parameter_names, takes, unknown_argument
 from hpc_train.models.weights import load_weights

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hpc_train.config.schema import ModelConfig
+from hpc_train.config.training_sections import ModelConfig
 from hpc_train.errors import UserError
 from hpc_train.models.building import build_model
 from hpc_train.models.inspection import has_batchnorm

@@ -11,7 +11,8 @@ import torch
 from timm.models import adapt_input_conv
 from torch import nn
 
-from hpc_train.config.schema import Arguments, ModelConfig
+from hpc_train.config.fields import Arguments
+from hpc_train.config.training_sections import ModelConfig
 from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import parameter_names, wrong_arguments
 from hpc_train.models.weights import StateDict, load_weights

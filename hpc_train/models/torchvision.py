@@ -9,7 +9,8 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from hpc_train.config.schema import Arguments, ModelConfig
+from hpc_train.config.fields import Arguments
+from hpc_train.config.training_sections import ModelConfig
 from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import parameter_names, wrong_arguments
 from hpc_train.models.weights import head_name, load_weights

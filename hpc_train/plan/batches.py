@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpc_train.config.schema import OptimizationConfig, ScheduleConfig
+from hpc_train.config.training_sections import OptimizationConfig, ScheduleConfig
 from hpc_train.errors import BadFileError
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpc_train.config.schema import DataConfig
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.registry import is_factory, split_name
 
 #: Assumed: a person waits that long for a plan; millions of files on a slow shared disk take longer.

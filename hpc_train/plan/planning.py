@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.loading import Loaded
-from hpc_train.config.schema import DataConfig, Experiment, SlurmConfig
+from hpc_train.config.schema import Experiment
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.errors import BadFileError
 from hpc_train.plan.batches import (
     accumulation,

@@ -42,22 +42,18 @@ _OWN_NCCL = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError"
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long ranks wait for each other. Assumed; the first step compiles and reads cold data."""
+    """How long ranks wait for each other. Assumed."""
 
     join_s: float = 600.0
-    first_step_s: float = 1800.0
-    later_s: float = 300.0
+    #: In a collective, for a peer that says nothing.
+    silence_s: float = 1800.0
     #: Rank 0 may close its loggers meanwhile, which takes half a minute where a server is slow.
     leave_s: float = 60.0
 
     @classmethod
-    def beyond(cls, hang_after_s: float, first_hang_after_s: float) -> Timeouts:
-        """Return such that a watchdog with these limits, which can name the rank that hangs, comes first.
-
-        Later, too: it gives a first evaluation, and each save, as long as a first step.
-        """
-        longest_s = 2 * max(hang_after_s, first_hang_after_s)
-        return cls(first_step_s=longest_s, later_s=longest_s)
+    def beyond(cls, hang_after_s: float) -> Timeouts:
+        """Return such that a watchdog that waits so long, and can name who hangs, comes first."""
+        return cls(silence_s=2 * hang_after_s)
 
 
 @dataclass(frozen=True)
@@ -73,18 +69,6 @@ class Group:
     saving: dist.ProcessGroup
     store: Store
     timeouts: Timeouts
-
-    def shorten_timeouts(self) -> None:
-        """Wait less for peers from now on; called after the first step."""
-        self._set_timeouts(self.timeouts.later_s)
-
-    def lengthen_timeouts(self) -> None:
-        """Wait as long again as for a first step: all is built anew."""
-        self._set_timeouts(self.timeouts.first_step_s)
-
-    def _set_timeouts(self, limit_s: float) -> None:
-        for group in (dist.group.WORLD, self.control):
-            _set_timeout(timedelta(seconds=limit_s), group)
 
     def wait_to_leave(self) -> None:
         """Wait, not for ever, until all ranks are here: whoever exits first has Slurm end the others.
@@ -121,7 +105,7 @@ def join(
         # Gloo would look up the host's name, which on a laptop may not resolve.
         os.environ["GLOO_SOCKET_IFNAME"] = network.loopback_interface()
     store = _meet(facts, rendezvous, token, timeouts, must_stop)
-    timeout = timedelta(seconds=timeouts.first_step_s)
+    timeout = timedelta(seconds=timeouts.silence_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,

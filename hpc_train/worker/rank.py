@@ -65,7 +65,6 @@ class Rank:
         """Called after the first step: from now on there is something to lose, and less reason to wait."""
         self.flag.act_at_once(None)
         self.flag.has_nothing_to_lose = False
-        self.group.shorten_timeouts()
         self.watchdog.has_stepped()
         self.note("first_step")
 
@@ -73,7 +72,6 @@ class Rank:
         """Called at a rollback: everything is built once more, which may take as long as the first time."""
         self.progress.begin_anew()
         self.progress.at("building")
-        self.group.lengthen_timeouts()
 
     def end(self, code: ExitCode) -> None:
         """End this process, from whichever thread."""
@@ -91,7 +89,7 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     precision = choose_precision(experiment.precision, device)
     events = _event_log(paths, attempt) if facts.rank == 0 else None
     hang_after_s, first_hang_after_s = _limits_s(experiment.recovery)
-    timeouts = Timeouts.beyond(hang_after_s, first_hang_after_s)
+    timeouts = Timeouts.beyond(first_hang_after_s)
     if device.type == "cuda":
         _record_collectives()
     group = _join(paths, attempt, facts, flag, device, events, timeouts)

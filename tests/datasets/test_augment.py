@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_train.config.schema import AugmentConfig
+from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.datasets.augment import Augmentation, padded_crop
 from hpc_train.datasets.random_numbers import Keys
 from hpc_train.errors import BadFileError

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hpc_train.config.schema import AugmentConfig
+from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.datasets.augment import Augmentation
 from hpc_train.datasets.bad_samples import BadSamples, stand_ins, too_many
 from hpc_train.datasets.base import DataSource, Split

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hpc_train.config.schema import DataConfig
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.base import DataSource, TensorSplit
 from hpc_train.datasets.building import build_source
 from hpc_train.errors import BadFileError

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from hpc_train.config.schema import DataConfig
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.base import TensorSplit
 from hpc_train.datasets.digits import build
 from hpc_train.errors import BadFileError

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hpc_train.config.schema import DataConfig
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.loading import training_batches
 from hpc_train.datasets.sampler import Position

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpc_train.config.schema import DataConfig
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.base import ArraySplit
 from hpc_train.datasets.synthetic import build
 from hpc_train.errors import BadFileError

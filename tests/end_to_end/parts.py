@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.schema import DataConfig
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets import digits
 from hpc_train.datasets.in_memory import TensorSplit
 from hpc_train.datasets.normalize import Normalize

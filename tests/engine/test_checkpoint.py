@@ -17,7 +17,7 @@ from timm.optim import list_optimizers
 from torch import Tensor, nn
 
 from hpc_train.config.part_rules import TORCH_OPTIMIZERS
-from hpc_train.config.schema import OptimizerConfig
+from hpc_train.config.training_sections import OptimizerConfig
 from hpc_train.engine.checkpoint import Checkpointer, deal
 from hpc_train.engine.optimization import make_optimizer
 from hpc_train.engine.saved_tensors import SavedState, SavedTensor

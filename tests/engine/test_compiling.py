@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.schema import CompileConfig
+from hpc_train.config.training_sections import CompileConfig
 from hpc_train.engine.compiling import compile_error, compile_model
 from hpc_train.errors import ExitCode
 from hpc_train.models.blocks import find_blocks

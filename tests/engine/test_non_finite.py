@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpc_train.config.schema import OptimizationConfig, OptimizerConfig
+from hpc_train.config.training_sections import OptimizationConfig, OptimizerConfig
 from hpc_train.engine.non_finite import Guard, check_evaluation, check_rollbacks
 from hpc_train.errors import ExitCode, NonFiniteError
 from tests.ranks import run_ranks

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hpc_train.config.schema import OptimizerConfig
+from hpc_train.config.training_sections import OptimizerConfig
 from hpc_train.engine.optimization import Optimization, make_optimizer
 from hpc_train.errors import BadFileError
 from hpc_train.runtime.precision import choose_precision

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from hpc_train.config.schema import ScheduleConfig
+from hpc_train.config.training_sections import ScheduleConfig
 from hpc_train.engine.schedules import make_schedule
 from hpc_train.errors import BadFileError
 

@@ -11,7 +11,7 @@ import torch
 import torchvision
 from safetensors.torch import save_file
 
-from hpc_train.config.schema import ModelConfig
+from hpc_train.config.training_sections import ModelConfig
 from hpc_train.errors import BadFileError
 from hpc_train.models.building import build_model
 from hpc_train.models.factory import build as build_factory

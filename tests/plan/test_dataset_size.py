@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config.schema import DataConfig
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.plan import dataset_size
 from hpc_train.plan.dataset_size import training_samples
 

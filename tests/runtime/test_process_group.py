@@ -47,7 +47,6 @@ def test_one_rank_has_a_process_group_too(tmp_path: Path) -> None:
         dist.all_reduce(ones, group=group.control)
         assert ones.tolist() == [1, 1]
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-        group.shorten_timeouts()
     finally:
         group.leave()
     assert not dist.is_initialized()
@@ -115,18 +114,17 @@ def test_what_counts_as_a_lost_peer(error: Exception, is_lost: bool) -> None:
 
 @pytest.mark.fault(18, 19)
 @pytest.mark.slow
-def test_ranks_meet_by_the_file_and_a_silent_peer_is_lost_after_the_short_timeout(tmp_path: Path) -> None:
+def test_ranks_meet_by_the_file_and_a_silent_peer_is_lost_after_the_timeout(tmp_path: Path) -> None:
     rendezvous = tmp_path / "rendezvous.json"
     write_json(rendezvous, {"hosts": ["127.0.0.1"], "port": 1, "token": "older"})
     script = (
         PRELUDE
         + """
-group = joined(join_s=60, first_step_s=1800, later_s=1)  # 1800: the test's own limit would end the wait
+group = joined(join_s=60, silence_s=5)
 total = torch.tensor([facts.rank + 1])
 dist.all_reduce(total)
 dist.all_reduce(total, group=group.control)
 print(total.item())
-group.shorten_timeouts()
 done = rendezvous.with_name("done")
 if facts.rank == 0:
     for each in (dist.group.WORLD, group.control):
@@ -162,7 +160,7 @@ def test_ranks_meet_at_a_given_address_and_a_dead_peer_is_noticed_at_once(tmp_pa
 import signal
 from hpc_train.runtime.agreement import Agreement
 from hpc_train.runtime.signals import StopFlag
-group = joined(join_s=60, first_step_s=1800)  # no time-out: the test's own limit comes before it
+group = joined(join_s=60, silence_s=1800)  # no time-out: the test's own limit comes before it
 agreement = Agreement(group, StopFlag())
 agreement.begin()
 assert not agreement.wait().stop

@@ -12,14 +12,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from hpc_train.config.cluster_sections import SlurmConfig
+from hpc_train.config.fields import GPU_TYPE_PATTERN, MAIL_PATTERN, SLURM_WORD_PATTERN
 from hpc_train.config.problems import is_clean, shown
-from hpc_train.config.schema import (
-    GPU_TYPE_PATTERN,
-    MAIL_PATTERN,
-    SLURM_WORD_PATTERN,
-    Experiment,
-    SlurmConfig,
-)
+from hpc_train.config.schema import Experiment
 from hpc_train.config.slurm_rules import OWNED, least_nodes, ranks_a_node, sbatch_option
 from hpc_train.errors import BadFileError
 from hpc_train.launchers.slurm.profiles import Profile

@@ -17,11 +17,13 @@ from typing import Annotated, Any, Literal
 import platformdirs
 from pydantic import Field, ValidationError
 
+from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.explanations import wanted
+from hpc_train.config.fields import ScriptPath, Section
 from hpc_train.config.keys import as_mapping, child
 from hpc_train.config.marked_yaml import MAX_BYTES, read_document
 from hpc_train.config.problems import KeyPath, Problem, Source, is_clean, one_line, shown
-from hpc_train.config.schema import Experiment, ScriptPath, Section, SlurmConfig
+from hpc_train.config.schema import Experiment
 from hpc_train.config.slurm_rules import bad_option_values, taken_options
 from hpc_train.errors import BadFileError
 from hpc_train.registry import nearest

@@ -1,0 +1,104 @@
+"""The kinds of values that keys of the experiment file have, and what every section is."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+
+from hpc_train.config.durations import FORMS, format_duration, parse_duration_min
+from hpc_train.paths import NAME_PATTERN
+
+#: ``provider/name``, a bare provider, or ``package.module:factory``.
+PART_NAME_PATTERN = (
+    r"[A-Za-z0-9_][A-Za-z0-9_./+-]*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
+)
+# What follows stands in a batch script. None begins with a sign that could make an option of it.
+#: A word that may stand in a ``#SBATCH`` line: no blank, quote, dollar, backquote, control character.
+SLURM_WORD_PATTERN = r"[A-Za-z0-9_.,:@+*&|()\[\]=/~%^?][A-Za-z0-9_.,:@+*&|()\[\]=/~%^?-]{0,255}"
+GPU_TYPE_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
+MAIL_PATTERN = r"[A-Za-z0-9._%+][A-Za-z0-9._%+-]{0,63}@[A-Za-z0-9.-]{1,190}"
+MODULE_PATTERN = r"[A-Za-z0-9_.][A-Za-z0-9_.+/-]{0,127}"
+SCRIPT_PATH_PATTERN = r"""[^-\s'"\\$`;&|<>\x00-\x1f\x7f][^\s'"\\$`;&|<>\x00-\x1f\x7f]{0,1023}"""
+
+
+def pattern(regex: str, rule: str) -> Any:
+    """Accept text of this form; ``rule`` is the form in words with an example, for editors and errors."""
+    # Anchored at the very end: "$" would let a newline through.
+    return Field(pattern=rf"\A(?:{regex})\z", json_schema_extra={"patternErrorMessage": rule})
+
+
+def _duration(value: object) -> object:
+    if isinstance(value, str):
+        return parse_duration_min(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise ValueError(f"a bare number has no unit; write {value}min or {value}h")
+    raise ValueError(f"needs a duration; write {FORMS}")
+
+
+def _pair(value: object) -> object:
+    # YAML has lists only, and strict validation takes no list for a tuple.
+    return tuple(value) if isinstance(value, list) else value
+
+
+Name = Annotated[
+    str,
+    pattern(
+        NAME_PATTERN,
+        "1 to 64 lower-case letters, digits, '.', '_' or '-', not first a sign, like cifar10-resnet50",
+    ),
+]
+PartName = Annotated[
+    str, pattern(PART_NAME_PATTERN, "provider/name like timm/resnet50, or package.module:factory")
+]
+SlurmWord = Annotated[
+    str, pattern(SLURM_WORD_PATTERN, "one word without blanks, quotes, '$' or ';', like gpu-long")
+]
+#: Slurm keeps it in 16 bits.
+SignalLead = Annotated[int, Field(ge=1, le=65535)]
+DurationMin = Annotated[
+    int,
+    BeforeValidator(_duration),
+    PlainSerializer(format_duration, return_type=str),
+    WithJsonSchema({"type": "string", "examples": ["90min", "24h", "2-12:00:00"]}, mode="validation"),
+]
+Probability = Annotated[float, Field(ge=0, le=1)]
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NotNegativeInt = Annotated[int, Field(ge=0)]
+NotNegativeFloat = Annotated[float, Field(ge=0)]
+Bounds = Annotated[tuple[PositiveFloat, PositiveFloat], BeforeValidator(_pair)]
+PlainName = Annotated[
+    str,
+    pattern(
+        r"[a-z][a-z0-9_-]{0,63}",
+        "1 to 64 lower-case letters, digits, '_' or '-', the first a letter, like my_part",
+    ),
+]
+OptimizerName = Annotated[
+    str,
+    pattern(
+        r"[A-Za-z][A-Za-z0-9_/]{0,63}",
+        "1 to 64 letters, digits, '_' or '/', the first a letter, like adamw or timm/lamb",
+    ),
+]
+ScheduleName = Annotated[
+    str,
+    pattern(
+        r"[A-Za-z][A-Za-z0-9_/]{0,63}",
+        "1 to 64 letters, digits, '_' or '/', the first a letter, like cosine or torch/OneCycleLR",
+    ),
+]
+ScriptPath = Annotated[
+    str, pattern(SCRIPT_PATH_PATTERN, "a path without blanks, quotes, '$' or ';', like /opt/venv/bin/python")
+]
+NodeRange = Annotated[str, pattern(r"[1-9][0-9]{0,5}-[1-9][0-9]{0,5}", "a range like 2-8")]
+Arguments = dict[str, Any]
+
+
+class Section(BaseModel):
+    """A mapping of the file: no unknown keys, no conversions, no inf or nan, never changed afterwards."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
