@@ -40,6 +40,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from hpc_train.config.degrees import Degrees
 from hpc_train.engine.checkpoint import Checkpointer, Save
 from hpc_train.engine.training_state import TrainingState
 from hpc_train.paths import RunPaths
@@ -104,7 +105,7 @@ class Training:
 
     def strategy(self) -> DDPStrategy:
         precision = Precision("fp32", torch.float32, torch.float32)
-        return DDPStrategy(Placement(0, 1, self.device, precision, channels_last=False, args={}))
+        return DDPStrategy(Placement(0, Degrees(), self.device, precision, channels_last=False, args={}))
 
     def settle(self) -> None:
         if self.device.type == "cuda":

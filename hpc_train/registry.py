@@ -42,6 +42,8 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     "strategies": {
         "ddp": "hpc_train.strategies.ddp:DDPStrategy",
         "fsdp": "hpc_train.strategies.fsdp:FSDPStrategy",
+        "hsdp": "hpc_train.strategies.hsdp:HSDPStrategy",
+        "zero2": "hpc_train.strategies.zero2:ZeRO2Strategy",
     },
     "loggers": {"wandb": "hpc_train.loggers.wandb:WandbLogger"},
     "launchers": {

@@ -22,7 +22,7 @@ from hpc_train.launchers.base import QueueingLauncher
 from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.plan.identity import changes_identity
-from hpc_train.plan.planning import slurm_ranks
+from hpc_train.plan.planning import slurm_ranks, slurm_ranks_per_node
 from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.creation import note_versions
 from hpc_train.run_folder.files import read_json
@@ -212,10 +212,12 @@ def _prepare(paths: RunPaths, wish: _Wish, name: str) -> _Resumption:
     """Check everything before anything is changed."""
     before, loaded = _changed(paths, wish.overrides)
     devices = _devices(paths, wish, name, loaded.experiment)
-    ranks = slurm_ranks(loaded.experiment.slurm) if name == SLURM else devices
+    slurm = loaded.experiment.slurm
+    ranks = slurm_ranks(slurm) if name == SLURM else devices
+    per_node = slurm_ranks_per_node(slurm) if name == SLURM else devices
     problems = [
         loaded.problem(problem.path, problem.message, problem.remedy)
-        for problem in check_start(loaded.experiment, ranks)
+        for problem in check_start(loaded.experiment, ranks, per_node)
     ]
     problems += section_problems(name, loaded)
     if problems:

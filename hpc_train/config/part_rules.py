@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hpc_train.config import names
+from hpc_train.config.degrees import DEGREES
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
 from hpc_train.config.schema import Experiment
 from hpc_train.registry import is_factory, nearest, parts, split_name
 
 #: Strategies of the file that come with a later version.
-LATER_STRATEGIES = ("hsdp", "zero1", "zero2", "tensor", "pipeline", "split")
-#: Strategies that place parameters with ``fully_shard``.
-SHARDED_STRATEGIES = ("fsdp", "hsdp", "zero2")
-#: Degree → the strategies that it belongs to.
-DEGREES = {
-    "shard": ("fsdp", "hsdp", "zero1", "zero2", "tensor", "pipeline", "split"),
-    "replicate": ("hsdp", "tensor", "pipeline", "split"),
-    "tensor": ("tensor", "pipeline", "split"),
-    "pipeline": ("pipeline", "split"),
-}
+LATER_STRATEGIES = ("zero1", "tensor", "pipeline", "split")
 #: Providers whose names say more behind the slash, with an example.
 _MODEL_EXAMPLES = {"timm": "timm/resnet50", "torchvision": "torchvision/resnet50"}
 _DATASET_EXAMPLES = {"torchvision": "torchvision/CIFAR10"}
@@ -158,7 +150,7 @@ def arguments_say_nothing_twice(experiment: Experiment) -> Iterator[Problem]:
 @rule("parallel")
 def degrees_belong_to_the_strategy(experiment: Experiment) -> Iterator[Problem]:
     parallel = experiment.parallel
-    if parallel.strategy not in {"ddp", "fsdp", *LATER_STRATEGIES}:
+    if parallel.strategy not in {"ddp", *(name for names in DEGREES.values() for name in names)}:
         return  # a plug-in knows what it takes
     for key, strategies in DEGREES.items():
         degree = getattr(parallel, key)
@@ -166,30 +158,6 @@ def degrees_belong_to_the_strategy(experiment: Experiment) -> Iterator[Problem]:
             remedy = f"take it out; it belongs to {', '.join(strategies)}"
             message = f"{degree} means nothing to strategy {parallel.strategy}"
             yield Problem(("parallel", key), message, remedy)
-
-
-@rule("model.channels_last", "parallel.strategy")
-def shards_are_channels_first(experiment: Experiment) -> Iterator[Problem]:
-    strategy = experiment.parallel.strategy
-    if experiment.model.channels_last and strategy in SHARDED_STRATEGIES:
-        yield Problem(
-            ("model", "channels_last"),
-            f"can't be true under {strategy}, which shards no such weights",
-            "write false, or parallel.strategy: ddp",
-        )
-
-
-@rule("model.name", "model.args", "precision", "parallel.strategy")
-def batchnorm_is_not_sharded_in_16_bits(experiment: Experiment) -> Iterator[Problem]:
-    strategy, precision, name = experiment.parallel.strategy, experiment.precision, experiment.model.name
-    if strategy not in SHARDED_STRATEGIES or precision not in {"bf16", "fp16"}:
-        return
-    if names.has_batchnorm(name, experiment.model.args):
-        yield Problem(
-            ("precision",),
-            f"{precision} does not work under {strategy} for {shortened(name)}, which has BatchNorm",
-            "write fp32, or parallel.strategy: ddp",
-        )
 
 
 @rule("model.name")
@@ -263,7 +231,6 @@ RULES: tuple[Rule, ...] = (
     data_on_disk_have_a_root,
     arguments_say_nothing_twice,
     degrees_belong_to_the_strategy,
-    shards_are_channels_first,
 )
 #: Those that may start a child process.
 NAME_RULES: tuple[Rule, ...] = (
@@ -271,5 +238,4 @@ NAME_RULES: tuple[Rule, ...] = (
     dataset_is_known,
     optimizer_is_known,
     schedule_is_known,
-    batchnorm_is_not_sharded_in_16_bits,
 )

@@ -137,6 +137,14 @@ class Experiment(Section):
         CompileConfig, BeforeValidator(lambda v: {"enabled": v} if isinstance(v, bool) else v)
     ] = CompileConfig(enabled=False)
     """``false``, ``true``, or torch.compile's settings."""
+    activation_checkpointing: Annotated[
+        str,
+        pattern(
+            "off|blocks|selective|every [1-9][0-9]{0,3}", "off, blocks, selective or every n, like every 2"
+        ),
+    ] = "off"
+    """Compute activations again in backward instead of keeping them: of all ``blocks``, of ``every n``-th
+    block, or ``selective``: of all but matrix products and attention; ``off``: keep them."""
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()

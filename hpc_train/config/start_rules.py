@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hpc_train.config.part_rules import DEGREES, LATER_STRATEGIES
+from hpc_train.config.compatibility import STRATEGIES
+from hpc_train.config.degrees import find_degrees
+from hpc_train.config.part_rules import LATER_STRATEGIES
 from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.registry import parts
@@ -10,8 +12,13 @@ from hpc_train.registry import parts
 _MESSAGE = "does not work in this version"
 
 
-def check_start(experiment: Experiment, ranks: int | None) -> list[Problem]:
-    """Return what keeps the run from being started on ``ranks`` data-parallel ranks (None: not known yet)."""
+def check_start(
+    experiment: Experiment, ranks: int | None, ranks_per_node: int | None = None
+) -> list[Problem]:
+    """Return what keeps the run from being started on so many ranks (None: not known yet).
+
+    ``ranks_per_node``: all of them on one node where it is not said.
+    """
     problems = [_not_yet(path) for path in _unsupported_keys(experiment)]
     if experiment.optimization.micro_batch_size == "auto":
         problems.append(
@@ -22,8 +29,11 @@ def check_start(experiment: Experiment, ranks: int | None) -> list[Problem]:
         problems.append(Problem(("compile", "mode"), message, "write default, or take it out"))
     strategy = experiment.parallel.strategy
     if strategy in LATER_STRATEGIES and strategy not in parts("strategies"):
-        problems.append(Problem(("parallel", "strategy"), f"{strategy} {_MESSAGE}", "write ddp or fsdp"))
-    return problems + _too_many_ranks(experiment, ranks)
+        message = f"{strategy} {_MESSAGE}"
+        problems.append(Problem(("parallel", "strategy"), message, f"write {' or '.join(STRATEGIES)}"))
+    elif ranks is not None:
+        problems += _misfits(experiment, ranks, ranks_per_node or ranks)
+    return problems
 
 
 def _not_yet(path: KeyPath) -> Problem:
@@ -31,24 +41,25 @@ def _not_yet(path: KeyPath) -> Problem:
 
 
 def _unsupported_keys(experiment: Experiment) -> list[KeyPath]:
-    optimization, parallel = experiment.optimization, experiment.parallel
+    optimization = experiment.optimization
     found: list[KeyPath] = []
     if optimization.ema is not None:
         found.append(("optimization", "ema"))
     found += [("optimization", key) for key in ("mixup", "cutmix") if getattr(optimization, key) > 0]
-    if parallel.sync_batchnorm:
+    if experiment.parallel.sync_batchnorm:
         found.append(("parallel", "sync_batchnorm"))
-    if parallel.strategy in {"ddp", "fsdp", *LATER_STRATEGIES}:
-        found += [("parallel", key) for key in DEGREES if getattr(parallel, key) not in {None, 1}]
     return found
 
 
-def _too_many_ranks(experiment: Experiment, ranks: int | None) -> list[Problem]:
-    if ranks is None or experiment.optimization.micro_batch_size == "auto":
+def _misfits(experiment: Experiment, ranks: int, ranks_per_node: int) -> list[Problem]:
+    degrees = find_degrees(experiment.parallel, ranks, ranks_per_node)
+    if isinstance(degrees, Problem):
+        return [degrees]
+    if experiment.optimization.micro_batch_size == "auto":
         return []
     most = experiment.micro_batches
-    if ranks <= most:
+    if degrees.data_ranks <= most:
         return []
-    message = f"needs at most {most} ranks, one a micro-batch, got {ranks}"
+    message = f"needs at most {most} ranks, one a micro-batch, got {degrees.data_ranks}"
     remedy = f"start {most} or fewer, or write a smaller micro_batch_size"
     return [Problem(("optimization", "micro_batch_size"), message, remedy)]

@@ -117,6 +117,8 @@ class OptimizerConfig(Section):
     """Momentum of optimizers that have one; absent: their default."""
     weight_decay: NotNegativeFloat | None = None
     """Weight decay; absent: the optimizer's default."""
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Layer-wise learning rates: each layer's is so many times that of the one behind it; absent: off."""
     decay_norm_and_bias: bool = True
     """``false``: no weight decay for tensors of fewer than two dims (norms, biases)."""
     args: Arguments = {}
@@ -210,6 +212,8 @@ class CompileConfig(Section):
     """Symbolic shapes; absent: torch decides."""
     fullgraph: bool = False
     """Fail at a graph break instead of going on in Python."""
+    fallback: bool = False
+    """Where the compiler fails go on without it, and say so; ``false``: the run ends."""
 
 
 AugmentConfig.model_rebuild()

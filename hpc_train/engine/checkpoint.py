@@ -317,7 +317,7 @@ class Checkpointer:
     def _load(self, checkpoint: CheckpointPaths, state: TrainingState) -> Loaded:
         saved = SavedState.read(checkpoint)
         named = NamedTensors.of(state.model)
-        names = named.parameter_names()
+        names = state.parameter_names(named)
         check_model(named, saved)
         check_optimizer(state.optimizer, names, saved)
         tensors = {MODEL + name: tensor for name, tensor in named.tensors.items()}

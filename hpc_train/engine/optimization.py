@@ -6,7 +6,7 @@ The worker makes an ``Optimization`` after the strategy placed the model; the tr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -80,13 +80,13 @@ class Optimization:
 
 
 def make_optimizer(
-    config: OptimizerConfig, model: nn.Module, global_batch_size: int
+    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], global_batch_size: int
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of ``model``'s parameters; placed, not wrapped. Raises BadFileError."""
+    """Make the optimizer of ``Strategy.optimized``. Raises BadFileError."""
     make, kind = _find(config.name)
     arguments = _arguments(config, kind, global_batch_size)
     try:
-        return make(_parameter_groups(config, model), arguments)
+        return make(_parameter_groups(config, parameters), arguments)
     except (TypeError, ValueError, AssertionError, ImportError, RuntimeError) as error:
         raise BadFileError(f"{_KEY}.args: {config.name} can't be made: {error}; mend them") from error
 
@@ -190,9 +190,11 @@ def _checked(config: OptimizerConfig, key: str, value: object, taken: Any) -> ob
     return tuple(value) if isinstance(value, list) else value
 
 
-def _parameter_groups(config: OptimizerConfig, model: nn.Module) -> list[dict[str, Any]]:
+def _parameter_groups(
+    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]
+) -> list[dict[str, Any]]:
     """Return one group, or with ``decay_norm_and_bias: false`` those that decay and those that don't."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = [p for p in parameters.values() if p.requires_grad]
     if config.decay_norm_and_bias:
         return [{"params": trained}]
     decayed = [p for p in trained if p.dim() >= 2]

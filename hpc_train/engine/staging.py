@@ -49,7 +49,7 @@ class Contents:
     @classmethod
     def of(cls, state: TrainingState, strategy: Strategy, extra: Mapping[str, Any]) -> Contents:
         named = NamedTensors.of(state.model)
-        names = named.parameter_names()
+        names = state.parameter_names(named)
         tensors = {MODEL + name: tensor for name, tensor in named.tensors.items()}
         buffers = frozenset(name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter))
         tensors |= optimizer_tensors(state.optimizer, names)

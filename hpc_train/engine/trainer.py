@@ -165,6 +165,8 @@ class Trainer:
         loss = self.strategy.accumulate(batches, self._loss_of, self.optimization.backward)
         self.saves.wait_staged()
         grad_norm, is_allowed = self.optimization.step(self._clip, lambda norm: self.guard.allows(loss, norm))
+        if is_allowed:
+            self.strategy.weights_changed()
         if not is_allowed and self.guard.policy == "skip":
             self.guard.after_skip(step + 1)
         self.step = step + 1

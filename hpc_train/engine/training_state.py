@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +36,12 @@ class TrainingState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None = None
+    #: ``Strategy.optimized`` where the optimizer holds something else than the model's own parameters.
+    optimized: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def parameter_names(self, named: NamedTensors) -> dict[int, str]:
+        """Return id of each tensor → its name, for what the optimizer refers to."""
+        return {id(tensor): name for name, tensor in (*named.tensors.items(), *self.optimized.items())}
 
 
 @dataclass(frozen=True)
@@ -65,10 +71,6 @@ class NamedTensors:
             else:
                 tied[plain] = first
         return cls(tensors, tied)
-
-    def parameter_names(self) -> dict[int, str]:
-        """Return id of each tensor → its name, for what an optimizer refers to."""
-        return {id(tensor): name for name, tensor in self.tensors.items()}
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.config.cluster_sections import SlurmConfig
+from hpc_train.config.degrees import find_degrees
 from hpc_train.config.loading import Loaded
+from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.errors import BadFileError
@@ -35,6 +37,7 @@ class PlannedRun:
     values: dict[str, Any]
     experiment: Experiment
     ranks: int
+    ranks_per_node: int
     micro_batches: int | None
     accumulation: int | None
     steps_per_epoch: int | None
@@ -116,6 +119,10 @@ def _planned(variant: Variant, num_samples: int | None, devices: int | None, loc
     experiment = variant.experiment
     optimization = experiment.optimization
     ranks = (devices or 1) if local else slurm_ranks(experiment.slurm)
+    per_node = ranks if local else slurm_ranks_per_node(experiment.slurm)
+    degrees = find_degrees(experiment.parallel, ranks, per_node)
+    # Where the degrees do not fit, ``check_start`` says so.
+    data_ranks = ranks if isinstance(degrees, Problem) else degrees.data_ranks
     micro_batches = count_micro_batches(optimization)
     steps_per_epoch = None if num_samples is None else num_samples // optimization.global_batch_size
     return PlannedRun(
@@ -123,8 +130,9 @@ def _planned(variant: Variant, num_samples: int | None, devices: int | None, loc
         values=variant.values,
         experiment=experiment,
         ranks=ranks,
+        ranks_per_node=per_node,
         micro_batches=micro_batches,
-        accumulation=None if micro_batches is None else accumulation(micro_batches, ranks),
+        accumulation=None if micro_batches is None else accumulation(micro_batches, data_ranks),
         steps_per_epoch=steps_per_epoch,
         total_steps=count_total_steps(optimization, steps_per_epoch),
         peak_memory_gb=None,
@@ -136,7 +144,12 @@ def slurm_ranks(slurm: SlurmConfig | None) -> int:
     """Return the ranks that the file asks of Slurm, the most of a range of nodes; 1 without ``slurm:``."""
     if slurm is None:
         return 1
-    return most_nodes(slurm) * (slurm.ranks_per_node or slurm.gpus_per_node or 1)
+    return most_nodes(slurm) * slurm_ranks_per_node(slurm)
+
+
+def slurm_ranks_per_node(slurm: SlurmConfig | None) -> int:
+    """Return the ranks that the file asks for on each node; 1 without ``slurm:``."""
+    return 1 if slurm is None else slurm.ranks_per_node or slurm.gpus_per_node or 1
 
 
 def most_nodes(slurm: SlurmConfig) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hpc_train.config.degrees import Degrees
 from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import Precision
 
@@ -26,11 +27,15 @@ class Placement:
     """What a strategy is told: the rank's place, its device and the numbers' format."""
 
     rank: int
-    world_size: int
+    degrees: Degrees
     device: torch.device
     precision: Precision
     channels_last: bool
     args: dict[str, Any]
+
+    @property
+    def world_size(self) -> int:
+        return self.degrees.world_size
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,11 @@ class Strategy(Protocol):
         parameters of ``model`` are from now on those to optimise, under the names they had.
         """
 
+    def optimized(self) -> dict[str, nn.Parameter]:
+        """Return name → what the optimizer is to hold: the model's parameters that are trained, or what
+        stands for them here, under their names and in their order. Not collective; after ``place``.
+        """
+
     def accumulate(self, batches: Sequence[Batch], loss_of: LossOf, backward: Backward) -> Tensor:
         """Run forward and backward of this rank's micro-batches; gradients are afterwards those of
         the mean over all M. Returns this rank's weighted sum of losses, detached, shape ().
@@ -69,6 +79,9 @@ class Strategy(Protocol):
 
         Returns the norm before clipping, shape (), float32. Non-finite norms are returned, not raised.
         """
+
+    def weights_changed(self) -> None:
+        """Give the model on every rank what ``optimizer.step`` made of ``optimized``."""
 
     def share_buffers(self, *, all_persistent: bool) -> None:
         """Give every rank rank 0's buffers: all that are saved (before an evaluation or a save), or only

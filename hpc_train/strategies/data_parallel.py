@@ -62,6 +62,12 @@ class DataParallel(ABC):
             total += loss.detach() * batch.weight
         return total
 
+    def optimized(self) -> dict[str, nn.Parameter]:
+        return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+
+    def weights_changed(self) -> None:  # noqa: B027 (most strategies have nothing to do)
+        """Nothing to do: the optimizer changes the model's own parameters."""
+
     def share_buffers(self, *, all_persistent: bool) -> None:
         buffers = self._saved if all_persistent else self._read_in_training
         if buffers and self.placement.world_size > 1:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from hpc_train import registry
-from hpc_train.datasets.base import DataSource
+from hpc_train.config.schema import Experiment
 from hpc_train.datasets.sampler import Position
 from hpc_train.engine.checkpoint import Checkpointer, Loaded
 from hpc_train.engine.compiling import compile_model
@@ -21,6 +21,7 @@ from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.plan.batches import BatchArithmetic
 from hpc_train.run_folder import versions
+from hpc_train.runtime.data_info import DataInfo
 from hpc_train.runtime.seeds import seed_build
 from hpc_train.strategies.base import Placement, Strategy
 from hpc_train.worker.rank import Rank
@@ -46,29 +47,39 @@ class Learner:
 
     @property
     def state(self) -> TrainingState:
-        return TrainingState(self.model, self.optimization.optimizer, self.optimization.scaler)
+        optimization = self.optimization
+        return TrainingState(
+            self.model, optimization.optimizer, optimization.scaler, self.strategy.optimized()
+        )
 
 
-def build(rank: Rank, source: DataSource, batches: BatchArithmetic) -> Learner:
-    """Build, compile, place, then make the optimizer: the order that facts of torch ask for."""
+def placement(rank: Rank) -> Placement:
+    """Return what a strategy is told of this rank."""
     config = rank.experiment
-    seed_build(config.seed)
-    model = build_model(config.model, source.info)
-    blocks = find_blocks(model)
-    compile_model(model, blocks, config.compile)
-    placement = Placement(
+    return Placement(
         rank=rank.facts.rank,
-        world_size=rank.facts.world_size,
+        degrees=rank.degrees,
         device=rank.device,
         precision=rank.precision,
         channels_last=config.model.channels_last,
         args=config.parallel.args,
     )
+
+
+def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, placement: Placement) -> Learner:
+    """Build, compile, place, then make the optimizer: the order that facts of torch ask for."""
+    seed_build(config.seed)
+    model = build_model(config.model, info)
+    blocks = find_blocks(model)
+    compile_model(model, blocks, config.compile)
     strategy = cast(Strategy, part("strategies", config.parallel.strategy)(placement))
     wrapped = strategy.place(model, blocks)
-    optimizer = make_optimizer(config.optimization.optimizer, model, config.optimization.global_batch_size)
+    optimizer = make_optimizer(
+        config.optimization.optimizer, strategy.optimized(), config.optimization.global_batch_size
+    )
     schedule = make_schedule(config.optimization.schedule, batches.total_steps, batches.steps_per_epoch)
-    return Learner(model, wrapped, strategy, Optimization(optimizer, schedule, rank.precision, rank.device))
+    optimization = Optimization(optimizer, schedule, placement.precision, placement.device)
+    return Learner(model, wrapped, strategy, optimization)
 
 
 class OtherVersionsError(UserError):

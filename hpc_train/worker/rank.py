@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hpc_train.config.degrees import Degrees, find_degrees
+from hpc_train.config.problems import Problem, dotted
 from hpc_train.config.schema import Experiment, RecoveryConfig
-from hpc_train.errors import ExitCode, TryAgainError
+from hpc_train.errors import BadFileError, ExitCode, TryAgainError
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import in_ms
 from hpc_train.run_folder.creation import effective_experiment
@@ -37,6 +39,7 @@ class Rank:
     attempt: int
     experiment: Experiment
     facts: RankFacts
+    degrees: Degrees
     node: str
     device: torch.device
     precision: Precision
@@ -87,6 +90,7 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     set_threads(affinity.bind(facts, device, os.environ) if on_slurm else facts.local_world_size)
     set_determinism(experiment.deterministic, device)
     precision = choose_precision(experiment.precision, device)
+    degrees = _degrees(experiment, facts)
     events = _event_log(paths, attempt) if facts.rank == 0 else None
     hang_after_s, first_hang_after_s = _limits_s(experiment.recovery)
     timeouts = Timeouts.beyond(first_hang_after_s)
@@ -105,7 +109,19 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
         end=lambda code: end_process(paths, attempt, facts.rank, node, code),
     )
     rank = Rank(
-        paths, attempt, experiment, facts, node, device, precision, group, flag, progress, watchdog, events
+        paths,
+        attempt,
+        experiment,
+        facts,
+        degrees,
+        node,
+        device,
+        precision,
+        group,
+        flag,
+        progress,
+        watchdog,
+        events,
     )
     flag.act_at_once(lambda: _leave(rank))
     rank.note("joined")
@@ -136,6 +152,13 @@ def end_process(paths: RunPaths, attempt: int, rank: int, node: str, code: ExitC
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(int(code))
+
+
+def _degrees(experiment: Experiment, facts: RankFacts) -> Degrees:
+    degrees = find_degrees(experiment.parallel, facts.world_size, facts.world_size // facts.num_nodes)
+    if isinstance(degrees, Problem):
+        raise BadFileError(f"{dotted(degrees.path)}: {degrees.message}; {degrees.remedy}")
+    return degrees
 
 
 def _record_collectives() -> None:

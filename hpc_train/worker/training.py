@@ -33,7 +33,7 @@ from hpc_train.run_folder.files import read_json
 from hpc_train.runtime.agreement import Agreement
 from hpc_train.runtime.data_info import Batch
 from hpc_train.tasks.base import Task
-from hpc_train.worker.learner import Learner, Resumed, build, extra, part, resumed
+from hpc_train.worker.learner import Learner, Resumed, build, extra, part, placement, resumed
 from hpc_train.worker.rank import Rank
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class _Run:
 def train(rank: Rank) -> ExitCode:
     """Train to the end, or until asked to stop; go back where the file wants that."""
     source = build_source(rank.experiment.data)
-    batches = BatchArithmetic.of(rank.experiment.optimization, len(source.train), rank.facts.world_size)
+    batches = BatchArithmetic.of(rank.experiment.optimization, len(source.train), rank.degrees.data_ranks)
     run = _Run(rank, source, batches, _bad_samples(rank))
     try:
         is_done = None
@@ -82,7 +82,7 @@ def _train_once(run: _Run) -> bool | None:
     what it leaves out.
     """
     rank = run.rank
-    learner = build(rank, run.source, run.batches)
+    learner = build(rank.experiment, run.source.info, run.batches, placement(rank))
     checkpointer = _checkpointer(rank, learner)
     rank.progress.at("loading")
     start = _without_skipped(run, resumed(rank, checkpointer, learner))
@@ -138,14 +138,14 @@ def _trainer(
     run: _Run, learner: Learner, checkpointer: Checkpointer, start: Resumed, stack: ExitStack
 ) -> Trainer:
     rank, batches = run.rank, run.batches
-    config, facts = rank.experiment, rank.facts
+    config, degrees = rank.experiment, rank.degrees
     training = training_batches(
         run.source,
         config,
         start.position,
         batches.total_steps,
-        facts.rank,
-        facts.world_size,
+        degrees.data_rank(rank.facts.rank),
+        degrees.data_ranks,
         rank.device,
         run.bad_samples,
     )
@@ -255,7 +255,12 @@ def _validation(run: _Run) -> Validation | None:
     size = rank.experiment.optimization.micro_batch_size
     assert isinstance(size, int)
     batches = evaluation_batches(
-        split, rank.experiment, rank.facts.rank, rank.facts.world_size, rank.device, run.bad_samples
+        split,
+        rank.experiment,
+        rank.degrees.data_rank(rank.facts.rank),
+        rank.degrees.data_ranks,
+        rank.device,
+        run.bad_samples,
     )
     return Validation(lambda: batches.until(lambda: bool(rank.flag)), evaluation_batch_count(split, size))
 

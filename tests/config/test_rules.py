@@ -184,8 +184,7 @@ def test_sound_files_pass(tmp_path: Path, overrides: tuple[str, ...]) -> None:
         ("optimization.cutmix=1", "optimization.cutmix"),
         ("optimization.micro_batch_size=auto", "optimization.micro_batch_size"),
         ("parallel.sync_batchnorm=true", "parallel.sync_batchnorm"),
-        ("parallel.strategy=zero1", "parallel.strategy"),
-        ("parallel={strategy: fsdp, shard: 2}", "parallel.shard"),
+        ("parallel.strategy=tensor", "parallel.strategy"),
         ("compile={mode: reduce-overhead}", "compile.mode"),
     ],
 )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpc_train.config.degrees import Degrees
 from hpc_train.engine import writing
 from hpc_train.engine.checkpoint import Checkpointer
 from hpc_train.engine.training_state import TrainingState
@@ -76,7 +77,12 @@ class Trainee:
         torch.manual_seed(seed)
         precision = Precision("test", dtype, dtype)
         placement = Placement(
-            rank, world_size, torch.device("cpu"), precision, channels_last=strategy == "ddp", args={}
+            rank,
+            Degrees(replicate=world_size),
+            torch.device("cpu"),
+            precision,
+            channels_last=strategy == "ddp",
+            args={},
         )
         self.rank, self.world_size, self.dtype = rank, world_size, dtype
         self.strategy: Strategy = STRATEGIES[strategy](placement)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from timm.optim import list_optimizers
 from torch import Tensor, nn
 
+from hpc_train.config.degrees import Degrees
 from hpc_train.config.part_rules import TORCH_OPTIMIZERS
 from hpc_train.config.training_sections import OptimizerConfig
 from hpc_train.engine.checkpoint import Checkpointer, deal
@@ -164,10 +165,12 @@ class Optimised:
         torch.manual_seed(seed)
         bias = name != "torch/muon"  # which takes matrices only
         self.model = nn.Sequential(nn.Linear(5, 4, bias), nn.Tanh(), nn.Linear(4, 3, bias))
-        self.optimizer = make_optimizer(OptimizerConfig(name=name, lr=0.01), self.model, 64)
+        self.optimizer = make_optimizer(
+            OptimizerConfig(name=name, lr=0.01), dict(self.model.named_parameters()), 64
+        )
         self.state = TrainingState(self.model, self.optimizer)
         placement = Placement(
-            0, 1, torch.device("cpu"), Precision("test", torch.float32, torch.float32), False, {}
+            0, Degrees(), torch.device("cpu"), Precision("test", torch.float32, torch.float32), False, {}
         )
         self.strategy = DDPStrategy(placement)
 

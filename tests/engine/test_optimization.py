@@ -26,11 +26,13 @@ def model() -> nn.Sequential:
 
 
 def optimizer(name: str, target: nn.Module | None = None, **keys: Any) -> torch.optim.Optimizer:
-    return make_optimizer(OptimizerConfig(name=name, lr=0.1, **keys), target or model(), 64)
+    return make_optimizer(
+        OptimizerConfig(name=name, lr=0.1, **keys), dict((target or model()).named_parameters()), 64
+    )
 
 
 def optimization(target: nn.Module, precision: str = "fp32", lr: float = 0.1) -> Optimization:
-    made = make_optimizer(OptimizerConfig(name="sgd", lr=lr), target, 64)
+    made = make_optimizer(OptimizerConfig(name="sgd", lr=lr), dict(target.named_parameters()), 64)
     return Optimization(made, lambda step: 1.0, choose_precision(precision, CPU), CPU)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpc_train.config.degrees import Degrees
 from hpc_train.errors import BadFileError
 from hpc_train.registry import load
 from hpc_train.runtime.data_info import Batch
@@ -20,6 +21,7 @@ from tests.ranks import run_ranks
 
 MICRO_BATCHES = 4
 MICRO_BATCH_SIZE = 3
+NAMES = ("ddp", "fsdp", "hsdp", "zero2")
 
 
 class Counting(nn.Module):
@@ -71,10 +73,19 @@ def full(tensor: Tensor | None) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def degrees_of(strategy: str, world_size: int) -> Degrees:
+    if strategy == "ddp":
+        return Degrees(replicate=world_size)
+    replicas = 2 if strategy == "hsdp" and world_size % 2 == 0 else 1
+    return Degrees(replicate=replicas, shard=world_size // replicas)
+
+
 def step_of(rank: int, world_size: int, name: str, kind: str) -> dict[str, Any]:
     """Two accumulations and a clipping on one rank; everything gathered."""
     device = torch.device("cpu")
-    placement = Placement(rank, world_size, device, choose_precision("fp64", device), False, {})
+    placement = Placement(
+        rank, degrees_of(name, world_size), device, choose_precision("fp64", device), False, {}
+    )
     strategy: Any = load("strategies", name)(placement)  # type: ignore[operator]
     model = make_model(kind)
     strategy.place(model, [child for child in model if isinstance(child, nn.Sequential)])
@@ -101,8 +112,8 @@ def plain_gradients(kind: str) -> tuple[dict[str, Tensor], Tensor]:
     return {key: full(value.grad) for key, value in model.named_parameters()}, mean.detach()
 
 
-def both_steps_of(rank: int, world_size: int, kind: str) -> dict[str, dict[str, Any]]:
-    return {name: step_of(rank, world_size, name, kind) for name in ("ddp", "fsdp")}
+def steps_of(rank: int, world_size: int, kind: str) -> dict[str, dict[str, Any]]:
+    return {name: step_of(rank, world_size, name, kind) for name in NAMES}
 
 
 @pytest.mark.slow
@@ -110,9 +121,9 @@ def both_steps_of(rank: int, world_size: int, kind: str) -> dict[str, dict[str, 
 def test_gradients_and_loss_equal_plain_pytorch_on_any_number_of_ranks(
     world_size: int, tmp_path: Path
 ) -> None:
-    both = run_ranks(world_size, both_steps_of, "batchnorm", folder=tmp_path)
-    for name in ("ddp", "fsdp"):
-        assert_equals_plain_pytorch([rank[name] for rank in both])
+    found = run_ranks(world_size, steps_of, "batchnorm", folder=tmp_path)
+    for name in NAMES:
+        assert_equals_plain_pytorch([rank[name] for rank in found])
 
 
 def assert_equals_plain_pytorch(ranks: list[dict[str, Any]]) -> None:
@@ -128,9 +139,9 @@ def assert_equals_plain_pytorch(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_rank_0s_buffers_are_the_runs_and_pieces_cover_each_tensor(tmp_path: Path) -> None:
-    both = run_ranks(3, both_steps_of, "counting", folder=tmp_path)
-    for name in ("ddp", "fsdp"):
-        assert_buffers_and_pieces(name, [rank[name] for rank in both])
+    found = run_ranks(3, steps_of, "counting", folder=tmp_path)
+    for name in NAMES:
+        assert_buffers_and_pieces(name, [rank[name] for rank in found])
 
 
 def assert_buffers_and_pieces(name: str, ranks: list[dict[str, Any]]) -> None:
@@ -139,7 +150,7 @@ def assert_buffers_and_pieces(name: str, ranks: list[dict[str, Any]]) -> None:
         assert rank["buffers"] == {"3.calls": torch.tensor(4.0, dtype=torch.float64)}
     for key, (shape, _, _) in ranks[0]["held"].items():
         rows = [rank["held"][key][2][0] for rank in ranks]
-        assert sum(rows) == shape[0] if name == "fsdp" else rows == [shape[0]] * 3
+        assert rows == [shape[0]] * 3 if name == "ddp" else sum(rows) == shape[0]
 
 
 def test_batchnorm_statistics_are_not_read_in_training() -> None:
@@ -159,7 +170,7 @@ def test_a_forward_that_does_not_count_leaves_buffers_alone() -> None:
 def test_batchnorm_under_fsdp_in_bf16_is_refused() -> None:
     device = torch.device("cpu")
     strategy: Any = load("strategies", "fsdp")(  # type: ignore[operator]
-        Placement(0, 1, device, choose_precision("bf16", device), False, {})
+        Placement(0, Degrees(), device, choose_precision("bf16", device), False, {})
     )
     with pytest.raises(Exception, match=r"write fp32, or parallel\.strategy: ddp"):
         strategy.place(make_model("batchnorm"), [])
@@ -167,7 +178,9 @@ def test_batchnorm_under_fsdp_in_bf16_is_refused() -> None:
 
 def train_with_an_unused_parameter(rank: int, world_size: int, args: dict[str, Any]) -> str | list[Tensor]:
     device = torch.device("cpu")
-    placement = Placement(rank, world_size, device, choose_precision("fp64", device), False, args)
+    placement = Placement(
+        rank, Degrees(replicate=world_size), device, choose_precision("fp64", device), False, args
+    )
     strategy: Any = load("strategies", "ddp")(placement)  # type: ignore[operator]
     model = make_model()
     model.register_parameter("unused", nn.Parameter(torch.zeros(3)))
@@ -191,9 +204,9 @@ def test_an_unused_parameter_is_named_and_can_be_allowed(tmp_path: Path) -> None
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", NAMES)
 def test_unknown_arguments_of_a_strategy_are_refused(name: str) -> None:
     device = torch.device("cpu")
-    placement = Placement(0, 1, device, choose_precision("fp32", device), False, {"bucket": 3})
+    placement = Placement(0, Degrees(), device, choose_precision("fp32", device), False, {"bucket": 3})
     with pytest.raises(BadFileError, match=r"parallel\.args: .*'bucket'"):
         load("strategies", name)(placement)  # type: ignore[operator]

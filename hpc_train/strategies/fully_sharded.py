@@ -1,0 +1,75 @@
+"""What fsdp, hsdp and zero2 share: torch's ``fully_shard`` (FSDP2) of each block, then of the rest."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from hpc_train.errors import BadFileError
+from hpc_train.strategies.base import Piece, Placement
+from hpc_train.strategies.data_parallel import DataParallel
+
+
+class FullySharded(DataParallel):
+    """Parameters, gradients and optimizer state lie in shards; a block's are gathered while it computes."""
+
+    casts = True
+    #: Named in errors.
+    name: str
+    #: Whether a block's parameters are let go between its forward and its backward.
+    reshard_after_forward = True
+
+    def __init__(self, placement: Placement) -> None:
+        if placement.args:
+            raise BadFileError(
+                f"parallel.args: {self.name} takes none; take {next(iter(placement.args))!r} out"
+            )
+        super().__init__(placement)
+
+    @abstractmethod
+    def mesh(self) -> DeviceMesh:
+        """Return the mesh of the ranks that share parameters; a first axis, if any, holds copies of that."""
+
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        precision = self.placement.precision
+        if precision.is_mixed and any(
+            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
+        ):
+            raise BadFileError(
+                f"precision: {precision.name} does not work with BatchNorm under {self.name}; "
+                "write fp32, or parallel.strategy: ddp"
+            )
+        mesh = self.mesh()
+        policy = MixedPrecisionPolicy(param_dtype=precision.compute_dtype, reduce_dtype=precision.param_dtype)
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
+        # The root's own are needed again at once: torch's default keeps them, and so do we.
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        return model
+
+    def synchronised(self, is_last: bool) -> AbstractContextManager[object]:
+        assert isinstance(self.wrapped, FSDPModule)
+        self.wrapped.set_requires_gradient_sync(is_last)
+        return nullcontext()
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        norm = super().clip_gradients(max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def piece(self, tensor: Tensor) -> Piece:
+        if not isinstance(tensor, DTensor):
+            return super().piece(tensor)
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        with torch.no_grad():
+            local = tensor.to_local()
+        # Of the copies along a first axis the first one is saved.
+        is_first_copy = tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
+        return Piece(tuple(tensor.shape), tuple(offset), local, is_writer=is_first_copy)
