@@ -13,7 +13,7 @@ SEEDS ?= 1-100
 FULL_SEEDS ?= 1-20
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full soak reliability test-gpu cluster cluster-down check clean
+.PHONY: help install demo test test-full soak reliability parallelism test-gpu cluster cluster-down check clean
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,9 +34,9 @@ test: install ## run all tests; installs Slurm for them by apt where it can
 	@tests/slurm/install.sh
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not soak"
 
-test-full: install ## all tests with more seeds of random faults, and a short soak: over an hour
+test-full: install ## all tests with more seeds of random faults, all parallel settings, a short soak: hours
 	@tests/slurm/install.sh
-	@HPC_TRAIN_FAULT_SEEDS=$(FULL_SEEDS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "soak or not soak"
+	@HPC_TRAIN_ALL_PARALLEL=1 HPC_TRAIN_FAULT_SEEDS=$(FULL_SEEDS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "soak or not soak"
 
 soak: install ## SEEDS=1-100: runs on a real Slurm through random faults, under a minute a seed
 	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh
@@ -45,6 +45,9 @@ soak: install ## SEEDS=1-100: runs on a real Slurm through random faults, under 
 reliability: install ## cause every fault of the catalogue and write docs/reliability.md
 	@tests/slurm/install.sh
 	@$(BIN)/python -m tests.faults.reliability -n $(TEST_WORKERS)
+
+parallelism: install ## train all that may stand together and write the table of docs/parallelism.md: an hour
+	@$(BIN)/python -m tests.parallelism.report
 
 test-gpu: install ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -q -m gpu

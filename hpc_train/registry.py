@@ -31,18 +31,24 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     "models": {
         "timm": "hpc_train.models.timm:build",
         "torchvision": "hpc_train.models.torchvision:build",
+        "gpt": "hpc_train.models.gpt:build",
     },
     "datasets": {
         "torchvision": "hpc_train.datasets.torchvision:build",
         "imagefolder": "hpc_train.datasets.imagefolder:build",
         "digits": "hpc_train.datasets.digits:build",
         "synthetic": "hpc_train.datasets.synthetic:build",
+        "text": "hpc_train.datasets.text:build",
     },
-    "tasks": {"classification": "hpc_train.tasks.classification:Classification"},
+    "tasks": {
+        "classification": "hpc_train.tasks.classification:Classification",
+        "causal_lm": "hpc_train.tasks.causal_lm:CausalLM",
+    },
     "strategies": {
         "ddp": "hpc_train.strategies.ddp:DDPStrategy",
         "fsdp": "hpc_train.strategies.fsdp:FSDPStrategy",
         "hsdp": "hpc_train.strategies.hsdp:HSDPStrategy",
+        "zero1": "hpc_train.strategies.zero1:ZeRO1Strategy",
         "zero2": "hpc_train.strategies.zero2:ZeRO2Strategy",
     },
     "loggers": {"wandb": "hpc_train.loggers.wandb:WandbLogger"},

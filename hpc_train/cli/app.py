@@ -227,11 +227,12 @@ def export(
         Path,
         typer.Option("-o", "--output", metavar="FILE.safetensors", help="To write.", show_default=False),
     ],
+    ema: Annotated[bool, typer.Option("--ema", help="Their moving average instead.")] = False,
 ) -> int:
     """Write a run's full weights as one safetensors file."""
     from hpc_train.cli.checkpoints import export
 
-    return export(run, output)
+    return export(run, output, ema=ema)
 
 
 @_command

@@ -13,14 +13,18 @@ from hpc_train.run_folder import checkpoints
 from hpc_train.run_folder.finding import find_runs
 
 
-def export(word: str, output: Path) -> int:
-    """Write the weights of one run's newest valid checkpoint; a child does, which imports torch."""
+def export(word: str, output: Path, *, ema: bool = False) -> int:
+    """Write the weights of one run's newest valid checkpoint; a child does, which imports torch.
+
+    ``ema``: their moving average instead.
+    """
     found = find_runs([word])
     if len(found) > 1:
         raise UsageError(
             f"{word}: means {len(found)} runs, export takes one; give an id of `hpc-train status {word}`"
         )
-    return run_child("hpc_train.engine.export", str(found[0].folder), str(output))
+    options = ["--ema"] if ema else []
+    return run_child("hpc_train.engine.export", str(found[0].folder), str(output), *options)
 
 
 def verify(words: Sequence[str]) -> ExitCode:

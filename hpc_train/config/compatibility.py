@@ -14,9 +14,13 @@ from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
 from hpc_train.config.schema import Experiment
 
 #: Those of this suite; a plug-in's own is refused nothing here.
-STRATEGIES = ("ddp", "fsdp", "hsdp", "zero2")
+STRATEGIES = ("ddp", "fsdp", "hsdp", "zero1", "zero2")
 #: Strategies that place parameters with ``fully_shard``.
 FULLY_SHARDED = ("fsdp", "hsdp", "zero2")
+#: Strategies by which a rank has parts of layers, or some of the layers.
+SHARING_LAYERS = ("tensor", "pipeline", "split")
+#: Those by which a CUDA graph finds its inputs elsewhere, or its results overwritten before their backward.
+_MOVING_MEMORY = (*FULLY_SHARDED, "pipeline", "split")
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,15 @@ FEATURES = (
     Feature("fp64", ("precision=fp64",)),
     Feature("gradient clipping", ("optimization.clip_grad_norm=1.0",)),
     Feature("channels_last", ("model.channels_last=true",)),
+    Feature("SyncBN", ("parallel.sync_batchnorm=true",)),
+    Feature("EMA", ("optimization.ema={decay: 0.9}",)),
+    Feature("layer-wise lr decay", ("optimization.optimizer.layer_decay=0.8",)),
     Feature("compile, by block", ("compile=true",)),
     Feature("compile, whole", ("compile={scope: model}",)),
+    Feature("compile, reduce-overhead", ("compile={mode: reduce-overhead}",)),
+    Feature("activation checkpointing, all blocks", ("activation_checkpointing=blocks",)),
+    Feature("activation checkpointing, every 2nd block", ("activation_checkpointing=every 2",)),
+    Feature("activation checkpointing, selective", ("activation_checkpointing=selective",)),
 )
 
 
@@ -68,6 +79,10 @@ def _has_batchnorm(experiment: Experiment) -> bool:
     return names.has_batchnorm(experiment.model.name, experiment.model.args) or False
 
 
+def _replays_graphs(experiment: Experiment) -> bool:
+    return experiment.compile.enabled and experiment.compile.mode in {"reduce-overhead", "max-autotune"}
+
+
 REFUSALS = (
     Refusal(
         reads=("model.channels_last", "parallel.strategy"),
@@ -86,6 +101,30 @@ REFUSALS = (
         ),
         remedy="write fp32, or parallel.strategy: ddp",
         asks_model=True,
+    ),
+    Refusal(
+        reads=("parallel.sync_batchnorm", "parallel.strategy"),
+        path=("parallel", "sync_batchnorm"),
+        holds=lambda e: e.parallel.sync_batchnorm and e.parallel.strategy in SHARING_LAYERS,
+        message=lambda e: f"can't be true under {e.parallel.strategy}, whose ranks don't all have each layer",
+        remedy="write false, or parallel.strategy: ddp",
+    ),
+    Refusal(
+        reads=("compile", "parallel.strategy"),
+        path=("compile", "mode"),
+        holds=lambda e: _replays_graphs(e) and e.parallel.strategy in _MOVING_MEMORY,
+        message=lambda e: (
+            f"{e.compile.mode} replays CUDA graphs, which does not work under {e.parallel.strategy}: "
+            "parameters or activations do not stay in one place from forward to backward"
+        ),
+        remedy="write default, or parallel.strategy: ddp",
+    ),
+    Refusal(
+        reads=("compile",),
+        path=("compile", "fallback"),
+        holds=lambda e: e.compile.enabled and e.compile.fallback and e.compile.fullgraph,
+        message=lambda e: "can't be true beside fullgraph: true, which ends the run where it could go on",
+        remedy="take one of the two out",
     ),
 )
 

@@ -11,11 +11,11 @@ from hpc_train.config.schema import Experiment
 from hpc_train.registry import is_factory, nearest, parts, split_name
 
 #: Strategies of the file that come with a later version.
-LATER_STRATEGIES = ("zero1", "tensor", "pipeline", "split")
+LATER_STRATEGIES = ("tensor", "pipeline", "split")
 #: Providers whose names say more behind the slash, with an example.
 _MODEL_EXAMPLES = {"timm": "timm/resnet50", "torchvision": "torchvision/resnet50"}
 _DATASET_EXAMPLES = {"torchvision": "torchvision/CIFAR10"}
-_BARE_DATASETS = ("imagefolder", "digits", "synthetic")
+_BARE_DATASETS = ("imagefolder", "digits", "synthetic", "text")
 #: The classes of torch.optim, in lower case, but the unusable ones. A test compares.
 TORCH_OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "muon", "nadam", "radam",
@@ -125,7 +125,7 @@ def dataset_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
 @rule("data.name", "data.root")
 def data_on_disk_have_a_root(experiment: Experiment) -> Iterator[Problem]:
     name = experiment.data.name
-    needs_root = split_name(name)[0] in {"imagefolder", "torchvision"} and name not in _ROOTLESS
+    needs_root = split_name(name)[0] in {"imagefolder", "text", "torchvision"} and name not in _ROOTLESS
     if needs_root and not is_factory(name) and experiment.data.root is None:
         yield Problem(("data", "root"), f"is missing, and {shortened(name)} needs it", "write root: data/…")
 

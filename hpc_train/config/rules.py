@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import islice
 
-from hpc_train.config import compatibility, part_rules, slurm_rules, start_rules, sweep_rules
+from hpc_train.config import compatibility, part_rules, slurm_rules, start_rules, sweep_rules, text_rules
 from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_clean, rule, shortened
 from hpc_train.config.schema import Experiment
 
@@ -21,7 +21,8 @@ def check(
     experiment: Experiment, failed: Collection[KeyPath] = (), *, check_names: bool = True
 ) -> list[Problem]:
     """Return what is wrong across keys. Rules that read a key of ``failed`` are left out."""
-    rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *compatibility.RULES)
+    rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *text_rules.RULES)
+    rules += compatibility.RULES
     if check_names:
         rules += (*part_rules.NAME_RULES, *compatibility.MODEL_RULES)
     return [

@@ -24,9 +24,6 @@ def check_start(
         problems.append(
             Problem(("optimization", "micro_batch_size"), f"auto {_MESSAGE}", "write a number, like 64")
         )
-    if experiment.compile.enabled and experiment.compile.mode != "default":
-        message = f"{experiment.compile.mode} {_MESSAGE}"
-        problems.append(Problem(("compile", "mode"), message, "write default, or take it out"))
     strategy = experiment.parallel.strategy
     if strategy in LATER_STRATEGIES and strategy not in parts("strategies"):
         message = f"{strategy} {_MESSAGE}"
@@ -43,11 +40,7 @@ def _not_yet(path: KeyPath) -> Problem:
 def _unsupported_keys(experiment: Experiment) -> list[KeyPath]:
     optimization = experiment.optimization
     found: list[KeyPath] = []
-    if optimization.ema is not None:
-        found.append(("optimization", "ema"))
     found += [("optimization", key) for key in ("mixup", "cutmix") if getattr(optimization, key) > 0]
-    if experiment.parallel.sync_batchnorm:
-        found.append(("parallel", "sync_batchnorm"))
     return found
 
 
@@ -59,7 +52,17 @@ def _misfits(experiment: Experiment, ranks: int, ranks_per_node: int) -> list[Pr
         return []
     most = experiment.micro_batches
     if degrees.data_ranks <= most:
-        return []
+        return _uneven_batchnorm(experiment, degrees.data_ranks)
     message = f"needs at most {most} ranks, one a micro-batch, got {degrees.data_ranks}"
     remedy = f"start {most} or fewer, or write a smaller micro_batch_size"
     return [Problem(("optimization", "micro_batch_size"), message, remedy)]
+
+
+def _uneven_batchnorm(experiment: Experiment, data_ranks: int) -> list[Problem]:
+    """Refuse spare slots, whose samples would count twice in the statistics."""
+    micro_batches = experiment.micro_batches
+    if not experiment.parallel.sync_batchnorm or micro_batches % data_ranks == 0:
+        return []
+    message = f"needs a number of ranks that divides {micro_batches} micro-batches, got {data_ranks}"
+    fitting = max(size for size in range(1, data_ranks) if micro_batches % size == 0)
+    return [Problem(("parallel", "sync_batchnorm"), message, f"start {fitting}, or write false")]

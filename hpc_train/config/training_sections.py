@@ -25,7 +25,8 @@ class ModelConfig(Section):
     """What is trained."""
 
     name: PartName
-    """``timm/<name>``, ``torchvision/<name>``, another ``provider/<name>`` or ``package.module:factory``."""
+    """``timm/<name>``, ``torchvision/<name>``, ``gpt``, another ``provider/<name>`` or
+    ``package.module:factory``."""
     pretrained: bool | str = False
     """``true`` (the hub's weights), or a path to .safetensors or .pth; ``false``: random weights."""
     args: Arguments = {}
@@ -82,10 +83,10 @@ class DataConfig(Section):
     """What it is trained on."""
 
     name: PartName
-    """``torchvision/<class>``, ``imagefolder``, ``digits``, ``synthetic``, a plug-in's,
+    """``torchvision/<class>``, ``imagefolder``, ``digits``, ``synthetic``, ``text``, a plug-in's,
     or ``package.module:factory``."""
     root: str | None = None
-    """Folder of the data; absent: for data that needs none."""
+    """Folder of the data, or a text file; absent: for data that needs none."""
     args: Arguments = {}
     """Keyword arguments of the data set."""
     image_size: Annotated[int, Field(ge=1, le=8192)] | None = None
@@ -181,7 +182,7 @@ class OptimizationConfig(Section):
 
 
 class ParallelConfig(Section):
-    """How ranks share the work. None of it changes the mathematics."""
+    """How ranks share the work. None of it changes the mathematics, but for ``sync_batchnorm``."""
 
     strategy: PlainName = "ddp"
     """ddp, fsdp, hsdp, zero1, zero2, tensor, pipeline, split, or a plug-in's."""
@@ -194,9 +195,10 @@ class ParallelConfig(Section):
     pipeline: PositiveInt | None = None
     """Stages; absent: 1, or by strategy."""
     sync_batchnorm: bool = False
-    """Normalise over all ranks' micro-batches; ``false``: over one micro-batch."""
+    """Normalise over one micro-batch of each rank together, so that results depend on the number of ranks;
+    ``false``: over one micro-batch."""
     args: Arguments = {}
-    """Keyword arguments of the strategy: ``find_unused_parameters`` of ddp, or a plug-in's own."""
+    """Keyword arguments of the strategy: ``find_unused_parameters`` of ddp and zero1, or a plug-in's own."""
 
 
 class CompileConfig(Section):

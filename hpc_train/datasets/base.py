@@ -18,23 +18,29 @@ RawImage = Image.Image | Tensor | np.ndarray[Any, Any]
 
 
 class Split(Protocol):
-    """One part of a data set: sample i is always the same (image, class)."""
+    """One part of a data set: sample i is always the same (image, class), or (tokens, those that follow)."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> tuple[RawImage, int]: ...
+    def __getitem__(self, index: int, /) -> tuple[RawImage, int | Tensor]: ...
 
 
 @runtime_checkable
 class ArraySplit(Protocol):
-    """A split that lies in memory: read as whole batches, several times faster than one by one."""
+    """A split that lies in memory: read as whole batches, several times faster than one by one.
+
+    Sequences are read so only.
+    """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> tuple[RawImage, int]: ...
+    def __getitem__(self, index: int, /) -> tuple[RawImage, int | Tensor]: ...
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images (B, C, H, W) uint8 and classes (B,) int64 of ``indices`` (B,) int64."""
+        """Return images (B, C, H, W) uint8 and classes (B,) int64 of ``indices`` (B,) int64.
+
+        Of sequences: inputs and targets (B, T) int64.
+        """
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from hpc_train.datasets.factory import build_by_factory
 from hpc_train.datasets.images import ImageSplit
 from hpc_train.errors import BadFileError
 from hpc_train.registry import is_factory, load, split_name
+from hpc_train.runtime.data_info import DataInfo
 
 
 def build_source(config: DataConfig, *, download: bool = False) -> DataSource:
-    """Return the data that the file names, its images as tensors with ``info.channels`` channels.
+    """Return the data that the file names, images as tensors with ``info.channels`` channels.
 
     With ``download`` (in ``prepare`` alone) missing data are fetched. Raises BadFileError where the
     file is wrong.
@@ -24,9 +25,8 @@ def build_source(config: DataConfig, *, download: bool = False) -> DataSource:
         raise BadFileError("data: the training data are empty")
     if source.val is not None and len(source.val) == 0:
         raise BadFileError("data: the validation data are empty; give them samples, or leave them out")
-    channels = source.info.channels
-    val = None if source.val is None else _as_tensors(source.val, channels)
-    return replace(source, train=_as_tensors(source.train, channels), val=val)
+    val = None if source.val is None else _as_tensors(source.val, source.info)
+    return replace(source, train=_as_tensors(source.train, source.info), val=val)
 
 
 def _build(config: DataConfig, download: bool) -> DataSource:
@@ -37,5 +37,12 @@ def _build(config: DataConfig, download: bool) -> DataSource:
     return builder(rest, config, download=download)
 
 
-def _as_tensors(split: Split, channels: int) -> Split:
-    return split if isinstance(split, ArraySplit) else ImageSplit(split, channels)
+def _as_tensors(split: Split, info: DataInfo) -> Split:
+    if isinstance(split, ArraySplit):
+        return split
+    if info.sequence_length is not None:
+        raise BadFileError(
+            f"data.name: {type(split).__name__} has sequences and no method batch, which they are read by; "
+            "write one that returns inputs and targets (B, T) int64"
+        )
+    return ImageSplit(split, info.channels)

@@ -14,7 +14,8 @@ from hpc_train.runtime.data_info import DataInfo
 
 
 class Normalize:
-    """Maps uint8 images to (x / 255 - mean) / std; float images count as normalised already.
+    """Maps uint8 images to (x / 255 - mean) / std; float images count as normalised already, and tokens
+    (int64) are no images.
 
     ``dtype`` is float64 under fp64, else float32: autocast or the strategy casts further.
     """
@@ -30,13 +31,15 @@ class Normalize:
         mean, std = (info.mean, info.std) if own is None else (own.mean, own.std)
         _check_length("mean", mean, info.channels)
         _check_length("std", std, info.channels)
-        self._mean = torch.tensor(mean, dtype=dtype).view(1, -1, 1, 1)
-        self._std = torch.tensor(std, dtype=dtype).view(1, -1, 1, 1)
+        self._mean = torch.tensor(mean, dtype=dtype).view(1, info.channels, 1, 1)
+        self._std = torch.tensor(std, dtype=dtype).view(1, info.channels, 1, 1)
         self._dtype = dtype
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
     def __call__(self, images_BCHW: Tensor) -> Tensor:
-        """Return (B, C, H, W) on the device that the images are on."""
+        """Return (B, C, H, W) on the device that the images are on; tokens as they came."""
+        if images_BCHW.dtype == torch.int64:
+            return images_BCHW
         if images_BCHW.is_floating_point():
             wanted = self._dtype if self._dtype == torch.float64 else images_BCHW.dtype
             return images_BCHW.to(wanted, memory_format=self._memory_format)

@@ -22,9 +22,11 @@ from hpc_train.engine.saved_tensors import SavedPiece, SavedState, SavedTensor, 
 from hpc_train.engine.shards import dtype_name
 from hpc_train.engine.staging import Contents, Kinds, Staging
 from hpc_train.engine.training_state import (
+    EMA,
     MODEL,
     NamedTensors,
     TrainingState,
+    check_averages,
     check_model,
     check_optimizer,
     make_optimizer_state,
@@ -212,6 +214,12 @@ class Checkpointer:
             self._clearing.wait_cleared()
             self._clearing = None
 
+    def clear_up(self) -> None:
+        """Remove what nobody needs any more. After ``close``, at a run's end: an attempt that was stopped
+        while it removed something may have left nothing to save to the one that ends the run.
+        """
+        self._writer.clear_up()
+
     def _end_earlier(self) -> None:
         """Finish a save that is under way, and keep it for ``collect``."""
         saved = self.finish()
@@ -320,8 +328,10 @@ class Checkpointer:
         names = state.parameter_names(named)
         check_model(named, saved)
         check_optimizer(state.optimizer, names, saved)
+        check_averages(state.averages, saved)
         tensors = {MODEL + name: tensor for name, tensor in named.tensors.items()}
         tensors |= make_optimizer_state(state.optimizer, names, saved, self.strategy.empty_like)
+        tensors |= {EMA + name: tensor for name, tensor in state.averages.items()}
         targets: dict[str, list[Piece]] = {}
         for name, tensor in tensors.items():
             targets.setdefault(saved.first_name(name), []).append(self.strategy.piece(tensor))

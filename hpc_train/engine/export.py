@@ -1,7 +1,7 @@
 """``hpc-train export``: the newest whole checkpoint's weights and buffers as one file with plain names.
 
-Runs in a process of its own, ``python -m hpc_train.engine.export RUN_FOLDER TARGET``: commands import no
-torch.
+Runs in a process of its own, ``python -m hpc_train.engine.export RUN_FOLDER TARGET [--ema]``: commands import
+no torch.
 """
 
 from __future__ import annotations
@@ -17,32 +17,44 @@ from torch import Tensor
 
 from hpc_train.engine.saved_tensors import SavedState, SavedTensor, read_into
 from hpc_train.engine.shards import Entry, storage_error, write_safetensors
-from hpc_train.engine.training_state import MODEL
+from hpc_train.engine.training_state import EMA, MODEL
 from hpc_train.errors import ExitCode, StorageError, UsageError, UserError, printable
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run_folder.checkpoints import committed, verify
 from hpc_train.run_folder.files import read_json, sync_folder
 from hpc_train.strategies.base import Piece
 
+_USAGE = "python -m hpc_train.engine.export takes RUN_FOLDER TARGET [--ema]"
 
-def export(run: RunPaths, target: Path) -> None:
+
+def export(run: RunPaths, target: Path, *, ema: bool = False) -> None:
     """Write the weights to ``target``, whole or not at all, and say so as one JSON line on stdout.
 
-    Raises UsageError where the run has saved nothing yet, StorageError where nothing that it saved is whole
-    or ``target`` can't be written.
+    ``ema``: their average instead. Raises UsageError where the run has saved nothing yet or keeps no average,
+    StorageError where nothing that it saved is whole or ``target`` can't be written.
     """
     if not target.parent.is_dir():
         raise StorageError(f"{target}: there is no folder {target.parent}; make the folder first")
     checkpoint = _newest_whole(run)
     saved = SavedState.read(checkpoint)
+    if ema and not any(name.startswith(EMA) for name in saved.tensors):
+        raise UsageError(
+            f"{run.folder}: this run keeps no average of its weights (optimization.ema); leave out --ema"
+        )
     entries = {
-        name.removeprefix(MODEL): _entry(checkpoint, saved.first_name(name), saved)
+        name.removeprefix(MODEL): _entry(checkpoint, _source(saved.first_name(name), ema=ema), saved)
         for name in (*saved.tensors, *saved.tied)
         if name.startswith(MODEL)
     }
     run_id = str((read_json(run.run) or {}).get("id", run.folder.name))
-    _write(target, entries, {"step": str(checkpoint.step), "run_id": run_id})
+    metadata = {"step": str(checkpoint.step), "run_id": run_id} | ({"weights": "ema"} if ema else {})
+    _write(target, entries, metadata)
     print(json.dumps({"path": str(target), "step": checkpoint.step, "tensors": len(entries)}), flush=True)
+
+
+def _source(name: str, *, ema: bool) -> str:
+    """Return the name under which the checkpoint has what is to stand for the model's tensor ``name``."""
+    return EMA + name.removeprefix(MODEL) if ema else name
 
 
 def _newest_whole(run: RunPaths) -> CheckpointPaths:
@@ -86,10 +98,10 @@ def _write(target: Path, entries: Mapping[str, Entry], metadata: dict[str, str])
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     try:
-        if len(arguments) != 2:
-            raise UsageError("python -m hpc_train.engine.export takes RUN_FOLDER TARGET")
-        run_folder, target = (Path(argument).absolute() for argument in arguments)
-        export(RunPaths(run_folder), target)
+        if len(arguments) not in (2, 3) or list(arguments[2:]) not in ([], ["--ema"]):
+            raise UsageError(_USAGE)
+        run_folder, target = (Path(argument).absolute() for argument in arguments[:2])
+        export(RunPaths(run_folder), target, ema=len(arguments) == 3)
     except UserError as error:
         print(printable(str(error)), file=sys.stderr)
         return int(error.exit_code)

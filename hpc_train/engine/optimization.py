@@ -80,13 +80,19 @@ class Optimization:
 
 
 def make_optimizer(
-    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], global_batch_size: int
+    config: OptimizerConfig,
+    parameters: Mapping[str, nn.Parameter],
+    global_batch_size: int,
+    depths: Mapping[str, int] | None = None,
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of ``Strategy.optimized``. Raises BadFileError."""
+    """Make the optimizer of ``Strategy.optimized``. Raises BadFileError.
+
+    ``depths``: of each parameter (``models.depths``), where the file has ``layer_decay``.
+    """
     make, kind = _find(config.name)
     arguments = _arguments(config, kind, global_batch_size)
     try:
-        return make(_parameter_groups(config, parameters), arguments)
+        return make(_parameter_groups(config, parameters, arguments["lr"], depths), arguments)
     except (TypeError, ValueError, AssertionError, ImportError, RuntimeError) as error:
         raise BadFileError(f"{_KEY}.args: {config.name} can't be made: {error}; mend them") from error
 
@@ -191,13 +197,32 @@ def _checked(config: OptimizerConfig, key: str, value: object, taken: Any) -> ob
 
 
 def _parameter_groups(
-    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]
+    config: OptimizerConfig,
+    parameters: Mapping[str, nn.Parameter],
+    lr: float,
+    depths: Mapping[str, int] | None,
 ) -> list[dict[str, Any]]:
-    """Return one group, or with ``decay_norm_and_bias: false`` those that decay and those that don't."""
-    trained = [p for p in parameters.values() if p.requires_grad]
+    """Return one group a layer, of each with ``decay_norm_and_bias: false`` what decays and what doesn't.
+
+    The same groups in the same order on any ranks. The first is the one behind all others: its rate is
+    ``lr`` itself, which is what rows of metrics say.
+    """
+    trained = {name: value for name, value in parameters.items() if value.requires_grad}
+    if config.layer_decay is None or depths is None:
+        return _by_decay(config, list(trained.values()))
+    deepest = max(depths.values())
+    groups: list[dict[str, Any]] = []
+    for depth in sorted({depths[name] for name in trained}, reverse=True):
+        layer = [value for name, value in trained.items() if depths[name] == depth]
+        rate = lr * config.layer_decay ** (deepest - depth)
+        groups += [{"lr": rate, **group} for group in _by_decay(config, layer)]
+    return groups
+
+
+def _by_decay(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
     if config.decay_norm_and_bias:
-        return [{"params": trained}]
-    decayed = [p for p in trained if p.dim() >= 2]
-    others = [p for p in trained if p.dim() < 2]
+        return [{"params": parameters}]
+    decayed = [value for value in parameters if value.dim() >= 2]
+    others = [value for value in parameters if value.dim() < 2]
     groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

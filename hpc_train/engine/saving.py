@@ -69,9 +69,10 @@ class Saves:
         self._told(self._checkpointer.finish())
 
     def close(self) -> None:
-        """Finish, and see old checkpoints removed."""
+        """Finish, and see old checkpoints removed. At the end of the run."""
         self.finish()
         self._checkpointer.close()
+        self._checkpointer.clear_up()
 
     def _told(self, save: Save | None) -> None:
         if save is not None:

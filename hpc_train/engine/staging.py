@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hpc_train.engine.training_state import (
+    EMA,
     MODEL,
     NamedTensors,
     TrainingState,
@@ -53,6 +54,7 @@ class Contents:
         tensors = {MODEL + name: tensor for name, tensor in named.tensors.items()}
         buffers = frozenset(name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter))
         tensors |= optimizer_tensors(state.optimizer, names)
+        tensors |= {EMA + name: tensor for name, tensor in state.averages.items()}
         rest = {
             "tied": {MODEL + name: MODEL + first for name, first in named.tied.items()},
             "optimizer": describe_optimizer(state.optimizer, names),
@@ -63,7 +65,7 @@ class Contents:
 
     @property
     def parameters(self) -> frozenset[str]:
-        """Names of the tensors that are trained."""
+        """Names of the tensors that are trained. Their averages are finite where they are."""
         return frozenset(name for name in self.pieces if name.startswith(MODEL)) - self.buffers
 
     def kinds(self) -> Kinds:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
 from hpc_train.engine.cadence import Cadence
+from hpc_train.engine.compiling import begin_forward
+from hpc_train.engine.ema import Ema
 from hpc_train.engine.evaluation import evaluate
 from hpc_train.engine.meters import Meters, StatusWriter
 from hpc_train.engine.non_finite import Guard, RollbackError, check_evaluation, seen_error
@@ -69,6 +71,7 @@ class Trainer:
     model: nn.Module
     strategy: Strategy
     optimization: Optimization
+    ema: Ema | None
     guard: Guard
     agreement: Agreement
     progress: Progress
@@ -167,6 +170,8 @@ class Trainer:
         grad_norm, is_allowed = self.optimization.step(self._clip, lambda norm: self.guard.allows(loss, norm))
         if is_allowed:
             self.strategy.weights_changed()
+            if self.ema is not None:
+                self.ema.update()
         if not is_allowed and self.guard.policy == "skip":
             self.guard.after_skip(step + 1)
         self.step = step + 1
@@ -187,12 +192,14 @@ class Trainer:
         self._slot += 1
         self.progress.at(self._training, batch.step, part=self._slot)
         seed_forward(self.experiment.seed, batch.step, batch.number, self.device)
+        begin_forward(self.experiment.compile, self.device)
         # Moved one by one: a step may have more micro-batches than the device has room for.
         with self._autocast():
             return self.task.loss(model, self.to_input(batch))
 
     def _sums_of(self, batch: Batch) -> dict[str, Tensor]:
         seed_forward(self.experiment.seed, self.step, batch.number, self.device)
+        begin_forward(self.experiment.compile, self.device)
         with self._autocast():
             return self.task.evaluation_sums(self.model, self.to_input(batch))
 
@@ -203,28 +210,43 @@ class Trainer:
         """Write the ``val`` row of this step. Returns False where it was asked to stop before the end."""
         if self.validation is None:
             return True
-        self.strategy.share_buffers(all_persistent=True)
+        self._share_all_buffers()
+        metrics = self._metrics(self.validation)
+        if metrics is not None and self.ema is not None:
+            with self.ema.swapped():
+                averages = self._metrics(self.validation)
+            named = {f"ema_{name}": value for name, value in (averages or {}).items()}
+            metrics = None if averages is None else metrics | named
+        if metrics is not None:
+            self.meters.val_row(self.step, metrics)
+            if self.guard.policy == "stop":
+                check_evaluation(self.step, metrics)
+        return metrics is not None
+
+    def _metrics(self, validation: Validation) -> dict[str, float] | None:
+        """Evaluate the weights as they are; None where it was cut short."""
         self.model.eval()
         with torch.no_grad():
             sums = evaluate(
-                self.validation.batches(),
-                self.validation.num_batches,
+                validation.batches(),
+                validation.num_batches,
                 self._sums_of,
                 self.device,
                 begin=self._begin_evaluating,
                 must_stop=lambda: self.agreement.wait().stop,
             )
         self.model.train()
-        if sums is not None:
-            metrics = self.task.metrics(sums)
-            self.meters.val_row(self.step, metrics)
-            if self.guard.policy == "stop":
-                check_evaluation(self.step, metrics)
-        return sums is not None
+        return None if sums is None else self.task.metrics(sums)
 
     def _begin_evaluating(self, place: int) -> None:
         self.progress.at("evaluating", self.step, part=place)
         self.agreement.begin()
+
+    def _share_all_buffers(self) -> None:
+        """Give every rank what a save or an evaluation takes from any of them: rank 0's buffers."""
+        self.strategy.share_buffers(all_persistent=True)
+        if self.ema is not None:
+            self.ema.share_buffers(self.strategy)
 
     def _evaluation_is_missing(self) -> bool:
         """Tell whether the step that the run stands at should have been evaluated but was cut short."""
@@ -253,7 +275,7 @@ class Trainer:
 
     def _begin_save(self) -> None:
         self._save_began_at = time.monotonic()
-        self.strategy.share_buffers(all_persistent=True)
+        self._share_all_buffers()
         self._in_phase("saving", lambda: self.saves.begin(self.step))
         if self.status is not None:
             self.status.write("running", self.step)

@@ -1,7 +1,7 @@
-"""Model, optimizer and scaler as named tensors and plain numbers, and back.
+"""Model, its average, optimizer and scaler as named tensors and plain numbers, and back.
 
-``engine.checkpoint`` calls it. Names are the unwrapped model's, whatever wraps it: ``model.<name>`` and
-``optimizer.<parameter's name>.<key>``.
+``engine.checkpoint`` calls it. Names are the unwrapped model's, whatever wraps it: ``model.<name>``,
+``ema.<name>`` and ``optimizer.<parameter's name>.<key>``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hpc_train.engine.shards import DTYPE_NAMES, DTYPES
 from hpc_train.errors import BadFileError
 
 MODEL = "model."
+EMA = "ema."
 OPTIMIZER = "optimizer."
 _SHOWN = 5
 #: What torch.compile puts into the names of a module that it wrapped.
@@ -38,6 +39,8 @@ class TrainingState:
     scaler: torch.amp.GradScaler | None = None
     #: ``Strategy.optimized`` where the optimizer holds something else than the model's own parameters.
     optimized: Mapping[str, Tensor] = field(default_factory=dict)
+    #: ``Ema.averages``, by the model's names; none without EMA.
+    averages: Mapping[str, Tensor] = field(default_factory=dict)
 
     def parameter_names(self, named: NamedTensors) -> dict[int, str]:
         """Return id of each tensor → its name, for what the optimizer refers to."""
@@ -192,6 +195,20 @@ def _mismatch(name: str, tensor: Tensor, saved: SavedState) -> str | None:
     return None if theirs == ours else f"{name} is {theirs} in the checkpoint, {ours} in the model"
 
 
+def check_averages(averages: Mapping[str, Tensor], saved: SavedState) -> None:
+    """Raise BadFileError unless the checkpoint holds exactly these averages, or none where there are none."""
+    held = {name for name in saved.tensors if name.startswith(EMA)}
+    if bool(held) != bool(averages):
+        has, has_not = ("checkpoint", "file") if held else ("file", "checkpoint")
+        raise BadFileError(
+            f"optimization.ema: the {has} has an average of the weights, the {has_not} none; "
+            "resume with the file that the run began with"
+        )
+    problems = [_mismatch(EMA + name, tensor, saved) for name, tensor in averages.items()]
+    problems += [f"{name} is not in the model" for name in sorted(held - {EMA + name for name in averages})]
+    _raise_any("the average in the checkpoint is not this model's", problems)
+
+
 def _raise_any(what: str, problems: Iterable[str | None]) -> None:
     lines = [problem for problem in problems if problem]
     if lines:
@@ -214,7 +231,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], 
             "resume with the file that the run began with"
         )
     known = {name for group in groups for name in group}
-    held = {name for name in saved.tensors if not name.startswith(MODEL)}
+    held = {name for name in saved.tensors if not name.startswith((MODEL, EMA))}
     problems = [f"{name} is not in the checkpoint's tensors" for name in sorted(listed - held)]
     problems += [f"{name} belongs to no parameter" for name in sorted(held - listed)]
     problems += [f"{name} is not optimised" for name in saved.optimizer["state"] if name not in known]

@@ -8,7 +8,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.plan.text import TextArgs, training_sequences
 from hpc_train.registry import is_factory, split_name
 
 #: Assumed: a person waits that long for a plan; millions of files on a slow shared disk take longer.
@@ -60,7 +63,20 @@ def training_samples(data: DataConfig) -> int | None:
             return None if data.args else _TORCHVISION.get(rest)
         case "imagefolder":
             return _count_images(Path(data.root).expanduser() / "train") if data.root else None
+        case "text":
+            return _count_sequences(data)
     return None
+
+
+def _count_sequences(data: DataConfig) -> int | None:
+    """Count the sequences of a text; None where there are none: why not is the data set's to say."""
+    if data.root is None:
+        return None
+    try:
+        args = TextArgs.model_validate(data.args)
+    except ValidationError:
+        return None
+    return training_sequences(Path(data.root).expanduser(), args, COUNT_LIMIT_S) or None
 
 
 def _count_images(folder: Path) -> int | None:

@@ -16,12 +16,16 @@ from torch import Tensor
 class DataInfo:
     """Facts of a data set that reach the model, the task and the device-side normalisation."""
 
+    #: Of sequences: the size of the vocabulary.
     num_classes: int
+    #: Of sequences: 0, and neither ``mean`` nor ``std``.
     channels: int
     #: A value a channel, of images scaled to 0…1.
     mean: tuple[float, ...]
     std: tuple[float, ...]
     class_names: tuple[str, ...] = ()
+    #: Tokens of a sample; None: samples are images.
+    sequence_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,9 @@ class Batch:
     """One micro-batch, of training or evaluation.
 
     ``inputs`` (B, …) and ``targets`` (B, …) are CPU tensors as the loader makes them (images uint8, not
-    normalised) or, after ``to``, on the device. ``number`` is its place i of 0…M−1 in the step (or in the
-    evaluation). ``weight`` is 1/M, or 0 for a spare slot. ``valid`` (B,) bool is false where a sample only
-    fills up.
+    normalised; tokens int64) or, after ``to``, on the device. ``number`` is its place i of 0…M−1 in the step
+    (or in the evaluation). ``weight`` is 1/M, or 0 for a spare slot. ``valid`` (B,) bool is false where a
+    sample only fills up.
     """
 
     step: int

@@ -27,6 +27,9 @@ _WITHOUT_BUFFERS: dict[str, Any] = (
 class DDPStrategy(DataParallel):
     """torch's DistributedDataParallel, its bucket layout made the same in every attempt."""
 
+    #: Named in errors.
+    name = "ddp"
+
     def __init__(self, placement: Placement) -> None:
         super().__init__(placement)
         arguments = dict(placement.args)
@@ -34,7 +37,8 @@ class DDPStrategy(DataParallel):
         self._finds_unused = bool(arguments.pop("find_unused_parameters", False))
         if arguments:
             raise BadFileError(
-                f"parallel.args: ddp takes no {next(iter(arguments))!r}; it takes find_unused_parameters"
+                f"parallel.args: {self.name} takes no {next(iter(arguments))!r}; "
+                "it takes find_unused_parameters"
             )
         # With that search on DDP keeps its first layout.
         self._is_rehearsed = placement.world_size == 1 or self._finds_unused

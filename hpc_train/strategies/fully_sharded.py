@@ -6,16 +6,15 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hpc_train.errors import BadFileError
 from hpc_train.strategies.base import Piece, Placement
 from hpc_train.strategies.data_parallel import DataParallel
+from hpc_train.strategies.pieces import piece_of
 
 
 class FullySharded(DataParallel):
@@ -65,11 +64,4 @@ class FullySharded(DataParallel):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def piece(self, tensor: Tensor) -> Piece:
-        if not isinstance(tensor, DTensor):
-            return super().piece(tensor)
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        with torch.no_grad():
-            local = tensor.to_local()
-        # Of the copies along a first axis the first one is saved.
-        is_first_copy = tensor.device_mesh.ndim == 1 or tensor.device_mesh.get_local_rank(0) == 0
-        return Piece(tuple(tensor.shape), tuple(offset), local, is_writer=is_first_copy)
+        return piece_of(tensor) if isinstance(tensor, DTensor) else super().piece(tensor)

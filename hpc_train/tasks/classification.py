@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
+from hpc_train.errors import BadFileError
 from hpc_train.runtime.data_info import Batch, DataInfo
 
 #: What ``accuracy_top5`` is; with fewer classes it would always be 1.
@@ -17,6 +18,11 @@ class Classification:
     """Logits (B, num_classes) against classes (B,) int64."""
 
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
+        if info.sequence_length is not None:
+            raise BadFileError(
+                f"task: classification reads samples of one class each, and {experiment.data.name} gives "
+                "sequences of tokens; write causal_lm"
+            )
         self._label_smoothing = experiment.optimization.label_smoothing
         num_classes = experiment.model.args.get("num_classes", info.num_classes)
         self._has_top5 = num_classes > _TOP

@@ -11,19 +11,23 @@ from torch import nn
 from hpc_train import registry
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.sampler import Position
+from hpc_train.engine.activation_checkpointing import checkpoint_activations
 from hpc_train.engine.checkpoint import Checkpointer, Loaded
 from hpc_train.engine.compiling import compile_model
+from hpc_train.engine.ema import Ema
 from hpc_train.engine.optimization import Optimization, make_optimizer
 from hpc_train.engine.schedules import make_schedule
 from hpc_train.engine.training_state import TrainingState
 from hpc_train.errors import ExitCode, StorageError, UserError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
+from hpc_train.models.depths import layer_depths
 from hpc_train.plan.batches import BatchArithmetic
 from hpc_train.run_folder import versions
 from hpc_train.runtime.data_info import DataInfo
 from hpc_train.runtime.seeds import seed_build
 from hpc_train.strategies.base import Placement, Strategy
+from hpc_train.strategies.sync_batchnorm import sync_batchnorm
 from hpc_train.worker.rank import Rank
 
 _log = logging.getLogger(__name__)
@@ -44,12 +48,17 @@ class Learner:
     wrapped: nn.Module
     strategy: Strategy
     optimization: Optimization
+    ema: Ema | None = None
 
     @property
     def state(self) -> TrainingState:
         optimization = self.optimization
         return TrainingState(
-            self.model, optimization.optimizer, optimization.scaler, self.strategy.optimized()
+            self.model,
+            optimization.optimizer,
+            optimization.scaler,
+            self.strategy.optimized(),
+            {} if self.ema is None else self.ema.averages,
         )
 
 
@@ -70,16 +79,22 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, placemen
     """Build, compile, place, then make the optimizer: the order that facts of torch ask for."""
     seed_build(config.seed)
     model = build_model(config.model, info)
+    if config.parallel.sync_batchnorm:
+        model = sync_batchnorm(model, placement.device, batches.micro_batches)
     blocks = find_blocks(model)
-    compile_model(model, blocks, config.compile)
+    layer_decay = config.optimization.optimizer.layer_decay
+    depths = None if layer_decay is None else layer_depths(model, blocks)
+    checkpoint_activations(blocks, config.activation_checkpointing)
+    compile_model(model, blocks, config.compile, placement.device)
     strategy = cast(Strategy, part("strategies", config.parallel.strategy)(placement))
     wrapped = strategy.place(model, blocks)
     optimizer = make_optimizer(
-        config.optimization.optimizer, strategy.optimized(), config.optimization.global_batch_size
+        config.optimization.optimizer, strategy.optimized(), config.optimization.global_batch_size, depths
     )
     schedule = make_schedule(config.optimization.schedule, batches.total_steps, batches.steps_per_epoch)
     optimization = Optimization(optimizer, schedule, placement.precision, placement.device)
-    return Learner(model, wrapped, strategy, optimization)
+    ema = None if config.optimization.ema is None else Ema(model, config.optimization.ema.decay)
+    return Learner(model, wrapped, strategy, optimization, ema)
 
 
 class OtherVersionsError(UserError):

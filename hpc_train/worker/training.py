@@ -169,6 +169,7 @@ def _trainer(
         model=learner.wrapped,
         strategy=learner.strategy,
         optimization=learner.optimization,
+        ema=learner.ema,
         guard=guard,
         agreement=agreement,
         progress=rank.progress,

@@ -65,6 +65,11 @@ def args(*overrides: str) -> tuple[str, ...]:
             "breaks the graph; write false",
         ),
         (args("model.channels_last=true", "parallel.strategy=fsdp"), "model.channels_last", "strategy: ddp"),
+        (
+            args("parallel={strategy: pipeline, sync_batchnorm: true}"),
+            "parallel.sync_batchnorm",
+            "can't be true under pipeline, whose ranks don't all have each layer; write false",
+        ),
         (args(CROP), "data.augment.random_resized_crop", "write data.image_size"),
         (args(IMAGES, CROP, "data.augment.crop_padding=4"), "data.augment.crop_padding", "beside"),
         (
@@ -179,13 +184,10 @@ def test_sound_files_pass(tmp_path: Path, overrides: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("optimization.ema={decay: 0.9}", "optimization.ema"),
         ("optimization.mixup=0.2", "optimization.mixup"),
         ("optimization.cutmix=1", "optimization.cutmix"),
         ("optimization.micro_batch_size=auto", "optimization.micro_batch_size"),
-        ("parallel.sync_batchnorm=true", "parallel.sync_batchnorm"),
         ("parallel.strategy=tensor", "parallel.strategy"),
-        ("compile={mode: reduce-overhead}", "compile.mode"),
     ],
 )
 def test_what_can_not_be_started_yet_is_named(tmp_path: Path, override: str, key: str) -> None:
@@ -203,6 +205,16 @@ def test_more_ranks_than_micro_batches_are_refused_at_the_start(tmp_path: Path) 
     assert check_start(experiment, 4) == []
     (problem,) = check_start(experiment, 5)
     assert "at most 4 ranks" in problem.message
+
+
+def test_batchnorm_over_ranks_that_do_not_share_micro_batches_evenly_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    path.write_text(GOOD)
+    experiment = load(path, ["parallel.sync_batchnorm=true"]).experiment
+    assert [check_start(experiment, ranks) for ranks in (None, 1, 2, 4)] == [[], [], [], []]
+    (problem,) = check_start(experiment, 3)
+    assert problem.path == ("parallel", "sync_batchnorm")
+    assert "divides 4 micro-batches, got 3" in problem.message and problem.remedy.startswith("start 2")
 
 
 @pytest.fixture
@@ -259,3 +271,21 @@ def test_names_are_checked_against_the_childs_list(
 )
 def test_listed_names_pass(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     assert problems_of(tmp_path, GOOD, *overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (("compile={mode: reduce-overhead}", "parallel.strategy=fsdp"), "compile.mode"),
+        (("compile={mode: max-autotune}", "parallel.strategy=zero2"), "compile.mode"),
+        (("compile={fallback: true, fullgraph: true}",), "compile.fallback"),
+    ],
+)
+def test_what_compile_can_not_be_combined_with_is_named(
+    tmp_path: Path, overrides: tuple[str, ...], key: str
+) -> None:
+    (problem,) = problems_of(tmp_path, GOOD, *overrides)
+    assert f": {key}: " in problem
+    allowed = ["compile={mode: reduce-overhead}", "compile={fallback: true}", "compile.mode=max-autotune"]
+    for override in allowed:
+        assert problems_of(tmp_path, GOOD, override) == []

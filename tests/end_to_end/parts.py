@@ -168,3 +168,14 @@ class SlowOnce(Net):
 
 def slow_once(num_classes: int, seconds: float) -> nn.Module:
     return SlowOnce(num_classes, seconds)
+
+
+class Layered(Net):
+    """A net that says its blocks: they are too small to be found."""
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self[1].children())
+
+
+def layered(num_classes: int, pause_s: float = 0.0) -> nn.Module:
+    return Layered(num_classes, norm=True, dropout=0.2, pause_s=pause_s)

@@ -23,12 +23,14 @@ from hpc_train.engine.checkpoint import Checkpointer
 from hpc_train.engine.training_state import TrainingState
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run_folder.checkpoints import FileEntry, Manifest, hash_file, listing
+from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import Precision
 from hpc_train.strategies.base import Placement, Strategy
 from hpc_train.strategies.ddp import DDPStrategy
 from hpc_train.strategies.fsdp import FSDPStrategy
+from hpc_train.strategies.zero1 import ZeRO1Strategy
 
-STRATEGIES = {"ddp": DDPStrategy, "fsdp": FSDPStrategy}
+STRATEGIES = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "zero1": ZeRO1Strategy}
 
 
 @cache
@@ -78,25 +80,26 @@ class Trainee:
         precision = Precision("test", dtype, dtype)
         placement = Placement(
             rank,
-            Degrees(replicate=world_size),
+            Degrees(replicate=world_size) if strategy == "ddp" else Degrees(shard=world_size),
             torch.device("cpu"),
             precision,
-            channels_last=strategy == "ddp",
+            channels_last=strategy != "fsdp",
             args={},
         )
         self.rank, self.world_size, self.dtype = rank, world_size, dtype
         self.strategy: Strategy = STRATEGIES[strategy](placement)
         self.model = OddModel(width)
         self.wrapped = self.strategy.place(self.model, [self.model.first])
+        self.optimized = self.strategy.optimized()
         groups = [
-            {"params": [p for p in self.model.parameters() if p.dim() > 1]},
-            {"params": [p for p in self.model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": [p for p in self.optimized.values() if p.dim() > 1]},
+            {"params": [p for p in self.optimized.values() if p.dim() <= 1], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(
             groups, lr=0.01, eps=1e-3
         )  # of 1e-8 float16 makes 0, and NaN of 0 / 0
         self.state = TrainingState(
-            self.wrapped, self.optimizer, torch.amp.GradScaler("cpu", init_scale=512.0)
+            self.wrapped, self.optimizer, torch.amp.GradScaler("cpu", init_scale=512.0), self.optimized
         )
 
     def train(self, steps: int) -> None:
@@ -108,11 +111,13 @@ class Trainee:
         """Change buffers and gradients."""
         generator = torch.Generator().manual_seed(step)
         inputs = torch.randn(4, 5, generator=generator).to(self.dtype)
-        self.wrapped(inputs).backward()
+        batch = Batch(step, 0, 1 / self.world_size, inputs, torch.zeros(4), torch.ones(4, dtype=torch.bool))
+        self.strategy.accumulate([batch], lambda model, batch: model(batch.inputs), torch.Tensor.backward)
 
     def step(self) -> None:
         """Change weights and the optimizer's state."""
         self.optimizer.step()
+        self.strategy.weights_changed()
         self.optimizer.zero_grad()
 
     def checkpointer(self, run: RunPaths, attempt: int = 1, keep: int = 3) -> Checkpointer:
@@ -122,7 +127,7 @@ class Trainee:
     def everything(self) -> dict[str, Tensor]:
         """Return all that must come back, as global tensors on the CPU. Collective."""
         named: dict[str, Tensor] = {f"m.{name}": value for name, value in self.model.state_dict().items()}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.optimized.items():
             for key, value in self.optimizer.state[parameter].items():
                 named[f"o.{name}.{key}"] = value
         return {name: whole(value) for name, value in named.items()}

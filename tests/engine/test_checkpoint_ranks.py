@@ -29,11 +29,13 @@ from tests.engine.checkpoint_runs import (
 from tests.ranks import run_ranks
 
 #: strategy → the number format of its run: a sharded bf16 model, too.
-DTYPES = {"ddp": torch.float32, "fsdp": torch.bfloat16}
+DTYPES = {"ddp": torch.float32, "fsdp": torch.bfloat16, "zero1": torch.float32}
+#: Attempt → what reads the attempt before it.
+READERS = ((2, "fsdp"), (3, "zero1"), (4, "ddp"), (5, "zero1"), (6, "fsdp"))
 
 
 def save_two_runs(rank: int, world_size: int, folder: Path) -> None:
-    """Train and save under either strategy; leave what must come back beside the runs."""
+    """Train and save under each strategy; leave what must come back beside the runs."""
     for strategy, dtype in DTYPES.items():
         trainee = Trainee(1, strategy, rank, world_size, dtype)
         trainee.train(2)
@@ -46,12 +48,12 @@ def save_two_runs(rank: int, world_size: int, folder: Path) -> None:
 
 
 def load_and_save_again(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
-    """Read both runs under both strategies; save under the other one; read that."""
+    """Read every run under one strategy, save under that, read it under the next one."""
     found: dict[str, Any] = {}
     for source, dtype in DTYPES.items():
         expected = torch.load(folder / f"{source}.pt")
         run = RunPaths(folder / source)
-        for attempt, strategy in ((2, "fsdp"), (3, "ddp"), (4, "fsdp")):
+        for attempt, strategy in READERS:
             other = Trainee(2, strategy, rank, world_size, dtype)
             if rank == 0:
                 begin_attempt(run, attempt)
@@ -85,7 +87,7 @@ def test_any_ranks_and_strategy_read_what_any_others_wrote(tmp_path: Path) -> No
         assert of_rank == {
             f"{source} {attempt} {strategy}": (attempt, [])
             for source in DTYPES
-            for attempt, strategy in ((2, "fsdp"), (3, "ddp"), (4, "fsdp"))
+            for attempt, strategy in READERS
         }
 
 

@@ -1,19 +1,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hpc_train.config.training_sections import CompileConfig
-from hpc_train.engine.compiling import compile_error, compile_model
+from hpc_train.engine.compiling import begin_forward, compile_error, compile_model
 from hpc_train.errors import ExitCode
 from hpc_train.models.blocks import find_blocks
 
 # torch asks a tensor between two compiled blocks for .grad and hides the warning, unless it is an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+_REAL_COMPILE = torch.compile
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 class Block(nn.Module):
@@ -39,7 +47,12 @@ def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch, "compile", lambda *args, mode=None, **keys: real(*args, backend="eager", **keys)
     )
     yield
+    torch._dynamo.config.suppress_errors = False
+    torch._functorch.config.force_non_lazy_backward_lowering = False
     torch._dynamo.reset()
+    log = logging.getLogger("torch._dynamo.convert_frame")
+    for each in list(log.filters):
+        log.removeFilter(each)
 
 
 def compiled_graphs() -> int:
@@ -49,7 +62,7 @@ def compiled_graphs() -> int:
 def test_equal_blocks_are_compiled_once_and_the_rest_is_not() -> None:
     target = model()
     expected = target(torch.ones(1, 2))
-    compile_model(target, find_blocks(target), CompileConfig())
+    compile_model(target, find_blocks(target), CompileConfig(), CPU)
     torch.testing.assert_close(target(torch.ones(1, 2)), expected)
     assert compiled_graphs() == 1
     assert target._compiled_call_impl is None
@@ -57,7 +70,7 @@ def test_equal_blocks_are_compiled_once_and_the_rest_is_not() -> None:
 
 def test_the_whole_model_is_one_graph() -> None:
     target = model()
-    compile_model(target, find_blocks(target), CompileConfig(scope="model", fullgraph=True))
+    compile_model(target, find_blocks(target), CompileConfig(scope="model", fullgraph=True), CPU)
     target(torch.ones(1, 2))
     assert compiled_graphs() == 1
     assert target._compiled_call_impl is not None
@@ -66,13 +79,13 @@ def test_the_whole_model_is_one_graph() -> None:
 def test_names_of_parameters_stay() -> None:
     target = model()
     names = list(target.state_dict())
-    compile_model(target, find_blocks(target), CompileConfig())
+    compile_model(target, find_blocks(target), CompileConfig(), CPU)
     assert list(target.state_dict()) == names
 
 
 def test_off_compiles_nothing() -> None:
     target = model()
-    compile_model(target, find_blocks(target), CompileConfig(enabled=False))
+    compile_model(target, find_blocks(target), CompileConfig(enabled=False), CPU)
     target(torch.ones(1, 2))
     assert compiled_graphs() == 0
 
@@ -80,14 +93,14 @@ def test_off_compiles_nothing() -> None:
 def test_without_blocks_the_whole_model_is_compiled_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
     target = nn.Sequential(nn.Linear(2, 2))
     with caplog.at_level(logging.WARNING):
-        compile_model(target, [], CompileConfig())
+        compile_model(target, [], CompileConfig(), CPU)
     assert target._compiled_call_impl is not None
     assert "no repeated blocks" in caplog.text
 
 
 def test_more_kinds_of_blocks_than_dynamos_limit_are_all_compiled() -> None:
     blocks = [Block(width) for width in range(2, 14)]
-    compile_model(nn.ModuleList(blocks), blocks, CompileConfig(dynamic=False))
+    compile_model(nn.ModuleList(blocks), blocks, CompileConfig(dynamic=False), CPU)
     for width, block in enumerate(blocks, start=2):
         block(torch.ones(1, width))
     assert compiled_graphs() == 12
@@ -101,7 +114,7 @@ class _Breaks(nn.Module):
 
 def test_a_graph_break_under_fullgraph_says_what_to_write() -> None:
     target = _Breaks()
-    compile_model(target, [], CompileConfig(fullgraph=True))
+    compile_model(target, [], CompileConfig(fullgraph=True), CPU)
     with pytest.raises(Exception) as caught:
         target(torch.ones(1))
     told = compile_error(caught.value)
@@ -125,3 +138,204 @@ def test_a_missing_compiler_is_named_through_what_wraps_it() -> None:
 
 def test_other_errors_are_not_the_compilers() -> None:
     assert compile_error(RuntimeError("shapes do not match")) is None
+
+
+def test_other_failures_say_what_to_try() -> None:
+    from torch._inductor.exc import InductorError
+
+    def told(cause: Exception) -> str:
+        return str(compile_error(InductorError(cause, None)))
+
+    assert told(RuntimeError("no such tile")).endswith(
+        "write {scope: blocks} if it is not, a smaller optimization.micro_batch_size, {fallback: true}, "
+        "which goes on without where it fails, or compile: false"
+    )
+    assert "write a smaller optimization.micro_batch_size" in told(RuntimeError("CUDA out of memory"))
+    assert "TORCHINDUCTOR_CACHE_DIR" in told(NotImplementedError("FileSystem does not support flock"))
+
+
+# --- CUDA graphs
+
+
+def test_a_cpu_has_no_cuda_graphs_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    target = model()
+    with caplog.at_level(logging.WARNING):
+        compile_model(target, find_blocks(target), CompileConfig(mode="reduce-overhead"), CPU)
+    assert [record.getMessage() for record in caplog.records] == [
+        "compile.mode: reduce-overhead is CUDA graphs, which cpu does not have: as default"
+    ]
+    assert all(not parameter._backward_hooks for parameter in target.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "count"),
+    [
+        (CompileConfig(mode="reduce-overhead"), CUDA, 1),
+        (CompileConfig(mode="max-autotune"), CUDA, 1),
+        (CompileConfig(mode="reduce-overhead"), CPU, 0),
+        (CompileConfig(mode="reduce-overhead", enabled=False), CUDA, 0),
+        (CompileConfig(), CUDA, 0),
+    ],
+)
+def test_graphs_are_told_where_a_forward_begins(
+    config: CompileConfig, device: torch.device, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[None] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: told.append(None))
+    begin_forward(config, device)
+    assert len(told) == count
+
+
+class _Owning(torch.autograd.Function):
+    """An operation whose gradient lies in memory of its own, as a CUDA graph's does."""
+
+    memory = torch.ones(3)
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return values.sum()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return _Owning.memory
+
+
+class _Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.ones(3))
+
+    def forward(self) -> Tensor:
+        loss: Tensor = _Owning.apply(self.values)
+        return loss
+
+
+@pytest.fixture
+def graph_memory() -> Iterator[None]:
+    """Let autograd take ``_Owning.memory`` as it takes a CUDA graph's results: without a copy."""
+    torch._C._set_cached_tensors_enabled(True)
+    torch._C._add_cached_tensor(_Owning.memory)
+    yield
+    torch._C._remove_cached_tensor(_Owning.memory)
+    torch._C._set_cached_tensors_enabled(False)
+
+
+@pytest.mark.usefixtures("graph_memory")
+@pytest.mark.parametrize(("mode", "is_own"), [("default", False), ("reduce-overhead", True)])
+def test_gradients_are_copied_out_of_a_graphs_memory(mode: Any, is_own: bool) -> None:
+    target = _Graph()
+    compile_model(target, [], CompileConfig(mode=mode), CUDA)
+    target.double().float()  # as a strategy's placing does
+    target.forward().backward()
+    assert target.values.grad is not None
+    assert (target.values.grad.data_ptr() != _Owning.memory.data_ptr()) == is_own
+
+
+# --- what fails
+
+
+def backend(monkeypatch: pytest.MonkeyPatch, *, forward: bool = True, backward: bool = True) -> None:
+    """Compile by a compiler that fails at the forward's code, or at the backward's."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(works: bool) -> Callable[..., Any]:
+        def compile_graph(graph: Any, inputs: Any) -> Any:
+            if not works:
+                raise RuntimeError("no room for this kernel")
+            from functorch.compile import make_boxed_func
+
+            return make_boxed_func(graph.forward)
+
+        return compile_graph
+
+    made = aot_autograd(fw_compiler=compiler(forward), bw_compiler=compiler(backward))
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, mode=None, **keys: _REAL_COMPILE(*args, backend=made, **keys)
+    )
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_with_fallback_training_goes_on_and_says_so_once(
+    part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend(monkeypatch, **{part: False})
+    torch.manual_seed(0)
+    target = model()
+    plain = model()
+    plain.load_state_dict(target.state_dict())
+    with caplog.at_level(logging.WARNING):
+        compile_model(target, [*find_blocks(target), target[0]], CompileConfig(fallback=True), CPU)
+        target(torch.ones(1, 2)).sum().backward()
+    plain(torch.ones(1, 2)).sum().backward()
+    for name, value in target.named_parameters():
+        assert torch.equal(value.grad, plain.get_parameter(name).grad), name
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 1
+    assert said[0].startswith("compile.fallback: torch.compile failed, going on without it where it does: ")
+    assert "no room for this kernel" in said[0]
+
+
+@pytest.mark.parametrize("part", ["forward", "backward"])
+def test_without_fallback_the_failure_is_told(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend(monkeypatch, **{part: False})
+    target = model()
+    compile_model(target, find_blocks(target), CompileConfig(), CPU)
+    with pytest.raises(Exception) as caught:
+        target(torch.ones(1, 2)).sum().backward()
+    assert "no room for this kernel" in str(caught.value)
+
+
+_TRAINS = """
+import sys
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from hpc_train.config.training_sections import CompileConfig
+from hpc_train.engine.compiling import compile_model
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+expected = model(torch.ones(2, 4))
+compile_model(model, [], CompileConfig(fallback=sys.argv[1] == "fallback"), torch.device("cpu"))
+found = model(torch.ones(2, 4))
+torch.testing.assert_close(found, expected)
+found.sum().backward()
+print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+"""
+
+
+def training(cache: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Start a process that compiles with torch's real compiler, as a rank does."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _TRAINS, *(arguments or ("plain",))],
+        env=os.environ
+        | {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+        | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_ranks_share_what_they_compiled_and_so_does_the_next_attempt(tmp_path: Path) -> None:
+    first = [training(tmp_path) for _ in range(2)]
+    outputs = [process.communicate() for process in first]
+    assert [process.returncode for process in first] == [0, 0], outputs
+    again = training(tmp_path)
+    output, errors = again.communicate()
+    assert again.returncode == 0, errors
+    hits, misses = map(int, output.split()[-2:])
+    assert (hits > 0, misses) == (True, 0)
+
+
+@pytest.mark.slow
+def test_a_broken_cxx_compiler_ends_the_run_or_is_gone_on_without(tmp_path: Path) -> None:
+    plain = training(tmp_path / "plain", CXX="/bin/false")
+    fallback = training(tmp_path / "fallback", "fallback", CXX="/bin/false")
+    _, errors = plain.communicate()
+    assert plain.returncode == 1 and "InductorError" in errors
+    _, errors = fallback.communicate()
+    assert fallback.returncode == 0, errors
+    assert errors.count("compile.fallback: torch.compile failed, going on without it") == 1
+    assert "Traceback" not in errors

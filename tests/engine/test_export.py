@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from hpc_train.engine.ema import Ema
 from hpc_train.engine.export import export, main
 from hpc_train.paths import RunPaths
 from tests.engine.checkpoint_runs import OddModel, Trainee, forge, make_run
@@ -61,6 +63,32 @@ def test_a_damaged_checkpoint_is_passed_over_and_stays_where_it_is(
     assert json.loads(captured.out)["step"] == 1
     assert "step-00000002 is damaged" in captured.err
     assert run.checkpoint(2).folder.is_dir()
+
+
+def test_the_average_goes_under_the_models_names(run: RunPaths, tmp_path: Path) -> None:
+    trainee = Trainee()
+    ema = Ema(trainee.model, 0.5)
+    trainee.train(1)
+    ema.update()
+    state = replace(trainee.state, averages=ema.averages)
+    trainee.checkpointer(run).save(state, 3, {})
+    target = tmp_path / "out.safetensors"
+    assert main([str(run.folder), str(target), "--ema"]) == 0
+    found = load_file(target)
+    OddModel().load_state_dict(found)
+    assert torch.equal(found["tied_b.weight"], ema.averages["tied_a.weight"])
+    assert not torch.equal(found["tied_b.weight"], trainee.model.tied_a.weight)
+    assert all(torch.equal(found[name], value) for name, value in ema.averages.items())
+    with safe_open(target, framework="pt") as file:
+        assert file.metadata()["weights"] == "ema"
+
+
+def test_a_run_without_an_average_exports_none(
+    run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(run.folder), str(tmp_path / "out.safetensors"), "--ema"]) == 2
+    assert "keeps no average of its weights (optimization.ema)" in capsys.readouterr().err
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 @pytest.mark.slow

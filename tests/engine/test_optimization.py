@@ -149,6 +149,48 @@ def _fp32() -> Any:
     return choose_precision("fp32", CPU)
 
 
+DEPTHS = {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.bias": 1, "2.weight": 2, "2.bias": 2}
+
+
+def layered(target: nn.Module, **keys: Any) -> torch.optim.Optimizer:
+    config = OptimizerConfig(name="adamw", lr=0.1, layer_decay=0.5, **keys)
+    return make_optimizer(config, dict(target.named_parameters()), 64, DEPTHS)
+
+
+def test_each_layer_has_its_own_rate_the_last_one_first() -> None:
+    target = model()
+    groups = layered(target, lr_per_batch=128).param_groups
+    assert [group["lr"] for group in groups] == pytest.approx([0.05, 0.025, 0.0125])
+    assert [[id(p) for p in group["params"]] for group in groups] == [
+        [id(p) for p in target[place].parameters()] for place in (2, 1, 0)
+    ]
+
+
+def test_layers_are_crossed_with_what_does_not_decay() -> None:
+    groups = layered(model(), weight_decay=0.3, decay_norm_and_bias=False).param_groups
+    found = [(group["lr"], group["weight_decay"], len(group["params"])) for group in groups]
+    assert found == [(0.1, 0.3, 1), (0.1, 0.0, 1), (0.05, 0.0, 2), (0.025, 0.3, 1), (0.025, 0.0, 1)]
+
+
+def test_a_frozen_head_leaves_the_rates_below_it() -> None:
+    target = model()
+    target[2].requires_grad_(False)
+    assert [group["lr"] for group in layered(target).param_groups] == [0.05, 0.025]
+
+
+def test_the_schedule_scales_each_layers_rate() -> None:
+    made = layered(model())
+    owned = Optimization(made, lambda step: 1 / (step + 1), _fp32(), CPU)
+    assert owned.set_learning_rate(1) == 0.05
+    assert [group["lr"] for group in made.param_groups] == [0.05, 0.025, 0.0125]
+
+
+def test_timms_optimizers_take_layers_too() -> None:
+    config = OptimizerConfig(name="lamb", lr=0.1, layer_decay=0.5)
+    made = make_optimizer(config, dict(model().named_parameters()), 64, DEPTHS)
+    assert [group["lr"] for group in made.param_groups] == [0.1, 0.05, 0.025]
+
+
 def test_gradients_are_gone_after_a_step() -> None:
     target = model()
     owned = optimization(target)

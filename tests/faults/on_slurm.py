@@ -103,8 +103,10 @@ class SlurmRun:
             return shown.strip() == "PENDING" or self.attempt() > attempt or self._has_failed()
 
         wait(is_pending, self.account)
-        # Refused where it runs already, which is as well.
-        self.cluster.run("scontrol", "update", f"JobId={job_of(self.paths)}", "StartTime=now", check=False)
+        # Refused where it runs already, which is as well. Not at once: a job that starts again in the second
+        # in which it ended is failed for good by its node.
+        job = f"JobId={job_of(self.paths)}"
+        self.cluster.run("scontrol", "update", job, "StartTime=now+5", check=False)
 
     def _has_failed(self) -> bool:
         return read_status(self.paths).state in {"failed", "cancelled"}

@@ -377,3 +377,28 @@ def test_bf16_is_refused_on_a_gpu_that_has_none(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(BadFileError, match=r"precision: bf16 is not supported by Tesla V100; write fp16"):
         choose_precision("bf16", torch.device("cuda"))
     assert asked == [False], "emulated bf16 is slower than fp32"
+
+
+# --- compile modes and activation checkpointing
+
+
+@on_gpu
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graphs_train_as_eager_does_over_several_micro_batches(
+    mode: str, scope: str, on_cpu: RunPaths, tmp_path: Path
+) -> None:
+    paths = submit_on_gpu(tmp_path, *SHORT, SGD, f"compile={{mode: {mode}, scope: {scope}}}")
+    assert_losses_are_close(paths, on_cpu, 1e-3)
+
+
+@on_gpu
+@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize("setting", ["blocks", "every 2", "selective"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_activations_computed_again_change_nothing(
+    strategy: str, setting: str, compiled: str, on_cpu: RunPaths, tmp_path: Path
+) -> None:
+    overrides = (f"activation_checkpointing={setting}", f"parallel.strategy={strategy}")
+    paths = submit_on_gpu(tmp_path, *SHORT, SGD, *overrides, f"compile={compiled}")
+    assert_losses_are_close(paths, on_cpu, 1e-3)

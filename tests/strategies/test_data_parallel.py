@@ -1,4 +1,4 @@
-"""ddp and fsdp against plain PyTorch: the same gradients, whatever the number of ranks."""
+"""Data-parallel strategies against plain PyTorch: the same gradients, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 
 MICRO_BATCHES = 4
 MICRO_BATCH_SIZE = 3
-NAMES = ("ddp", "fsdp", "hsdp", "zero2")
+NAMES = ("ddp", "fsdp", "hsdp", "zero1", "zero2")
 
 
 class Counting(nn.Module):
@@ -94,12 +94,12 @@ def step_of(rank: int, world_size: int, name: str, kind: str) -> dict[str, Any]:
         model.zero_grad()
         strategy.share_buffers(all_persistent=False)
         losses.append(strategy.accumulate(slots(rank, world_size), loss_of, backward))
-    gradients = {key: full(value.grad).clone() for key, value in model.named_parameters()}
+    gradients = {key: full(value.grad).clone() for key, value in strategy.optimized().items()}
     norm = strategy.clip_gradients(0.01)
-    clipped = {key: full(value.grad).clone() for key, value in model.named_parameters()}
+    clipped = {key: full(value.grad).clone() for key, value in strategy.optimized().items()}
     strategy.share_buffers(all_persistent=True)
     buffers = {key: value.clone() for key, value in model.named_buffers()}
-    pieces = {key: strategy.piece(value) for key, value in model.named_parameters()}
+    pieces = {key: strategy.piece(value) for key, value in strategy.optimized().items()}
     held = {key: (piece.shape, piece.offset, tuple(piece.local.shape)) for key, piece in pieces.items()}
     return {"loss": losses[-1], "gradients": gradients, "clipped": clipped, "norm": norm, "buffers": buffers,
             "held": held}  # fmt: skip

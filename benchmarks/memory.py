@@ -1,0 +1,219 @@
+"""What a rank holds of parameters, gradients and optimizer state, by strategy, beside ZeRO's formulas.
+
+    python -m benchmarks.memory [--ranks 4]
+
+A transformer of about 20 million parameters in fp32 under AdamW, on CPU ranks, one micro-batch a rank. Every
+storage is counted once, at its allocated size, at three moments of the second step (in the first the
+optimizer has no state yet):
+
+- ``forward's end``, when a model is most in one place;
+- ``backward's end``, when all gradients are there;
+- ``step's end``, before the gradients are dropped.
+
+What is counted: the parameters' local parts and what fully_shard has gathered of them, gradients of the model
+and of what is optimised, the optimizer's tensors. Not counted: activations, and what a collective needs for
+as long as it runs. Of all ranks the largest figure is shown.
+
+The formulas (Rajbhandari et al. 2019, arXiv:1910.02054, section 3) with P parameters of 4 bytes, N ranks that
+share, and 8 bytes of Adam's state (the paper's 12 are those of mixed precision): ddp 4P + 4P + 8P; stage 1
+4P + 4P + 8P/N; stage 2 4P + 4P/N + 8P/N; stage 3, which is fsdp, 16P/N. hsdp is stage 3 over the half of the
+ranks that shares a copy. Writes benchmarks/results/memory.json and prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hpc_train.config.degrees import Degrees
+from hpc_train.registry import load
+from hpc_train.runtime.data_info import Batch
+from hpc_train.runtime.precision import Precision
+from hpc_train.strategies.base import Placement
+
+RESULTS = Path(__file__).parent / "results" / "memory.json"
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+PARTS = ("parameters", "gradients", "optimizer state")
+_WIDTH, _LAYERS, _HEADS, _TOKENS, _WORDS = 512, 6, 8, 32, 1000
+
+
+class Transformer(nn.Module):
+    """Six blocks of width 512, an embedding and a head for 1,000 words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_WORDS, _WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(_WIDTH, _HEADS, 4 * _WIDTH, dropout=0.0, batch_first=True)
+            for _ in range(_LAYERS)
+        )
+        self.head = nn.Linear(_WIDTH, _WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    return nn.functional.cross_entropy(model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+
+
+class Rank:
+    """One rank under one strategy."""
+
+    def __init__(self, rank: int, degrees: Degrees, name: str) -> None:
+        torch.manual_seed(0)
+        precision = Precision("fp32", torch.float32, torch.float32)
+        placement = Placement(rank, degrees, torch.device("cpu"), precision, channels_last=False, args={})
+        self.strategy: Any = load("strategies", name)(placement)  # type: ignore[operator]
+        self.model = Transformer()
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.strategy.place(self.model, list(self.model.blocks))
+        self.optimizer = torch.optim.AdamW(self.strategy.optimized().values())
+        tokens = torch.randint(_WORDS, (1, _TOKENS), generator=torch.Generator().manual_seed(rank))
+        self.batch = Batch(0, rank, 1 / degrees.world_size, tokens, tokens, torch.ones(1, dtype=torch.bool))
+
+    def step(self) -> dict[str, dict[str, int]]:
+        """Train one step; return bytes by part at each moment."""
+        found = {}
+
+        def backward(loss: Tensor) -> None:
+            found["forward's end"] = self.held()
+            loss.backward()
+
+        self.strategy.accumulate([self.batch], _loss, backward)
+        found["backward's end"] = self.held()
+        self.optimizer.step()
+        self.strategy.weights_changed()
+        found["step's end"] = self.held()
+        self.optimizer.zero_grad()
+        return found
+
+    def held(self) -> dict[str, int]:
+        optimized = list(self.strategy.optimized().values())
+        parameters = [*self.model.parameters(), *optimized, *_gathered(self.model)]
+        gradients = [each.grad for each in parameters if each.is_leaf and each.grad is not None]
+        state = [value for values in self.optimizer.state.values() for value in values.values()]
+        return dict(zip(PARTS, (_bytes(parameters), _bytes(gradients), _bytes(state)), strict=True))
+
+
+def _gathered(model: nn.Module) -> Iterator[Tensor]:
+    """Yield whole parameters that fully_shard holds, of which the model shows only one kind at a time."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            for parameter in group.fsdp_params if group is not None else ():
+                yield parameter.sharded_param
+                yield from parameter.all_gather_outputs
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Sum the storages, each once; what fully_shard has let go is a storage of no bytes."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}
+    return sum(storages.values())
+
+
+def degrees_of(name: str, ranks: int) -> Degrees:
+    if name == "ddp":
+        return Degrees(replicate=ranks)
+    return Degrees(replicate=2, shard=ranks // 2) if name == "hsdp" else Degrees(shard=ranks)
+
+
+def predicted(name: str, ranks: int, num_parameters: int) -> dict[str, float]:
+    """Return ZeRO's bytes by part."""
+    shared = degrees_of(name, ranks).shard
+    whole = {
+        "ddp": (1, 1, 1),
+        "zero1": (1, 1, shared),
+        "zero2": (1, shared, shared),
+        "fsdp": (shared, shared, shared),
+        "hsdp": (shared, shared, shared),
+    }[name]
+    return {part: size * num_parameters / by for part, size, by in zip(PARTS, (4, 4, 8), whole, strict=True)}
+
+
+def _rank_main(rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    found: dict[str, Any] = {}
+    for name in STRATEGIES:
+        one = Rank(rank, degrees_of(name, ranks), name)
+        one.step()
+        found[name] = one.step()
+        found["parameters of the model"] = one.num_parameters
+        del one
+    torch.save(found, Path(folder) / f"rank-{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(ranks: int) -> list[dict[str, Any]]:
+    """Return what each rank found."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank_main, (ranks, folder), nprocs=ranks)
+        return [torch.load(Path(folder) / f"rank-{rank}", weights_only=True) for rank in range(ranks)]
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the largest rank's bytes, by strategy, beside the formulas'."""
+    ranks, num_parameters = len(found), found[0]["parameters of the model"]
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": f"cpu: {platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "ranks": ranks,
+        "parameters": num_parameters,
+        "bytes a rank": {
+            name: {
+                moment: {part: max(rank[name][moment][part] for rank in found) for part in PARTS}
+                for moment in found[0][name]
+            }
+            for name in STRATEGIES
+        },
+        "bytes a rank, by ZeRO's formulas": {
+            name: predicted(name, ranks, num_parameters) for name in STRATEGIES
+        },
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return MB by strategy and part, measured / by the formula: each part at the moment of its most."""
+    lines = ["| strategy | " + " | ".join(PARTS) + " | sum |", "| --- |" + " ---: |" * (len(PARTS) + 1)]
+    for name, moments in results["bytes a rank"].items():
+        formula = results["bytes a rank, by ZeRO's formulas"][name]
+        most = {part: max(each[part] for each in moments.values()) for part in PARTS}
+        pairs = [(most[part], formula[part]) for part in PARTS]
+        pairs.append((sum(most.values()), sum(formula.values())))
+        cells = " | ".join(f"{here / 1e6:.1f} / {there / 1e6:.1f}" for here, there in pairs)
+        lines.append(f"| `{name}` | {cells} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4, help="a multiple of two")
+    ranks = parser.parse_args().ranks
+    results = summary(measure(ranks))
+    print(table(results))
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

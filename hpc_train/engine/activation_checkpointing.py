@@ -1,0 +1,182 @@
+"""``activation_checkpointing:`` of the file: blocks whose inside is computed again in backward, not kept.
+
+``worker.learner`` calls it before compiling and placing, so that the strategies' hooks and the compiled code
+lie around it.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from hpc_train.errors import BadFileError
+from hpc_train.strategies.buffers import persistent_buffers, training_buffers
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_KEPT_NAMES = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "linear",
+    "_scaled_mm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+#: What ``selective`` keeps; not every version of torch has all of them.
+_KEPT = frozenset(
+    getattr(torch.ops.aten, name).default for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)
+)
+
+
+def checkpoint_activations(blocks: Sequence[nn.Module], setting: str) -> None:
+    """Let ``blocks``, or every n-th of them, compute again in backward what they do not keep, in place.
+
+    Only in training and with gradients. Modules, their names and hooks stay. Raises BadFileError where there
+    are no blocks.
+    """
+    if setting == "off":
+        return
+    if not blocks:
+        raise BadFileError(
+            f"activation_checkpointing: {setting} needs repeated blocks, which this model does not have; "
+            "write off, or give the model a method blocks()"
+        )
+    every = int(setting.removeprefix("every ")) if setting.startswith("every ") else 1
+    for block in blocks[every - 1 :: every]:
+        # An attribute of the instance, so that torch calls hooks and compiled code around it.
+        block.forward = _Recomputed(block, block.forward, is_selective=setting == "selective")
+
+
+class _Recomputed:
+    """A block's forward under torch's checkpoint."""
+
+    def __init__(self, block: nn.Module, plain: Callable[..., Any], *, is_selective: bool) -> None:
+        self.block = block
+        self.plain = plain
+        self.is_selective = is_selective
+        # A plain function and an attribute: the compiler takes no method, nor a closure made while it looks.
+        self.contexts = _contexts_of(block, is_selective=is_selective)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recomputed:
+        """Let a copy of the block be computed with its own weights."""
+        block, plain = copy.deepcopy((self.block, self.plain), memo)
+        return _Recomputed(block, plain, is_selective=self.is_selective)
+
+    def __call__(self, *args: Any, **keys: Any) -> Any:
+        if not (self.block.training and torch.is_grad_enabled()):
+            return self.plain(*args, **keys)
+        return checkpoint(self.plain, *args, use_reentrant=False, context_fn=self.contexts, **keys)
+
+
+def _contexts_of(block: nn.Module, *, is_selective: bool) -> Callable[[], Contexts]:
+    """Return what torch calls before each forward of ``block``, or while it compiles one."""
+    policy = _selective if is_selective else _keep_nothing
+
+    def contexts() -> Contexts:
+        if TracingContext.try_get() is not None:
+            # Compiled code changes buffers and draws random numbers in the forward alone.
+            return create_selective_checkpoint_contexts(policy)
+        again = _as_in_forward(block)  # now, before the forward changes anything
+        if not is_selective:
+            return nullcontext(), again
+        keeping, kept = create_selective_checkpoint_contexts(policy)
+        return keeping, _both(again, kept)
+
+    # Lets torch find in its cache what it compiled; to be changed with the policy.
+    contexts.cache_hash = f"hpc_train.{policy.__name__}.1"  # type: ignore[attr-defined]
+    return contexts
+
+
+def _as_in_forward(block: nn.Module) -> AbstractContextManager[None]:
+    """Return what a second forward runs in: random streams and buffers as they are now, both put back.
+
+    torch's own are left to ``checkpoint``. BatchNorm's statistics are not read in training, so that they
+    need no copy from now.
+    """
+    streams = random.getstate(), np.random.get_state()
+    read = {id(buffer): buffer.clone() for buffer in training_buffers(block).values()}
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        after = random.getstate(), np.random.get_state()
+        originals = _replace_buffers(block, read)
+        _set_streams(*streams)
+        try:
+            yield
+        finally:
+            _set_streams(*after)
+            for module, name, buffer in originals:
+                module._buffers[name] = buffer
+
+    return again()
+
+
+def _set_streams(python: Any, numpy: Any) -> None:
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+def _replace_buffers(block: nn.Module, read: dict[int, Tensor]) -> list[tuple[nn.Module, str, Tensor]]:
+    """Give the block copies of its persistent buffers: what was read, else what is there now.
+
+    Copies, because autograd may hold the originals for a forward whose backward is still to come.
+    Returns what was there.
+    """
+    copies = {
+        id(buffer): read[id(buffer)].clone() if id(buffer) in read else buffer.clone()
+        for buffer in persistent_buffers(block).values()
+    }
+    originals = [
+        (module, name, buffer)
+        for module in block.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and id(buffer) in copies
+    ]
+    for module, name, buffer in originals:
+        module._buffers[name] = copies[id(buffer)]
+    return originals
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer:
+        try:
+            with inner:
+                yield
+        except RuntimeError as error:
+            if "has been mutated" in str(error):
+                raise BadFileError(
+                    "activation_checkpointing: selective keeps results that this model then changes in "
+                    "place (inplace=True, +=); write blocks"
+                ) from error
+            raise
+
+
+def _selective(context: Any, operation: Any, *args: Any, **keys: Any) -> CheckpointPolicy:
+    is_kept = operation in _KEPT and not _draws(operation, args, keys)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws(operation: Any, args: tuple[Any, ...], keys: dict[str, Any]) -> bool:
+    """Tell whether an attention drops: left out of a recomputation, what follows would draw other numbers."""
+    names = [argument.name for argument in operation._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **keys}.get("dropout_p", 0.0))
+
+
+def _keep_nothing(context: Any, operation: Any, *args: Any, **keys: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,61 @@
+"""How deep each parameter lies in a model: what layer-wise learning rates are made of.
+
+Called by the worker before the model is placed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from hpc_train.errors import BadFileError
+
+_KEY = "optimization.optimizer.layer_decay"
+
+
+def layer_depths(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
+    """Return name → depth of every parameter, 0 at the input; a shared one by its first name.
+
+    The model's class may say it by a method ``layer_depths()``; then timm's ``group_matcher`` is asked, as
+    timm's own layer decay does; then ``blocks`` count: 0 before the first, i + 1 in the i-th (from 0) and
+    in what leads to it, n + 1 behind the last. Raises BadFileError where nothing tells.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if callable(method := getattr(type(model), "layer_depths", None)):
+        return _complete(method(model), names)
+    if callable(matcher := getattr(model, "group_matcher", None)):
+        from timm.models import group_parameters
+
+        found: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
+        deepest = max(found.values(), default=0)  # timm: what its matcher leaves out is of the head
+        return {name: found.get(name, deepest) for name in names}
+    if not blocks:
+        raise BadFileError(
+            f"{_KEY}: nothing tells the layers of this model: it has no repeated blocks; take it out, or "
+            "give the model a method layer_depths(), parameter's name → depth"
+        )
+    return _by_blocks(model, blocks)
+
+
+def _complete(said: Mapping[str, int], names: Sequence[str]) -> dict[str, int]:
+    missing = [name for name in names if name not in said]
+    if missing:
+        raise BadFileError(
+            f"{_KEY}: the model's layer_depths() leaves out {missing[0]}; it must name every parameter"
+        )
+    return {name: said[name] for name in names}
+
+
+def _by_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
+    in_block = {id(value): place for place, block in enumerate(blocks) for value in block.parameters()}
+    depths: dict[str, int] = {}
+    behind = 0  # blocks that have begun
+    for name, value in model.named_parameters():
+        if id(value) in in_block:
+            behind = max(behind, in_block[id(value)] + 1)
+            depths[name] = in_block[id(value)] + 1
+        else:
+            # Between two blocks lies what makes the next one's input.
+            depths[name] = 0 if behind == 0 else behind + 1
+    return depths

@@ -1,0 +1,73 @@
+"""What ``data.args`` of ``text`` say and how many sequences a text makes: for planning, and for the data set.
+
+Legend: T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from hpc_train.config.fields import PositiveInt, Section
+
+#: Of a single file, where the file does not say it.
+_VAL_FRACTION = 0.1
+_READ_BYTES = 1 << 22
+#: Bytes of UTF-8 that go on with a character and begin none.
+_CONTINUATION = bytes(range(0x80, 0xC0))
+
+
+class TextArgs(Section):
+    """``data.args`` of text."""
+
+    sequence_length: PositiveInt = 128
+    """T: tokens that the model sees at once."""
+    val_fraction: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Part at the end of a single file that is for validation; 0: none; absent: 0.1."""
+    tokens: Literal["characters", "bytes"] = "characters"
+    """What a token is."""
+
+
+def train_file(root: Path) -> Path:
+    """Return the file that training text is read from."""
+    return root / "train.txt" if root.is_dir() else root
+
+
+def val_tokens(num_tokens: int, args: TextArgs) -> int:
+    """Return how many tokens at the end of a single file are for validation."""
+    return int(num_tokens * (_VAL_FRACTION if args.val_fraction is None else args.val_fraction))
+
+
+def num_sequences(num_tokens: int, sequence_length: int) -> int:
+    """Return how many whole sequences, each with the token that follows it, so many tokens make."""
+    return max(0, num_tokens - 1) // sequence_length
+
+
+def training_sequences(root: Path, args: TextArgs, limit_s: float) -> int | None:
+    """Return N, the text not kept in memory; None where it is not here, or takes too long to count."""
+    try:
+        num_tokens = _count_tokens(train_file(root), args, limit_s)
+        if num_tokens is None:
+            return None
+        is_single = not root.is_dir()
+    except OSError:
+        return None
+    return num_sequences(
+        num_tokens - (val_tokens(num_tokens, args) if is_single else 0), args.sequence_length
+    )
+
+
+def _count_tokens(path: Path, args: TextArgs, limit_s: float) -> int | None:
+    if args.tokens == "bytes":
+        return path.stat().st_size
+    deadline = time.monotonic() + limit_s
+    count = 0
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            if time.monotonic() > deadline:
+                return None
+            count += len(block.translate(None, _CONTINUATION))
+    return count

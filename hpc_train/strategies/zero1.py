@@ -1,0 +1,82 @@
+"""``strategy: zero1``: as ddp, but each rank holds the optimizer's state of its own slice of each parameter.
+
+Legend: R ranks; a slice is what ``Shard(0)`` of a DTensor gives a rank (``strategies.gathering``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from hpc_train.runtime.data_info import Batch
+from hpc_train.strategies.base import Backward, LossOf, Piece
+from hpc_train.strategies.ddp import DDPStrategy
+from hpc_train.strategies.gathering import gather_slices, own_slice
+from hpc_train.strategies.pieces import piece_of
+
+
+class ZeRO1Strategy(DDPStrategy):
+    """ZeRO stage 1 (Rajbhandari et al. 2019, arXiv:1910.02054): only the optimizer's state is sharded.
+
+    What is optimised are DTensors whose local part is a view of the model's own parameter, so a slice that
+    the optimizer changes needs no copy on this rank, only on the others.
+    """
+
+    name = "zero1"
+
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        wrapped = super().wrap(model, blocks)
+        self._whole = super().optimized()
+        self._slices = self._whole
+        if self.placement.world_size > 1:
+            mesh = init_device_mesh(
+                self.placement.device.type, (self.placement.world_size,), mesh_dim_names=("shard",)
+            )
+            self._slices = {name: nn.Parameter(_sliced(value, mesh)) for name, value in self._whole.items()}
+        return wrapped
+
+    def optimized(self) -> dict[str, nn.Parameter]:
+        return dict(self._slices)
+
+    def accumulate(self, batches: Sequence[Batch], loss_of: LossOf, backward: Backward) -> Tensor:
+        # The optimizer drops the gradients of the slices alone.
+        for parameter in self._whole.values():
+            parameter.grad = None
+        total = super().accumulate(batches, loss_of, backward)
+        for whole, part in self._pairs():
+            part.grad = None if whole.grad is None else _sliced(whole.grad, part.device_mesh)
+        return total
+
+    def weights_changed(self) -> None:
+        sharded = [whole for whole, part in self._pairs() if part.placements == (Shard(0),)]
+        if sharded:
+            gather_slices(sharded, self.placement.rank, self.placement.world_size)
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Clip the slices: the whole gradients are as fp16's scaler left them, and nobody reads them."""
+        parameters = [part for part in self._slices.values() if part.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def piece(self, tensor: Tensor) -> Piece:
+        return piece_of(tensor) if isinstance(tensor, DTensor) else super().piece(tensor)
+
+    def _pairs(self) -> Iterator[tuple[nn.Parameter, DTensor]]:
+        """Yield each parameter with its slice; none where one rank alone trains."""
+        for name, part in self._slices.items():
+            if isinstance(part, DTensor):
+                yield self._whole[name], part
+
+
+@torch.no_grad()
+def _sliced(whole: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a DTensor over a view of this rank's slice; a number is kept whole."""
+    placement: Placement = Shard(0) if whole.dim() else Replicate()
+    local = own_slice(whole, mesh.get_local_rank(), mesh.size()) if whole.dim() else whole.detach()
+    return DTensor.from_local(
+        local, mesh, (placement,), run_check=False, shape=whole.shape, stride=whole.stride()
+    )

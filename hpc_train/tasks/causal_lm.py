@@ -1,0 +1,68 @@
+"""``task: causal_lm``: the next token at every place of a sequence, cross entropy.
+
+Legend: B sequences, T tokens of a sequence, V size of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import BadFileError
+from hpc_train.runtime.data_info import Batch, DataInfo
+
+
+class CausalLM:
+    """Logits (B, T, V) against the tokens that follow, (B, T) int64."""
+
+    def __init__(self, experiment: Experiment, info: DataInfo) -> None:
+        if info.sequence_length is None:
+            raise BadFileError(
+                f"task: causal_lm reads sequences of tokens, and {experiment.data.name} gives images; "
+                "write classification, or data.name: text"
+            )
+        self._label_smoothing = experiment.optimization.label_smoothing
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the mean cross entropy over all tokens of the micro-batch, with label smoothing."""
+        logits, targets = _flat(model(batch.inputs), batch.targets)
+        return functional.cross_entropy(logits, targets, label_smoothing=self._label_smoothing)
+
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Return ``count`` (of tokens), and the sums ``loss`` (without smoothing) and ``correct``."""
+        logits, targets = _flat(model(batch.inputs), batch.targets)
+        losses = functional.cross_entropy(logits, targets, reduction="none")
+        valid = batch.valid.repeat_interleave(batch.targets.shape[1])
+        # No product with ``valid``: what a filled-up sequence gives may be nan.
+        sums = {
+            "count": valid,
+            "loss": torch.where(valid, losses, torch.zeros_like(losses)),
+            "correct": (logits.argmax(dim=1) == targets) & valid,
+        }
+        return {name: values.sum(dtype=torch.float64) for name, values in sums.items()}
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return means over the validation data's tokens; ``perplexity`` is exp(loss)."""
+        count = sums["count"]
+        loss = sums["loss"] / count
+        return {"loss": loss, "perplexity": _exp(loss), "accuracy": sums["correct"] / count}
+
+
+def _flat(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits (B·T, V), float32 at least, and targets (B·T,).
+
+    Flat also because CUDA's cross entropy over (B, V, T) has no deterministic form.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return wide.flatten(0, 1), targets.flatten()
+
+
+def _exp(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,142 @@
+"""A run that goes on at another size and under another strategy: the same training but for rounding."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_train.datasets.sampler import MicroBatchSampler, Position
+from hpc_train.paths import RunPaths
+from tests.end_to_end import paced
+from tests.end_to_end.runs import (
+    EXPERIMENT,
+    final_tensors,
+    found_runs,
+    last_step,
+    only_run,
+    rows,
+    start,
+    status,
+    submit,
+    wait_for,
+    write_experiment,
+)
+
+pytestmark = pytest.mark.slow
+
+STEPS = 50
+#: No BatchNorm, whose statistics are rank 0's and so depend on their number; in float64 rounding stays small.
+ELASTIC = (
+    EXPERIMENT.replace("parts:net", "paced:net")
+    .replace(':net"}', ':net", args: {norm: false}}')
+    .replace("adamw, lr: 0.003", "sgd, lr: 0.05, momentum: 0.9")
+    .replace("steps: 60", f"steps: {STEPS}")
+    + "precision: fp64\n"
+)
+SLOW = {paced.TRAIN_S: "0.05"}
+#: 1,437 digits for training, 48 a step.
+NUM_SAMPLES, BATCH, MICRO_BATCH = 1437, 48, 12
+STEPS_PER_EPOCH = NUM_SAMPLES // BATCH
+#: What a run's first rank says as an attempt begins.
+SAID = re.compile(r"parameters on (?P<ranks>\d+) × \w+, (?P<strategy>\w+), .* from step (?P<first>\d+) to")
+
+
+def stop_at(step: int, process: subprocess.Popen[str], paths: RunPaths) -> None:
+    """Press Ctrl-C once so many steps are done."""
+    wait_for(lambda: last_step(paths) >= step or process.poll() is not None, f"step {step}")
+    assert process.poll() is None, process.communicate()[1]
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert status(paths)["step"] % STEPS_PER_EPOCH != 0, "in the middle of an epoch"
+
+
+def elastic_run(folder: Path) -> RunPaths:
+    """ddp on four ranks, then fsdp on two, then hsdp, two by two, on four to the end."""
+    runs = {"HPC_TRAIN_RUNS": str(folder / "runs")} | SLOW
+    experiment = write_experiment(folder, ELASTIC)
+    process = start("submit", experiment, "parallel.strategy=ddp", "--local", "--devices", "4", **runs)
+    wait_for(lambda: bool(found_runs(folder)) or process.poll() is not None, "the run's folder")
+    paths = only_run(folder)
+    stop_at(8, process, paths)
+    resume = ("resume", paths.folder)
+    process = start(*resume, "parallel.strategy=fsdp", "--local", "--devices", "2", **runs)
+    stop_at(status(paths)["step"] + 8, process, paths)
+    two_by_two = ("parallel.strategy=hsdp", "parallel.replicate=2", "parallel.shard=2")
+    process = start(*resume, *two_by_two, "--local", "--devices", "4", **runs | {paced.TRAIN_S: "0"})
+    _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    return paths
+
+
+def test_a_run_goes_on_at_another_size_and_under_another_strategy(tmp_path: Path) -> None:
+    quiet = submit(tmp_path / "quiet", devices=1, text=ELASTIC)
+    paths = elastic_run(tmp_path / "elastic")
+    told = [(span.ranks, span.strategy) for span in spans(paths)]
+    assert told == [(4, "ddp"), (2, "fsdp"), (4, "hsdp")]
+    assert_same_metrics(rows(paths), rows(quiet))
+    ours, theirs = final_tensors(paths), final_tensors(quiet)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == torch.float64
+            torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-9, msg=name)
+    assert_every_sample_once(paths)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which steps an attempt trained, by how many ranks and how."""
+
+    ranks: int
+    strategy: str
+    first: int
+    end: int
+
+
+def spans(paths: RunPaths) -> list[Span]:
+    """Return what each attempt's first rank said as it began; each ends where the next one went on."""
+    logs = [attempt.log(0).read_text() for attempt in paths.attempt_folders()]
+    said = [SAID.search(log) for log in logs]
+    found = [(int(m["ranks"]), m["strategy"], int(m["first"])) for m in said if m]
+    assert len(found) == len(logs), logs
+    ends = [first for _, _, first in found[1:]] + [STEPS]
+    return [Span(*each, end) for each, end in zip(found, ends, strict=True)]
+
+
+def assert_same_metrics(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Each step once, with the same numbers: of the same micro-batches, augmented alike."""
+    assert [(row["split"], row["step"]) for row in found] == [(row["split"], row["step"]) for row in expected]
+    assert [row["step"] for row in found if row["split"] == "train"] == list(range(1, STEPS + 1))
+    for row, other in zip(found, expected, strict=True):
+        assert row.keys() == other.keys()
+        assert numbers(row) == pytest.approx(numbers(other), rel=0, abs=1e-9)
+
+
+def numbers(row: dict[str, Any]) -> dict[str, float]:
+    return {key: value for key, value in row.items() if not isinstance(value, str)}
+
+
+def assert_every_sample_once(paths: RunPaths) -> None:
+    """Ask the sampler what each attempt's ranks took, from where it stood."""
+    taken: Counter[int] = Counter()
+    for span in spans(paths):
+        for rank in range(span.ranks):
+            for slot in sampler(span, rank):
+                taken.update(slot.indices.tolist() if slot.weight and slot.epoch == 0 else [])
+    assert set(taken.values()) == {1} and len(taken) == STEPS_PER_EPOCH * BATCH
+
+
+def sampler(span: Span, rank: int) -> MicroBatchSampler:
+    return MicroBatchSampler(
+        NUM_SAMPLES, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH, seed=3,
+        position=Position(span.first), total_steps=span.end, rank=rank, world_size=span.ranks,
+    )  # fmt: skip

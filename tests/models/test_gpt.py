@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpc_train.config.training_sections import ModelConfig
+from hpc_train.engine.training_state import NamedTensors
+from hpc_train.errors import BadFileError
+from hpc_train.models.blocks import find_blocks
+from hpc_train.models.building import build_model
+from hpc_train.models.gpt import GPT, Attention, Block
+from hpc_train.runtime.data_info import DataInfo
+
+TEXT = DataInfo(11, 0, (), (), sequence_length=8)
+SMALL = {"num_layers": 2, "num_heads": 2, "dim": 12}
+
+
+def gpt(info: DataInfo = TEXT, pretrained: bool | str = False, **args: Any) -> GPT:
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(name="gpt", pretrained=pretrained, args=SMALL | args), info)
+    assert isinstance(model, GPT)
+    return model
+
+
+def tokens(length: int = 8, seed: int = 0) -> Tensor:
+    return torch.randint(11, (3, length), generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_token_changes_no_logit_before_it() -> None:
+    model = gpt().double().eval()
+    given = tokens()
+    before = model(given)
+    for place in range(8):
+        changed = given.clone()
+        changed[:, place] = (changed[:, place] + 1) % 11
+        after = model(changed)
+        torch.testing.assert_close(after[:, :place], before[:, :place], rtol=0, atol=1e-12)
+        assert (after[:, place:] - before[:, place:]).abs().amax(dim=(0, 2)).min() > 1e-6, "all that follow"
+
+
+def test_a_shorter_sequence_has_the_logits_of_its_beginning() -> None:
+    model = gpt().double().eval()
+    torch.testing.assert_close(model(tokens()[:, :5]), model(tokens())[:, :5], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_the_number_of_parameters_is_the_formulas(tie: bool) -> None:
+    layers, dim, vocabulary, length = 3, 20, 11, 8
+    attention = 4 * (dim * dim + dim)
+    mlp = 2 * 4 * dim * dim + 4 * dim + dim
+    norms = 2 * 2 * dim
+    expected = vocabulary * dim + length * dim + layers * (attention + mlp + norms) + 2 * dim
+    expected += 0 if tie else vocabulary * dim
+    model = gpt(num_layers=layers, num_heads=4, dim=dim, tie_embeddings=tie)
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected
+
+
+def test_attention_is_that_of_the_definition() -> None:
+    """softmax(QKᵀ/√K)V over what came before, written out head by head."""
+    torch.manual_seed(1)
+    layer = Attention(12, 3, 0.0).double()
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+    q, k, v = (each(x) for each in (layer.wq, layer.wk, layer.wv))
+    heads = []
+    for head in range(3):
+        part = slice(4 * head, 4 * head + 4)
+        scores = q[..., part] @ k[..., part].transpose(1, 2) / math.sqrt(4)
+        scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+        heads.append(scores.softmax(-1) @ v[..., part])
+    torch.testing.assert_close(layer(x), layer.wo(torch.cat(heads, -1)))
+
+
+def test_blocks_are_those_of_the_model() -> None:
+    model = gpt()
+    assert find_blocks(model) == list(model.layers)
+    assert all(type(block) is Block for block in find_blocks(model))
+
+
+def test_weights_begin_as_gpt2s_do() -> None:
+    model = gpt(num_layers=8, dim=128)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        else:
+            adds = name.endswith((".wo.weight", ".down.weight"))
+            expected = 0.02 / math.sqrt(16) if adds else 0.02
+            assert parameter.std().item() == pytest.approx(expected, rel=0.1), name
+
+
+def test_an_untrained_model_knows_nothing() -> None:
+    """Its loss is that of guessing evenly, so no logit is favoured from the start."""
+    logits = gpt(dim=64, num_heads=4)(tokens())
+    loss = functional.cross_entropy(logits.flatten(0, 1), tokens(seed=1).flatten())
+    assert loss.item() == pytest.approx(math.log(11), abs=0.1)
+
+
+def test_tied_embeddings_are_one_tensor_with_two_names() -> None:
+    named = NamedTensors.of(gpt())
+    assert named.tied == {"head.weight": "token_embedding.weight"}
+    assert "head.weight" not in named.tensors
+    assert NamedTensors.of(gpt(tie_embeddings=False)).tied == {}
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_weights_of_a_file_are_loaded(tie: bool, tmp_path: Path) -> None:
+    saved = gpt(tie_embeddings=tie)
+    nn.init.normal_(saved.token_embedding.weight)
+    path = tmp_path / "gpt.safetensors"
+    save_file({name: value.clone() for name, value in saved.state_dict().items()}, path)
+    loaded = gpt(tie_embeddings=tie, pretrained=str(path)).eval()
+    assert torch.equal(loaded(tokens()), saved.eval()(tokens()))
+
+
+def test_dropout_is_off_in_evaluation_alone() -> None:
+    model = gpt(dropout=0.5)
+    assert not torch.equal(model(tokens()), model(tokens()))
+    model.eval()
+    assert torch.equal(model(tokens()), model(tokens()))
+    plain = gpt()
+    assert torch.equal(model(tokens()), plain.eval()(tokens()))
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"dim": 13}, r"^model.args.dim: 13 is no multiple of num_heads 2; write 14"),
+        ({"dim": 3, "num_heads": 5}, r"^model.args.dim: .*; write 5"),
+        ({"dropout": 1.0}, r"^model.args.dropout: .*it is 1.0"),
+        ({"num_layers": 0}, r"^model.args.num_layers: .*it is 0"),
+        ({"tie_embeddings": "no"}, r"^model.args.tie_embeddings: .*it is 'no'"),
+        ({"num_head": 2}, r"^model.args: gpt takes no argument 'num_head'; did you mean 'num_heads'"),
+    ],
+)
+def test_wrong_arguments_are_named(args: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadFileError, match=words):
+        gpt(**args)
+
+
+def test_what_gpt_can_not_be_is_said() -> None:
+    with pytest.raises(
+        BadFileError, match=r"^model.name: gpt reads sequences of tokens, .*write data.name: text"
+    ):
+        gpt(DataInfo(10, 3, (0.5,) * 3, (0.5,) * 3))
+    with pytest.raises(BadFileError, match=r"^model.pretrained: gpt has no weights on a hub"):
+        gpt(pretrained=True)
+    with pytest.raises(BadFileError, match=r"^model.name: gpt takes nothing behind it"):
+        build_model(ModelConfig(name="gpt/2"), TEXT)
+    assert gpt(num_classes=64).head.out_features == 64, "the file wins over the data"

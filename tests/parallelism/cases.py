@@ -1,0 +1,257 @@
+"""Which settings are trained together and compared with plain PyTorch: all pairs that the table allows.
+
+Without torch. A case is one choice of each factor. Under every strategy the cases hold each pair of choices
+that ``config.compatibility`` lets stand together, so that a feature meets each other one under each strategy.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, product
+from typing import Any
+
+from hpc_train.config import compatibility, rules
+from hpc_train.config.compatibility import FEATURES, STRATEGIES
+from hpc_train.config.keys import replaced, split_key
+from hpc_train.config.marked_yaml import read_value
+from hpc_train.config.problems import KeyPath, Problem
+from hpc_train.config.schema import Experiment
+
+STEPS = 20
+MICRO_BATCH_SIZE = 4
+
+#: Two models, as a file names them: a transformer, and convolutions with BatchNorm.
+VIT = (
+    "model={name: timm/test_vit, args: {img_size: 16, patch_size: 8, embed_dim: 16, depth: 3, num_heads: 2}}"
+)
+#: Not smaller in its last stages: BatchNorm of four values whose spread is near zero would amplify rounding.
+RESNET = "model={name: timm/test_resnet, args: {output_stride: 8}}"
+#: Rates and an eps at which training does not amplify rounding either.
+SGD = "optimization.optimizer={name: sgd, lr: 0.02, momentum: 0.9, weight_decay: 0.01}"
+ADAMW = "optimization.optimizer={name: adamw, lr: 0.001, weight_decay: 0.01, args: {eps: 1.0e-3}}"
+
+_FILE: dict[str, Any] = {
+    "name": "parallelism",
+    "task": "classification",
+    "seed": 5,
+    "data": {"name": "digits"},
+    "optimization": {"steps": STEPS, "schedule": {"name": "cosine"}},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One value of a factor: overrides of a file, and what the docs' table calls it (empty: nothing)."""
+
+    factor: str
+    overrides: tuple[str, ...]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """So many ranks share so many micro-batches."""
+
+    ranks: int
+    micro_batches: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.ranks} ranks, {self.micro_batches} micro-batches"
+
+
+#: One micro-batch a rank, two, and three ranks that share four, so that two have a spare slot.
+SHAPES = (Shape(2, 2), Shape(2, 4), Shape(3, 4), Shape(4, 4), Shape(4, 8))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: everything that ``ranks`` ranks are told."""
+
+    strategy: str
+    shape: Shape
+    choices: tuple[Choice, ...]
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        own = tuple(override for choice in self.choices for override in choice.overrides)
+        return (*_of_strategy(self.strategy, self.shape), *own)
+
+    @property
+    def titles(self) -> tuple[str, ...]:
+        return tuple(choice.title for choice in self.choices if choice.title)
+
+    @property
+    def experiment(self) -> Experiment:
+        return experiment_of(self.overrides)
+
+    @property
+    def is_compiled(self) -> bool:
+        return any(choice.factor == "compile" and choice.overrides for choice in self.choices)
+
+    @property
+    def model(self) -> str:
+        return next(choice.overrides[0] for choice in self.choices if choice.factor == "model")
+
+    def __str__(self) -> str:
+        model = "vit" if self.model == VIT else "resnet"
+        optimizer = "sgd" if any(SGD in choice.overrides for choice in self.choices) else "adamw"
+        return ", ".join((self.strategy, self.shape.title, model, optimizer, *self.titles))
+
+
+def _of_strategy(strategy: str, shape: Shape) -> tuple[str, ...]:
+    batch = shape.micro_batches * MICRO_BATCH_SIZE
+    sizes = (f"optimization.global_batch_size={batch}", f"optimization.micro_batch_size={MICRO_BATCH_SIZE}")
+    # Two by two; on other numbers of ranks as the strategy has it.
+    degrees = ("parallel.replicate=2",) if strategy == "hsdp" and shape.ranks == 4 else ()
+    return (f"parallel.strategy={strategy}", *degrees, *sizes)
+
+
+def experiment_of(overrides: Sequence[str]) -> Experiment:
+    """Return the file with these changes."""
+    data = _FILE
+    for override in overrides:
+        data = replaced(data, *_read(override))
+    return Experiment.model_validate(data)
+
+
+@cache
+def _read(override: str) -> tuple[KeyPath, Any]:
+    key, _, text = override.partition("=")
+    return split_key(key), read_value(text)[0]
+
+
+def problems_of(case: Case) -> list[Problem]:
+    """Return why a file can't say this, or why so many ranks can't start it."""
+    experiment = case.experiment
+    ranks = case.shape.ranks
+    return [*rules.check(experiment), *rules.check_start(experiment, ranks, ranks)]
+
+
+def factors(features: Sequence[compatibility.Feature] = FEATURES) -> dict[str, list[Choice]]:
+    """Return factor → its choices: features that set the same key exclude each other."""
+    found: dict[str, list[Choice]] = {
+        "model": [Choice("model", (VIT,)), Choice("model", (RESNET,))],
+        "optimizer": [Choice("optimizer", (SGD,)), Choice("optimizer", (ADAMW,))],
+    }
+    for feature in features:
+        key = feature.overrides[0].partition("=")[0].removesuffix(".enabled")
+        found.setdefault(key, [] if key == "precision" else [Choice(key, ())])
+        found[key].append(Choice(key, feature.overrides, feature.title))
+    return found
+
+
+def allowed_cases(strategy: str) -> list[Case]:
+    """Return cases that hold every allowed pair under this strategy; always the same.
+
+    Greedily: from each pair that is left, completed by what covers most of the others.
+    """
+    draw = random.Random(strategy)
+    choices = factors()
+    pairs = [
+        pair
+        for one, other in combinations(_columns(choices), 2)
+        for pair in product(one, other)
+        if _is_allowed(strategy, pair)
+    ]
+    left: set[tuple[_Value, ...]] = set(pairs)
+    draw.shuffle(pairs)
+    cases = []
+    for start in pairs:
+        if start in left:
+            values = _completed(strategy, start, choices, left, draw)
+            left -= set(combinations(values, 2))
+            cases.append(case_of(strategy, values))
+    return cases
+
+
+_Value = Shape | Choice
+
+
+def _columns(choices: Mapping[str, list[Choice]]) -> list[Sequence[_Value]]:
+    return [SHAPES, *choices.values()]
+
+
+def case_of(strategy: str, values: Sequence[_Value]) -> Case:
+    """Return the case of these values, anything allowed for the factors that are left out."""
+    shape = next((value for value in values if isinstance(value, Shape)), SHAPES[0])
+    given = {value.factor: value for value in values if isinstance(value, Choice)}
+    rest = {key: value[0] for key, value in factors().items()}
+    return Case(strategy, shape, tuple(given.get(key, first) for key, first in rest.items()))
+
+
+@cache
+def _is_allowed(strategy: str, values: tuple[_Value, ...]) -> bool:
+    return not problems_of(case_of(strategy, values))
+
+
+def _completed(
+    strategy: str,
+    start: tuple[_Value, ...],
+    choices: Mapping[str, list[Choice]],
+    left: set[tuple[_Value, ...]],
+    draw: random.Random,
+) -> tuple[_Value, ...]:
+    values: list[_Value] = []
+    chosen = list(start)
+    for column in _columns(choices):
+        given = [value for value in chosen if value in column]
+        if not given:
+            ranked = sorted(column, key=_rank(chosen, left, draw))
+            given = [next(v for v in ranked if _is_allowed(strategy, (*chosen, v)))]
+            chosen += given
+    for column in _columns(choices):  # in the order of the pairs
+        values += [value for value in column if value in chosen]
+    return tuple(values)
+
+
+def _rank(
+    chosen: Sequence[_Value], left: set[tuple[_Value, ...]], draw: random.Random
+) -> Callable[[_Value], tuple[int, float]]:
+    def rank(value: _Value) -> tuple[int, float]:
+        new = sum((value, other) in left or (other, value) in left for other in chosen)
+        return -new, draw.random()
+
+    return rank
+
+
+def refusals() -> Iterator[tuple[str, str, Problem]]:
+    """Yield (strategy, feature's title, problem) of each that no model of ours can be trained with."""
+    for strategy in STRATEGIES:
+        for column in factors().values():
+            for choice in column:
+                if choice.title and (problem := _refused(strategy, choice)):
+                    yield strategy, choice.title, problem
+
+
+def refused_with_batchnorm(strategy: str, title: str) -> Problem | None:
+    """Return why this stands together for no model that has BatchNorm; None where it does."""
+    choice = next(choice for column in factors().values() for choice in column if choice.title == title)
+    found = problems_of(case_of(strategy, (choice, Choice("model", (RESNET,)))))
+    return found[0] if found else None
+
+
+def _refused(strategy: str, choice: Choice) -> Problem | None:
+    """Return why the feature stands with this strategy under neither model; None where it does."""
+    found = [problems_of(case_of(strategy, (choice, Choice("model", (model,))))) for model in (VIT, RESNET)]
+    return found[0][0] if all(found) else None
+
+
+def sample(ranks: int, count: int, seed: int, compiled: int) -> list[Case]:
+    """Draw so many cases of so many ranks, ``compiled`` of them with a compiler. Strategies take turns."""
+    draw = random.Random(seed)
+    turns = [[case for case in allowed_cases(each) if case.shape.ranks == ranks] for each in STRATEGIES]
+    for turn in turns:
+        draw.shuffle(turn)
+    found: list[Case] = []
+    while len(found) < count and any(turns):
+        wants_compiler = len(found) >= count - compiled
+        fitting = [case for case in turns[0] if case.is_compiled == wants_compiler]
+        if fitting:
+            found.append(fitting[0])
+            turns[0].remove(fitting[0])
+        turns = turns[1:] + turns[:1]
+    return found

@@ -1,0 +1,166 @@
+"""Writes the tables of docs/parallelism.md: ``python -m tests.parallelism.report``.
+
+Trains every case and keeps what it found in ``results.json`` beside this file. ``--tables`` trains nothing.
+Exit code 1 where a case is further from plain PyTorch than it may be, or fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.compatibility import FEATURES, STRATEGIES
+from hpc_train.config.problems import Problem
+from tests.parallelism.cases import allowed_cases, refusals, refused_with_batchnorm
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE = REPOSITORY / "docs" / "parallelism.md"
+RESULTS = Path(__file__).parent / "results.json"
+BEGIN, END = "<!-- table: written by tests/parallelism/report.py -->", "<!-- end of table -->"
+#: Their cells are of losses in their own precision; those of all others of float64 alone.
+PRECISIONS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16 with a scaler": "fp16"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a case came to; the numbers are None where the case does not compare them or failed."""
+
+    strategy: str
+    titles: tuple[str, ...]
+    is_within: bool
+    losses: float | None = None
+    weights: float | None = None
+    gradients: float | None = None
+    error: str | None = None
+
+    @property
+    def largest(self) -> float | None:
+        found = [value for value in (self.losses, self.weights, self.gradients) if value is not None]
+        return max(found, default=None)
+
+
+def run(strategies: Sequence[str], known: dict[str, Result]) -> dict[str, Result]:
+    """Train the cases of these strategies that are not known yet; keep each at once."""
+    from tests.parallelism.comparing import Comparison
+
+    comparison = Comparison()
+    cases = [case for strategy in strategies for case in allowed_cases(strategy)]
+    try:
+        # The quick ones first, and those of a size together.
+        for case in sorted(cases, key=lambda case: (case.is_compiled, case.shape.ranks)):
+            if str(case) not in known:
+                known[str(case)] = _result(comparison, case)
+                _say(known[str(case)], str(case))
+                _write(known)
+    finally:
+        comparison.close()
+    return known
+
+
+def _result(comparison: Any, case: Any) -> Result:
+    from tests.parallelism.groups import RankError
+
+    try:
+        found = comparison.deviation(case)
+    except (RankError, AssertionError) as error:
+        return Result(case.strategy, case.titles, False, error=str(error)[-2000:])
+    return Result(case.strategy, case.titles, found.is_within, found.losses, found.weights, found.gradients)
+
+
+def _say(result: Result, case: str) -> None:
+    largest = "failed" if result.error else f"{result.largest:.1e}"
+    print(f"{'equal' if result.is_within else 'APART'}  {largest}  {case}", file=sys.stderr, flush=True)
+
+
+def _write(known: dict[str, Result]) -> None:
+    import torch
+
+    cases = {name: vars(result) for name, result in sorted(known.items())}
+    told = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "cases": cases}
+    RESULTS.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def read() -> tuple[str, dict[str, Result]]:
+    """Return when and with what it was run, and the results by case."""
+    if not RESULTS.exists():
+        return "", {}
+    told = json.loads(RESULTS.read_text(encoding="utf-8"))
+    cases = {name: Result(**case | {"titles": tuple(case["titles"])}) for name, case in told["cases"].items()}
+    return f"{told['date']}, torch {told['torch']}", cases
+
+
+def tables(results: Iterable[Result], when: str) -> str:
+    """Return features × strategies, and the refusals' words."""
+    results = list(results)
+    refused = {(strategy, title): problem for strategy, title, problem in refusals()}
+    lines = [f"{len(results)} trainings; {when}.", "", f"| | {' | '.join(STRATEGIES)} |"]
+    lines.append("| --- |" + " --- |" * len(STRATEGIES))
+    notes: list[str] = []
+    for feature in FEATURES:
+        cells = []
+        for strategy in STRATEGIES:
+            if problem := refused.get((strategy, feature.title)):
+                cells.append(f"refused ({_note(notes, problem)})")
+                continue
+            cells.append(_cell(results, strategy, feature.title))
+            if problem := refused_with_batchnorm(strategy, feature.title):
+                cells[-1] += f"; with BatchNorm refused ({_note(notes, problem)})"
+        lines.append(f"| {feature.title} | {' | '.join(cells)} |")
+    lines += ["", *(f"{number}. {words}" for number, words in enumerate(notes, start=1))]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _note(notes: list[str], problem: Problem) -> int:
+    """Return the number of the note that says so, a new one where there is none."""
+    words = f"`{'.'.join(map(str, problem.path))}` {problem.message}; {problem.remedy}"
+    if words not in notes:
+        notes.append(words)
+    return notes.index(words) + 1
+
+
+def _cell(results: Iterable[Result], strategy: str, title: str) -> str:
+    precision = title if title in PRECISIONS else "fp64"
+    found = [r for r in results if r.strategy == strategy and {title, precision} <= {*r.titles}]
+    if any(not result.is_within for result in found):
+        return "**apart**"
+    sizes = [r.losses if precision in PRECISIONS else r.largest for r in found]
+    largest = max((size for size in sizes if size is not None), default=None)
+    return "not run" if largest is None else f"{largest:.0e}"
+
+
+def updated(page: str, text: str) -> str:
+    """Return the page with ``text`` between its markers."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, f"{PAGE.name} has lost its markers"
+    return f"{before}{BEGIN}\n{text}{END}{after}"
+
+
+def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description="Write the tables of docs/parallelism.md.")
+    parser.add_argument("--strategy", action="append", choices=STRATEGIES, help="these alone; else all")
+    parser.add_argument("--continue", action="store_true", dest="goes_on", help="leave out what is known")
+    parser.add_argument("--tables", action="store_true", help="train nothing")
+    arguments = parser.parse_args(words)
+    strategies = arguments.strategy or STRATEGIES
+    _, known = read()
+    if not (arguments.goes_on or arguments.tables):
+        known = {name: result for name, result in known.items() if result.strategy not in strategies}
+    if not arguments.tables:
+        known = run(strategies, known)
+        # Without those of an earlier table of what is allowed.
+        now = {str(case) for each in STRATEGIES for case in allowed_cases(each)}
+        _write({name: result for name, result in known.items() if name in now})
+    when, known = read()
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), tables(known.values(), when)), encoding="utf-8")
+    return 0 if all(result.is_within for result in known.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,120 @@
+"""A checkpoint of any strategy loads under any other: the same full tensors, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpc_train.config.compatibility import STRATEGIES
+from hpc_train.engine.checkpoint import Checkpointer
+from hpc_train.paths import RunPaths
+from tests.engine.checkpoint_runs import begin_attempt, differences
+from tests.parallelism.cases import ADAMW, RESNET, Case, Choice, Shape
+from tests.parallelism.groups import Groups
+from tests.parallelism.training import Trainee, whole
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+RANKS = 2
+
+
+def case_of(strategy: str) -> Case:
+    overrides = (RESNET, ADAMW, "optimization.ema={decay: 0.9}", "precision=fp64")
+    return Case(
+        strategy, Shape(RANKS, 4), tuple(Choice(each.partition("=")[0], (each,)) for each in overrides)
+    )
+
+
+def everything(trainee: Trainee) -> dict[str, Tensor]:
+    """Return weights, buffers, averages and the optimizer's state, whole. Collective."""
+    learner = trainee.learner
+    state = learner.optimization.optimizer.state
+    optimizer = {
+        f"optimizer.{name}.{key}": value
+        for name, parameter in learner.strategy.optimized().items()
+        for key, value in state[parameter].items()
+        if isinstance(value, Tensor)
+    }
+    averages = {f"ema.{name}": value for name, value in trainee.average().items()}
+    return trainee.weights() | averages | whole(optimizer)
+
+
+def save(rank: int, ranks: int, case: Case, folder: Path) -> dict[str, Tensor]:
+    trainee = Trainee(case.experiment, rank, ranks)
+    trainee.learner.wrapped.train()
+    for step in range(STEPS):
+        trainee.step(step)
+    found = everything(trainee)
+    checkpointer(trainee, rank, ranks, folder).save(trainee.learner.state, STEPS, {})
+    return found
+
+
+def load(rank: int, ranks: int, case: Case, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what came back, and what one more step made of it."""
+    trainee = Trainee(case.experiment, rank, ranks)
+    trainee.learner.wrapped.train()
+    loaded = checkpointer(trainee, rank, ranks, folder).load_newest(trainee.learner.state)
+    assert loaded is not None and loaded.step == STEPS
+    found = everything(trainee)
+    trainee.step(STEPS)
+    return found, everything(trainee)
+
+
+def checkpointer(trainee: Trainee, rank: int, ranks: int, folder: Path) -> Checkpointer:
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    return Checkpointer(RunPaths(folder), 1, trainee.learner.strategy, rank, ranks, group)
+
+
+def test_a_checkpoint_of_any_strategy_loads_under_any_other(tmp_path: Path) -> None:
+    groups = Groups()
+    try:
+        for saved_under in STRATEGIES:
+            folder = tmp_path / saved_under
+            begin_attempt(RunPaths(folder), 1)
+            saved, _ = groups.run(RANKS, save, case_of(saved_under), folder)
+            assert any(name.startswith("optimizer.") for name in saved)
+            assert any(name.startswith("ema.") for name in saved)
+            steps = {}
+            for loaded_under in STRATEGIES:
+                other = case_of(loaded_under)
+                # Other weights before the load than those that were trained.
+                seeded = replace(other, choices=(*other.choices, Choice("seed", ("seed=11",))))
+                for found, after in groups.run(RANKS, load, seeded, folder):
+                    assert differences(found, saved) == [], f"{saved_under} under {loaded_under}"
+                    steps[loaded_under] = after
+            # Each goes on as the others do; the last bit may be another.
+            for name, value in steps["ddp"].items():
+                for strategy, after in steps.items():
+                    torch.testing.assert_close(
+                        after[name], value, rtol=0, atol=1e-9, msg=f"{strategy}: {name}"
+                    )
+    finally:
+        groups.close()
+
+
+def test_what_is_compared_does_differ(tmp_path: Path) -> None:
+    groups = Groups()
+    try:
+        begin_attempt(RunPaths(tmp_path), 1)
+        saved, _ = groups.run(RANKS, save, case_of("ddp"), tmp_path)
+        other = case_of("ddp")
+        seeded = replace(other, choices=(*other.choices, Choice("seed", ("seed=11",))))
+        fresh, _ = groups.run(RANKS, without_a_load, seeded)
+    finally:
+        groups.close()
+    assert len(differences(fresh, saved)) > 20
+
+
+def without_a_load(rank: int, ranks: int, case: Case) -> dict[str, Tensor]:
+    trainee = Trainee(case.experiment, rank, ranks)
+    trainee.learner.wrapped.train()
+    for step in range(STEPS):
+        trainee.step(step)
+    return everything(trainee)

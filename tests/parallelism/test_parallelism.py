@@ -1,0 +1,146 @@
+"""Every strategy, beside every feature that it allows, against plain PyTorch on one device.
+
+``make test`` runs a sample, a new one where ``HPC_TRAIN_PARALLEL_SEED`` is set; ``make test-full`` runs all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_train.config.compatibility import FEATURES, STRATEGIES
+from tests.parallelism import cases as cases_module
+from tests.parallelism import training
+from tests.parallelism.cases import Case, Choice, Shape, allowed_cases, factors, problems_of, sample
+from tests.parallelism.comparing import Comparison
+from tests.parallelism.groups import Groups, RankError
+
+pytestmark = pytest.mark.slow
+
+SEED = int(os.environ.get("HPC_TRAIN_PARALLEL_SEED", "0"))
+RUNS_ALL = os.environ.get("HPC_TRAIN_ALL_PARALLEL") == "1"
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Iterator[Comparison]:
+    made = Comparison()
+    yield made
+    made.close()
+
+
+def assert_equal_plain_pytorch(comparison: Comparison, cases: Sequence[Case]) -> None:
+    """Train them all; then say which are apart."""
+    assert cases
+    problems = []
+    for case in cases:
+        try:
+            found = comparison.deviation(case)
+        except (RankError, AssertionError) as error:
+            problems.append(f"{case}: {error}")
+            continue
+        if not found.is_within:
+            problems.append(f"{case}: {found}")
+    assert not problems, f"{len(problems)} of {len(cases)}:\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize(("ranks", "count", "compiled"), [(2, 8, 1), (3, 2, 0), (4, 4, 0)])
+def test_a_sample_equals_plain_pytorch(comparison: Comparison, ranks: int, count: int, compiled: int) -> None:
+    assert_equal_plain_pytorch(comparison, sample(ranks, count, SEED, compiled))
+
+
+@pytest.mark.skipif(not RUNS_ALL, reason="a sample was run; make test-full runs all")
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_that_is_allowed_equals_plain_pytorch(comparison: Comparison, strategy: str) -> None:
+    assert_equal_plain_pytorch(comparison, allowed_cases(strategy))
+
+
+def small_case(strategy: str, *overrides: str) -> Case:
+    chosen = {name: column[0] for name, column in factors().items()}
+    own = [Choice(override.partition("=")[0], (override,)) for override in overrides]
+    values = {choice.factor: choice for choice in (*chosen.values(), *own)}
+    return Case(strategy, Shape(2, 4), tuple(values.values()))
+
+
+def lose_a_micro_batch(rank: int, ranks: int) -> None:
+    """From now on this rank's last micro-batch counts twice instead of once."""
+    right = vars(training)["slots"]
+
+    def wrong(*args: Any) -> Any:
+        first, *others = right(*args)
+        return [first, *others[:-1], replace(others[-1], weight=2 * others[-1].weight)]
+
+    vars(training)["slots"] = wrong
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_what_is_wrong_is_seen(precision: str) -> None:
+    """The limits are narrow enough to see one micro-batch of four with a wrong weight."""
+    comparison = Comparison()
+    try:
+        case = small_case("ddp", f"precision={precision}")
+        assert comparison.deviation(case).is_within
+        comparison.groups.run(2, lose_a_micro_batch)
+        found = comparison.deviation(case)
+        assert not found.is_within
+        assert found.losses > 3 * found.losses_limit
+    finally:
+        comparison.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_cases_hold_every_pair_that_is_allowed(strategy: str) -> None:
+    found = allowed_cases(strategy)
+    assert found == allowed_cases(strategy), "the same on all workers"
+    assert not any(problems_of(case) for case in found)
+    held = {pair for case in found for pair in combinations(sorted(case.titles), 2)}
+    titles = {feature.title for feature in FEATURES}
+    refused = {title for of, title, _ in cases_module.refusals() if of == strategy}
+    assert {title for pair in held for title in pair} == titles - refused
+    # Each with each, but for those that set the same key, and those that are refused together.
+    for one, other in combinations(sorted(titles - refused), 2):
+        assert (one, other) in held or _excluded(strategy, one, other), f"{one} with {other}"
+
+
+def _excluded(strategy: str, *titles: str) -> bool:
+    chosen = [choice for column in factors().values() for choice in column if choice.title in titles]
+    if chosen[0].factor == chosen[1].factor:
+        return True
+    models = factors()["model"]
+    return all(problems_of(cases_module.case_of(strategy, (*chosen, model))) for model in models)
+
+
+def fail_on_rank_1(rank: int, ranks: int) -> int:
+    if rank == 1:
+        raise ValueError("told to fail")
+    return rank
+
+
+def name_of(rank: int, ranks: int) -> tuple[int, int]:
+    flag = torch.ones(())
+    torch.distributed.all_reduce(flag)
+    return rank, int(flag)
+
+
+def process_id(rank: int, ranks: int) -> int:
+    return os.getpid()
+
+
+def test_a_group_stays_and_one_that_failed_is_replaced() -> None:
+    groups = Groups()
+    try:
+        assert groups.run(2, name_of) == [(0, 2), (1, 2)]
+        ids = groups.run(2, process_id)
+        assert groups.run(2, process_id) == ids
+        with pytest.raises(RankError, match=r"(?s)rank 1: .*told to fail"):
+            groups.run(2, fail_on_rank_1)
+        assert groups.run(2, name_of) == [(0, 2), (1, 2)]
+        assert not set(groups.run(2, process_id)) & set(ids)
+    finally:
+        groups.close()

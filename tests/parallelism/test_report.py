@@ -1,0 +1,63 @@
+"""docs/parallelism.md is of this table of what works together."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_train.config.compatibility import FEATURES, FULLY_SHARDED, STRATEGIES
+from tests.parallelism import report
+from tests.parallelism.cases import refusals
+from tests.parallelism.report import Result
+
+
+def shown() -> str:
+    page = report.PAGE.read_text(encoding="utf-8")
+    return page.partition(report.BEGIN)[2].partition(report.END)[0]
+
+
+def test_the_page_has_every_strategy_and_feature() -> None:
+    head = f"| | {' | '.join(STRATEGIES)} |"
+    assert head in shown(), "run `python -m tests.parallelism.report --tables`"
+    titles = [
+        line.split(" | ")[0].removeprefix("| ") for line in shown().splitlines() if line.startswith("| ")
+    ]
+    assert titles[2:] == [feature.title for feature in FEATURES]
+
+
+def test_the_page_says_what_is_refused_and_what_to_write() -> None:
+    found = list(refusals())
+    assert found, "fully_shard takes no channels_last"
+    for strategy, title, problem in found:
+        (row,) = [line for line in shown().splitlines() if line.startswith(f"| {title} |")]
+        cell = row.split(" | ")[1 + STRATEGIES.index(strategy)]
+        assert cell.startswith("refused ("), f"{strategy}, {title}"
+        assert f"{problem.message}; {problem.remedy}" in shown()
+
+
+def test_the_page_says_what_batchnorm_is_refused_in() -> None:
+    (row,) = [line for line in shown().splitlines() if line.startswith("| bf16 |")]
+    cells = dict(zip(STRATEGIES, row.removesuffix(" |").split(" | ")[1:], strict=True))
+    assert [name for name in STRATEGIES if "with BatchNorm refused" in cells[name]] == list(FULLY_SHARDED)
+
+
+def test_the_page_says_what_was_found() -> None:
+    when, results = report.read()
+    if not results:
+        pytest.skip("`python -m tests.parallelism.report` has not been run here")
+    assert report.updated(report.PAGE.read_text(encoding="utf-8"), report.tables(results.values(), when)) == (
+        report.PAGE.read_text(encoding="utf-8")
+    ), "run `python -m tests.parallelism.report --tables`"
+
+
+def test_a_cell_is_the_largest_of_its_cases() -> None:
+    results = [
+        Result("ddp", ("fp64", "EMA"), True, 1e-15, 2e-13, 1e-14),
+        Result("ddp", ("fp64", "EMA", "channels_last"), True, 1e-15, 3e-12, 1e-14),
+        Result("ddp", ("bf16", "EMA"), True, 2e-3),
+        Result("fsdp", ("fp64", "EMA"), False, 1.0, 1.0, 1.0),
+    ]
+    rows = report.tables(results, "today").splitlines()
+    (ema,) = [row for row in rows if row.startswith("| EMA |")]
+    assert ema.startswith("| EMA | 3e-12 | **apart** | not run |")
+    (bf16,) = [row for row in rows if row.startswith("| bf16 |")]
+    assert bf16.startswith("| bf16 | 2e-03 | not run; with BatchNorm refused (1) |")

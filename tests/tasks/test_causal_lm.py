@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import BadFileError
+from hpc_train.runtime.data_info import Batch, DataInfo
+from hpc_train.tasks.causal_lm import CausalLM
+from hpc_train.tasks.classification import Classification
+
+TEXT = DataInfo(7, 0, (), (), sequence_length=5)
+IMAGES = DataInfo(10, 1, (0.5,), (0.5,))
+
+
+def experiment(label_smoothing: float = 0.0, task: str = "causal_lm", data: str = "text") -> Experiment:
+    return Experiment.model_validate(
+        {
+            "name": "x",
+            "task": task,
+            "model": {"name": "gpt"},
+            "data": {"name": data},
+            "optimization": {
+                "epochs": 1,
+                "global_batch_size": 4,
+                "micro_batch_size": 4,
+                "label_smoothing": label_smoothing,
+                "optimizer": {"name": "sgd", "lr": 0.1},
+            },
+        }
+    )
+
+
+def task(label_smoothing: float = 0.0) -> CausalLM:
+    return CausalLM(experiment(label_smoothing), TEXT)
+
+
+def batch(logits: Tensor, targets: Tensor, valid: Tensor | None = None) -> Batch:
+    """Return a batch whose inputs are the logits: with nn.Identity as the model they come out again."""
+    valid = torch.ones(len(targets), dtype=torch.bool) if valid is None else valid
+    return Batch(0, 0, 1.0, logits, targets, valid)
+
+
+def logits_and_targets(size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    return torch.randn(size, 5, 7, generator=generator), torch.randint(7, (size, 5), generator=generator)
+
+
+def sums(given: Batch, label_smoothing: float = 0.0) -> dict[str, float]:
+    found = task(label_smoothing).evaluation_sums(nn.Identity(), given)
+    assert all(value.dtype == torch.float64 and value.shape == () for value in found.values())
+    return {name: value.item() for name, value in found.items()}
+
+
+def test_loss_is_the_mean_over_all_tokens_written_out() -> None:
+    logits, targets = logits_and_targets(3)
+    found = task().loss(nn.Identity(), batch(logits, targets))
+    by_hand = [
+        -logits[b, t].double().log_softmax(0)[targets[b, t]].item() for b in range(3) for t in range(5)
+    ]
+    assert found.item() == pytest.approx(sum(by_hand) / 15, rel=1e-6)
+
+
+def test_label_smoothing_is_torchs() -> None:
+    logits, targets = logits_and_targets(3)
+    found = task(0.1).loss(nn.Identity(), batch(logits, targets))
+    expected = functional.cross_entropy(logits.transpose(1, 2), targets, label_smoothing=0.1)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("given", "computed"),
+    [(torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)],
+)
+def test_loss_is_computed_in_at_least_float32(given: torch.dtype, computed: torch.dtype) -> None:
+    logits, targets = logits_and_targets(3)
+    assert task().loss(nn.Identity(), batch(logits.to(given), targets)).dtype == computed
+
+
+def test_sums_are_those_of_counting_tokens_by_hand() -> None:
+    logits, targets = logits_and_targets(20)
+    found = sums(batch(logits, targets), label_smoothing=0.3)
+    assert found["count"] == 100
+    assert found["correct"] == sum(
+        int(logits[b, t].argmax() == targets[b, t]) for b in range(20) for t in range(5)
+    )
+    expected = functional.cross_entropy(logits.double().flatten(0, 1), targets.flatten(), reduction="sum")
+    assert found["loss"] == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_sequences_that_only_fill_up_count_for_nothing_even_if_nan() -> None:
+    logits, targets = logits_and_targets(4)
+    valid = torch.tensor([True, False, True, False])
+    spoiled = logits.clone()
+    spoiled[~valid] = float("nan")
+    assert sums(batch(spoiled, targets, valid)) == sums(batch(logits[valid], targets[valid]))
+
+
+def test_batches_merge_to_the_metrics_of_the_whole() -> None:
+    logits, targets = logits_and_targets(12)
+    parts = [sums(batch(logits[part], targets[part])) for part in (slice(0, 5), slice(5, 12))]
+    metrics = task().metrics({name: sum(part[name] for part in parts) for name in parts[0]})
+    loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+    assert metrics.keys() == {"loss", "perplexity", "accuracy"}
+    assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
+    assert metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+    assert metrics["accuracy"] == (logits.argmax(2) == targets).double().mean().item()
+
+
+def test_a_loss_beyond_all_numbers_is_no_error() -> None:
+    assert task().metrics({"loss": 1e6, "count": 1.0, "correct": 0.0})["perplexity"] == math.inf
+
+
+def test_tasks_refuse_each_others_data() -> None:
+    with pytest.raises(BadFileError, match=r"^task: causal_lm .*digits gives images; write classification"):
+        CausalLM(experiment(data="digits"), IMAGES)
+    with pytest.raises(BadFileError, match=r"^task: classification .*write causal_lm"):
+        Classification(experiment(task="classification"), TEXT)
