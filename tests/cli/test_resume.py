@@ -79,7 +79,7 @@ def test_changes_that_leave_the_run_what_it_is_are_noted_and_stay(failed: RunPat
 
 
 def test_a_change_that_cannot_be_started_leaves_the_run_alone(failed: RunPaths) -> None:
-    assert _resume(failed.folder, "parallel.strategy=hsdp") == 65
+    assert _resume(failed.folder, "parallel.strategy=tensor") == 65
     assert _resume(failed.folder, "--devices", "5") == 65
     assert newest_number(failed) == 1
 
