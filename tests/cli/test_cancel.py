@@ -101,6 +101,7 @@ signal.pause()
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_go_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SAVE_LIMIT_S", 0.5)
     paths = small_run(tmp_path / "runs")

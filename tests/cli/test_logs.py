@@ -102,6 +102,7 @@ def test_earlier_attempts_logs_stay_to_be_read(queued: RunPaths) -> None:
     assert _logs("abc", "--attempt", "1")[1] == "earlier\n"
 
 
+@pytest.mark.slow
 def test_following_goes_on_through_a_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = put_programs_first(tmp_path, monkeypatch)
     programs.put("squeue", "exit 1")  # says no: the folder's word counts

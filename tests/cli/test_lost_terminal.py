@@ -24,11 +24,14 @@ from tests.cli.launchers import SCRIPTED
 from tests.end_to_end import paced
 from tests.end_to_end.runs import EXPERIMENT, last_step, wait_for
 
+pytestmark = pytest.mark.slow
+
 _LIMIT_S = 120.0
 
 
 def _own_terminal() -> None:
     """Make stdin, a terminal, that of this new session: closing it sends SIGHUP."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     os.setsid()
     ioctl(0, termios.TIOCSCTTY, 0)
 
@@ -43,7 +46,7 @@ def _on_a_terminal(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[by
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        preexec_fn=_own_terminal,  # noqa: PLW1509  (two system calls)
+        preexec_fn=_own_terminal,  # noqa: PLW1509  (three system calls)
     )
     os.close(theirs)
     try:

@@ -106,6 +106,7 @@ def test_a_billion_laughs_are_refused_at_the_first_alias(tmp_path: Path) -> None
     assert "exp.yaml:2:8: b[0]: is the alias *a; write the value out" in lines
 
 
+@pytest.mark.slow
 @pytest.mark.fault(26)
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "? ", "{? ", "a:\n"])
 def test_deep_nesting_ends_in_a_clear_error(tmp_path: Path, opening: str) -> None:
@@ -134,6 +135,7 @@ def test_a_file_of_two_mebibytes_is_refused(tmp_path: Path) -> None:
     assert lines == ["exp.yaml:1:1: the file is over 1 MiB; give an experiment file"]
 
 
+@pytest.mark.slow
 @pytest.mark.fault(25)
 def test_more_values_than_an_experiment_has_are_not_read(tmp_path: Path) -> None:
     fitting, too_many = (f"a: [{'1,' * number}]" for number in (MAX_VALUES - 3, MAX_VALUES - 2))
@@ -191,6 +193,7 @@ _PLAIN = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.dictionaries(st.text("klm", min_size=1), _PLAIN, min_size=1))
 def test_what_pyyaml_writes_without_ambiguity_is_read_back(data: dict[str, object]) -> None:

@@ -153,6 +153,7 @@ def test_too_little_data_is_refused_before_anything_starts() -> None:
         training_batches(source(random_split(7)), experiment(), Position(0), 1, 0, 1, CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_evaluation_counts_each_sample_once_and_is_not_augmented(workers: int, world_size: int) -> None:

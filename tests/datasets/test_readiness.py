@@ -71,6 +71,7 @@ def test_it_is_known_whether_the_next_step_is_there(tmp_path: Path) -> None:
         assert next(batches)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_step_is_ready_only_when_all_its_micro_batches_are(tmp_path: Path) -> None:
     """Ten micro-batches a step, of which torch reads ahead two."""
     gate = tmp_path / "gate"

@@ -98,6 +98,7 @@ def test_without_blocks_the_whole_model_is_compiled_and_said_so(caplog: pytest.L
     assert "no repeated blocks" in caplog.text
 
 
+@pytest.mark.slow
 def test_more_kinds_of_blocks_than_dynamos_limit_are_all_compiled() -> None:
     blocks = [Block(width) for width in range(2, 14)]
     compile_model(nn.ModuleList(blocks), blocks, CompileConfig(dynamic=False), CPU)

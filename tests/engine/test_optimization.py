@@ -68,6 +68,7 @@ def test_timms_optimizer_keeps_its_classes_weight_decay_unless_it_is_given() -> 
     assert optimizer("timm/adamwlegacy", weight_decay=0.3).param_groups[0]["weight_decay"] == 0.3
 
 
+@pytest.mark.slow
 def test_torchs_optimizers_need_no_timm() -> None:
     code = (
         "import sys; from hpc_train.engine import optimization as o; o._find('adamw'); o._find('torch/sgd'); "

@@ -14,6 +14,8 @@ from hpc_train.run_folder.liveness import end_living
 from hpc_train.run_folder.status import current_status, read_status
 from tests.launchers.fake_ranks import new_request, record_of, start_launcher, told, wait_for
 
+pytestmark = pytest.mark.slow
+
 SAVE_AND_STOP = """
 flag = signals.install()
 tell("ready")

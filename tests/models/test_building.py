@@ -47,6 +47,7 @@ def test_arguments_of_the_file_win_over_the_data_set() -> None:
     assert build("torchvision/resnet18", args={"num_classes": 4}).fc.out_features == 4
 
 
+@pytest.mark.slow
 def test_grey_images_keep_the_names_of_parameters_and_compile() -> None:
     model = build("torchvision/resnet18", info(channels=1)).eval()
     assert model.state_dict().keys() == torchvision.models.resnet18().state_dict().keys()

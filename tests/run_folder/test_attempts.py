@@ -61,6 +61,7 @@ def claim(folder: str) -> list[int]:
     return [claim_attempt(RunPaths(Path(folder))) for _ in range(10)]
 
 
+@pytest.mark.slow
 def test_of_many_that_claim_each_gets_a_number_of_its_own(run: RunPaths) -> None:
     with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
         claimed = [number for numbers in pool.map(claim, [str(run.folder)] * 4) for number in numbers]

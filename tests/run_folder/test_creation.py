@@ -76,6 +76,7 @@ def create(folder: str) -> bool:
     return create_run(RunPaths(Path(folder)), small_experiment(), "abc", 10)
 
 
+@pytest.mark.slow
 def test_of_many_that_create_one_run_exactly_one_does(tmp_path: Path) -> None:
     with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
         for number in range(5):

@@ -118,6 +118,7 @@ def _take(root: str, cwd: str) -> str:
     return str(take(Path(root), Path(cwd), []))
 
 
+@pytest.mark.slow
 def test_many_that_take_it_at_once_get_the_same_whole_one(tree: Path, root: Path) -> None:
     with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
         taken = set(pool.map(_take, [str(root)] * 16, [str(tree)] * 16))

@@ -179,6 +179,7 @@ def test_one_rank_that_hangs_is_told_of_with_its_stacks(watched: Watched) -> Non
     assert heartbeat["hang"] == error.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.fault(18)
 def test_before_the_first_step_a_rank_may_take_long(watched: Watched) -> None:
     watched.progress.at("loading")
@@ -243,6 +244,7 @@ def test_the_end_that_a_rank_left_itself_stands(watched: Watched) -> None:
     assert not watched.attempt.error(0).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.fault(17)
 def test_a_disk_that_answers_no_more_keeps_nobody_from_ending(
     watched: Watched, monkeypatch: pytest.MonkeyPatch

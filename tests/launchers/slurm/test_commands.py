@@ -70,6 +70,7 @@ def test_a_program_that_hangs_is_ended_at_the_limit(programs: Programs) -> None:
         run(["squeue"], limit_s=0.2)
 
 
+@pytest.mark.slow
 def test_only_what_asks_for_it_is_repeated(programs: Programs) -> None:
     answers_third = f'test $(wc -l < "$0.calls") -ge 3 && echo here || {{ echo "{_SILENT}" >&2; exit 1; }}'
     programs.put("squeue", answers_third)

@@ -66,6 +66,7 @@ def test_a_thousand_questions_within_10_s_are_one_squeue(programs: Programs) -> 
     assert len(programs.calls("squeue")) == 1
 
 
+@pytest.mark.slow
 def test_commands_that_ask_at_once_are_answered_by_one_squeue(programs: Programs) -> None:
     programs.put("squeue", f"sleep 0.5; cat {programs.folder}/rows")
     askers = [threading.Thread(target=ask, args=(["7"],)) for _ in range(8)]

@@ -269,6 +269,7 @@ def test_a_slurm_that_never_answers_leaves_all_to_the_next_command(
     assert steps.unfinished(folder) == []
 
 
+@pytest.mark.slow
 @pytest.mark.fault(33)
 def test_an_answer_that_was_lost_is_asked_for_before_sbatch_runs_again(
     tmp_path: Path, folder: ExperimentPaths, programs: Programs
