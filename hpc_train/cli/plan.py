@@ -75,6 +75,6 @@ def start_problems(loaded: Loaded, made: Plan) -> list[str]:
     lines = [
         loaded.problem(problem.path, problem.message, problem.remedy)
         for run in made.runs
-        for problem in check_start(run.experiment, run.ranks, run.ranks_per_node)
+        for problem in check_start(run.experiment, run.ranks, run.ranks_per_node, run.fewest_ranks)
     ]
     return list(dict.fromkeys(lines))

@@ -22,7 +22,7 @@ from hpc_train.launchers.base import QueueingLauncher
 from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.plan.identity import changes_identity
-from hpc_train.plan.planning import slurm_ranks, slurm_ranks_per_node
+from hpc_train.plan.planning import fewest_slurm_ranks, slurm_ranks, slurm_ranks_per_node
 from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.creation import note_versions
 from hpc_train.run_folder.files import read_json
@@ -37,6 +37,8 @@ _STRICT = "environment.strict=true"
 _FIXED: dict[str, Callable[[Experiment], object]] = {
     "name": lambda experiment: experiment.name,
     "sweep.grid": lambda experiment: experiment.sweep.grid,
+    # Unlike the rest of its section it changes the mathematics.
+    "parallel.sync_batchnorm": lambda experiment: experiment.parallel.sync_batchnorm,
 }
 
 
@@ -215,9 +217,10 @@ def _prepare(paths: RunPaths, wish: _Wish, name: str) -> _Resumption:
     slurm = loaded.experiment.slurm
     ranks = slurm_ranks(slurm) if name == SLURM else devices
     per_node = slurm_ranks_per_node(slurm) if name == SLURM else devices
+    fewest = fewest_slurm_ranks(slurm) if name == SLURM else devices
     problems = [
         loaded.problem(problem.path, problem.message, problem.remedy)
-        for problem in check_start(loaded.experiment, ranks, per_node)
+        for problem in check_start(loaded.experiment, ranks, per_node, fewest)
     ]
     problems += section_problems(name, loaded)
     if problems:

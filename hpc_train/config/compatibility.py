@@ -71,6 +71,19 @@ class Refusal:
         return rule(*self.reads)(find)
 
 
+#: Optimizers of torch and timm that reckon with a parameter as a whole, not with a DTensor. A test compares.
+NEED_WHOLE_PARAMETERS = (
+    "adafactor", "adamp", "adamuon", "cadafactor", "cadamp", "cmars", "csgdp", "mars", "nadamuon", "novograd",
+    "novogradc", "novogradw", "sgdp",
+)  # fmt: skip
+
+
+def _needs_whole(experiment: Experiment) -> bool:
+    name = experiment.optimization.optimizer.name.lower().rpartition("/")[2]
+    is_sharded = experiment.parallel.strategy == "zero1" or _is_fully_sharded(experiment)
+    return is_sharded and name in NEED_WHOLE_PARAMETERS
+
+
 def _is_fully_sharded(experiment: Experiment) -> bool:
     return experiment.parallel.strategy in FULLY_SHARDED
 
@@ -84,6 +97,16 @@ def _replays_graphs(experiment: Experiment) -> bool:
 
 
 REFUSALS = (
+    Refusal(
+        reads=("optimization.optimizer.name", "parallel.strategy"),
+        path=("optimization", "optimizer", "name"),
+        holds=_needs_whole,
+        message=lambda e: (
+            f"{shortened(e.optimization.optimizer.name)} needs whole parameters, and "
+            f"{e.parallel.strategy} gives it shards"
+        ),
+        remedy="write adamw, or parallel.strategy: ddp",
+    ),
     Refusal(
         reads=("model.channels_last", "parallel.strategy"),
         path=("model", "channels_last"),

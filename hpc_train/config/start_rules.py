@@ -13,11 +13,15 @@ _MESSAGE = "does not work in this version"
 
 
 def check_start(
-    experiment: Experiment, ranks: int | None, ranks_per_node: int | None = None
+    experiment: Experiment,
+    ranks: int | None,
+    ranks_per_node: int | None = None,
+    fewest_ranks: int | None = None,
 ) -> list[Problem]:
     """Return what keeps the run from being started on so many ranks (None: not known yet).
 
-    ``ranks_per_node``: all of them on one node where it is not said.
+    ``ranks_per_node``: all of them on one node where it is not said. ``fewest_ranks``: of a range of nodes,
+    each of which a start may get.
     """
     problems = [_not_yet(path) for path in _unsupported_keys(experiment)]
     if experiment.optimization.micro_batch_size == "auto":
@@ -29,7 +33,10 @@ def check_start(
         message = f"{strategy} {_MESSAGE}"
         problems.append(Problem(("parallel", "strategy"), message, f"write {' or '.join(STRATEGIES)}"))
     elif ranks is not None:
-        problems += _misfits(experiment, ranks, ranks_per_node or ranks)
+        per_node = ranks_per_node or ranks
+        possible = range(ranks, (fewest_ranks or ranks) - 1, -per_node)
+        misfits = (_misfits(experiment, number, per_node) for number in possible)
+        problems += next(filter(None, misfits), [])
     return problems
 
 

@@ -157,6 +157,11 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     if config.pretrained is True:
         raise BadFileError("model.pretrained: gpt has no weights on a hub; write false, or a path")
     args = _parse(config)
+    if args.num_classes is not None and args.num_classes < info.num_classes:
+        raise BadFileError(
+            f"model.args.num_classes: {args.num_classes} is less than the {info.num_classes} tokens of the "
+            "data; take it out, or write as many"
+        )
     model = GPT(args.num_classes or info.num_classes, info.sequence_length, args)
     if isinstance(config.pretrained, str):
         load_weights(model, config.pretrained)

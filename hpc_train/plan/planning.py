@@ -38,6 +38,8 @@ class PlannedRun:
     experiment: Experiment
     ranks: int
     ranks_per_node: int
+    #: Of a range of nodes; ``ranks`` are the most.
+    fewest_ranks: int
     micro_batches: int | None
     accumulation: int | None
     steps_per_epoch: int | None
@@ -131,6 +133,7 @@ def _planned(variant: Variant, num_samples: int | None, devices: int | None, loc
         experiment=experiment,
         ranks=ranks,
         ranks_per_node=per_node,
+        fewest_ranks=ranks if local else fewest_slurm_ranks(experiment.slurm),
         micro_batches=micro_batches,
         accumulation=None if micro_batches is None else accumulation(micro_batches, data_ranks),
         steps_per_epoch=steps_per_epoch,
@@ -145,6 +148,13 @@ def slurm_ranks(slurm: SlurmConfig | None) -> int:
     if slurm is None:
         return 1
     return most_nodes(slurm) * slurm_ranks_per_node(slurm)
+
+
+def fewest_slurm_ranks(slurm: SlurmConfig | None) -> int:
+    """Return the ranks at the lower end of a range of nodes."""
+    if slurm is None or isinstance(slurm.nodes, int):
+        return slurm_ranks(slurm)
+    return int(slurm.nodes.partition("-")[0]) * slurm_ranks_per_node(slurm)
 
 
 def slurm_ranks_per_node(slurm: SlurmConfig | None) -> int:

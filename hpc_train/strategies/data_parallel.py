@@ -1,4 +1,4 @@
-"""What ddp and fsdp share: a rank's micro-batches one after the other, the last one synchronised.
+"""What strategies share whose ranks run the whole forward: a rank's micro-batches, the last one synchronised.
 
 Legend: R ranks, M micro-batches of a step, S = ⌈M/R⌉ slots of a rank.
 """

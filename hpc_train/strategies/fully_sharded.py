@@ -46,6 +46,7 @@ class FullySharded(DataParallel):
                 f"precision: {precision.name} does not work with BatchNorm under {self.name}; "
                 "write fp32, or parallel.strategy: ddp"
             )
+        self._refuse_numbers(model)
         mesh = self.mesh()
         policy = MixedPrecisionPolicy(param_dtype=precision.compute_dtype, reduce_dtype=precision.param_dtype)
         for block in blocks:
@@ -53,6 +54,14 @@ class FullySharded(DataParallel):
         # The root's own are needed again at once: torch's default keeps them, and so do we.
         fully_shard(model, mesh=mesh, mp_policy=policy)
         return model
+
+    def _refuse_numbers(self, model: nn.Module) -> None:
+        numbers = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+        if numbers:
+            raise BadFileError(
+                f"model.name: {numbers[0]} is a single number, which {self.name} can't shard; give it the "
+                "shape (1,), or write parallel.strategy: zero1"
+            )
 
     def synchronised(self, is_last: bool) -> AbstractContextManager[object]:
         assert isinstance(self.wrapped, FSDPModule)

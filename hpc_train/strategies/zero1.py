@@ -74,9 +74,15 @@ class ZeRO1Strategy(DDPStrategy):
 
 @torch.no_grad()
 def _sliced(whole: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a DTensor over a view of this rank's slice; a number is kept whole."""
-    placement: Placement = Shard(0) if whole.dim() else Replicate()
-    local = own_slice(whole, mesh.get_local_rank(), mesh.size()) if whole.dim() else whole.detach()
+    """Return a DTensor over a view of this rank's slice, or of all where no slice lies in one piece."""
+    placement: Placement = Shard(0) if _has_rows(whole) else Replicate()
+    is_sharded = placement.is_shard()
+    local = own_slice(whole, mesh.get_local_rank(), mesh.size()) if is_sharded else whole.detach()
     return DTensor.from_local(
         local, mesh, (placement,), run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def _has_rows(whole: Tensor) -> bool:
+    """Tell whether dim 0 is outermost in memory: fused kernels walk it, and transposed rows have gaps."""
+    return whole.dim() > 0 and whole.stride(0) * whole.shape[0] >= whole.numel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,6 +11,7 @@ from torch import nn
 
 from hpc_train import registry
 from hpc_train.config.schema import Experiment
+from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.sampler import Position
 from hpc_train.engine.activation_checkpointing import checkpoint_activations
 from hpc_train.engine.checkpoint import Checkpointer, Loaded
@@ -18,7 +20,7 @@ from hpc_train.engine.ema import Ema
 from hpc_train.engine.optimization import Optimization, make_optimizer
 from hpc_train.engine.schedules import make_schedule
 from hpc_train.engine.training_state import TrainingState
-from hpc_train.errors import ExitCode, StorageError, UserError
+from hpc_train.errors import BadFileError, ExitCode, StorageError, UserError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.models.depths import layer_depths
@@ -30,6 +32,8 @@ from hpc_train.strategies.base import Placement, Strategy
 from hpc_train.strategies.sync_batchnorm import sync_batchnorm
 from hpc_train.worker.rank import Rank
 
+#: What a plug-in's strategy written for an earlier version lacks.
+_METHODS = ("optimized", "weights_changed")
 _log = logging.getLogger(__name__)
 
 
@@ -86,7 +90,7 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, placemen
     depths = None if layer_decay is None else layer_depths(model, blocks)
     checkpoint_activations(blocks, config.activation_checkpointing)
     compile_model(model, blocks, config.compile, placement.device)
-    strategy = cast(Strategy, part("strategies", config.parallel.strategy)(placement))
+    strategy = _strategy(config, placement)
     wrapped = strategy.place(model, blocks)
     optimizer = make_optimizer(
         config.optimization.optimizer, strategy.optimized(), config.optimization.global_batch_size, depths
@@ -95,6 +99,18 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, placemen
     optimization = Optimization(optimizer, schedule, placement.precision, placement.device)
     ema = None if config.optimization.ema is None else Ema(model, config.optimization.ema.decay)
     return Learner(model, wrapped, strategy, optimization, ema)
+
+
+def _strategy(config: Experiment, placement: Placement) -> Strategy:
+    name = config.parallel.strategy
+    strategy = part("strategies", name)(placement)
+    missing = [method for method in _METHODS if not hasattr(strategy, method)]
+    if missing:
+        raise BadFileError(
+            f"parallel.strategy: {name} has no {missing[0]}, which strategies.base.Strategy asks for; "
+            "update its package, or write parallel.strategy: ddp"
+        )
+    return cast(Strategy, strategy)
 
 
 class OtherVersionsError(UserError):
@@ -111,14 +127,16 @@ class Resumed:
     skips: int = 0
 
 
-def resumed(rank: Rank, checkpointer: Checkpointer, learner: Learner) -> Resumed:
+def resumed(rank: Rank, checkpointer: Checkpointer, learner: Learner, source: DataSource) -> Resumed:
     """Bring back the newest whole checkpoint; the beginning where none was saved.
 
-    Raises StorageError where all are damaged, OtherVersionsError where the file insists on the same versions.
+    Raises StorageError where all are damaged, OtherVersionsError where the file insists on the same versions,
+    BadFileError where the data are others by now.
     """
     loaded = checkpointer.load_newest(learner.state)
     if loaded is not None:
         _heed_versions(rank, loaded)
+        _check_data(loaded, source)
         saved = loaded.extra["position"]
         return Resumed(Position(saved["step"], tuple(saved["skipped"])), loaded.extra.get("skips", 0))
     if checkpointer.notices:
@@ -145,12 +163,33 @@ def _heed_versions(rank: Rank, loaded: Loaded) -> None:
         _log.warning("%s; the weights may differ in the last bit from here on", words)
 
 
-def extra(rank: Rank, batches: BatchArithmetic, position: Position, skips: int) -> dict[str, Any]:
+def _check_data(loaded: Loaded, source: DataSource) -> None:
+    """Refuse data that would give samples other numbers, or classes, than those that were trained on."""
+    then, now = loaded.extra.get("data"), _data_facts(source)
+    if then is None or then == now:  # older checkpoints do not say
+        return
+    what = "training samples" if then["num_samples"] != now["num_samples"] else "classes"
+    counts = f": {then['num_samples']} then, {now['num_samples']} now" if what == "training samples" else ""
+    raise BadFileError(
+        f"data.root: the {what} are not those that checkpoint {loaded.step} was trained on{counts}; "
+        "put the data back as they were, or train anew with hpc-train submit --new"
+    )
+
+
+def _data_facts(source: DataSource) -> dict[str, Any]:
+    classes = hashlib.sha256("\n".join(source.info.class_names).encode(errors="surrogatepass")).hexdigest()
+    return {"num_samples": len(source.train), "classes": classes[:16]}
+
+
+def extra(
+    rank: Rank, source: DataSource, batches: BatchArithmetic, position: Position, skips: int
+) -> dict[str, Any]:
     """Return what a checkpoint says besides tensors: where it stands and how it came about."""
     return {
         "position": {"step": position.step, "skipped": list(position.skipped)},
         "skips": skips,
         "seed": rank.experiment.seed,
+        "data": _data_facts(source),
         "world_size": rank.facts.world_size,
         "micro_batches": batches.micro_batches,
         "steps_per_epoch": batches.steps_per_epoch,

@@ -85,7 +85,7 @@ def _train_once(run: _Run) -> bool | None:
     learner = build(rank.experiment, run.source.info, run.batches, placement(rank))
     checkpointer = _checkpointer(rank, learner)
     rank.progress.at("loading")
-    start = _without_skipped(run, resumed(rank, checkpointer, learner))
+    start = _without_skipped(run, resumed(rank, checkpointer, learner, run.source))
     rank.note("loaded")
     _begin_record(run, start.position.step)
     _say_start(run, learner, start.position, checkpointer.notices)
@@ -200,7 +200,7 @@ def _saves(
     rank = run.rank
 
     def extra_at(step: int) -> dict[str, Any]:
-        return extra(rank, run.batches, Position(step, start.skipped), guard.skips)
+        return extra(rank, run.source, run.batches, Position(step, start.skipped), guard.skips)
 
     def on_saved(save: Save) -> None:
         if rank.events is not None:

@@ -78,6 +78,12 @@ def test_changes_that_leave_the_run_what_it_is_are_noted_and_stay(failed: RunPat
     assert changes == {"2": ["parallel.strategy=fsdp", "data.workers=2"], "3": ["data.workers=1"]}
 
 
+def test_batchnorm_over_all_ranks_would_be_another_run(failed: RunPaths) -> None:
+    done = hpc_train("resume", failed.folder, "parallel.sync_batchnorm=true")
+    assert (done.code, "would make" in done.err) == (2, True)
+    assert newest_number(failed) == 1
+
+
 def test_a_change_that_cannot_be_started_leaves_the_run_alone(failed: RunPaths) -> None:
     assert _resume(failed.folder, "parallel.strategy=tensor") == 65
     assert _resume(failed.folder, "--devices", "5") == 65

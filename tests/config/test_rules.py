@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,16 @@ def test_what_can_not_be_started_yet_is_named(tmp_path: Path, override: str, key
     assert "does not work in this version" in problem.message
 
 
+def test_each_number_of_nodes_of_a_range_must_fit(tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    path.write_text(GOOD.replace("global_batch_size: 64", "global_batch_size: 256"))
+    experiment = load(path, ["parallel={strategy: hsdp, shard: 4}"]).experiment
+    assert check_start(experiment, 8, ranks_per_node=2) == []
+    (problem,) = check_start(experiment, 8, ranks_per_node=2, fewest_ranks=4)
+    assert problem.path == ("parallel", "shard") and "there are 6" in problem.message
+    assert check_start(experiment, 16, ranks_per_node=4, fewest_ranks=4) == []
+
+
 def test_more_ranks_than_micro_batches_are_refused_at_the_start(tmp_path: Path) -> None:
     path = tmp_path / "exp.yaml"
     path.write_text(GOOD)
@@ -218,7 +229,7 @@ def test_batchnorm_over_ranks_that_do_not_share_micro_batches_evenly_is_refused(
 
 
 @pytest.fixture
-def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A child that knows two models, one with BatchNorm."""
     answer: dict[str, Any] = {
         "timm": ["resnet50", "vit_tiny"],
@@ -235,6 +246,8 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     child.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(child))
     monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
+    names.forget_answers()
+    yield
     names.forget_answers()
 
 
@@ -278,6 +291,14 @@ def test_listed_names_pass(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     [
         (("compile={mode: reduce-overhead}", "parallel.strategy=fsdp"), "compile.mode"),
         (("compile={mode: max-autotune}", "parallel.strategy=zero2"), "compile.mode"),
+        (
+            ("optimization.optimizer={name: adafactor, lr: 0.1}", "parallel.strategy=fsdp"),
+            "optimization.optimizer.name",
+        ),
+        (
+            ("optimization.optimizer={name: timm/sgdp, lr: 0.1}", "parallel.strategy=zero1"),
+            "optimization.optimizer.name",
+        ),
         (("compile={fallback: true, fullgraph: true}",), "compile.fallback"),
     ],
 )

@@ -27,7 +27,7 @@ ON_DIGITS = "data={name: digits}"
     [
         (("task=classification",), "task", "write causal_lm"),
         ((ON_DIGITS, "model.name=acme:net"), "task", "digits has images; write classification, or data.name"),
-        (("model.name=timm/resnet18",), "model.name", "write gpt"),
+        (("model.name=timm/resnet50",), "model.name", "write gpt"),
         (("model.name=torchvision/resnet18",), "model.name", "write gpt"),
         (("task=classification", ON_DIGITS), "model.name", "write data.name: text, or another model"),
         (("model.name=gpt/2",), "model.name", "write gpt"),

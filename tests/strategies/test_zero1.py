@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train.config.degrees import Degrees
+from hpc_train.config.training_sections import OptimizerConfig
+from hpc_train.engine.optimization import Optimization, make_optimizer
 from hpc_train.registry import load
 from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import choose_precision
@@ -108,6 +110,8 @@ def compare_with_ddp(rank: int, world_size: int) -> dict[str, Any]:
         "state bytes": {name: state_bytes(one) for name, one in trainings.items()},
         "fp16": fp16_with_an_overflow(rank, world_size),
         "gathered": gather_odd_shapes(rank, world_size),
+        "gaps": numbers_and_gaps(rank, world_size),
+        "one slice": overflow_in_one_slice(rank, world_size),
     }
 
 
@@ -143,6 +147,68 @@ def fp16_with_an_overflow(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+class Numbered(nn.Module):
+    """A single number comes first, and a matrix lies transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.turned = nn.Parameter(torch.randn(5, 6).t())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs @ self.turned.t() * self.scale).square().mean()
+
+
+def optimized(rank: int, world_size: int, name: str, precision: str) -> tuple[Any, nn.Module, Optimization]:
+    degrees = Degrees(replicate=world_size) if name == "ddp" else Degrees(shard=world_size)
+    chosen = choose_precision(precision, CPU)
+    strategy: Any = load("strategies", name)(Placement(rank, degrees, CPU, chosen, False, {}))  # type: ignore[operator]
+    model = Numbered()
+    strategy.place(model, [])
+    config = OptimizerConfig(name="adamw", lr=0.1, args={"fused": True})
+    return (
+        strategy,
+        model,
+        Optimization(make_optimizer(config, strategy.optimized(), 4), lambda step: 1.0, chosen, CPU),
+    )
+
+
+def numbers_and_gaps(rank: int, world_size: int) -> bool:
+    """A fused optimizer on a parameter whose rows have gaps, beside ddp."""
+    found = []
+    for name in ("ddp", "zero1"):
+        strategy, model, optimization = optimized(rank, world_size, name, "fp64")
+        for _ in range(3):
+            strategy.accumulate(
+                [batch(rank, 1 / world_size)], lambda net, each: net(each.inputs), optimization.backward
+            )
+            optimization.step()
+            strategy.weights_changed()
+        found.append({key: value.detach().clone() for key, value in model.named_parameters()})
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    return True
+
+
+def overflow_in_one_slice(rank: int, world_size: int) -> float:
+    """Only the last rank's slice overflows, and what comes first is held whole by all."""
+    strategy, model, optimization = optimized(rank, world_size, "zero1", "fp16")
+    model.register_parameter("rows", nn.Parameter(torch.ones(2 * world_size, 3)))
+    strategy.place(model, [])
+    optimizer = make_optimizer(OptimizerConfig(name="sgd", lr=0.1), strategy.optimized(), 4)
+    optimization = Optimization(optimizer, lambda step: 1.0, choose_precision("fp16", CPU), CPU)
+    assert optimization.scaler is not None
+    optimization.scaler.scale(torch.ones(()))  # makes the scale
+    for part in strategy.optimized().values():
+        part.grad = torch.zeros_like(part)
+    if rank == world_size - 1:
+        strategy.optimized()["rows"].grad.to_local().fill_(torch.inf)
+    strategy.optimized()["scale"].grad.to_local().fill_(1.0)
+    optimization.step()
+    assert float(model.get_parameter("scale")) == 1.5, "a rank took the step"
+    return optimization.scaler.get_scale()
+
+
 def gather_odd_shapes(rank: int, world_size: int) -> bool:
     """Tell whether tensors of which each rank has its slice alone come back, in buckets of any size."""
     for bucket_bytes in (1, 100, 1 << 20):
@@ -171,7 +237,8 @@ def test_weights_state_and_norms_are_ddps_with_a_share_of_its_state(ranks: int, 
         overflow = found["fp16"]
         assert overflow["zero1"]["kept"] and overflow["zero1"]["scale"] == overflow["ddp"]["scale"] == 2.0**5
         torch.testing.assert_close(overflow["zero1"], overflow["ddp"], rtol=1e-4, atol=1e-5)
-        assert found["gathered"]
+        assert found["gathered"] and found["gaps"]
+        assert found["one slice"] == 2.0**15
 
 
 def test_buckets_are_bounded_and_hold_every_row_once() -> None:
