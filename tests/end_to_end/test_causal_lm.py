@@ -83,7 +83,7 @@ def test_it_learns_and_says_so(quiet: RunPaths) -> None:
     assert 0.1 < last["accuracy"] < 1
 
 
-def test_a_kill_changes_no_bit(quiet: RunPaths, text: str, tmp_path: Path) -> None:
+def test_a_kill_changes_no_bit_and_other_text_is_refused(quiet: RunPaths, text: str, tmp_path: Path) -> None:
     runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
     experiment = write_experiment(tmp_path, text)
     process = start("submit", experiment, "parallel.strategy=fsdp", "--local", "--devices", "2", **runs)
@@ -94,7 +94,13 @@ def test_a_kill_changes_no_bit(quiet: RunPaths, text: str, tmp_path: Path) -> No
     kill_everything(process, paths)
     process.communicate()
     assert 7 <= last_step(paths) < STEPS
-    done = hpc_train("resume", paths.folder, "data.workers=2", **runs)
+    root = Path(text.partition("root: ")[2].partition(",")[0])
+    other = tmp_path / "other.txt"
+    other.write_text(root.read_text().replace("a", "k"))  # as many letters: all shapes fit
+    done = hpc_train("resume", paths.folder, f"data.root={other}", **runs)
+    assert done.code == 65, done.err
+    assert "data.root: the classes are not those that checkpoint" in done.err
+    done = hpc_train("resume", paths.folder, "data.workers=2", f"data.root={root}", **runs)
     assert done.code == 0, done.err
     assert_equal_to_the_bit(quiet, paths)
 
