@@ -1,0 +1,203 @@
+"""Where to cut the steps of a model's forward: called by ``splitting``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor, fx, nn
+
+from hpc_train.errors import BadFileError
+from hpc_train.models.tracing import FACTORIES, cant_be_cut, own_steps, passing_values
+
+_SIZES = (
+    *("shape", "size", "dim", "ndim", "ndimension", "numel", "stride"),
+    *("device", "dtype", "item", "tolist"),
+)
+_SEVERAL = ("chunk", "split", "tensor_split", "unbind")
+#: Costs of a value that passes a cut; what can't be told before it runs, only where nothing else is left.
+_NO_TENSOR, _TENSOR, _UNKNOWN = 0, 1, 1000
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of the forward, and the cut behind it."""
+
+    #: Up to here.
+    num_parameters: int
+    num_blocks: int
+    #: How many values pass this cut; None: one of them must not.
+    num_passing: int | None
+    #: Names of a tensor that is used on both sides.
+    tied: str | None
+
+
+def steps_of(model: nn.Module, graph: fx.Graph, units: set[nn.Module]) -> list[Step]:
+    """Return the steps of ``graph``, in which each of ``units`` counts as a block."""
+    nodes = own_steps(graph)
+    kinds = _kinds(graph)
+    tied = _tied(model, nodes)
+    steps: list[Step] = []
+    seen: dict[int, int] = {}
+    blocks: set[nn.Module] = set()
+    for i, node in enumerate(nodes):
+        seen |= {id(p): p.numel() for p in _held(model, node) if isinstance(p, nn.Parameter)}
+        blocks |= units.intersection(_modules(model, node))
+        counts = [kinds[value] for value in passing_values(graph, nodes, i)]
+        num_passing = sum(counts) if all(counts) and not _is_changed_next(model, graph, nodes, i) else None
+        steps.append(Step(sum(seen.values()), len(blocks), num_passing, tied.get(i)))
+    return steps
+
+
+def _modules(model: nn.Module, node: fx.Node) -> list[nn.Module]:
+    return list(model.get_submodule(str(node.target)).modules()) if node.op == "call_module" else []
+
+
+def _held(model: nn.Module, node: fx.Node) -> list[Tensor]:
+    """Return the parameters and buffers that this step needs."""
+    fetched = [_tensor(model, source) for source in node.all_input_nodes if source.op == "get_attr"]
+    inner = [
+        value for m in _modules(model, node) for value in (*m._parameters.values(), *m._buffers.values())
+    ]
+    return [value for value in (*fetched, *inner) if value is not None]
+
+
+def _tensor(model: nn.Module, node: fx.Node) -> Tensor:
+    module, _, name = str(node.target).rpartition(".")
+    owner = model.get_submodule(module)
+    if name not in owner._parameters and name not in owner._buffers:
+        raise cant_be_cut(f"{node.target} is no parameter and no buffer", "register_buffer() makes it one")
+    return cast(Tensor, getattr(owner, name))
+
+
+def _tied(model: nn.Module, nodes: Sequence[fx.Node]) -> dict[int, str]:
+    """Return, by cut, the names of a tensor that is saved and used on both sides of it."""
+    names: dict[int, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(name)
+    places: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        for value in _held(model, node):
+            if id(value) in names:
+                places.setdefault(id(value), []).append(i)
+    words = {key: " and ".join(found[:2]) for key, found in names.items()}
+    return {i: words[key] for key, found in places.items() for i in range(found[0], found[-1])}
+
+
+def _is_changed_next(model: nn.Module, graph: fx.Graph, nodes: Sequence[fx.Node], cut: int) -> bool:
+    """Tell whether steps behind the cut change in place what passes it, which autograd refuses of an input.
+
+    Of a step without parameters (flatten, an identity) the result may be a view of what it takes.
+    """
+    views = set(passing_values(graph, nodes, cut))
+    for node in nodes[cut + 1 :]:
+        if views.intersection(node.all_input_nodes):
+            if _is_in_place(model, node):
+                return True
+            if not _held(model, node):
+                views.add(node)
+    return False
+
+
+def _is_in_place(model: nn.Module, node: fx.Node) -> bool:
+    if node.op == "call_module":
+        # What has parameters applies them first, and changes the result of that.
+        modules = _modules(model, node)[: 1 if _held(model, node) else None]
+        return any(getattr(module, "inplace", False) for module in modules)
+    name = getattr(node.target, "__name__", str(node.target))
+    return (name.endswith("_") and not name.endswith("__")) or bool(node.kwargs.get("inplace"))
+
+
+def _kinds(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return what it costs to let a step's result pass a cut: 0 where it is no tensor."""
+    kinds: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        kinds[node] = _kind(node, kinds)
+    return kinds
+
+
+def _kind(node: fx.Node, kinds: dict[fx.Node, int]) -> int:
+    name = getattr(node.target, "__name__", str(node.target))
+    if node.op == "call_module":
+        return _NO_TENSOR if any(_is_element(user) for user in node.users) else _TENSOR
+    if node.op not in ("call_function", "call_method") or node.target in FACTORIES:
+        return _TENSOR
+    if name in _SEVERAL:
+        return _NO_TENSOR
+    if name in _SIZES or (node.target is getattr and node.args[1] in _SIZES):
+        return _NO_TENSOR
+    if _is_element(node) and (source := node.all_input_nodes[0]).op == "call_module":
+        return _UNKNOWN
+    if _is_element(node) and getattr(source.target, "__name__", source.target) in _SEVERAL:
+        return _TENSOR
+    found = [kinds[source] for source in node.all_input_nodes]
+    return _TENSOR if _TENSOR in found else max(found, default=_NO_TENSOR)
+
+
+def _is_element(node: fx.Node) -> bool:
+    return node.target is operator.getitem and isinstance(node.args[1], int)
+
+
+#: (parameters of the largest stage, costs of what passes, behind which steps): the smaller the better.
+_Cuts = tuple[int, int, tuple[int, ...]]
+
+
+def balanced_cuts(steps: Sequence[Step], num_stages: int) -> tuple[int, ...]:
+    """Return behind which steps to cut, so that the largest stage has as few parameters as can be."""
+    num_blocks = steps[-1].num_blocks if steps else 0
+    if num_blocks < num_stages:
+        remedy = f"write at most {num_blocks}" if num_blocks > 1 else "write another parallel.strategy"
+        raise BadFileError(
+            f"parallel.pipeline: {num_stages} stages need at least a block each, and this model has "
+            f"{num_blocks}; {remedy}"
+        )
+    if found := _best(steps, num_stages, are_tied_kept=True):
+        return found
+    if found := _best(steps, num_stages, are_tied_kept=False):
+        name = next(name for cut in found if (name := steps[cut].tied))
+        raise cant_be_cut(
+            f"{name} would fall into two of {num_stages} stages",
+            "make them two tensors (gpt: model.args: {tie_embeddings: false}), or write another "
+            "parallel.strategy, like fsdp",
+        )
+    raise cant_be_cut(f"between too many of its blocks passes what is no tensor, for {num_stages} stages")
+
+
+def _best(steps: Sequence[Step], num_stages: int, *, are_tied_kept: bool) -> tuple[int, ...] | None:
+    start, end = Step(0, 0, 0, None), steps[-1]
+    places = _candidates(steps[:-1], are_tied_kept=are_tied_kept)
+    reached: dict[int, _Cuts] = {-1: (0, 0, ())}
+    for _ in range(num_stages - 1):
+        reached = {
+            place: min(ways)
+            for place in places
+            if (ways := _ways(reached, steps, start, place, steps[place]))
+        }
+    ways = _ways(reached, steps, start, len(steps) - 1, end)
+    return min(ways)[2][:-1] if ways else None
+
+
+def _ways(
+    reached: dict[int, _Cuts], steps: Sequence[Step], start: Step, place: int, step: Step
+) -> list[_Cuts]:
+    """Return what one more stage, which ends at ``place``, makes of each beginning that leaves it a block."""
+    ways: list[_Cuts] = []
+    for before, (most, costs, cuts) in reached.items():
+        last = steps[before] if before >= 0 else start
+        if before < place and last.num_blocks < step.num_blocks:
+            size = step.num_parameters - last.num_parameters
+            ways.append((max(most, size), costs + (step.num_passing or 0), (*cuts, place)))
+    return ways
+
+
+def _candidates(steps: Sequence[Step], *, are_tied_kept: bool) -> list[int]:
+    """Return where a cut may be; of places that share parameters out alike, the first with least to pass."""
+    best: dict[tuple[int, int], tuple[int, int]] = {}
+    for place, step in enumerate(steps):
+        if step.num_passing is None or (are_tied_kept and step.tied):
+            continue
+        key = step.num_parameters, step.num_blocks
+        best[key] = min(best.get(key, (step.num_passing, place)), (step.num_passing, place))
+    return [place for _, place in best.values()]

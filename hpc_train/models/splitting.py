@@ -1,0 +1,162 @@
+"""A model cut into the stages of a pipeline: modules that, one after the other, are the model.
+
+Called by the strategies that share out layers, before they place what a rank holds. The model's outer forward
+is traced down to its repeated blocks, which stay what they are, and cut between two of its steps.
+
+The class of a model that can't be traced may have a method ``pipeline_parts() -> list[nn.Module]``:
+submodules that are its forward when each is called with what the one before returned. It is cut between
+these alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+
+from hpc_train.models.cuts import balanced_cuts, steps_of
+from hpc_train.models.tracing import cant_be_cut, own_steps, passing_values, traced_in_both_modes, units_of
+
+Graphs = dict[bool, fx.Graph]
+
+
+class Stage(nn.Module):
+    """Consecutive layers of a model: its own submodules, under the names that they have there.
+
+    Takes what the stage before returned, a tensor or several; the first the batch's inputs. The last returns
+    what the model does.
+    """
+
+    def __init__(self, *, is_last: bool) -> None:
+        super().__init__()
+        self._is_last = is_last
+        #: By ``training``.
+        self._run: dict[bool, Callable[..., Any]] = {}
+
+    def forward(self, *inputs: Tensor) -> Any:
+        outputs = self._run[self.training](self, *inputs)
+        if not self._is_last:
+            _refuse_non_tensors(outputs)
+        return outputs
+
+
+def split_model(model: nn.Module, blocks: Sequence[nn.Module], num_stages: int) -> list[Stage]:
+    """Cut ``model`` so that the largest stage has as few parameters as can be, and each at least one block.
+
+    Without ``blocks``, a layer with parameters counts as one. The stages share the model's submodules and
+    tensors, which may lie on the meta device; what no step of the forward uses is the last one's. Raises
+    BadFileError where it can't be cut so.
+    """
+    units = units_of(model, blocks)
+    graphs = traced_in_both_modes(model, units)
+    cuts = balanced_cuts(steps_of(model, graphs[True], units), num_stages)
+    pieces = {mode: _pieces(graph, cuts) for mode, graph in graphs.items()}
+    held = _dealt_out(model, pieces[True])
+    stages = [
+        _stage(model, names, {mode: pieces[mode][i] for mode in pieces}, is_last=i == num_stages - 1)
+        for i, names in enumerate(held)
+    ]
+    _share_hooks(model, stages)
+    return stages
+
+
+def _pieces(graph: fx.Graph, cuts: Sequence[int]) -> list[fx.Graph]:
+    nodes = own_steps(graph)
+    bounds = [0, *(cut + 1 for cut in cuts), len(nodes)]
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    pieces: list[fx.Graph] = []
+    for first, behind in pairwise(bounds):
+        passing = passing_values(graph, nodes, behind - 1) if behind < len(nodes) else None
+        pieces.append(_piece(given, nodes[first:behind], passing, output))
+        given = passing or []
+    return pieces
+
+
+def _piece(
+    given: Sequence[fx.Node], nodes: Sequence[fx.Node], passing: Sequence[fx.Node] | None, output: fx.Node
+) -> fx.Graph:
+    """Copy ``nodes``, which take ``given`` and return what passes on; the last ones what ``output`` says."""
+    piece = fx.Graph()
+    copies = {node: piece.placeholder(node.name) for node in given}
+
+    def copy_of(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            assert node.op == "get_attr", "steps come in order"
+            copies[node] = piece.node_copy(node)
+        return copies[node]
+
+    for node in nodes:
+        copies[node] = piece.node_copy(node, copy_of)
+        # Else the code made of it has fx look for "torch.arange" in its globals at each later trace.
+        copies[node].meta.pop("is_wrapped", None)
+    if passing is None:
+        piece.output(map_arg(output.args[0], copy_of))
+    else:
+        results = tuple(copies[node] for node in passing)
+        piece.output(results if len(results) > 1 else results[0])
+    return piece
+
+
+def _dealt_out(model: nn.Module, pieces: Sequence[fx.Graph]) -> list[set[str]]:
+    """Return, by stage, the names of modules and tensors that it holds whole."""
+    held = [
+        {str(node.target) for node in piece.nodes if node.op in ("call_module", "get_attr")}
+        for piece in pieces
+    ]
+    tensors = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    owner = {id(value): names for names in held for name, value in tensors.items() if _is_within(name, names)}
+    for name, value in tensors.items():
+        if not any(_is_within(name, names) for names in held):
+            owner.get(id(value), held[-1]).add(name)
+    return held
+
+
+def _is_within(name: str, held: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:end]) in held for end in range(1, len(parts) + 1))
+
+
+def _stage(model: nn.Module, names: set[str], graphs: Graphs, *, is_last: bool) -> Stage:
+    stage = Stage(is_last=is_last)
+    _share(model, stage, names, "")
+    stage._run = {mode: type(fx.GraphModule(stage, graph)).forward for mode, graph in graphs.items()}
+    stage.training = model.training
+    return stage
+
+
+def _share(source: nn.Module, target: nn.Module, names: set[str], prefix: str) -> None:
+    """Give ``target`` what ``source`` has of ``names``, in the same order and under the same names."""
+    for name, parameter in source._parameters.items():
+        if prefix + name in names:
+            target.register_parameter(name, parameter)
+    for name, buffer in source._buffers.items():
+        if prefix + name in names:
+            target.register_buffer(name, buffer, name not in source._non_persistent_buffers_set)
+    for name, child in source._modules.items():
+        path = prefix + name
+        if child is not None and path in names:
+            target.add_module(name, child)
+        elif child is not None and any(each.startswith(path + ".") for each in names):
+            target.add_module(name, inner := nn.Module())
+            inner.training = child.training
+            _share(child, inner, names, path + ".")
+
+
+def _share_hooks(model: nn.Module, stages: Sequence[Stage]) -> None:
+    for hook in model._forward_pre_hooks.values():
+        stages[0].register_forward_pre_hook(hook)
+    for hook in model._forward_hooks.values():
+        stages[-1].register_forward_hook(hook)
+
+
+def _refuse_non_tensors(outputs: Any) -> None:
+    for value in outputs if isinstance(outputs, tuple) else (outputs,):
+        if not isinstance(value, Tensor):
+            raise cant_be_cut(f"a {type(value).__name__}, which is no tensor, passes between its blocks")

@@ -1,0 +1,156 @@
+"""The outer forward of a model as a graph of steps: what ``splitting`` cuts.
+
+A step is a call of a module or a function; the repeated blocks, and what lies beside them, are one step each.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from hpc_train.errors import BadFileError
+
+_REMEDY = "give its class a method pipeline_parts(), or write another parallel.strategy, like fsdp"
+#: Become steps of the graph where they are called with sizes of a traced tensor.
+FACTORIES = (torch.arange, torch.empty, torch.full, torch.ones, torch.zeros)
+
+
+def cant_be_cut(why: str, remedy: str = _REMEDY) -> BadFileError:
+    """Return the error to raise."""
+    return BadFileError(f"model.name: this model can't be cut into stages: {why}; {remedy}")
+
+
+def units_of(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Module]:
+    """Return the modules that a stage must have one of."""
+    if blocks:
+        return set(blocks)
+    return {m for m in model.modules() if m is not model and any(True for _ in m.parameters(recurse=False))}
+
+
+class _Tracer(fx.Tracer):
+    """Looks into the modules around ``units`` alone: all others are one step each."""
+
+    def __init__(self, units: set[nn.Module], leaves: set[nn.Module]) -> None:
+        timm = sys.modules.get("timm.layers")
+        opaque = tuple(timm.get_notrace_functions()) if timm else ()
+        super().__init__(autowrap_functions=(*FACTORIES, *filter(callable, opaque)))
+        self._autowrap_search.append(torch)  # where models look the factories up
+        self.proxy_buffer_attributes = True  # else what is computed of buffers becomes a constant
+        self.units, self.leaves = units, leaves
+        #: The innermost module whose forward raised; None: the model's own.
+        self.failed: nn.Module | None = None
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if m in self.units or m in self.leaves:
+            return True
+        return not any(inner in self.units for inner in m.modules())
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed = self.failed or m
+            raise
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
+        """Let the forward have one argument, the batch's inputs; the others keep their defaults."""
+        inputs = self.create_proxy("placeholder", "inputs", (), {})
+        return _outer_forward(self.root), [inputs]
+
+
+def _outer_forward(model: nn.Module) -> Callable[[Any], Any]:
+    parts = _parts(model)
+    if not parts:
+        return model.forward
+
+    def chain(value: Any) -> Any:
+        for part in parts:
+            value = part(value)
+        return value
+
+    return chain
+
+
+def _parts(model: nn.Module) -> list[nn.Module]:
+    method = getattr(type(model), "pipeline_parts", None)
+    parts = list(method(model)) if callable(method) else []
+    known = set(model.modules())
+    if any(part not in known for part in parts):
+        raise cant_be_cut("pipeline_parts() names what is none of its modules", "let it return submodules")
+    return parts
+
+
+def traced_in_both_modes(model: nn.Module, units: set[nn.Module]) -> dict[bool, fx.Graph]:
+    """Return, by ``training``, the steps of the model's forward, whose one argument are the batch's inputs.
+
+    The same steps in both, but for constants. Raises BadFileError where there is no such graph.
+    """
+    modes = {module: module.training for module in model.modules()}
+    graphs: dict[bool, fx.Graph] = {}
+    try:
+        for mode in (True, False):
+            for module in modes:
+                module.training = mode
+            with _refused_randomness():
+                graphs[mode] = _traced(model, units)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if [(n.op, n.target) for n in graphs[True].nodes] != [(n.op, n.target) for n in graphs[False].nodes]:
+        raise cant_be_cut("its forward takes other steps in training than in evaluation")
+    return graphs
+
+
+def _traced(model: nn.Module, units: set[nn.Module]) -> fx.Graph:
+    """Trace the outer forward; a module in it that can't be traced is one step."""
+    leaves = set(_parts(model))
+    while True:
+        tracer = _Tracer(units, leaves)
+        try:
+            graph = tracer.trace(model)
+        except Exception as error:  # whatever a forward raises that is given no tensor
+            if tracer.failed is None or tracer.failed in leaves:
+                raise cant_be_cut(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+            leaves.add(tracer.failed)
+            continue
+        finally:
+            constants = [name for name in vars(model) if name.startswith("_tensor_constant")]
+            for name in constants:
+                delattr(model, name)
+        if constants:
+            raise cant_be_cut(
+                "its forward makes a tensor that does not depend on the batch, outside of modules"
+            )
+        return graph
+
+
+@contextmanager
+def _refused_randomness() -> Iterator[None]:
+    """Refuse a forward that draws numbers itself: traced, they would be the same at each step."""
+    before = _random_states()
+    yield
+    if _random_states() != before:
+        raise cant_be_cut("its forward draws random numbers outside of modules")
+
+
+def _random_states() -> tuple[str, ...]:
+    states = random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state().tolist()
+    return tuple(repr(state) for state in states)
+
+
+def own_steps(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes that are dealt out; parameters and buffers are fetched where they are used."""
+    return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+
+
+def passing_values(graph: fx.Graph, nodes: Sequence[fx.Node], cut: int) -> list[fx.Node]:
+    """Return what is computed up to step ``cut`` and used behind it, in order of computation."""
+    before = {node for node in graph.nodes if node.op == "placeholder"} | set(nodes[: cut + 1])
+    return [node for node in graph.nodes if node in before and any(user not in before for user in node.users)]
