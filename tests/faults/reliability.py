@@ -108,7 +108,7 @@ def _soak() -> list[str]:
         f"and two nodes of a real Slurm, were equal to the bit after {strikes} random faults: SIGKILL of a "
         "rank or of a node's ranks, SIGTERM, USR2, preemption, `scontrol requeue`."
     )
-    return [said, ""]
+    return [" ".join(filter(None, [said, told.get("note")])), ""]
 
 
 def is_sound(report: Report) -> bool:

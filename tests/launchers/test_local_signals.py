@@ -69,7 +69,11 @@ def test_sigterm_to_the_launcher_is_ctrl_c(tmp_path: Path) -> None:
 
 def test_a_lost_terminal_is_ctrl_c_unless_hangups_are_ignored(tmp_path: Path) -> None:
     request = new_request(tmp_path)
-    launcher = start_launcher(request, SAVE_AND_STOP)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        launcher = start_launcher(request, SAVE_AND_STOP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     wait_for(told(request, "ready"))
     launcher.send_signal(signal.SIGHUP)
     assert end(launcher) == ExitCode.INTERRUPTED
