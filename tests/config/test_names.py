@@ -17,6 +17,7 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
     names.forget_answers()
     yield
+    monkeypatch.undo()  # a test may have replaced what is forgotten
     names.forget_answers()
 
 
