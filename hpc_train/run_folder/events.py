@@ -21,8 +21,13 @@ class EventLog:
     _signal: str | None = None
 
     def note(self, event: str, time: str | None = None) -> None:
-        """Write down that ``event`` happened, ``time`` (UTC, ISO 8601) or now. Only the first time counts."""
+        """Write down that ``event`` happened, ``time`` (UTC, ISO 8601) or now. Only the first time counts.
+
+        Where ranks agree to stop before this one's own signal came, they are who asked it to.
+        """
         assert event in EVENTS, event
+        if event == "agreed":
+            self._events.setdefault("signal", time or now_ms())
         if event not in self._events:
             self._events[event] = time or now_ms()
             self._write()
@@ -30,7 +35,8 @@ class EventLog:
     def signalled(self, name: str, time: str) -> None:
         """Write down which signal asked to stop, and when it came."""
         self._signal = self._signal or name
-        self.note("signal", time)
+        self._events.setdefault("signal", time)
+        self._write()
 
     def saved(self, duration_s: float, stall_s: float) -> None:
         """Remember the longest save, and what training waited for saves in all: for this one ``stall_s``."""
