@@ -105,7 +105,7 @@ class Training:
 
     def strategy(self) -> DDPStrategy:
         precision = Precision("fp32", torch.float32, torch.float32)
-        return DDPStrategy(Placement(0, Degrees(), self.device, precision, channels_last=False, args={}))
+        return DDPStrategy(Placement(0, Degrees(), self.device, precision))
 
     def settle(self) -> None:
         if self.device.type == "cuda":

@@ -44,6 +44,7 @@ from hpc_train.registry import load
 from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import Precision
 from hpc_train.strategies.base import Placement
+from tests.forwards import PlainForward
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
@@ -80,7 +81,7 @@ class Rank:
     def __init__(self, rank: int, degrees: Degrees, name: str) -> None:
         torch.manual_seed(0)
         precision = Precision("fp32", torch.float32, torch.float32)
-        placement = Placement(rank, degrees, torch.device("cpu"), precision, channels_last=False, args={})
+        placement = Placement(rank, degrees, torch.device("cpu"), precision)
         self.strategy: Any = load("strategies", name)(placement)  # type: ignore[operator]
         self.model = Transformer()
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
@@ -93,11 +94,11 @@ class Rank:
         """Train one step; return bytes by part at each moment."""
         found = {}
 
-        def backward(loss: Tensor) -> None:
+        def note(loss: Tensor) -> Tensor:
             found["forward's end"] = self.held()
-            loss.backward()
+            return loss
 
-        self.strategy.accumulate([self.batch], _loss, backward)
+        self.strategy.accumulate([self.batch], PlainForward(_loss, scale=note))
         found["backward's end"] = self.held()
         self.optimizer.step()
         self.strategy.weights_changed()

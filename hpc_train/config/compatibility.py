@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hpc_train.config import names
+from hpc_train.config.degrees import SHARING_LAYERS
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
 from hpc_train.config.schema import Experiment
 
@@ -17,8 +18,6 @@ from hpc_train.config.schema import Experiment
 STRATEGIES = ("ddp", "fsdp", "hsdp", "zero1", "zero2")
 #: Strategies that place parameters with ``fully_shard``.
 FULLY_SHARDED = ("fsdp", "hsdp", "zero2")
-#: Strategies by which a rank has parts of layers, or some of the layers.
-SHARING_LAYERS = ("tensor", "pipeline", "split")
 #: Those by which a CUDA graph finds its inputs elsewhere, or its results overwritten before their backward.
 _MOVING_MEMORY = (*FULLY_SHARDED, "pipeline", "split")
 

@@ -20,6 +20,8 @@ DEGREES = {
 }
 #: Strategies that share one copy of what they shard among all their ranks.
 _ALL_IN_ONE = ("fsdp", "zero1", "zero2")
+#: Strategies by which a rank has parts of layers, or some of the layers.
+SHARING_LAYERS = ("tensor", "pipeline", "split")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,14 @@ class Degrees:
         """Return which of the R a rank belongs to."""
         return rank // self.tensor % self.data_ranks
 
+    def stage_rank(self, rank: int) -> int:
+        """Return which of the ``pipeline`` ranks, in the order of the layers, a rank is."""
+        return rank // (self.tensor * self.data_ranks)
+
+    def tensor_rank(self, rank: int) -> int:
+        """Return which of the ``tensor`` ranks that share each layer a rank is."""
+        return rank % self.tensor
+
 
 def find_degrees(parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> Degrees | Problem:
     """Return what ``parallel:`` makes of so many ranks, or why it makes nothing of them.
@@ -54,6 +64,8 @@ def find_degrees(parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> D
         degrees = Degrees(shard=parallel.shard or ranks)
     elif parallel.strategy == "hsdp":
         degrees = _hybrid(parallel, ranks, ranks_per_node)
+    elif parallel.strategy in SHARING_LAYERS:
+        degrees = _shared_layers(parallel, ranks, ranks_per_node)
     else:
         degrees = Degrees(replicate=ranks)
     return degrees if degrees.world_size == ranks else _misfit(parallel, degrees, ranks)
@@ -63,6 +75,28 @@ def _hybrid(parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> Degree
     """Shard within a node and replicate over nodes, unless the file says otherwise."""
     shard = parallel.shard or (ranks // parallel.replicate if parallel.replicate else ranks_per_node)
     return Degrees(replicate=parallel.replicate or max(1, ranks // max(1, shard)), shard=max(1, shard))
+
+
+def _shared_layers(parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> Degrees:
+    """Take degrees left out as 1, but for the strategy's own: layers are shared within a node, stages are
+    what is left of all ranks, and so are copies where stages are given.
+    """
+    shard, tensor, stages = parallel.shard or 1, parallel.tensor or 1, parallel.pipeline or 1
+    if parallel.strategy == "tensor":
+        tensor = parallel.tensor or _part_of(ranks_per_node, shard * (parallel.replicate or 1))
+    elif parallel.pipeline is None:
+        stages = _part_of(ranks, shard * tensor * (parallel.replicate or 1))
+    return Degrees(
+        pipeline=stages,
+        replicate=parallel.replicate or _part_of(ranks, stages * shard * tensor),
+        shard=shard,
+        tensor=tensor,
+    )
+
+
+def _part_of(ranks: int, others: int) -> int:
+    """Return how many times ``others`` goes into ``ranks``, once at least; a misfit is told later."""
+    return max(1, ranks // others)
 
 
 def _misfit(parallel: ParallelConfig, degrees: Degrees, ranks: int) -> Problem:

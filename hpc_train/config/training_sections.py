@@ -194,6 +194,11 @@ class ParallelConfig(Section):
     """Ranks that share each layer; absent: 1, or by strategy."""
     pipeline: PositiveInt | None = None
     """Stages; absent: 1, or by strategy."""
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """In which order a pipeline's ranks run forward and backward: ``gpipe`` (all forward first), ``1f1b`` (by
+    turns: less memory) or ``interleaved`` (1f1b with several stages a rank: less waiting)."""
+    stages_per_rank: PositiveInt | None = None
+    """Stages that a rank of a pipeline has; absent: 2 with ``interleaved``, else 1."""
     sync_batchnorm: bool = False
     """Normalise over one micro-batch of each rank together, so that results depend on the number of ranks;
     ``false``: over one micro-batch."""

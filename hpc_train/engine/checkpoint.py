@@ -334,7 +334,7 @@ class Checkpointer:
         tensors |= {EMA + name: tensor for name, tensor in state.averages.items()}
         targets: dict[str, list[Piece]] = {}
         for name, tensor in tensors.items():
-            targets.setdefault(saved.first_name(name), []).append(self.strategy.piece(tensor))
+            targets.setdefault(saved.first_name(name), []).extend(self.strategy.pieces(tensor, tensor))
         read_into(checkpoint, saved.tensors, targets)
         if state.scaler is not None and state.scaler.is_enabled() and saved.scaler:
             state.scaler.load_state_dict(saved.scaler)

@@ -25,13 +25,16 @@ def evaluate(
     device: torch.device,
     begin: Callable[[int], None],
     must_stop: Callable[[], bool],
+    *,
+    reports: bool = True,
 ) -> dict[str, float] | None:
     """Return the sums over the whole validation set, or None where ``must_stop`` ended it early.
 
     Collective: every rank passes equally many batches of its own. Each batch stands between ``begin``, which
     is told its place and starts to ask all ranks, and ``must_stop``, which says the same on all of them.
     None in place of a batch: it did not come before the rank was asked to stop. ``num_batches`` counts those
-    of all ranks together; a batch numbered past it only fills up.
+    of all ranks together; a batch numbered past it only fills up. ``reports``: one does of the ranks that
+    share a model, and so have the same batches.
     """
     names: list[str] = []
     table = torch.empty(0)
@@ -44,7 +47,7 @@ def evaluate(
         if not names:
             names = list(sums)
             table = torch.zeros(num_batches, len(names), dtype=torch.float64, device=device)
-        if batch.number < num_batches:
+        if reports and batch.number < num_batches:
             table[batch.number] = torch.stack([sums[name].to(torch.float64) for name in names])
     dist.all_reduce(table)
     return dict(zip(names, table.cpu().sum(0).tolist(), strict=True))

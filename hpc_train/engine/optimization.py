@@ -52,10 +52,9 @@ class Optimization:
             group["lr"] = peak * factor
         return self._peak_lrs[0] * factor
 
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradients of ``loss``; scaled under fp16 until ``step`` takes that out."""
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward()
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return what backward begins at: scaled under fp16, until ``step`` takes that out of gradients."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
     def step(
         self,

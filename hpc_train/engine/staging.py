@@ -61,7 +61,8 @@ class Contents:
             "scaler": state.scaler.state_dict() if state.scaler else {},
             "extra": deepcopy(dict(extra)),
         }
-        return cls({name: strategy.piece(tensor) for name, tensor in tensors.items()}, buffers, rest)
+        pieces = {name: strategy.pieces(tensor, tensor)[0] for name, tensor in tensors.items()}
+        return cls(pieces, buffers, rest)
 
     @property
     def parameters(self) -> frozenset[str]:

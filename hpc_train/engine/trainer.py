@@ -19,6 +19,7 @@ from hpc_train.engine.cadence import Cadence
 from hpc_train.engine.compiling import begin_forward
 from hpc_train.engine.ema import Ema
 from hpc_train.engine.evaluation import evaluate
+from hpc_train.engine.forward import TrainingForward
 from hpc_train.engine.meters import Meters, StatusWriter
 from hpc_train.engine.non_finite import Guard, RollbackError, check_evaluation, seen_error
 from hpc_train.engine.optimization import Optimization
@@ -93,6 +94,19 @@ class Trainer:
     #: Counts the step's forward passes, as many on every rank, a rehearsal included.
     _slot: int = 0
     _save_began_at: float = field(default_factory=time.monotonic)
+    _forward: TrainingForward = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._forward = TrainingForward(
+            seed=self.experiment.seed,
+            task=self.task,
+            device=self.device,
+            compile=self.experiment.compile,
+            context=self._autocast,
+            to_input=self.to_input,
+            scale=self.optimization.scale,
+            on_begin=self._begin_slot,
+        )
 
     def train(self) -> bool:
         """Train to the last step. Returns False where it was asked to stop; then it has saved.
@@ -165,7 +179,7 @@ class Trainer:
         rate = self.optimization.set_learning_rate(step)
         self.strategy.share_buffers(all_persistent=False)
         self.guard.before_step()
-        loss = self.strategy.accumulate(batches, self._loss_of, self.optimization.backward)
+        loss = self.strategy.accumulate(batches, self._forward)
         self.saves.wait_staged()
         grad_norm, is_allowed = self.optimization.step(self._clip, lambda norm: self.guard.allows(loss, norm))
         if is_allowed:
@@ -188,14 +202,9 @@ class Trainer:
     def _clip(self) -> Tensor | None:
         return self.guard.clip(self.strategy.clip_gradients, self.experiment.optimization.clip_grad_norm)
 
-    def _loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
+    def _begin_slot(self, batch: Batch) -> None:
         self._slot += 1
         self.progress.at(self._training, batch.step, part=self._slot)
-        seed_forward(self.experiment.seed, batch.step, batch.number, self.device)
-        begin_forward(self.experiment.compile, self.device)
-        # Moved one by one: a step may have more micro-batches than the device has room for.
-        with self._autocast():
-            return self.task.loss(model, self.to_input(batch))
 
     def _sums_of(self, batch: Batch) -> dict[str, Tensor]:
         seed_forward(self.experiment.seed, self.step, batch.number, self.device)
@@ -234,6 +243,7 @@ class Trainer:
                 self.device,
                 begin=self._begin_evaluating,
                 must_stop=lambda: self.agreement.wait().stop,
+                reports=self.strategy.reports,
             )
         self.model.train()
         return None if sums is None else self.task.metrics(sums)

@@ -27,9 +27,14 @@ def stream_seed(seed: int, step: int, number: int) -> int:
     return splitmix64(splitmix64(splitmix64(seed) ^ step) ^ number)
 
 
-def seed_forward(seed: int, step: int, number: int, device: torch.device) -> None:
-    """Set torch's (CPU and ``device``), Python's and NumPy's streams for one micro-batch's forward pass."""
-    _seed_all(stream_seed(seed, step, number), device)
+def seed_forward(seed: int, step: int, number: int, device: torch.device, stage: int = 0) -> None:
+    """Set torch's (CPU and ``device``), Python's and NumPy's streams for one micro-batch's forward pass.
+
+    ``stage``: of a pipeline; each but the first has streams of its own, since it can't know how far those
+    before it have come in theirs.
+    """
+    value = stream_seed(seed, step, number)
+    _seed_all(splitmix64(value ^ stage) if stage else value, device)
 
 
 def seed_build(seed: int) -> None:

@@ -5,21 +5,39 @@ Legend: R data-parallel ranks, M micro-batches of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from hpc_train.config.degrees import Degrees
+from hpc_train.config.training_sections import ParallelConfig
 from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import Precision
 
-#: Forward of one micro-batch: model, batch → mean loss, shape (). Seeds the random streams itself.
-LossOf = Callable[[nn.Module, Batch], Tensor]
-#: Backward of a weighted loss; scales it first under fp16.
-Backward = Callable[[Tensor], None]
+
+class Forward(Protocol):
+    """What training computes of one micro-batch. No method is collective but for what the model's own
+    forward is.
+    """
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Run the whole forward as ``begin`` has it; return the mean loss, shape ()."""
+
+    def begin(self, batch: Batch, stage: int = 0) -> AbstractContextManager[object]:
+        """Seed the random streams for the batch, of each stage its own; return what a forward runs in."""
+
+    def to_input(self, batch: Batch) -> Batch:
+        """Return the batch on the device, its inputs as the model takes them."""
+
+    def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the mean loss of what the model made of the batch, shape ()."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return what backward begins at: ``loss``, multiplied by the scaler's factor under fp16."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +48,12 @@ class Placement:
     degrees: Degrees
     device: torch.device
     precision: Precision
-    channels_last: bool
-    args: dict[str, Any]
+    channels_last: bool = False
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    @property
+    def args(self) -> dict[str, Any]:
+        return self.parallel.args
 
     @property
     def world_size(self) -> int:
@@ -40,7 +62,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Piece:
-    """This rank's part of one tensor: ``local`` holds what lies at ``offset`` in a tensor of ``shape``.
+    """A part of one tensor: ``local`` holds what lies at ``offset`` in a tensor of ``shape``.
 
     ``is_writer`` is true on exactly one of the ranks that hold the same part: that one saves it.
     """
@@ -56,22 +78,30 @@ class Strategy(Protocol):
 
     #: Whether the strategy casts to the compute dtype by itself; otherwise the loop uses autocast.
     casts: bool
+    #: Of the ranks that share one copy of the model exactly one reports: its losses and its sums of an
+    #: evaluation count.
+    reports: bool
+    #: After ``place``: what this rank holds of the model, under the names that it has there.
+    model: nn.Module
 
     def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Put the model (on the CPU, compiled in place where the file says so) on the ranks' devices.
 
-        Every rank passes the same weights. Returns the module whose ``forward`` training calls; the
-        parameters of ``model`` are from now on those to optimise, under the names they had.
+        Every rank passes the same weights. Returns the module whose ``forward`` training and evaluation call;
+        where ranks share layers it gives all of them something of the outputs' shape and dtype, but the
+        outputs themselves to those that report.
         """
 
     def optimized(self) -> dict[str, nn.Parameter]:
-        """Return name → what the optimizer is to hold: the model's parameters that are trained, or what
-        stands for them here, under their names and in their order. Not collective; after ``place``.
+        """Return name → what the optimizer is to hold: the parameters that are trained and that this rank
+        has a part of, or what stands for them here, under their names and in their order. Not collective;
+        after ``place``.
         """
 
-    def accumulate(self, batches: Sequence[Batch], loss_of: LossOf, backward: Backward) -> Tensor:
+    def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         """Run forward and backward of this rank's micro-batches; gradients are afterwards those of
-        the mean over all M. Returns this rank's weighted sum of losses, detached, shape ().
+        the mean over all M. Returns this rank's weighted sum of losses, detached, shape (); zero where it
+        does not report.
         """
 
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -88,8 +118,9 @@ class Strategy(Protocol):
         those that a training forward may read (before a step).
         """
 
-    def piece(self, tensor: Tensor) -> Piece:
-        """Tell which part of which global tensor (parameter, buffer, optimizer state) this rank holds.
+    def pieces(self, tensor: Tensor, like: Tensor) -> list[Piece]:
+        """Tell which parts of which global tensor this rank holds: of the parameter or buffer ``like``, or
+        of what the optimizer or an average keeps for it. Always as many for tensors of one shape.
 
         Not collective. ``local`` shares memory with ``tensor``: copying into it changes the tensor.
         """

@@ -11,21 +11,24 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hpc_train.runtime.data_info import Batch
-from hpc_train.strategies.base import Backward, LossOf, Piece, Placement
+from hpc_train.strategies.base import Forward, Piece, Placement
 from hpc_train.strategies.buffers import (
     broadcast_from_rank_0,
     buffers_kept,
     persistent_buffers,
     training_buffers,
 )
+from hpc_train.strategies.pieces import piece_of
 
 
 class DataParallel(ABC):
     """Every rank runs the whole forward on its own micro-batches. See ``strategies.base.Strategy``."""
 
     casts = False
+    reports = True
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
@@ -50,15 +53,15 @@ class DataParallel(ABC):
     def synchronised(self, is_last: bool) -> AbstractContextManager[object]:
         """Return the context of one slot; gradients are averaged over ranks in the last slot's backward."""
 
-    def accumulate(self, batches: Sequence[Batch], loss_of: LossOf, backward: Backward) -> Tensor:
+    def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         total = torch.zeros((), device=self.placement.device, dtype=torch.float64)
         for slot, batch in enumerate(batches):
             is_spare = batch.weight == 0
             kept = buffers_kept(self.model) if is_spare else nullcontext()
             with self.synchronised(slot == len(batches) - 1), kept:
-                loss = loss_of(self.wrapped, batch)
+                loss = forward.loss(self.wrapped, batch)
                 # Averaging over ranks divides by R; the mean over M micro-batches is what is wanted.
-                backward(loss * (batch.weight * self.placement.world_size))
+                forward.scale(loss * (batch.weight * self.placement.degrees.data_ranks)).backward()
             total += loss.detach() * batch.weight
         return total
 
@@ -77,10 +80,12 @@ class DataParallel(ABC):
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
-    def piece(self, tensor: Tensor) -> Piece:
-        """Return the whole tensor, which every rank holds; a strategy that shards overrides this."""
+    def pieces(self, tensor: Tensor, like: Tensor) -> list[Piece]:
+        """Return this rank's part of a DTensor, and the whole of any other, which every rank holds."""
+        if isinstance(tensor, DTensor):
+            return [piece_of(tensor)]
         shape = tuple(tensor.shape)
-        return Piece(shape, (0,) * len(shape), tensor.detach(), is_writer=self.placement.rank == 0)
+        return [Piece(shape, (0,) * len(shape), tensor.detach(), is_writer=self.placement.rank == 0)]
 
     def empty_like(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None) -> Tensor:
         if like is not None and tuple(shape) == tuple(like.shape):

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpc_train.errors import BadFileError
 from hpc_train.runtime.data_info import Batch
-from hpc_train.strategies.base import Backward, LossOf, Placement
+from hpc_train.strategies.base import Forward, Placement
 from hpc_train.strategies.buffers import buffers_kept
 from hpc_train.strategies.data_parallel import DataParallel
 
@@ -60,20 +60,20 @@ class DDPStrategy(DataParallel):
             return nullcontext()
         return self.wrapped.no_sync()
 
-    def accumulate(self, batches: Sequence[Batch], loss_of: LossOf, backward: Backward) -> Tensor:
+    def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         if not self._is_rehearsed:
-            self._rehearse(batches[0], loss_of)
+            self._rehearse(batches[0], forward)
             self._is_rehearsed = True
-        return super().accumulate(batches, loss_of, backward)
+        return super().accumulate(batches, forward)
 
-    def _rehearse(self, batch: Batch, loss_of: LossOf) -> None:
+    def _rehearse(self, batch: Batch, forward: Forward) -> None:
         """Let DDP lay its buckets in the order in which gradients come, before any gradient counts.
 
         It does so after its first backward. On three ranks and more the order of additions depends on
         that layout, so without this a resumed run would differ in the last bit from one never stopped.
         """
         with buffers_kept(self.model):
-            (loss_of(self.wrapped, batch) * 0).backward()
+            (forward.loss(self.wrapped, batch) * 0).backward()
         self._refuse_unused()
         self.model.zero_grad(set_to_none=True)
 

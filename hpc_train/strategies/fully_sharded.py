@@ -12,9 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpc_train.errors import BadFileError
-from hpc_train.strategies.base import Piece, Placement
+from hpc_train.strategies.base import Placement
 from hpc_train.strategies.data_parallel import DataParallel
-from hpc_train.strategies.pieces import piece_of
 
 
 class FullySharded(DataParallel):
@@ -71,6 +70,3 @@ class FullySharded(DataParallel):
     def clip_gradients(self, max_norm: float) -> Tensor:
         norm = super().clip_gradients(max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def piece(self, tensor: Tensor) -> Piece:
-        return piece_of(tensor) if isinstance(tensor, DTensor) else super().piece(tensor)

@@ -13,10 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hpc_train.runtime.data_info import Batch
-from hpc_train.strategies.base import Backward, LossOf, Piece
+from hpc_train.strategies.base import Forward
 from hpc_train.strategies.ddp import DDPStrategy
 from hpc_train.strategies.gathering import gather_slices, own_slice
-from hpc_train.strategies.pieces import piece_of
 
 
 class ZeRO1Strategy(DDPStrategy):
@@ -42,11 +41,11 @@ class ZeRO1Strategy(DDPStrategy):
     def optimized(self) -> dict[str, nn.Parameter]:
         return dict(self._slices)
 
-    def accumulate(self, batches: Sequence[Batch], loss_of: LossOf, backward: Backward) -> Tensor:
+    def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         # The optimizer drops the gradients of the slices alone.
         for parameter in self._whole.values():
             parameter.grad = None
-        total = super().accumulate(batches, loss_of, backward)
+        total = super().accumulate(batches, forward)
         for whole, part in self._pairs():
             part.grad = None if whole.grad is None else _sliced(whole.grad, part.device_mesh)
         return total
@@ -61,9 +60,6 @@ class ZeRO1Strategy(DDPStrategy):
         parameters = [part for part in self._slices.values() if part.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def piece(self, tensor: Tensor) -> Piece:
-        return piece_of(tensor) if isinstance(tensor, DTensor) else super().piece(tensor)
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, DTensor]]:
         """Yield each parameter with its slice; none where one rank alone trains."""

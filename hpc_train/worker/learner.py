@@ -33,7 +33,7 @@ from hpc_train.strategies.sync_batchnorm import sync_batchnorm
 from hpc_train.worker.rank import Rank
 
 #: What a plug-in's strategy written for an earlier version lacks.
-_METHODS = ("optimized", "weights_changed")
+_METHODS = ("optimized", "weights_changed", "pieces", "reports")
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +46,7 @@ def part(kind: str, name: str) -> Any:
 class Learner:
     """The model as it is trained here, and what changes it."""
 
-    #: Plain: its names are those of checkpoints and exports.
+    #: What this rank holds of the model, plain: its names are those of checkpoints and exports.
     model: nn.Module
     #: What training calls.
     wrapped: nn.Module
@@ -75,7 +75,7 @@ def placement(rank: Rank) -> Placement:
         device=rank.device,
         precision=rank.precision,
         channels_last=config.model.channels_last,
-        args=config.parallel.args,
+        parallel=config.parallel,
     )
 
 
@@ -97,8 +97,8 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, placemen
     )
     schedule = make_schedule(config.optimization.schedule, batches.total_steps, batches.steps_per_epoch)
     optimization = Optimization(optimizer, schedule, placement.precision, placement.device)
-    ema = None if config.optimization.ema is None else Ema(model, config.optimization.ema.decay)
-    return Learner(model, wrapped, strategy, optimization, ema)
+    ema = None if config.optimization.ema is None else Ema(strategy.model, config.optimization.ema.decay)
+    return Learner(strategy.model, wrapped, strategy, optimization, ema)
 
 
 def _strategy(config: Experiment, placement: Placement) -> Strategy:

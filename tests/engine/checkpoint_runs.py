@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train.config.degrees import Degrees
+from hpc_train.config.training_sections import ParallelConfig
 from hpc_train.engine import writing
 from hpc_train.engine.checkpoint import Checkpointer
 from hpc_train.engine.training_state import TrainingState
@@ -29,6 +30,7 @@ from hpc_train.strategies.base import Placement, Strategy
 from hpc_train.strategies.ddp import DDPStrategy
 from hpc_train.strategies.fsdp import FSDPStrategy
 from hpc_train.strategies.zero1 import ZeRO1Strategy
+from tests.forwards import PlainForward
 
 STRATEGIES = {"ddp": DDPStrategy, "fsdp": FSDPStrategy, "zero1": ZeRO1Strategy}
 
@@ -84,7 +86,7 @@ class Trainee:
             torch.device("cpu"),
             precision,
             channels_last=strategy != "fsdp",
-            args={},
+            parallel=ParallelConfig(),
         )
         self.rank, self.world_size, self.dtype = rank, world_size, dtype
         self.strategy: Strategy = STRATEGIES[strategy](placement)
@@ -112,7 +114,7 @@ class Trainee:
         generator = torch.Generator().manual_seed(step)
         inputs = torch.randn(4, 5, generator=generator).to(self.dtype)
         batch = Batch(step, 0, 1 / self.world_size, inputs, torch.zeros(4), torch.ones(4, dtype=torch.bool))
-        self.strategy.accumulate([batch], lambda model, batch: model(batch.inputs), torch.Tensor.backward)
+        self.strategy.accumulate([batch], PlainForward(lambda model, batch: model(batch.inputs)))
 
     def step(self) -> None:
         """Change weights and the optimizer's state."""

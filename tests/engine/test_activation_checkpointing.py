@@ -24,6 +24,7 @@ from hpc_train.registry import load
 from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import choose_precision
 from hpc_train.strategies.base import Placement
+from tests.forwards import PlainForward
 from tests.ranks import run_ranks
 
 # torch says with each compiled block under a policy that in-place operations may be wrong: they are not here.
@@ -291,7 +292,7 @@ def gradients_of(rank: int, strategy: str, setting: str, compiled: str) -> dict[
     torch._dynamo.reset()
     device = torch.device("cpu")
     degrees = Degrees(replicate=2) if strategy in ("ddp", "zero1") else Degrees(shard=2)
-    placement = Placement(rank, degrees, device, choose_precision("fp64", device), False, {})
+    placement = Placement(rank, degrees, device, choose_precision("fp64", device))
     model = make_model(Normalising)
     blocks = list(model)[1:]
     checkpoint_activations(blocks, setting)
@@ -302,9 +303,7 @@ def gradients_of(rank: int, strategy: str, setting: str, compiled: str) -> dict[
     batches = [
         Batch(0, number, 0.25, torch.zeros(0), torch.zeros(0), torch.zeros(0)) for number in (rank, 2 + rank)
     ]
-    placed.accumulate(
-        batches, lambda module, batch: loss_of(module, batch.number), lambda loss: loss.backward()
-    )
+    placed.accumulate(batches, PlainForward(lambda module, batch: loss_of(module, batch.number)))
     placed.share_buffers(all_persistent=True)
     return {name: full(value.grad) for name, value in model.named_parameters()} | {
         name: value.clone() for name, value in model.named_buffers()

@@ -170,7 +170,7 @@ class Optimised:
         )
         self.state = TrainingState(self.model, self.optimizer)
         placement = Placement(
-            0, Degrees(), torch.device("cpu"), Precision("test", torch.float32, torch.float32), False, {}
+            0, Degrees(), torch.device("cpu"), Precision("test", torch.float32, torch.float32)
         )
         self.strategy = DDPStrategy(placement)
 

@@ -135,7 +135,7 @@ def test_steps_equal_plain_torch_to_the_bit() -> None:
     for step in range(4):
         inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
         assert owned.set_learning_rate(step) == 0.1 * (1 / (step + 1))
-        owned.backward(ours(inputs).square().mean())
+        owned.scale(ours(inputs).square().mean()).backward()
         norm, _ = owned.step(lambda: nn.utils.clip_grad_norm_(ours.parameters(), 0.05))
         reference.param_groups[0]["lr"] = 0.1 * (1 / (step + 1))
         reference.zero_grad()
@@ -195,7 +195,7 @@ def test_timms_optimizers_take_layers_too() -> None:
 def test_gradients_are_gone_after_a_step() -> None:
     target = model()
     owned = optimization(target)
-    owned.backward(target(torch.ones(1, 4)).sum())
+    owned.scale(target(torch.ones(1, 4)).sum()).backward()
     assert owned.step() == (None, True)
     assert all(p.grad is None for p in target.parameters())
 
@@ -203,7 +203,7 @@ def test_gradients_are_gone_after_a_step() -> None:
 def test_clipping_under_fp16_sees_the_true_gradient() -> None:
     target = model()
     owned = optimization(target, "fp16")
-    owned.backward(target(torch.ones(1, 4)).sum())
+    owned.scale(target(torch.ones(1, 4)).sum()).backward()
     norm, _ = owned.step(lambda: nn.utils.clip_grad_norm_(target.parameters(), 1e9))
     same = model()
     same(torch.ones(1, 4)).sum().backward()
@@ -214,12 +214,12 @@ def test_an_overflow_under_fp16_skips_the_step_and_halves_the_scale() -> None:
     target = model()
     owned = optimization(target, "fp16")
     before = [p.detach().clone() for p in target.parameters()]
-    owned.backward(target(torch.ones(1, 4)).sum() * float("inf"))
+    owned.scale(target(torch.ones(1, 4)).sum() * float("inf")).backward()
     norm, _ = owned.step(lambda: nn.utils.clip_grad_norm_(target.parameters(), 1.0))
     assert norm is not None and not norm.isfinite()
     assert all(torch.equal(a, b) for a, b in zip(target.parameters(), before, strict=True))
     assert scaler_state(owned)["scale"] == 2.0**15
-    owned.backward(target(torch.ones(1, 4)).sum())
+    owned.scale(target(torch.ones(1, 4)).sum()).backward()
     owned.step()
     assert not torch.equal(next(target.parameters()), before[0])
     assert scaler_state(owned) | {"_growth_tracker": 1} == scaler_state(owned)
@@ -231,7 +231,7 @@ def test_a_loaded_loss_scale_is_what_the_next_backward_uses() -> None:
     assert owned.scaler is not None
     owned.scaler.load_state_dict(scaler_state(owned) | {"scale": 8.0})
     inputs = torch.ones(1, 4)
-    owned.backward(target(inputs).sum())
+    owned.scale(target(inputs).sum()).backward()
     scaled = next(target.parameters()).grad
     same = model()
     same(inputs).sum().backward()
@@ -254,13 +254,13 @@ def _sharded_overflow(rank: int, world_size: int, rank_with_inf: int) -> dict[st
     fully_shard(target, mesh=init_device_mesh("cpu", (world_size,)))
     owned = optimization(target, "fp16")
     before = _shards(target)
-    owned.backward(target(torch.ones(1, 4)).sum())
+    owned.scale(target(torch.ones(1, 4)).sum()).backward()
     if rank == rank_with_inf:
         target[0].weight.grad.to_local()[0, 0] = float("inf")  # type: ignore[union-attr]
     owned.step(lambda: nn.utils.clip_grad_norm_(target.parameters(), 1.0).full_tensor())  # type: ignore[attr-defined]
     same = all(torch.equal(a, b) for a, b in zip(_shards(target), before, strict=True))
     scale = scaler_state(owned)["scale"]
-    owned.backward(target(torch.ones(1, 4)).sum())
+    owned.scale(target(torch.ones(1, 4)).sum()).backward()
     owned.step()
     return {"same": same, "scale": scale, "moved_after": not torch.equal(_shards(target)[0], before[0])}
 

@@ -338,7 +338,7 @@ def test_a_save_beside_training_waits_for_nothing_and_holds_the_step_it_was_begu
     layers = [nn.Linear(2048, 2048, device=device) for _ in range(8)]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    strategy = DDPStrategy(Placement(0, Degrees(), device, choose_precision("fp32", device), False, {}))
+    strategy = DDPStrategy(Placement(0, Degrees(), device, choose_precision("fp32", device)))
     strategy.place(model, [])
     state, checkpointer = TrainingState(model, optimizer), Checkpointer(run, 1, strategy)
     inputs = torch.randn(256, 2048, device=device)

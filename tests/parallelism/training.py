@@ -9,16 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hpc_train.config.degrees import Degrees, find_degrees
 from hpc_train.config.schema import Experiment
+from hpc_train.engine.forward import TrainingForward
+from hpc_train.engine.optimization import Optimization
 from hpc_train.engine.training_state import NamedTensors
 from hpc_train.plan.batches import BatchArithmetic
-from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import choose_precision
-from hpc_train.runtime.seeds import seed_forward
+from hpc_train.strategies.base import Strategy
 from hpc_train.tasks.classification import Classification
 from hpc_train.worker.learner import Learner, build, placement
 from tests.parallelism.batches import INFO, slots
@@ -70,7 +71,7 @@ class Trainee:
         optimization.set_learning_rate(step)
         strategy.share_buffers(all_persistent=False)
         own = slots(step, *self.place, self.batches.micro_batches, self.precision.param_dtype)
-        loss = strategy.accumulate(own, self._loss_of, optimization.backward)
+        loss = strategy.accumulate(own, self._forward(strategy, optimization))
         gradients: dict[str, Tensor] = {}
 
         def clip() -> Tensor | None:
@@ -86,10 +87,16 @@ class Trainee:
             self.learner.ema.update()
         return loss, gradients
 
-    def _loss_of(self, model: nn.Module, batch: Batch) -> Tensor:
-        seed_forward(self.config.seed, batch.step, batch.number, _CPU)
-        with nullcontext() if self.learner.strategy.casts else self.precision.autocast(_CPU):
-            return self.task.loss(model, batch)
+    def _forward(self, strategy: Strategy, optimization: Optimization) -> TrainingForward:
+        return TrainingForward(
+            seed=self.config.seed,
+            task=self.task,
+            device=_CPU,
+            compile=self.config.compile,
+            context=nullcontext if strategy.casts else lambda: self.precision.autocast(_CPU),
+            to_input=lambda batch: batch,
+            scale=optimization.scale,
+        )
 
     def weights(self) -> dict[str, Tensor]:
         """Return parameters and buffers, rank 0's buffers on all ranks. Collective."""

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train.config.degrees import Degrees
+from hpc_train.config.training_sections import ParallelConfig
 from hpc_train.errors import BadFileError
 from hpc_train.registry import load
 from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import choose_precision
 from hpc_train.strategies.base import Placement
 from hpc_train.strategies.buffers import buffers_kept, training_buffers
+from tests.forwards import PlainForward
 from tests.ranks import run_ranks
 
 MICRO_BATCHES = 4
@@ -64,10 +66,6 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(model(batch.inputs), batch.targets)
 
 
-def backward(loss: Tensor) -> None:
-    loss.backward()
-
-
 def full(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -83,9 +81,7 @@ def degrees_of(strategy: str, world_size: int) -> Degrees:
 def step_of(rank: int, world_size: int, name: str, kind: str) -> dict[str, Any]:
     """Two accumulations and a clipping on one rank; everything gathered."""
     device = torch.device("cpu")
-    placement = Placement(
-        rank, degrees_of(name, world_size), device, choose_precision("fp64", device), False, {}
-    )
+    placement = Placement(rank, degrees_of(name, world_size), device, choose_precision("fp64", device))
     strategy: Any = load("strategies", name)(placement)  # type: ignore[operator]
     model = make_model(kind)
     strategy.place(model, [child for child in model if isinstance(child, nn.Sequential)])
@@ -93,13 +89,13 @@ def step_of(rank: int, world_size: int, name: str, kind: str) -> dict[str, Any]:
     for _ in range(2):
         model.zero_grad()
         strategy.share_buffers(all_persistent=False)
-        losses.append(strategy.accumulate(slots(rank, world_size), loss_of, backward))
+        losses.append(strategy.accumulate(slots(rank, world_size), PlainForward(loss_of)))
     gradients = {key: full(value.grad).clone() for key, value in strategy.optimized().items()}
     norm = strategy.clip_gradients(0.01)
     clipped = {key: full(value.grad).clone() for key, value in strategy.optimized().items()}
     strategy.share_buffers(all_persistent=True)
     buffers = {key: value.clone() for key, value in model.named_buffers()}
-    pieces = {key: strategy.piece(value) for key, value in strategy.optimized().items()}
+    pieces = {key: strategy.pieces(value, value)[0] for key, value in strategy.optimized().items()}
     held = {key: (piece.shape, piece.offset, tuple(piece.local.shape)) for key, piece in pieces.items()}
     return {"loss": losses[-1], "gradients": gradients, "clipped": clipped, "norm": norm, "buffers": buffers,
             "held": held}  # fmt: skip
@@ -170,7 +166,7 @@ def test_a_forward_that_does_not_count_leaves_buffers_alone() -> None:
 def test_batchnorm_under_fsdp_in_bf16_is_refused() -> None:
     device = torch.device("cpu")
     strategy: Any = load("strategies", "fsdp")(  # type: ignore[operator]
-        Placement(0, Degrees(), device, choose_precision("bf16", device), False, {})
+        Placement(0, Degrees(), device, choose_precision("bf16", device))
     )
     with pytest.raises(Exception, match=r"write fp32, or parallel\.strategy: ddp"):
         strategy.place(make_model("batchnorm"), [])
@@ -188,7 +184,7 @@ def train_with_an_unused_parameter(rank: int, world_size: int, args: dict[str, A
     try:
         for _ in range(3):
             model.zero_grad()
-            strategy.accumulate(slots(rank, world_size), loss_of, backward)
+            strategy.accumulate(slots(rank, world_size), PlainForward(loss_of))
     except BadFileError as error:
         return str(error)
     return [value.grad for name, value in model.named_parameters() if name != "unused"]
@@ -207,6 +203,8 @@ def test_an_unused_parameter_is_named_and_can_be_allowed(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_unknown_arguments_of_a_strategy_are_refused(name: str) -> None:
     device = torch.device("cpu")
-    placement = Placement(0, Degrees(), device, choose_precision("fp32", device), False, {"bucket": 3})
+    placement = Placement(
+        0, Degrees(), device, choose_precision("fp32", device), parallel=ParallelConfig(args={"bucket": 3})
+    )
     with pytest.raises(BadFileError, match=r"parallel\.args: .*'bucket'"):
         load("strategies", name)(placement)  # type: ignore[operator]

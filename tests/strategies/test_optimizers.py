@@ -22,6 +22,7 @@ from hpc_train.registry import load
 from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import choose_precision
 from hpc_train.strategies.base import Placement
+from tests.forwards import PlainForward
 from tests.ranks import run_ranks
 from tests.strategies.test_data_parallel import full
 
@@ -59,7 +60,7 @@ def trained(rank: int, world_size: int, name: str, strategy_name: str) -> dict[s
     precision = choose_precision("fp64", CPU)
     degrees = Degrees(replicate=world_size) if strategy_name == "ddp" else Degrees(shard=world_size)
     strategy: Any = load("strategies", strategy_name)(  # type: ignore[operator]
-        Placement(rank, degrees, CPU, precision, False, {})
+        Placement(rank, degrees, CPU, precision)
     )
     torch.manual_seed(0)
     model = Net()
@@ -72,7 +73,7 @@ def trained(rank: int, world_size: int, name: str, strategy_name: str) -> dict[s
         )
         batch = Batch(step, rank, 1 / world_size, inputs, inputs, torch.ones(2, dtype=torch.bool))
         strategy.accumulate(
-            [batch], lambda net, each: net(each.inputs).square().mean(), optimization.backward
+            [batch], PlainForward(lambda net, each: net(each.inputs).square().mean(), optimization.scale)
         )
         optimization.step()
         strategy.weights_changed()

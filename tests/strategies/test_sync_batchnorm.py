@@ -18,6 +18,7 @@ from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import choose_precision
 from hpc_train.strategies.base import Placement
 from hpc_train.strategies.sync_batchnorm import SyncedBatchNorm, sync_batchnorm
+from tests.forwards import PlainForward
 from tests.ranks import run_ranks
 from tests.strategies.test_data_parallel import degrees_of, full
 
@@ -53,9 +54,7 @@ def slots_of(rank: int, world_size: int) -> list[Batch]:
 
 
 def train(rank: int, world_size: int, name: str, momentum: float | None, precision: str) -> dict[str, Any]:
-    placement = Placement(
-        rank, degrees_of(name, world_size), CPU, choose_precision(precision, CPU), False, {}
-    )
+    placement = Placement(rank, degrees_of(name, world_size), CPU, choose_precision(precision, CPU))
     model = sync_batchnorm(make_model(momentum), CPU, MICRO_BATCHES)
     strategy: Any = load("strategies", name)(placement)  # type: ignore[operator]
     strategy.place(model, [model[0]])
@@ -64,7 +63,7 @@ def train(rank: int, world_size: int, name: str, momentum: float | None, precisi
     gradients: dict[str, Tensor] = {}
     for _ in range(3):
         optimizer.zero_grad()
-        strategy.accumulate(slots_of(rank, world_size), cast_loss(dtype), lambda loss: loss.backward())
+        strategy.accumulate(slots_of(rank, world_size), PlainForward(cast_loss(dtype)))
         gradients = {key: full(value.grad).clone() for key, value in strategy.optimized().items()}
         optimizer.step()
         strategy.weights_changed()

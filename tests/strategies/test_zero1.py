@@ -19,6 +19,7 @@ from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import choose_precision
 from hpc_train.strategies.base import Placement
 from hpc_train.strategies.gathering import _buckets, gather_slices, own_slice
+from tests.forwards import PlainForward
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ class Training:
 
     def __init__(self, rank: int, world_size: int, name: str, precision: str = "fp64") -> None:
         degrees = Degrees(replicate=world_size) if name == "ddp" else Degrees(shard=world_size)
-        placement = Placement(rank, degrees, CPU, choose_precision(precision, CPU), False, {})
+        placement = Placement(rank, degrees, CPU, choose_precision(precision, CPU))
         self.strategy: Any = load("strategies", name)(placement)  # type: ignore[operator]
         self.model, self.placement = Odd(), placement
         self.strategy.place(self.model, [])
@@ -70,11 +71,11 @@ class Training:
             with self.placement.precision.autocast(CPU):
                 return model(batch.inputs.to(self.placement.precision.param_dtype)) * scale
 
-        def backward(loss: Tensor) -> None:
-            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        def scaled(loss: Tensor) -> Tensor:
+            return loss if self.scaler is None else self.scaler.scale(loss)
 
         slots = [batch(self.placement.rank + ranks * slot, 1 / (2 * ranks)) for slot in range(2)]
-        self.strategy.accumulate(slots, loss_of, backward)
+        self.strategy.accumulate(slots, PlainForward(loss_of, scaled))
 
     def step(self, max_norm: float | None = None, scale: float = 1.0) -> Tensor | None:
         self.accumulate(scale)
@@ -163,7 +164,7 @@ class Numbered(nn.Module):
 def optimized(rank: int, world_size: int, name: str, precision: str) -> tuple[Any, nn.Module, Optimization]:
     degrees = Degrees(replicate=world_size) if name == "ddp" else Degrees(shard=world_size)
     chosen = choose_precision(precision, CPU)
-    strategy: Any = load("strategies", name)(Placement(rank, degrees, CPU, chosen, False, {}))  # type: ignore[operator]
+    strategy: Any = load("strategies", name)(Placement(rank, degrees, CPU, chosen))  # type: ignore[operator]
     model = Numbered()
     strategy.place(model, [])
     config = OptimizerConfig(name="adamw", lr=0.1, args={"fused": True})
@@ -180,9 +181,8 @@ def numbers_and_gaps(rank: int, world_size: int) -> bool:
     for name in ("ddp", "zero1"):
         strategy, model, optimization = optimized(rank, world_size, name, "fp64")
         for _ in range(3):
-            strategy.accumulate(
-                [batch(rank, 1 / world_size)], lambda net, each: net(each.inputs), optimization.backward
-            )
+            forward = PlainForward(lambda net, each: net(each.inputs), optimization.scale)
+            strategy.accumulate([batch(rank, 1 / world_size)], forward)
             optimization.step()
             strategy.weights_changed()
         found.append({key: value.detach().clone() for key, value in model.named_parameters()})

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.runtime.data_info import Batch
-from hpc_train.strategies.base import Backward, LossOf
+from hpc_train.strategies.base import Forward
 from hpc_train.strategies.data_parallel import DataParallel
 
 
@@ -18,8 +18,8 @@ class ByParameter(DataParallel):
     def synchronised(self, is_last: bool) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def accumulate(self, batches: Sequence[Batch], loss_of: LossOf, backward: Backward) -> Tensor:
-        total = super().accumulate(batches, loss_of, backward)
+    def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
+        total = super().accumulate(batches, forward)
         for parameter in self.model.parameters():
             assert parameter.grad is not None
             double = self.placement.args.get("average_in_double", False)
