@@ -49,8 +49,8 @@ reliability: install ## cause every fault of the catalogue and write docs/reliab
 parallelism: install ## train all that may stand together and write the table of docs/parallelism.md: an hour
 	@$(BIN)/python -m tests.parallelism.report
 
-test-gpu: install ## run the tests that need a CUDA device
-	@$(BIN)/python -m pytest -q -m gpu
+test-gpu: install ## run the tests that need a CUDA device and keep the results in benchmarks/results/gpu.json
+	@$(BIN)/python -m benchmarks.gpu
 
 cluster: install ## start a real Slurm of four nodes on this machine (root, Debian), for trying things out
 	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh

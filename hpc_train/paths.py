@@ -71,6 +71,11 @@ class AttemptPaths:
         """When rank 0 did what; merged into ``record`` where that is read."""
         return self.folder / "events.json"
 
+    @property
+    def trial_rendezvous(self) -> Path:
+        """As ``rendezvous``, of the processes that try sizes of micro-batches."""
+        return self.folder / "trial-rendezvous.json"
+
     def log(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.log"
 
@@ -174,6 +179,11 @@ class RunPaths:
     @property
     def code(self) -> Path:
         return self.folder / "code"
+
+    @property
+    def micro_batch(self) -> Path:
+        """What ``micro_batch_size: auto`` came to, from the run's first attempt on."""
+        return self.folder / "micro_batch.json"
 
     @property
     def cancelled(self) -> Path:

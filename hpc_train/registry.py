@@ -50,6 +50,9 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "hsdp": "hpc_train.strategies.hsdp:HSDPStrategy",
         "zero1": "hpc_train.strategies.zero1:ZeRO1Strategy",
         "zero2": "hpc_train.strategies.zero2:ZeRO2Strategy",
+        "tensor": "hpc_train.strategies.tensor:TensorStrategy",
+        "pipeline": "hpc_train.strategies.pipeline:PipelineStrategy",
+        "split": "hpc_train.strategies.split:SplitStrategy",
     },
     "loggers": {"wandb": "hpc_train.loggers.wandb:WandbLogger"},
     "launchers": {

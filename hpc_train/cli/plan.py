@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpc_train.cli.micro_batch import with_found_sizes
 from hpc_train.cli.printing import columns, put, put_json, say
 from hpc_train.cli.starting import load_launcher
+from hpc_train.config.degrees import SHARING_LAYERS, in_words
 from hpc_train.config.loading import Loaded, load
 from hpc_train.config.rules import check_start
 from hpc_train.errors import BadFileError, ExitCode
@@ -15,13 +17,17 @@ from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.plan.sweep import describe
 
+#: Strategies whose degrees don't go without saying.
+_WITH_DEGREES = ("hsdp", *SHARING_LAYERS)
+#: The part of a step that ranks wait from which on ``plan`` says what to do.
+_LARGE_BUBBLE = 0.2  # assumed
 _HEADS = ("run", "ranks", "micro-batches", "accumulation", "steps an epoch", "steps", "GPU-hours")
 
 
 def plan(file: Path, overrides: Sequence[str], *, as_json: bool) -> ExitCode:
     """Show what would be started."""
     loaded = load(file, overrides)
-    made = make_plan(loaded)
+    made = with_found_sizes(make_plan(loaded))
     problems = start_problems(loaded, made)
     scripts: list[str] = []
     if loaded.experiment.slurm is not None and not problems:
@@ -48,20 +54,63 @@ def show(made: Plan, *, as_json: bool, scripts: Sequence[str] = ()) -> None:
     if as_json:
         put_json(made.to_json() | {"scripts": list(scripts)})
         return
-    is_sweep = any(run.values for run in made.runs)
-    heads = [*_HEADS, "with"] if is_sweep else [*_HEADS]
-    for line in columns(
-        [heads, *([*_cells(run), *([describe(run.values)] * is_sweep)] for run in made.runs)]
-    ):
+    for line in columns(_table(made.runs)):
         put(line)
+    for hint in dict.fromkeys(map(_hint, made.runs)):
+        if hint:
+            say(hint)
     for script in scripts:
         put("")
         put(script.rstrip("\n"))
 
 
+def _table(runs: Sequence[PlannedRun]) -> list[list[str]]:
+    """Return heads and cells; columns that say nothing of these runs are left out."""
+    rows = [[*_HEADS], *map(_cells, runs)]
+    if any(run.experiment.parallel.strategy in _WITH_DEGREES for run in runs):
+        _append(rows, "degrees", ["misfit" if run.degrees is None else in_words(run.degrees) for run in runs])
+    if any(run.stages for run in runs):
+        _append(rows, "stages", [_stages(run) for run in runs])
+        _append(rows, "bubble", [_bubble(run) for run in runs])
+    if any(run.values for run in runs):
+        _append(rows, "with", [describe(run.values) for run in runs])
+    return rows
+
+
+def _append(rows: list[list[str]], head: str, cells: Sequence[str]) -> None:
+    for row, cell in zip(rows, (head, *cells), strict=True):
+        row.append(cell)
+
+
+def _stages(run: PlannedRun) -> str:
+    if run.stages is None:
+        return "1"
+    return f"{run.stages}, {run.schedule or run.experiment.parallel.strategy}"
+
+
+def _bubble(run: PlannedRun) -> str:
+    if run.stages is None:
+        return "0 %"
+    return "unknown" if run.bubble is None else f"{run.bubble:.0%}".replace("%", " %")
+
+
+def _hint(run: PlannedRun) -> str | None:
+    """Return what makes a pipeline's ranks wait less, where they wait much."""
+    if run.bubble is None or run.bubble <= _LARGE_BUBBLE:
+        return None
+    waits = f"ranks wait {_bubble(run)} of a step"
+    if run.experiment.parallel.strategy == "split":
+        return f"parallel.strategy: under split {waits}; pipeline keeps several micro-batches going"
+    return (
+        f"parallel.pipeline: {waits}, which has {run.accumulation} micro-batches of a pipeline; "
+        "a smaller micro_batch_size or a larger global_batch_size makes more of them"
+    )
+
+
 def _cells(run: PlannedRun) -> list[str]:
-    numbers = (run.ranks, run.micro_batches, run.accumulation, run.steps_per_epoch, run.total_steps)
-    return [run.id, *("unknown" if number is None else str(number) for number in numbers), _hours(run)]
+    by_trial = (run.micro_batches or "auto", run.accumulation or "auto")
+    by_data = ("unknown" if number is None else number for number in (run.steps_per_epoch, run.total_steps))
+    return [run.id, *map(str, (run.ranks, *by_trial, *by_data)), _hours(run)]
 
 
 def _hours(run: PlannedRun) -> str:

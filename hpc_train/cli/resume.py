@@ -28,6 +28,7 @@ from hpc_train.run_folder.creation import note_versions
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.liveness import end_living, living, newest_record
+from hpc_train.run_folder.micro_batch import kept_size
 from hpc_train.run_folder.status import GOING_ON, RunStatus, read_status
 from hpc_train.run_folder.versions import Differences, in_words
 
@@ -220,7 +221,7 @@ def _prepare(paths: RunPaths, wish: _Wish, name: str) -> _Resumption:
     fewest = fewest_slurm_ranks(slurm) if name == SLURM else devices
     problems = [
         loaded.problem(problem.path, problem.message, problem.remedy)
-        for problem in check_start(loaded.experiment, ranks, per_node, fewest)
+        for problem in check_start(loaded.experiment, ranks, per_node, fewest, kept_size(paths))
     ]
     problems += section_problems(name, loaded)
     if problems:

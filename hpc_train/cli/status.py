@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from hpc_train.cli.micro_batch import found_in_words
 from hpc_train.cli.printing import JSON_VERSION, cell_text, columns, put, put_json, say
 from hpc_train.cli.recovery import recovery_of
 from hpc_train.cli.restarts import Restart, newest_restart
@@ -17,6 +18,7 @@ from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.budgets import Left
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.finding import find_runs
+from hpc_train.run_folder.micro_batch import kept_size
 from hpc_train.run_folder.status import RunStatus, read_status
 
 _HEADS = ("run", "experiment", "state", "step", "attempt", "reason")
@@ -43,6 +45,8 @@ class RunRow:
     restart: Restart | None = None
     #: What the newest job has left before it gives up; None where nobody requeues.
     budget: Left | None = None
+    #: What ``micro_batch_size: auto`` came to; None where the file has a number, or it is not known yet.
+    micro_batch_size: int | None = None
     #: By node, why the run's next attempt leaves it out.
     excluded_nodes: dict[str, str] = field(default_factory=dict)
 
@@ -68,6 +72,7 @@ class RunRow:
             job=None if jobs[-1] is None else str(jobs[-1]),
             restart=newest_restart(paths),
             budget=recovery.budget,
+            micro_batch_size=kept_size(paths),
             excluded_nodes=recovery.excluded_nodes,
         )
 
@@ -94,6 +99,8 @@ def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
     else:
         for line in columns([_HEADS, *(row.cells for row in rows)]):
             put(line)
+    if len(rows) == 1 and rows[0].micro_batch_size is not None:
+        say(found_in_words(rows[0].micro_batch_size))
     if len(rows) == 1 and rows[0].state == "failed":
         _print_error(runs[0])
     return ExitCode.DONE

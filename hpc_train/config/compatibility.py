@@ -11,15 +11,16 @@ from dataclasses import dataclass
 
 from hpc_train.config import names
 from hpc_train.config.degrees import SHARING_LAYERS
+from hpc_train.config.pipelines import BY_STAGES
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
 from hpc_train.config.schema import Experiment
 
 #: Those of this suite; a plug-in's own is refused nothing here.
-STRATEGIES = ("ddp", "fsdp", "hsdp", "zero1", "zero2")
+STRATEGIES = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "tensor", "pipeline", "split")
 #: Strategies that place parameters with ``fully_shard``.
-FULLY_SHARDED = ("fsdp", "hsdp", "zero2")
-#: Those by which a CUDA graph finds its inputs elsewhere, or its results overwritten before their backward.
-_MOVING_MEMORY = (*FULLY_SHARDED, "pipeline", "split")
+FULLY_SHARDED = ("fsdp", "hsdp", "zero2", *SHARING_LAYERS)
+#: Precisions that compute in another format than parameters are kept in.
+_MIXED = ("bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Feature:
 
     title: str
     overrides: tuple[str, ...]
+    #: Whether a CPU has it, and takes seconds for it: else it is left to ``make test-gpu``.
+    on_cpu: bool = True
 
 
 FEATURES = (
@@ -35,6 +38,7 @@ FEATURES = (
     Feature("tf32", ("precision=tf32",)),
     Feature("bf16", ("precision=bf16",)),
     Feature("fp16 with a scaler", ("precision=fp16",)),
+    Feature("fp8", ("precision=fp8",), on_cpu=False),
     Feature("fp64", ("precision=fp64",)),
     Feature("gradient clipping", ("optimization.clip_grad_norm=1.0",)),
     Feature("channels_last", ("model.channels_last=true",)),
@@ -44,6 +48,8 @@ FEATURES = (
     Feature("compile, by block", ("compile=true",)),
     Feature("compile, whole", ("compile={scope: model}",)),
     Feature("compile, reduce-overhead", ("compile={mode: reduce-overhead}",)),
+    Feature("compile, max-autotune", ("compile={mode: max-autotune}",), on_cpu=False),
+    Feature("compile, with fallback", ("compile={fallback: true}",)),
     Feature("activation checkpointing, all blocks", ("activation_checkpointing=blocks",)),
     Feature("activation checkpointing, every 2nd block", ("activation_checkpointing=every 2",)),
     Feature("activation checkpointing, selective", ("activation_checkpointing=selective",)),
@@ -87,6 +93,17 @@ def _is_fully_sharded(experiment: Experiment) -> bool:
     return experiment.parallel.strategy in FULLY_SHARDED
 
 
+def _is_staged(experiment: Experiment) -> bool:
+    return experiment.parallel.strategy in BY_STAGES
+
+
+def _ties_stages(experiment: Experiment) -> bool:
+    """Tell of gpt alone; of any other model the ranks find out when they cut it."""
+    model = experiment.model
+    is_tied = model.name == "gpt" and model.args.get("tie_embeddings", True) is True
+    return is_tied and _is_staged(experiment) and experiment.parallel.pipeline != 1
+
+
 def _has_batchnorm(experiment: Experiment) -> bool:
     return names.has_batchnorm(experiment.model.name, experiment.model.args) or False
 
@@ -116,12 +133,23 @@ REFUSALS = (
     Refusal(
         reads=("model.name", "model.args", "precision", "parallel.strategy"),
         path=("precision",),
-        holds=lambda e: e.precision in {"bf16", "fp16"} and _is_fully_sharded(e) and _has_batchnorm(e),
+        holds=lambda e: e.precision in _MIXED and _is_fully_sharded(e) and _has_batchnorm(e),
         message=lambda e: (
             f"{e.precision} does not work under {e.parallel.strategy} for {shortened(e.model.name)}, "
             "which has BatchNorm"
         ),
         remedy="write fp32, or parallel.strategy: ddp",
+        asks_model=True,
+    ),
+    Refusal(
+        reads=("optimization.micro_batch_size", "model.name", "model.args"),
+        path=("optimization", "micro_batch_size"),
+        holds=lambda e: e.optimization.micro_batch_size == "auto" and _has_batchnorm(e),
+        message=lambda e: (
+            "auto would let memory decide BatchNorm's statistics, and "
+            f"{shortened(e.model.name)} has BatchNorm"
+        ),
+        remedy="write a number, like 64",
         asks_model=True,
     ),
     Refusal(
@@ -132,9 +160,24 @@ REFUSALS = (
         remedy="write false, or parallel.strategy: ddp",
     ),
     Refusal(
+        reads=("precision", "device"),
+        path=("precision",),
+        holds=lambda e: e.precision == "fp8" and e.device == "cpu",
+        message=lambda e: "fp8 needs a GPU with float8 (H100), and device is cpu",
+        remedy="write bf16, or device: cuda",
+    ),
+    Refusal(
+        reads=("precision", "parallel.strategy"),
+        path=("precision",),
+        holds=lambda e: e.precision == "fp8" and e.parallel.strategy in SHARING_LAYERS,
+        message=lambda e: f"fp8 does not work under {e.parallel.strategy}, whose ranks share layers",
+        remedy="write bf16, or parallel.strategy: fsdp",
+    ),
+    Refusal(
         reads=("compile", "parallel.strategy"),
         path=("compile", "mode"),
-        holds=lambda e: _replays_graphs(e) and e.parallel.strategy in _MOVING_MEMORY,
+        # A CUDA graph finds its inputs elsewhere, or its results overwritten before their backward.
+        holds=lambda e: _replays_graphs(e) and _is_fully_sharded(e),
         message=lambda e: (
             f"{e.compile.mode} replays CUDA graphs, which does not work under {e.parallel.strategy}: "
             "parameters or activations do not stay in one place from forward to backward"
@@ -142,11 +185,36 @@ REFUSALS = (
         remedy="write default, or parallel.strategy: ddp",
     ),
     Refusal(
+        reads=("compile", "parallel.strategy"),
+        path=("compile", "scope"),
+        holds=lambda e: e.compile.enabled and e.compile.scope == "model" and _is_staged(e),
+        message=lambda e: (
+            f"model compiles the forward of the whole model, which no rank runs under {e.parallel.strategy}"
+        ),
+        remedy="write blocks",
+    ),
+    Refusal(
+        reads=("model.name", "model.args", "parallel"),
+        path=("model", "args", "tie_embeddings"),
+        holds=_ties_stages,
+        message=lambda e: (
+            f"true has the first and the last stage of {e.parallel.strategy} share a weight, which they can't"
+        ),
+        remedy="write false, or parallel.strategy: fsdp",
+    ),
+    Refusal(
         reads=("compile",),
         path=("compile", "fallback"),
         holds=lambda e: e.compile.enabled and e.compile.fallback and e.compile.fullgraph,
         message=lambda e: "can't be true beside fullgraph: true, which ends the run where it could go on",
         remedy="take one of the two out",
+    ),
+    Refusal(
+        reads=("parallel.sync_batchnorm", "compile"),
+        path=("compile", "fullgraph"),
+        holds=lambda e: e.compile.enabled and e.compile.fullgraph and e.parallel.sync_batchnorm,
+        message=lambda e: "can't be true with parallel.sync_batchnorm, which breaks the graph",
+        remedy="write false",
     ),
 )
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hpc_train.config import names
-from hpc_train.config.degrees import DEGREES
+from hpc_train.config.degrees import DEGREES, SHARING_LAYERS
+from hpc_train.config.pipelines import BY_STAGES, problem_of_stages
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
 from hpc_train.config.schema import Experiment
 from hpc_train.registry import is_factory, nearest, parts, split_name
 
-#: Strategies of the file that come with a later version.
-LATER_STRATEGIES = ("tensor", "pipeline", "split")
 #: Providers whose names say more behind the slash, with an example.
 _MODEL_EXAMPLES = {"timm": "timm/resnet50", "torchvision": "torchvision/resnet50"}
 _DATASET_EXAMPLES = {"torchvision": "torchvision/CIFAR10"}
@@ -33,6 +32,11 @@ UNUSABLE_OPTIMIZERS = {
 }
 #: Those of ``engine.schedules`` that need no provider. A test compares.
 SCHEDULES = ("constant", "cosine", "exponential", "linear", "multistep", "poly", "step")
+#: What ``parallel.args`` may hold, by strategy; all of a plug-in's.
+_STRATEGY_ARGS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("fsdp", "hsdp", "zero2", *SHARING_LAYERS), ()),
+    **dict.fromkeys(("ddp", "zero1"), ("find_unused_parameters",)),
+}
 #: Data sets that take no folder.
 _ROOTLESS = ("torchvision/FakeData",)
 #: Section of ``args`` → argument → what to write instead.
@@ -71,7 +75,7 @@ def task_is_known(experiment: Experiment) -> Iterator[Problem]:
 
 @rule("parallel.strategy")
 def strategy_is_known(experiment: Experiment) -> Iterator[Problem]:
-    known = (*parts("strategies"), *LATER_STRATEGIES)
+    known = parts("strategies")
     if experiment.parallel.strategy not in known:
         yield _unknown_part(("parallel", "strategy"), "strategy", experiment.parallel.strategy, known)
 
@@ -148,16 +152,49 @@ def arguments_say_nothing_twice(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule("parallel")
+def strategy_takes_its_arguments(experiment: Experiment) -> Iterator[Problem]:
+    parallel = experiment.parallel
+    if parallel.strategy not in _STRATEGY_ARGS:
+        return
+    taken = _STRATEGY_ARGS[parallel.strategy]
+    for argument in parallel.args:
+        if argument not in taken:
+            remedy = f"write {' or '.join(taken)}, or take it out" if taken else "take it out"
+            message = f"means nothing to strategy {parallel.strategy}"
+            yield Problem(("parallel", "args", argument), message, remedy, on_key=True)
+
+
+@rule("parallel")
 def degrees_belong_to_the_strategy(experiment: Experiment) -> Iterator[Problem]:
     parallel = experiment.parallel
-    if parallel.strategy not in {"ddp", *(name for names in DEGREES.values() for name in names)}:
-        return  # a plug-in knows what it takes
+    if parallel.strategy not in parts("strategies"):
+        return
+    is_plugin = parallel.strategy not in _STRATEGY_ARGS
     for key, strategies in DEGREES.items():
         degree = getattr(parallel, key)
         if degree not in {None, 1} and parallel.strategy not in strategies:
-            remedy = f"take it out; it belongs to {', '.join(strategies)}"
+            belongs = f"it belongs to {', '.join(strategies)}"
+            owner = "what it takes stands in parallel.args" if is_plugin else belongs
+            remedy = f"take it out; {owner}"
             message = f"{degree} means nothing to strategy {parallel.strategy}"
             yield Problem(("parallel", key), message, remedy)
+
+
+@rule("parallel")
+def schedules_belong_to_pipelines(experiment: Experiment) -> Iterator[Problem]:
+    parallel = experiment.parallel
+    if parallel.strategy not in _STRATEGY_ARGS:
+        return
+    written = []
+    if parallel.strategy != "pipeline" and parallel.schedule != "1f1b":
+        written.append("schedule")
+    if parallel.strategy not in BY_STAGES and (parallel.stages_per_rank or 1) > 1:
+        written.append("stages_per_rank")
+    for key in written:
+        message = f"{getattr(parallel, key)} means nothing to strategy {parallel.strategy}"
+        yield Problem(("parallel", key), message, "take it out; it belongs to pipeline")
+    if problem := problem_of_stages(parallel):
+        yield problem
 
 
 @rule("model.name")
@@ -230,7 +267,9 @@ RULES: tuple[Rule, ...] = (
     dataset_provider_is_known,
     data_on_disk_have_a_root,
     arguments_say_nothing_twice,
+    strategy_takes_its_arguments,
     degrees_belong_to_the_strategy,
+    schedules_belong_to_pipelines,
 )
 #: Those that may start a child process.
 NAME_RULES: tuple[Rule, ...] = (

@@ -10,7 +10,15 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import islice
 
-from hpc_train.config import compatibility, part_rules, slurm_rules, start_rules, sweep_rules, text_rules
+from hpc_train.config import (
+    compatibility,
+    layer_rules,
+    part_rules,
+    slurm_rules,
+    start_rules,
+    sweep_rules,
+    text_rules,
+)
 from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_clean, rule, shortened
 from hpc_train.config.schema import Experiment
 
@@ -22,7 +30,7 @@ def check(
 ) -> list[Problem]:
     """Return what is wrong across keys. Rules that read a key of ``failed`` are left out."""
     rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *text_rules.RULES)
-    rules += compatibility.RULES
+    rules += (*layer_rules.RULES, *compatibility.RULES)
     if check_names:
         rules += (*part_rules.NAME_RULES, *compatibility.MODEL_RULES)
     return [
@@ -98,17 +106,6 @@ def warmup_ends_before_the_run(experiment: Experiment) -> Iterator[Problem]:
             )
 
 
-@rule("parallel.sync_batchnorm", "compile")
-def sync_batchnorm_breaks_the_graph(experiment: Experiment) -> Iterator[Problem]:
-    compiled = experiment.compile
-    if compiled.enabled and compiled.fullgraph and experiment.parallel.sync_batchnorm:
-        yield Problem(
-            ("compile", "fullgraph"),
-            "can't be true with parallel.sync_batchnorm, which breaks the graph",
-            "write false",
-        )
-
-
 @rule("data.augment.random_resized_crop", "data.augment.crop_padding", "data.image_size")
 def crops_fit_together(experiment: Experiment) -> Iterator[Problem]:
     augment, path = experiment.data.augment, ("data", "augment")
@@ -174,7 +171,6 @@ RULES: tuple[Rule, ...] = (
     evaluations_come_by_epochs_or_steps,
     warmup_is_given_once,
     warmup_ends_before_the_run,
-    sync_batchnorm_breaks_the_graph,
     crops_fit_together,
     normalization_has_equal_lengths,
     text_has_no_control_characters,

@@ -131,8 +131,8 @@ class Experiment(Section):
     data: DataConfig
     optimization: OptimizationConfig
     parallel: ParallelConfig = ParallelConfig()
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp64"] = "fp32"
-    """Number format of the forward and backward pass."""
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"] = "fp32"
+    """Number format of the forward and backward pass; ``fp8``: bf16, the blocks' linear layers in float8."""
     compile: Annotated[
         CompileConfig, BeforeValidator(lambda v: {"enabled": v} if isinstance(v, bool) else v)
     ] = CompileConfig(enabled=False)
@@ -159,3 +159,8 @@ class Experiment(Section):
         size = self.optimization.micro_batch_size
         assert isinstance(size, int), "micro_batch_size: auto is resolved before it is used"
         return self.optimization.global_batch_size // size
+
+    def with_micro_batch_size(self, size: int) -> Experiment:
+        """Return the same with a number: what ``auto`` came to."""
+        optimization = self.optimization.model_copy(update={"micro_batch_size": size})
+        return self.model_copy(update={"optimization": optimization})

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from hpc_train.config.cluster_sections import SlurmConfig
+from hpc_train.config.degrees import find_degrees
 from hpc_train.config.fields import SLURM_WORD_PATTERN
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shown
 from hpc_train.config.schema import Experiment
@@ -94,8 +95,7 @@ def node_range_goes_up(experiment: Experiment) -> Iterator[Problem]:
     "slurm.nodes",
     "slurm.gpus_per_node",
     "slurm.ranks_per_node",
-    "parallel.tensor",
-    "parallel.pipeline",
+    "parallel",
     "optimization.global_batch_size",
     "optimization.micro_batch_size",
 )
@@ -104,8 +104,11 @@ def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
     if slurm is None or optimization.micro_batch_size == "auto":
         return
     micro_batches = max(1, experiment.micro_batches)
-    degree = (parallel.tensor or 1) * (parallel.pipeline or 1)
     ranks = least_nodes(slurm) * ranks_a_node(slurm)
+    degrees = find_degrees(parallel, ranks, ranks_a_node(slurm))
+    if isinstance(degrees, Problem):
+        return  # ``check_start`` says so
+    degree = degrees.tensor * degrees.pipeline
     if ranks // degree <= micro_batches:
         return
     batch, micro = optimization.global_batch_size, optimization.micro_batch_size

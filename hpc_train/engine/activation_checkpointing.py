@@ -80,7 +80,20 @@ class _Recomputed:
     def __call__(self, *args: Any, **keys: Any) -> Any:
         if not (self.block.training and torch.is_grad_enabled()):
             return self.plain(*args, **keys)
-        return checkpoint(self.plain, *args, use_reentrant=False, context_fn=self.contexts, **keys)
+        given = None if torch.compiler.is_compiling() else _versions(args, keys)
+        found = checkpoint(self.plain, *args, use_reentrant=False, context_fn=self.contexts, **keys)
+        if given is not None and given != _versions(args, keys):
+            raise BadFileError(
+                f"activation_checkpointing: a block of this model, {type(self.block).__name__}, changes its "
+                "input in place (inplace=True, +=), so that its forward can't be run again; change the "
+                "model, or write off"
+            )
+        return found
+
+
+def _versions(args: tuple[Any, ...], keys: dict[str, Any]) -> list[int]:
+    """Return how often each tensor given was changed in place. Compiled code may do so: it makes copies."""
+    return [value._version for value in (*args, *keys.values()) if isinstance(value, Tensor)]
 
 
 def _contexts_of(block: nn.Module, *, is_selective: bool) -> Callable[[], Contexts]:

@@ -7,28 +7,24 @@ ones are untouched. The worker makes one ``Checkpointer`` on every rank.
 
 from __future__ import annotations
 
-import hashlib
+import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
+from hpc_train.engine import fitting
 from hpc_train.engine.control_group import ControlGroup
-from hpc_train.engine.saved_tensors import SavedPiece, SavedState, SavedTensor, read_into
-from hpc_train.engine.shards import dtype_name
-from hpc_train.engine.staging import Contents, Kinds, Staging
+from hpc_train.engine.layouts import Layout, agree
+from hpc_train.engine.saved_tensors import SavedState, read_into
+from hpc_train.engine.staging import Contents, Staging
 from hpc_train.engine.training_state import (
-    EMA,
-    MODEL,
+    DIFFERENT,
     NamedTensors,
     TrainingState,
-    check_averages,
-    check_model,
-    check_optimizer,
     make_optimizer_state,
 )
 from hpc_train.engine.writing import CheckpointWriter, Staged, UnderWay
@@ -45,19 +41,6 @@ class Loaded:
 
     step: int
     extra: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Who writes what, as long as the tensors' names, shapes and dtypes stay what they are."""
-
-    kinds: Kinds
-    #: The same on all ranks.
-    digest: int
-    #: What this rank's shard holds.
-    table: dict[str, SavedTensor]
-    #: Of all ranks' shards.
-    total_nbytes: int
 
 
 class Checkpointer:
@@ -149,21 +132,21 @@ class Checkpointer:
         began_at = time.monotonic()
         contents = Contents.of(state, self.strategy, extra)
         is_checked = self._find_layout(contents)
-        sources = self._sources(contents)
+        layout = self._layout
+        assert layout is not None
+        sources = layout.sources(contents)
         staging = None
         if beside_training or any(tensor.is_cuda for tensor in sources.values()):
             staging = self._staging = self._staging or self._buffers(contents)
-            staging.begin(sources, contents.buffers)
-        layout = self._layout
-        assert layout is not None
+            staging.begin(sources, layout.names_of(contents.buffers))
 
         def write() -> None:
             tensors = sources if staging is None else staging.copy()
             if not is_checked:
-                self._check_same(layout.digest, is_known=True)
-            staged = Staged(
-                step, tensors, layout.table, layout.total_nbytes, contents.parameters, contents.rest
-            )
+                self._meet(layout.digest)
+            parameters = layout.names_of(contents.parameters)
+            rest = self._told(contents, layout)
+            staged = Staged(step, tensors, layout.table, layout.total_nbytes, parameters, rest)
             self._writer.write(staged, before_commit)
 
         self._under_way = UnderWay(step, began_at, write, self._writer.clear_up)
@@ -236,47 +219,29 @@ class Checkpointer:
         if self._layout is not None and self._layout.kinds == kinds:
             return False
         self._layout, self._staging = None, None
-        self._layout = self._agree(contents, kinds)
+        self._meet(None)
+        self._layout = agree(self.ranks, contents, kinds)
         return True
 
-    def _agree(self, contents: Contents, kinds: Kinds) -> Layout:
-        """Choose what each rank writes: its own pieces, and its share of what every rank holds whole."""
-        text = "\n".join(f"{name} {shape} {dtype}" for name, shape, dtype, _ in kinds)
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-        self._check_same(digest, is_known=False)
-        pieces, names = contents.pieces, list(contents.pieces)
-        is_whole = [tuple(pieces[name].local.shape) == pieces[name].shape for name in names]
-        shared = [name for name, whole in zip(names, self.ranks.smallest(is_whole), strict=True) if whole]
-        writers = deal({name: pieces[name].local.nbytes for name in shared}, self.ranks.world_size)
-        mine = {name: piece for name, piece in pieces.items() if self._is_mine(name, piece, writers)}
-        table = {name: self._table_entry(name, piece) for name, piece in mine.items()}
-        total = self.ranks.total([sum(piece.local.nbytes for piece in mine.values())])[0]
-        return Layout(kinds, digest, table, total)
+    def _meet(self, layout: int | None) -> None:
+        """Raise on all ranks where some go by a layout, whose digest they tell, and others have none yet.
 
-    def _check_same(self, digest: int, *, is_known: bool) -> None:
-        """Raise on all ranks where they are about to save different tensors. The first thing of each save
-        that ranks say to each other, so that they can't miss each other.
+        The first thing of each save that ranks say to each other, so that they can't miss each other.
         """
-        mine = (digest, int(is_known))
-        lowest = self.ranks.smallest([*mine, *(-value for value in mine)])
-        if lowest != [*mine, *(-value for value in mine)]:
-            raise HpcTrainError("the ranks' models or optimizers hold different tensors; nothing was saved")
+        own = -1 if layout is None else layout
+        least, most = self.ranks.smallest([own, -own])
+        if least != -most:
+            raise HpcTrainError(DIFFERENT)
 
-    def _is_mine(self, name: str, piece: Piece, writers: Mapping[str, int]) -> bool:
-        if name in writers:
-            return writers[name] == self.ranks.rank
-        return piece.is_writer and piece.local.numel() > 0
-
-    def _table_entry(self, name: str, piece: Piece) -> SavedTensor:
-        here = SavedPiece(self.ranks.rank, piece.offset, tuple(piece.local.shape))
-        return SavedTensor(dtype_name(name, piece.local.dtype), piece.shape, (here,))
-
-    def _sources(self, contents: Contents) -> dict[str, Tensor]:
-        assert self._layout is not None
-        return {name: contents.pieces[name].local for name in self._layout.table}
+    def _told(self, contents: Contents, layout: Layout) -> Mapping[str, Any]:
+        """Return what this rank tells of all that is no tensor."""
+        if self.ranks.rank == 0:
+            return contents.rest
+        return {key: contents.rest[key] for key in ("tied", "optimizer")} if layout.describes else {}
 
     def _buffers(self, contents: Contents) -> Staging:
-        return Staging(self._sources(contents))
+        assert self._layout is not None
+        return Staging(self._layout.sources(contents))
 
     def load_newest(self, state: TrainingState) -> Loaded | None:
         """Bring back the newest checkpoint that counts and is whole; None where there is none.
@@ -287,7 +252,7 @@ class Checkpointer:
         for step in self._candidates():
             checkpoint = self.paths.checkpoint(step)
             if self._is_whole(checkpoint):
-                return self._writer.together(checkpoint.folder, partial(self._load, checkpoint, state))
+                return self._load(checkpoint, state)
         return None
 
     def _candidates(self) -> list[int]:
@@ -323,30 +288,32 @@ class Checkpointer:
         )
 
     def _load(self, checkpoint: CheckpointPaths, state: TrainingState) -> Loaded:
-        saved = SavedState.read(checkpoint)
+        together = partial(self._writer.together, checkpoint.folder)
+        saved = together(lambda: SavedState.read(checkpoint))
+        held = together(lambda: fitting.Held.of(state))
+        by_any = self._held_by_any(held.names, together(lambda: fitting.names_of(saved)))
+        misfits = together(lambda: fitting.find_misfits(held, saved, by_any))
+        fitting.refuse([json.loads(text) for text in self.ranks.texts(json.dumps(misfits))])
+        together(lambda: self._take(checkpoint, saved, state))
+        return Loaded(checkpoint.step, saved.extra)
+
+    def _held_by_any(self, held: Collection[str], names: Sequence[str]) -> set[str]:
+        """Return those of ``names``, the same on all ranks, that any rank holds. Collective."""
+        own = [name in held for name in names]
+        if self.ranks.smallest([all(own)])[0]:
+            return set(names)
+        return {name for name, holders in zip(names, self.ranks.total(own), strict=True) if holders}
+
+    def _take(self, checkpoint: CheckpointPaths, saved: SavedState, state: TrainingState) -> None:
+        """Read what this rank holds. Not collective."""
         named = NamedTensors.of(state.model)
         names = state.parameter_names(named)
-        check_model(named, saved)
-        check_optimizer(state.optimizer, names, saved)
-        check_averages(state.averages, saved)
-        tensors = {MODEL + name: tensor for name, tensor in named.tensors.items()}
-        tensors |= make_optimizer_state(state.optimizer, names, saved, self.strategy.empty_like)
-        tensors |= {EMA + name: tensor for name, tensor in state.averages.items()}
+        empty_like = self.strategy.empty_like
+        tensors = state.weights(named) | make_optimizer_state(state.optimizer, names, saved, empty_like)
         targets: dict[str, list[Piece]] = {}
-        for name, tensor in tensors.items():
-            targets.setdefault(saved.first_name(name), []).extend(self.strategy.pieces(tensor, tensor))
+        for name, kept in tensors.items():
+            pieces = self.strategy.pieces(kept.tensor, kept.like)
+            targets.setdefault(saved.first_name(name), []).extend(pieces)
         read_into(checkpoint, saved.tensors, targets)
         if state.scaler is not None and state.scaler.is_enabled() and saved.scaler:
             state.scaler.load_state_dict(saved.scaler)
-        return Loaded(checkpoint.step, saved.extra)
-
-
-def deal(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Deal names out to ranks so that all get about as many bytes; the same on every rank."""
-    load = [0] * world_size
-    owner = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        rank = load.index(min(load))
-        owner[name] = rank
-        load[rank] += sizes[name]
-    return owner

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -78,8 +79,26 @@ class ControlGroup:
         speaker = self.smallest([self.world_size if text is None else self.rank])[0]
         if speaker == self.world_size:
             return None
-        letters = self.broadcast(list((text or "").encode("utf-8", "replace")), speaker)
-        return speaker, bytes(letters).decode()
+        return speaker, self._text_of(speaker, text or "")
+
+    def texts(self, text: str) -> list[str]:
+        """Return the text of each rank. Of equal ones the first rank sends it; where all are equal, none."""
+        own = digest(text)
+        least, most = self.smallest([own, -own])
+        if least == -most:
+            return [text] * self.world_size
+        digests = self.total([own if rank == self.rank else 0 for rank in range(self.world_size)])
+        found = {each: self._text_of(digests.index(each), text) for each in dict.fromkeys(digests)}
+        return [found[each] for each in digests]
+
+    def _text_of(self, source: int, text: str) -> str:
+        octets = bytearray(text.encode("utf-8", "replace"))
+        length = self.broadcast([len(octets)], source)[0]
+        if self.rank != source:
+            octets = bytearray(length)
+        if length and self.group is not None:
+            self._send(torch.frombuffer(octets, dtype=torch.uint8), source)
+        return octets.decode()
 
     def together(self, work: Callable[[], Result]) -> Result:
         """Run ``work`` on every rank, then raise on all of them if it raised on one.
@@ -98,6 +117,11 @@ class ControlGroup:
         if failed is not None:
             raise _error_of_peer(*failed)
         return result  # type: ignore[return-value]
+
+
+def digest(text: str) -> int:
+    """Return a number ≥ 0 that no other text has, small enough for an int64 and its negative."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:7])
 
 
 def _error_of_peer(rank: int, text: str) -> HpcTrainError:

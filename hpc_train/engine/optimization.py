@@ -6,8 +6,9 @@ The worker makes an ``Optimization`` after the strategy placed the model; the tr
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,16 +42,19 @@ class Optimization:
         device: torch.device,
     ) -> None:
         self.optimizer = optimizer
-        self.scaler = torch.amp.GradScaler(device.type) if precision.needs_scaler else None
+        self.scaler = _Scaler(device.type) if precision.needs_scaler else None
         self._schedule = schedule
+        self._peak_lr = float(optimizer.defaults["lr"])
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
 
     def set_learning_rate(self, step: int) -> float:
-        """Set the rate of step ``step``, counted from 0, and return it (the first group's)."""
+        """Set the rate of step ``step``, counted from 0. Returns that of the file, which is what rows of
+        metrics say: under ``layer_decay`` all groups of this rank may have less.
+        """
         factor = self._schedule(step)
         for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
             group["lr"] = peak * factor
-        return self._peak_lrs[0] * factor
+        return self._peak_lr * factor
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return what backward begins at: scaled under fp16, until ``step`` takes that out of gradients."""
@@ -83,6 +87,33 @@ class Optimization:
         return norm, is_allowed
 
 
+class _Scaler(torch.amp.GradScaler):
+    """torch's, where ranks share some layers of each rank's own parts: that its kernel takes DTensors of
+    several meshes is known of torch 2.15 alone.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        trained = [value for group in optimizer.param_groups for value in group["params"]]
+        if _num_meshes(trained) > 1:
+            own = {"params": [_own_part(value) for value in trained if value.grad is not None]}
+            optimizer = SimpleNamespace(param_groups=[own])
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+
+def _own_part(parameter: nn.Parameter) -> Tensor:
+    """Return a tensor whose gradient is this rank's part of the parameter's, in the same memory."""
+    with torch.no_grad():
+        part, gradient = (
+            value.to_local() if isinstance(value, DTensor) else value.detach()
+            for value in (parameter, cast(Tensor, parameter.grad))
+        )
+    part = part.detach()
+    part.grad = gradient
+    return part
+
+
 def _agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """Let an overflow on one rank be one on all. Collective.
 
@@ -106,17 +137,24 @@ def make_optimizer(
     make, kind = _find(config.name)
     arguments = _arguments(config, kind, global_batch_size)
     if config.name.lower() in _FAST_IN_GROUPS and any(isinstance(p, DTensor) for p in parameters.values()):
-        arguments = _in_groups(arguments)
+        arguments = _in_groups(arguments, _num_meshes(parameters.values()))
     try:
         return make(_parameter_groups(config, parameters, arguments["lr"], depths), arguments)
     except (TypeError, ValueError, AssertionError, ImportError, RuntimeError) as error:
         raise BadFileError(f"{_KEY}.args: {config.name} can't be made: {error}; mend them") from error
 
 
-def _in_groups(arguments: Arguments) -> Arguments:
-    """Ask for the kernels that take all parameters at once, unless the file has asked for others."""
+def _in_groups(arguments: Arguments, num_meshes: int) -> Arguments:
+    """Ask for the kernels that take all parameters at once, unless the file has asked for others.
+
+    Not where ranks share some layers: that they take DTensors of several meshes is known of torch 2.15 alone.
+    """
     has_chosen = any(arguments.get(key) is not None for key in ("foreach", "fused"))
-    return arguments if has_chosen else arguments | {"foreach": True}
+    return arguments if has_chosen else arguments | {"foreach": num_meshes == 1}
+
+
+def _num_meshes(parameters: Iterable[nn.Parameter]) -> int:
+    return len({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)})
 
 
 def _find(name: str) -> tuple[_Maker, type[torch.optim.Optimizer]]:
@@ -226,8 +264,8 @@ def _parameter_groups(
 ) -> list[dict[str, Any]]:
     """Return one group a layer, of each with ``decay_norm_and_bias: false`` what decays and what doesn't.
 
-    The same groups in the same order on any ranks. The first is the one behind all others: its rate is
-    ``lr`` itself, which is what rows of metrics say.
+    The same groups in the same order on any ranks that hold the same parameters, what lies behind all others
+    first: its rate is ``lr`` itself.
     """
     trained = {name: value for name, value in parameters.items() if value.requires_grad}
     if config.layer_decay is None or depths is None:

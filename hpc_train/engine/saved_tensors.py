@@ -25,14 +25,20 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """What shard ``rank`` holds of a tensor."""
+    """What shard ``rank`` holds of a tensor; ``number`` tells apart the pieces that lie in one shard."""
 
     rank: int
     offset: Shape
     shape: Shape
+    number: int = 0
+
+    def key(self, name: str) -> str:
+        """Return the name that the piece of tensor ``name`` has in its shard."""
+        # No parameter is called so: torch allows no empty name between two dots.
+        return f"{name}..{self.number}" if self.number else name
 
     def to_json(self) -> list[Any]:
-        return [self.rank, self.offset, self.shape]
+        return [self.rank, self.offset, self.shape, *([self.number] if self.number else [])]
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,8 @@ def _tensor(entry: dict[str, Any]) -> SavedTensor:
         raise ValueError(f"the pieces do not cover a tensor of shape {tensor.shape}")
     if len({piece.offset for piece in pieces}) != len(pieces):
         raise ValueError("two pieces have the same place")
+    if len({(piece.rank, piece.number) for piece in pieces}) != len(pieces):
+        raise ValueError("two pieces of a shard have the same number")
     for piece in pieces:
         ends = [begin + size for begin, size in zip(piece.offset, piece.shape, strict=True)]
         if any(end > size for end, size in zip(ends, tensor.shape, strict=True)):
@@ -108,8 +116,12 @@ def _tensor(entry: dict[str, Any]) -> SavedTensor:
     return tensor
 
 
-def _piece(rank: object, offset: object, shape: object) -> SavedPiece:
-    return SavedPiece(_shape([rank])[0], _shape(offset), _shape(shape))
+def _piece(rank: object, offset: object, shape: object, number: object = None) -> SavedPiece:
+    """Read a piece: a shard's first one of a tensor is written without a number, further ones from 1."""
+    counted = 0 if number is None else _shape([number])[0]
+    if number is not None and counted == 0:
+        raise ValueError("a piece's number is 0")
+    return SavedPiece(_shape([rank])[0], _shape(offset), _shape(shape), counted)
 
 
 def _shape(value: object) -> Shape:
@@ -156,7 +168,7 @@ def _copy(shard: ShardReader, name: str, dtype: str, piece: SavedPiece, target: 
     assert overlap is not None
     source = tuple(slice(a - at, b - at) for (a, b), at in zip(overlap, piece.offset, strict=True))
     place = tuple(slice(a - at, b - at) for (a, b), at in zip(overlap, target.offset, strict=True))
-    target.local[place].copy_(shard.read(name, dtype, piece.shape, source))
+    target.local[place].copy_(shard.read(piece.key(name), dtype, piece.shape, source))
 
 
 def _overlap(piece: SavedPiece, target: Piece) -> list[tuple[int, int]] | None:

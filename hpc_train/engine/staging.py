@@ -6,6 +6,7 @@ pinning, cost several times what a copy costs.
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import weakref
@@ -19,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hpc_train.engine.shards import dtype_name
 from hpc_train.engine.training_state import (
-    EMA,
     MODEL,
     NamedTensors,
     TrainingState,
@@ -34,15 +35,16 @@ _ALIGNMENT = 64
 #: NumPy has no bfloat16 and no float8; a copy needs only the width of a number.
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-#: Names, global shapes, dtypes and local shapes: where these are alike, two saves have the same layout.
-Kinds = tuple[tuple[str, tuple[int, ...], torch.dtype, tuple[int, ...]], ...]
+#: Names, global shapes, dtypes, offsets and local shapes: where these are alike, two saves have one layout.
+Kinds = tuple[tuple[Any, ...], ...]
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A training state, taken apart: this rank's piece of each tensor, which still trains, and the rest."""
+    """A training state, taken apart: this rank's pieces of each tensor, which still trains, and the rest."""
 
-    pieces: dict[str, Piece]
+    #: One at least of each tensor; it may be empty.
+    pieces: dict[str, list[Piece]]
     #: Names of the tensors that a forward or backward pass may change: the model's buffers.
     buffers: frozenset[str]
     rest: dict[str, Any]
@@ -51,17 +53,18 @@ class Contents:
     def of(cls, state: TrainingState, strategy: Strategy, extra: Mapping[str, Any]) -> Contents:
         named = NamedTensors.of(state.model)
         names = state.parameter_names(named)
-        tensors = {MODEL + name: tensor for name, tensor in named.tensors.items()}
-        buffers = frozenset(name for name, tensor in tensors.items() if not isinstance(tensor, nn.Parameter))
-        tensors |= optimizer_tensors(state.optimizer, names)
-        tensors |= {EMA + name: tensor for name, tensor in state.averages.items()}
+        weights = state.weights(named)
+        buffers = frozenset(
+            MODEL + name for name, tensor in named.tensors.items() if not isinstance(tensor, nn.Parameter)
+        )
+        tensors = weights | optimizer_tensors(state.optimizer, names)
         rest = {
             "tied": {MODEL + name: MODEL + first for name, first in named.tied.items()},
             "optimizer": describe_optimizer(state.optimizer, names),
             "scaler": state.scaler.state_dict() if state.scaler else {},
             "extra": deepcopy(dict(extra)),
         }
-        pieces = {name: strategy.pieces(tensor, tensor)[0] for name, tensor in tensors.items()}
+        pieces = {name: strategy.pieces(kept.tensor, kept.like) for name, kept in tensors.items()}
         return cls(pieces, buffers, rest)
 
     @property
@@ -71,9 +74,24 @@ class Contents:
 
     def kinds(self) -> Kinds:
         return tuple(
-            (name, piece.shape, piece.local.dtype, tuple(piece.local.shape))
-            for name, piece in self.pieces.items()
+            (name, piece.shape, piece.local.dtype, piece.offset, tuple(piece.local.shape))
+            for name, pieces in self.pieces.items()
+            for piece in pieces
         )
+
+    def table(self) -> str:
+        """Return names, dtypes and global shapes as JSON; raises BadFileError if no shard takes a dtype."""
+        return json.dumps(
+            [
+                (name, dtype_name(name, pieces[0].local.dtype), pieces[0].shape)
+                for name, pieces in self.pieces.items()
+            ]
+        )
+
+    def is_whole(self, name: str) -> bool:
+        """Tell whether this rank holds the tensor in one piece."""
+        pieces = self.pieces[name]
+        return len(pieces) == 1 and tuple(pieces[0].local.shape) == pieces[0].shape
 
 
 class Staging:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train.engine.saved_tensors import SavedState, SavedTensor
 from hpc_train.engine.shards import DTYPE_NAMES, DTYPES
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, HpcTrainError
 
 MODEL = "model."
 EMA = "ema."
 OPTIMIZER = "optimizer."
-_SHOWN = 5
 #: What torch.compile puts into the names of a module that it wrapped.
 _COMPILED = "_orig_mod"
+
+DIFFERENT = "the ranks' models or optimizers hold different tensors; nothing was saved"
 
 #: ``Strategy.empty_like``.
 EmptyLike = Callable[[tuple[int, ...], torch.dtype, Tensor | None], Tensor]
@@ -45,6 +46,20 @@ class TrainingState:
     def parameter_names(self, named: NamedTensors) -> dict[int, str]:
         """Return id of each tensor → its name, for what the optimizer refers to."""
         return {id(tensor): name for name, tensor in (*named.tensors.items(), *self.optimized.items())}
+
+    def weights(self, named: NamedTensors) -> dict[str, Kept]:
+        """Return the model's tensors and their averages by full name."""
+        weights = {MODEL + name: Kept(tensor, tensor) for name, tensor in named.tensors.items()}
+        averages = {EMA + name: Kept(value, named.tensors[name]) for name, value in self.averages.items()}
+        return weights | averages
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor of a checkpoint, and the parameter or buffer that it is or that it is kept for."""
+
+    tensor: Tensor
+    like: Tensor
 
 
 @dataclass(frozen=True)
@@ -84,7 +99,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model if compiled is None else _unwrapped(compiled)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Kept]:
     """Return the optimizer's state tensors by full name."""
     found = {}
     for parameter, values in optimizer.state.items():
@@ -92,7 +107,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]
             if isinstance(value, Tensor):
                 name = f"{OPTIMIZER}{names[id(parameter)]}.{key}"
                 _check_placing(name, value, parameter)
-                found[name] = value
+                found[name] = Kept(value, parameter)
     return found
 
 
@@ -108,16 +123,20 @@ def _check_placing(name: str, value: Tensor, parameter: Tensor) -> None:
 def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return what goes to JSON: parameters and values by group, keys and values of the state by parameter."""
     groups = [
-        {"params": _group_names(group, names), **_describe_group(group, optimizer.defaults)}
-        for group in optimizer.param_groups
+        {"params": params, **_describe_group(group, optimizer.defaults)}
+        for params, group in zip(group_names(optimizer, names), optimizer.param_groups, strict=True)
     ]
     state = {names[id(parameter)]: _describe(values) for parameter, values in optimizer.state.items()}
     return {"groups": groups, "state": state}
 
 
-def _group_names(group: dict[str, Any], names: Mapping[int, str]) -> list[str]:
-    assert all(id(parameter) in names for parameter in group["params"]), "optimizer of another model"
-    return [names[id(parameter)] for parameter in group["params"]]
+def group_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """Return the parameters' names by group."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    assert all(id(parameter) in names for group in groups for parameter in group), (
+        "optimizer of another model"
+    )
+    return [[names[id(parameter)] for parameter in group] for group in groups]
 
 
 def _describe_group(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
@@ -170,85 +189,66 @@ def _plain(value: object) -> Any:
     return Ellipsis
 
 
-def check_model(named: NamedTensors, saved: SavedState) -> None:
-    """Raise BadFileError unless the checkpoint holds exactly this model's tensors."""
-    held = {name: tensor for name, tensor in saved.tensors.items() if name.startswith(MODEL)}
-    ours = {MODEL + name for name in (*named.tensors, *named.tied)}
-    problems = [_mismatch(MODEL + name, tensor, saved) for name, tensor in named.tensors.items()]
-    problems += [f"{name} is not in the model" for name in (*held, *saved.tied) if name not in ours]
-    problems += [
-        f"{MODEL + name} is shared with {MODEL + first} in the model alone"
-        for name, first in named.tied.items()
-        if saved.first_name(MODEL + name) != saved.first_name(MODEL + first)
+def united(parts: Mapping[int, Mapping[str, Any]], tensors: Collection[str]) -> dict[str, Any]:
+    """Return what stands in ``state.json`` beside the tensors, of what ranks with different tensors say.
+
+    ``parts``: rank → its ``tied`` and ``optimizer``, of rank 0 everything, which is what counts. Each group
+    notes whose it is: groups are as each rank has them. ``tensors``: names of all ranks' tensors. Raises
+    HpcTrainError where ranks contradict each other.
+    """
+    if len(parts) == 1:
+        return dict(parts[0])
+    tied: dict[str, str] = {}
+    state: dict[str, Any] = {}
+    for part in parts.values():
+        optimizer = part["optimizer"]
+        names = [name for group in optimizer["groups"] for name in group["params"]]
+        _add(tied, part["tied"])
+        _add(state, {name: optimizer["state"].get(name) for name in names})
+    if tied.keys() & set(tensors):
+        raise HpcTrainError(DIFFERENT)
+    groups = [
+        {**group, "rank": rank} for rank, part in parts.items() for group in part["optimizer"]["groups"]
     ]
-    _raise_any("the model in the file is not the one in the checkpoint", problems)
+    described = {name: entry for name, entry in state.items() if entry is not None}
+    return {**parts[0], "tied": tied, "optimizer": {"groups": groups, "state": described}}
 
 
-def _mismatch(name: str, tensor: Tensor, saved: SavedState) -> str | None:
-    found = saved.tensors.get(saved.first_name(name))
-    if found is None:
-        return f"{name} is missing in the checkpoint"
-    theirs, ours = (
-        f"{found.dtype} {list(found.shape)}",
-        f"{DTYPE_NAMES.get(tensor.dtype)} {list(tensor.shape)}",
-    )
-    return None if theirs == ours else f"{name} is {theirs} in the checkpoint, {ours} in the model"
+def _add(found: dict[str, Any], more: Mapping[str, Any]) -> None:
+    if any(found.setdefault(name, value) != value for name, value in more.items()):
+        raise HpcTrainError(DIFFERENT)
 
 
-def check_averages(averages: Mapping[str, Tensor], saved: SavedState) -> None:
-    """Raise BadFileError unless the checkpoint holds exactly these averages, or none where there are none."""
-    held = {name for name in saved.tensors if name.startswith(EMA)}
-    if bool(held) != bool(averages):
-        has, has_not = ("checkpoint", "file") if held else ("file", "checkpoint")
-        raise BadFileError(
-            f"optimization.ema: the {has} has an average of the weights, the {has_not} none; "
-            "resume with the file that the run began with"
-        )
-    problems = [_mismatch(EMA + name, tensor, saved) for name, tensor in averages.items()]
-    problems += [f"{name} is not in the model" for name in sorted(held - {EMA + name for name in averages})]
-    _raise_any("the average in the checkpoint is not this model's", problems)
+@dataclass(frozen=True)
+class SavedGroup:
+    """A parameter group as a checkpoint has it: of ``rank``, and of all that held the same tensors."""
+
+    rank: int
+    names: list[str]
+    values: dict[str, Any]
 
 
-def _raise_any(what: str, problems: Iterable[str | None]) -> None:
-    lines = [problem for problem in problems if problem]
-    if lines:
-        more = [f"… and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        raise BadFileError(
-            f"model: {what}; resume with the file that the run began with: "
-            + "; ".join(lines[:_SHOWN] + more)
-        )
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: SavedState) -> None:
-    """Raise BadFileError unless the checkpoint has these parameter groups and no stray tensors."""
-    saved_groups, listed = _saved_layout(saved)
-    groups = [_group_names(group, names) for group in optimizer.param_groups]
-    if groups != saved_groups:
-        sizes, saved_sizes = ([len(group) for group in each] for each in (groups, saved_groups))
-        raise BadFileError(
-            "optimization.optimizer: its parameter groups are not the checkpoint's (parameters by group: "
-            f"{sizes}, in the checkpoint {saved_sizes}); "
-            "resume with the file that the run began with"
-        )
-    known = {name for group in groups for name in group}
-    held = {name for name in saved.tensors if not name.startswith((MODEL, EMA))}
-    problems = [f"{name} is not in the checkpoint's tensors" for name in sorted(listed - held)]
-    problems += [f"{name} belongs to no parameter" for name in sorted(held - listed)]
-    problems += [f"{name} is not optimised" for name in saved.optimizer["state"] if name not in known]
-    _raise_any("the optimizer's state in the checkpoint does not fit it", problems)
-
-
-def _saved_layout(saved: SavedState) -> tuple[list[list[str]], set[str]]:
-    """Return the parameters' names by group and the full names of the state tensors."""
+def saved_groups(saved: SavedState) -> list[SavedGroup]:
+    """Return the groups; raises BadFileError where they are not as ``describe_optimizer`` makes them."""
     try:
-        groups = [(list(group["params"]), _saved_values(group)) for group in saved.optimizer["groups"]]
-        states = {
-            name: (list(e["tensors"]), dict(e["values"])) for name, e in saved.optimizer["state"].items()
-        }
+        groups = [_saved_group(group) for group in saved.optimizer["groups"]]
+        had = [(group.rank, name) for group in groups for name in group.names]
+        if len(set(had)) != len(had):
+            raise ValueError("a parameter is in two groups")
+        return groups
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise BadFileError(f"state.json: optimizer is not as hpc-train writes it: {error!r}") from error
-    listed = {f"{OPTIMIZER}{name}.{key}" for name, (keys, _) in states.items() for key in keys}
-    return [names for names, _ in groups], listed
+        raise not_ours(error) from error
+
+
+def not_ours(error: Exception) -> BadFileError:
+    return BadFileError(f"state.json: optimizer is not as hpc-train writes it: {error!r}")
+
+
+def _saved_group(group: dict[str, Any]) -> SavedGroup:
+    rank, names = group.get("rank", 0), list(group["params"])
+    if type(rank) is not int or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{rank!r} is no rank, or a name is no text")
+    return SavedGroup(rank, names, _saved_values(group))
 
 
 def _saved_values(group: dict[str, Any]) -> dict[str, Any]:
@@ -263,13 +263,14 @@ def _saved_values(group: dict[str, Any]) -> dict[str, Any]:
 
 def make_optimizer_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: SavedState, empty_like: EmptyLike
-) -> dict[str, Tensor]:
+) -> dict[str, Kept]:
     """Give the optimizer the state that the checkpoint lists; return its tensors, not yet filled, by name.
 
-    ``check_optimizer`` comes first. The groups' values stay the file's, but for what training added.
+    ``engine.fitting`` comes first. The groups' values stay the file's, but for what training added.
     """
     tensors = {}
-    for group, entry in zip(optimizer.param_groups, saved.optimizer["groups"], strict=True):
+    values = {name: group.values for group in saved_groups(saved) for name in group.names}
+    for group in optimizer.param_groups:
         for parameter in group["params"]:
             described = saved.optimizer["state"].get(names[id(parameter)])
             optimizer.state.pop(parameter, None)
@@ -278,11 +279,12 @@ def make_optimizer_state(
             state: dict[str, Any] = dict(described["values"])
             for key in described["tensors"]:
                 full = f"{OPTIMIZER}{names[id(parameter)]}.{key}"
-                state[key] = tensors[full] = _make(key, saved.tensors[full], parameter, group, empty_like)
+                state[key] = _make(key, saved.tensors[full], parameter, group, empty_like)
+                tensors[full] = Kept(state[key], parameter)
             optimizer.state[parameter] = state
-        # Such as timm's Lamb, which counts its steps in the group.
-        values = _saved_values(entry)
-        group.update({key: value for key, value in values.items() if _is_trained(key, group)})
+        # Such as timm's Lamb, which counts its steps in the group: all groups' steps, on all ranks, alike.
+        theirs = values[names[id(group["params"][0])]] if group["params"] else {}
+        group.update({key: value for key, value in theirs.items() if _is_trained(key, group)})
     return tensors
 
 

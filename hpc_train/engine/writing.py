@@ -19,6 +19,7 @@ from torch import Tensor
 from hpc_train.engine.control_group import ControlGroup
 from hpc_train.engine.saved_tensors import SavedTensor
 from hpc_train.engine.shards import TRANSIENT, Entry, storage_error, write_safetensors
+from hpc_train.engine.training_state import united
 from hpc_train.errors import BadFileError, NonFiniteError, StorageError, UserError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run_folder.checkpoints import (
@@ -62,8 +63,10 @@ class Staged:
     #: What this rank's shard will hold, and what all shards will hold together.
     table: Mapping[str, SavedTensor]
     total_nbytes: int
-    #: Names of the parameters: a checkpoint in which one is NaN or infinite would be for ever.
-    parameters: frozenset[str]
+    #: Of ``tensors`` those that are parameters → their names: a checkpoint in which one is NaN or infinite
+    #: would be for ever.
+    parameters: Mapping[str, str]
+    #: Rank 0's, and those parts of another rank's that are to be added; empty where none are.
     rest: Mapping[str, Any]
 
 
@@ -153,6 +156,7 @@ class CheckpointWriter:
         index = {
             "file": file.to_json(),
             "tensors": {name: entry.to_json() for name, entry in staged.table.items()},
+            "rest": staged.rest if rank else {},
         }
         write_text(temporary.shard_index(rank), json.dumps(index))
 
@@ -160,8 +164,9 @@ class CheckpointWriter:
         """Turn the shards, all on the disk by now, into a checkpoint. Rank 0 alone does something."""
         if self.ranks.rank != 0:
             return
-        files, tensors = self._merge_indices(temporary)
-        state = {"version": FORMAT_VERSION, "step": staged.step, "tensors": tensors, **staged.rest}
+        files, tensors, others = self._merge_indices(temporary)
+        rest = united({0: staged.rest, **others}, tensors)
+        state = {"version": FORMAT_VERSION, "step": staged.step, "tensors": tensors, **rest}
         write_text(temporary.state, json.dumps(state, allow_nan=False), sync=True)
         files[temporary.state.name] = FileEntry(temporary.state.stat().st_size, hash_file(temporary.state))
         Manifest(staged.step, self.attempt, self.ranks.world_size, files).write(temporary)
@@ -174,17 +179,20 @@ class CheckpointWriter:
 
     def _merge_indices(
         self, temporary: CheckpointPaths
-    ) -> tuple[dict[str, FileEntry], dict[str, dict[str, Any]]]:
+    ) -> tuple[dict[str, FileEntry], dict[str, dict[str, Any]], dict[int, dict[str, Any]]]:
         files: dict[str, FileEntry] = {}
         tensors: dict[str, dict[str, Any]] = {}
+        others: dict[int, dict[str, Any]] = {}
         for rank in range(self.ranks.world_size):
             index = read_object(temporary.shard_index(rank))
             files[temporary.shard(rank).name] = FileEntry.from_json(index["file"])
             for name, entry in index["tensors"].items():
                 merged = tensors.setdefault(name, {**entry, "pieces": []})
                 merged["pieces"] += entry["pieces"]
+            if index["rest"]:
+                others[rank] = index["rest"]
             temporary.shard_index(rank).unlink()
-        return files, tensors
+        return files, tensors, others
 
     def clear_up(self) -> None:
         """Remove what is not kept. Rank 0 alone does something; never raises, what was saved counts."""
@@ -197,8 +205,8 @@ class CheckpointWriter:
 
 
 def _refuse_non_finite(staged: Staged) -> None:
-    for name in staged.parameters & staged.tensors.keys():
-        tensor = staged.tensors[name]
+    for key, name in staged.parameters.items():
+        tensor = staged.tensors[key]
         if tensor.is_floating_point() and tensor.numel():
             least, greatest = tensor.aminmax()  # NaN shows in both
             if not (least.isfinite() and greatest.isfinite()):

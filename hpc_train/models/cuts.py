@@ -1,4 +1,8 @@
-"""Where to cut the steps of a model's forward: called by ``splitting``."""
+"""Where to cut the steps of a model's forward: called by ``splitting``.
+
+The class of a model may have a method ``split_points() -> list[str]``: names of submodules. It is then cut
+right before what these do, and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ _NO_TENSOR, _TENSOR, _UNKNOWN = 0, 1, 1000
 class Step:
     """A step of the forward, and the cut behind it."""
 
-    #: Up to here.
+    #: Up to here. Where the model names its split points, what lies between two of them is a block.
     num_parameters: int
     num_blocks: int
     #: How many values pass this cut; None: one of them must not.
@@ -39,16 +43,35 @@ def steps_of(model: nn.Module, graph: fx.Graph, units: set[nn.Module]) -> list[S
     nodes = own_steps(graph)
     kinds = _kinds(graph)
     tied = _tied(model, nodes)
+    points = _split_points(model, nodes)
     steps: list[Step] = []
     seen: dict[int, int] = {}
     blocks: set[nn.Module] = set()
     for i, node in enumerate(nodes):
         seen |= {id(p): p.numel() for p in _held(model, node) if isinstance(p, nn.Parameter)}
         blocks |= units.intersection(_modules(model, node))
+        num_blocks = len(blocks) if points is None else 1 + sum(point <= i for point in points)
         counts = [kinds[value] for value in passing_values(graph, nodes, i)]
-        num_passing = sum(counts) if all(counts) and not _is_changed_next(model, graph, nodes, i) else None
-        steps.append(Step(sum(seen.values()), len(blocks), num_passing, tied.get(i)))
+        can_pass = all(counts) and (points is None or i + 1 in points)
+        num_passing = sum(counts) if can_pass and not _is_changed_next(model, graph, nodes, i) else None
+        steps.append(Step(sum(seen.values()), num_blocks, num_passing, tied.get(i)))
     return steps
+
+
+def _split_points(model: nn.Module, nodes: Sequence[fx.Node]) -> set[int] | None:
+    """Return the steps that the model may be cut before; None where it does not name any."""
+    method = getattr(type(model), "split_points", None)
+    if not callable(method):
+        return None
+    targets = [str(node.target) + "." if node.op == "call_module" else "" for node in nodes]
+    points: set[int] = set()
+    for name in method(model):
+        first = next((i for i, target in enumerate(targets) if target.startswith(f"{name}.")), None)
+        if first is None:
+            why = f"split_points() names {name}, which is no submodule that its forward calls"
+            raise cant_be_cut(why, "let it name submodules, as named_modules() does")
+        points.add(first)
+    return points - {0}
 
 
 def _modules(model: nn.Module, node: fx.Node) -> list[nn.Module]:
@@ -150,10 +173,11 @@ def balanced_cuts(steps: Sequence[Step], num_stages: int) -> tuple[int, ...]:
     if num_blocks < num_stages:
         remedy = f"write at most {num_blocks}" if num_blocks > 1 else "write another parallel.strategy"
         raise BadFileError(
-            f"parallel.pipeline: {num_stages} stages need at least a block each, and this model has "
-            f"{num_blocks}; {remedy}"
+            f"parallel.pipeline: {num_stages} stages need a block, or a part between split_points(), each, "
+            f"and this model has {num_blocks}; {remedy}"
         )
-    if found := _best(steps, num_stages, are_tied_kept=True):
+    # Of one stage there are none.
+    if (found := _best(steps, num_stages, are_tied_kept=True)) is not None:
         return found
     if found := _best(steps, num_stages, are_tied_kept=False):
         name = next(name for cut in found if (name := steps[cut].tied))

@@ -49,6 +49,7 @@ class Attention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
+        self.num_heads = num_heads
         self.head_dim = dim // num_heads
         self.dropout = dropout
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim) for _ in range(4))
@@ -66,6 +67,9 @@ class Attention(nn.Module):
         out_BTD: Tensor = self.wo(mixed_BHTK.transpose(1, 2).flatten(2))
         return out_BTD
 
+    def tensor_plan(self) -> dict[str, str]:
+        return {"wq": "columns", "wk": "columns", "wv": "columns", "wo": "rows"}
+
 
 class MLP(nn.Module):
     """Two linear layers, four times as wide between them."""
@@ -78,6 +82,9 @@ class MLP(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         out_BTD: Tensor = self.down(functional.gelu(self.up(x_BTD), approximate="tanh"))
         return out_BTD
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"up": "columns", "down": "rows"}
 
 
 class Block(nn.Module):

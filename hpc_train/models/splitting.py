@@ -5,7 +5,7 @@ is traced down to its repeated blocks, which stay what they are, and cut between
 
 The class of a model that can't be traced may have a method ``pipeline_parts() -> list[nn.Module]``:
 submodules that are its forward when each is called with what the one before returned. It is cut between
-these alone.
+these alone. One that names ``split_points()`` is cut there (``cuts``).
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.config.degrees import find_degrees
+from hpc_train.config.degrees import AXES, Degrees, find_degrees
 from hpc_train.config.loading import Loaded
+from hpc_train.config.pipelines import bubble, stages_per_rank
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import DataConfig
@@ -40,6 +41,8 @@ class PlannedRun:
     ranks_per_node: int
     #: Of a range of nodes; ``ranks`` are the most.
     fewest_ranks: int
+    #: None where they do not fit the ranks, which ``check_start`` tells.
+    degrees: Degrees | None
     micro_batches: int | None
     accumulation: int | None
     steps_per_epoch: int | None
@@ -49,11 +52,35 @@ class PlannedRun:
     #: At most, of one attempt: all its GPUs for the whole time limit.
     gpu_hours: float | None
 
+    @property
+    def stages(self) -> int | None:
+        """Of a pipeline, on all its ranks; None where there is none."""
+        if self.degrees is None or self.degrees.pipeline == 1:
+            return None
+        return self.degrees.pipeline * stages_per_rank(self.experiment.parallel)
+
+    @property
+    def schedule(self) -> str | None:
+        """Of a pipeline."""
+        parallel = self.experiment.parallel
+        return parallel.schedule if self.stages and parallel.strategy == "pipeline" else None
+
+    @property
+    def bubble(self) -> float | None:
+        """The part of a step that a pipeline's ranks wait, 0…1; None without one, or where not known."""
+        if self.degrees is None or self.stages is None or self.accumulation is None:
+            return None
+        return bubble(self.experiment.parallel, self.degrees.pipeline, self.accumulation)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "id": self.id,
             "values": self.values,
             "ranks": self.ranks,
+            "degrees": None if self.degrees is None else {key: getattr(self.degrees, key) for key in AXES},
+            "stages": self.stages,
+            "schedule": self.schedule,
+            "bubble": self.bubble,
             "micro_batches": self.micro_batches,
             "accumulation": self.accumulation,
             "steps_per_epoch": self.steps_per_epoch,
@@ -122,9 +149,9 @@ def _planned(variant: Variant, num_samples: int | None, devices: int | None, loc
     optimization = experiment.optimization
     ranks = (devices or 1) if local else slurm_ranks(experiment.slurm)
     per_node = ranks if local else slurm_ranks_per_node(experiment.slurm)
-    degrees = find_degrees(experiment.parallel, ranks, per_node)
-    # Where the degrees do not fit, ``check_start`` says so.
-    data_ranks = ranks if isinstance(degrees, Problem) else degrees.data_ranks
+    found = find_degrees(experiment.parallel, ranks, per_node)
+    degrees = None if isinstance(found, Problem) else found
+    data_ranks = ranks if degrees is None else degrees.data_ranks
     micro_batches = count_micro_batches(optimization)
     steps_per_epoch = None if num_samples is None else num_samples // optimization.global_batch_size
     return PlannedRun(
@@ -134,6 +161,7 @@ def _planned(variant: Variant, num_samples: int | None, devices: int | None, loc
         ranks=ranks,
         ranks_per_node=per_node,
         fewest_ranks=ranks if local else fewest_slurm_ranks(experiment.slurm),
+        degrees=degrees,
         micro_batches=micro_batches,
         accumulation=None if micro_batches is None else accumulation(micro_batches, data_ranks),
         steps_per_epoch=steps_per_epoch,

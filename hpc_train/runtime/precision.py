@@ -15,13 +15,15 @@ class Precision:
     """One value of ``precision:``.
 
     ``param_dtype`` is what parameters and optimizer state are kept in, ``compute_dtype`` what forward
-    and backward run in, ``needs_scaler`` whether gradients would underflow without a GradScaler.
+    and backward run in, ``needs_scaler`` whether gradients would underflow without a GradScaler,
+    ``has_float8_linears`` whether the blocks' linear layers multiply in float8 (``engine.fp8``).
     """
 
     name: str
     param_dtype: torch.dtype
     compute_dtype: torch.dtype
     needs_scaler: bool = False
+    has_float8_linears: bool = False
 
     @property
     def is_mixed(self) -> bool:
@@ -39,8 +41,11 @@ _ALL = {
     "tf32": Precision("tf32", torch.float32, torch.float32),
     "bf16": Precision("bf16", torch.float32, torch.bfloat16),
     "fp16": Precision("fp16", torch.float32, torch.float16, needs_scaler=True),
+    "fp8": Precision("fp8", torch.float32, torch.bfloat16, has_float8_linears=True),
     "fp64": Precision("fp64", torch.float64, torch.float64),
 }
+#: Hopper's, the first whose matrix products torchao makes in float8.
+_FLOAT8_CAPABILITY = (9, 0)
 
 
 def choose_precision(name: str, device: torch.device) -> Precision:
@@ -56,6 +61,18 @@ def choose_precision(name: str, device: torch.device) -> Precision:
         raise BadFileError(
             f"precision: bf16 is not supported by {torch.cuda.get_device_name(device)}; write fp16, which is"
         )
+    if name == "fp8":
+        _refuse_without_float8(device)
     torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
     torch.backends.cudnn.allow_tf32 = name == "tf32"
     return _ALL[name]
+
+
+def _refuse_without_float8(device: torch.device) -> None:
+    needed = "precision: fp8 needs an NVIDIA GPU of compute capability 9.0 or higher (H100)"
+    if device.type != "cuda":
+        raise BadFileError(f"{needed}, and this run is on the {device.type.upper()}; write bf16")
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or capability < _FLOAT8_CAPABILITY:
+        name, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
+        raise BadFileError(f"{needed}, and {name} has {found}; write bf16")

@@ -37,14 +37,19 @@ def _persistent(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 @torch.no_grad()
-def broadcast_from_rank_0(buffers: Sequence[Tensor]) -> None:
-    """Overwrite every rank's ``buffers`` by rank 0's. Collective: one broadcast a dtype and device."""
+def broadcast_from_rank_0(
+    buffers: Sequence[Tensor], group: dist.ProcessGroup | None = None, source: int = 0
+) -> None:
+    """Overwrite every rank's ``buffers`` by rank 0's, or those of ``group`` by rank ``source``'s.
+
+    Collective in the group, which is all ranks if None: one broadcast a dtype and device.
+    """
     alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
     for buffer in buffers:
         alike[buffer.dtype, buffer.device].append(buffer)
     for tensors in alike.values():
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        dist.broadcast(flat, src=0)
+        dist.broadcast(flat, src=source, group=group)
         for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
 

@@ -1,4 +1,4 @@
-"""What fsdp, hsdp and zero2 share: torch's ``fully_shard`` (FSDP2) of each block, then of the rest."""
+"""What fsdp, hsdp, zero2 and tensor share: ``fully_shard`` (FSDP2) of each block, then of the rest."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from hpc_train.errors import BadFileError
+from hpc_train.runtime.precision import Precision
 from hpc_train.strategies.base import Placement
+from hpc_train.strategies.clipping import clip_over_ranks
 from hpc_train.strategies.data_parallel import DataParallel
 
 
@@ -37,30 +38,9 @@ class FullySharded(DataParallel):
         """Return the mesh of the ranks that share parameters; a first axis, if any, holds copies of that."""
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        precision = self.placement.precision
-        if precision.is_mixed and any(
-            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
-        ):
-            raise BadFileError(
-                f"precision: {precision.name} does not work with BatchNorm under {self.name}; "
-                "write fp32, or parallel.strategy: ddp"
-            )
-        self._refuse_numbers(model)
-        mesh = self.mesh()
-        policy = MixedPrecisionPolicy(param_dtype=precision.compute_dtype, reduce_dtype=precision.param_dtype)
-        for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward)
-        # The root's own are needed again at once: torch's default keeps them, and so do we.
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+        refuse_unshardable(model, self.placement.precision, self.name)
+        shard(model, blocks, self.mesh(), self.placement.precision, self.reshard_after_forward)
         return model
-
-    def _refuse_numbers(self, model: nn.Module) -> None:
-        numbers = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
-        if numbers:
-            raise BadFileError(
-                f"model.name: {numbers[0]} is a single number, which {self.name} can't shard; give it the "
-                "shape (1,), or write parallel.strategy: zero1"
-            )
 
     def synchronised(self, is_last: bool) -> AbstractContextManager[object]:
         assert isinstance(self.wrapped, FSDPModule)
@@ -68,5 +48,40 @@ class FullySharded(DataParallel):
         return nullcontext()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        norm = super().clip_gradients(max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return clip_over_ranks(self.model.parameters(), self.pieces, max_norm, self.placement)
+
+
+def shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    precision: Precision,
+    reshard_after_forward: bool,
+) -> None:
+    """Shard ``model``, or a stage of one, over ``mesh`` in place: each block by itself, the rest together.
+
+    ``blocks``: those that ``model`` holds. ``mesh``: of the ranks with the same layers and other data, of
+    one rank, too; a first axis, if it has two, holds copies. Forward and backward compute in
+    ``precision.compute_dtype``, gradients are averaged in ``precision.param_dtype``. Collective.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=precision.compute_dtype, reduce_dtype=precision.param_dtype)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    # The root's own are needed again at once: torch's default keeps them, and so do we.
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def refuse_unshardable(model: nn.Module, precision: Precision, strategy: str) -> None:
+    """Raise BadFileError for what ``fully_shard`` can't do. ``strategy``: its name in the file."""
+    has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+    if precision.is_mixed and has_batchnorm:
+        raise BadFileError(
+            f"precision: {precision.name} does not work with BatchNorm under {strategy}; "
+            "write fp32, or parallel.strategy: ddp"
+        )
+    numbers = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
+    if numbers:
+        raise BadFileError(
+            f"model.name: {numbers[0]} is a single number, which {strategy} can't shard; give it the "
+            "shape (1,), or write parallel.strategy: zero1"
+        )

@@ -17,6 +17,7 @@ from hpc_train.engine.activation_checkpointing import checkpoint_activations
 from hpc_train.engine.checkpoint import Checkpointer, Loaded
 from hpc_train.engine.compiling import compile_model
 from hpc_train.engine.ema import Ema
+from hpc_train.engine.fp8 import use_float8
 from hpc_train.engine.optimization import Optimization, make_optimizer
 from hpc_train.engine.schedules import make_schedule
 from hpc_train.engine.training_state import TrainingState
@@ -88,6 +89,8 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, placemen
     blocks = find_blocks(model)
     layer_decay = config.optimization.optimizer.layer_decay
     depths = None if layer_decay is None else layer_depths(model, blocks)
+    if placement.precision.has_float8_linears:
+        use_float8(blocks, placement.device)
     checkpoint_activations(blocks, config.activation_checkpointing)
     compile_model(model, blocks, config.compile, placement.device)
     strategy = _strategy(config, placement)

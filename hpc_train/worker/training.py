@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -16,7 +15,6 @@ from hpc_train.datasets.bad_samples import BadSamples, too_many
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.loading import evaluation_batch_count, evaluation_batches, training_batches
-from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.sampler import Position
 from hpc_train.engine.cadence import Cadence
 from hpc_train.engine.checkpoint import Checkpointer, Save
@@ -31,8 +29,9 @@ from hpc_train.plan.batches import BatchArithmetic
 from hpc_train.run_folder.bad_samples import all_known
 from hpc_train.run_folder.files import read_json
 from hpc_train.runtime.agreement import Agreement
-from hpc_train.runtime.data_info import Batch
 from hpc_train.tasks.base import Task
+from hpc_train.worker import micro_batch
+from hpc_train.worker.inputs import make_to_input
 from hpc_train.worker.learner import Learner, Resumed, build, extra, part, placement, resumed
 from hpc_train.worker.rank import Rank
 
@@ -56,6 +55,7 @@ class _Run:
 
 def train(rank: Rank) -> ExitCode:
     """Train to the end, or until asked to stop; go back where the file wants that."""
+    rank = micro_batch.resolved(rank)
     source = build_source(rank.experiment.data)
     batches = BatchArithmetic.of(rank.experiment.optimization, len(source.train), rank.degrees.data_ranks)
     run = _Run(rank, source, batches, _bad_samples(rank))
@@ -181,7 +181,7 @@ def _trainer(
         training=training,
         validation=_validation(run),
         bad_samples=_bad_sample_count(run, agreement),
-        to_input=_to_input(run),
+        to_input=make_to_input(config, run.source.info, rank.device, rank.precision),
         saves=_saves(run, learner, checkpointer, meters, guard, start.position),
         on_first_step=rank.has_stepped,
         on_event=rank.note,
@@ -233,20 +233,6 @@ def _bad_sample_count(run: _Run, agreement: Agreement) -> BadSampleCount:
             raise too_many(run.rank.paths, most)
 
     return BadSampleCount(lambda: bad.count, check)
-
-
-def _to_input(run: _Run) -> Callable[[Batch], Batch]:
-    """Return what makes of a loader's batch one that the model takes, on the device."""
-    rank, config = run.rank, run.rank.experiment
-    normalize = Normalize(
-        run.source.info, config.data, rank.precision.param_dtype, channels_last=config.model.channels_last
-    )
-
-    def to_input(batch: Batch) -> Batch:
-        moved = batch.to(rank.device)
-        return replace(moved, inputs=normalize(moved.inputs))
-
-    return to_input
 
 
 def _validation(run: _Run) -> Validation | None:

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from hpc_train.cli.app import app
 
 REPOSITORY = Path(__file__).parents[2]
+#: Built once: an app that is called builds it anew each time.
+_COMMAND = get_command(app)
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ def hpc_train(*arguments: str | Path) -> Done:
     """Run a command in this process."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
-        app(args=[str(argument) for argument in arguments], prog_name="hpc-train")
+        _COMMAND(args=[str(argument) for argument in arguments], prog_name="hpc-train")
     return Done(int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
 

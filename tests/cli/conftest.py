@@ -1,4 +1,4 @@
-"""An experiment file, and no memory of earlier tests."""
+"""An experiment file, a folder to work in, and no memory of earlier tests."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ def _no_requests() -> None:
     launchers.requests.clear()
     launchers.queued.clear()
     launchers.refusals.clear()
+
+
+@pytest.fixture(autouse=True)
+def _little_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work where there is little to take a snapshot of: reading this repository takes most of a submit."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
 
 
 @pytest.fixture

@@ -16,13 +16,6 @@ from tests.cli.launchers import FAILING, QUEUE, queued, requests
 pytestmark = pytest.mark.fault(38)
 
 
-@pytest.fixture(autouse=True)
-def _little_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work where there is little to take a snapshot of."""
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-
-
 def _submit(file: Path, *arguments: str) -> list[RunPaths]:
     hpc_train("submit", file, "--local", "--launcher", FAILING, *arguments)
     return find_runs([])

@@ -40,3 +40,36 @@ def test_a_plan_whose_script_cannot_be_made_says_why(file: Path) -> None:
     assert done.code == 0
     assert done.out.startswith("run ")
     assert "slurm.profile" in done.err
+
+
+_MICRO_BATCHES = ("optimization.global_batch_size=32", "optimization.micro_batch_size=4")
+_ON_4 = "slurm={ranks_per_node: 4}"
+
+
+def test_a_plan_shows_degrees_and_the_bubble_of_a_pipeline(file: Path) -> None:
+    done = hpc_train("plan", file, *_MICRO_BATCHES, _ON_4, "parallel={strategy: pipeline, shard: 2}")
+    heads, cells = (line.split("  ") for line in done.out.splitlines()[:2])
+    shown = dict(zip(filter(None, heads), filter(None, cells), strict=True))
+    shown = {head.strip(): cell.strip() for head, cell in shown.items()}
+    assert shown["degrees"] == "pipeline 2 × shard 2"
+    assert (shown["accumulation"], shown["stages"], shown["bubble"]) == ("4", "2, 1f1b", "20 %")
+    assert "ranks wait" not in done.err
+    plan = json.loads(
+        hpc_train("plan", file, "--json", *_MICRO_BATCHES, _ON_4, "parallel.strategy=pipeline").out
+    )
+    assert plan["runs"][0]["degrees"] == {"pipeline": 4, "replicate": 1, "shard": 1, "tensor": 1}
+    assert plan["runs"][0]["bubble"] == 3 / 11
+
+
+def test_a_plan_says_what_makes_ranks_wait_less(file: Path) -> None:
+    more = "optimization.micro_batch_size=8"
+    done = hpc_train("plan", file, *_MICRO_BATCHES, more, _ON_4, "parallel.strategy=pipeline")
+    assert "ranks wait 43 % of a step, which has 4 micro-batches" in done.err
+    assert "smaller micro_batch_size or a larger global_batch_size" in done.err
+    done = hpc_train("plan", file, *_MICRO_BATCHES, _ON_4, "parallel.strategy=split")
+    assert "under split ranks wait 75 % of a step; pipeline keeps" in done.err
+
+
+def test_a_plan_of_ranks_that_share_no_layers_has_no_column_for_it(file: Path) -> None:
+    heads = hpc_train("plan", file).out.splitlines()[0]
+    assert "degrees" not in heads and "bubble" not in heads

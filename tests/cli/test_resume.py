@@ -85,7 +85,7 @@ def test_batchnorm_over_all_ranks_would_be_another_run(failed: RunPaths) -> None
 
 
 def test_a_change_that_cannot_be_started_leaves_the_run_alone(failed: RunPaths) -> None:
-    assert _resume(failed.folder, "parallel.strategy=tensor") == 65
+    assert _resume(failed.folder, "parallel={strategy: tensor, tensor: 2}") == 65
     assert _resume(failed.folder, "--devices", "5") == 65
     assert newest_number(failed) == 1
 

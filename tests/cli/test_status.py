@@ -43,6 +43,7 @@ def test_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
                 "job": None,
                 "restart": None,
                 "budget": None,
+                "micro_batch_size": None,
                 "excluded_nodes": {},
             }
         ],

@@ -22,13 +22,6 @@ from tests.run_folder.runs import small_experiment
 pytestmark = pytest.mark.fault(41)
 
 
-@pytest.fixture(autouse=True)
-def _little_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work where there is little to take a snapshot of."""
-    (tmp_path / "work").mkdir()
-    monkeypatch.chdir(tmp_path / "work")
-
-
 TORCH = versions()["torch"]
 
 

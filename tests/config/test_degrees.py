@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hpc_train.config.degrees import Degrees, find_degrees
+from hpc_train.config.degrees import SHARING_LAYERS, Degrees, find_degrees
 from hpc_train.config.problems import Problem, dotted
 from hpc_train.config.training_sections import ParallelConfig
 
@@ -59,3 +62,68 @@ def test_ranks_that_hold_one_model_together_are_one_data_rank() -> None:
     degrees = Degrees(pipeline=2, replicate=2, shard=1, tensor=2)
     assert [degrees.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [Degrees(replicate=2, shard=2).data_rank(rank) for rank in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "per_node", "expected"),
+    [
+        ({"strategy": "tensor"}, 8, 4, Degrees(replicate=2, tensor=4)),
+        ({"strategy": "tensor", "shard": 2}, 8, 4, Degrees(replicate=2, shard=2, tensor=2)),
+        ({"strategy": "tensor", "tensor": 2}, 8, 4, Degrees(replicate=4, tensor=2)),
+        # Groups of five: seven a node would leave some over.
+        ({"strategy": "tensor", "shard": 2}, 30, 15, Degrees(replicate=3, shard=2, tensor=5)),
+        ({"strategy": "pipeline"}, 8, 4, Degrees(pipeline=8)),
+        ({"strategy": "pipeline", "pipeline": 2}, 8, 4, Degrees(pipeline=2, replicate=4)),
+        ({"strategy": "pipeline", "shard": 4}, 8, 4, Degrees(pipeline=2, shard=4)),
+        (
+            {"strategy": "pipeline", "pipeline": 2, "tensor": 2},
+            8,
+            4,
+            Degrees(pipeline=2, replicate=2, tensor=2),
+        ),
+        ({"strategy": "split", "replicate": 2}, 8, 4, Degrees(pipeline=4, replicate=2)),
+    ],
+)
+def test_degrees_of_ranks_that_share_layers(
+    keys: dict[str, Any], ranks: int, per_node: int, expected: Degrees
+) -> None:
+    assert find_degrees(ParallelConfig(**keys), ranks, per_node) == expected
+
+
+_SIZE = st.none() | st.integers(1, 12)
+
+
+@given(
+    strategy=st.sampled_from(SHARING_LAYERS),
+    sizes=st.tuples(_SIZE, _SIZE, _SIZE, _SIZE),
+    nodes=st.integers(1, 6),
+    per_node=st.integers(1, 12),
+)
+def test_what_is_to_be_written_instead_fits(
+    strategy: str, sizes: tuple[int | None, ...], nodes: int, per_node: int
+) -> None:
+    """All that the remedy says, applied: another size of one key, another number of ranks on one node."""
+    keys = dict(zip(("shard", "replicate", "tensor", "pipeline"), sizes, strict=True))
+    if strategy == "tensor":
+        keys["pipeline"] = None  # refused by the rules
+    parallel, ranks = ParallelConfig(strategy=strategy, **keys), nodes * per_node
+    found = find_degrees(parallel, ranks, per_node)
+    if isinstance(found, Degrees):
+        assert found.world_size == ranks
+        assert all(getattr(found, key) == size for key, size in keys.items() if size is not None)
+        # Those who share layers are on one node, unless the file says how many they are.
+        assert keys["tensor"] is not None or per_node % found.tensor == 0
+        return
+    if written := re.search(r"write (\d+)", found.remedy):
+        changed = parallel.model_copy(update={str(found.path[1]): int(written[1])})
+        assert isinstance(find_degrees(changed, ranks, per_node), Degrees)
+    started = re.search(r"start (\d+) ranks", found.remedy)
+    assert started is not None
+    assert isinstance(find_degrees(parallel, int(started[1]), int(started[1])), Degrees)
+
+
+def test_the_nearest_degree_that_fits_is_named() -> None:
+    found = find_degrees(ParallelConfig(strategy="pipeline", pipeline=3, shard=2), 8, 8)
+    assert isinstance(found, Problem)
+    assert (dotted(found.path), found.remedy) == ("parallel.pipeline", "write 2, or start 6 ranks")
+    assert found.message == "pipeline 3 × shard 2 takes 6 ranks, and there are 8"

@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 
-from hpc_train.config import names
+from hpc_train.config import names, part_rules
+from hpc_train.config.layer_rules import GPT_DEFAULTS
 from hpc_train.config.loading import load
+from hpc_train.config.problems import dotted
 from hpc_train.config.rules import check_start
+from hpc_train.config.schema import Experiment
 from hpc_train.config.slurm_rules import HAVE_A_KEY, OWNED
+from hpc_train.registry import parts
 
 from .files import GOOD, problems_of
 
@@ -66,6 +70,7 @@ def args(*overrides: str) -> tuple[str, ...]:
             "breaks the graph; write false",
         ),
         (args("model.channels_last=true", "parallel.strategy=fsdp"), "model.channels_last", "strategy: ddp"),
+        (args("model.channels_last=true", "parallel.strategy=split"), "model.channels_last", "strategy: ddp"),
         (
             args("parallel={strategy: pipeline, sync_batchnorm: true}"),
             "parallel.sync_batchnorm",
@@ -103,6 +108,31 @@ def args(*overrides: str) -> tuple[str, ...]:
         (args("data.args={'a b': 1}"), "data.args.a b", "Python name"),
         (args("parallel.shard=2"), "parallel.shard", "belongs to fsdp"),
         (args("parallel={strategy: fsdp, shard: 3}", "slurm.nodes=4"), "parallel.shard", "divides 4"),
+        (args("parallel={strategy: tensor, pipeline: 2}"), "parallel.pipeline", "belongs to pipeline, split"),
+        (args("parallel.args.unused=1"), "parallel.args.unused", "write find_unused_parameters, or take it"),
+        (
+            args("parallel={strategy: pipeline, args: {find_unused_parameters: true}}"),
+            "parallel.args.find_unused_parameters",
+            "means nothing to strategy pipeline; take it out",
+        ),
+        (
+            args("parallel.schedule=gpipe"),
+            "parallel.schedule",
+            "gpipe means nothing to strategy ddp; take it",
+        ),
+        (args("parallel={strategy: split, schedule: gpipe}"), "parallel.schedule", "belongs to pipeline"),
+        (args("parallel={strategy: tensor, stages_per_rank: 2}"), "parallel.stages_per_rank", "to pipeline"),
+        (
+            args("parallel={strategy: pipeline, stages_per_rank: 2}"),
+            "parallel.stages_per_rank",
+            "write schedule: interleaved",
+        ),
+        (
+            args("parallel={strategy: pipeline, schedule: interleaved, stages_per_rank: 1}"),
+            "parallel.stages_per_rank",
+            "write 2, or schedule: 1f1b",
+        ),
+        (args("parallel={strategy: split, stages_per_rank: 2}"), "parallel.stages_per_rank", "take it out"),
         (args("slurm.extra.nice=false"), "slurm.extra.nice", "true sets the option"),
         (args("slurm.extra.comment='a b'"), "slurm.extra.comment", "one word"),
         (args("slurm.extra.comment='$(id)'"), "slurm.extra.comment", "one word"),
@@ -176,6 +206,13 @@ def test_slurm_options_with_a_key_name_it(tmp_path: Path, option: str) -> None:
         ("parallel={strategy: hsdp, shard: 2, replicate: 2}", "slurm.nodes=4"),
         ("data.name=acme:data",),
         (CROP, IMAGES),
+        ("parallel={strategy: pipeline, schedule: interleaved, stages_per_rank: 3}",),
+        ("parallel={strategy: pipeline, pipeline: 2, tensor: 2, shard: 2, replicate: 2}",),
+        ("parallel={strategy: split, shard: 1}", "compile=true"),
+        ("parallel={strategy: tensor, tensor: 2}", "compile={scope: model}"),
+        # Eight stages of one model have a micro-batch together.
+        ("parallel={strategy: pipeline}", "slurm={nodes: 2, gpus_per_node: 4}"),
+        ("parallel={strategy: tensor}", "slurm={nodes: 2, gpus_per_node: 4}"),
     ],
 )
 def test_sound_files_pass(tmp_path: Path, overrides: tuple[str, ...]) -> None:
@@ -187,8 +224,6 @@ def test_sound_files_pass(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     [
         ("optimization.mixup=0.2", "optimization.mixup"),
         ("optimization.cutmix=1", "optimization.cutmix"),
-        ("optimization.micro_batch_size=auto", "optimization.micro_batch_size"),
-        ("parallel.strategy=tensor", "parallel.strategy"),
     ],
 )
 def test_what_can_not_be_started_yet_is_named(tmp_path: Path, override: str, key: str) -> None:
@@ -207,6 +242,140 @@ def test_each_number_of_nodes_of_a_range_must_fit(tmp_path: Path) -> None:
     (problem,) = check_start(experiment, 8, ranks_per_node=2, fewest_ranks=4)
     assert problem.path == ("parallel", "shard") and "there are 6" in problem.message
     assert check_start(experiment, 16, ranks_per_node=4, fewest_ranks=4) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "ranks", "said"),
+    [
+        ("parallel={strategy: pipeline, pipeline: 2}", 16, "at most 4 groups of 2 ranks"),
+        ("parallel={strategy: pipeline, pipeline: 2}", 7, "write 1, or start 6 ranks"),
+        (
+            "parallel={strategy: tensor, tensor: 2, replicate: 2}",
+            8,
+            "parallel.replicate: replicate 2 × tensor 2 takes 4",
+        ),
+        ("optimization.micro_batch_size=64", 2, "start 1 ranks or fewer"),
+    ],
+)
+def test_ranks_that_share_layers_have_a_micro_batch_a_group(
+    tmp_path: Path, override: str, ranks: int, said: str
+) -> None:
+    (problem,) = check_start(experiment_of(tmp_path, override), ranks)
+    assert said in f"{dotted(problem.path)}: {problem.message}; {problem.remedy}"
+
+
+def test_a_pipeline_starts_on_any_number_of_a_range_of_nodes(tmp_path: Path) -> None:
+    pipeline = experiment_of(tmp_path, "parallel={strategy: pipeline, pipeline: 2}")
+    assert check_start(pipeline, 8, ranks_per_node=2, fewest_ranks=2) == []
+    (problem,) = check_start(pipeline, 9, ranks_per_node=3, fewest_ranks=3)
+    assert problem.path == ("parallel", "pipeline") and "there are 9" in problem.message
+    # Without a degree: as many stages as there are ranks.
+    assert check_start(experiment_of(tmp_path, "parallel.strategy=split"), 8, 2, fewest_ranks=2) == []
+
+
+def test_a_schedule_that_the_micro_batches_do_not_fit_is_refused(tmp_path: Path) -> None:
+    seven = ("optimization.global_batch_size=112",)
+    interleaved = "parallel={strategy: pipeline, schedule: interleaved}"
+    (problem,) = check_start(experiment_of(tmp_path, *seven, interleaved), 2)
+    assert problem.path == ("parallel", "schedule") and "7 of a step" in problem.message
+    assert check_start(experiment_of(tmp_path, *seven, interleaved), 4) == []
+    assert check_start(experiment_of(tmp_path, *seven, "parallel.strategy=pipeline"), 2) == []
+
+
+GPT = ("task=causal_lm", "data={name: text, root: a.txt}", "model={name: gpt, args: {tie_embeddings: false}}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (
+            ("parallel={strategy: tensor, tensor: 3}",),
+            "parallel.tensor",
+            "4 heads of gpt evenly; write 2 or 4",
+        ),
+        (
+            ("parallel={strategy: tensor, tensor: 4}", "model.args.num_heads=6"),
+            "parallel.tensor",
+            "write 2 or 3 or 6",
+        ),
+        (
+            ("parallel={strategy: tensor, tensor: 2}", "model.args.num_heads=1"),
+            "parallel.tensor",
+            "write another",
+        ),
+        (
+            ("parallel={strategy: pipeline, tensor: 2}", "model.args.dropout=0.1"),
+            "model.args.dropout",
+            "can't drop the weights of attention; write 0",
+        ),
+        (("parallel={strategy: split, pipeline: 5}",), "parallel.pipeline", "gpt has 4; write 2 or 3 or 4"),
+        (
+            ("parallel={strategy: pipeline, pipeline: 3, schedule: interleaved}",),
+            "parallel.pipeline",
+            "6 stages need a block each, and gpt has 4; write 2",
+        ),
+        (
+            ("parallel.strategy=pipeline", "model.args.tie_embeddings=true"),
+            "model.args.tie_embeddings",
+            "of pipeline share a weight, which they can't; write false",
+        ),
+        (("parallel.strategy=split", "model.args={}"), "model.args.tie_embeddings", "write false"),
+    ],
+)
+def test_what_of_gpt_ranks_can_not_share_is_named(
+    tmp_path: Path, overrides: tuple[str, ...], key: str, said: str
+) -> None:
+    (line,) = problems_of(tmp_path, GOOD, *GPT, *overrides)
+    assert f": {key}: " in line and said in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "said"),
+    [
+        (
+            ("parallel.strategy=tensor",),
+            8,
+            "parallel.tensor: 8 ranks can't share 4 heads of gpt evenly; write 2 or 4",
+        ),
+        (("parallel.strategy=tensor",), 3, "start a number of ranks that 2 or 4 divides"),
+        (
+            ("parallel.strategy=pipeline",),
+            6,
+            "parallel.pipeline: 6 stages need a block each, and gpt has 4; write 2 or 3",
+        ),
+        (("parallel.strategy=pipeline",), 5, "start a number of ranks that 2 or 3 or 4 divides"),
+        (("parallel.strategy=tensor", "model.args.dropout=0.5"), 2, "model.args.dropout: 2 ranks"),
+    ],
+)
+def test_what_of_gpt_so_many_ranks_can_not_share_is_named(
+    tmp_path: Path, overrides: tuple[str, ...], ranks: int, said: str
+) -> None:
+    (problem,) = check_start(experiment_of(tmp_path, *GPT, *overrides), ranks)
+    assert said in f"{dotted(problem.path)}: {problem.message}; {problem.remedy}"
+    assert check_start(experiment_of(tmp_path, *GPT, *overrides[:1]), 4) == []
+
+
+def test_gpts_defaults_are_those_of_the_model() -> None:
+    from hpc_train.models.gpt import GPTArgs
+
+    assert {name: GPTArgs.model_fields[name].default for name in GPT_DEFAULTS} == GPT_DEFAULTS
+
+
+def test_degrees_of_a_plug_in_that_ignores_them_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugins = {"by_parameter": "acme:ByParameter"}
+    monkeypatch.setattr(part_rules, "parts", lambda kind: parts(kind) | plugins)
+    own = "parallel={strategy: by_parameter, args: {buckets: 3}}"
+    assert problems_of(tmp_path, GOOD, own) == []
+    (line,) = problems_of(tmp_path, GOOD, own, "parallel.shard=2")
+    assert "parallel.shard: 2 means nothing to strategy by_parameter; take it out; what it takes" in line
+
+
+def experiment_of(tmp_path: Path, *overrides: str) -> Experiment:
+    path = tmp_path / "exp.yaml"
+    path.write_text(GOOD)
+    return load(path, overrides).experiment
 
 
 def test_more_ranks_than_micro_batches_are_refused_at_the_start(tmp_path: Path) -> None:
@@ -263,6 +432,10 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             ("model.name=timm/resnet50", "parallel.strategy=fsdp", "precision=bf16"),
             "which has BatchNorm; write fp32, or parallel.strategy: ddp",
         ),
+        (
+            ("model.name=timm/resnet50", "parallel.strategy=pipeline", "precision=fp16"),
+            "fp16 does not work under pipeline for timm/resnet50, which has BatchNorm",
+        ),
     ],
 )
 def test_names_are_checked_against_the_childs_list(
@@ -300,6 +473,13 @@ def test_listed_names_pass(tmp_path: Path, overrides: tuple[str, ...]) -> None:
             "optimization.optimizer.name",
         ),
         (("compile={fallback: true, fullgraph: true}",), "compile.fallback"),
+        (("compile={mode: reduce-overhead}", "parallel.strategy=tensor"), "compile.mode"),
+        (("compile={scope: model}", "parallel.strategy=pipeline"), "compile.scope"),
+        (("compile={scope: model}", "parallel.strategy=split"), "compile.scope"),
+        (
+            ("optimization.optimizer={name: adafactor, lr: 0.1}", "parallel.strategy=tensor"),
+            "optimization.optimizer.name",
+        ),
     ],
 )
 def test_what_compile_can_not_be_combined_with_is_named(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +24,20 @@ class Paced(Net):
 
 def net(num_classes: int, norm: bool = True, dropout: float = 0.2) -> nn.Module:
     return Paced(num_classes, norm=norm, dropout=dropout)
+
+
+def vit(num_classes: int, dropout: float = 0.1) -> nn.Module:
+    """A transformer whose layers ranks can share, with dropout and stochastic depth."""
+    model: nn.Module = timm.create_model(
+        "test_vit", num_classes=num_classes, in_chans=1, img_size=32, patch_size=8, embed_dim=16, depth=4,
+        num_heads=2, proj_drop_rate=dropout, drop_path_rate=dropout,
+    )  # fmt: skip
+    model.register_forward_pre_hook(_pause)
+    return model
+
+
+def _pause(model: nn.Module, inputs: object) -> None:
+    time.sleep(float(os.environ.get(TRAIN_S if model.training else EVAL_S, "0")))
 
 
 def channels_last_only(num_classes: int) -> nn.Module:

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,7 @@ pytestmark = pytest.mark.slow
 STEPS = 50
 #: No BatchNorm, whose statistics are rank 0's and so depend on their number; in float64 rounding stays small.
 ELASTIC = (
-    EXPERIMENT.replace("parts:net", "paced:net")
-    .replace(':net"}', ':net", args: {norm: false}}')
+    EXPERIMENT.replace('parts:net"}', 'paced:vit", args: {dropout: 0.0}}')
     .replace("adamw, lr: 0.003", "sgd, lr: 0.05, momentum: 0.9")
     .replace("steps: 60", f"steps: {STEPS}")
     + "precision: fp64\n"
@@ -47,6 +47,16 @@ NUM_SAMPLES, BATCH, MICRO_BATCH = 1437, 48, 12
 STEPS_PER_EPOCH = NUM_SAMPLES // BATCH
 #: What a run's first rank says as an attempt begins.
 SAID = re.compile(r"parameters on (?P<ranks>\d+) × \w+, (?P<strategy>\w+), .* from step (?P<first>\d+) to")
+#: How many ranks train, by what strategy and with which degrees, one attempt after the other.
+WAYS: tuple[tuple[int, str, tuple[str, ...]], ...] = (
+    (4, "ddp", ()),
+    (2, "fsdp", ()),
+    (4, "hsdp", ("parallel.replicate=2", "parallel.shard=2")),
+    (2, "tensor", ("parallel.tensor=2", "parallel.replicate=null", "parallel.shard=null")),
+    (4, "pipeline", ("parallel.pipeline=2", "parallel.tensor=null", "parallel.shard=2")),
+)
+#: Of those.
+DATA_RANKS = {"ddp": 4, "fsdp": 2, "hsdp": 4, "tensor": 1, "pipeline": 2}
 
 
 def stop_at(step: int, process: subprocess.Popen[str], paths: RunPaths) -> None:
@@ -60,28 +70,33 @@ def stop_at(step: int, process: subprocess.Popen[str], paths: RunPaths) -> None:
 
 
 def elastic_run(folder: Path) -> RunPaths:
-    """ddp on four ranks, then fsdp on two, then hsdp, two by two, on four to the end."""
+    """Each of ``WAYS`` for some steps, the last one to the end."""
     runs = {"HPC_TRAIN_RUNS": str(folder / "runs")} | SLOW
-    experiment = write_experiment(folder, ELASTIC)
-    process = start("submit", experiment, "parallel.strategy=ddp", "--local", "--devices", "4", **runs)
-    wait_for(lambda: bool(found_runs(folder)) or process.poll() is not None, "the run's folder")
-    paths = only_run(folder)
-    stop_at(8, process, paths)
-    resume = ("resume", paths.folder)
-    process = start(*resume, "parallel.strategy=fsdp", "--local", "--devices", "2", **runs)
-    stop_at(status(paths)["step"] + 8, process, paths)
-    two_by_two = ("parallel.strategy=hsdp", "parallel.replicate=2", "parallel.shard=2")
-    process = start(*resume, *two_by_two, "--local", "--devices", "4", **runs | {paced.TRAIN_S: "0"})
+    what: tuple[str | Path, ...] = ("submit", write_experiment(folder, ELASTIC))
+    for ranks, strategy, degrees in WAYS[:-1]:
+        process = started(what, ranks, strategy, degrees, runs)
+        wait_for(lambda: bool(found_runs(folder)) or process.poll() is not None, "the run's folder")
+        paths = only_run(folder)
+        stop_at(status(paths)["step"] + 7, process, paths)
+        what = ("resume", paths.folder)
+    process = started(what, *WAYS[-1], runs | {paced.TRAIN_S: "0"})
     _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     return paths
+
+
+def started(
+    what: Sequence[str | Path], ranks: int, strategy: str, degrees: Sequence[str], runs: Mapping[str, str]
+) -> subprocess.Popen[str]:
+    wanted = (f"parallel.strategy={strategy}", *degrees, "--local", "--devices", str(ranks))
+    return start(*what, *wanted, **runs)
 
 
 def test_a_run_goes_on_at_another_size_and_under_another_strategy(tmp_path: Path) -> None:
     quiet = submit(tmp_path / "quiet", devices=1, text=ELASTIC)
     paths = elastic_run(tmp_path / "elastic")
     told = [(span.ranks, span.strategy) for span in spans(paths)]
-    assert told == [(4, "ddp"), (2, "fsdp"), (4, "hsdp")]
+    assert told == [(ranks, strategy) for ranks, strategy, _ in WAYS]
     assert_same_metrics(rows(paths), rows(quiet))
     ours, theirs = final_tensors(paths), final_tensors(quiet)
     assert ours.keys() == theirs.keys()
@@ -129,7 +144,7 @@ def assert_every_sample_once(paths: RunPaths) -> None:
     """Ask the sampler what each attempt's ranks took, from where it stood."""
     taken: Counter[int] = Counter()
     for span in spans(paths):
-        for rank in range(span.ranks):
+        for rank in range(DATA_RANKS[span.strategy]):
             for slot in sampler(span, rank):
                 taken.update(slot.indices.tolist() if slot.weight and slot.epoch == 0 else [])
     assert set(taken.values()) == {1} and len(taken) == STEPS_PER_EPOCH * BATCH
@@ -138,5 +153,6 @@ def assert_every_sample_once(paths: RunPaths) -> None:
 def sampler(span: Span, rank: int) -> MicroBatchSampler:
     return MicroBatchSampler(
         NUM_SAMPLES, global_batch_size=BATCH, micro_batch_size=MICRO_BATCH, seed=3,
-        position=Position(span.first), total_steps=span.end, rank=rank, world_size=span.ranks,
+        position=Position(span.first), total_steps=span.end, rank=rank,
+        world_size=DATA_RANKS[span.strategy],
     )  # fmt: skip

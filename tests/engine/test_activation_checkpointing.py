@@ -232,6 +232,19 @@ def test_what_is_kept_and_then_changed_in_place_is_named() -> None:
         loss_of(model, 0).backward()
 
 
+class ChangingItsInput(Block):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.relu_())
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_block_that_changes_its_input_in_place_is_named(setting: str) -> None:
+    model = make_model(ChangingItsInput)
+    checkpoint_activations(list(model)[1:], setting)
+    with pytest.raises(BadFileError, match=r"^activation_checkpointing: .*ChangingItsInput, .*; .*write off"):
+        loss_of(model, 0)
+
+
 def test_without_blocks_it_is_refused() -> None:
     checkpoint_activations([], "off")
     with pytest.raises(BadFileError, match=r"^activation_checkpointing: blocks needs repeated blocks"):

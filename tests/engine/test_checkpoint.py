@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from hpc_train.config.degrees import Degrees
 from hpc_train.config.part_rules import TORCH_OPTIMIZERS
 from hpc_train.config.training_sections import OptimizerConfig
-from hpc_train.engine.checkpoint import Checkpointer, deal
+from hpc_train.engine.checkpoint import Checkpointer
+from hpc_train.engine.layouts import deal
 from hpc_train.engine.optimization import make_optimizer
 from hpc_train.engine.saved_tensors import SavedState, SavedTensor
 from hpc_train.engine.training_state import NamedTensors, TrainingState, make_optimizer_state
@@ -312,7 +313,7 @@ def test_counters_lie_where_the_optimizers_kernel_reads_them(is_fused: bool, pla
     saved = SavedState(tensors, {}, described, {}, {})
     by_id = {id(parameter): name for parameter, name in zip(parameters, names, strict=True)}
     made = make_optimizer_state(optimizer, by_id, saved, Trainee().strategy.empty_like)
-    assert {name: tensor.device.type for name, tensor in made.items()} == {
+    assert {name: kept.tensor.device.type for name, kept in made.items()} == {
         f"optimizer.{name}.{key}": "meta" if key == "exp_avg" else place for name in names for key in keys
     }
 
@@ -483,6 +484,13 @@ def entry(**changes: Any) -> dict[str, Any]:
         entry(pieces=[[7, [0, 0], [8, 5]]]),
         entry(pieces=[["../x", [0, 0], [8, 5]]]),
         entry(pieces=5),
+        entry(pieces=[[0, [0, 0], [4, 5]], [0, [4, 0], [4, 5]]]),
+        entry(pieces=[[0, [0, 0], [4, 5]], [0, [4, 0], [4, 5], 0]]),
+        entry(pieces=[[0, [0, 0], [4, 5], 1], [0, [4, 0], [4, 5], 1]]),
+        entry(pieces=[[0, [0, 0], [4, 5]], [0, [4, 0], [4, 5], -1]]),
+        entry(pieces=[[0, [0, 0], [4, 5]], [0, [4, 0], [4, 5], True]]),
+        entry(pieces=[[0, [0, 0], [4, 5]], [0, [4, 0], [4, 5], "../x"]]),
+        entry(pieces=[[0, [0, 0], [4, 5]], [0, [4, 0], [4, 5], 1, 1]]),
         entry(dtype="PICKLE"),
         entry(dtype=[]),
         entry(shape=[-8, -5]),
@@ -495,6 +503,45 @@ def test_a_forged_table_is_a_clear_error(run: RunPaths, saved: Trainee, forged: 
     forge(run.checkpoint(2), tensors=tensors | {"model.first.weight": forged})
     with pytest.raises(BadFileError, match=r"state\.json is not as hpc-train writes it"):
         saved.checkpointer(run).load_newest(saved.state)
+
+
+def test_a_forged_number_of_a_piece_is_a_clear_error(run: RunPaths, saved: Trainee) -> None:
+    tensors = json.loads(run.checkpoint(2).state.read_text())["tensors"]
+    forged = entry(pieces=[[0, [0, 0], [8, 5], 1]])
+    forge(run.checkpoint(2), tensors=tensors | {"model.first.weight": forged})
+    with pytest.raises(BadFileError, match=r"model\.first\.weight\.\.1 is not in it, though"):
+        saved.checkpointer(run).load_newest(saved.state)
+
+
+def test_groups_come_back_in_any_order(run: RunPaths, saved: Trainee) -> None:
+    saved.optimizer.param_groups[0]["count"] = 3
+    saved.checkpointer(run).save(saved.state, 3, {})
+    other = Trainee(seed=2)
+    other.optimizer.param_groups.reverse()
+    other.checkpointer(run).load_newest(other.state)
+    assert [group.get("count") for group in other.optimizer.param_groups] == [None, 3]
+    assert differences(saved.everything(), other.everything()) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda groups: groups[0]["params"].append(groups[1]["params"][0]),
+        lambda groups: groups[0].update(rank="0"),
+        lambda groups: groups[0].update(params=[[]]),
+        lambda groups: groups[0]["params"].append("stranger"),
+        lambda groups: groups[0]["params"].pop(),
+        lambda groups: groups.pop(),
+    ],
+)
+def test_forged_groups_are_refused(run: RunPaths, saved: Trainee, change) -> None:  # type: ignore[no-untyped-def]
+    optimizer = json.loads(run.checkpoint(2).state.read_text())["optimizer"]
+    change(optimizer["groups"])
+    forge(run.checkpoint(2), optimizer=optimizer)
+    before = saved.everything()
+    with pytest.raises(BadFileError, match="optimizer"):
+        saved.checkpointer(run).load_newest(saved.state)
+    assert differences(before, saved.everything()) == []
 
 
 @pytest.mark.parametrize(
@@ -548,10 +595,11 @@ def test_what_cannot_be_json_fails_the_save_and_leaves_nothing(run: RunPaths) ->
 
 def test_dealing_gives_all_ranks_about_the_same_bytes() -> None:
     sizes = {f"layer{i}": 1000 + 37 * i for i in range(40)}
-    owners = deal(sizes, 7)
+    holders = dict.fromkeys(sizes, range(7))
+    owners = deal(sizes, holders)
     loads = [sum(size for name, size in sizes.items() if owners[name] == rank) for rank in range(7)]
     assert max(loads) - min(loads) <= max(sizes.values())
-    assert owners == deal(dict(reversed(sizes.items())), 7)
+    assert owners == deal(dict(reversed(sizes.items())), holders)
 
 
 def test_several_ranks_need_a_group(run: RunPaths) -> None:

@@ -176,7 +176,11 @@ def test_layers_are_crossed_with_what_does_not_decay() -> None:
 def test_a_frozen_head_leaves_the_rates_below_it() -> None:
     target = model()
     target[2].requires_grad_(False)
-    assert [group["lr"] for group in layered(target).param_groups] == [0.05, 0.025]
+    made = layered(target)
+    assert [group["lr"] for group in made.param_groups] == [0.05, 0.025]
+    owned = Optimization(made, lambda step: 0.5, _fp32(), CPU)
+    assert owned.set_learning_rate(0) == 0.05, "the file's at its peak, 0.1, halved by the schedule"
+    assert [group["lr"] for group in made.param_groups] == [0.025, 0.0125]
 
 
 def test_the_schedule_scales_each_layers_rate() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -26,10 +27,12 @@ class Row:
     not_here: str = ""
 
 
+@cache
 def catalogue() -> list[Row]:
     return [Row(**row) for row in yaml.safe_load(FILE.read_text(encoding="utf-8"))]
 
 
+@cache
 def marked_tests() -> dict[str, set[int]]:
     """Return by ``tests/….py::test_…`` the faults that a test, one of its cases, or its whole file carries.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from hpc_train.config import compatibility, rules
 from hpc_train.config.compatibility import FEATURES, STRATEGIES
+from hpc_train.config.degrees import Degrees, find_degrees
 from hpc_train.config.keys import replaced, split_key
 from hpc_train.config.marked_yaml import read_value
 from hpc_train.config.problems import KeyPath, Problem
@@ -25,7 +26,7 @@ MICRO_BATCH_SIZE = 4
 
 #: Two models, as a file names them: a transformer, and convolutions with BatchNorm.
 VIT = (
-    "model={name: timm/test_vit, args: {img_size: 16, patch_size: 8, embed_dim: 16, depth: 3, num_heads: 2}}"
+    "model={name: timm/test_vit, args: {img_size: 16, patch_size: 8, embed_dim: 16, depth: 4, num_heads: 2}}"
 )
 #: Not smaller in its last stages: BatchNorm of four values whose spread is near zero would amplify rounding.
 RESNET = "model={name: timm/test_resnet, args: {output_stride: 8}}"
@@ -49,6 +50,7 @@ class Choice:
     factor: str
     overrides: tuple[str, ...]
     title: str = ""
+    on_cpu: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,22 @@ class Shape:
 
 #: One micro-batch a rank, two, and three ranks that share four, so that two have a spare slot.
 SHAPES = (Shape(2, 2), Shape(2, 4), Shape(3, 4), Shape(4, 4), Shape(4, 8))
+
+#: Strategy → number of ranks and micro-batches → keys of ``parallel``; where there is none, as the strategy
+#: has it. Ranks that share layers do so in each product of degrees.
+_PARALLEL: dict[str, dict[Shape, tuple[str, ...]]] = {
+    "hsdp": {Shape(4, 4): ("replicate=2",), Shape(4, 8): ("replicate=2",)},
+    "tensor": {
+        Shape(4, 4): ("tensor=2", "replicate=2"),
+        Shape(4, 8): ("tensor=2", "shard=2"),
+    },
+    "pipeline": {
+        Shape(2, 4): ("schedule=gpipe",),
+        Shape(4, 4): ("pipeline=2", "tensor=2", "schedule=1f1b"),
+        Shape(4, 8): ("pipeline=2", "shard=2", "schedule=interleaved"),
+    },
+    "split": {Shape(4, 4): ("pipeline=2", "replicate=2")},
+}
 
 
 @dataclass(frozen=True)
@@ -89,6 +107,12 @@ class Case:
         return experiment_of(self.overrides)
 
     @property
+    def data_ranks(self) -> int:
+        degrees = find_degrees(self.experiment.parallel, self.shape.ranks, self.shape.ranks)
+        assert isinstance(degrees, Degrees), degrees
+        return degrees.data_ranks
+
+    @property
     def is_compiled(self) -> bool:
         return any(choice.factor == "compile" and choice.overrides for choice in self.choices)
 
@@ -105,9 +129,8 @@ class Case:
 def _of_strategy(strategy: str, shape: Shape) -> tuple[str, ...]:
     batch = shape.micro_batches * MICRO_BATCH_SIZE
     sizes = (f"optimization.global_batch_size={batch}", f"optimization.micro_batch_size={MICRO_BATCH_SIZE}")
-    # Two by two; on other numbers of ranks as the strategy has it.
-    degrees = ("parallel.replicate=2",) if strategy == "hsdp" and shape.ranks == 4 else ()
-    return (f"parallel.strategy={strategy}", *degrees, *sizes)
+    own = _PARALLEL.get(strategy, {}).get(shape, ())
+    return (f"parallel.strategy={strategy}", *(f"parallel.{key}" for key in own), *sizes)
 
 
 def experiment_of(overrides: Sequence[str]) -> Experiment:
@@ -125,9 +148,13 @@ def _read(override: str) -> tuple[KeyPath, Any]:
 
 
 def problems_of(case: Case) -> list[Problem]:
-    """Return why a file can't say this, or why so many ranks can't start it."""
+    """Return why a file can't say this, or why so many ranks can't start it or share the model's layers."""
     experiment = case.experiment
     ranks = case.shape.ranks
+    if case.strategy == "tensor" and case.model == RESNET:
+        return [Problem(("parallel", "strategy"), "shares no layer of this model", "write pipeline")]
+    if case.strategy == "tensor" and ranks % 2:
+        return [Problem(("parallel", "tensor"), "does not divide the heads", "write 2")]
     return [*rules.check(experiment), *rules.check_start(experiment, ranks, ranks)]
 
 
@@ -140,17 +167,17 @@ def factors(features: Sequence[compatibility.Feature] = FEATURES) -> dict[str, l
     for feature in features:
         key = feature.overrides[0].partition("=")[0].removesuffix(".enabled")
         found.setdefault(key, [] if key == "precision" else [Choice(key, ())])
-        found[key].append(Choice(key, feature.overrides, feature.title))
+        found[key].append(Choice(key, feature.overrides, feature.title, feature.on_cpu))
     return found
 
 
 def allowed_cases(strategy: str) -> list[Case]:
-    """Return cases that hold every allowed pair under this strategy; always the same.
+    """Return cases that hold every allowed pair of what a CPU has under this strategy; always the same.
 
     Greedily: from each pair that is left, completed by what covers most of the others.
     """
     draw = random.Random(strategy)
-    choices = factors()
+    choices = factors([feature for feature in FEATURES if feature.on_cpu])
     pairs = [
         pair
         for one, other in combinations(_columns(choices), 2)
@@ -230,6 +257,8 @@ def refusals() -> Iterator[tuple[str, str, Problem]]:
 def refused_with_batchnorm(strategy: str, title: str) -> Problem | None:
     """Return why this stands together for no model that has BatchNorm; None where it does."""
     choice = next(choice for column in factors().values() for choice in column if choice.title == title)
+    if problems_of(case_of(strategy, (Choice("model", (RESNET,)),))):
+        return None
     found = problems_of(case_of(strategy, (choice, Choice("model", (RESNET,)))))
     return found[0] if found else None
 

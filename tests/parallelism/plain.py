@@ -26,8 +26,8 @@ class Reference:
     experiment: Experiment
     dtype: torch.dtype
     micro_batches: int
-    #: Whose BatchNorm statistics are the run's: those of rank 0 of so many.
-    ranks: int
+    #: Whose BatchNorm statistics are the run's: those of the first of so many data-parallel ranks.
+    data_ranks: int
     #: Steps whose gradients overflow under fp16 change no weight.
     skipped: tuple[int, ...] = ()
 
@@ -59,7 +59,7 @@ def train(rank: int, ranks: int, reference: Reference) -> Trained:
 
 def _accumulate(model: nn.Module, step: int, reference: Reference) -> Tensor:
     """Add up the gradients of the mean loss; only rank 0's micro-batches reach BatchNorm's statistics."""
-    together = reference.ranks if reference.experiment.parallel.sync_batchnorm else 1
+    together = reference.data_ranks if reference.experiment.parallel.sync_batchnorm else 1
     total = torch.zeros((), dtype=torch.float64)
     for first in range(0, reference.micro_batches, together):
         seed_forward(reference.experiment.seed, step, first, torch.device("cpu"))
@@ -71,7 +71,7 @@ def _accumulate(model: nn.Module, step: int, reference: Reference) -> Tensor:
         loss = loss * together / reference.micro_batches
         torch.autograd.backward(loss)
         total += loss.detach()
-        if first % reference.ranks != 0:
+        if first % reference.data_ranks != 0:
             for buffer, value in zip(model.buffers(), kept, strict=True):
                 buffer.copy_(value)
     return total

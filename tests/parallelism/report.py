@@ -108,7 +108,8 @@ def tables(results: Iterable[Result], when: str) -> str:
             if problem := refused.get((strategy, feature.title)):
                 cells.append(f"refused ({_note(notes, problem)})")
                 continue
-            cells.append(_cell(results, strategy, feature.title))
+            on_cpu = _cell(results, strategy, feature.title)
+            cells.append(on_cpu if feature.on_cpu else "left to `make test-gpu`")
             if problem := refused_with_batchnorm(strategy, feature.title):
                 cells[-1] += f"; with BatchNorm refused ({_note(notes, problem)})"
         lines.append(f"| {feature.title} | {' | '.join(cells)} |")

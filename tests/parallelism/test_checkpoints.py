@@ -34,15 +34,13 @@ def case_of(strategy: str) -> Case:
 def everything(trainee: Trainee) -> dict[str, Tensor]:
     """Return weights, buffers, averages and the optimizer's state, whole. Collective."""
     learner = trainee.learner
-    state = learner.optimization.optimizer.state
-    optimizer = {
-        f"optimizer.{name}.{key}": value
-        for name, parameter in learner.strategy.optimized().items()
-        for key, value in state[parameter].items()
-        if isinstance(value, Tensor)
-    }
+    optimizer, likes = {}, {}
+    for name, parameter in learner.strategy.optimized().items():
+        for key, value in learner.optimization.optimizer.state[parameter].items():
+            if isinstance(value, Tensor):
+                optimizer[f"optimizer.{name}.{key}"], likes[f"optimizer.{name}.{key}"] = value, parameter
     averages = {f"ema.{name}": value for name, value in trainee.average().items()}
-    return trainee.weights() | averages | whole(optimizer)
+    return trainee.weights() | averages | whole(learner.strategy, optimizer, likes)
 
 
 def save(rank: int, ranks: int, case: Case, folder: Path) -> dict[str, Tensor]:

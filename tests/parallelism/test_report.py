@@ -37,7 +37,8 @@ def test_the_page_says_what_is_refused_and_what_to_write() -> None:
 def test_the_page_says_what_batchnorm_is_refused_in() -> None:
     (row,) = [line for line in shown().splitlines() if line.startswith("| bf16 |")]
     cells = dict(zip(STRATEGIES, row.removesuffix(" |").split(" | ")[1:], strict=True))
-    assert [name for name in STRATEGIES if "with BatchNorm refused" in cells[name]] == list(FULLY_SHARDED)
+    placed = [name for name in FULLY_SHARDED if name != "tensor"]  # which shares no layer of such a model
+    assert [name for name in STRATEGIES if "with BatchNorm refused" in cells[name]] == placed
 
 
 def test_the_page_says_what_was_found() -> None:

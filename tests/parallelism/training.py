@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hpc_train.config.degrees import Degrees, find_degrees
 from hpc_train.config.schema import Experiment
@@ -48,6 +48,7 @@ class Trainee:
 
     def __init__(self, config: Experiment, rank: int, ranks: int) -> None:
         torch.compiler.reset()
+        torch._dynamo.config.suppress_errors = False  # compile.fallback of an earlier case
         self.config = config
         self.precision = choose_precision(config.precision, _CPU)
         degrees = find_degrees(config.parallel, ranks, ranks)
@@ -76,8 +77,8 @@ class Trainee:
 
         def clip() -> Tensor | None:
             if step == STEPS - 1:
-                found = {name: p.grad for name, p in strategy.optimized().items() if p.grad is not None}
-                gradients.update(whole(found))
+                held = {name: p for name, p in strategy.optimized().items() if p.grad is not None}
+                gradients.update(whole(strategy, {name: p.grad for name, p in held.items()}, held))
             most = self.config.optimization.clip_grad_norm
             return None if most is None else strategy.clip_gradients(most)
 
@@ -101,7 +102,12 @@ class Trainee:
     def weights(self) -> dict[str, Tensor]:
         """Return parameters and buffers, rank 0's buffers on all ranks. Collective."""
         self.learner.strategy.share_buffers(all_persistent=True)
-        return whole(NamedTensors.of(self.learner.model).tensors)
+        held = self.held()
+        return whole(self.learner.strategy, held, held)
+
+    def held(self) -> dict[str, Tensor]:
+        """Return parameters and buffers that this rank has a part of."""
+        return NamedTensors.of(self.learner.model).tensors
 
     def average(self) -> dict[str, Tensor]:
         """Return EMA's weights. Collective."""
@@ -109,18 +115,35 @@ class Trainee:
         if ema is None:
             return {}
         ema.share_buffers(self.learner.strategy)
-        return whole(ema.averages)
+        return whole(self.learner.strategy, ema.averages, self.held())
 
 
-def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies that hold all of each tensor. Collective."""
-    return {name: _whole(tensor) for name, tensor in tensors.items()}
+def whole(
+    strategy: Strategy, tensors: Mapping[str, Tensor | None], likes: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Put tensors together of what all ranks hold of them, as ``Strategy.pieces`` tells it. Collective.
 
-
-@torch.no_grad()
-def _whole(tensor: Tensor) -> Tensor:
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return full.detach().clone(memory_format=torch.contiguous_format)
+    Asserts that ranks that hold the same hold it alike, and that nothing is missing.
+    """
+    own = [
+        (name, piece.shape, piece.offset, piece.local.detach().clone(memory_format=torch.contiguous_format))
+        for name, tensor in tensors.items()
+        if tensor is not None
+        for piece in strategy.pieces(tensor, likes[name])
+    ]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    found: dict[str, Tensor] = {}
+    seen: dict[str, Tensor] = {}
+    for name, shape, offset, local in (piece for rank in ranks for piece in rank):
+        whole = found.setdefault(name, torch.empty(shape, dtype=local.dtype))
+        is_seen = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
+        place = tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))
+        again = is_seen[place]
+        assert torch.equal(whole[place][again], local[again]), f"{name} is not the same on all ranks"
+        whole[place], is_seen[place] = local, True
+    assert all(bool(each.all()) for each in seen.values()), "a part is on no rank"
+    return found
 
 
 def train(rank: int, ranks: int, case: Case) -> Trained:

@@ -21,6 +21,10 @@ def test_a_plan_as_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
         "id": run["id"],
         "values": {},
         "ranks": 2,
+        "degrees": {"pipeline": 1, "replicate": 2, "shard": 1, "tensor": 1},
+        "stages": None,
+        "schedule": None,
+        "bubble": None,
         "micro_batches": 4,
         "accumulation": 2,
         "steps_per_epoch": 3,
@@ -54,6 +58,34 @@ def test_slurm_is_planned_at_its_most(
 def test_devices_count_locally_even_where_the_file_holds_slurm(tmp_path: Path) -> None:
     (run,) = make_plan(loaded(tmp_path, _16_MICRO_BATCHES, more=_SLURM), devices=3, local=True).runs
     assert (run.ranks, run.accumulation) == (3, 6)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "stages", "schedule", "bubble"),
+    [
+        # 16 micro-batches of one pipeline of four: (4 − 1) / (16 + 4 − 1).
+        ("{strategy: pipeline}", 4, 4, "1f1b", 3 / 19),
+        ("{strategy: pipeline, pipeline: 2}", 4, 2, "1f1b", 1 / 9),
+        ("{strategy: pipeline, pipeline: 2, tensor: 2, schedule: gpipe}", 4, 2, "gpipe", 1 / 17),
+        ("{strategy: pipeline, schedule: interleaved, stages_per_rank: 3}", 2, 6, "interleaved", 1 / 49),
+        ("{strategy: split}", 4, 4, None, 3 / 4),
+        ("{strategy: tensor}", 4, None, None, None),
+        ("{strategy: pipeline, pipeline: 1}", 4, None, None, None),
+    ],
+)
+def test_a_pipelines_bubble_is_planned(
+    tmp_path: Path, parallel: str, ranks: int, stages: int | None, schedule: str | None, bubble: float | None
+) -> None:
+    made = loaded(tmp_path, _16_MICRO_BATCHES, f"parallel={parallel}")
+    (run,) = make_plan(made, devices=ranks, local=True).to_json()["runs"]
+    assert (run["stages"], run["schedule"]) == (stages, schedule)
+    assert run["bubble"] == (None if bubble is None else pytest.approx(bubble, rel=1e-12))
+
+
+def test_degrees_are_unknown_where_they_do_not_fit_the_ranks(tmp_path: Path) -> None:
+    made = loaded(tmp_path, _16_MICRO_BATCHES, "parallel={strategy: pipeline, pipeline: 3}")
+    (run,) = make_plan(made, devices=4, local=True).to_json()["runs"]
+    assert (run["degrees"], run["stages"], run["bubble"]) == (None, None, None)
 
 
 def test_steps_are_unknown_where_the_data_are(tmp_path: Path) -> None:

@@ -38,6 +38,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 Quiet = Callable[..., RunPaths]
 
+#: Four ranks, two by two.
+SHARED = (
+    "{strategy: hsdp, replicate: 2}",
+    "{strategy: tensor, tensor: 2, shard: 2}",
+    "{strategy: pipeline, pipeline: 2, replicate: 2}",
+)
+
 
 @pytest.fixture(scope="session")
 def quiet(tmp_path_factory: pytest.TempPathFactory) -> Quiet:
@@ -86,6 +93,20 @@ def test_three_preemptions_change_no_bit(
     events = records(paths)[0].events
     order = ["begin", "rank", "joined", "loaded", "first_step", "signal", "agreed", "saved", "end", "requeue"]
     assert list(events) and sorted(events, key=lambda name: events[name]) == order
+
+
+@pytest.mark.fault(1)
+@pytest.mark.parametrize("parallel", SHARED, ids=lambda keys: keys.partition(",")[0].partition(" ")[2])
+def test_a_preemption_changes_no_bit_of_a_shared_model(
+    parallel: str, cluster: Cluster, quiet: Quiet, tmp_path: Path
+) -> None:
+    overrides = ('model={name: "tests.end_to_end.paced:vit"}', f"parallel={parallel}")
+    paths = submit_one(tmp_path, *overrides, pace_s=0.3)
+    wait_for_step(paths, 5)
+    with preempting(cluster, paths):
+        assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
+    see_it_complete(paths, quiet(*overrides))
+    assert [record.cause for record in records(paths)] == ["preemption", "completed"]
 
 
 @pytest.mark.fault(1)

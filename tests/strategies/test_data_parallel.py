@@ -175,7 +175,11 @@ def test_batchnorm_under_fsdp_in_bf16_is_refused() -> None:
 def train_with_an_unused_parameter(rank: int, world_size: int, args: dict[str, Any]) -> str | list[Tensor]:
     device = torch.device("cpu")
     placement = Placement(
-        rank, Degrees(replicate=world_size), device, choose_precision("fp64", device), False, args
+        rank,
+        Degrees(replicate=world_size),
+        device,
+        choose_precision("fp64", device),
+        parallel=ParallelConfig(args=args),
     )
     strategy: Any = load("strategies", "ddp")(placement)  # type: ignore[operator]
     model = make_model()

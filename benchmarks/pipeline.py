@@ -1,0 +1,194 @@
+"""The part of a step in which a pipeline's ranks wait, measured beside the formula.
+
+    python -m benchmarks.pipeline [--ranks 2] [--steps 7]
+
+Four equal blocks, an MLP of width 256 each, in fp32 over CPU ranks of one thread: all stages take equally
+long. In each step a rank counts the time that its stages compute, forward and backward; the bubble is what is
+left of the step, from a barrier to the last rank's end, as a mean over ranks. The median of ``--steps`` steps
+is shown, after two that are not counted. Both times are of the same step, so a slower machine changes neither
+side alone; one with fewer free cores than ranks does, and makes the bubble larger.
+
+What is measured holds the sends and the reduction of gradients at a step's end, too, which the formulas leave
+out (``hpc_train.config.pipelines.bubble``). Writes benchmarks/results/pipeline.json and prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from hpc_train.config.degrees import Degrees
+from hpc_train.config.pipelines import bubble, problem_of_schedule
+from hpc_train.config.training_sections import ParallelConfig
+from hpc_train.registry import load
+from hpc_train.runtime.data_info import Batch
+from hpc_train.runtime.precision import Precision
+from hpc_train.strategies.base import Placement
+from hpc_train.strategies.pipeline_run import Chunks
+from tests.forwards import PlainForward
+
+RESULTS = Path(__file__).parent / "results" / "pipeline.json"
+SLOTS = (1, 2, 4, 8, 16)
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "gpipe": {"strategy": "pipeline", "schedule": "gpipe"},
+    "1f1b": {"strategy": "pipeline", "schedule": "1f1b"},
+    "interleaved": {"strategy": "pipeline", "schedule": "interleaved"},
+    "split": {"strategy": "split"},
+}
+_WIDTH, _ROWS, _BLOCKS, _WARM_UP = 256, 512, 4, 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows + self.down(nn.functional.relu(self.up(rows)))
+
+
+class Blocks(nn.Module):
+    """Blocks alone, so that stages are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(_BLOCKS))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for layer in self.layers:
+            rows = layer(rows)
+        return rows
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch.inputs).square().mean()
+
+
+class Busy:
+    """Sums the time that the functions wrapped by it run."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **keys: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **keys)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return wrapped
+
+
+def _waiting(rank: int, ranks: int, parallel: ParallelConfig, slots: int, steps: int, busy: Busy) -> float:
+    """Return the median over steps of the mean over ranks of the part of a step that is not busy."""
+    precision = Precision("fp32", torch.float32, torch.float32)
+    placement = Placement(rank, Degrees(pipeline=ranks), torch.device("cpu"), precision, parallel=parallel)
+    strategy: Any = load("strategies", parallel.strategy)(placement)  # type: ignore[operator]
+    torch.manual_seed(0)
+    model = Blocks()
+    strategy.place(model, list(model.layers))
+    rows = torch.randn(_ROWS, _WIDTH)
+    valid = torch.ones(_ROWS, dtype=torch.bool)
+    batches = [Batch(0, number, 1 / slots, rows, rows, valid) for number in range(slots)]
+    shares = []
+    for _ in range(_WARM_UP + steps):
+        dist.barrier()
+        busy.seconds, began = 0.0, time.perf_counter()
+        strategy.accumulate(batches, PlainForward(_loss))
+        own = busy.seconds
+        dist.barrier()
+        share = torch.tensor(1 - own / (time.perf_counter() - began))
+        dist.all_reduce(share)
+        shares.append(share.item() / ranks)
+        for value in strategy.optimized().values():
+            value.grad = None
+    return statistics.median(shares[_WARM_UP:])
+
+
+def _rank_main(rank: int, ranks: int, steps: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    busy = Busy()
+    for name in ("forward_one_chunk", "backward_one_chunk"):
+        setattr(Chunks, name, busy.timed(getattr(Chunks, name)))
+    found: dict[str, dict[int, float]] = {}
+    for name, keys in SCHEDULES.items():
+        parallel = ParallelConfig(**keys)
+        fitting = [slots for slots in SLOTS if problem_of_schedule(parallel, ranks, slots) is None]
+        found[name] = {slots: _waiting(rank, ranks, parallel, slots, steps, busy) for slots in fitting}
+    torch.save(found, Path(folder) / f"rank-{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(ranks: int, steps: int) -> dict[str, dict[int, float]]:
+    """Return the bubble by schedule and slots."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank_main, (ranks, steps, folder), nprocs=ranks)
+        found: dict[str, dict[int, float]] = torch.load(Path(folder) / "rank-0", weights_only=True)
+        return found
+
+
+def summary(found: dict[str, dict[int, float]], ranks: int, load_before: float) -> dict[str, Any]:
+    """Return the measured bubbles beside the formula's."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": f"cpu: {platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "processes that others ran (load average)": round(load_before, 1),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "ranks": ranks,
+        "bubble": {
+            name: {
+                str(slots): {
+                    "measured": round(share, 3),
+                    "formula": round(bubble(ParallelConfig(**SCHEDULES[name]), ranks, slots), 3),
+                }
+                for slots, share in by_slots.items()
+            }
+            for name, by_slots in found.items()
+        },
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Return % by schedule and slots, measured / by the formula."""
+    lines = [
+        "| schedule | " + " | ".join(f"S = {slots}" for slots in SLOTS) + " |",
+        "| --- |" + " ---: |" * len(SLOTS),
+    ]
+    for name, by_slots in results["bubble"].items():
+        found = [by_slots.get(str(slots)) for slots in SLOTS]
+        cells = [f"{100 * f['measured']:.0f} / {100 * f['formula']:.0f}" if f else "" for f in found]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2, help="1, 2 or, but for interleaved, 4")
+    parser.add_argument("--steps", type=int, default=7)
+    arguments = parser.parse_args()
+    load_before = os.getloadavg()[0]
+    results = summary(measure(arguments.ranks, arguments.steps), arguments.ranks, load_before)
+    print(table(results))
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""What ``micro_batch_size: auto`` came to in runs that are there already, for ``plan`` and ``status``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpc_train.paths import RunPaths, runs_root
+from hpc_train.plan.batches import accumulation
+from hpc_train.plan.planning import Plan, PlannedRun
+from hpc_train.run_folder.micro_batch import kept_size
+
+
+def with_found_sizes(made: Plan) -> Plan:
+    """Return the plan with numbers for ``auto`` where the run exists and has found its size."""
+    return replace(made, runs=[_with_found_size(made.name, run) for run in made.runs])
+
+
+def _with_found_size(name: str, run: PlannedRun) -> PlannedRun:
+    optimization = run.experiment.optimization
+    size = kept_size(RunPaths(runs_root() / name / run.id))
+    if optimization.micro_batch_size != "auto" or size is None:
+        return run
+    micro_batches = optimization.global_batch_size // size
+    data_ranks = run.ranks if run.degrees is None else run.degrees.data_ranks
+    return replace(run, micro_batches=micro_batches, accumulation=accumulation(micro_batches, data_ranks))
+
+
+def found_in_words(size: int) -> str:
+    return f"optimization.micro_batch_size: auto is {size} in this run"

@@ -1,0 +1,49 @@
+"""Clipping where ranks hold different parts of different tensors, of one mesh or of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hpc_train.strategies.base import Piece, Placement
+
+#: torch's own, of ``clip_grad_norm_``.
+_EPS = 1e-6
+
+
+@torch.no_grad()
+def clip_over_ranks(
+    parameters: Iterable[Tensor],
+    pieces: Callable[[Tensor, Tensor], Sequence[Piece]],
+    max_norm: float,
+    placement: Placement,
+) -> Tensor:
+    """Scale gradients so that their L2 norm over all ranks is at most ``max_norm``.
+
+    ``parameters``: those that this rank has a part of, none on some ranks; ``pieces``: the strategy's, by
+    which each part counts once. Collective: one all-reduce over all ranks. Returns the norm before clipping,
+    shape (), in the parameters' dtype, the same bits on all ranks. Non-finite norms are returned, not raised.
+    """
+    trained = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    counted = [
+        piece.local for like, gradient in trained for piece in pieces(gradient, like) if piece.is_writer
+    ]
+    squares = torch.zeros((), dtype=torch.float64, device=placement.device)
+    if counted:
+        # In float64 the square of a float32 norm can't overflow.
+        squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
+    if placement.world_size > 1:
+        dist.all_reduce(squares)
+    norm = squares.sqrt().to(placement.precision.param_dtype)
+    scale = torch.clamp(max_norm / (norm + _EPS), max=1.0)
+    if trained:
+        torch._foreach_mul_([_local(gradient) for _, gradient in trained], scale)
+    return norm
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -1,0 +1,205 @@
+"""The stages of a model that a rank holds, and a batch's way through the stages of all ranks.
+
+Used by ``pipeline`` and ``split``. Legend: K ranks of a pipeline; stage s lies on its rank s mod K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpc_train.models.splitting import Stage
+from hpc_train.models.tracing import cant_be_cut
+
+Values = tuple[Tensor, ...]
+
+
+class HeldStages(nn.Module):
+    """Several stages as one module, in which modules and tensors have the model's own names."""
+
+    def __init__(self, stages: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._stages = nn.ModuleList(stages)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield this module, then those of the stages; parameters and buffers are found by it as well."""
+        memo = set() if memo is None else memo
+        if self not in memo:
+            memo.add(self)
+            yield prefix, self
+        for stage in self._stages:
+            yield from stage.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *args: Any, **keys: Any) -> Any:
+        """Return the stages' own in one: names are of one stage each."""
+        return {
+            name: value for stage in self._stages for name, value in stage.state_dict(*args, **keys).items()
+        }
+
+
+def let_go(model: nn.Module, held: Sequence[Stage]) -> None:
+    """Free the memory of all parameters and buffers of ``model`` that are of no held stage."""
+    kept = {id(value) for stage in held for value in (*stage.parameters(), *stage.buffers())}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in kept:
+                empty = torch.empty_like(parameter, device="meta")
+                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in kept:
+                module._buffers[name] = torch.empty_like(buffer, device="meta")
+
+
+def make_contiguous(stage: nn.Module) -> None:
+    """Have ``stage`` return what can be sent: a send takes what lies in one piece, in order."""
+
+    def in_order(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        if isinstance(outputs, tuple):
+            return tuple(value.contiguous() for value in outputs)
+        return outputs.contiguous()
+
+    stage.register_forward_hook(in_order)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a rank must know of a tensor to receive it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, value: Tensor) -> Form:
+        return cls(tuple(value.shape), value.dtype, value.requires_grad)
+
+    def zeros(self, device: torch.device | str) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+    def on_meta(self) -> Tensor:
+        """Return a tensor without memory."""
+        return self.zeros("meta").requires_grad_(self.requires_grad)
+
+
+@dataclass(frozen=True)
+class Forms:
+    """What a stage returns."""
+
+    values: tuple[Form, ...]
+    is_tuple: bool
+
+    @classmethod
+    def of(cls, outputs: Any) -> Forms:
+        """Raises BadFileError where it is neither a tensor nor several."""
+        is_tuple = isinstance(outputs, tuple)
+        values = outputs if is_tuple else (outputs,)
+        if not all(isinstance(value, Tensor) for value in values):
+            raise cant_be_cut(f"it returns a {type(outputs).__name__}, not a tensor or a tuple of tensors")
+        return cls(tuple(Form.of(value) for value in values), is_tuple)
+
+    def joined(self, values: Sequence[Tensor]) -> Any:
+        return tuple(values) if self.is_tuple else values[0]
+
+
+Around = Callable[[int], AbstractContextManager[object]]
+
+
+def _nothing_around(stage: int) -> AbstractContextManager[object]:
+    return nullcontext()
+
+
+class Passage(nn.Module):
+    """The whole model's forward, one batch from stage to stage: for evaluation, and to see what passes.
+
+    ``held``: index → stage of this rank, in order, of which ``model`` has the tensors. ``group``: the ranks
+    of the pipeline.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        held: dict[int, nn.Module],
+        num_stages: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self._held = list(held.items())
+        self._num_stages = num_stages
+        self._group = group
+        self._device = device
+        self._known: dict[tuple[Any, ...], list[Forms]] = {}
+
+    def forward(self, inputs: Tensor) -> Any:
+        """Return the outputs on the ranks of the last stage, zeros like them on the others.
+
+        Collective within the pipeline; all its ranks pass the same inputs.
+        """
+        key = (tuple(inputs.shape), inputs.dtype, self.training)
+        outputs, forms = self.run(inputs, self._known.get(key))
+        self._known[key] = forms
+        if outputs is not None:
+            return outputs
+        return forms[-1].joined([form.zeros(self._device) for form in forms[-1].values])
+
+    def run(
+        self, inputs: Tensor, known: list[Forms] | None = None, around: Around = _nothing_around
+    ) -> tuple[Any, list[Forms]]:
+        """Return the outputs, None but on the last stage's ranks, and what each stage returns.
+
+        What it returns is told to all where it is not ``known``. ``around`` a stage's forward is entered.
+        """
+        held = dict(self._held)
+        forms = list(known or ())
+        values: Values = (inputs,)
+        outputs = None
+        for index in range(self._num_stages):
+            if index in held:
+                if index > 0:
+                    values = self._received(index, values, forms[index - 1])
+                with around(index):
+                    outputs = held[index](*values)
+            if known is None:
+                forms.append(self._told(index, outputs if index in held else None))
+            if index in held:
+                values = outputs if isinstance(outputs, tuple) else (outputs,)
+                self._send(index, values)
+        return (outputs if self._num_stages - 1 in held else None), forms
+
+    def _rank_of(self, stage: int) -> int:
+        return dist.get_global_rank(self._group, stage % self._group.size())
+
+    def _told(self, stage: int, outputs: Any) -> Forms:
+        box = [None if outputs is None else Forms.of(outputs)]
+        if self._group.size() > 1:
+            dist.broadcast_object_list(box, src=self._rank_of(stage), group=self._group, device=self._device)
+        assert box[0] is not None
+        return box[0]
+
+    def _received(self, stage: int, before: Values, forms: Forms) -> Values:
+        """Return what ``stage`` takes: leaves of a graph of its own."""
+        if self._is_here(stage - 1):
+            values = [value.detach() for value in before]
+        else:
+            values = [form.zeros(self._device) for form in forms.values]
+            for value in values:
+                dist.recv(value, src=self._rank_of(stage - 1), group=self._group)
+        pairs = zip(values, forms.values, strict=True)
+        return tuple(value.requires_grad_(form.requires_grad) for value, form in pairs)
+
+    def _send(self, stage: int, values: Values) -> None:
+        if stage < self._num_stages - 1 and not self._is_here(stage + 1):
+            for value in values:
+                dist.send(value.detach(), dst=self._rank_of(stage + 1), group=self._group)
+
+    def _is_here(self, stage: int) -> bool:
+        return self._rank_of(stage) == dist.get_rank()

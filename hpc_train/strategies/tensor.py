@@ -1,0 +1,57 @@
+"""``strategy: tensor``: neighbouring ranks share linear layers; over the others, data as ``fsdp`` has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hpc_train.errors import BadFileError
+from hpc_train.runtime.data_info import Batch
+from hpc_train.strategies.base import Forward, Piece, Placement
+from hpc_train.strategies.fully_sharded import FullySharded
+from hpc_train.strategies.mesh import data_mesh, device_mesh
+from hpc_train.strategies.tensor_plan import share_layers
+
+
+class TensorStrategy(FullySharded):
+    """Ranks of one ``tensor`` group compute the same micro-batches, each its part of the shared layers.
+
+    ``fully_shard`` over those with the same part, where they may be one: it casts to the compute dtype and
+    averages gradients. What is not shared is computed by all of a group, from the same numbers and random
+    streams, so that its gradients are the same without being sent.
+    """
+
+    name = "tensor"
+
+    def __init__(self, placement: Placement) -> None:
+        super().__init__(placement)
+        self.reports = placement.degrees.tensor_rank(placement.rank) == 0
+
+    def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        self._mesh = device_mesh(self.placement)
+        self._plan = share_layers(model, self._mesh["tensor"])
+        if self.placement.degrees.tensor > 1 and not self._plan.shared:
+            raise BadFileError(
+                f"parallel.strategy: tensor finds no layers in {type(model).__name__} that ranks can share; "
+                "write fsdp, or give a module's class a method tensor_plan()"
+            )
+        wrapped = super().wrap(model, blocks)
+        self._plan.note_parameters()
+        return wrapped
+
+    def mesh(self) -> DeviceMesh:
+        return data_mesh(self._mesh)
+
+    def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
+        total = super().accumulate(batches, forward)
+        return total if self.reports else torch.zeros_like(total)
+
+    def pieces(self, tensor: Tensor, like: Tensor) -> list[Piece]:
+        """Of a layer whose rows are q, k and v, a range of each."""
+        return (
+            self._plan.pieces(tensor, like) if isinstance(tensor, DTensor) else super().pieces(tensor, like)
+        )

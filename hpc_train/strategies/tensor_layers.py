@@ -1,0 +1,136 @@
+"""Which modules hold linear layers that ranks can share by columns and rows, and which layers those are.
+
+timm's and torchvision's by their class; a plug-in's, and gpt's, by a method of the module's class
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"up": "columns", "down": "rows"}
+
+submodule → "columns" for linear layers that take what all ranks have, "rows" for those that take what the
+former computed. What lies between has no weights, treats columns (or heads) alike, and finds their number in
+the tensors; ``num_heads``, if the module has it, becomes the number of a rank's own heads.
+
+Left whole: attention whose norms have weights (a rank's heads would give only its part of their gradient),
+MLPs with a norm between their layers (it needs all columns), layers that are convolutions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from hpc_train.errors import BadFileError
+
+
+@dataclass(frozen=True)
+class Shareable:
+    """The layers of one module that ranks can share."""
+
+    module: nn.Module
+    #: Linear layer → of how many tensors its rows are, each shared by itself: 3 for q, k and v in one.
+    columns: Mapping[str, int]
+    rows: tuple[str, ...]
+    #: The module's numbers of heads, all of which ranks share.
+    heads: tuple[str, ...] = ()
+    #: Widths that the module remembers and computes with.
+    widths: tuple[str, ...] = ()
+    #: Dropouts between columns and rows.
+    dropouts: tuple[str, ...] = ()
+    #: How much of attention's weights is dropped, and the file's key of that.
+    attention_dropout: float = 0.0
+    attention_key: str = "model.args.dropout"
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return (*self.columns, *self.rows)
+
+    def linear(self, name: str) -> nn.Linear:
+        layer = self.module.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        return layer
+
+
+def find_shareable(module: nn.Module) -> Shareable | None:
+    """Return what of ``module`` itself ranks can share, if anything.
+
+    Raises BadFileError where its ``tensor_plan`` is wrong.
+    """
+    kind = type(module)
+    if callable(getattr(kind, "tensor_plan", None)):
+        return _declared(module)
+    find = _FINDERS.get(f"{kind.__module__}.{kind.__qualname__}")
+    found = find(module) if find is not None else None
+    # A subclass of Linear, or a convolution, computes something else.
+    is_linear = found is not None and all(
+        type(module.get_submodule(name)) is nn.Linear for name in found.layers
+    )
+    return found if is_linear else None
+
+
+def _declared(module: nn.Module) -> Shareable:
+    plan: dict[str, str] = module.tensor_plan()  # type: ignore[operator]
+    where = f"model.name: {type(module).__name__}.tensor_plan()"
+    held = dict(module.named_modules())
+    for name, how in plan.items():
+        if how not in ("columns", "rows"):
+            raise BadFileError(f"{where} says {how!r} of {name}; write columns or rows")
+        if type(held.get(name)) is not nn.Linear:
+            raise BadFileError(f"{where} names {name}, which is no nn.Linear of it; take it out")
+    dropout = getattr(module, "dropout", 0.0)
+    return Shareable(
+        module,
+        {name: 1 for name, how in plan.items() if how == "columns"},
+        tuple(name for name, how in plan.items() if how == "rows"),
+        heads=("num_heads",) if isinstance(getattr(module, "num_heads", None), int) else (),
+        attention_dropout=dropout if isinstance(dropout, float) else 0.0,
+    )
+
+
+def _timm_attention(module: nn.Module) -> Shareable | None:
+    # Older versions compute with the width of what they take.
+    if not hasattr(module, "attn_dim") or _has_weights(module, "q_norm", "k_norm", "norm"):
+        return None
+    columns = {"qkv": 3, "q_proj": 1, "k_proj": 1, "v_proj": 1, "gate": 1}
+    numbers = ("num_heads", "num_kv_heads")
+    return Shareable(
+        module,
+        {name: parts for name, parts in columns.items() if getattr(module, name, None) is not None},
+        ("proj",),
+        heads=tuple(name for name in numbers if hasattr(module, name)),
+        widths=tuple(name for name in ("attn_dim", "kv_dim") if hasattr(module, name)),
+        attention_dropout=module.get_submodule("attn_drop").p,  # type: ignore[arg-type]
+        attention_key="model.args.attn_drop_rate",
+    )
+
+
+def _timm_mlp(columns: Mapping[str, int]) -> Callable[[nn.Module], Shareable | None]:
+    def find(module: nn.Module) -> Shareable | None:
+        if not isinstance(module.norm, nn.Identity):
+            return None
+        return Shareable(module, columns, ("fc2",), dropouts=("drop1",))
+
+    return find
+
+
+def _torchvision_mlp(module: nn.Module) -> Shareable | None:
+    kinds = [type(child) for child in module.children()]
+    is_pair = len(kinds) == 5 and (kinds[0], kinds[2], kinds[3]) == (nn.Linear, nn.Dropout, nn.Linear)
+    return Shareable(module, {"0": 1}, ("3",), dropouts=("2",)) if is_pair else None
+
+
+def _has_weights(module: nn.Module, *names: str) -> bool:
+    norms = (getattr(module, name, None) for name in names)
+    return any(isinstance(norm, nn.Module) and any(True for _ in norm.parameters()) for norm in norms)
+
+
+#: By the class's full name, so that timm and torchvision are imported only by who uses them.
+_FINDERS: dict[str, Callable[[nn.Module], Shareable | None]] = {
+    "timm.layers.attention.Attention": _timm_attention,
+    "timm.layers.attention.AttentionRope": _timm_attention,
+    "timm.layers.mlp.Mlp": _timm_mlp({"fc1": 1}),
+    "timm.layers.mlp.GluMlp": _timm_mlp({"fc1": 2}),
+    "timm.layers.mlp.SwiGLU": _timm_mlp({"fc1_g": 1, "fc1_x": 1}),
+    "torchvision.ops.misc.MLP": _torchvision_mlp,
+    "torchvision.models.vision_transformer.MLPBlock": _torchvision_mlp,
+}

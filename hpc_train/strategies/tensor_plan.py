@@ -1,0 +1,163 @@
+"""Tensor parallelism: which linear layers ranks share, and how what a rank has of them is saved.
+
+Called by ``tensor`` on the whole model and by ``pipeline`` on a stage. A pair of linear layers is shared as
+Megatron-LM has it (Shoeybi et al. 2019, arXiv:1909.08053): the first by columns, that is by what it computes,
+so that a rank has some heads, or some of an MLP's hidden width; the second by rows, its results summed over
+ranks. Everything else is whole on all ranks, which compute it alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+
+from hpc_train.errors import BadFileError
+from hpc_train.strategies.base import Piece
+from hpc_train.strategies.pieces import dealt_out, dealt_pieces, piece_of
+from hpc_train.strategies.tensor_layers import Shareable, find_shareable
+
+_AXIS = "tensor"
+
+
+@dataclass
+class TensorPlan:
+    """What a rank shares with those of ``mesh``, the 1-D mesh "tensor"."""
+
+    mesh: DeviceMesh
+    #: Names of the linear layers that are shared.
+    shared: list[str] = field(default_factory=list)
+    #: Layers whose rows are several tensors, like q, k and v, and how many.
+    _dealt: list[tuple[nn.Linear, int]] = field(default_factory=list)
+    #: id of a parameter → how many tensors its rows are.
+    _parts: dict[int, int] = field(default_factory=dict)
+
+    def note_parameters(self) -> None:
+        """Remember which parameters are dealt out: after ``fully_shard``, which replaces them."""
+        self._parts = {
+            id(parameter): parts for layer, parts in self._dealt for parameter in layer.parameters()
+        }
+
+    def pieces(self, tensor: DTensor, like: Tensor) -> list[Piece]:
+        """Return ``Strategy.pieces`` of a DTensor: of the parameter ``like`` or of what is kept for it."""
+        parts = self._parts.get(id(like), 1)
+        rank = self.mesh.get_local_rank()
+        if parts > 1 and tensor.dim() > 0 and tensor.shape[0] == like.shape[0]:
+            return dealt_pieces(tensor, parts, self.mesh.size(), rank)
+        piece = piece_of(tensor)
+        # What is whole on all ranks of the mesh knows nothing of it, as a DTensor.
+        is_copy = rank > 0 and _AXIS not in (tensor.device_mesh.mesh_dim_names or ())
+        return [replace(piece, is_writer=piece.is_writer and not is_copy)]
+
+
+def share_layers(model: nn.Module, mesh: DeviceMesh) -> TensorPlan:
+    """Share the linear layers of ``model``, or of a stage of one, over the 1-D ``mesh`` "tensor", in place.
+
+    Before ``fully_shard``. Not collective: every rank passes the same weights and keeps its part. Modules and
+    names stay; nothing is shared over a mesh of one rank, or where nothing can be. Raises BadFileError where
+    heads or widths can't be shared by so many ranks.
+    """
+    plan = TensorPlan(mesh)
+    if mesh.size() == 1:
+        return plan
+    found = dict(_shareable(model))
+    _check(found, mesh.size())
+    for name, each in found.items():
+        plan.shared += [f"{name}.{layer}".lstrip(".") for layer in each.layers]
+        plan._dealt += _share(each, mesh)
+    return plan
+
+
+def _shareable(model: nn.Module) -> Iterator[tuple[str, Shareable]]:
+    """Yield the name of a module and what of it is shared, each layer once."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    taken: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        found = find_shareable(module)
+        if found is None:
+            continue
+        layers = {found.linear(layer) for layer in found.layers}
+        is_tied = any(uses[id(parameter)] > 1 for layer in layers for parameter in layer.parameters())
+        if not is_tied and not layers & taken:
+            taken |= layers
+            yield name, found
+
+
+def _check(found: Mapping[str, Shareable], ranks: int) -> None:
+    """Raise BadFileError for the first number that ``ranks`` does not divide."""
+    numbers = {what: number for name, each in found.items() for what, number in _numbers(name, each)}
+    for what, number in numbers.items():
+        if number % ranks:
+            raise BadFileError(
+                f"parallel.tensor: {ranks} ranks can't share the {number} {what}; {_fitting(numbers)}"
+            )
+    for name, each in found.items():
+        if each.attention_dropout > 0:
+            raise BadFileError(
+                f"{each.attention_key}: ranks that share the heads of {name or 'the model'} can't drop the "
+                "weights of attention that one device drops; write 0, or parallel.strategy: fsdp"
+            )
+
+
+def _numbers(name: str, found: Shareable) -> Iterator[tuple[str, int]]:
+    """Yield what ranks share, heads first: those say more than the columns that are made of them."""
+    for attribute in found.heads:
+        yield f"heads of {name} ({attribute})", getattr(found.module, attribute)
+    for layer, parts in found.columns.items():
+        yield f"columns of {name}.{layer}", found.linear(layer).out_features // parts
+    for layer in found.rows:
+        yield f"rows of {name}.{layer}", found.linear(layer).in_features
+
+
+def _fitting(numbers: Mapping[str, int]) -> str:
+    most = math.gcd(*numbers.values())
+    fitting = [str(size) for size in range(2, most + 1) if most % size == 0]
+    if not fitting:
+        return "no number of ranks divides all that they would share; write parallel.strategy: fsdp"
+    return "write " + " or ".join(part for part in (", ".join(fitting[:-1]), fitting[-1]) if part)
+
+
+def _share(found: Shareable, mesh: DeviceMesh) -> list[tuple[nn.Linear, int]]:
+    """Share one module's layers; return those whose rows are dealt out, and of how many tensors they are."""
+    ranks, module = mesh.size(), found.module
+    dealt = [(found.linear(layer), parts) for layer, parts in found.columns.items() if parts > 1]
+    for linear, parts in dealt:
+        for parameter in linear.parameters():
+            parameter.data = dealt_out(parameter.data, parts, ranks)
+    styles = {
+        **dict.fromkeys(found.columns, ColwiseParallel()),
+        **dict.fromkeys(found.rows, RowwiseParallel()),
+    }
+    parallelize_module(module, mesh, styles, src_data_rank=None)
+    for attribute in (*found.heads, *found.widths):
+        setattr(module, attribute, getattr(module, attribute) // ranks)
+    for name in found.dropouts:
+        setattr(module, name, _SharedDropout(getattr(module, name), mesh))
+    return dealt
+
+
+class _SharedDropout(nn.Module):
+    """Drops of a rank's own columns what plain training drops: the random streams of all ranks are the same.
+
+    (..., columns) → the same. Draws for the columns of all ranks.
+    """
+
+    def __init__(self, plain: nn.Dropout, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.p = plain.p
+        self.training = plain.training
+        self._ranks, self._rank = mesh.size(), mesh.get_local_rank()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        width = x.shape[-1]
+        factors = functional.dropout(x.new_ones(*x.shape[:-1], self._ranks * width), self.p)
+        return x * factors.narrow(-1, self._rank * width, width)

@@ -1,0 +1,100 @@
+"""``micro_batch_size: auto`` on real ranks, one of which has less memory than the others."""
+
+from __future__ import annotations
+
+import json
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.micro_batch import Found, kept
+from tests.end_to_end.runs import (
+    assert_equal_to_the_bit,
+    found_runs,
+    hpc_train,
+    last_step,
+    only_run,
+    start,
+    submit,
+    wait_for,
+    write_experiment,
+)
+
+pytestmark = pytest.mark.slow
+
+EXPERIMENT = """\
+name: hungry
+seed: 3
+task: classification
+model: {name: "tests.worker.hungry:hungry"}
+data: {name: digits, augment: {hflip: 0.5, crop_padding: 2}}
+optimization:
+  steps: 12
+  global_batch_size: 48
+  micro_batch_size: auto
+  optimizer: {name: adamw, lr: 0.003}
+  clip_grad_norm: 1.0
+evaluation: {every_steps: 5}
+checkpoint: {every_steps: 4}
+logging: {every_steps: 1}
+"""
+SCARCE = ("--local", "--launcher", "tests.worker.hungry:ScarceLauncher")
+SLOW = "model.args={pause_s: 0.05}"
+
+
+def test_all_ranks_take_what_fits_on_each_and_keep_it(tmp_path: Path) -> None:
+    """Stopped, and resumed where there is more memory, the run is that of the number to the bit."""
+    folder = tmp_path / "auto"
+    experiment, runs = write_experiment(folder, EXPERIMENT), {"HPC_TRAIN_RUNS": str(folder / "runs")}
+    process = start("submit", experiment, SLOW, *SCARCE, "--devices", "2", **runs)
+    wait_for(lambda: bool(found_runs(folder)), "the run's folder")
+    paths = only_run(folder)
+    wait_for(lambda: last_step(paths) >= 5 or process.poll() is not None, "step 5")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert kept(paths) == Found(size=8, too_large=12, ranks=2, attempt=1)
+    done = hpc_train("resume", paths.folder, "--local", "--devices", "2", **runs)
+    assert done.code == 0, done.err
+    assert "auto is 8 in this run" in paths.attempt(2).log(0).read_text()
+    assert not paths.attempt(2).trial_rendezvous.exists()
+    shown = json.loads(hpc_train("status", "--json", **runs).out)["runs"][0]
+    assert shown["micro_batch_size"] == 8
+
+    written = submit(tmp_path / "written", SLOW, "optimization.micro_batch_size=8", text=EXPERIMENT)
+    assert_equal_to_the_bit(paths, written)
+
+
+def test_where_nothing_fits_the_run_ends_and_says_so(tmp_path: Path) -> None:
+    experiment, runs = write_experiment(tmp_path, EXPERIMENT), {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+    done = hpc_train("submit", experiment, "model.args={sample_mb: 1500}", *SCARCE, "--devices", "1", **runs)
+    assert done.code == 65
+    assert "optimization.micro_batch_size: auto finds nothing that fits, not even 1 at a time" in done.err
+    assert "rank 0: " in done.err and "Traceback" not in done.err
+    assert kept(only_run(tmp_path)) is None
+
+
+def processes_of(paths: RunPaths) -> list[str]:
+    """Return the command lines that name the run's folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            found.append(file.read_bytes().replace(b"\0", b" ").decode())
+    return [line for line in found if str(paths.folder) in line]
+
+
+def test_a_stop_while_sizes_are_tried_ends_ranks_and_trials(tmp_path: Path) -> None:
+    experiment, runs = write_experiment(tmp_path, EXPERIMENT), {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+    devices = ("--local", "--devices", "2")
+    process = start("submit", experiment, "model.args={pause_s: 5}", *devices, **runs)
+    wait_for(lambda: bool(found_runs(tmp_path)), "the run's folder")
+    paths = only_run(tmp_path)
+    wait_for(lambda: paths.attempt(1).trial_rendezvous.exists() or process.poll() is not None, "a trial")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    wait_for(lambda: not processes_of(paths), "the end of all", limit_s=10)
+    assert kept(paths) is None
