@@ -43,6 +43,9 @@ class Optimization:
     ) -> None:
         self.optimizer = optimizer
         self.scaler = _Scaler(device.type) if precision.needs_scaler else None
+        if self.scaler is not None:
+            # Its factor comes to be with the first loss, and a stage that computes none takes it out, too.
+            self.scaler.scale(torch.zeros((), device=device))
         self._schedule = schedule
         self._peak_lr = float(optimizer.defaults["lr"])
         self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]

@@ -145,7 +145,9 @@ def final_tensors(paths: RunPaths) -> dict[str, Any]:
     }
     for name, entry in state["tensors"].items():
         pieces = [
-            (shards[f"shard-{rank:05d}.safetensors"][name], offset) for rank, offset, _ in entry["pieces"]
+            # Of several pieces in one shard all but the first have a number.
+            (shards[f"shard-{rank:05d}.safetensors"]["..".join([name, *map(str, number)])], offset)
+            for rank, offset, _, *number in entry["pieces"]
         ]
         whole = torch.zeros(entry["shape"], dtype=pieces[0][0].dtype)
         for part, offset in pieces:

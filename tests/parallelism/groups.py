@@ -20,6 +20,7 @@ import torch.distributed as dist
 _IMPORTED = ["tests.parallelism.training", "tests.parallelism.plain", "timm", "torch.distributed.fsdp"]
 #: A collective whose peer is gone would be waited for this long.
 _LIMIT_S = 300.0
+_LIMIT_AFTER_FAILURE_S = 10.0
 
 Work = Callable[..., Any]
 
@@ -49,16 +50,20 @@ class Group:
         told = pickle.dumps((work, args))
         for end in self._ends:
             end.send_bytes(told)
-        answers = [self._answer(rank) for rank in range(self.world_size)]
+        answers: list[tuple[bool, Any]] = []
+        for rank in range(self.world_size):
+            # The peers of one that failed may wait for it.
+            has_failed = any(not is_done for is_done, _ in answers)
+            answers.append(self._answer(rank, _LIMIT_AFTER_FAILURE_S if has_failed else _LIMIT_S))
         failed = [f"rank {rank}: {answer}" for rank, (is_done, answer) in enumerate(answers) if not is_done]
         if failed:
             raise RankError("\n".join(failed))
         return [answer for _, answer in answers]
 
-    def _answer(self, rank: int) -> tuple[bool, Any]:
+    def _answer(self, rank: int, limit_s: float) -> tuple[bool, Any]:
         end = self._ends[rank]
-        if not end.poll(_LIMIT_S):
-            return False, f"no answer in {_LIMIT_S:g} s"
+        if not end.poll(limit_s):
+            return False, f"no answer in {limit_s:g} s"
         try:
             answer: tuple[bool, Any] = pickle.loads(end.recv_bytes())
         except EOFError:
