@@ -83,6 +83,17 @@ NEED_WHOLE_PARAMETERS = (
 )  # fmt: skip
 
 
+#: Optimizers of timm that clip by the norm of all that they hold, unless told otherwise.
+CLIP_BY_THEMSELVES = ("lamb", "lambc", "lambw")
+
+
+def _clips_a_part(experiment: Experiment) -> bool:
+    optimizer = experiment.optimization.optimizer
+    name = optimizer.name.lower().rpartition("/")[2]
+    is_off = optimizer.args.get("max_grad_norm", 1.0) is None
+    return experiment.parallel.strategy in SHARING_LAYERS and name in CLIP_BY_THEMSELVES and not is_off
+
+
 def _needs_whole(experiment: Experiment) -> bool:
     name = experiment.optimization.optimizer.name.lower().rpartition("/")[2]
     is_sharded = experiment.parallel.strategy == "zero1" or _is_fully_sharded(experiment)
@@ -113,6 +124,16 @@ def _replays_graphs(experiment: Experiment) -> bool:
 
 
 REFUSALS = (
+    Refusal(
+        reads=("optimization.optimizer", "parallel.strategy"),
+        path=("optimization", "optimizer", "name"),
+        holds=_clips_a_part,
+        message=lambda e: (
+            f"{shortened(e.optimization.optimizer.name)} clips by the norm of all that it holds, and under "
+            f"{e.parallel.strategy} a rank holds a part of the model"
+        ),
+        remedy="write args: {max_grad_norm: null} with it, and optimization.clip_grad_norm: 1.0",
+    ),
     Refusal(
         reads=("optimization.optimizer.name", "parallel.strategy"),
         path=("optimization", "optimizer", "name"),

@@ -215,8 +215,8 @@ class CompileConfig(Section):
     """torch.compile's mode."""
     scope: Literal["blocks", "model"] = "blocks"
     """Compile each repeated block (compiles once, fast), or the whole model."""
-    dynamic: bool | None = None
-    """Symbolic shapes; absent: torch decides."""
+    dynamic: bool | None = False
+    """Symbolic shapes; ``null``: torch decides. All batches of a run have one size, so there is no need."""
     fullgraph: bool = False
     """Fail at a graph break instead of going on in Python."""
     fallback: bool = False

@@ -30,24 +30,35 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return the sums over the whole validation set, or None where ``must_stop`` ended it early.
 
-    Collective: every rank passes equally many batches of its own. Each batch stands between ``begin``, which
-    is told its place and starts to ask all ranks, and ``must_stop``, which says the same on all of them.
-    None in place of a batch: it did not come before the rank was asked to stop. ``num_batches`` counts those
-    of all ranks together; a batch numbered past it only fills up. ``reports``: one does of the ranks that
-    share a model, and so have the same batches.
+    Collective: every rank passes equally many batches of its own. ``begin`` is told a batch's place and
+    starts to ask all ranks, ``must_stop`` says the same on all of them; the batch before is computed
+    meanwhile. So a forward that is collective begins on all ranks or on none. None in place of a batch: it
+    did not come before the rank was asked to stop. ``num_batches`` counts those of all ranks together; a
+    batch numbered past it only fills up. ``reports``: one does of the ranks that share a model, and so have
+    the same batches.
     """
     names: list[str] = []
     table = torch.empty(0)
-    for place, batch in enumerate(batches):
-        begin(place)
-        sums = {} if batch is None else sums_of(batch)
-        if must_stop():
-            return None
-        assert batch is not None, "a rank gives up only where all stop"
+
+    def count(batch: Batch) -> None:
+        nonlocal names, table
+        sums = sums_of(batch)
         if not names:
             names = list(sums)
             table = torch.zeros(num_batches, len(names), dtype=torch.float64, device=device)
         if reports and batch.number < num_batches:
             table[batch.number] = torch.stack([sums[name].to(torch.float64) for name in names])
+
+    agreed: Batch | None = None
+    for place, batch in enumerate(batches):
+        begin(place)
+        if agreed is not None:
+            count(agreed)
+        if must_stop():
+            return None
+        assert batch is not None, "a rank gives up only where all stop"
+        agreed = batch
+    if agreed is not None:
+        count(agreed)
     dist.all_reduce(table)
     return dict(zip(names, table.cpu().sum(0).tolist(), strict=True))

@@ -35,17 +35,18 @@ class TrainingForward:
     to_input: Callable[[Batch], Batch]
     #: ``Optimization.scale``.
     scale: Callable[[Tensor], Tensor]
-    #: Told of each batch whose forward begins here.
+    #: Told of each batch that runs whole: stages of a pipeline begin theirs in orders of their own, by which
+    #: the watchdog can't compare them.
     on_begin: Callable[[Batch], None] = lambda batch: None
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        self.on_begin(batch)
         # Moved one by one: a step may have more micro-batches than the device has room for.
         with self.begin(batch):
             return self.task.loss(model, self.to_input(batch))
 
     @contextmanager
     def begin(self, batch: Batch, stage: int = 0) -> Iterator[None]:
-        self.on_begin(batch)
         seed_forward(self.seed, batch.step, batch.number, self.device, stage)
         begin_forward(self.compile, self.device)
         with self.context():

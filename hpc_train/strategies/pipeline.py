@@ -35,7 +35,7 @@ from hpc_train.strategies.fully_sharded import FullySharded, refuse_unshardable,
 from hpc_train.strategies.mesh import data_mesh, device_mesh
 from hpc_train.strategies.pipeline_run import Chunks, Run
 from hpc_train.strategies.stages import Forms, HeldStages, Passage, let_go, make_contiguous
-from hpc_train.strategies.tensor_plan import TensorPlan, share_layers
+from hpc_train.strategies.tensor_plan import TensorPlan, even_out, share_layers
 
 
 class PipelineStrategy(FullySharded):
@@ -71,7 +71,7 @@ class PipelineStrategy(FullySharded):
         self._held = self._own_stages(split_model(model, blocks, self._num_stages))
         let_go(model, list(self._held.values()))
         for stage in self._held.values():
-            self._place_stage(stage, [block for block in blocks if block in set(stage.modules())])
+            self._place_stage(model, stage, [block for block in blocks if block in set(stage.modules())])
         held = list(self._held.values())
         self.model = held[0] if len(held) == 1 else HeldStages(held)
         # Now, since what a forward gathers is shown in their place.
@@ -106,10 +106,10 @@ class PipelineStrategy(FullySharded):
     def mesh(self) -> DeviceMesh:
         return data_mesh(self._mesh)
 
-    def _place_stage(self, stage: Stage, blocks: Sequence[nn.Module]) -> None:
+    def _place_stage(self, model: nn.Module, stage: Stage, blocks: Sequence[nn.Module]) -> None:
         stage.to(self.placement.device, self.placement.precision.param_dtype)
         make_contiguous(stage)
-        plan = share_layers(stage, self._mesh["tensor"])
+        plan = share_layers(stage, self._mesh["tensor"], within=model)
         shard(stage, blocks, self.mesh(), self.placement.precision, self.reshard_after_forward)
         plan.note_parameters()
         self._plans.update((id(parameter), plan) for parameter in stage.parameters())
@@ -133,6 +133,8 @@ class PipelineStrategy(FullySharded):
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         run = self._run_for(batches, forward)
         total = run.step(batches, forward)
+        if self.placement.degrees.tensor > 1:
+            even_out(self._optimized.values(), self._mesh["tensor"])
         return total if self.reports else torch.zeros_like(total)
 
     def _run_for(self, batches: Sequence[Batch], forward: Forward) -> Run:

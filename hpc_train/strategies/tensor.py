@@ -14,7 +14,7 @@ from hpc_train.runtime.data_info import Batch
 from hpc_train.strategies.base import Forward, Piece, Placement
 from hpc_train.strategies.fully_sharded import FullySharded
 from hpc_train.strategies.mesh import data_mesh, device_mesh
-from hpc_train.strategies.tensor_plan import share_layers
+from hpc_train.strategies.tensor_plan import even_out, share_layers
 
 
 class TensorStrategy(FullySharded):
@@ -22,7 +22,7 @@ class TensorStrategy(FullySharded):
 
     ``fully_shard`` over those with the same part, where they may be one: it casts to the compute dtype and
     averages gradients. What is not shared is computed by all of a group, from the same numbers and random
-    streams, so that its gradients are the same without being sent.
+    streams; the first one's gradients count.
     """
 
     name = "tensor"
@@ -48,6 +48,8 @@ class TensorStrategy(FullySharded):
 
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         total = super().accumulate(batches, forward)
+        if self.placement.degrees.tensor > 1:
+            even_out(self.optimized().values(), self._mesh["tensor"])
         return total if self.reports else torch.zeros_like(total)
 
     def pieces(self, tensor: Tensor, like: Tensor) -> list[Piece]:

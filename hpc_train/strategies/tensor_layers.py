@@ -73,15 +73,23 @@ def _declared(module: nn.Module) -> Shareable:
     where = f"model.name: {type(module).__name__}.tensor_plan()"
     held = dict(module.named_modules())
     for name, how in plan.items():
-        if how not in ("columns", "rows"):
-            raise BadFileError(f"{where} says {how!r} of {name}; write columns or rows")
-        if type(held.get(name)) is not nn.Linear:
-            raise BadFileError(f"{where} names {name}, which is no nn.Linear of it; take it out")
+        if how not in ("columns", "rows", "dropout", "whole"):
+            raise BadFileError(f"{where} says {how!r} of {name}; write columns, rows, dropout or whole")
+        wanted = nn.Linear if how in ("columns", "rows") else nn.Dropout
+        if type(held.get(name)) is not wanted:
+            raise BadFileError(f"{where} names {name}, which is no nn.{wanted.__name__} of it; take it out")
+    for name, inner in held.items():
+        if isinstance(inner, nn.Dropout) and inner.p > 0 and name not in plan:
+            raise BadFileError(
+                f"{where} does not name {name}, a dropout; write dropout where it lies between columns and "
+                "rows, whole where it does not"
+            )
     dropout = getattr(module, "dropout", 0.0)
     return Shareable(
         module,
         {name: 1 for name, how in plan.items() if how == "columns"},
         tuple(name for name, how in plan.items() if how == "rows"),
+        dropouts=tuple(name for name, how in plan.items() if how == "dropout"),
         heads=("num_heads",) if isinstance(getattr(module, "num_heads", None), int) else (),
         attention_dropout=dropout if isinstance(dropout, float) else 0.0,
     )

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -53,26 +55,50 @@ class TensorPlan:
             return dealt_pieces(tensor, parts, self.mesh.size(), rank)
         piece = piece_of(tensor)
         # What is whole on all ranks of the mesh knows nothing of it, as a DTensor.
-        is_copy = rank > 0 and _AXIS not in (tensor.device_mesh.mesh_dim_names or ())
+        is_copy = rank > 0 and not _is_shared(tensor)
         return [replace(piece, is_writer=piece.is_writer and not is_copy)]
 
 
-def share_layers(model: nn.Module, mesh: DeviceMesh) -> TensorPlan:
+def share_layers(model: nn.Module, mesh: DeviceMesh, within: nn.Module | None = None) -> TensorPlan:
     """Share the linear layers of ``model``, or of a stage of one, over the 1-D ``mesh`` "tensor", in place.
 
     Before ``fully_shard``. Not collective: every rank passes the same weights and keeps its part. Modules and
-    names stay; nothing is shared over a mesh of one rank, or where nothing can be. Raises BadFileError where
-    heads or widths can't be shared by so many ranks.
+    names stay; nothing is shared over a mesh of one rank, or where nothing can be. ``within``: the model that
+    a stage is of. Raises BadFileError where heads or widths can't be shared by so many ranks.
     """
     plan = TensorPlan(mesh)
     if mesh.size() == 1:
         return plan
     found = dict(_shareable(model))
+    if any(type(module).__name__ == "RotaryEmbeddingMixed" for module in (within or model).modules()):
+        # timm's, of another angle for each head, of which attention would want its own heads'.
+        found = {name: each for name, each in found.items() if not each.heads}
     _check(found, mesh.size())
     for name, each in found.items():
         plan.shared += [f"{name}.{layer}".lstrip(".") for layer in each.layers]
         plan._dealt += _share(each, mesh)
     return plan
+
+
+@torch.no_grad()
+def even_out(parameters: Iterable[Tensor], mesh: DeviceMesh) -> None:
+    """Give the gradients of what is whole on all ranks of ``mesh`` the first one's bits. Collective over it.
+
+    They are computed from the same numbers, but on a GPU not always by the same algorithm, nor added up in
+    the same order.
+    """
+    whole = [p.grad for p in parameters if p.grad is not None and not _is_shared(p)]
+    parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in whole]
+    for dtype in dict.fromkeys(part.dtype for part in parts):
+        alike = [part for part in parts if part.dtype == dtype]
+        flat = torch.cat([part.reshape(-1) for part in alike])
+        dist.broadcast(flat, group=mesh.get_group(), group_src=0)
+        for part, value in zip(alike, flat.split([part.numel() for part in alike]), strict=True):
+            part.copy_(value.view_as(part))
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and _AXIS in (tensor.device_mesh.mesh_dim_names or ())
 
 
 def _shareable(model: nn.Module) -> Iterator[tuple[str, Shareable]]:
@@ -139,7 +165,9 @@ def _share(found: Shareable, mesh: DeviceMesh) -> list[tuple[nn.Linear, int]]:
     for attribute in (*found.heads, *found.widths):
         setattr(module, attribute, getattr(module, attribute) // ranks)
     for name in found.dropouts:
-        setattr(module, name, _SharedDropout(getattr(module, name), mesh))
+        plain = module.get_submodule(name)
+        assert isinstance(plain, nn.Dropout)
+        module.set_submodule(name, _SharedDropout(plain, mesh))
     return dealt
 
 

@@ -480,6 +480,10 @@ def test_listed_names_pass(tmp_path: Path, overrides: tuple[str, ...]) -> None:
             ("optimization.optimizer={name: adafactor, lr: 0.1}", "parallel.strategy=tensor"),
             "optimization.optimizer.name",
         ),
+        (
+            ("optimization.optimizer={name: lamb, lr: 0.1}", "parallel.strategy=pipeline"),
+            "optimization.optimizer.name",
+        ),
     ],
 )
 def test_what_compile_can_not_be_combined_with_is_named(
@@ -490,3 +494,8 @@ def test_what_compile_can_not_be_combined_with_is_named(
     allowed = ["compile={mode: reduce-overhead}", "compile={fallback: true}", "compile.mode=max-autotune"]
     for override in allowed:
         assert problems_of(tmp_path, GOOD, override) == []
+
+
+def test_lamb_that_leaves_clipping_to_the_file_is_allowed_where_ranks_share_layers(tmp_path: Path) -> None:
+    lamb = "optimization.optimizer={name: lamb, lr: 0.1, args: {max_grad_norm: null}}"
+    assert problems_of(tmp_path, GOOD, lamb, "parallel.strategy=pipeline") == []

@@ -65,7 +65,7 @@ def stopped_on_rank(rank: int, world_size: int) -> tuple[object, int]:
 
     shard = batches(rank, world_size)
     result = evaluate(shard, NUM_BATCHES, counted, CPU, begun.append, lambda: len(seen) == 3)
-    assert begun == [0, 1, 2]
+    assert begun == [0, 1, 2, 3]  # the exchange runs beside the batch before
     return result, len(seen)
 
 
@@ -88,6 +88,43 @@ def test_every_sample_counts_exactly_once() -> None:
 @pytest.mark.usefixtures("_group")
 def test_asked_to_stop_it_says_nothing_and_goes_no_further() -> None:
     assert stopped_on_rank(0, 1) == (None, 3)
+
+
+def late_on_rank_0(rank: int, world_size: int) -> tuple[object, int]:
+    """Have a collective forward, and be asked to stop before rank 0 has its third batch."""
+    has_stopped = torch.zeros(())
+    asked: list[Tensor] = []
+    forwards: list[int] = []
+
+    def late() -> Iterator[Batch | None]:
+        for place, batch in enumerate(batches(rank, world_size)):
+            if place == 2 and rank == 0:
+                has_stopped.fill_(1)
+                yield None
+            else:
+                yield batch
+
+    def begin(place: int) -> None:
+        asked.append(has_stopped.clone())
+
+    def must_stop() -> bool:
+        dist.all_reduce(asked[-1])
+        return bool(asked[-1])
+
+    def collective(batch: Batch) -> dict[str, Tensor]:
+        forwards.append(batch.number)
+        numbers = torch.tensor([batch.number])
+        found = [torch.zeros_like(numbers) for _ in range(world_size)]
+        dist.all_gather(found, numbers)
+        assert [int(number) for number in found] == [len(forwards) * 2 - 2, len(forwards) * 2 - 1]
+        return sums_of(batch)
+
+    return evaluate(late(), NUM_BATCHES, collective, CPU, begin, must_stop), len(forwards)
+
+
+@pytest.mark.slow
+def test_a_forward_that_is_collective_begins_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    assert run_ranks(2, late_on_rank_0, folder=tmp_path) == [(None, 2)] * 2
 
 
 @pytest.mark.usefixtures("_group")

@@ -81,7 +81,7 @@ _PARALLEL: dict[str, dict[Shape, tuple[str, ...]]] = {
         Shape(4, 4): ("pipeline=2", "tensor=2", "schedule=1f1b"),
         Shape(4, 8): ("pipeline=2", "shard=2", "schedule=interleaved"),
     },
-    "split": {Shape(4, 4): ("pipeline=2", "replicate=2")},
+    "split": {Shape(4, 4): ("pipeline=2", "replicate=2"), Shape(4, 8): ("pipeline=2", "shard=2")},
 }
 
 
@@ -155,6 +155,8 @@ def problems_of(case: Case) -> list[Problem]:
         return [Problem(("parallel", "strategy"), "shares no layer of this model", "write pipeline")]
     if case.strategy == "tensor" and ranks % 2:
         return [Problem(("parallel", "tensor"), "does not divide the heads", "write 2")]
+    if case.model == RESNET and experiment.parallel.schedule == "interleaved":
+        return [Problem(("parallel", "pipeline"), "makes 4 stages of 3 blocks", "write gpipe")]
     return [*rules.check(experiment), *rules.check_start(experiment, ranks, ranks)]
 
 

@@ -29,6 +29,7 @@ from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import choose_precision
 from hpc_train.strategies.base import Placement
 from hpc_train.strategies.pieces import dealt_out
+from hpc_train.strategies.tensor_layers import find_shareable
 from hpc_train.strategies.tensor_plan import share_layers
 from tests.forwards import PlainForward
 from tests.ranks import run_ranks
@@ -374,9 +375,10 @@ def test_what_ranks_cant_share_is_said_with_what_they_can(
 class Declared(nn.Module):
     """A plug-in's layers."""
 
-    def __init__(self, plan: dict[str, str]) -> None:
+    def __init__(self, plan: dict[str, str], dropout: float = 0.0) -> None:
         super().__init__()
         self.up, self.norm, self.down = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.drop = nn.Dropout(dropout)
         self._plan = plan
 
     def tensor_plan(self) -> dict[str, str]:
@@ -386,7 +388,10 @@ class Declared(nn.Module):
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ({"up": "colums"}, r"Declared\.tensor_plan\(\) says 'colums' of up; write columns or rows"),
+        (
+            {"up": "colums"},
+            r"Declared\.tensor_plan\(\) says 'colums' of up; write columns, rows, dropout or whole",
+        ),
         ({"norm": "columns"}, "names norm, which is no nn.Linear of it"),
         ({"top": "rows"}, "names top, which is no nn.Linear of it"),
         ({"up": "columns", "down": "rows"}, "3 ranks can't share the 8 columns of 0.up; write 2, 4 or 8"),
@@ -395,6 +400,26 @@ class Declared(nn.Module):
 def test_a_plug_ins_plan_is_followed_or_its_mistake_said(plan: dict[str, str], said: str) -> None:
     with pytest.raises(BadFileError, match=said):
         sharing(nn.Sequential(Declared(plan)), 3)
+
+
+@pytest.mark.parametrize("how", ["dropout", "whole", None])
+def test_a_plug_in_says_where_its_dropouts_lie(how: str | None) -> None:
+    plan = {"up": "columns", "down": "rows"} | ({} if how is None else {"drop": how})
+    module = Declared(plan, dropout=0.5)
+    if how is None:
+        with pytest.raises(BadFileError, match=r"does not name drop, a dropout; write dropout where it lies"):
+            find_shareable(module)
+        return
+    found = find_shareable(module)
+    assert found is not None and found.layers == ("up", "down")
+    assert found.dropouts == (("drop",) if how == "dropout" else ())
+
+
+def test_heads_of_different_angles_stay_together() -> None:
+    layers = timm.layers
+    rope = layers.pos_embed_sincos.RotaryEmbeddingMixed(dim=8, depth=1, num_heads=2, feat_shape=[2, 2])
+    assert find_shareable(layers.AttentionRope(8, 2)) is not None
+    assert sharing(nn.ModuleDict({"rope": rope, "attn": layers.AttentionRope(8, 2)}), 2).shared == []
 
 
 def tied_mlps() -> nn.Module:
