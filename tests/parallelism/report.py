@@ -101,28 +101,31 @@ def tables(results: Iterable[Result], when: str) -> str:
     refused = {(strategy, title): problem for strategy, title, problem in refusals()}
     lines = [f"{len(results)} trainings; {when}.", "", f"| | {' | '.join(STRATEGIES)} |"]
     lines.append("| --- |" + " --- |" * len(STRATEGIES))
-    notes: list[str] = []
+    notes: dict[str, list[str]] = {}
     for feature in FEATURES:
         cells = []
         for strategy in STRATEGIES:
             if problem := refused.get((strategy, feature.title)):
-                cells.append(f"refused ({_note(notes, problem)})")
+                cells.append(f"refused ({_note(notes, problem, strategy)})")
                 continue
             on_cpu = _cell(results, strategy, feature.title)
             cells.append(on_cpu if feature.on_cpu else "left to `make test-gpu`")
             if problem := refused_with_batchnorm(strategy, feature.title):
-                cells[-1] += f"; with BatchNorm refused ({_note(notes, problem)})"
+                cells[-1] += f"; with BatchNorm refused ({_note(notes, problem, strategy)})"
         lines.append(f"| {feature.title} | {' | '.join(cells)} |")
-    lines += ["", *(f"{number}. {words}" for number, words in enumerate(notes, start=1))]
+    said = (words.format(strategies=", ".join(under)) for words, under in notes.items())
+    lines += ["", *(f"{number}. {words}" for number, words in enumerate(said, start=1))]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _note(notes: list[str], problem: Problem) -> int:
-    """Return the number of the note that says so, a new one where there is none."""
+def _note(notes: dict[str, list[str]], problem: Problem, strategy: str) -> int:
+    """Return the number of the note that says so, of any strategy; a new one where there is none."""
     words = f"`{'.'.join(map(str, problem.path))}` {problem.message}; {problem.remedy}"
-    if words not in notes:
-        notes.append(words)
-    return notes.index(words) + 1
+    plain = words.replace("{", "{{").replace("}", "}}").replace(f"under {strategy}", "under {strategies}")
+    under = notes.setdefault(plain, [])
+    if strategy not in under:
+        under.append(strategy)
+    return list(notes).index(plain) + 1
 
 
 def _cell(results: Iterable[Result], strategy: str, title: str) -> str:
