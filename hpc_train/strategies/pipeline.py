@@ -55,7 +55,9 @@ class PipelineStrategy(FullySharded):
         degrees = placement.degrees
         is_on_last = degrees.stage_rank(placement.rank) == degrees.pipeline - 1
         self.reports = is_on_last and degrees.tensor_rank(placement.rank) == 0
-        self._num_stages = degrees.pipeline * stages_per_rank(placement.parallel)
+        # One rank alone has nobody to take turns with, and an older torch would have it send to itself.
+        per_rank = stages_per_rank(placement.parallel) if degrees.pipeline > 1 else 1
+        self._num_stages = degrees.pipeline * per_rank
         #: id of a parameter → what its stage's ranks share.
         self._plans: dict[int, TensorPlan] = {}
         self._prepared: tuple[object, Run] | None = None
@@ -184,7 +186,7 @@ class PipelineStrategy(FullySharded):
 
     def _schedule_class(self, slots: int) -> type[Any]:
         schedule = self.placement.parallel.schedule
-        if schedule == "interleaved":
+        if schedule == "interleaved" and len(self._held) > 1:
             return ScheduleInterleaved1F1B
         # With fewer slots than stages no rank comes to its turns: all forward first, then all backward.
         return Schedule1F1B if schedule == "1f1b" and slots >= self._num_stages else ScheduleGPipe

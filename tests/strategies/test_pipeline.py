@@ -386,7 +386,7 @@ def said_by(rank: int, world_size: int, case: Case, step_to_fail: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{}, INTERLEAVED], ids=["1f1b", "interleaved"])
+@pytest.mark.parametrize("parallel", [{}, {"schedule": "gpipe"}, INTERLEAVED], ids=["1f1b", "gpipe", "alone"])
 def test_what_a_forward_raises_reaches_the_user_as_it_is(groups: Groups, parallel: dict[str, Any]) -> None:
     for step in (0, 1):
         said = groups.run(1, said_by, Case("gpt", Degrees(), parallel), step)
