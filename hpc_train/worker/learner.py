@@ -54,6 +54,8 @@ class Learner:
     strategy: Strategy
     optimization: Optimization
     ema: Ema | None = None
+    #: Of the whole model.
+    num_parameters: int = 0
 
     @property
     def state(self) -> TrainingState:
@@ -94,6 +96,7 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, placemen
     checkpoint_activations(blocks, config.activation_checkpointing)
     compile_model(model, blocks, config.compile, placement.device)
     strategy = _strategy(config, placement)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     wrapped = strategy.place(model, blocks)
     optimizer = make_optimizer(
         config.optimization.optimizer, strategy.optimized(), config.optimization.global_batch_size, depths
@@ -101,7 +104,7 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, placemen
     schedule = make_schedule(config.optimization.schedule, batches.total_steps, batches.steps_per_epoch)
     optimization = Optimization(optimizer, schedule, placement.precision, placement.device)
     ema = None if config.optimization.ema is None else Ema(strategy.model, config.optimization.ema.decay)
-    return Learner(strategy.model, wrapped, strategy, optimization, ema)
+    return Learner(strategy.model, wrapped, strategy, optimization, ema, num_parameters)
 
 
 def _strategy(config: Experiment, placement: Placement) -> Strategy:

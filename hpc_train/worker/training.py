@@ -284,11 +284,10 @@ def _say_start(run: _Run, learner: Learner, position: Position, notices: list[st
     rank = run.rank
     if not rank.is_first:
         return
-    count = sum(parameter.numel() for parameter in learner.model.parameters())
     _log.info(
         "%s: %d parameters on %d × %s, %s, %s; %d micro-batches a step; from step %d to %d",
         rank.experiment.model.name,
-        count,
+        learner.num_parameters,
         rank.facts.world_size,
         rank.device,
         rank.experiment.parallel.strategy,

@@ -46,7 +46,7 @@ SLOW = {paced.TRAIN_S: "0.05"}
 NUM_SAMPLES, BATCH, MICRO_BATCH = 1437, 48, 12
 STEPS_PER_EPOCH = NUM_SAMPLES // BATCH
 #: What a run's first rank says as an attempt begins.
-SAID = re.compile(r"parameters on (?P<ranks>\d+) × \w+, (?P<strategy>\w+), .* from step (?P<first>\d+) to")
+SAID = re.compile(r"(?P<size>\d+) parameters on (?P<ranks>\d+) × \w+, (?P<strategy>\w+), .* from step (?P<first>\d+) to")
 #: How many ranks train, by what strategy and with which degrees, one attempt after the other.
 WAYS: tuple[tuple[int, str, tuple[str, ...]], ...] = (
     (4, "ddp", ()),
@@ -121,6 +121,7 @@ def spans(paths: RunPaths) -> list[Span]:
     """Return what each attempt's first rank said as it began; each ends where the next one went on."""
     logs = [attempt.log(0).read_text() for attempt in paths.attempt_folders()]
     said = [SAID.search(log) for log in logs]
+    assert len({m["size"] for m in said if m}) == 1, "the whole model's parameters, whatever a rank holds"
     found = [(int(m["ranks"]), m["strategy"], int(m["first"])) for m in said if m]
     assert len(found) == len(logs), logs
     ends = [first for _, _, first in found[1:]] + [STEPS]
