@@ -46,7 +46,9 @@ SLOW = {paced.TRAIN_S: "0.05"}
 NUM_SAMPLES, BATCH, MICRO_BATCH = 1437, 48, 12
 STEPS_PER_EPOCH = NUM_SAMPLES // BATCH
 #: What a run's first rank says as an attempt begins.
-SAID = re.compile(r"(?P<size>\d+) parameters on (?P<ranks>\d+) × \w+, (?P<strategy>\w+), .* from step (?P<first>\d+) to")
+SAID = re.compile(
+    r"(?P<size>\d+) parameters on (?P<ranks>\d+) × \w+, (?P<strategy>\w+), .* from step (?P<first>\d+) to"
+)
 #: How many ranks train, by what strategy and with which degrees, one attempt after the other.
 WAYS: tuple[tuple[int, str, tuple[str, ...]], ...] = (
     (4, "ddp", ()),
