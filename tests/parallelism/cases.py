@@ -31,7 +31,7 @@ VIT = (
 #: Not smaller in its last stages: BatchNorm of four values whose spread is near zero would amplify rounding.
 RESNET = "model={name: timm/test_resnet, args: {output_stride: 8}}"
 #: Rates and an eps at which training does not amplify rounding either.
-SGD = "optimization.optimizer={name: sgd, lr: 0.01, momentum: 0.9, weight_decay: 0.01}"
+SGD = "optimization.optimizer={name: sgd, lr: 0.002, momentum: 0.9, weight_decay: 0.01}"
 ADAMW = "optimization.optimizer={name: adamw, lr: 0.001, weight_decay: 0.01, args: {eps: 1.0e-3}}"
 
 _FILE: dict[str, Any] = {
