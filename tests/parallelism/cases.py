@@ -32,7 +32,7 @@ VIT = (
 RESNET = "model={name: timm/test_resnet, args: {output_stride: 8}}"
 #: Rates and an eps at which training does not amplify rounding either.
 SGD = "optimization.optimizer={name: sgd, lr: 0.002, momentum: 0.9, weight_decay: 0.01}"
-ADAMW = "optimization.optimizer={name: adamw, lr: 0.001, weight_decay: 0.01, args: {eps: 1.0e-3}}"
+ADAMW = "optimization.optimizer={name: adamw, lr: 0.0002, weight_decay: 0.01, args: {eps: 1.0e-3}}"
 
 _FILE: dict[str, Any] = {
     "name": "parallelism",
