@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hpc_train.config.degrees import AXES
 from hpc_train.strategies.base import Placement
-
-#: In the order of the ranks' numbers, the last varying fastest.
-AXES = ("pipeline", "replicate", "shard", "tensor")
 
 
 def device_mesh(placement: Placement) -> DeviceMesh:

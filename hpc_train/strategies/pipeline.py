@@ -35,7 +35,7 @@ from hpc_train.strategies.fully_sharded import FullySharded, refuse_unshardable,
 from hpc_train.strategies.mesh import data_mesh, device_mesh
 from hpc_train.strategies.pipeline_run import Chunks, Run
 from hpc_train.strategies.stages import Forms, HeldStages, Passage, let_go, make_contiguous
-from hpc_train.strategies.tensor_plan import TensorPlan, even_out, share_layers
+from hpc_train.strategies.tensor_plan import TensorPlan, even_out, refuse_unshared, share_layers
 
 
 class PipelineStrategy(FullySharded):
@@ -67,6 +67,7 @@ class PipelineStrategy(FullySharded):
         # On all ranks alike, whichever stage it is of.
         refuse_unshardable(model, self.placement.precision, self.name)
         self._refuse_compiled(model)
+        refuse_unshared(model, self.placement.degrees.tensor, "take it out")
         names = list(model.state_dict())
         self._mesh = device_mesh(self.placement)
         self._first_of_stage, self._same_stage = self._make_stage_groups()

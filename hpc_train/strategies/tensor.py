@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hpc_train.errors import BadFileError
 from hpc_train.runtime.data_info import Batch
 from hpc_train.strategies.base import Forward, Piece, Placement
 from hpc_train.strategies.fully_sharded import FullySharded
 from hpc_train.strategies.mesh import data_mesh, device_mesh
-from hpc_train.strategies.tensor_plan import even_out, share_layers
+from hpc_train.strategies.tensor_plan import even_out, refuse_unshared, share_layers
 
 
 class TensorStrategy(FullySharded):
@@ -33,12 +32,8 @@ class TensorStrategy(FullySharded):
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         self._mesh = device_mesh(self.placement)
+        refuse_unshared(model, self.placement.degrees.tensor, "write strategy: fsdp")
         self._plan = share_layers(model, self._mesh["tensor"])
-        if self.placement.degrees.tensor > 1 and not self._plan.shared:
-            raise BadFileError(
-                f"parallel.strategy: tensor finds no layers in {type(model).__name__} that ranks can share; "
-                "write fsdp, or give a module's class a method tensor_plan()"
-            )
         wrapped = super().wrap(model, blocks)
         self._plan.note_parameters()
         return wrapped

@@ -59,25 +59,46 @@ class TensorPlan:
         return [replace(piece, is_writer=piece.is_writer and not is_copy)]
 
 
+def refuse_unshared(model: nn.Module, ranks: int, otherwise: str) -> None:
+    """Raise BadFileError where so many ranks can share nothing of ``model``, or not what they would share.
+
+    Of the whole model, so that all ranks refuse alike, whichever stage they have. Not collective.
+    ``otherwise``: what to write then in place of ``parallel.tensor``.
+    """
+    if ranks == 1:
+        return
+    found = _found_in(model, model)
+    if not found:
+        raise BadFileError(
+            f"parallel.tensor: {type(model).__name__} has no layers that {ranks} ranks can share; "
+            f"{otherwise}, or give a module's class a method tensor_plan()"
+        )
+    _check(found, ranks)
+
+
 def share_layers(model: nn.Module, mesh: DeviceMesh, within: nn.Module | None = None) -> TensorPlan:
     """Share the linear layers of ``model``, or of a stage of one, over the 1-D ``mesh`` "tensor", in place.
 
-    Before ``fully_shard``. Not collective: every rank passes the same weights and keeps its part. Modules and
-    names stay; nothing is shared over a mesh of one rank, or where nothing can be. ``within``: the model that
-    a stage is of. Raises BadFileError where heads or widths can't be shared by so many ranks.
+    After ``refuse_unshared``, before ``fully_shard``. Not collective: every rank passes the same weights and
+    keeps its part. Modules and names stay; nothing is shared over a mesh of one rank. ``within``: the model
+    that a stage is of.
     """
     plan = TensorPlan(mesh)
     if mesh.size() == 1:
         return plan
-    found = dict(_shareable(model))
-    if any(type(module).__name__ == "RotaryEmbeddingMixed" for module in (within or model).modules()):
-        # timm's, of another angle for each head, of which attention would want its own heads'.
-        found = {name: each for name, each in found.items() if not each.heads}
-    _check(found, mesh.size())
-    for name, each in found.items():
+    for name, each in _found_in(model, within or model).items():
         plan.shared += [f"{name}.{layer}".lstrip(".") for layer in each.layers]
         plan._dealt += _share(each, mesh)
     return plan
+
+
+def _found_in(model: nn.Module, within: nn.Module) -> dict[str, Shareable]:
+    """Return what is shared by the names of modules."""
+    found = dict(_shareable(model))
+    if any(type(module).__name__ == "RotaryEmbeddingMixed" for module in within.modules()):
+        # timm's, of another angle for each head, of which attention would want its own heads'.
+        return {name: each for name, each in found.items() if not each.heads}
+    return found
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tests.parallelism import plain, training
 from tests.parallelism.cases import Case
-from tests.parallelism.groups import Groups
+from tests.parallelism.groups import LIMIT_S, Groups
 from tests.parallelism.plain import Reference
 from tests.parallelism.training import Trained
 
@@ -52,8 +52,8 @@ class Deviation:
 class Comparison:
     """Trains cases and their references; a reference that serves several cases is trained once."""
 
-    def __init__(self) -> None:
-        self.groups = Groups()
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self.groups = Groups(limit_s)
         self._references: dict[str, Trained] = {}
 
     def close(self) -> None:

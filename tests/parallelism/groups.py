@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 _IMPORTED = ["tests.parallelism.training", "tests.parallelism.plain", "timm", "torch.distributed.fsdp"]
 #: A collective whose peer is gone would be waited for this long.
-_LIMIT_S = 300.0
+LIMIT_S = 300.0
 _LIMIT_AFTER_FAILURE_S = 10.0
 
 Work = Callable[..., Any]
@@ -28,8 +28,9 @@ Work = Callable[..., Any]
 class Group:
     """So many ranks. ``run`` calls ``work(rank, world_size, *args)``, importable, on all of them."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, limit_s: float) -> None:
         self.world_size = world_size
+        self._limit_s = limit_s
         self._folder = tempfile.TemporaryDirectory(prefix="hpc-train-group-")
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_IMPORTED)
@@ -54,7 +55,7 @@ class Group:
         for rank in range(self.world_size):
             # The peers of one that failed may wait for it.
             has_failed = any(not is_done for is_done, _ in answers)
-            answers.append(self._answer(rank, _LIMIT_AFTER_FAILURE_S if has_failed else _LIMIT_S))
+            answers.append(self._answer(rank, _LIMIT_AFTER_FAILURE_S if has_failed else self._limit_s))
         failed = [f"rank {rank}: {answer}" for rank, (is_done, answer) in enumerate(answers) if not is_done]
         if failed:
             raise RankError("\n".join(failed))
@@ -88,11 +89,14 @@ class RankError(Exception):
 class Groups:
     """A group of each size that is asked for; one that failed is replaced."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self._limit_s = limit_s
         self._groups: dict[int, Group] = {}
 
     def run(self, world_size: int, work: Work, *args: Any) -> list[Any]:
-        group = self._groups.get(world_size) or self._groups.setdefault(world_size, Group(world_size))
+        group = self._groups.get(world_size) or self._groups.setdefault(
+            world_size, Group(world_size, self._limit_s)
+        )
         try:
             return group.run(work, *args)
         except RankError:

@@ -26,6 +26,9 @@ BEGIN, END = "<!-- table: written by tests/parallelism/report.py -->", "<!-- end
 #: Their cells are of losses in their own precision; those of all others of float64 alone.
 PRECISIONS = {"fp32": "fp32", "tf32": "tf32", "bf16": "bf16", "fp16 with a scaler": "fp16"}
 
+#: A compiler on a busy machine takes its time.
+_LIMIT_S = 1800.0
+
 
 @dataclass(frozen=True)
 class Result:
@@ -46,15 +49,15 @@ class Result:
 
 
 def run(strategies: Sequence[str], known: dict[str, Result]) -> dict[str, Result]:
-    """Train the cases of these strategies that are not known yet; keep each at once."""
+    """Train the cases of these strategies that are not known yet, or failed; keep each at once."""
     from tests.parallelism.comparing import Comparison
 
-    comparison = Comparison()
+    comparison = Comparison(_LIMIT_S)
     cases = [case for strategy in strategies for case in allowed_cases(strategy)]
     try:
         # The quick ones first, and those of a size together.
         for case in sorted(cases, key=lambda case: (case.is_compiled, case.shape.ranks)):
-            if str(case) not in known:
+            if str(case) not in known or known[str(case)].error:
                 known[str(case)] = _result(comparison, case)
                 _say(known[str(case)], str(case))
                 _write(known)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -420,6 +420,32 @@ def test_a_stage_without_anything_to_train_and_a_model_compiled_whole_are_refuse
         assert said.startswith("parallel.pipeline: all parameters of stage 1 of 2 are frozen; write fewer")
     for said in groups.run(2, refused, "compiled"):
         assert said.startswith("compile.scope: pipeline runs stages") and "write blocks" in said
+
+
+def gpt_of_uneven_heads() -> nn.Module:
+    model = make_model("gpt")
+    model.layers[3].attention.num_heads = 3
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            lambda: make_model("resnet"),
+            "parallel.tensor: ResNet has no layers that 2 ranks can share; take it out",
+        ),
+        # Of one stage alone: those of the other must not wait for it.
+        (gpt_of_uneven_heads, "parallel.tensor: 2 ranks can't share the 3 heads of layers.3."),
+    ],
+)
+def test_what_ranks_of_a_stage_cant_share_is_refused_by_those_of_all(
+    model: Callable[[], nn.Module], said: str
+) -> None:
+    whole = model()
+    with pytest.raises(BadFileError) as caught:
+        strategy_of(0, Case("vit", Degrees(pipeline=2, tensor=2))).place(whole, find_blocks(whole))
+    assert str(caught.value).startswith(said)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from hpc_train.runtime.precision import choose_precision
 from hpc_train.strategies.base import Placement
 from hpc_train.strategies.pieces import dealt_out
 from hpc_train.strategies.tensor_layers import find_shareable
-from hpc_train.strategies.tensor_plan import share_layers
+from hpc_train.strategies.tensor_plan import refuse_unshared
 from tests.forwards import PlainForward
 from tests.ranks import run_ranks
 
@@ -335,12 +334,6 @@ def test_an_overflow_in_one_ranks_part_is_one_on_all(on_four: Found) -> None:
     assert on_four.overflow == [(32768.0, True)] * 4
 
 
-def sharing(model: nn.Module, ranks: int) -> Any:
-    """Call ``share_layers`` as one of ``ranks`` does up to where it needs the others."""
-    mesh: Any = SimpleNamespace(size=lambda: ranks)
-    return share_layers(model, mesh)
-
-
 def dropping_weights_of_attention() -> nn.Module:
     return GPT(11, 6, GPTArgs(dropout=0.1))
 
@@ -369,7 +362,7 @@ def test_what_ranks_cant_share_is_said_with_what_they_can(
     make: Callable[[], nn.Module], ranks: int, said: str
 ) -> None:
     with pytest.raises(BadFileError, match=said):
-        sharing(make(), ranks)
+        refuse_unshared(make(), ranks, "take it out")
 
 
 class Declared(nn.Module):
@@ -399,7 +392,7 @@ class Declared(nn.Module):
 )
 def test_a_plug_ins_plan_is_followed_or_its_mistake_said(plan: dict[str, str], said: str) -> None:
     with pytest.raises(BadFileError, match=said):
-        sharing(nn.Sequential(Declared(plan)), 3)
+        refuse_unshared(nn.Sequential(Declared(plan)), 3, "take it out")
 
 
 @pytest.mark.parametrize("how", ["dropout", "whole", None])
@@ -419,7 +412,9 @@ def test_heads_of_different_angles_stay_together() -> None:
     layers = timm.layers
     rope = layers.pos_embed_sincos.RotaryEmbeddingMixed(dim=8, depth=1, num_heads=2, feat_shape=[2, 2])
     assert find_shareable(layers.AttentionRope(8, 2)) is not None
-    assert sharing(nn.ModuleDict({"rope": rope, "attn": layers.AttentionRope(8, 2)}), 2).shared == []
+    model = nn.ModuleDict({"rope": rope, "attn": layers.AttentionRope(8, 2)})
+    with pytest.raises(BadFileError, match="ModuleDict has no layers that 2 ranks can share"):
+        refuse_unshared(model, 2, "take it out")
 
 
 def tied_mlps() -> nn.Module:
@@ -440,13 +435,13 @@ def tied_mlps() -> nn.Module:
     ],
 )
 def test_layers_that_need_all_columns_or_are_tied_stay_whole(model: nn.Module) -> None:
-    assert sharing(model, 2).shared == []
+    with pytest.raises(BadFileError, match="has no layers that 2 ranks can share"):
+        refuse_unshared(model, 2, "take it out")
 
 
 def test_a_model_without_layers_to_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    mesh = {"tensor": SimpleNamespace(size=lambda: 2)}
-    monkeypatch.setattr("hpc_train.strategies.tensor.device_mesh", lambda placement: mesh)
-    with pytest.raises(BadFileError, match=r"finds no layers in Linear .*; write fsdp, or give"):
+    monkeypatch.setattr("hpc_train.strategies.tensor.device_mesh", lambda placement: None)
+    with pytest.raises(BadFileError, match=r"Linear has no layers .*; write strategy: fsdp, or give"):
         place(0, Training(lambda: nn.Linear(4, 4), SGD, TWO))
 
 
