@@ -176,7 +176,8 @@ def factors(features: Sequence[compatibility.Feature] = FEATURES) -> dict[str, l
 def allowed_cases(strategy: str) -> list[Case]:
     """Return cases that hold every allowed pair of what a CPU has under this strategy; always the same.
 
-    Greedily: from each pair that is left, completed by what covers most of the others.
+    In fp64, where weights, gradients and EMA are compared, each two features stand together once more, and
+    each on 2 and on 4 ranks.
     """
     draw = random.Random(strategy)
     choices = factors([feature for feature in FEATURES if feature.on_cpu])
@@ -186,15 +187,52 @@ def allowed_cases(strategy: str) -> list[Case]:
         for pair in product(one, other)
         if _is_allowed(strategy, pair)
     ]
-    left: set[tuple[_Value, ...]] = set(pairs)
-    draw.shuffle(pairs)
+    cases = _covering(strategy, pairs, (), choices, draw)
+    (fp64,) = [choice for choice in choices["precision"] if choice.title == "fp64"]
+    exact = [case for case in cases if fp64 in case.choices]
+    return cases + _covering(strategy, _left_in(fp64, strategy, exact, choices), (fp64,), choices, draw)
+
+
+def _covering(
+    strategy: str,
+    pairs: Sequence[tuple[_Value, ...]],
+    fixed: tuple[Choice, ...],
+    choices: Mapping[str, list[Choice]],
+    draw: random.Random,
+) -> list[Case]:
+    """Return cases that hold all ``pairs``, and ``fixed`` each.
+
+    Greedily: from each pair that is left, completed by what covers most of the others.
+    """
+    left = set(pairs)
+    starts = list(pairs)
+    draw.shuffle(starts)
     cases = []
-    for start in pairs:
+    for start in starts:
         if start in left:
-            values = _completed(strategy, start, choices, left, draw)
+            values = _completed(strategy, (*start, *fixed), choices, left, draw)
             left -= set(combinations(values, 2))
             cases.append(case_of(strategy, values))
     return cases
+
+
+def _left_in(
+    precision: Choice, strategy: str, known: Sequence[Case], choices: Mapping[str, list[Choice]]
+) -> list[tuple[_Value, ...]]:
+    """Return the allowed pairs of features, and of a number of ranks and a feature, that no case holds."""
+    others = [column for key, column in choices.items() if key != precision.factor]
+    features = [[each for each in column if each.title] for column in others]
+    held = {pair for case in known for pair in combinations((case.shape.ranks, *case.choices), 2)}
+    shapes = [[shape for shape in SHAPES if shape.ranks == ranks] for ranks in (2, 4)]
+    wanted = [pair for one, other in combinations(features, 2) for pair in product(one, other)]
+    found: list[tuple[_Value, ...]] = [
+        pair for pair in wanted if pair not in held and _is_allowed(strategy, (*pair, precision))
+    ]
+    for of_ranks, feature in product(shapes, [each for column in features for each in column]):
+        fitting = [shape for shape in of_ranks if _is_allowed(strategy, (shape, feature, precision))]
+        if fitting and (fitting[0].ranks, feature) not in held:
+            found.append((fitting[-1], feature))
+    return found
 
 
 _Value = Shape | Choice

@@ -17,6 +17,7 @@ from typing import Any
 
 from hpc_train.config.compatibility import FEATURES, STRATEGIES
 from hpc_train.config.problems import Problem
+from hpc_train.run_folder.work_tree import commit_of
 from tests.parallelism.cases import allowed_cases, refusals, refused_with_batchnorm
 
 REPOSITORY = Path(__file__).parents[2]
@@ -41,6 +42,10 @@ class Result:
     weights: float | None = None
     gradients: float | None = None
     error: str | None = None
+    #: Of what trained it.
+    date: str = ""
+    torch: str = ""
+    commit: str = ""
 
     @property
     def largest(self) -> float | None:
@@ -67,13 +72,23 @@ def run(strategies: Sequence[str], known: dict[str, Result]) -> dict[str, Result
 
 
 def _result(comparison: Any, case: Any) -> Result:
+    import torch
+
     from tests.parallelism.groups import RankError
 
+    trained_by = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "commit": _commit()}
     try:
         found = comparison.deviation(case)
     except (RankError, AssertionError) as error:
-        return Result(case.strategy, case.titles, False, error=str(error)[-2000:])
-    return Result(case.strategy, case.titles, found.is_within, found.losses, found.weights, found.gradients)
+        return Result(case.strategy, case.titles, False, error=str(error)[-2000:], **trained_by)
+    numbers = (found.losses, found.weights, found.gradients)
+    return Result(case.strategy, case.titles, found.is_within, *numbers, **trained_by)
+
+
+def _commit() -> str:
+    """Return what is checked out, so that results of several days can be told apart."""
+    found = commit_of(REPOSITORY)
+    return "" if found is None else found["commit"][:7] + ("-dirty" if found["dirty"] else "")
 
 
 def _say(result: Result, case: str) -> None:
@@ -82,27 +97,30 @@ def _say(result: Result, case: str) -> None:
 
 
 def _write(known: dict[str, Result]) -> None:
-    import torch
-
     cases = {name: vars(result) for name, result in sorted(known.items())}
-    told = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "cases": cases}
-    RESULTS.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps({"cases": cases}, indent=1) + "\n", encoding="utf-8")
 
 
-def read() -> tuple[str, dict[str, Result]]:
-    """Return when and with what it was run, and the results by case."""
+def read() -> dict[str, Result]:
+    """Return the results by case."""
     if not RESULTS.exists():
-        return "", {}
-    told = json.loads(RESULTS.read_text(encoding="utf-8"))
-    cases = {name: Result(**case | {"titles": tuple(case["titles"])}) for name, case in told["cases"].items()}
-    return f"{told['date']}, torch {told['torch']}", cases
+        return {}
+    cases = json.loads(RESULTS.read_text(encoding="utf-8"))["cases"]
+    return {name: Result(**case | {"titles": tuple(case["titles"])}) for name, case in cases.items()}
 
 
-def tables(results: Iterable[Result], when: str) -> str:
+def _made_by(results: Sequence[Result]) -> str:
+    """Return from when to when, and with which torch."""
+    dates = sorted({result.date for result in results})
+    versions = sorted({result.torch for result in results})
+    return f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}, torch {', '.join(versions)}"
+
+
+def tables(results: Iterable[Result]) -> str:
     """Return features × strategies, and the refusals' words."""
     results = list(results)
     refused = {(strategy, title): problem for strategy, title, problem in refusals()}
-    lines = [f"{len(results)} trainings; {when}.", "", f"| | {' | '.join(STRATEGIES)} |"]
+    lines = [f"{len(results)} trainings; {_made_by(results)}.", "", f"| | {' | '.join(STRATEGIES)} |"]
     lines.append("| --- |" + " --- |" * len(STRATEGIES))
     notes: dict[str, list[str]] = {}
     for feature in FEATURES:
@@ -156,7 +174,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--tables", action="store_true", help="train nothing")
     arguments = parser.parse_args(words)
     strategies = arguments.strategy or STRATEGIES
-    _, known = read()
+    known = read()
     if not (arguments.goes_on or arguments.tables):
         known = {name: result for name, result in known.items() if result.strategy not in strategies}
     if not arguments.tables:
@@ -164,8 +182,8 @@ def main(words: Sequence[str]) -> int:
         # Without those of an earlier table of what is allowed.
         now = {str(case) for each in STRATEGIES for case in allowed_cases(each)}
         _write({name: result for name, result in known.items() if name in now})
-    when, known = read()
-    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), tables(known.values(), when)), encoding="utf-8")
+    known = read()
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), tables(known.values())), encoding="utf-8")
     return 0 if all(result.is_within for result in known.values()) else 1
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hpc_train.config.compatibility import FEATURES, STRATEGIES
+from hpc_train.engine.optimization import Optimization
 from tests.parallelism import cases as cases_module
 from tests.parallelism import training
 from tests.parallelism.cases import Case, Choice, Shape, allowed_cases, factors, problems_of, sample
@@ -79,17 +80,24 @@ def lose_a_micro_batch(rank: int, ranks: int) -> None:
     vars(training)["slots"] = wrong
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
-def test_what_is_wrong_is_seen(precision: str) -> None:
-    """The limits are narrow enough to see one micro-batch of four with a wrong weight."""
+def double_gradients(rank: int, ranks: int) -> None:
+    """From now on backward begins at twice the loss."""
+    right = Optimization.scale
+    Optimization.scale = lambda self, loss: 2 * right(self, loss)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("mistake", [lose_a_micro_batch, double_gradients])
+def test_what_is_wrong_is_seen(precision: str, mistake: Callable[[int, int], None]) -> None:
+    """The limits are narrow enough to see one micro-batch of four with a wrong weight, and wrong gradients
+    even where losses alone are compared.
+    """
     comparison = Comparison()
     try:
         case = small_case("ddp", f"precision={precision}")
         assert comparison.deviation(case).is_within
-        comparison.groups.run(2, lose_a_micro_batch)
-        found = comparison.deviation(case)
-        assert not found.is_within
-        assert found.losses > 3 * found.losses_limit
+        comparison.groups.run(2, mistake)
+        assert not comparison.deviation(case).is_within
     finally:
         comparison.close()
 
@@ -108,9 +116,22 @@ def test_the_cases_hold_every_pair_that_is_allowed(strategy: str) -> None:
         assert (one, other) in held or _excluded(strategy, one, other), f"{one} with {other}"
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_in_fp64_each_feature_meets_each_other_and_two_and_four_ranks(strategy: str) -> None:
+    exact = [case for case in allowed_cases(strategy) if "fp64" in case.titles]
+    held = {pair for case in exact for pair in combinations((case.shape.ranks, *sorted(case.titles)), 2)}
+    # In any precision, by the test above.
+    titles = sorted({title for case in exact for title in case.titles} - {"fp64"})
+    for one, other in combinations(titles, 2):
+        assert (one, other) in held or _excluded(strategy, "fp64", one, other), f"{one} with {other}"
+    for title in titles:
+        ranks = {ranks for ranks, of in held if of == title}
+        assert {2, 4} <= ranks, f"{title} on {ranks}"
+
+
 def _excluded(strategy: str, *titles: str) -> bool:
     chosen = [choice for column in factors().values() for choice in column if choice.title in titles]
-    if chosen[0].factor == chosen[1].factor:
+    if len({choice.factor for choice in chosen}) < len(chosen):
         return True
     models = factors()["model"]
     return all(problems_of(cases_module.case_of(strategy, (*chosen, model))) for model in models)
