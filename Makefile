@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml
 demo: install ## train a small model on two ranks of this machine, in about a minute
 	@HPC_TRAIN_RUNS=runs $(BIN)/hpc-train submit examples/digits.yaml --local --devices 2 --new device=cpu
 
-test: install ## run all tests; installs Slurm for them by apt where it can
+test: install ## run all tests but those of hours; installs Slurm for them by apt where it can
 	@tests/slurm/install.sh
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not soak"
 

@@ -241,6 +241,9 @@ def main() -> None:
     print(text)
     if arguments.rounds >= 3:
         RESULTS.write_text(text, encoding="utf-8")
+    missed = set(TARGETS) - set(summary["targets that hold"])
+    if missed:
+        sys.exit(f"missed: {', '.join(sorted(missed))}")
 
 
 def _round(arms: Arms, number: int) -> dict[str, dict[str, float]]:

@@ -315,10 +315,13 @@ def sample(ranks: int, count: int, seed: int, compiled: int) -> list[Case]:
     turns = [[case for case in allowed_cases(each) if case.shape.ranks == ranks] for each in STRATEGIES]
     for turn in turns:
         draw.shuffle(turn)
+    turns = turns[ranks:] + turns[:ranks]  # few of each number: not always of the same strategies
     found: list[Case] = []
     while len(found) < count and any(turns):
         wants_compiler = len(found) >= count - compiled
         fitting = [case for case in turns[0] if case.is_compiled == wants_compiler]
+        # Two of three where all is compared to 1e-9.
+        fitting.sort(key=lambda case: ("fp64" in case.titles) != (len(found) % 3 < 2))
         if fitting:
             found.append(fitting[0])
             turns[0].remove(fitting[0])
