@@ -26,6 +26,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests.commits import commit
 from tests.faults.driver import survive
 from tests.faults.on_slurm import SlurmRun
 from tests.faults.quiet import QuietRuns
@@ -164,7 +165,8 @@ def write(path: Path, result: Result) -> None:
     """Add a seed's result to the file, in the place of an earlier one's; first what it was measured with."""
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     runs = {int(each["seed"]): each for each in known.get("runs", [])}
-    runs[result.seed] = asdict(result) | {"equal": not result.error, "error": result.error[:500]}
+    found = {"equal": not result.error, "error": result.error[:500], "commit": commit()}
+    runs[result.seed] = asdict(result) | found
     ordered = [runs[seed] for seed in sorted(runs)]
     counts = {"seeds": len(ordered), "equal": sum(each["equal"] for each in ordered)}
     told = {"date": datetime.now(UTC).date().isoformat()} | versions() | counts | {"runs": ordered}
@@ -177,13 +179,10 @@ def versions() -> dict[str, str]:
     """Return what the runs were made with."""
     from importlib.metadata import version
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    ).stdout.strip()
     slurm = subprocess.run(
         [program_path("slurmctld"), "-V"], capture_output=True, text=True, check=False
     ).stdout.strip()
-    return {"commit": commit, "python": platform.python_version(), "torch": version("torch"), "slurm": slurm}
+    return {"python": platform.python_version(), "torch": version("torch"), "slurm": slurm}
 
 
 def main(words: Sequence[str]) -> int:

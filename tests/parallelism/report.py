@@ -17,7 +17,7 @@ from typing import Any
 
 from hpc_train.config.compatibility import FEATURES, STRATEGIES
 from hpc_train.config.problems import Problem
-from hpc_train.run_folder.work_tree import commit_of
+from tests.commits import commit
 from tests.parallelism.cases import allowed_cases, refusals, refused_with_batchnorm
 
 REPOSITORY = Path(__file__).parents[2]
@@ -76,19 +76,13 @@ def _result(comparison: Any, case: Any) -> Result:
 
     from tests.parallelism.groups import RankError
 
-    trained_by = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "commit": _commit()}
+    trained_by = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "commit": commit()}
     try:
         found = comparison.deviation(case)
     except (RankError, AssertionError) as error:
         return Result(case.strategy, case.titles, False, error=str(error)[-2000:], **trained_by)
     numbers = (found.losses, found.weights, found.gradients)
     return Result(case.strategy, case.titles, found.is_within, *numbers, **trained_by)
-
-
-def _commit() -> str:
-    """Return what is checked out, so that results of several days can be told apart."""
-    found = commit_of(REPOSITORY)
-    return "" if found is None else found["commit"][:7] + ("-dirty" if found["dirty"] else "")
 
 
 def _say(result: Result, case: str) -> None:
