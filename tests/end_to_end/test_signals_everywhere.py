@@ -80,6 +80,22 @@ def test_before_the_first_step_a_signal_ends_the_ranks_at_once(
     assert json.loads(paths.attempt(1).events.read_text())["signal"] == number.name
 
 
+def test_a_signal_in_the_midst_of_compiling_ends_the_ranks_and_a_resume_goes_on(tmp_path: Path) -> None:
+    text = EXPERIMENT.replace(NET, 'model: {name: "tests.end_to_end.parts:layered"}\ncompile: true')
+    process, paths = begin(tmp_path, text)
+    wait_for(lambda: any((paths.cache / "inductor").rglob("*.cpp")) or process.poll() is not None, "kernels")
+    record = read_record(paths.attempt(1))
+    assert record is not None and "first_step" not in record.events
+    for rank in record.rank_processes:
+        os.kill(rank.pid, signal.SIGUSR2)
+    process.communicate(timeout=SOON_S)
+    assert process.returncode == 75
+    record = read_record(paths.attempt(1))
+    assert record is not None and record.exit_codes == [75, 75] and "first_step" not in record.events
+    assert hpc_train("resume", paths.folder).code == 0
+    assert status(paths)["state"] == "completed"
+
+
 @pytest.mark.parametrize("where", ["training", "evaluation"])
 def test_while_one_rank_waits_for_its_data_all_save_at_the_last_boundary(where: str, tmp_path: Path) -> None:
     held, in_evaluation = tmp_path / "held", where == "evaluation"
