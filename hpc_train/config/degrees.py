@@ -129,11 +129,11 @@ def _misfit(parallel: ParallelConfig, degrees: Degrees, ranks: int, ranks_per_no
     key = written[0] if written else "strategy"
     message = f"{in_words(degrees)} takes {degrees.world_size} ranks, and there are {ranks}"
     remedy = f"take it out, or start {degrees.world_size} ranks"
-    if parallel.strategy in SHARING_LAYERS:
-        key, remedy = _mended(parallel, degrees, ranks, ranks_per_node)
-    elif parallel.strategy == "hsdp":
+    if parallel.strategy == "hsdp" and not written:
         fitting = divisors(ranks)[1:2]
         remedy = f"write a shard that divides {ranks}" + (f", like {fitting[0]}" if fitting else "")
+    elif parallel.strategy in ("hsdp", *SHARING_LAYERS):
+        key, remedy = _mended(parallel, degrees, ranks, ranks_per_node)
     elif parallel.strategy == "fsdp" and ranks % degrees.shard == 0:
         remedy = "write strategy: hsdp, which replicates what it shards, or take it out"
     return Problem(("parallel", key), message, remedy)

@@ -1,26 +1,40 @@
-"""What ranks that share layers ask of the model, as far as the file says it: of ``gpt``, heads and blocks.
-
-Of other models the ranks find out when they share it out.
+"""What ranks that share layers ask of the model: of ``gpt`` its arguments say it, of timm's and torchvision's
+models a child process (``names``). Of any other the ranks find out when they share it out.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
+from hpc_train.config import names
 from hpc_train.config.degrees import SHARING_LAYERS, Degrees, divisors, find_degrees
 from hpc_train.config.pipelines import stages_per_rank
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
 from hpc_train.config.schema import Experiment
 
 #: ``model.args`` of gpt that may be absent. A test compares.
 GPT_DEFAULTS = {"num_heads": 4, "num_layers": 4}
 
 
+class LayerFacts(BaseModel):
+    """What ranks that share layers must know of a model."""
+
+    #: What tensor ranks must divide, in words → its number; empty: there is nothing that they can share.
+    shared: dict[str, int]
+    #: The key that drops weights of attention, which such ranks can't.
+    dropout_key: str | None
+    #: How many stages it can be cut into.
+    most_stages: int
+
+
 @dataclass(frozen=True)
 class _Misfit:
-    """A degree that gpt can't be shared by, and those that it can; or what of it can't be shared at all."""
+    """A degree that the model can't be shared by, and those that it can; or what of it can't be at all."""
 
     path: KeyPath
     message: str
@@ -30,12 +44,23 @@ class _Misfit:
 
 @rule("model.name", "model.args", "parallel")
 def gpt_can_be_shared_out(experiment: Experiment) -> Iterator[Problem]:
+    if experiment.model.name == "gpt":
+        yield from _problems_of_the_file(experiment)
+
+
+@rule("model.name", "model.args", "parallel")
+def other_models_can_be_shared_out(experiment: Experiment) -> Iterator[Problem]:
+    if experiment.model.name != "gpt":
+        yield from _problems_of_the_file(experiment)
+
+
+def _problems_of_the_file(experiment: Experiment) -> Iterator[Problem]:
     """Judge the degrees that the file says; the others follow from the number of ranks."""
     parallel = experiment.parallel
     if parallel.strategy not in SHARING_LAYERS:
         return
     degrees = Degrees(pipeline=parallel.pipeline or 1, tensor=parallel.tensor or 1)
-    for misfit in _misfits_of_gpt(experiment, degrees):
+    for misfit in _misfits(experiment, degrees):
         remedy = f"write {_either(misfit.possible)}" if misfit.possible else misfit.otherwise
         yield Problem(misfit.path, misfit.message, remedy)
 
@@ -46,10 +71,10 @@ def problems_of_layers(experiment: Experiment, degrees: Degrees, ranks_per_node:
     def fits(path: KeyPath, size: int) -> bool:
         changed = experiment.parallel.model_copy(update={str(path[-1]): size})
         found = find_degrees(changed, degrees.world_size, ranks_per_node)
-        return isinstance(found, Degrees) and not any(_misfits_of_gpt(experiment, found))
+        return isinstance(found, Degrees) and not any(_misfits(experiment, found))
 
     problems = []
-    for misfit in _misfits_of_gpt(experiment, degrees):
+    for misfit in _misfits(experiment, degrees):
         remedy = misfit.otherwise
         if fitting := [size for size in misfit.possible if fits(misfit.path, size)]:
             remedy = f"write {_either(fitting)}"
@@ -63,22 +88,61 @@ def _either(sizes: list[int]) -> str:
     return " or ".join(map(str, sizes[-3:]))
 
 
-def _misfits_of_gpt(experiment: Experiment, degrees: Degrees) -> Iterator[_Misfit]:
-    if experiment.model.name != "gpt":
+def _misfits(experiment: Experiment, degrees: Degrees) -> Iterator[_Misfit]:
+    if degrees.tensor == degrees.pipeline == 1:
         return
-    args = experiment.model.args
-    heads, layers = (_argument(args, name) for name in ("num_heads", "num_layers"))
-    if degrees.tensor > 1 and args.get("dropout"):
-        message = f"{degrees.tensor} ranks that share heads can't drop the weights of attention"
-        path = ("model", "args", "dropout")
-        yield _Misfit(path, message, otherwise="write 0, or parallel.strategy: fsdp")
-    if degrees.tensor > 1 and heads % degrees.tensor:
-        message = f"{degrees.tensor} ranks can't share {heads} heads of gpt evenly"
-        yield _Misfit(("parallel", "tensor"), message, divisors(heads)[1:])
+    facts = layer_facts(experiment.model.name, experiment.model.args)
+    if facts is None:
+        return
+    if degrees.tensor > 1:
+        yield from _misfits_of_tensor(experiment, facts, degrees.tensor)
     each = stages_per_rank(experiment.parallel)
-    if (stages := degrees.pipeline * each) > layers and degrees.pipeline > 1:
-        message = f"{stages} stages need a block each, and gpt has {layers}"
-        yield _Misfit(("parallel", "pipeline"), message, [*range(2, layers // each + 1)])
+    if (stages := degrees.pipeline * each) > facts.most_stages and degrees.pipeline > 1:
+        name, most = shortened(experiment.model.name), facts.most_stages
+        message = f"{stages} stages need a block each, and {name} can be cut into {most}"
+        possible = [*range(2, most // each + 1)]
+        if not possible and degrees.pipeline <= most:
+            yield _Misfit(
+                ("parallel", "schedule"), message, otherwise="write 1f1b, which has one stage a rank"
+            )
+        else:
+            yield _Misfit(("parallel", "pipeline"), message, possible)
+
+
+def _misfits_of_tensor(experiment: Experiment, facts: LayerFacts, ranks: int) -> Iterator[_Misfit]:
+    if not facts.shared:
+        message = f"{shortened(experiment.model.name)} has no layers that ranks can share"
+        if experiment.parallel.strategy == "tensor":
+            yield _Misfit(("parallel", "strategy"), message)
+        else:
+            yield _Misfit(("parallel", "tensor"), message, otherwise="take it out")
+    if facts.dropout_key is not None:
+        message = f"{ranks} ranks that share heads can't drop the weights of attention"
+        path = tuple(facts.dropout_key.split("."))
+        yield _Misfit(path, message, otherwise="write 0, or parallel.strategy: fsdp")
+    for what, number in facts.shared.items():
+        if number % ranks:
+            message = f"{ranks} ranks can't share {number} {what} evenly"
+            yield _Misfit(("parallel", "tensor"), message, divisors(math.gcd(*facts.shared.values()))[1:])
+            return
+
+
+def layer_facts(name: str, args: dict[str, Any]) -> LayerFacts | None:
+    """Return what a model lets ranks share; None where that is not known."""
+    if name == "gpt":
+        return _facts_of_gpt(args)
+    try:
+        return LayerFacts.model_validate(names.facts(name, args))
+    except ValidationError:
+        return None
+
+
+def _facts_of_gpt(args: dict[str, Any]) -> LayerFacts:
+    return LayerFacts(
+        shared={"heads of gpt": _argument(args, "num_heads")},
+        dropout_key="model.args.dropout" if args.get("dropout") else None,
+        most_stages=_argument(args, "num_layers"),
+    )
 
 
 def _argument(args: dict[str, Any], name: str) -> int:
@@ -88,3 +152,5 @@ def _argument(args: dict[str, Any], name: str) -> int:
 
 
 RULES: tuple[Rule, ...] = (gpt_can_be_shared_out,)
+#: Those that may start a child process.
+MODEL_RULES: tuple[Rule, ...] = (other_models_can_be_shared_out,)

@@ -1,4 +1,5 @@
-"""Which models and data sets timm and torchvision know, asked of a child process once and kept in a cache.
+"""Which models and data sets timm and torchvision know, and what has to be known of a model of theirs: asked
+of a child process once and kept in a cache.
 
 ``validate`` answers at once on a login node because it imports neither. Where the child fails or the cache
 can't be written, a name counts as unknown and nobody is told off: the worker finds out.
@@ -25,7 +26,8 @@ from hpc_train.errors import printable
 _log = logging.getLogger(__name__)
 
 CHILD_LIMIT_S = 60
-_MODULE = "hpc_train.models.names"
+#: What is asked for without arguments, and with a model's name.
+_NAMES, _FACTS = "hpc_train.models.names", "hpc_train.strategies.model_facts"
 _PACKAGES = ("hpc-train", "timm", "torchvision", "torch")
 
 
@@ -38,10 +40,17 @@ def known_names(kind: str) -> list[str] | None:
 
 def has_batchnorm(name: str, args: dict[str, Any]) -> bool | None:
     """Tell whether ``timm/…`` or ``torchvision/…`` has BatchNorm layers; None where that is not known."""
-    if name.partition("/")[0] not in {"timm", "torchvision"}:
-        return None
-    found = _answer(("--batchnorm", name, "--args", json.dumps(args))).get("has_batchnorm")
+    found = facts(name, args).get("has_batchnorm")
     return found if isinstance(found, bool) else None
+
+
+def facts(name: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``hpc_train.strategies.model_facts`` tells of ``timm/…`` or ``torchvision/…``; nothing
+    where that is not known.
+    """
+    if name.partition("/")[0] not in {"timm", "torchvision"}:
+        return {}
+    return _answer((name, "--args", json.dumps(args)))
 
 
 def cache_folder() -> Path:
@@ -93,7 +102,7 @@ def _ask(arguments: tuple[str, ...]) -> dict[str, Any]:
     path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
     try:
         done = subprocess.run(
-            [sys.executable, "-m", _MODULE, *arguments],
+            [sys.executable, "-m", _FACTS if arguments else _NAMES, *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=CHILD_LIMIT_S,

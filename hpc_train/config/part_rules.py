@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from hpc_train.config import names
 from hpc_train.config.degrees import DEGREES, SHARING_LAYERS
 from hpc_train.config.pipelines import BY_STAGES, problem_of_stages
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened, shown
 from hpc_train.config.schema import Experiment
 from hpc_train.registry import is_factory, nearest, parts, split_name
 
@@ -32,7 +32,7 @@ UNUSABLE_OPTIMIZERS = {
 }
 #: Those of ``engine.schedules`` that need no provider. A test compares.
 SCHEDULES = ("constant", "cosine", "exponential", "linear", "multistep", "poly", "step")
-#: What ``parallel.args`` may hold, by strategy; all of a plug-in's.
+#: What ``parallel.args`` may hold, by strategy, true or false each; a plug-in's may hold anything.
 _STRATEGY_ARGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("fsdp", "hsdp", "zero2", *SHARING_LAYERS), ()),
     **dict.fromkeys(("ddp", "zero1"), ("find_unused_parameters",)),
@@ -162,6 +162,9 @@ def strategy_takes_its_arguments(experiment: Experiment) -> Iterator[Problem]:
             remedy = f"write {' or '.join(taken)}, or take it out" if taken else "take it out"
             message = f"means nothing to strategy {parallel.strategy}"
             yield Problem(("parallel", "args", argument), message, remedy, on_key=True)
+        elif not isinstance(parallel.args[argument], bool):
+            message = f"needs true or false, got {shown(parallel.args[argument])}"
+            yield Problem(("parallel", "args", argument), message, "write one of them, without quotes")
 
 
 @rule("parallel")

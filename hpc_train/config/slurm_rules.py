@@ -77,6 +77,11 @@ def least_nodes(slurm: SlurmConfig) -> int:
     return slurm.nodes if isinstance(slurm.nodes, int) else int(slurm.nodes.partition("-")[0])
 
 
+def most_nodes(slurm: SlurmConfig) -> int:
+    """Return ``nodes``, the upper end of a range."""
+    return slurm.nodes if isinstance(slurm.nodes, int) else int(slurm.nodes.partition("-")[2])
+
+
 def ranks_a_node(slurm: SlurmConfig) -> int:
     return slurm.ranks_per_node or slurm.gpus_per_node or 1
 
@@ -104,7 +109,7 @@ def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
     if slurm is None or optimization.micro_batch_size == "auto":
         return
     micro_batches = max(1, experiment.micro_batches)
-    ranks = least_nodes(slurm) * ranks_a_node(slurm)
+    ranks = most_nodes(slurm) * ranks_a_node(slurm)
     degrees = find_degrees(parallel, ranks, ranks_a_node(slurm))
     if isinstance(degrees, Problem):
         return  # ``check_start`` says so
@@ -114,7 +119,7 @@ def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
     batch, micro = optimization.global_batch_size, optimization.micro_batch_size
     yield Problem(
         ("slurm", "nodes"),
-        f"{least_nodes(slurm)} nodes of {ranks_a_node(slurm)} ranks make {ranks} ranks, but a step has "
+        f"{most_nodes(slurm)} nodes of {ranks_a_node(slurm)} ranks make {ranks} ranks, but a step has "
         f"{micro_batches} micro-batches (global_batch_size {batch} / micro_batch_size {micro})",
         f"ask for at most {micro_batches * degree} ranks, or write a smaller micro_batch_size",
     )

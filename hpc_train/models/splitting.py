@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
+from hpc_train.errors import BadFileError
 from hpc_train.models.cuts import balanced_cuts, steps_of
 from hpc_train.models.tracing import cant_be_cut, own_steps, passing_values, traced_in_both_modes, units_of
 
@@ -61,6 +62,17 @@ def split_model(model: nn.Module, blocks: Sequence[nn.Module], num_stages: int) 
     ]
     _share_hooks(model, stages)
     return stages
+
+
+def most_stages(model: nn.Module, blocks: Sequence[nn.Module]) -> int:
+    """Return the largest ``num_stages`` that ``split_model`` takes; 1 where the model can't be cut."""
+    units = units_of(model, blocks)
+    try:
+        steps = steps_of(model, traced_in_both_modes(model, units)[True], units)
+    except BadFileError:
+        return 1
+    ends = {step.num_blocks for step in steps if step.num_passing is not None and not step.tied}
+    return len({*ends, steps[-1].num_blocks} - {0})
 
 
 def _pieces(graph: fx.Graph, cuts: Sequence[int]) -> list[fx.Graph]:

@@ -15,6 +15,7 @@ from hpc_train.config.loading import Loaded
 from hpc_train.config.pipelines import bubble, stages_per_rank
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
+from hpc_train.config.slurm_rules import least_nodes, most_nodes, ranks_a_node
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.errors import BadFileError
 from hpc_train.plan.batches import (
@@ -173,26 +174,17 @@ def _planned(variant: Variant, num_samples: int | None, devices: int | None, loc
 
 def slurm_ranks(slurm: SlurmConfig | None) -> int:
     """Return the ranks that the file asks of Slurm, the most of a range of nodes; 1 without ``slurm:``."""
-    if slurm is None:
-        return 1
-    return most_nodes(slurm) * slurm_ranks_per_node(slurm)
+    return 1 if slurm is None else most_nodes(slurm) * ranks_a_node(slurm)
 
 
 def fewest_slurm_ranks(slurm: SlurmConfig | None) -> int:
     """Return the ranks at the lower end of a range of nodes."""
-    if slurm is None or isinstance(slurm.nodes, int):
-        return slurm_ranks(slurm)
-    return int(slurm.nodes.partition("-")[0]) * slurm_ranks_per_node(slurm)
+    return 1 if slurm is None else least_nodes(slurm) * ranks_a_node(slurm)
 
 
 def slurm_ranks_per_node(slurm: SlurmConfig | None) -> int:
     """Return the ranks that the file asks for on each node; 1 without ``slurm:``."""
-    return 1 if slurm is None else slurm.ranks_per_node or slurm.gpus_per_node or 1
-
-
-def most_nodes(slurm: SlurmConfig) -> int:
-    """Return ``nodes``, the upper end of a range."""
-    return slurm.nodes if isinstance(slurm.nodes, int) else int(slurm.nodes.rpartition("-")[2])
+    return 1 if slurm is None else ranks_a_node(slurm)
 
 
 def _slurm_gpu_hours(slurm: SlurmConfig | None) -> float | None:

@@ -15,7 +15,8 @@ MLPs with a norm between their layers (it needs all columns), layers that are co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -66,6 +67,45 @@ def find_shareable(module: nn.Module) -> Shareable | None:
         type(module.get_submodule(name)) is nn.Linear for name in found.layers
     )
     return found if is_linear else None
+
+
+def shareable_in(model: nn.Module, within: nn.Module | None = None) -> dict[str, Shareable]:
+    """Return what of ``model``, or of a stage of ``within``, ranks can share, by the names of modules."""
+    found = dict(_shareable(model))
+    if any(type(module).__name__ == "RotaryEmbeddingMixed" for module in (within or model).modules()):
+        # timm's, of another angle for each head, of which attention would want its own heads'.
+        return {name: each for name, each in found.items() if not each.heads}
+    return found
+
+
+def _shareable(model: nn.Module) -> Iterator[tuple[str, Shareable]]:
+    """Yield the name of a module and what of it is shared, each layer once."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    taken: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        found = find_shareable(module)
+        if found is None:
+            continue
+        layers = {found.linear(layer) for layer in found.layers}
+        is_tied = any(uses[id(parameter)] > 1 for layer in layers for parameter in layer.parameters())
+        if not is_tied and not layers & taken:
+            taken |= layers
+            yield name, found
+
+
+def numbers_shared(found: Mapping[str, Shareable]) -> dict[str, int]:
+    """Return what tensor ranks must divide (``heads of blocks.0.attn (num_heads)``) → its number."""
+    return {what: number for name, each in found.items() for what, number in _numbers(name, each)}
+
+
+def _numbers(name: str, found: Shareable) -> Iterator[tuple[str, int]]:
+    """Yield what ranks share, heads first: those say more than the columns that are made of them."""
+    for attribute in found.heads:
+        yield f"heads of {name} ({attribute})", getattr(found.module, attribute)
+    for layer, parts in found.columns.items():
+        yield f"columns of {name}.{layer}", found.linear(layer).out_features // parts
+    for layer in found.rows:
+        yield f"rows of {name}.{layer}", found.linear(layer).in_features
 
 
 def _declared(module: nn.Module) -> Shareable:

@@ -9,8 +9,7 @@ ranks. Everything else is whole on all ranks, which compute it alike.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,7 +23,7 @@ from torch.nn import functional
 from hpc_train.errors import BadFileError
 from hpc_train.strategies.base import Piece
 from hpc_train.strategies.pieces import dealt_out, dealt_pieces, piece_of
-from hpc_train.strategies.tensor_layers import Shareable, find_shareable
+from hpc_train.strategies.tensor_layers import Shareable, numbers_shared, shareable_in
 
 _AXIS = "tensor"
 
@@ -67,7 +66,7 @@ def refuse_unshared(model: nn.Module, ranks: int, otherwise: str) -> None:
     """
     if ranks == 1:
         return
-    found = _found_in(model, model)
+    found = shareable_in(model)
     if not found:
         raise BadFileError(
             f"parallel.tensor: {type(model).__name__} has no layers that {ranks} ranks can share; "
@@ -86,19 +85,10 @@ def share_layers(model: nn.Module, mesh: DeviceMesh, within: nn.Module | None = 
     plan = TensorPlan(mesh)
     if mesh.size() == 1:
         return plan
-    for name, each in _found_in(model, within or model).items():
+    for name, each in shareable_in(model, within).items():
         plan.shared += [f"{name}.{layer}".lstrip(".") for layer in each.layers]
         plan._dealt += _share(each, mesh)
     return plan
-
-
-def _found_in(model: nn.Module, within: nn.Module) -> dict[str, Shareable]:
-    """Return what is shared by the names of modules."""
-    found = dict(_shareable(model))
-    if any(type(module).__name__ == "RotaryEmbeddingMixed" for module in within.modules()):
-        # timm's, of another angle for each head, of which attention would want its own heads'.
-        return {name: each for name, each in found.items() if not each.heads}
-    return found
 
 
 @torch.no_grad()
@@ -122,24 +112,9 @@ def _is_shared(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and _AXIS in (tensor.device_mesh.mesh_dim_names or ())
 
 
-def _shareable(model: nn.Module) -> Iterator[tuple[str, Shareable]]:
-    """Yield the name of a module and what of it is shared, each layer once."""
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    taken: set[nn.Module] = set()
-    for name, module in model.named_modules():
-        found = find_shareable(module)
-        if found is None:
-            continue
-        layers = {found.linear(layer) for layer in found.layers}
-        is_tied = any(uses[id(parameter)] > 1 for layer in layers for parameter in layer.parameters())
-        if not is_tied and not layers & taken:
-            taken |= layers
-            yield name, found
-
-
 def _check(found: Mapping[str, Shareable], ranks: int) -> None:
     """Raise BadFileError for the first number that ``ranks`` does not divide."""
-    numbers = {what: number for name, each in found.items() for what, number in _numbers(name, each)}
+    numbers = numbers_shared(found)
     for what, number in numbers.items():
         if number % ranks:
             raise BadFileError(
@@ -151,16 +126,6 @@ def _check(found: Mapping[str, Shareable], ranks: int) -> None:
                 f"{each.attention_key}: ranks that share the heads of {name or 'the model'} can't drop the "
                 "weights of attention that one device drops; write 0, or parallel.strategy: fsdp"
             )
-
-
-def _numbers(name: str, found: Shareable) -> Iterator[tuple[str, int]]:
-    """Yield what ranks share, heads first: those say more than the columns that are made of them."""
-    for attribute in found.heads:
-        yield f"heads of {name} ({attribute})", getattr(found.module, attribute)
-    for layer, parts in found.columns.items():
-        yield f"columns of {name}.{layer}", found.linear(layer).out_features // parts
-    for layer in found.rows:
-        yield f"rows of {name}.{layer}", found.linear(layer).in_features
 
 
 def _fitting(numbers: Mapping[str, int]) -> str:

@@ -42,9 +42,16 @@ def test_degrees_follow_from_strategy_ranks_and_nodes(
     [
         ({"strategy": "fsdp", "shard": 2}, 8, "parallel.shard", "write strategy: hsdp"),
         ({"strategy": "fsdp", "shard": 16}, 8, "parallel.shard", "take it out, or start 16 ranks"),
-        ({"strategy": "hsdp", "shard": 3}, 8, "parallel.shard", "write a shard that divides 8, like 2"),
-        ({"strategy": "hsdp", "replicate": 3}, 8, "parallel.replicate", "write a shard that divides 8"),
-        ({"strategy": "hsdp", "replicate": 4, "shard": 4}, 8, "parallel.shard", "write a shard that divides"),
+        ({"strategy": "hsdp", "shard": 3}, 8, "parallel.shard", "write 2, or start 6 ranks"),
+        ({"strategy": "hsdp", "replicate": 3}, 8, "parallel.replicate", "write 2, or start 6 ranks"),
+        ({"strategy": "hsdp", "replicate": 3, "shard": 2}, 4, "parallel.replicate", "write 2, or start 6"),
+        ({"strategy": "hsdp", "replicate": 2, "shard": 3}, 4, "parallel.shard", "write 2, or start 6"),
+        (
+            {"strategy": "hsdp", "replicate": 3, "shard": 3},
+            7,
+            "parallel.replicate",
+            "start 9 ranks, or write",
+        ),
         ({"strategy": "hsdp"}, 7, "parallel.strategy", "write a shard that divides 7, like 7"),
     ],
 )
@@ -94,7 +101,7 @@ _SIZE = st.none() | st.integers(1, 12)
 
 
 @given(
-    strategy=st.sampled_from(SHARING_LAYERS),
+    strategy=st.sampled_from(("hsdp", *SHARING_LAYERS)),
     sizes=st.tuples(_SIZE, _SIZE, _SIZE, _SIZE),
     nodes=st.integers(1, 6),
     per_node=st.integers(1, 12),
@@ -104,8 +111,10 @@ def test_what_is_to_be_written_instead_fits(
 ) -> None:
     """All that the remedy says, applied: another size of one key, another number of ranks on one node."""
     keys = dict(zip(("shard", "replicate", "tensor", "pipeline"), sizes, strict=True))
-    if strategy == "tensor":
+    if strategy in ("hsdp", "tensor"):
         keys["pipeline"] = None  # refused by the rules
+    if strategy == "hsdp":
+        keys["tensor"] = None
     parallel, ranks = ParallelConfig(strategy=strategy, **keys), nodes * per_node
     found = find_degrees(parallel, ranks, per_node)
     if isinstance(found, Degrees):

@@ -56,7 +56,7 @@ def test_loading_imports_nothing_heavy(good: Path) -> None:
     [
         ("optimization.optimizer.lr=1e-3", "optimization.optimizer.lr", 1e-3),
         ("optimization.optimizer={name: adamw, lr: 0.5}", "optimization.optimizer.name", "adamw"),
-        ("slurm.nodes=2-8", "slurm.nodes", "2-8"),
+        ("slurm.nodes=2-4", "slurm.nodes", "2-4"),
         ("slurm.time_limit=24:00:00", "slurm.time_limit", 1440),
         ("environment.modules=[cuda/12, gcc]", "environment.modules", ["cuda/12", "gcc"]),
         ("data.args.a.b=on", "data.args", {"a": {"b": "on"}}),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config import names
+from hpc_train.config.layer_rules import layer_facts
 from hpc_train.config.part_rules import SCHEDULES, TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from hpc_train.engine import optimization, schedules
 from tests.config.files import GOOD, problems_of
@@ -61,6 +62,7 @@ def test_a_failing_child_makes_names_unknown(
     child(tmp_path, monkeypatch, script)
     assert names.known_names("timm") is None
     assert names.has_batchnorm("timm/resnet50", {}) is None
+    assert layer_facts("timm/resnet50", {}) is None
 
 
 def test_a_child_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +94,20 @@ def test_a_plug_ins_model_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.M
     assert names.has_batchnorm("acme.models:tiny", {}) is None
     assert not calls.exists()
     assert names.has_batchnorm("timm/resnet50", {"depth": 2}) is True
-    assert calls.read_text() == '-m hpc_train.models.names --batchnorm timm/resnet50 --args {"depth": 2}\n'
+    assert layer_facts("timm/resnet50", {"depth": 2}) is None
+    asked = '-m hpc_train.strategies.model_facts timm/resnet50 --args {"depth": 2}\n'
+    assert calls.read_text() == asked
+
+
+def test_one_question_about_a_model_answers_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"shared": {"heads of attn (num_heads)": 3}, "dropout_key": None, "most_stages": 12}
+    calls = child(tmp_path, monkeypatch, f"echo '{json.dumps({'has_batchnorm': False} | facts)}'")
+    assert names.has_batchnorm("timm/vit", {}) is False
+    names.forget_answers()
+    found = layer_facts("timm/vit", {})
+    assert found is not None and found.model_dump() == facts
+    assert layer_facts("acme.models:tiny", {}) is None
+    assert len(calls.read_text().splitlines()) == 1
 
 
 @pytest.mark.slow
@@ -102,6 +117,8 @@ def test_the_real_child_knows_timm_and_torchvision() -> None:
         "resnet50" in known["timm"] and "resnet50" in known["torchvision"] and "CIFAR10" in known["datasets"]
     )
     assert names.has_batchnorm("timm/resnet18", {}) is True
+    facts = layer_facts("timm/resnet18", {})
+    assert facts is not None and not facts.shared and facts.most_stages == 8
 
 
 def test_the_lists_kept_by_hand_are_those_of_torch_and_of_the_engine() -> None:

@@ -51,6 +51,7 @@ def args(*overrides: str) -> tuple[str, ...]:
         ),
         (args("slurm={nodes: 5}"), "slurm.nodes", "4 micro-batches"),
         (args("slurm={nodes: 3-9, gpus_per_node: 2}"), "slurm.nodes", "ask for at most 4 ranks"),
+        (args("slurm={nodes: 2-5}"), "slurm.nodes", "5 nodes of 1 ranks make 5 ranks"),
         (args("slurm={nodes: 4-2}"), "slurm.nodes", "write 2-4"),
         (args("slurm.gpu_type=a100"), "slurm.gpu_type", "write slurm.gpus_per_node"),
         (args("slurm={gpus_per_node: 1, ranks_per_node: 2}"), "slurm.ranks_per_node", "write 1, or take"),
@@ -110,6 +111,11 @@ def args(*overrides: str) -> tuple[str, ...]:
         (args("parallel={strategy: fsdp, shard: 3}", "slurm.nodes=4"), "parallel.shard", "divides 4"),
         (args("parallel={strategy: tensor, pipeline: 2}"), "parallel.pipeline", "belongs to pipeline, split"),
         (args("parallel.args.unused=1"), "parallel.args.unused", "write find_unused_parameters, or take it"),
+        (
+            args("parallel.args.find_unused_parameters='no'"),
+            "parallel.args.find_unused_parameters",
+            "needs true or false, got the text 'no'; write one of them, without quotes",
+        ),
         (
             args("parallel={strategy: pipeline, args: {find_unused_parameters: true}}"),
             "parallel.args.find_unused_parameters",
@@ -193,7 +199,7 @@ def test_slurm_options_with_a_key_name_it(tmp_path: Path, option: str) -> None:
         ("data.root=../data",),
         ("slurm.extra={gres: 'lscratch:100', exclusive: true, nice: 5, licenses: 'a@b:1'}",),
         ("slurm={nodes: 4}",),
-        ("slurm={nodes: 4-99}",),
+        ("slurm={nodes: 2-4}",),
         ("slurm={gpus_per_node: 1, ranks_per_node: 2}", "device=cpu"),
         ("slurm={gpus_per_node: 4, ranks_per_node: 2, cpus_per_gpu: 3, gpu_type: a100}",),
         ("slurm={time_limit: 2min, signal_lead_s: 119}",),
@@ -308,11 +314,15 @@ GPT = ("task=causal_lm", "data={name: text, root: a.txt}", "model={name: gpt, ar
             "model.args.dropout",
             "can't drop the weights of attention; write 0",
         ),
-        (("parallel={strategy: split, pipeline: 5}",), "parallel.pipeline", "gpt has 4; write 2 or 3 or 4"),
+        (
+            ("parallel={strategy: split, pipeline: 5}",),
+            "parallel.pipeline",
+            "gpt can be cut into 4; write 2 or 3 or 4",
+        ),
         (
             ("parallel={strategy: pipeline, pipeline: 3, schedule: interleaved}",),
             "parallel.pipeline",
-            "6 stages need a block each, and gpt has 4; write 2",
+            "6 stages need a block each, and gpt can be cut into 4; write 2",
         ),
         (
             ("parallel.strategy=pipeline", "model.args.tie_embeddings=true"),
@@ -341,7 +351,7 @@ def test_what_of_gpt_ranks_can_not_share_is_named(
         (
             ("parallel.strategy=pipeline",),
             6,
-            "parallel.pipeline: 6 stages need a block each, and gpt has 4; write 2 or 3",
+            "parallel.pipeline: 6 stages need a block each, and gpt can be cut into 4; write 2 or 3",
         ),
         (("parallel.strategy=pipeline",), 5, "start a number of ranks that 2 or 3 or 4 divides"),
         (("parallel.strategy=tensor", "model.args.dropout=0.5"), 2, "model.args.dropout: 2 ranks"),
@@ -353,6 +363,137 @@ def test_what_of_gpt_so_many_ranks_can_not_share_is_named(
     (problem,) = check_start(experiment_of(tmp_path, *GPT, *overrides), ranks)
     assert said in f"{dotted(problem.path)}: {problem.message}; {problem.remedy}"
     assert check_start(experiment_of(tmp_path, *GPT, *overrides[:1]), 4) == []
+
+
+#: What the child says of two models (tests/strategies/test_model_facts.py).
+TOLD: dict[str, dict[str, Any]] = {
+    "timm/test_resnet": {"shared": {}, "dropout_key": None, "most_stages": 3},
+    "timm/vit_tiny_patch16_224": {
+        "shared": {"heads of blocks.0.attn (num_heads)": 3, "columns of blocks.0.attn.qkv": 192},
+        "dropout_key": None,
+        "most_stages": 12,
+    },
+}
+VIT = "timm/vit_tiny_patch16_224"
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A child that knows these two."""
+
+    def answer(arguments: tuple[str, ...]) -> dict[str, Any]:
+        if not arguments:
+            return {"timm": [name.removeprefix("timm/") for name in TOLD]}
+        name, _, args = arguments
+        is_dropping = "attn_drop_rate" in args
+        return TOLD[name] | ({"dropout_key": "model.args.attn_drop_rate"} if is_dropping else {})
+
+    monkeypatch.setattr(names, "_answer", answer)
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize(
+    ("model", "parallel", "wrong", "instead"),
+    [
+        (
+            "timm/test_resnet",
+            "{strategy: tensor, tensor: 2}",
+            "12:22: parallel.strategy: timm/test_resnet has no layers that ranks can share",
+            "write another parallel.strategy, like fsdp",
+        ),
+        (
+            "timm/test_resnet",
+            "{strategy: pipeline, tensor: 2}",
+            "12:40: parallel.tensor: timm/test_resnet has no layers that ranks can share",
+            "take it out",
+        ),
+        (
+            VIT,
+            "{strategy: tensor, tensor: 4}",
+            "12:38: parallel.tensor: 4 ranks can't share 3 heads of blocks.0.attn (num_heads) evenly",
+            "write 3",
+        ),
+        (
+            "timm/test_resnet",
+            "{strategy: pipeline, pipeline: 4, schedule: interleaved}",
+            "12:42: parallel.pipeline: 8 stages need a block each, and timm/test_resnet can be cut into 3",
+            "write another parallel.strategy, like fsdp",
+        ),
+        (
+            "timm/test_resnet",
+            "{strategy: pipeline, pipeline: 3, schedule: interleaved}",
+            "12:55: parallel.schedule: 6 stages need a block each, and timm/test_resnet can be cut into 3",
+            "write 1f1b, which has one stage a rank",
+        ),
+        (
+            "timm/test_resnet",
+            "{strategy: split, pipeline: 4}",
+            "12:39: parallel.pipeline: 4 stages need a block each, and timm/test_resnet can be cut into 3",
+            "write 2 or 3",
+        ),
+        (
+            f"{VIT}\n  args: {{attn_drop_rate: 0.1}}",
+            "{strategy: tensor, tensor: 3}",
+            "5:26: model.args.attn_drop_rate: 3 ranks that share heads can't drop the weights of attention",
+            "write 0, or parallel.strategy: fsdp",
+        ),
+    ],
+)
+def test_what_of_timms_models_ranks_can_not_share_is_named(
+    tmp_path: Path, model: str, parallel: str, wrong: str, instead: str
+) -> None:
+    (line,) = problems_of(tmp_path, _file(model, parallel))
+    assert line == f"exp.yaml:{wrong}; {instead}"
+
+
+def _file(model: str, parallel: str) -> str:
+    return f"{GOOD.replace('acme.models:tiny', model)}parallel: {parallel}\n"
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize(
+    ("model", "strategy", "ranks", "wrong", "instead"),
+    [
+        ("timm/test_resnet", "tensor", 2, "has no layers that ranks can share", "write another"),
+        (VIT, "tensor", 4, "3 heads of blocks.0.attn (num_heads)", "start a number of ranks that 3 divides"),
+        (VIT, "tensor", 6, "6 ranks can't share 3 heads", "write 3"),
+        ("timm/test_resnet", "pipeline", 4, "timm/test_resnet can be cut into 3", "write 2"),
+    ],
+)
+def test_what_of_timms_models_so_many_ranks_can_not_share_is_named(
+    tmp_path: Path, model: str, strategy: str, ranks: int, wrong: str, instead: str
+) -> None:
+    (problem,) = check_start(
+        experiment_of(tmp_path, f"model.name={model}", f"parallel.strategy={strategy}"), ranks
+    )
+    assert wrong in problem.message and problem.remedy.startswith(instead)
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (VIT, "{strategy: tensor, tensor: 3}"),
+        (VIT, "{strategy: pipeline, pipeline: 6, tensor: 3, schedule: interleaved}"),
+        ("timm/test_resnet", "{strategy: pipeline, pipeline: 3}"),
+        ("timm/test_resnet", "{strategy: tensor, tensor: 1}"),
+    ],
+)
+def test_degrees_that_fit_timms_models_pass(tmp_path: Path, model: str, parallel: str) -> None:
+    assert problems_of(tmp_path, GOOD, f"model.name={model}", f"parallel={parallel}") == []
+
+
+def test_a_model_is_not_asked_about_where_that_decides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(names, "facts", lambda name, args: asked.append(name))
+    path = tmp_path / "exp.yaml"
+    for parallel in ("{strategy: fsdp}", "{strategy: tensor, tensor: 1}", "{strategy: tensor, tensor: 2}"):
+        path.write_text(_file("timm/test_resnet", parallel))
+        experiment = load(path, check_names=False).experiment
+        assert check_start(experiment, 1 if "2" not in parallel else None) == []
+    assert not asked
 
 
 def test_gpts_defaults_are_those_of_the_model() -> None:
@@ -409,7 +550,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     child.write_text(
         '#!/bin/sh\ncase "$*" in\n'
         "*resnet*) echo '{\"has_batchnorm\": true}' ;;\n"
-        "*--batchnorm*) echo '{\"has_batchnorm\": false}' ;;\n"
+        "*model_facts*) echo '{\"has_batchnorm\": false}' ;;\n"
         f"*) echo '{json.dumps(answer)}' ;;\nesac\n"
     )
     child.chmod(0o755)

@@ -19,7 +19,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.models import torchvision as torchvision_plugin
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.gpt import GPT, GPTArgs
-from hpc_train.models.splitting import Stage, split_model
+from hpc_train.models.splitting import Stage, most_stages, split_model
 
 Make = Callable[[], nn.Module]
 
@@ -147,6 +147,7 @@ def _assert_is_cut(make: Make, inputs: Tensor, counts: Sequence[int]) -> None:
     torch.manual_seed(0)
     model = make()
     blocks = find_blocks(model)
+    assert most_stages(model, blocks) >= max(counts)
     for num_stages in counts:
         stages = split_model(model, blocks, num_stages)
         assert len(stages) == num_stages
@@ -349,6 +350,28 @@ class _TellsStrangers(_Outer):
         return [nn.Linear(4, 2)]
 
 
+class _TellsNames(_Outer):
+    def pipeline_parts(self) -> Any:
+        return ["layers.0", "head"]
+
+
+class _LeavesOneOut(_ByParts):
+    def pipeline_parts(self) -> list[nn.Module]:
+        return [*self.layers[1:], self.head]
+
+
+class _LeavesOutAFrozenOne(_LeavesOneOut):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+
+def test_parts_may_leave_out_what_is_not_trained() -> None:
+    first, last = _split(_LeavesOutAFrozenOne(), 2)
+    assert "layers.1.linear.weight" in first.state_dict()
+    assert "layers.0.linear.weight" in last.state_dict(), "the last has what no step uses"
+
+
 class _Branches(_Outer):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x) if x.sum() > 0 else x
@@ -396,7 +419,9 @@ class _PassesSizesOfMethods(_Outer):
         (_DrawsNoise, 2, "model.name: .*does not depend on the batch"),
         (_PassesSizes, 2, "model.name: .*no tensor"),
         (_PassesSizesOfMethods, 2, "model.name: .*no tensor"),
-        (_TellsStrangers, 2, "model.name: .*pipeline_parts"),
+        (_TellsStrangers, 2, r"model.name: pipeline_parts\(\) returned a Linear that is none of its"),
+        (_TellsNames, 2, r"model.name: pipeline_parts\(\) returned a list with a str in it; write"),
+        (_LeavesOneOut, 2, r"model.name: .*pipeline_parts\(\) returned holds layers.0\S*, which would not"),
         (_Outer, 5, "parallel.pipeline: 5 stages .* has 4; write at most 4"),
         (lambda: nn.Sequential(nn.Linear(2, 2)), 2, "parallel.pipeline: .* has 1; write another"),
         (
@@ -412,6 +437,7 @@ def test_what_can_not_be_cut_is_refused(make: Make, num_stages: int, words: str)
     with pytest.raises(BadFileError, match=words):
         _split(model, num_stages)
     assert set(vars(model)) == before
+    assert most_stages(model, find_blocks(model)) < num_stages
 
 
 def test_tied_tensors_within_one_stage_are_no_matter() -> None:

@@ -151,12 +151,6 @@ def problems_of(case: Case) -> list[Problem]:
     """Return why a file can't say this, or why so many ranks can't start it or share the model's layers."""
     experiment = case.experiment
     ranks = case.shape.ranks
-    if case.strategy == "tensor" and case.model == RESNET:
-        return [Problem(("parallel", "strategy"), "shares no layer of this model", "write pipeline")]
-    if case.strategy == "tensor" and ranks % 2:
-        return [Problem(("parallel", "tensor"), "does not divide the heads", "write 2")]
-    if case.model == RESNET and experiment.parallel.schedule == "interleaved":
-        return [Problem(("parallel", "pipeline"), "makes 4 stages of 3 blocks", "write gpipe")]
     return [*rules.check(experiment), *rules.check_start(experiment, ranks, ranks)]
 
 

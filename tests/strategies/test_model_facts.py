@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpc_train.config.training_sections import ModelConfig
+from hpc_train.errors import BadFileError
+from hpc_train.models.blocks import find_blocks
+from hpc_train.models.building import build_model
+from hpc_train.models.splitting import split_model
+from hpc_train.runtime.data_info import DataInfo
+from hpc_train.strategies.model_facts import facts, main
+from hpc_train.strategies.tensor_plan import refuse_unshared
+
+VIT = "timm/vit_tiny_patch16_224"
+
+
+def built(name: str, args: dict[str, Any]) -> nn.Module:
+    info = DataInfo(num_classes=3, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    with torch.device("meta"):
+        return build_model(ModelConfig(name=name, args=args), info)
+
+
+def is_taken(act: Callable[[], object]) -> bool:
+    try:
+        act()
+    except BadFileError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "most"),
+    [
+        ("timm/test_resnet", {}, 3),
+        ("timm/test_vit", {}, 6),
+        (VIT, {}, 12),
+        (VIT, {"attn_drop_rate": 0.1}, 12),
+        ("timm/resnet18", {}, 8),
+        ("timm/convnext_tiny", {}, 18),
+        ("torchvision/vit_b_16", {}, 12),
+        ("torchvision/resnet18", {}, 8),
+        ("torchvision/convnext_tiny", {}, 18),
+        ("torchvision/swin_t", {}, 12),
+        # Between some blocks lists pass, in others blocks share a tensor.
+        ("timm/pit_ti_224", {}, 3),
+        ("timm/coat_tiny", {}, 1),
+    ],
+)
+def test_facts_are_what_sharing_and_splitting_do(name: str, args: dict[str, Any], most: int) -> None:
+    told, model = facts(name, args), built(name, args)
+    assert told["most_stages"] == most
+    for stages in (most, most + 1):
+        is_cut = is_taken(lambda: split_model(model, find_blocks(model), stages))
+        assert is_cut == (stages == most)
+    numbers = told["shared"].values()
+    for ranks in (2, 3, 4, 5, 8):
+        fits = told["dropout_key"] is None and any(numbers) and not any(each % ranks for each in numbers)
+        assert is_taken(lambda: refuse_unshared(model, ranks, "write 1")) == fits
+
+
+def test_numbers_are_said_once_and_what_drops_weights_of_attention_by_its_key() -> None:
+    assert facts(VIT, {}) == {
+        "has_batchnorm": False,
+        "shared": {
+            "heads of blocks.0.attn (num_heads)": 3,
+            "columns of blocks.0.attn.qkv": 192,
+            "columns of blocks.0.mlp.fc1": 768,
+        },
+        "dropout_key": None,
+        "most_stages": 12,
+    }
+    assert facts(VIT, {"attn_drop_rate": 0.1})["dropout_key"] == "model.args.attn_drop_rate"
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "answer"),
+    [
+        ("timm/resnet18", {}, True),
+        ("timm/resnet18", {"norm_layer": "groupnorm"}, False),
+        ("torchvision/vgg11", {}, False),
+    ],
+)
+def test_batchnorm_is_told_of_a_named_model_and_its_arguments(
+    name: str, args: dict[str, Any], answer: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--args", json.dumps(args)]) == 0
+    assert json.loads(capsys.readouterr().out)["has_batchnorm"] is answer
+
+
+def test_an_unknown_model_ends_with_65(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["timm/resnet19"]) == 65
+    assert "did you mean" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_module_prints_one_json_object() -> None:
+    command = [sys.executable, "-m", "hpc_train.strategies.model_facts", "timm/test_resnet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == facts("timm/test_resnet", {})
