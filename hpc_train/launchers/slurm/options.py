@@ -62,7 +62,7 @@ def sbatch_parameters(
             "partition": slurm.partition,
             # Of a range submitit gets the lower end, since it multiplies; sbatch gets the range below.
             "nodes": least_nodes(slurm),
-            "ntasks_per_node": ranks_a_node(slurm),
+            "ntasks_per_node": None if isinstance(slurm.nodes, str) else ranks_a_node(slurm),
             "cpus_per_task": cpus,
             "mem": None if slurm.mem_gb is None else f"{slurm.mem_gb}G",
             "account": slurm.account,
@@ -158,9 +158,12 @@ def _gpus(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:
 def _additional(slurm: SlurmConfig, profile: Profile, lead_s: int, held: bool) -> dict[str, Any]:
     """Return the options that submitit has no name for, or none that serves."""
     own = _without_none({"reservation": slurm.reservation})
+    cores = {}
     if isinstance(slurm.nodes, str):
         own["nodes"] = slurm.nodes
-    more = {
+        # With tasks per node a job has the least nodes' tasks, and gets no more nodes than tasks (22.05).
+        cores["mincpus"] = ranks_a_node(slurm) * (cpus_per_rank(slurm) or 1)
+    more = cores | {
         key.replace("_", "-"): value
         for options in (profile.sbatch, slurm.extra)
         for key, value in options.items()

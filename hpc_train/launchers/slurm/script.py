@@ -16,6 +16,7 @@ from typing import Any
 
 from hpc_train.config.problems import is_clean, shown
 from hpc_train.config.schema import Experiment
+from hpc_train.config.slurm_rules import ranks_a_node
 from hpc_train.errors import UsageError
 from hpc_train.launchers.slurm import options, profiles
 from hpc_train.launchers.slurm.profiles import Profile, templates_folder
@@ -149,17 +150,19 @@ def python_command(experiment: Experiment, profile: Profile, folders: Sequence[P
 def _setup(
     submission: Path, experiment: Experiment, profile: Profile, python: list[str], search_path: Sequence[str]
 ) -> dict[str, Any]:
-    assert experiment.slurm is not None
+    slurm = experiment.slurm
+    assert slurm is not None
     return {
         "submission": submission,
         "python": python,
         "exclude": _excluded(experiment),
+        "ranks_per_node": ranks_a_node(slurm) if isinstance(slurm.nodes, str) else None,
         "search_path": os.pathsep.join(search_path),
         "modules": experiment.environment.modules,
         "container": experiment.environment.container,
         "variables": profile.variables(),
         "site": {
-            "name": experiment.slurm.profile,
+            "name": slurm.profile,
             "lines": profile.setup,
             "module_init": _expanded(profile.module_init or ""),
         },

@@ -49,7 +49,6 @@ def test_a_plain_file_asks_for_nothing_but_a_job_that_comes_back() -> None:
     ("slurm", "lines"),
     [
         ({"nodes": 3}, {"nodes=3"}),
-        ({"nodes": "2-4"}, {"nodes=2-4"}),
         ({"time_limit": "90min"}, {"time=90"}),
         ({"gpus_per_node": 4}, {"gpus-per-node=4", "ntasks-per-node=4"}),
         ({"gpus_per_node": 4, "gpu_type": "a100"}, {"gpus-per-node=a100:4", "ntasks-per-node=4"}),
@@ -79,6 +78,22 @@ def test_each_key_reaches_sbatch(slurm: dict[str, Any], lines: set[str]) -> None
     replaced = {line.partition("=")[0] for line in lines}
     kept = {line for line in ALWAYS if line.partition("=")[0] not in replaced}
     assert options_of(experiment(slurm=slurm)) == kept | lines
+
+
+@pytest.mark.parametrize(
+    ("slurm", "cores"),
+    [
+        ({}, {"mincpus=1"}),
+        ({"gpus_per_node": 4, "ranks_per_node": 2}, {"mincpus=2", "gpus-per-node=4"}),
+        ({"ranks_per_node": 2, "cpus_per_gpu": 3}, {"mincpus=6", "cpus-per-task=3"}),
+        ({"extra": {"mincpus": 8}}, {"mincpus=8"}),
+    ],
+)
+def test_of_a_range_of_nodes_cores_are_asked_for_since_tasks_would_bound_it(
+    slurm: dict[str, Any], cores: set[str]
+) -> None:
+    kept = ALWAYS - {"nodes=1", "ntasks-per-node=1"}
+    assert options_of(experiment(slurm={"nodes": "2-4"} | slurm)) == kept | {"nodes=2-4"} | cores
 
 
 def test_an_array_is_throttled_only_where_the_file_says_so() -> None:
