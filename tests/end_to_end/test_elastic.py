@@ -94,6 +94,7 @@ def started(
     return start(*what, *wanted, **runs)
 
 
+@pytest.mark.fault(40)
 def test_a_run_goes_on_at_another_size_and_under_another_strategy(tmp_path: Path) -> None:
     quiet = submit(tmp_path / "quiet", devices=1, text=ELASTIC)
     paths = elastic_run(tmp_path / "elastic")
@@ -126,6 +127,7 @@ def spans(paths: RunPaths) -> list[Span]:
     assert len({m["size"] for m in said if m}) == 1, "the whole model's parameters, whatever a rank holds"
     found = [(int(m["ranks"]), m["strategy"], int(m["first"])) for m in said if m]
     assert len(found) == len(logs), logs
+    assert ["not to the bit" in log for log in logs] == [False] + [True] * (len(logs) - 1)
     ends = [first for _, _, first in found[1:]] + [STEPS]
     return [Span(*each, end) for each, end in zip(found, ends, strict=True)]
 

@@ -25,6 +25,8 @@ class Row:
     waits_for: str = ""
     #: What can't be caused on the machines that tests run on.
     not_here: str = ""
+    #: What happens in place of the promise, or of a part of it, on purpose.
+    departs: str = ""
 
 
 @cache

@@ -21,6 +21,8 @@ from tests.faults.runs import LocalRun
 from tests.faults.schedule import Frame, Schedule, chosen_seeds
 from tests.faults.soak import soak
 from tests.slurm.cluster import Cluster
+from tests.slurm.fixtures import leave_out
+from tests.slurm.host import why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -191,4 +193,6 @@ def test_a_node_that_dies(
 @pytest.mark.fault(1, 4, 5, 6, 14, 16, 36)
 def test_soak() -> None:
     """As `make soak` does, with a few seeds more than nothing."""
+    if why := why_not(accounting=False):
+        leave_out(f"no Slurm to test with: {why}")
     assert soak(chosen_seeds("1-3"), parallel=3) == []
