@@ -79,11 +79,17 @@ def _surplus(paths: RunPaths) -> list[_Surplus]:
     newest = next((each for each in checkpoints.committed(paths) if not checkpoints.verify(each)), None)
     folders = {checkpoint.folder for checkpoint in paths.checkpoint_folders()}
     for path in sorted(paths.checkpoints.glob("step-*")):  # what a person put there stays
-        if path not in folders:
-            found.append(_Surplus(path, "damaged, set aside" if ".bad" in path.name else "not finished"))
+        is_set_aside = ".bad" in path.name
+        if path not in folders and not is_set_aside:
+            found.append(_Surplus(path, "not finished"))
         # Without a whole one nothing says which of them somebody may want to mend.
         elif newest is not None and path != newest.folder:
-            found.append(_Surplus(path, f"older than {newest.folder.name}, or does not count"))
+            why = (
+                "damaged, set aside"
+                if is_set_aside
+                else f"older than {newest.folder.name}, or does not count"
+            )
+            found.append(_Surplus(path, why))
     return found
 
 

@@ -8,6 +8,7 @@ ones are untouched. The worker makes one ``Checkpointer`` on every rank.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,10 +30,12 @@ from hpc_train.engine.training_state import (
 )
 from hpc_train.engine.writing import CheckpointWriter, Staged, UnderWay
 from hpc_train.engine.writing import Save as Save
-from hpc_train.errors import HpcTrainError
+from hpc_train.errors import HpcTrainError, StorageError
 from hpc_train.paths import CheckpointPaths, RunPaths
-from hpc_train.run_folder.checkpoints import committed, damaged, set_aside, verify
+from hpc_train.run_folder.checkpoints import all_set_aside, committed, damaged, set_aside, verify
 from hpc_train.strategies.base import Piece, Strategy
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,7 @@ class Checkpointer:
     For the thread that trains. All ranks call the same methods in the same order, but for the properties,
     ``wait_staged`` and ``collect``, which are a rank's own.
 
-    ``saving`` is a group of a CPU backend that nobody else uses; None for one rank. ``notices`` says what
-    was found wrong on the disk, for the trainer to show.
+    ``saving`` is a group of a CPU backend that nobody else uses; None for one rank.
     """
 
     def __init__(
@@ -68,8 +70,7 @@ class Checkpointer:
         self.attempt = attempt
         self.strategy = strategy
         self.ranks = ControlGroup(rank, world_size, saving)
-        self.notices: list[str] = []
-        self._writer = CheckpointWriter(paths, attempt, self.ranks, keep, self.notices)
+        self._writer = CheckpointWriter(paths, attempt, self.ranks, keep)
         self._layout: Layout | None = None
         self._staging: Staging | None = None
         self._under_way: UnderWay | None = None
@@ -244,16 +245,27 @@ class Checkpointer:
         return Staging(self._layout.sources(contents))
 
     def load_newest(self, state: TrainingState) -> Loaded | None:
-        """Bring back the newest checkpoint that counts and is whole; None where there is none.
+        """Bring back the newest checkpoint that counts and is whole; None where none was saved.
 
-        Damaged ones are set aside, with a notice each. Raises BadFileError, on every rank, where the
-        checkpoint is of another model or optimizer.
+        Damaged ones are set aside, with a warning each. Raises, on every rank, StorageError where all are, be
+        it by an earlier attempt, and BadFileError where the checkpoint is of another model or optimizer.
         """
         for step in self._candidates():
             checkpoint = self.paths.checkpoint(step)
             if self._is_whole(checkpoint):
                 return self._load(checkpoint, state)
+        self._writer.together(self.paths.checkpoints, self._refuse_to_begin_anew)
         return None
+
+    def _refuse_to_begin_anew(self) -> None:
+        """Raise StorageError on rank 0 where nothing is left but what was set aside."""
+        bad = all_set_aside(self.paths) if self.ranks.rank == 0 else {}
+        if bad:
+            raise StorageError(
+                "no checkpoint is whole any more, and training is not begun anew in silence; begin anew with "
+                "hpc-train submit --new, or mend one, take .bad off its name and resume. In "
+                f"{self.paths.checkpoints}: " + "; ".join(f"{name} ({why})" for name, why in bad.items())
+            )
 
     def _candidates(self) -> list[int]:
         """Return the steps to try, as rank 0 sees the folder: others may see it later or earlier."""
@@ -283,9 +295,9 @@ class Checkpointer:
 
     def _set_aside(self, checkpoint: CheckpointPaths, why: str) -> None:
         target = set_aside(checkpoint, why)
-        self.notices.append(
-            f"checkpoint {checkpoint.folder.name} is damaged, now {target.name}: {why}".replace("\n", " ")
-        )
+        if target is not None:
+            why = why.replace("\n", " ")
+            _log.warning("checkpoint %s is damaged, now %s: %s", checkpoint.folder.name, target.name, why)
 
     def _load(self, checkpoint: CheckpointPaths, state: TrainingState) -> Loaded:
         together = partial(self._writer.together, checkpoint.folder)

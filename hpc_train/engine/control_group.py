@@ -23,13 +23,22 @@ from hpc_train.errors import (
     TransientStorageError,
     UserError,
 )
+from hpc_train.run_folder.checkpoints import NewerVersionError
 
 Result = TypeVar("Result")
 
 #: Errors that all ranks raise alike where one met them; any other means to the rest that a peer is lost.
 _SHARED: dict[str, type[HpcTrainError]] = {
     kind.__name__: kind
-    for kind in (BadFileError, HpcTrainError, NonFiniteError, StorageError, TransientStorageError, UserError)
+    for kind in (
+        BadFileError,
+        HpcTrainError,
+        NewerVersionError,
+        NonFiniteError,
+        StorageError,
+        TransientStorageError,
+        UserError,
+    )
 }
 
 

@@ -69,7 +69,7 @@ class Saves:
         self._told(self._checkpointer.finish())
 
     def close(self) -> None:
-        """Finish, and see old checkpoints removed. At the end of the run."""
+        """Finish, and see old checkpoints removed. At the end of the run, or before it goes back to one."""
         self.finish()
         self._checkpointer.close()
         self._checkpointer.clear_up()

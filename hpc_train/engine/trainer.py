@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -141,12 +141,21 @@ class Trainer:
         self.agreement.begin(self._wish())
         is_allowed = self._train_step(step, batches)
         agreed = self.agreement.wait()
-        try:
+        with self._saves_finished():
             self._heed_trouble(step, is_allowed, agreed)
-        except (HpcTrainError, RollbackError):
-            self.saves.finish()  # what was begun before it is good
-            raise
         return agreed
+
+    @contextmanager
+    def _saves_finished(self) -> Iterator[None]:
+        """See the save under way committed before an error that all ranks raise, or none, goes on."""
+        try:
+            yield
+        except RollbackError:
+            self.saves.close()  # what is looked at next is not to be removed meanwhile
+            raise
+        except HpcTrainError:
+            self.saves.finish()
+            raise
 
     def _heed_trouble(self, step: int, is_allowed: bool, agreed: Agreed) -> None:
         """Raise, on every rank alike, where training can't simply go on."""
@@ -187,7 +196,8 @@ class Trainer:
             if self.ema is not None:
                 self.ema.update()
         if not is_allowed and self.guard.policy == "skip":
-            self.guard.after_skip(step + 1)
+            with self._saves_finished():
+                self.guard.after_skip(step + 1)
         self.step = step + 1
         if self.meters.train_row_is_due(self.step):
             self.meters.train_row(self.step, rate, loss, grad_norm)
@@ -229,7 +239,8 @@ class Trainer:
         if metrics is not None:
             self.meters.val_row(self.step, metrics)
             if self.guard.policy == "stop":
-                check_evaluation(self.step, metrics)
+                with self._saves_finished():
+                    check_evaluation(self.step, metrics)
         return metrics is not None
 
     def _metrics(self, validation: Validation) -> dict[str, float] | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import threading
 import time
@@ -40,6 +41,7 @@ _SPARE_BYTES = 1 << 20
 #: Before each further try of a shard that a file server did not take (assumed).
 RETRY_AFTER_S = (0.5, 2.0)
 
+_log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
@@ -78,8 +80,8 @@ class CheckpointWriter:
     attempt: int
     ranks: ControlGroup
     keep: int
-    #: What is to be said of the disk; on rank 0.
-    notices: list[str]
+    #: Refusals to remove old checkpoints that the log has: each save meets them anew.
+    _told: set[int | None] = field(default_factory=set)
 
     def write(self, staged: Staged, before_commit: Callable[[], None] | None = None) -> None:
         """Write and commit. Raises an error of the same kind on all ranks; then nothing is left."""
@@ -142,7 +144,7 @@ class CheckpointWriter:
             except OSError as error:
                 if error.errno not in TRANSIENT or pause_s is None:
                     raise
-                self.notices.append(f"{temporary.shard(self.ranks.rank)}: {error.strerror}; tried again")
+                _log.warning("%s: %s; tried again", temporary.shard(self.ranks.rank), error.strerror)
                 time.sleep(pause_s)
         raise AssertionError
 
@@ -201,7 +203,9 @@ class CheckpointWriter:
         try:
             prune(self.paths, self.keep, self.attempt)
         except OSError as error:  # the next save tries again
-            self.notices.append(f"old checkpoints could not be removed: {error}")
+            if error.errno not in self._told:
+                self._told.add(error.errno)
+                _log.warning("old checkpoints could not be removed (%s); each save tries again", error)
 
 
 def _refuse_non_finite(staged: Staged) -> None:

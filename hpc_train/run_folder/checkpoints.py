@@ -20,6 +20,7 @@ from typing import Any
 
 import xxhash
 
+from hpc_train import __version__
 from hpc_train.errors import BadFileError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run_folder.files import read_json, write_json
@@ -42,7 +43,13 @@ _ALGORITHMS: dict[str, tuple[Callable[[], Any], int]] = {
 }
 ALGORITHM = "xxh3_128"
 _HEXADECIMAL = frozenset("0123456789abcdef")
+#: In a folder that was set aside.
+_WHY = "why.txt"
 _LEFT_OVER = re.compile(r"step-\d{8,}\.(?:tmp-(?P<attempt>\d+)|removed-[0-9a-f]+)")
+
+
+class NewerVersionError(BadFileError):
+    """A later hpc-train wrote the checkpoint: it is not damaged, and this one can't tell what it holds."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ class Manifest:
     def write(self, checkpoint: CheckpointPaths) -> None:
         data = {
             "version": FORMAT_VERSION,
+            "hpc_train": __version__,
             "step": self.step,
             "attempt": self.attempt,
             "world_size": self.world_size,
@@ -89,17 +97,25 @@ class Manifest:
 
     @classmethod
     def read(cls, checkpoint: CheckpointPaths) -> Manifest:
-        """Raise BadFileError where the manifest is missing or is none."""
+        """Raise BadFileError where it is missing or is none, NewerVersionError where it is too new."""
         data = read_object(checkpoint.manifest)
-        if data.get("version") not in _READABLE_VERSIONS:
-            raise BadFileError(
-                f"{checkpoint.manifest}: version is {data.get('version')!r}, this hpc-train reads up to "
-                f"{FORMAT_VERSION}; use the hpc-train that wrote it"
-            )
+        version = data.get("version")
+        if type(version) is int and version > FORMAT_VERSION:
+            raise NewerVersionError(_newer(checkpoint.manifest, version, data.get("hpc_train")))
+        if version not in _READABLE_VERSIONS:
+            raise BadFileError(f"{checkpoint.manifest}: version is {version!r}; no hpc-train writes that")
         step, attempt, world_size = (
             _number(checkpoint.manifest, key, data.get(key)) for key in ("step", "attempt", "world_size")
         )
         return cls(step, attempt, world_size, _file_entries(checkpoint.manifest, data.get("files")))
+
+
+def _newer(manifest: Path, version: int, written_by: object) -> str:
+    use = f"hpc-train {written_by}" if isinstance(written_by, str) else "the hpc-train that wrote it"
+    return (
+        f"{manifest}: version is {version}, and this hpc-train ({__version__}) reads up to {FORMAT_VERSION}; "
+        f"use {use}, or a newer one"
+    )
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -163,9 +179,12 @@ def counts(paths: RunPaths, checkpoint: CheckpointPaths, attempt: int) -> bool:
     """Tell whether ``attempt`` may read the checkpoint (DESIGN §6: who owns the run).
 
     Its own do; one of an earlier attempt only if a later one than that listed it at its start.
+    Raises NewerVersionError: an attempt that listed it not would have it uncounted for ever.
     """
     try:
         written_by = Manifest.read(checkpoint).attempt
+    except NewerVersionError:
+        raise
     except BadFileError:
         return False
     return written_by == attempt or any(
@@ -189,13 +208,17 @@ def damaged(paths: RunPaths) -> dict[CheckpointPaths, str]:
     """Return the folders whose manifest can't be read, newest first, and why.
 
     A folder gets its final name only after its manifest was written, so these are not half-written.
+    Raises NewerVersionError.
     """
     found = {}
     for checkpoint in _folders(paths):
         try:
             Manifest.read(checkpoint)
+        except NewerVersionError:
+            raise
         except BadFileError as error:
-            found[checkpoint] = str(error)
+            if checkpoint.folder.exists():  # else another attempt has removed it since
+                found[checkpoint] = str(error)
     return found
 
 
@@ -272,17 +295,32 @@ def _try_file(path: Path, entry: FileEntry) -> str | None:
     return None
 
 
-def set_aside(checkpoint: CheckpointPaths, why: str) -> Path:
-    """Rename the folder to ``….bad`` (numbered if taken), so that nobody loads it and it can be looked at."""
+def set_aside(checkpoint: CheckpointPaths, why: str) -> Path | None:
+    """Rename the folder to ``….bad`` (numbered if taken), so that nobody loads it and it can be looked at.
+
+    Returns None where there is none any more: another attempt has removed it.
+    """
     folder = checkpoint.folder
     target, number = folder.with_name(f"{folder.name}.bad"), 1
     while target.exists():
         number += 1
         target = folder.with_name(f"{folder.name}.bad-{number}")
-    folder.rename(target)
+    try:
+        folder.rename(target)
+    except FileNotFoundError:
+        return None
     with suppress(OSError):  # the name says enough, and a full disk may be why it is bad
-        (target / "why.txt").write_text(why + "\n", encoding="utf-8")
+        (target / _WHY).write_text(why + "\n", encoding="utf-8")
     return target
+
+
+def all_set_aside(paths: RunPaths) -> dict[str, str]:
+    """Return the names of the folders that ``set_aside`` made in this attempt and before, and why."""
+    found = {}
+    for folder in sorted(paths.checkpoints.glob("step-*.bad*")):
+        why = folder / _WHY
+        found[folder.name] = why.read_text("utf-8", "replace").strip() if why.is_file() else "damaged"
+    return found
 
 
 def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:

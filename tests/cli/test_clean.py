@@ -64,7 +64,8 @@ def test_where_none_is_whole_all_are_kept(run: RunPaths) -> None:
     for step in (5, 10, 15):
         run.checkpoint(step).shard(0).write_bytes(b"")
     hpc_train("clean", "abc", "--yes")
-    assert _names(run) == {"step-00000005", "step-00000010", "step-00000015", "mine"}
+    # What was set aside, too: a resume would begin anew if none of them were there.
+    assert _names(run) == {"step-00000005", "step-00000010", "step-00000015", "step-00000003.bad", "mine"}
 
 
 def test_nothing_goes_without_an_answer(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,15 @@ from torch import Tensor, nn
 from hpc_train.config.degrees import Degrees
 from hpc_train.config.part_rules import TORCH_OPTIMIZERS
 from hpc_train.config.training_sections import OptimizerConfig
+from hpc_train.engine import checkpoint as module
 from hpc_train.engine.checkpoint import Checkpointer
 from hpc_train.engine.layouts import deal
 from hpc_train.engine.optimization import make_optimizer
 from hpc_train.engine.saved_tensors import SavedState, SavedTensor
 from hpc_train.engine.training_state import NamedTensors, TrainingState, make_optimizer_state
-from hpc_train.errors import BadFileError, UserError
+from hpc_train.errors import BadFileError, StorageError, UserError
 from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run_folder.checkpoints import remove, verify
 from hpc_train.runtime.precision import Precision
 from hpc_train.strategies.base import Placement
 from hpc_train.strategies.ddp import DDPStrategy
@@ -386,15 +388,14 @@ def point_outside(checkpoint: CheckpointPaths) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(  # type: ignore[no-untyped-def]
-    run: RunPaths, saved: Trainee, damage, said: str
+    run: RunPaths, saved: Trainee, damage, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     damage(run.checkpoint(2))
     other = Trainee(seed=2)
-    checkpointer = other.checkpointer(run)
-    loaded = checkpointer.load_newest(other.state)
+    loaded = other.checkpointer(run).load_newest(other.state)
     assert loaded is not None and loaded.step == 1
-    [notice] = checkpointer.notices
-    assert "step-00000002" in notice and said in notice
+    [warning] = caplog.messages
+    assert "step-00000002" in warning and said in warning
     assert folder_names(run) == ["step-00000001", "step-00000002.bad"]
 
 
@@ -403,11 +404,52 @@ def test_if_all_are_damaged_nothing_is_loaded_and_all_is_kept(run: RunPaths, sav
     for step in (1, 2):
         flip_a_bit(run.checkpoint(step))
     before = saved.everything()
-    checkpointer = saved.checkpointer(run)
-    assert checkpointer.load_newest(saved.state) is None
-    assert len(checkpointer.notices) == 2
+    for attempt in (2, 3):  # the second finds them set aside
+        begin_attempt(run, attempt)
+        with pytest.raises(
+            StorageError, match=r"--new.* step-00000001\.bad \(.*its hash .*step-00000002\.bad"
+        ):
+            saved.checkpointer(run, attempt).load_newest(saved.state)
     assert differences(before, saved.everything()) == []
     assert folder_names(run) == ["step-00000001.bad", "step-00000002.bad"]
+
+
+@pytest.mark.fault(11)
+def test_one_that_was_set_aside_and_is_put_back_is_loaded(run: RunPaths, saved: Trainee) -> None:
+    whole = run.checkpoint(2).shard(0).read_bytes()
+    for step in (1, 2):
+        flip_a_bit(run.checkpoint(step))
+    begin_attempt(run, 2)
+    with pytest.raises(StorageError):
+        saved.checkpointer(run, 2).load_newest(saved.state)
+    (run.checkpoints / "step-00000002.bad").rename(run.checkpoint(2).folder)
+    run.checkpoint(2).shard(0).write_bytes(whole)
+    begin_attempt(run, 3)
+    loaded = saved.checkpointer(run, 3).load_newest(saved.state)
+    assert loaded is not None and loaded.step == 2
+
+
+def test_one_that_is_removed_while_ranks_look_at_it_is_not_damaged(
+    run: RunPaths, saved: Trainee, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(checkpoint: CheckpointPaths, part: int, parts: int) -> list[str]:
+        if checkpoint.step == 2:
+            remove(checkpoint.folder)
+        return verify(checkpoint, part, parts)
+
+    monkeypatch.setattr(module, "verify", gone)
+    loaded = saved.checkpointer(run).load_newest(saved.state)
+    assert loaded is not None and loaded.step == 1
+    assert not caplog.messages and folder_names(run) == ["step-00000001"]
+
+
+def test_one_of_a_newer_version_is_refused_and_left_alone(run: RunPaths, saved: Trainee) -> None:
+    manifest = run.checkpoint(2).manifest
+    newer = json.loads(manifest.read_text()) | {"version": 99, "hpc_train": "9.1.0"}
+    manifest.write_text(json.dumps(newer))
+    with pytest.raises(BadFileError, match=r"version is 99, .*use hpc-train 9\.1\.0, or a newer one"):
+        saved.checkpointer(run).load_newest(saved.state)
+    assert folder_names(run) == ["step-00000001", "step-00000002"]
 
 
 # Forged folders: the hashes are right ------------------------------------------------------------------

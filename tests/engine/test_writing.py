@@ -119,13 +119,12 @@ def test_a_quota_is_named_and_not_tried_again(run: RunPaths, monkeypatch: pytest
 @pytest.mark.fault(9)
 @pytest.mark.parametrize("number", sorted(shards.TRANSIENT))
 def test_an_error_that_passes_is_tried_again(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch, number: int
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     trainee, other = Trainee(), Trainee(seed=2)
     refuse_fsync(monkeypatch, number, 2)
-    checkpointer = trainee.checkpointer(run)
-    checkpointer.save(trainee.state, 1, {})
-    assert len(checkpointer.notices) == 2 and "tried again" in checkpointer.notices[0]
+    save(trainee, run, 1)
+    assert len(caplog.messages) == 2 and "tried again" in caplog.messages[0]
     assert verify(run.checkpoint(1)) == []
     other.checkpointer(run).load_newest(other.state)
     assert differences(trainee.everything(), other.everything()) == []
@@ -162,8 +161,8 @@ def test_the_disks_refusal_is_named(number: int, said: str, kind: type[HpcTrainE
     assert type(error) is kind
 
 
-def test_an_old_checkpoint_that_can_not_be_removed_does_not_fail_the_save(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+def test_an_old_checkpoint_that_can_not_be_removed_does_not_fail_the_save_and_is_told_once(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -171,9 +170,11 @@ def test_an_old_checkpoint_that_can_not_be_removed_does_not_fail_the_save(
     trainee = Trainee()
     checkpointer = trainee.checkpointer(run)
     monkeypatch.setattr(writing, "prune", refuse)
-    checkpointer.save(trainee.state, 1, {})
-    assert "could not be removed" in checkpointer.notices[0]
-    assert folder_names(run) == ["step-00000001"]
+    for step in (1, 2):
+        checkpointer.save(trainee.state, step, {})
+    [warning] = caplog.messages
+    assert "could not be removed" in warning
+    assert folder_names(run) == ["step-00000001", "step-00000002"]
 
 
 def test_a_shard_that_grows_past_a_flush_is_as_it_was_meant(

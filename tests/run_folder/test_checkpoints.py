@@ -18,6 +18,8 @@ from hpc_train.run_folder import checkpoints as module
 from hpc_train.run_folder.checkpoints import (
     FileEntry,
     Manifest,
+    NewerVersionError,
+    all_set_aside,
     committed,
     counts,
     damaged,
@@ -25,6 +27,7 @@ from hpc_train.run_folder.checkpoints import (
     listing,
     newest_attempt,
     prune,
+    remove,
     set_aside,
     verify,
 )
@@ -235,6 +238,7 @@ ENTRY = {"size": 1, "sha256": "0" * 64}
     "changes",
     [
         {"version": 3},
+        {"version": 0},
         {"step": "100"},
         {"attempt": True},
         {"world_size": -1},
@@ -261,12 +265,41 @@ def test_a_hostile_manifest_is_refused_before_a_file_is_opened(
     assert verify(checkpoint)
 
 
+def test_a_checkpoint_of_a_newer_version_is_no_damage_and_nothing_goes_on_without_it(run: RunPaths) -> None:
+    begin_attempt(run, 1)
+    newer = write_checkpoint(run, 200, attempt=1)
+    write_checkpoint(run, 100, attempt=1)
+    change_manifest(newer, version=3, hpc_train="9.1.0")
+    for look in (damaged, committed, listing):
+        with pytest.raises(NewerVersionError, match=r"version is 3, .*use hpc-train 9\.1\.0, or"):
+            look(run)
+    change_manifest(newer, hpc_train=None)
+    with pytest.raises(NewerVersionError, match="use the hpc-train that wrote it, or a newer one"):
+        damaged(run)
+    assert names(run.checkpoint_folders()) == ["step-00000100", "step-00000200"]
+
+
+def test_what_another_removes_meanwhile_is_not_damaged(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_attempt(run, 1)
+    gone = write_checkpoint(run, 100, attempt=1)
+    folders = run.checkpoint_folders()
+    remove(gone.folder)
+    monkeypatch.setattr(RunPaths, "checkpoint_folders", lambda _: folders)
+    assert damaged(run) == {}
+    assert set_aside(gone, "missing") is None
+    assert all_set_aside(run) == {}
+
+
 def test_what_is_set_aside_is_kept_under_names_of_its_own(run: RunPaths) -> None:
     begin_attempt(run, 1)
-    places = [set_aside(write_checkpoint(run, 100, attempt=1), "why not") for _ in range(3)]
-    assert [place.name for place in places] == [f"step-00000100.bad{end}" for end in ("", "-2", "-3")]
-    assert (places[2] / "manifest.json").is_file()
-    assert (places[0] / "why.txt").read_text() == "why not\n"
+    for _ in range(3):
+        set_aside(write_checkpoint(run, 100, attempt=1), "why not")
+    named = [f"step-00000100.bad{end}" for end in ("", "-2", "-3")]
+    assert all_set_aside(run) == dict.fromkeys(named, "why not")
+    assert (run.checkpoints / named[2] / "manifest.json").is_file()
+    assert (run.checkpoints / named[0] / "why.txt").read_text() == "why not\n"
     assert committed(run) == []
 
 
