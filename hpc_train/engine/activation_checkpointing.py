@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hpc_train.errors import BadFileError
-from hpc_train.strategies.buffers import persistent_buffers, training_buffers
+from hpc_train.strategies.buffers import persistent_places
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -122,7 +123,12 @@ def _as_in_forward(block: nn.Module) -> AbstractContextManager[None]:
     need no copy from now.
     """
     streams = random.getstate(), np.random.get_state()
-    read = {id(buffer): buffer.clone() for buffer in training_buffers(block).values()}
+    # By place: a forward may put another tensor there.
+    read = {
+        (module, key): buffer.clone()
+        for module, key, buffer in persistent_places(block)
+        if not isinstance(module, _BatchNorm)
+    }
 
     @contextmanager
     def again() -> Iterator[None]:
@@ -144,24 +150,20 @@ def _set_streams(python: Any, numpy: Any) -> None:
     np.random.set_state(numpy)
 
 
-def _replace_buffers(block: nn.Module, read: dict[int, Tensor]) -> list[tuple[nn.Module, str, Tensor]]:
+def _replace_buffers(
+    block: nn.Module, read: dict[tuple[nn.Module, str], Tensor]
+) -> list[tuple[nn.Module, str, Tensor]]:
     """Give the block copies of its persistent buffers: what was read, else what is there now.
 
     Copies, because autograd may hold the originals for a forward whose backward is still to come.
     Returns what was there.
     """
-    copies = {
-        id(buffer): read[id(buffer)].clone() if id(buffer) in read else buffer.clone()
-        for buffer in persistent_buffers(block).values()
-    }
-    originals = [
-        (module, name, buffer)
-        for module in block.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and id(buffer) in copies
-    ]
-    for module, name, buffer in originals:
-        module._buffers[name] = copies[id(buffer)]
+    originals = list(persistent_places(block))
+    copies: dict[int, Tensor] = {}
+    for module, key, buffer in originals:
+        copies.setdefault(id(buffer), read.get((module, key), buffer).clone())
+    for module, key, buffer in originals:
+        module._buffers[key] = copies[id(buffer)]
     return originals
 
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_train.engine.training_state import NamedTensors
 from hpc_train.strategies.base import Strategy
+from hpc_train.strategies.buffers import Buffers
 
 
 class Ema:
@@ -28,6 +29,7 @@ class Ema:
         """``model``: placed, and as training begins."""
         self._model = model
         self._decay = decay
+        self._places = Buffers(model)
         # FSDP keeps these very objects for its shards, whatever it shows while it computes.
         self._values = NamedTensors.of(model).tensors
         self.averages = {name: value.detach().clone() for name, value in self._values.items()}
@@ -38,6 +40,7 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         """Let the averages follow the weights; after each optimizer step."""
+        self._places.settle()
         averages, values = self._locals(self._averaged)
         if averages:
             torch._foreach_lerp_(averages, values, 1 - self._decay)
@@ -65,6 +68,7 @@ class Ema:
     @torch.no_grad()
     def _exchange(self, names: Iterable[str]) -> None:
         _drop_gathered(self._model)
+        self._places.settle()
         for average, value in zip(*self._locals(names), strict=True):
             kept = value.clone()
             value.copy_(average)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.training_sections import OptimizationConfig
 from hpc_train.errors import NonFiniteError
-from hpc_train.strategies.buffers import persistent_buffers
+from hpc_train.strategies.buffers import Buffers
 
 _REMEDY = "lower the learning rate, clip gradients, or use bf16 or fp32"
 
@@ -71,7 +71,7 @@ class Guard:
         self._norm_counts = norm_counts
         self._watch = FiniteWatch()
         # A forward on NaN spoils BatchNorm's statistics as well.
-        self._buffers = list(persistent_buffers(model).values()) if self.policy == "skip" else []
+        self._buffers = Buffers(model) if self.policy == "skip" else None
         self._kept: list[Tensor] = []
 
     @property
@@ -85,7 +85,8 @@ class Guard:
         return self._watch.has_seen
 
     def before_step(self) -> None:
-        self._kept = [buffer.clone() for buffer in self._buffers]
+        if self._buffers is not None:
+            self._kept = self._buffers.copies()
 
     def allows(self, loss: Tensor, norm: Tensor | None) -> bool:
         """Tell whether the step's gradients may change the weights: the same on all ranks.
@@ -105,9 +106,8 @@ class Guard:
 
     def after_skip(self, step: int) -> None:
         """Count a step that ``allows`` refused under ``skip``. Raises NonFiniteError past the most."""
-        with torch.no_grad():
-            for buffer, value in zip(self._buffers, self._kept, strict=True):
-                buffer.copy_(value)
+        if self._buffers is not None:
+            self._buffers.put_back(self._kept)
         self.skips += 1
         if self.skips > self._most:
             raise NonFiniteError(

@@ -1,19 +1,120 @@
 """Rank 0's buffers are the run's: how they reach the other ranks, and how a forward leaves them alone.
 
-Used by the data-parallel strategies. Buffers that are not saved (``persistent=False``) are constants and
-stay out of all this.
+Used by the strategies and by what in ``engine`` keeps copies. Buffers that are not saved
+(``persistent=False``) are constants and stay out of all this.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from hpc_train.errors import BadFileError
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a persistent buffer is found, and the tensor that was there at first."""
+
+    module: nn.Module
+    key: str
+    #: The name in the model.
+    name: str
+    tensor: Tensor | None
+
+    @property
+    def now(self) -> Tensor | None:
+        return self.module._buffers.get(self.key)
+
+
+class Buffers:
+    """The persistent buffers of ``model``, each the same tensor for ever.
+
+    A forward may put another tensor in a buffer's place (``self.mean = 0.9 * self.mean + …``) while averages,
+    copies and compiled code know the first. ``settle`` writes the new numbers into the first and puts it
+    back; ``tensors`` and ``copies`` begin with that. Not collective.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """``model``: placed, so that its tensors stay."""
+        self._places = [
+            _Place(module, key, f"{prefix}.{key}" if prefix else key, buffer)
+            for prefix, module in model.named_modules()
+            for key, buffer in module._buffers.items()
+            if key not in module._non_persistent_buffers_set
+        ]
+        self._uses = Counter(id(place.tensor) for place in self._places)
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Write what forwards have put in the buffers' places into the buffers. After a slot's backward.
+
+        Raises BadFileError where it does not fit: a checkpoint could not bring it back either.
+        """
+        for place in self._places:
+            now = place.now
+            if now is place.tensor:
+                continue
+            if now is None or place.tensor is None or not _fits(now, place.tensor):
+                raise _misfit(place, now)
+            if self._uses[id(place.tensor)] > 1:
+                raise BadFileError(
+                    f"model.name: the buffer {place.name} is registered twice, and forward puts another "
+                    f"tensor in one of its places; write self.{place.key}.copy_(…)"
+                )
+            place.tensor.copy_(now)
+            place.module._buffers[place.key] = place.tensor
+
+    def tensors(self, *, all_persistent: bool = True) -> list[Tensor]:
+        """Return the tensors themselves, each once: all, or those that a training forward may read."""
+        self.settle()
+        found = {
+            id(place.tensor): place.tensor
+            for place in self._places
+            if place.tensor is not None and (all_persistent or not isinstance(place.module, _BatchNorm))
+        }
+        return list(found.values())
+
+    def copies(self) -> list[Tensor]:
+        return [tensor.clone() for tensor in self.tensors()]
+
+    @torch.no_grad()
+    def put_back(self, copies: Sequence[Tensor]) -> None:
+        """Let the buffers be what ``copies`` returned, whatever is in their places by now."""
+        for place in self._places:
+            place.module._buffers[place.key] = place.tensor
+        for tensor, value in zip(self.tensors(), copies, strict=True):
+            tensor.copy_(value)
+
+
+def _fits(now: Tensor, first: Tensor) -> bool:
+    return now.shape == first.shape and torch.can_cast(now.dtype, first.dtype)
+
+
+def _misfit(place: _Place, now: Tensor | None) -> BadFileError:
+    return BadFileError(
+        f"model.name: forward puts {_said(now)} in the place of the buffer {place.name}, which was "
+        f"{_said(place.tensor)}; write self.{place.key}.copy_(…), or register it with persistent=False"
+    )
+
+
+def _said(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def persistent_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield each place of each persistent buffer: its module, its name there, and what is there now."""
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield module, key, buffer
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -57,11 +158,9 @@ def broadcast_from_rank_0(
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Put the persistent buffers back as they were: for a forward whose result does not count."""
-    buffers = list(persistent_buffers(model).values())
-    before = [buffer.clone() for buffer in buffers]
+    buffers = Buffers(model)
+    before = buffers.copies()
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+        buffers.put_back(before)

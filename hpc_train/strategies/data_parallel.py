@@ -13,14 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpc_train.errors import BadFileError
 from hpc_train.runtime.data_info import Batch
 from hpc_train.strategies.base import Forward, Piece, Placement
-from hpc_train.strategies.buffers import (
-    broadcast_from_rank_0,
-    buffers_kept,
-    persistent_buffers,
-    training_buffers,
-)
+from hpc_train.strategies.buffers import Buffers, broadcast_from_rank_0, buffers_kept, persistent_buffers
 from hpc_train.strategies.pieces import piece_of
 
 
@@ -36,13 +32,13 @@ class DataParallel(ABC):
         self.wrapped: nn.Module
 
     def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        model.to(self.placement.device, self.placement.precision.param_dtype)
+        refuse_complex(model)
+        move(model, self.placement)
         if self.placement.channels_last:
             model.to(memory_format=torch.channels_last)
         self.model = model
         self.wrapped = self.wrap(model, blocks)
-        self._read_in_training = list(training_buffers(model).values())
-        self._saved = list(persistent_buffers(model).values())
+        self._buffers = Buffers(model)
         return self.wrapped
 
     @abstractmethod
@@ -62,6 +58,7 @@ class DataParallel(ABC):
                 loss = forward.loss(self.wrapped, batch)
                 # Averaging over ranks divides by R; the mean over M micro-batches is what is wanted.
                 forward.scale(loss * (batch.weight * self.placement.degrees.data_ranks)).backward()
+            self._buffers.settle()
             total += loss.detach() * batch.weight
         return total
 
@@ -72,7 +69,7 @@ class DataParallel(ABC):
         """Nothing to do: the optimizer changes the model's own parameters."""
 
     def share_buffers(self, *, all_persistent: bool) -> None:
-        buffers = self._saved if all_persistent else self._read_in_training
+        buffers = self._buffers.tensors(all_persistent=all_persistent)
         if buffers and self.placement.world_size > 1:
             broadcast_from_rank_0(buffers)
 
@@ -91,3 +88,29 @@ class DataParallel(ABC):
         if like is not None and tuple(shape) == tuple(like.shape):
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
         return torch.empty(tuple(shape), dtype=dtype)
+
+
+def move(model: nn.Module, placement: Placement) -> None:
+    """Put ``model``, or a stage of one, on the rank's device, in place, in the precision's format.
+
+    ``Module.to`` with a dtype would make real numbers of complex ones (rotary embeddings' ``freqs_cis``).
+    """
+    real = placement.precision.param_dtype
+
+    def moved(tensor: Tensor) -> Tensor:
+        if tensor.is_complex() and real == torch.float64:
+            return tensor.to(placement.device, torch.complex128)
+        return tensor.to(placement.device, real if tensor.is_floating_point() else None)
+
+    model._apply(moved)
+
+
+def refuse_complex(model: nn.Module) -> None:
+    """Raise BadFileError where what a checkpoint has to hold is complex. On all ranks alike."""
+    saved = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    found = next((name for name, value in saved.items() if value.is_complex()), None)
+    if found is not None:
+        raise BadFileError(
+            f"model.name: {found} is complex, which no checkpoint can hold; keep torch.view_as_real of it, "
+            "or register a constant as a buffer with persistent=False"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class FullySharded(DataParallel):
         """Return the mesh of the ranks that share parameters; a first axis, if any, holds copies of that."""
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        refuse_unshardable(model, self.placement.precision, self.name)
+        refuse_unshardable(model, blocks, self.placement.precision, self.name)
         shard(model, blocks, self.mesh(), self.placement.precision, self.reshard_after_forward)
         return model
 
@@ -71,7 +71,9 @@ def shard(
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def refuse_unshardable(model: nn.Module, precision: Precision, strategy: str) -> None:
+def refuse_unshardable(
+    model: nn.Module, blocks: Sequence[nn.Module], precision: Precision, strategy: str
+) -> None:
     """Raise BadFileError for what ``fully_shard`` can't do. ``strategy``: its name in the file."""
     has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     if precision.is_mixed and has_batchnorm:
@@ -85,3 +87,29 @@ def refuse_unshardable(model: nn.Module, precision: Precision, strategy: str) ->
             f"model.name: {numbers[0]} is a single number, which {strategy} can't shard; give it the "
             "shape (1,), or write parallel.strategy: zero1"
         )
+    _refuse_tied_apart(model, blocks, strategy)
+
+
+def _refuse_tied_apart(model: nn.Module, blocks: Sequence[nn.Module], strategy: str) -> None:
+    """Raise BadFileError for a parameter of two blocks, or of a block and the rest: two groups have it."""
+    first: dict[nn.Parameter, tuple[str, nn.Module | None]] = {}
+    for name, parameter, block in _uses(model, set(blocks)):
+        other, other_block = first.setdefault(parameter, (name, block))
+        if block is not other_block:
+            raise BadFileError(
+                f"model.name: {other} and {name} are one parameter, and {strategy} shards the two places by "
+                "themselves; write parallel.strategy: ddp or zero1, or a blocks() that keeps them together"
+            )
+
+
+def _uses(
+    module: nn.Module, blocks: set[nn.Module], prefix: str = "", block: nn.Module | None = None
+) -> Iterator[tuple[str, nn.Parameter, nn.Module | None]]:
+    """Yield each place of each parameter: its name, the parameter, and the block that it lies in."""
+    block = module if module in blocks else block
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + key, parameter, block
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _uses(child, blocks, f"{prefix}{key}.", block)

@@ -109,6 +109,32 @@ def test_a_checkpoint_brings_the_average_back_and_is_refused_without(tmp_path: P
         trainee.checkpointer(run).load_newest(narrow)
 
 
+def replace_mean(model: Any, inputs: Any) -> None:
+    model.norm.running_mean = model.norm.running_mean + 1
+
+
+def test_a_buffer_that_the_forward_replaces_is_followed_saved_and_resumed(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    trainee, other = Trainee(), Trainee(seed=1)
+    ema, others = Ema(trainee.model, DECAY), Ema(other.model, DECAY)
+    trainee.model.register_forward_pre_hook(replace_mean)
+    other.model.register_forward_pre_hook(replace_mean)
+    train(trainee, ema, 2)
+    assert ema.averages["norm.running_mean"].mean() > 0.1
+    trainee.checkpointer(run).save(state_of(trainee, ema), 2, {})
+    train(other, others, 1)
+    other.checkpointer(run).load_newest(state_of(other, others))
+    for each, average in ((trainee, ema), (other, others)):
+        train(each, average, 1)
+    assert differences(averages_of(ema), averages_of(others)) == []
+    assert differences(trainee.everything(), other.everything()) == []
+    expected, average = trainee.model.norm.running_mean.clone(), ema.averages["norm.running_mean"].clone()
+    with ema.swapped():
+        evaluation_of(trainee)
+    assert torch.equal(trainee.model.norm.running_mean, expected)
+    assert torch.equal(ema.averages["norm.running_mean"], average + 1)
+
+
 def average_on_ranks(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     """Follow, evaluate, save and resume under each strategy; return what differs from what it should be."""
     found = {}

@@ -62,10 +62,12 @@ def test_a_skip_puts_the_statistics_back_and_is_counted() -> None:
     model = nn.BatchNorm1d(2)
     guard = Guard(config("skip"), model, norm_counts=True, skips=1)
     guard.before_step()
+    model.running_var = torch.full((2,), math.nan)  # as many models of one's own do it
     model(torch.full((4, 2), math.nan))
     assert model.running_mean is not None and model.running_mean.isnan().all()
     guard.after_skip(7)
     assert model.running_mean.tolist() == [0.0, 0.0] and guard.skips == 2
+    assert model.running_var.tolist() == [1.0, 1.0]
     with pytest.raises(NonFiniteError, match=r"at step 9, .*max_non_finite allows 2"):
         guard.after_skip(9)
 
