@@ -24,7 +24,7 @@ from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.plan.identity import changes_identity
 from hpc_train.plan.planning import fewest_slurm_ranks, slurm_ranks, slurm_ranks_per_node
 from hpc_train.run_folder.attempts import newest_number
-from hpc_train.run_folder.creation import note_versions
+from hpc_train.run_folder.creation import note_versions, noted_changes, refused_changes
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.liveness import end_living, living, newest_record
@@ -63,6 +63,8 @@ class _Resumption:
     launcher: str
     devices: int | None
     versions: VersionChange
+    #: Changes of the attempt before, which was refused with them.
+    left_out: list[str]
 
 
 def resume(
@@ -172,7 +174,11 @@ def _resume_one(paths: RunPaths, wish: _Wish) -> ExitCode:
 
 
 def _say_changes(runs: Sequence[_Resumption], *, with_slurm: bool) -> None:
-    """Say what has changed since in files and versions."""
+    """Say what the attempt before had otherwise, and what has changed since in files and versions."""
+    for each in runs:
+        if each.left_out:
+            changes = " ".join(each.left_out)
+            say(f"{each.paths.folder.name}: leaves out {changes}, with which the last attempt was refused")
     say_file_changes([(each.paths, each.loaded.experiment) for each in runs], with_slurm=with_slurm)
     told: dict[str, list[str]] = {}
     for each in runs:
@@ -231,7 +237,8 @@ def _prepare(paths: RunPaths, wish: _Wish, name: str) -> _Resumption:
     versions = version_change(paths, *pythons, new_code=wish.new_code)
     if versions.differences and loaded.experiment.environment.strict:
         _refuse_versions(paths, versions.differences, wish)
-    return _Resumption(paths, loaded, name, devices, versions)
+    left_out = [override for override in refused_changes(paths) if override not in wish.overrides]
+    return _Resumption(paths, loaded, name, devices, versions, left_out)
 
 
 def _devices(paths: RunPaths, wish: _Wish, name: str, experiment: Experiment) -> int | None:
@@ -255,7 +262,7 @@ def _refuse_versions(paths: RunPaths, differences: Differences, wish: _Wish) -> 
 
 def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]:
     """Return the experiment as it is and as it would be. Raises UsageError where that is another run."""
-    earlier = _earlier_changes(paths)
+    earlier = noted_changes(paths, newest_number(paths) + 1)
     before = load(paths.experiment, earlier, check_names=False)
     if not overrides:
         return before, before
@@ -268,9 +275,3 @@ def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]
             "submit the file with it as a run of its own"
         )
     return before, after
-
-
-def _earlier_changes(paths: RunPaths) -> list[str]:
-    """Return the changes of earlier attempts, the oldest first; a later one of the same key wins."""
-    noted = (read_json(paths.run) or {}).get("changes") or {}
-    return [str(override) for number in sorted(noted, key=int) for override in noted[number]]

@@ -19,9 +19,10 @@ from hpc_train.launchers.outcome import one_line
 from hpc_train.paths import RunPaths
 from hpc_train.registry import is_factory, load, nearest, parts
 from hpc_train.run_folder.attempts import claim_attempt, read_record
-from hpc_train.run_folder.creation import effective_experiment, note_change
+from hpc_train.run_folder.checkpoints import committed
+from hpc_train.run_folder.creation import effective_experiment, note_change, refused_changes
 from hpc_train.run_folder.files import read_json, write_json
-from hpc_train.run_folder.liveness import living
+from hpc_train.run_folder.liveness import living, newest_record
 from hpc_train.run_folder.status import GOING_ON, INTERRUPTED, read_status, write_status
 
 LOCAL = "local"
@@ -135,7 +136,9 @@ def say_end(paths: RunPaths, code: ExitCode) -> None:
         say(f"{row.id}: {state}; `hpc-train status {row.id}` shows where it stands")
         say(f"  everything {row.path}")
         return
-    reason = f" ({row.reason})" if row.reason else ""
+    record = newest_record(paths)
+    has_said_why = record is not None and record.launcher == LOCAL
+    reason = f" ({row.reason})" if row.reason and not has_said_why else ""
     say(f"{row.id}: {row.state}{reason} at step {row.progress}")
     if rows := validation_rows(paths.metrics):
         say(f"  last val   step {rows[-1].get('step')}: {told(rows[-1])}")
@@ -144,13 +147,19 @@ def say_end(paths: RunPaths, code: ExitCode) -> None:
             say(f"  best val   step {best.get('step')}: {told(best)}")
     say(f"  everything {row.path}")
     if row.state == "failed":
-        say(f"  {_way_on(row.id, code)}")
+        say(f"  {_way_on(paths, code)}")
 
 
-def _way_on(run_id: str, code: ExitCode) -> str:
-    if code == ExitCode.BAD_FILE:  # the run is frozen as it is; another file is another run
-        return "mend the file, or what it names, and submit it again"
-    return f"go on with `hpc-train resume {run_id}`"
+def _way_on(paths: RunPaths, code: ExitCode) -> str:
+    resume = f"go on with `hpc-train resume {paths.folder.name}`"
+    if code != ExitCode.BAD_FILE:
+        return resume
+    if refused := refused_changes(paths):
+        return f"{resume}, which leaves out {' '.join(refused)}"
+    if committed(paths):
+        return f"mend what the file names, and {resume}"
+    # The run is frozen as it is; another file is another run.
+    return "mend the file, or what it names, and submit it again"
 
 
 def _best(rows: Sequence[Row]) -> Row | None:

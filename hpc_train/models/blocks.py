@@ -5,10 +5,14 @@ Called by the worker between building and placing the model.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from torch import nn
 
+from hpc_train.errors import BadFileError
+
+_T = TypeVar("_T")
 _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
@@ -17,16 +21,62 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     A model class may say them itself by a method ``blocks()``. Otherwise a block's class has children,
     lies in nn.Sequential or nn.ModuleList, comes at least twice and holds at least half of all
-    parameters; of several such classes (stages, their blocks) the one with the most instances.
+    parameters; of several such classes (stages, their blocks) the one with the most instances. Raises
+    BadFileError where the method's are no submodules, or overlap.
     """
-    # Looked up on the class: an attribute ``blocks`` that is an nn.Sequential can be called, too.
-    if callable(method := getattr(type(model), "blocks", None)):
-        return list(method(model))
+    if (own := own_modules(model, "blocks")) is not None:
+        _refuse_overlaps(model, own)
+        return own
     half = _num_parameters([model]) / 2
     candidates = [
         blocks for blocks in _by_class(model) if len(blocks) > 1 and _num_parameters(blocks) >= half
     ]
     return max(candidates, key=len, default=[])
+
+
+def own_modules(model: nn.Module, method: str) -> list[nn.Module] | None:
+    """Return the submodules that the class of ``model`` names by ``method``; None where it has none.
+
+    Raises BadFileError where it returns anything else.
+    """
+    found = own_list(model, method, nn.Module, "a list of submodules, like list(self.layers)")
+    known = set(model.modules()) - {model}
+    for module in found or ():
+        if module not in known:
+            kind = type(module).__name__
+            raise BadFileError(
+                f"model.name: {method}() returned a {kind} that is none of its submodules; "
+                "let it return those that __init__ gave it"
+            )
+    return found
+
+
+def own_list(model: nn.Module, method: str, kind: type[_T], wanted: str) -> list[_T] | None:
+    """Return what the method of the model's class returns, each of ``kind``; None where it has no such one.
+
+    Raises BadFileError, which says to write what is ``wanted``, where it is something else.
+    """
+    # Looked up on the class: an attribute ``blocks`` that is an nn.Sequential can be called, too.
+    if not callable(own := getattr(type(model), method, None)):
+        return None
+    returned = own(model)
+    what = "None" if returned is None else f"a {type(returned).__name__}"
+    if isinstance(returned, Iterable) and not isinstance(returned, str):
+        found = list(returned)
+        strangers = [each for each in found if not isinstance(each, kind)]
+        if not strangers:
+            return found
+        what = f"{what} with a {type(strangers[0]).__name__} in it"
+    raise BadFileError(f"model.name: {method}() returned {what}; write {wanted}")
+
+
+def _refuse_overlaps(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    inside = {inner: block for block in blocks for inner in block.modules() if inner is not block}
+    for i, block in enumerate(blocks):
+        why = f"lies in {names[inside[block]]}" if block in inside else "stands there twice"
+        if block in inside or block in blocks[:i]:
+            raise BadFileError(f"model.name: blocks() returned {names[block]}, which {why}; take one out")
 
 
 def _by_class(model: nn.Module) -> list[list[nn.Module]]:

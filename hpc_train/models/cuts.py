@@ -7,13 +7,14 @@ right before what these do, and nowhere else.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor, fx, nn
 
 from hpc_train.errors import BadFileError
+from hpc_train.models.blocks import own_list
 from hpc_train.models.tracing import FACTORIES, cant_be_cut, own_steps, passing_values
 
 _SIZES = (
@@ -60,18 +61,28 @@ def steps_of(model: nn.Module, graph: fx.Graph, units: set[nn.Module]) -> list[S
 
 def _split_points(model: nn.Module, nodes: Sequence[fx.Node]) -> set[int] | None:
     """Return the steps that the model may be cut before; None where it does not name any."""
-    method = getattr(type(model), "split_points", None)
-    if not callable(method):
+    names = own_list(model, "split_points", str, "a list of names, like ['layers.2']")
+    if names is None:
         return None
     targets = [str(node.target) + "." if node.op == "call_module" else "" for node in nodes]
     points: set[int] = set()
-    for name in method(model):
+    for name in names:
         first = next((i for i, target in enumerate(targets) if target.startswith(f"{name}.")), None)
         if first is None:
             why = f"split_points() names {name}, which is no submodule that its forward calls"
             raise cant_be_cut(why, "let it name submodules, as named_modules() does")
         points.add(first)
-    return points - {0}
+    return _between_parameters(model, nodes, points)
+
+
+def _between_parameters(model: nn.Module, nodes: Sequence[fx.Node], points: Iterable[int]) -> set[int]:
+    """Return ``points`` without those that leave a stage no parameters: it has nothing to train."""
+    holds = [any(isinstance(value, nn.Parameter) for value in _held(model, node)) for node in nodes]
+    kept = [0]
+    for point in sorted(points):
+        if any(holds[kept[-1] : point]) and any(holds[point:]):
+            kept.append(point)
+    return set(kept[1:])
 
 
 def _modules(model: nn.Module, node: fx.Node) -> list[nn.Module]:

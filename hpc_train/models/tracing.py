@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from hpc_train.errors import BadFileError
+from hpc_train.models.blocks import own_modules
 
 _REMEDY = "give its class a method pipeline_parts(), or write another parallel.strategy, like fsdp"
 #: Become steps of the graph where they are called with sizes of a traced tensor.
@@ -79,11 +80,16 @@ def _outer_forward(model: nn.Module) -> Callable[[Any], Any]:
 
 
 def _parts(model: nn.Module) -> list[nn.Module]:
-    method = getattr(type(model), "pipeline_parts", None)
-    parts = list(method(model)) if callable(method) else []
-    known = set(model.modules())
-    if any(part not in known for part in parts):
-        raise cant_be_cut("pipeline_parts() names what is none of its modules", "let it return submodules")
+    parts = own_modules(model, "pipeline_parts")
+    if parts is None:
+        return []
+    held = {parameter for part in parts for parameter in part.parameters()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter not in held:
+            raise cant_be_cut(
+                f"no module that pipeline_parts() returned holds {name}, which would not be trained",
+                "let it return all of the forward's, or let that parameter not require gradients",
+            )
     return parts
 
 

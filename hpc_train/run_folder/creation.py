@@ -12,11 +12,12 @@ from typing import Any
 from hpc_train.config import freezing
 from hpc_train.config.loading import load
 from hpc_train.config.schema import Experiment
-from hpc_train.errors import StorageError
+from hpc_train.errors import ExitCode, StorageError
 from hpc_train.paths import RunPaths
 from hpc_train.plan.identity import content_hash
 from hpc_train.run_folder import snapshot as snapshots
-from hpc_train.run_folder.attempts import newest_number, now
+from hpc_train.run_folder.attempts import newest_number, now, read_record
+from hpc_train.run_folder.ends import exit_codes
 from hpc_train.run_folder.files import read_json, sync_folder, write_json, write_text
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import RunStatus, write_status
@@ -72,15 +73,11 @@ def create_run(
 
 
 def effective_experiment(paths: RunPaths, attempt: int) -> Experiment:
-    """Return the frozen experiment with the changes noted for ``attempt`` and those before it.
+    """Return the frozen experiment with the ``noted_changes``.
 
     Raises BadFileError where the frozen file is not what was frozen.
     """
-    changes = _changes(read_json(paths.run) or {})
-    latest: dict[str, str] = {}
-    for number in sorted(number for number in changes if number <= attempt):
-        for override in changes[number]:
-            latest[override.partition("=")[0]] = override
+    latest = {override.partition("=")[0]: override for override in noted_changes(paths, attempt)}
     return load(paths.experiment, list(latest.values()), check_names=False).experiment
 
 
@@ -90,6 +87,35 @@ def note_change(paths: RunPaths, attempt: int, overrides: Sequence[str]) -> None
     changes = {str(number): listed for number, listed in _changes(run).items()}
     changes[str(attempt)] = list(overrides)
     write_json(paths.run, run | {"changes": changes}, sync=True)
+
+
+def noted_changes(paths: RunPaths, attempt: int) -> list[str]:
+    """Return the changes noted for ``attempt`` and those before it, the oldest first.
+
+    Left out are those with which the ranks of an earlier attempt refused to begin: they would again.
+    """
+    noted = _changes(read_json(paths.run) or {})
+    numbers = [n for n in sorted(noted) if n <= attempt and not _were_refused(paths, n, attempt)]
+    return [override for number in numbers for override in noted[number]]
+
+
+def refused_changes(paths: RunPaths) -> list[str]:
+    """Return the changes of the newest attempt that the next one leaves out."""
+    newest = newest_number(paths)
+    kept = noted_changes(paths, newest + 1)
+    return [override for override in noted_changes(paths, newest) if override not in kept]
+
+
+def _were_refused(paths: RunPaths, number: int, before: int) -> bool:
+    """Tell whether an attempt from ``number`` on ended over its file, and none had done a step until then."""
+    for attempt in paths.attempt_folders():
+        if number <= attempt.number < before:
+            record = read_record(attempt)
+            if record is not None and "first_step" in record.events:
+                return False
+            if ExitCode.BAD_FILE in exit_codes(attempt).values():
+                return True
+    return False
 
 
 def note_code(paths: RunPaths, snapshot: Path) -> None:

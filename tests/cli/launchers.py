@@ -24,6 +24,7 @@ QUEUE = "tests.cli.launchers:Queue"
 BROKEN = "tests.cli.launchers:Broken"
 CTRL_C = "tests.cli.launchers:CtrlC"
 SCRIPTED = "tests.cli.launchers:Scripted"
+REFUSING = "tests.cli.launchers:Refusing"
 
 #: What was asked for, newest last; tests clear it.
 requests: list[LaunchRequest] = []
@@ -144,4 +145,25 @@ class Scripted:
 
     def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
         command = [sys.executable, "-c", _SCRIPT, str(request.paths.folder)]
+        return LocalLauncher(command).launch(replace(request, devices=1), poll)
+
+
+_REFUSAL = """
+import os, sys
+from pathlib import Path
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.ends import tell_end, tell_error
+attempt = RunPaths(Path(sys.argv[1])).attempt(int(os.environ["HPC_TRAIN_ATTEMPT"]))
+tell_error(attempt, 0, "model.name: this model can't be cut")
+tell_end(attempt, 0, 65)
+sys.exit(65)
+"""
+
+
+class Refusing:
+    """The local launcher, its rank refuses the file before a first step."""
+
+    def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
+        requests.append(request)
+        command = [sys.executable, "-c", _REFUSAL, str(request.paths.folder)]
         return LocalLauncher(command).launch(replace(request, devices=1), poll)

@@ -13,11 +13,12 @@ from hpc_train.cli.starting import start_attempt
 from hpc_train.errors import TryAgainError
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import claim_attempt, newest_number, read_record, write_record
+from hpc_train.run_folder.ends import tell_end
 from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train, python
-from tests.cli.launchers import COMPLETING, FAILING, QUEUE, QUEUEING, queued, refusals, requests
+from tests.cli.launchers import COMPLETING, FAILING, QUEUE, QUEUEING, REFUSING, queued, refusals, requests
 
 
 @pytest.fixture
@@ -76,6 +77,24 @@ def test_changes_that_leave_the_run_what_it_is_are_noted_and_stay(failed: RunPat
     assert [request.experiment.data.workers for request in requests] == [0, 2, 1]
     changes = json.loads(failed.run.read_text())["changes"]
     assert changes == {"2": ["parallel.strategy=fsdp", "data.workers=2"], "3": ["data.workers=1"]}
+
+
+def test_changes_that_ranks_refused_are_left_out_of_what_follows(failed: RunPaths) -> None:
+    done = hpc_train("resume", failed.folder, "parallel.strategy=fsdp", "--launcher", REFUSING)
+    assert done.code == 65
+    way_on = f"go on with `hpc-train resume {failed.folder.name}`, which leaves out parallel.strategy=fsdp"
+    assert way_on in done.err
+    assert done.err.count("this model can't be cut") == 1, "not a second time in its state"
+    done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
+    assert "leaves out parallel.strategy=fsdp, with which the last attempt was refused" in done.err
+    assert [request.experiment.parallel.strategy for request in requests] == ["ddp", "fsdp", "ddp"]
+
+
+def test_changes_that_ranks_refused_can_be_asked_for_again(failed: RunPaths) -> None:
+    _resume(failed.folder, "parallel.strategy=fsdp", "--launcher", REFUSING)
+    done = hpc_train("resume", failed.folder, "parallel.strategy=fsdp", "--launcher", COMPLETING)
+    assert (done.code, "leaves out" in done.err) == (0, False)
+    assert requests[-1].experiment.parallel.strategy == "fsdp"
 
 
 def test_batchnorm_over_all_ranks_would_be_another_run(failed: RunPaths) -> None:
@@ -177,6 +196,17 @@ def test_changes_of_an_attempt_that_never_began_stay(cancelled: list[RunPaths]) 
     experiment = queued[-1][0].experiment
     assert experiment.data.workers == 1
     assert experiment.slurm is not None and experiment.slurm.nodes == 3
+
+
+def test_changes_that_ranks_of_a_queue_refused_are_left_out(cancelled: list[RunPaths]) -> None:
+    run = cancelled[0]
+    assert _resume(run.folder, "parallel.strategy=fsdp") == 0
+    number = claim_attempt(run, QUEUE, slurm_job="7")
+    tell_end(run.attempt(number), 1, 65)
+    write_status(run, RunStatus("failed", attempt=number))
+    done = hpc_train("resume", run.folder)
+    assert "leaves out parallel.strategy=fsdp" in done.err
+    assert [entered[0].experiment.parallel.strategy for entered in queued[-2:]] == ["fsdp", "ddp"]
 
 
 def test_what_a_queue_refuses_leaves_runs_as_they_were(cancelled: list[RunPaths]) -> None:

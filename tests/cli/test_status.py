@@ -15,6 +15,7 @@ import pytest
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import claim_attempt, now, read_record, write_record
 from hpc_train.run_folder.creation import create_run
+from hpc_train.run_folder.ends import tell_end
 from hpc_train.run_folder.files import read_json, write_json
 from hpc_train.run_folder.status import RunStatus, write_status
 from tests.cli.commands import REPOSITORY, hpc_train
@@ -213,6 +214,8 @@ def test_the_budget_is_what_the_file_and_later_changes_say(tmp_path: Path) -> No
     assert _row()["budget"] == {"crashes_left": 1, "preemptions_left": 4, "without_progress_left": 1}
     write_json(paths.run, {**(read_json(paths.run) or {}), "changes": {"2": ["recovery.max_crashes=7"]}})
     assert _row()["budget"]["crashes_left"] == 7
+    tell_end(paths.attempt(claim_attempt(paths, "slurm", slurm_job="9")), 0, 65)
+    assert _row()["budget"]["crashes_left"] == 1, "the ranks refused what was changed"
 
 
 @pytest.mark.fault(14)

@@ -24,10 +24,12 @@ from tests.cli.launchers import (
     INTERRUPTED,
     QUEUE,
     QUEUEING,
+    REFUSING,
     queued,
     requests,
 )
 from tests.plan.files import loaded
+from tests.run_folder.test_checkpoints import write_checkpoint
 
 
 def _submit(file: Path, *arguments: str, launcher: str = COMPLETING) -> Done:
@@ -177,6 +179,15 @@ def test_a_failed_run_names_the_two_ways_on(file: Path) -> None:
     assert f"hpc-train resume {paths.folder.name}" in done.err
     assert "--new" in done.err
     assert len(requests) == 1
+
+
+def test_a_refused_run_goes_on_from_its_checkpoints_if_it_has_any(file: Path) -> None:
+    done = _submit(file, launcher=REFUSING)
+    assert (done.code, "mend the file, or what it names, and submit it again" in done.err) == (65, True)
+    (paths,) = find_runs([])
+    write_checkpoint(paths, 5, attempt=1)
+    done = hpc_train("resume", paths.folder)
+    assert f"mend what the file names, and go on with `hpc-train resume {paths.folder.name}`" in done.err
 
 
 def test_new_starts_beside_what_is_there(file: Path) -> None:

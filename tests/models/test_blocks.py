@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import timm
 import torch
 import torchvision
 from torch import nn
 
+from hpc_train.errors import BadFileError
 from hpc_train.models.blocks import find_blocks
 from tests.models.factories import OwnBlocks, mlp
 
@@ -61,3 +64,44 @@ class _Nested(nn.Module):
 def test_blocks_do_not_lie_inside_each_other() -> None:
     model = nn.Sequential(_Nested(1), _Nested(1))
     assert find_blocks(model) == list(model)
+
+
+class _Says(nn.Module):
+    """``blocks()`` returns what ``said`` makes of the layers."""
+
+    said: Any
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+
+    def blocks(self) -> Any:
+        return type(self).said(self)
+
+
+def _saying(said: Any) -> _Says:
+    return type("_Own", (_Says,), {"said": staticmethod(said)})()
+
+
+@pytest.mark.parametrize("said", [lambda m: m.layers, lambda m: tuple(m.layers), lambda m: iter(m.layers)])
+def test_a_models_own_blocks_may_be_any_sequence_of_them(said: Any) -> None:
+    model = _saying(said)
+    assert find_blocks(model) == list(model.layers)
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (lambda _: None, r"returned None; write a list of submodules"),
+        (lambda m: m.layers[0][0], r"returned a Linear; write a list of submodules"),
+        (lambda _: "layers.0", r"returned a str; write"),
+        (lambda _: ["layers.0"], r"returned a list with a str in it; write"),
+        (lambda _: [nn.Linear(2, 2)], r"returned a Linear that is none of its submodules"),
+        (lambda m: [m], r"returned a _Own that is none of its submodules"),
+        (lambda m: [*m.layers, m.layers[0]], r"returned layers\.0, which stands there twice"),
+        (lambda m: [m.layers[0], m.layers[0][0]], r"returned layers\.0\.0, which lies in layers\.0"),
+    ],
+)
+def test_a_models_own_blocks_that_are_none_are_refused(said: Any, words: str) -> None:
+    with pytest.raises(BadFileError, match=rf"^model\.name: blocks\(\) {words}"):
+        find_blocks(_saying(said))

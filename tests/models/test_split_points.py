@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ class _Block(nn.Module):
 class _Net(nn.Module):
     """A stem, groups of blocks that get wider, a head."""
 
-    points: tuple[str, ...] = ("groups.1", "head")
+    points: Any = ("groups.1", "head")
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,11 +41,15 @@ class _Net(nn.Module):
             x = group(x)
         return self.head(x)
 
-    def split_points(self) -> list[str]:
-        return list(self.points)
+    def split_points(self) -> Any:
+        return self.points
 
 
 def _net(*points: str) -> _Net:
+    return _saying(points)
+
+
+def _saying(points: Any) -> _Net:
     torch.manual_seed(0)
     return type("_Own", (_Net,), {"points": points})()
 
@@ -87,3 +92,37 @@ def test_of_more_points_those_are_taken_that_balance_best() -> None:
 def test_points_that_do_not_do_are_refused(points: tuple[str, ...], num_stages: int, words: str) -> None:
     with pytest.raises(BadFileError, match=words):
         _split(_net(*points), num_stages)
+
+
+@pytest.mark.parametrize(
+    ("said", "what"),
+    [(None, "None"), ("groups.1", "a str"), ([nn.Linear(4, 4)], "a list with a Linear in it")],
+)
+def test_what_is_no_list_of_names_is_refused(said: Any, what: str) -> None:
+    words = rf"^model\.name: split_points\(\) returned {what}; write a list of names, like \['layers\.2'\]$"
+    with pytest.raises(BadFileError, match=words):
+        _split(_saying(said), 2)
+
+
+class _Padded(nn.Module):
+    """Layers without parameters first, in the midst and last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.ReLU(), nn.ReLU()
+        self.one, self.between, self.two = nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.two(self.between(self.one(self.first(x)))))
+
+    def split_points(self) -> list[str]:
+        return ["first", "one", "between", "two", "last"]
+
+
+def test_points_that_leave_a_stage_nothing_to_train_do_not_count() -> None:
+    assert [list(stage.state_dict()) for stage in _split(_Padded(), 2)] == [
+        ["one.weight", "one.bias"],
+        ["two.weight", "two.bias"],
+    ]
+    with pytest.raises(BadFileError, match=r"3 stages .* has 2; write at most 2"):
+        _split(_Padded(), 3)

@@ -14,15 +14,20 @@ from hpc_train.config import freezing
 from hpc_train.errors import StorageError
 from hpc_train.paths import RunPaths
 from hpc_train.plan.identity import content_hash
+from hpc_train.run_folder.attempts import claim_attempt
 from hpc_train.run_folder.creation import (
     Origin,
     create_run,
     effective_experiment,
     note_change,
     note_versions,
+    noted_changes,
     noted_versions,
     origin_of,
+    refused_changes,
 )
+from hpc_train.run_folder.ends import tell_end
+from hpc_train.run_folder.events import EventLog
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.versions import versions
 from tests.run_folder.runs import small_experiment, small_run
@@ -111,6 +116,33 @@ def test_changes_hold_from_their_attempt_on_and_the_latest_wins(tmp_path: Path) 
     assert [each.parallel.strategy for each in experiments.values()] == ["ddp", "fsdp", "fsdp", "fsdp"]
     assert experiments[1] == small_experiment() == freezing.read(paths.experiment)
     assert (read_json(paths.run) or {})["changes"]["10"] == ["data.workers=1"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "has_stepped", "is_kept"),
+    [
+        ([65], False, False),
+        ([75, 65], False, False),  # requeued before a first step, and refused then
+        ([75, 65], True, True),  # trained with: what was refused later is something else
+        ([1], False, True),
+    ],
+)
+def test_a_change_that_ranks_refuse_before_a_first_step_counts_no_longer(
+    tmp_path: Path, codes: list[int], has_stepped: bool, is_kept: bool
+) -> None:
+    paths = small_run(tmp_path)
+    change = "parallel.strategy=fsdp"
+    note_change(paths, 1, [change])
+    for code in codes:
+        attempt = paths.attempt(claim_attempt(paths))
+        assert noted_changes(paths, attempt.number) == [change]
+        tell_end(attempt, 1, code)
+        if has_stepped and attempt.number == 1:
+            EventLog(attempt).note("first_step")
+    assert noted_changes(paths, len(codes) + 1) == ([change] if is_kept else [])
+    assert refused_changes(paths) == ([] if is_kept else [change])
+    note_change(paths, len(codes) + 1, ["data.workers=2"])
+    assert noted_changes(paths, len(codes) + 2)[-1] == "data.workers=2"
 
 
 def test_a_change_needs_a_readable_run(tmp_path: Path) -> None:
