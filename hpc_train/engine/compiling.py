@@ -21,6 +21,9 @@ _VARIANTS = 4
 #: Modes in which forward and backward are CUDA graphs, whose results lie where the next replay puts its own.
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
+#: What Triton says, as a plain RuntimeError, at the compilation or at a kernel's first launch.
+_NO_C_COMPILER = "Failed to find C compiler"
+
 _log = logging.getLogger(__name__)
 
 
@@ -138,7 +141,9 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_compilers(error: BaseException) -> bool:
-    """Tell whether dynamo or inductor raised it; who never compiled has not imported them."""
+    """Tell whether dynamo, inductor or Triton raised it; who never compiled has not imported them."""
+    if isinstance(error, RuntimeError) and _NO_C_COMPILER in str(error):
+        return True
     families = (("torch._dynamo.exc", "TorchDynamoException"), ("torch._inductor.exc", "CppCompileError"))
     kinds = [getattr(sys.modules.get(module), name, None) for module, name in families]
     return any(isinstance(kind, type) and isinstance(error, kind) for kind in kinds)
@@ -148,6 +153,11 @@ def _fix(error: BaseException) -> str:
     if "InvalidCxxCompiler" in f"{type(error).__name__} {error}":
         return (
             "no C++ compiler was found: load a module with one (environment.modules), or write compile: false"
+        )
+    if _NO_C_COMPILER in str(error):
+        return (
+            "no C compiler was found: load a module with one (environment.modules), set CC to one, or write "
+            "compile: false"
         )
     if "fullgraph" in str(error) or type(error).__name__ == "Unsupported":
         return "write {fullgraph: false}, which goes on in Python where the compiler can't, or compile: false"

@@ -103,7 +103,7 @@ class Staging:
         device = next((tensor.device for tensor in pieces.values() if tensor.is_cuda), None)
         block, self.tensors = _allocate(pieces)
         if device is not None and _pin(block, device):
-            weakref.finalize(self, _unpin, block)
+            weakref.finalize(self, _unpin, block, device)
         self._device = device
         self._stream = None if device is None else torch.cuda.Stream(device)
         self._event: torch.cuda.Event | None = None
@@ -134,6 +134,8 @@ class Staging:
         """Return the buffers once all is in them. The writing thread; on the CPU it is what copies."""
         try:
             if self._event is not None:
+                # A thread begins with device 0, on which waiting would make a context of this rank's.
+                torch.cuda.set_device(self._device)
                 self._event.synchronize()
             else:
                 for name, tensor in self._left.items():
@@ -188,5 +190,6 @@ def _pin(block: Tensor, device: torch.device) -> bool:
     return False
 
 
-def _unpin(block: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
+def _unpin(block: Tensor, device: torch.device) -> None:
+    with torch.cuda.device(device):  # whichever thread collects it
+        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())

@@ -79,11 +79,13 @@ def _code(rank: RankProcess) -> int:
 def _cause(attempt: AttemptPaths, failed: Sequence[RankProcess]) -> RankProcess:
     """Return the rank that the others' ends follow from.
 
-    The first that did not merely lose its peer; one that gloo aborted over a peer comes after all others.
+    The first that did not merely lose its peer; one that gloo aborted over a peer comes after all others. Of
+    those that did, the first that has words of NCCL's.
     """
     own = [rank for rank in failed if _code(rank) != ExitCode.PEER_LOST]
     spoke = [rank for rank in own if _code(rank) != -signal.SIGABRT or attempt.error(rank.rank).exists()]
-    return (spoke or own or failed)[0]
+    told = [rank for rank in failed if attempt.error(rank.rank).exists()]
+    return (spoke or own or told or failed)[0]
 
 
 def _failure(attempt: AttemptPaths, rank: RankProcess) -> Outcome:
@@ -98,7 +100,7 @@ def _failure(attempt: AttemptPaths, rank: RankProcess) -> Outcome:
     exit_code = ExitCode(code) if code in _USER_EXITS else ExitCode.FAILED
     if code < 0:
         what = signal_reason(-code)
-    elif code == ExitCode.PEER_LOST:
+    elif code == ExitCode.PEER_LOST and not said:
         what = f"lost the others, and none said why; see {attempt.log(rank.rank)}"
     elif said:
         what = own_words(said) if code in _OWN_EXITS else exception_line(said)

@@ -1,4 +1,8 @@
-"""How many collective operations this rank has begun: one that has not come as far as others began fewer."""
+"""How many collective operations this rank has begun: one that has not come as far as others began fewer.
+
+On CUDA begun is enqueued by the host. What the device has started NCCL's flight recorder would know with
+TORCH_NCCL_ENABLE_TIMING alone, by which, torch says, its own watchdog hangs more often.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from hpc_train.run_folder.processes import Process
 from hpc_train.runtime.progress import Standing
 from hpc_train.runtime.stacks import in_words
 
-_NETWORK = "the network between the nodes"
+_NETWORK = "the network between the nodes, and on GPUs at the collectives in rank-<r>.nccl.json"
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ def judge(world_size: int, answers: Mapping[int, Report], last: Mapping[int, Rep
 
     ``answers``: what ranks said when asked; ``last``: what those said earlier that did not answer now.
     ``stacks``: where the stacks lie, for the message. A rank that does not answer does not run; else one that
-    did not come as far as another keeps that waiting.
+    did not come as far as another keeps that waiting. On GPUs hosts are compared by what they have enqueued:
+    where a device hangs, none is behind.
     """
     silent = [rank for rank in range(world_size) if rank not in answers]
     answered = sorted(answers)

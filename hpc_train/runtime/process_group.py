@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from hpc_train.errors import PeerLostError, TryAgainError, UserError
 from hpc_train.run_folder.files import read_json, write_json
 from hpc_train.runtime import network
+from hpc_train.runtime.errand import within
 from hpc_train.runtime.ranks import RankFacts
 
 #: Keys of the store, and what they may say: who came; whether all go on or all leave; who read that.
@@ -49,6 +50,8 @@ class Timeouts:
     silence_s: float = 1800.0
     #: Rank 0 may close its loggers meanwhile, which takes half a minute where a server is slow.
     leave_s: float = 60.0
+    #: For NCCL and gloo to tear down what nobody needs any more.
+    teardown_s: float = 30.0
 
     @classmethod
     def beyond(cls, hang_after_s: float) -> Timeouts:
@@ -81,9 +84,13 @@ class Group:
                 dist.all_reduce(torch.zeros(1), group=self.control)
 
     def leave(self) -> None:
-        """Tear the groups down. Never raises: the work is done or lost already."""
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+        """Tear the groups down, or give up within a limit. Never raises: the work is done or lost already."""
+        within(self.timeouts.teardown_s, self._destroy, "leaving")
+
+    def _destroy(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins with device 0
+        dist.destroy_process_group()
 
 
 def join(
@@ -130,6 +137,19 @@ def peer_lost(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def nccl_words(error: BaseException | None) -> str | None:
+    """Return in one line what NCCL said, of a lost peer, where that may be this node's own fault; else None.
+
+    It says ncclSystemError and ncclInternalError of both: of a peer that is gone, and of a /dev/shm that is
+    too small or an interface that is not there.
+    """
+    while error is not None:
+        if isinstance(error, dist.DistBackendError):
+            return None if "ncclRemoteError" in str(error) else " ".join(str(error).split())
+        error = error.__cause__
+    return None
 
 
 def _meet(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from hpc_train.strategies.fully_sharded import FullySharded
+from hpc_train.strategies.mesh import mesh_of
 
 
 class HSDPStrategy(FullySharded):
@@ -13,6 +14,4 @@ class HSDPStrategy(FullySharded):
     name = "hsdp"
 
     def mesh(self) -> DeviceMesh:
-        degrees = self.placement.degrees
-        shape, names = (degrees.replicate, degrees.shard), ("replicate", "shard")
-        return init_device_mesh(self.placement.device.type, shape, mesh_dim_names=names)
+        return mesh_of(self.placement, ("replicate", "shard"))

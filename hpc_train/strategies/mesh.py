@@ -1,20 +1,52 @@
 """The one DeviceMesh of a run, its axes those of ``config.degrees``: who shares what with whom.
 
-Used by the strategies by which ranks share layers, each of which makes it once.
+Made once a process group, however often the model is built: each NCCL communicator holds device memory until
+the process group is destroyed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hpc_train.config.degrees import AXES
 from hpc_train.strategies.base import Placement
 
+T = TypeVar("T")
+#: By process group of all ranks, of which there is one at a time: what ``made_once`` has made of it.
+_made: dict[dist.ProcessGroup | None, dict[Hashable, Any]] = {}
+
+
+def made_once(key: Hashable, make: Callable[[], T]) -> T:
+    """Return what ``make`` returned for ``key`` in this process group; what another one had is forgotten.
+
+    Collective where ``make`` is.
+    """
+    world = dist.group.WORLD
+    for gone in _made.keys() - {world}:
+        del _made[gone]
+    known = _made.setdefault(world, {})
+    if key not in known:
+        known[key] = make()
+    found: T = known[key]
+    return found
+
+
+def mesh_of(placement: Placement, axes: tuple[str, ...] = AXES) -> DeviceMesh:
+    """Return the mesh of all ranks with these axes of ``config.degrees``. Collective."""
+    sizes = tuple(getattr(placement.degrees, axis) for axis in axes)
+    device_type = placement.device.type
+    return made_once(
+        (device_type, sizes, axes), lambda: init_device_mesh(device_type, sizes, mesh_dim_names=axes)
+    )
+
 
 def device_mesh(placement: Placement) -> DeviceMesh:
-    """Make the mesh of all ranks, of all four axes. Collective."""
-    sizes = tuple(getattr(placement.degrees, axis) for axis in AXES)
-    return init_device_mesh(placement.device.type, sizes, mesh_dim_names=AXES)
+    """Return the mesh of all ranks, of all four axes. Collective."""
+    return mesh_of(placement)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

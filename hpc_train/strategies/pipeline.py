@@ -24,15 +24,11 @@ from hpc_train.errors import BadFileError
 from hpc_train.models.splitting import Stage, split_model
 from hpc_train.runtime.data_info import Batch
 from hpc_train.strategies.base import Forward, Piece, Placement
-from hpc_train.strategies.buffers import (
-    broadcast_from_rank_0,
-    buffers_kept,
-    persistent_buffers,
-    training_buffers,
-)
+from hpc_train.strategies.buffers import Buffers, broadcast_from_rank_0, buffers_kept
 from hpc_train.strategies.clipping import clip_over_ranks
+from hpc_train.strategies.data_parallel import move, refuse_complex
 from hpc_train.strategies.fully_sharded import FullySharded, refuse_unshardable, shard
-from hpc_train.strategies.mesh import data_mesh, device_mesh
+from hpc_train.strategies.mesh import data_mesh, device_mesh, made_once
 from hpc_train.strategies.pipeline_run import Chunks, Run
 from hpc_train.strategies.stages import Forms, HeldStages, Passage, let_go, make_contiguous
 from hpc_train.strategies.tensor_plan import TensorPlan, even_out, refuse_unshared, share_layers
@@ -65,7 +61,8 @@ class PipelineStrategy(FullySharded):
     def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         """Keep this rank's stages of ``model``; the tensors of all others are freed. Collective."""
         # On all ranks alike, whichever stage it is of.
-        refuse_unshardable(model, self.placement.precision, self.name)
+        refuse_complex(model)
+        refuse_unshardable(model, blocks, self.placement.precision, self.name)
         self._refuse_compiled(model)
         refuse_unshared(model, self.placement.degrees.tensor, "take it out")
         names = list(model.state_dict())
@@ -80,8 +77,7 @@ class PipelineStrategy(FullySharded):
         # Now, since what a forward gathers is shown in their place.
         trained = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         self._optimized = {name: trained[name] for name in names if name in trained}
-        self._read_in_training = list(training_buffers(self.model).values())
-        self._saved = list(persistent_buffers(self.model).values())
+        self._buffers = Buffers(self.model)
         group = self._mesh["pipeline"].get_group()
         passage = Passage(self.model, dict(self._held), self._num_stages, group, self.placement.device)
         self.wrapped = self._passage = passage
@@ -110,7 +106,7 @@ class PipelineStrategy(FullySharded):
         return data_mesh(self._mesh)
 
     def _place_stage(self, model: nn.Module, stage: Stage, blocks: Sequence[nn.Module]) -> None:
-        stage.to(self.placement.device, self.placement.precision.param_dtype)
+        move(stage, self.placement)
         make_contiguous(stage)
         plan = share_layers(stage, self._mesh["tensor"], within=model)
         shard(stage, blocks, self.mesh(), self.placement.precision, self.reshard_after_forward)
@@ -124,9 +120,8 @@ class PipelineStrategy(FullySharded):
         if size == 1:
             return placement.rank, None
         # torch wants every rank to make all of them.
-        groups = [
-            dist.new_group(list(range(first, first + size))) for first in range(0, placement.world_size, size)
-        ]
+        stages = [tuple(range(first, first + size)) for first in range(0, placement.world_size, size)]
+        groups = made_once(tuple(stages), lambda: [dist.new_group(list(ranks)) for ranks in stages])
         own = placement.rank // size
         return own * size, cast(dist.ProcessGroup, groups[own])
 
@@ -136,6 +131,7 @@ class PipelineStrategy(FullySharded):
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         run = self._run_for(batches, forward)
         total = run.step(batches, forward)
+        self._buffers.settle()
         if self.placement.degrees.tensor > 1:
             even_out(self._optimized.values(), self._mesh["tensor"])
         return total if self.reports else torch.zeros_like(total)
@@ -194,7 +190,7 @@ class PipelineStrategy(FullySharded):
 
     def share_buffers(self, *, all_persistent: bool) -> None:
         """Give the ranks of each stage the buffers of the first of them."""
-        buffers = self._saved if all_persistent else self._read_in_training
+        buffers = self._buffers.tensors(all_persistent=all_persistent)
         if buffers and self._same_stage is not None:
             broadcast_from_rank_0(buffers, self._same_stage, self._first_of_stage)
 

@@ -21,16 +21,18 @@ from hpc_train.engine.fp8 import use_float8
 from hpc_train.engine.optimization import Optimization, make_optimizer
 from hpc_train.engine.schedules import make_schedule
 from hpc_train.engine.training_state import TrainingState
-from hpc_train.errors import BadFileError, ExitCode, StorageError, UserError
+from hpc_train.errors import BadFileError, ExitCode, UserError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.models.depths import layer_depths
+from hpc_train.models.inspection import has_batchnorm
 from hpc_train.plan.batches import BatchArithmetic
 from hpc_train.run_folder import versions
 from hpc_train.runtime.data_info import DataInfo
 from hpc_train.runtime.seeds import seed_build
 from hpc_train.strategies.base import Placement, Strategy
 from hpc_train.strategies.sync_batchnorm import sync_batchnorm
+from hpc_train.worker import other_ranks
 from hpc_train.worker.rank import Rank
 
 #: What a plug-in's strategy written for an earlier version lacks.
@@ -56,6 +58,7 @@ class Learner:
     ema: Ema | None = None
     #: Of the whole model.
     num_parameters: int = 0
+    has_batchnorm: bool = False
 
     @property
     def state(self) -> TrainingState:
@@ -97,6 +100,7 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, placemen
     compile_model(model, blocks, config.compile, placement.device)
     strategy = _strategy(config, placement)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    normalises = has_batchnorm(model)
     wrapped = strategy.place(model, blocks)
     optimizer = make_optimizer(
         config.optimization.optimizer, strategy.optimized(), config.optimization.global_batch_size, depths
@@ -104,7 +108,7 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, placemen
     schedule = make_schedule(config.optimization.schedule, batches.total_steps, batches.steps_per_epoch)
     optimization = Optimization(optimizer, schedule, placement.precision, placement.device)
     ema = None if config.optimization.ema is None else Ema(strategy.model, config.optimization.ema.decay)
-    return Learner(strategy.model, wrapped, strategy, optimization, ema, num_parameters)
+    return Learner(strategy.model, wrapped, strategy, optimization, ema, num_parameters, normalises)
 
 
 def _strategy(config: Experiment, placement: Placement) -> Strategy:
@@ -142,14 +146,10 @@ def resumed(rank: Rank, checkpointer: Checkpointer, learner: Learner, source: Da
     loaded = checkpointer.load_newest(learner.state)
     if loaded is not None:
         _heed_versions(rank, loaded)
+        _heed_ranks(rank, loaded, learner)
         _check_data(loaded, source)
         saved = loaded.extra["position"]
         return Resumed(Position(saved["step"], tuple(saved["skipped"])), loaded.extra.get("skips", 0))
-    if checkpointer.notices:
-        raise StorageError(
-            "no checkpoint is whole any more, and training is not begun anew in silence; start it again with "
-            "hpc-train submit --new: " + "; ".join(checkpointer.notices)
-        )
     return Resumed(Position(0))
 
 
@@ -167,6 +167,23 @@ def _heed_versions(rank: Rank, loaded: Loaded) -> None:
         )
     if rank.is_first:
         _log.warning("%s; the weights may differ in the last bit from here on", words)
+
+
+def _heed_ranks(rank: Rank, loaded: Loaded, learner: Learner) -> None:
+    """Say where other ranks go on than those that saved: that changes numbers, if by rounding alone."""
+    words = other_ranks.difference(
+        loaded.extra,
+        _ranks(rank),
+        loaded.step,
+        has_batchnorm=learner.has_batchnorm,
+        is_synced=rank.experiment.parallel.sync_batchnorm,
+    )
+    if words is not None and rank.is_first:
+        _log.warning("%s", words)
+
+
+def _ranks(rank: Rank) -> dict[str, Any]:
+    return other_ranks.told(rank.facts.world_size, rank.experiment.parallel.strategy, rank.degrees)
 
 
 def _check_data(loaded: Loaded, source: DataSource) -> None:
@@ -196,11 +213,10 @@ def extra(
         "skips": skips,
         "seed": rank.experiment.seed,
         "data": _data_facts(source),
-        "world_size": rank.facts.world_size,
         "micro_batches": batches.micro_batches,
         "steps_per_epoch": batches.steps_per_epoch,
-        "strategy": rank.experiment.parallel.strategy,
         "precision": rank.experiment.precision,
         "device": rank.device.type,
         "versions": versions.versions(),
+        **_ranks(rank),
     }

@@ -25,10 +25,11 @@ import torch
 from hpc_train.config.degrees import find_degrees
 from hpc_train.config.pipelines import problem_of_schedule
 from hpc_train.config.problems import Problem
+from hpc_train.config.slurm_rules import most_nodes
 from hpc_train.engine.control_group import ControlGroup
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, PeerLostError
 from hpc_train.plan.batches import accumulation
-from hpc_train.plan.planning import most_nodes, slurm_ranks_per_node
+from hpc_train.plan.planning import slurm_ranks_per_node
 from hpc_train.run_folder.micro_batch import Found, keep, kept
 from hpc_train.runtime.ranks import is_started_by_slurm
 from hpc_train.runtime.signals import STOP_SIGNALS

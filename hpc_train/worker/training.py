@@ -88,7 +88,7 @@ def _train_once(run: _Run) -> bool | None:
     start = _without_skipped(run, resumed(rank, checkpointer, learner, run.source))
     rank.note("loaded")
     _begin_record(run, start.position.step)
-    _say_start(run, learner, start.position, checkpointer.notices)
+    _say_start(run, learner, start.position)
     with ExitStack() as stack:
         trainer = _trainer(run, learner, checkpointer, start, stack)
         try:
@@ -280,7 +280,7 @@ def _loggers(rank: Rank) -> list[Logger]:
     ]
 
 
-def _say_start(run: _Run, learner: Learner, position: Position, notices: list[str]) -> None:
+def _say_start(run: _Run, learner: Learner, position: Position) -> None:
     rank = run.rank
     if not rank.is_first:
         return
@@ -296,5 +296,3 @@ def _say_start(run: _Run, learner: Learner, position: Position, notices: list[st
         position.step,
         run.batches.total_steps,
     )
-    for notice in notices:
-        _log.warning("%s", notice)

@@ -47,6 +47,7 @@ from hpc_train.runtime.process_group import join, peer_lost
 from hpc_train.runtime.ranks import RankFacts
 from hpc_train.strategies.base import Placement
 from hpc_train.tasks.base import Task
+from hpc_train.worker.ends import out_of_memory
 from hpc_train.worker.free_memory import limit_memory
 from hpc_train.worker.inputs import make_to_input
 from hpc_train.worker.learner import Learner, build, part
@@ -57,8 +58,8 @@ _PR_SET_PDEATHSIG = 1
 _STEPS = 2
 #: Strategies under which a rank's micro-batches follow each other: two need as much memory as all.
 _ONE_BY_ONE = {"ddp", "zero1", "zero2", "fsdp", "hsdp", "tensor"}
-#: How torch, its libraries and the kernel say it where they raise no class for it; in small letters.
-_OUT_OF_MEMORY = ("out of memory", "allocate memory", "bad_alloc", "alloc_failed")
+#: What CUDA says in a second process of a GPU that takes one alone (nvidia-smi --compute-mode).
+_TAKEN = "busy or unavailable"
 
 
 @dataclass(frozen=True)
@@ -242,9 +243,9 @@ def _clear(experiment: Experiment) -> None:
 
 def last_words(error: BaseException) -> tuple[str, str, int]:
     """Return how the trial ended, in what words, and with which exit code a rank would end of it."""
-    cause = compile_error(error) or error
+    cause = compile_error(error) or _taken(error) or error
     code = int(cause.exit_code) if isinstance(cause, HpcTrainError) else int(ExitCode.FAILED)
-    if is_out_of_memory(error):
+    if out_of_memory(error) is not None:
         return OUT_OF_MEMORY, _first_line(error), code
     if peer_lost(error):
         return PEER, _first_line(error), code
@@ -252,17 +253,13 @@ def last_words(error: BaseException) -> tuple[str, str, int]:
     return FAILED, str(cause) if is_plain else "".join(traceback.format_exception(error)), code
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Tell whether ``error``, or what caused it, says that memory ran out on the device or the host."""
-    while error is not None:
-        if isinstance(error, MemoryError | torch.OutOfMemoryError):
-            return True
-        if isinstance(error, RuntimeError | OSError):
-            text = str(error).lower()
-            if any(words in text for words in _OUT_OF_MEMORY):
-                return True
-        error = error.__cause__ or error.__context__
-    return False
+def _taken(error: BaseException) -> BadFileError | None:
+    if not isinstance(error, RuntimeError) or _TAKEN not in str(error):
+        return None
+    return BadFileError(
+        "optimization.micro_batch_size: auto tries sizes in a second process, which the GPU does not let in "
+        f"({_first_line(error)}): it is in exclusive-process mode, or broken; write a number, like 64"
+    )
 
 
 def _first_line(error: BaseException) -> str:

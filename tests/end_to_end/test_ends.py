@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import AttemptRecord, read_record
 from hpc_train.run_folder.checkpoints import committed
+from hpc_train.run_folder.ends import exit_codes
 from tests.end_to_end import paced
 from tests.end_to_end.runs import (
     EXPERIMENT,
@@ -139,7 +140,7 @@ def test_ctrl_c_saves_the_step_that_it_stops_at(interrupted: tuple[RunPaths, Don
     assert not list(paths.attempt(1).folder.glob("*.error"))
 
 
-@pytest.mark.fault(47)
+@pytest.mark.fault(40, 47)
 def test_after_ctrl_c_a_resume_changes_no_bit(
     interrupted: tuple[RunPaths, Done], quiet: RunPaths, tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_after_ctrl_c_a_resume_changes_no_bit(
     assert done.code == 0, done.err
     assert status(paths)["state"] == "completed"
     assert_equal_to_the_bit(quiet, paths)
+    assert "going on with" not in paths.attempt(2).log(0).read_text(), "the same ranks go on"
 
 
 @pytest.mark.fault(2, 47)
@@ -413,14 +415,16 @@ def test_where_every_checkpoint_is_damaged_training_does_not_begin_anew_in_silen
     for checkpoint in committed(paths):
         flip_a_bit(checkpoint.shard(0))
     before = paths.metrics.read_text()
-    done = resume(paths)
-    assert done.code == 74, done.err
-    state, reason = stopped(paths)
-    assert state == "failed"
-    assert "no checkpoint is whole any more" in reason
-    assert "--new" in reason
-    assert "Traceback" not in done.err
-    assert paths.metrics.read_text() == before
+    for attempt in (2, 3):  # the second finds them set aside
+        done = resume(paths)
+        assert done.code == 74, done.err
+        state, reason = stopped(paths)
+        assert state == "failed"
+        assert "no checkpoint is whole any more" in reason
+        assert "--new" in reason and ".bad" in reason
+        assert "Traceback" not in done.err
+        assert paths.metrics.read_text() == before
+        assert exit_codes(paths.attempt(attempt)) == {0: 74, 1: 74}
 
 
 # --- the same file again
@@ -505,19 +509,27 @@ def losses(paths: RunPaths) -> torch.Tensor:
 
 @pytest.mark.fault(40)
 @pytest.mark.parametrize(
-    "changes",
-    [("--local", "--devices", "3"), ("parallel.strategy=fsdp",)],
+    ("changes", "who"),
+    [
+        (("--local", "--devices", "3"), "3 ranks under ddp"),
+        (("parallel.strategy=fsdp",), "2 ranks under fsdp"),
+    ],
     ids=["three ranks", "fsdp"],
 )
 def test_a_run_goes_on_in_another_way_with_the_same_losses(
-    changes: tuple[str, ...], interrupted_plain: RunPaths, quiet_plain: RunPaths, tmp_path: Path
+    changes: tuple[str, ...], who: str, interrupted_plain: RunPaths, quiet_plain: RunPaths, tmp_path: Path
 ) -> None:
+    at = committed(interrupted_plain)[0].step
     paths = copy_of(interrupted_plain, tmp_path)
     done = resume(paths, *changes)
     assert done.code == 0, done.err
     assert status(paths)["state"] == "completed"
     assert [row["step"] for row in rows(paths)] == [row["step"] for row in rows(quiet_plain)]
     torch.testing.assert_close(losses(paths), losses(quiet_plain), rtol=0, atol=1e-5)
+    said = f"going on with {who} from checkpoint {at} of 2 ranks under ddp"
+    logs = [path.read_text() for path in sorted(paths.attempt(2).folder.glob("rank-*.log"))]
+    assert [log.count(said) for log in logs] == [1] + [0] * (len(logs) - 1)
+    assert "not to the bit" in logs[0] and "BatchNorm" not in logs[0]
 
 
 def test_channels_last_is_another_layout_of_the_same_numbers(tmp_path: Path) -> None:

@@ -137,6 +137,16 @@ def test_a_missing_compiler_is_named_through_what_wraps_it() -> None:
     assert told is not None and "no C++ compiler was found" in str(told)
 
 
+def test_a_missing_c_compiler_is_named_at_a_kernels_first_launch_too() -> None:
+    from torch._inductor.exc import InductorError
+
+    words = "Failed to find C compiler. Please specify via CC environment variable."
+    for error in (RuntimeError(words), InductorError(RuntimeError(words), None)):
+        told = str(compile_error(error))
+        assert "no C compiler was found: load a module with one (environment.modules)" in told
+        assert "micro_batch_size" not in told
+
+
 def test_other_errors_are_not_the_compilers() -> None:
     assert compile_error(RuntimeError("shapes do not match")) is None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -94,6 +96,17 @@ def test_what_is_no_tensor_is_copied_too() -> None:
     contents = Contents.of(trainee.state, trainee.strategy, extra)
     extra["position"]["skipped"].append(2)
     assert contents.rest["extra"] == {"position": {"skipped": [1]}}
+
+
+def test_the_writing_thread_waits_on_the_ranks_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins with device 0."""
+    did: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", did.append)
+    staging = Staging({"weight": torch.ones(3)})
+    staging._device = torch.device("cuda", 1)
+    staging._event = cast(torch.cuda.Event, SimpleNamespace(synchronize=lambda: did.append("waited")))
+    staging.copy()
+    assert did == [torch.device("cuda", 1), "waited"]
 
 
 @pytest.mark.gpu

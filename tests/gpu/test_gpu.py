@@ -8,6 +8,8 @@ from __future__ import annotations
 import io
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -376,6 +378,8 @@ def test_a_row_is_taken_without_waiting_for_the_device(device: torch.device, tmp
     # NCCL waits once, when it makes its communicator, and the driver when it pins memory.
     meters.train_row(1, 0.1, loss.clone(), norm)
     meters.sync()
+    torch.cuda.synchronize()
+    meters.drain(wait=True)
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(500_000_000)  # cycles: a quarter of a second or more that the loss comes behind
@@ -471,6 +475,34 @@ def test_a_save_beside_training_waits_for_nothing_and_holds_the_step_it_was_begu
     assert checkpointer.load_newest(state) is not None
     for ours, theirs in zip(model.parameters(), expected, strict=True):
         assert torch.equal(ours, theirs)
+
+
+_SAVES_ON_ITS_OWN_GPU = """
+import threading
+import torch
+from hpc_train.engine.staging import Staging
+torch.cuda.set_device(1)
+sources = {"weight": torch.ones(3, device="cuda")}
+staging = Staging(sources)
+staging.begin(sources, ())
+writing = threading.Thread(target=staging.copy)
+writing.start()
+writing.join()
+collecting = threading.Thread(target=lambda made: made.clear(), args=([staging],))
+del staging
+collecting.start()
+collecting.join()
+print([torch._C._cuda_hasPrimaryContext(number) for number in range(2)])
+"""
+
+
+@on_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU or none here")
+def test_a_save_makes_no_context_on_the_gpu_of_another_rank() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SAVES_ON_ITS_OWN_GPU], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "[False, True]"
 
 
 @on_gpu

@@ -295,6 +295,21 @@ fail("ValueError: the cause")
     assert read_status(request.paths).reason == "rank 1: ValueError: the cause"
 
 
+@pytest.mark.fault(16)
+def test_of_ranks_that_lost_each_other_the_one_with_words_is_named(tmp_path: Path) -> None:
+    request = new_request(tmp_path)
+    error = str(attempt_of(request).error(1))
+    script = f"""
+if rank == 0:
+    wait_for(Path({error!r}).exists)
+    leave(76)
+fail("a peer is gone, or NCCL fails on this node: no /dev/shm", 76)
+"""
+    assert launch(request, script) == ExitCode.FAILED
+    reason = "rank 1: a peer is gone, or NCCL fails on this node: no /dev/shm"
+    assert read_status(request.paths).reason == reason
+
+
 @pytest.mark.fault(17)
 def test_a_rank_that_stays_behind_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_LEAVE_GRACE_S", 0.2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from hpc_train.errors import PeerLostError, TryAgainError, UsageError, UserError
 from hpc_train.run_folder.files import write_json
-from hpc_train.runtime.process_group import Timeouts, join, peer_lost
+from hpc_train.runtime.process_group import Timeouts, join, nccl_words, peer_lost
 from hpc_train.runtime.ranks import RankFacts
 from tests.runtime.scripts import run_script
 
@@ -110,6 +111,38 @@ def test_what_counts_as_a_lost_peer(error: Exception, is_lost: bool) -> None:
     wrapped = RuntimeError("backward failed")
     wrapped.__cause__ = error
     assert peer_lost(wrapped) is is_lost
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "NCCL error: ncclSystemError: \nLast error:\nno /dev/shm",
+            "NCCL error: ncclSystemError: Last error: no /dev/shm",
+        ),
+        ("NCCL error: ncclInternalError", "NCCL error: ncclInternalError"),
+        ("NCCL error: ncclRemoteError: remote process exited", None),
+    ],
+)
+def test_what_nccl_may_say_of_this_node_is_told_in_a_line(text: str, words: str | None) -> None:
+    error = dist.DistBackendError(text)
+    assert peer_lost(error) and nccl_words(error) == words
+    wrapped = RuntimeError("backward failed")
+    wrapped.__cause__ = error
+    assert nccl_words(wrapped) == words
+    assert nccl_words(RuntimeError("Connection closed by peer")) is None
+
+
+def test_a_teardown_that_never_ends_keeps_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = join(RankFacts(), CPU, tmp_path / "rendezvous.json", "token", Timeouts(teardown_s=0.1))
+    destroy, may_end, ended = dist.destroy_process_group, threading.Event(), []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(may_end.wait(30)))
+    try:
+        group.leave()
+        assert not ended
+    finally:
+        may_end.set()
+        destroy()
 
 
 @pytest.mark.fault(18, 19)

@@ -7,17 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from hpc_train.config.degrees import Degrees
 from hpc_train.config.training_sections import ParallelConfig
+from hpc_train.engine.ema import Ema
 from hpc_train.errors import BadFileError
 from hpc_train.registry import load
 from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.precision import choose_precision
 from hpc_train.strategies.base import Placement
-from hpc_train.strategies.buffers import buffers_kept, training_buffers
+from hpc_train.strategies.buffers import Buffers, buffers_kept, training_buffers
+from hpc_train.strategies.fully_sharded import refuse_unshardable
+from hpc_train.strategies.mesh import made_once
 from tests.forwards import PlainForward
 from tests.ranks import run_ranks
 
@@ -41,11 +46,45 @@ class Counting(nn.Module):
         return self.linear(inputs) * (1 + self.calls)
 
 
+class Averaging(nn.Module):
+    """Takes a running mean off; the usual way to write that is to put a new tensor in the buffer's place."""
+
+    mean: Tensor
+
+    def __init__(self, *, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mean = 0.9 * self.mean + 0.1 * inputs.detach().mean(0)
+        if self.in_place:
+            self.mean.copy_(mean)
+        else:
+            self.mean = mean
+        return inputs - self.mean
+
+
 def make_model(kind: str = "plain") -> nn.Module:
     torch.manual_seed(0)
     middle = [nn.Sequential(nn.Linear(6, 6), nn.ReLU()) for _ in range(2)]
-    extra: list[nn.Module] = {"plain": [], "batchnorm": [nn.BatchNorm1d(6)], "counting": [Counting()]}[kind]
+    extra: list[nn.Module] = {
+        "plain": [],
+        "batchnorm": [nn.BatchNorm1d(6)],
+        "counting": [Counting()],
+        "averaging": [Averaging(in_place=False)],
+        "averaging in place": [Averaging(in_place=True)],
+    }[kind]
     return nn.Sequential(nn.Linear(5, 6), *middle, *extra, nn.Linear(6, 2))
+
+
+def place(rank: int, world_size: int, name: str, model: nn.Module, precision: str = "fp64") -> Any:
+    """Return the strategy; each Sequential of ``model`` is a block."""
+    device = torch.device("cpu")
+    placement = Placement(rank, degrees_of(name, world_size), device, choose_precision(precision, device))
+    strategy: Any = load("strategies", name)(placement)  # type: ignore[operator]
+    strategy.place(model, [child for child in model.children() if isinstance(child, nn.Sequential)])
+    return strategy
 
 
 def make_batch(number: int, weight: float) -> Batch:
@@ -80,11 +119,8 @@ def degrees_of(strategy: str, world_size: int) -> Degrees:
 
 def step_of(rank: int, world_size: int, name: str, kind: str) -> dict[str, Any]:
     """Two accumulations and a clipping on one rank; everything gathered."""
-    device = torch.device("cpu")
-    placement = Placement(rank, degrees_of(name, world_size), device, choose_precision("fp64", device))
-    strategy: Any = load("strategies", name)(placement)  # type: ignore[operator]
     model = make_model(kind)
-    strategy.place(model, [child for child in model if isinstance(child, nn.Sequential)])
+    strategy = place(rank, world_size, name, model)
     losses = []
     for _ in range(2):
         model.zero_grad()
@@ -163,6 +199,119 @@ def test_a_forward_that_does_not_count_leaves_buffers_alone() -> None:
     torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
 
 
+def follow(rank: int, world_size: int, name: str, kind: str) -> list[Tensor]:
+    """Two steps; return the mean, its average, and the gradients of the last."""
+    model = make_model(kind)
+    strategy = place(rank, world_size, name, model)
+    ema = Ema(strategy.model, 0.5)
+    for _ in range(2):
+        model.zero_grad()
+        strategy.share_buffers(all_persistent=False)
+        strategy.accumulate(slots(rank, world_size), PlainForward(loss_of))
+        ema.update()
+    strategy.share_buffers(all_persistent=True)
+    ema.share_buffers(strategy)
+    gradients = [full(value.grad).clone() for value in strategy.optimized().values()]
+    return [model[3].mean, ema.averages["3.mean"], *gradients]  # type: ignore[index]
+
+
+def follow_both(rank: int, world_size: int) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+    ways = "averaging", "averaging in place"
+    return {name: tuple(follow(rank, world_size, name, way) for way in ways) for name in NAMES}  # type: ignore[misc]
+
+
+@pytest.mark.slow
+def test_a_buffer_that_a_forward_replaces_is_as_one_that_it_changes_in_place(tmp_path: Path) -> None:
+    ranks = run_ranks(3, follow_both, folder=tmp_path)
+    for name in NAMES:
+        first, _ = ranks[0][name]
+        assert first[0].any() and not torch.equal(first[0], first[1])
+        for rank in ranks:
+            replaced, in_place = rank[name]
+            torch.testing.assert_close(replaced, in_place, rtol=0, atol=0)
+            torch.testing.assert_close(replaced[:2], first[:2], rtol=0, atol=0)
+
+
+def test_a_forward_that_does_not_count_leaves_a_buffer_alone_that_it_replaces() -> None:
+    model = make_model("averaging").double()
+    before = model[3].mean  # type: ignore[index]
+    with buffers_kept(model):
+        model(make_batch(0, 0.0).inputs)
+        assert model[3].mean.any()  # type: ignore[index]
+    assert model[3].mean is before and not before.any()  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        (
+            torch.zeros(2),
+            torch.zeros(3),
+            r"\(3,\) float32 in the place of the buffer state, which was \(2,\)",
+        ),
+        (torch.zeros(2, dtype=torch.int64), torch.zeros(2), r"write self\.state\.copy_"),
+        (None, torch.zeros(2), "the buffer state, which was None; .* persistent=False"),
+        (torch.zeros(2), None, "puts None in the place of the buffer state"),
+    ],
+)
+def test_a_buffer_that_would_not_come_back_is_refused(first: Any, then: Any, said: str) -> None:
+    model = nn.Module()
+    model.register_buffer("state", first)
+    buffers = Buffers(model)
+    buffers.settle()
+    model.state = then
+    with pytest.raises(BadFileError, match=said):
+        buffers.settle()
+
+
+def test_a_buffer_of_two_names_is_refused_where_one_is_replaced() -> None:
+    model = nn.ModuleList([nn.Module(), nn.Module()])
+    shared = torch.zeros(2)
+    for part in model:
+        part.register_buffer("state", shared)
+    buffers = Buffers(model)
+    assert buffers.tensors() == [shared]
+    model[1].state = torch.ones(2)
+    with pytest.raises(BadFileError, match=r"the buffer 1\.state is registered twice"):
+        buffers.settle()
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.complex64), ("fp64", torch.complex128)])
+def test_complex_constants_keep_their_imaginary_part(precision: str, dtype: torch.dtype) -> None:
+    model = make_model()
+    angles = torch.polar(torch.ones(2), torch.tensor([0.5, 1.0]))
+    model.register_buffer("angles", angles, persistent=False)
+    place(0, 1, "ddp", model, precision)
+    assert model.angles.dtype == dtype
+    assert torch.equal(model.angles, angles.to(dtype))  # type: ignore[arg-type]
+
+
+def test_complex_tensors_that_are_saved_are_refused() -> None:
+    model = make_model()
+    model.register_parameter("angles", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+    with pytest.raises(BadFileError, match=r"angles is complex, .*view_as_real"):
+        place(0, 1, "ddp", model)
+
+
+@pytest.mark.parametrize("where", ["two blocks", "a block and the rest"])
+@pytest.mark.parametrize("name", ["fsdp", "zero2"])
+def test_a_parameter_of_two_groups_is_refused(name: str, where: str) -> None:
+    model: Any = make_model("counting")
+    other = model[2][0] if where == "two blocks" else model[3].linear
+    other.weight = model[1][0].weight
+    second = "2.0.weight" if where == "two blocks" else "3.linear.weight"
+    with pytest.raises(BadFileError, match=f"1.0.weight and {second} are one parameter, .*ddp or zero1"):
+        place(0, 1, name, model)
+
+
+def test_a_parameter_of_two_places_in_one_group_is_none_of_two() -> None:
+    model: Any = make_model("counting")
+    model[3].linear.weight = nn.Parameter(torch.zeros(6, 6))
+    model.append(nn.Linear(6, 6)).append(model[1])
+    model[5].weight = model[3].linear.weight
+    refuse_unshardable(model, [model[1], model[2]], choose_precision("fp64", torch.device("cpu")), "fsdp")
+
+
 def test_batchnorm_under_fsdp_in_bf16_is_refused() -> None:
     device = torch.device("cpu")
     strategy: Any = load("strategies", "fsdp")(  # type: ignore[operator]
@@ -212,3 +361,31 @@ def test_unknown_arguments_of_a_strategy_are_refused(name: str) -> None:
     )
     with pytest.raises(BadFileError, match=r"parallel\.args: .*'bucket'"):
         load("strategies", name)(placement)  # type: ignore[operator]
+
+
+def groups_after_builds(rank: int, world_size: int) -> list[int]:
+    counts = []
+    for _ in range(3):
+        for name in ("hsdp", "tensor", "pipeline"):
+            place(rank, world_size, name, make_model())
+        counts.append(len(distributed_c10d._world.pg_map))
+    return counts
+
+
+@pytest.mark.slow
+def test_a_model_built_anew_takes_no_more_process_groups(tmp_path: Path) -> None:
+    """After a rollback, or for another size of micro-batch: NCCL's hold memory until they are destroyed."""
+    for counts in run_ranks(2, groups_after_builds, folder=tmp_path):
+        assert len(set(counts)) == 1, counts
+
+
+def test_another_process_group_has_meshes_of_its_own() -> None:
+    made = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            made.append([made_once("key", object) for _ in range(2)])
+        finally:
+            dist.destroy_process_group()
+    assert made[0][0] is made[0][1] and made[1][0] is made[1][1]
+    assert made[0][0] is not made[1][0]

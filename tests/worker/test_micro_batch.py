@@ -95,6 +95,14 @@ def test_other_ends_of_a_trial_are_told_apart() -> None:
     assert words.startswith("Traceback") and words.rstrip().endswith("ValueError: shapes differ")
 
 
+def test_a_gpu_that_takes_one_process_alone_is_told_what_to_write() -> None:
+    refusal = RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCompile with …")
+    outcome, words, code = raised(refusal)
+    assert (outcome, code) == (FAILED, ExitCode.BAD_FILE)
+    assert words.startswith("optimization.micro_batch_size: auto tries sizes in a second process")
+    assert words.endswith("write a number, like 64") and "\n" not in words
+
+
 def test_memory_that_is_free_is_that_of_the_tightest_cgroup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,7 +219,10 @@ def _ranks(end: re.Match[str]) -> str:
 
 
 def _last_words(facts: Facts) -> str:
-    """Return what there is to say where no rank gave a reason."""
+    """Return what there is to say where no rank gave a reason, but for what NCCL said of a lost peer."""
+    if facts.errors:
+        rank, text = next(iter(facts.errors.items()))
+        return by_rank(rank, exception_line(text))
     if facts.logs:
         if facts.srun_code == 0:
             return "the ranks ended without an error and without being done; see hpc-train logs"

@@ -213,6 +213,15 @@ def test_a_rank_that_left_before_there_was_anything_to_save_was_asked_to(facts: 
     assert told(facts) == PREEMPTED
 
 
+def test_what_nccl_said_of_a_lost_peer_is_told_where_nobody_said_more() -> None:
+    words = {2: "a peer is gone, or NCCL fails on this node: no /dev/shm"}
+    lost = Facts(76, errors=words, codes={0: 76, 2: 76}, logs={0: "", 2: ""})
+    assert told(lost) == ("crash", "requeue 75", f"rank 2: {words[2]}")
+    crashed = replace(lost, errors={**words, 1: TRACEBACK}, codes={**lost.codes, 1: 1})
+    assert told(crashed)[2] == "rank 1: ValueError: too hot"
+    assert "Killed" in (told(replace(lost, output=KILLED))[2] or "")
+
+
 def test_ranks_that_end_without_a_word_are_a_crash() -> None:
     assert told(Facts(76, codes={0: 76, 1: 76}, logs={0: "", 1: ""}))[0] == "crash"
     assert told(Facts(0, logs={0: ""}))[:2] == ("crash", "requeue 75")
