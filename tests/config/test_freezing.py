@@ -80,7 +80,7 @@ EXPERIMENTS = st.fixed_dictionaries(
         "deterministic": st.none() | st.booleans(),
         "compile": st.booleans() | optional(enabled=st.booleans(), mode=st.just("max-autotune")),
         "slurm": optional(
-            nodes=st.just("1-8"),
+            nodes=st.just("1-4"),
             time_limit=st.integers(1, 10**5).map(lambda minutes: f"{minutes}min"),
             extra=st.dictionaries(
                 st.just("nice"), st.integers(1, 9) | st.sampled_from(["on", "1e-3", "24:00:00"])
