@@ -69,7 +69,7 @@ EXPERIMENTS = st.fixed_dictionaries(
         "optimization": st.fixed_dictionaries(
             {
                 "epochs": st.integers(1, 99),
-                "global_batch_size": st.integers(1, 9).map(lambda n: n * 8),
+                "global_batch_size": st.integers(1, 9).map(lambda n: n * 16),
                 "micro_batch_size": st.sampled_from([1, 2, 4, 8, "auto"]),
                 "optimizer": st.fixed_dictionaries({"name": st.just("sgd"), "lr": FLOATS}),
             }
@@ -80,7 +80,7 @@ EXPERIMENTS = st.fixed_dictionaries(
         "deterministic": st.none() | st.booleans(),
         "compile": st.booleans() | optional(enabled=st.booleans(), mode=st.just("max-autotune")),
         "slurm": optional(
-            nodes=st.just("1-4"),
+            nodes=st.just("1-2"),
             time_limit=st.integers(1, 10**5).map(lambda minutes: f"{minutes}min"),
             extra=st.dictionaries(
                 st.just("nice"), st.integers(1, 9) | st.sampled_from(["on", "1e-3", "24:00:00"])
