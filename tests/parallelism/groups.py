@@ -28,7 +28,7 @@ Work = Callable[..., Any]
 class Group:
     """So many ranks. ``run`` calls ``work(rank, world_size, *args)``, importable, on all of them."""
 
-    def __init__(self, world_size: int, limit_s: float) -> None:
+    def __init__(self, world_size: int, limit_s: float = LIMIT_S) -> None:
         self.world_size = world_size
         self._limit_s = limit_s
         self._folder = tempfile.TemporaryDirectory(prefix="hpc-train-group-")
