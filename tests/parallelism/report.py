@@ -146,6 +146,8 @@ def _note(notes: dict[str, list[str]], problem: Problem, strategy: str) -> int:
 def _cell(results: Iterable[Result], strategy: str, title: str) -> str:
     precision = title if title in PRECISIONS else "fp64"
     found = [r for r in results if r.strategy == strategy and {title, precision} <= {*r.titles}]
+    if any(result.error for result in found):
+        return "**fails**"
     if any(not result.is_within for result in found):
         return "**apart**"
     sizes = [r.losses if precision in PRECISIONS else r.largest for r in found]
