@@ -23,3 +23,13 @@ def test_checkpoints_cost_what_the_page_says_and_no_more_than_they_may() -> None
     ):
         assert said.replace("%", " %") in page, f"{said} is not on the page; {medians}"
     assert f"{medians['whole save, ours / raw']:.2f} times a raw write" in page
+
+
+def test_a_pipelines_bubble_is_what_the_page_says() -> None:
+    kept = json.loads((REPOSITORY / "benchmarks" / "results" / "pipeline.json").read_text(encoding="utf-8"))
+    page = (REPOSITORY / "docs" / "parallelism.md").read_text(encoding="utf-8")
+    for schedule, slots in kept["bubble"].items():
+        cells = [
+            f"{each['measured']:.0%} / {each['formula']:.0%}".replace("%", "") for each in slots.values()
+        ]
+        assert f"| `{schedule}` | {' | '.join(cells)} |" in page
