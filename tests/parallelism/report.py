@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -80,9 +81,15 @@ def _result(comparison: Any, case: Any) -> Result:
     try:
         found = comparison.deviation(case)
     except (RankError, AssertionError) as error:
-        return Result(case.strategy, case.titles, False, error=str(error)[-2000:], **trained_by)
+        return Result(case.strategy, case.titles, False, error=in_a_line(str(error)), **trained_by)
     numbers = (found.losses, found.weights, found.gradients)
     return Result(case.strategy, case.titles, found.is_within, *numbers, **trained_by)
+
+
+def in_a_line(text: str) -> str:
+    """Return the last error that a rank's traceback names: without the paths of this machine."""
+    named = re.findall(r"^[\w.]+(?:Error|Exception)\b.*", text, re.MULTILINE)
+    return (named or text.splitlines() or [""])[-1]
 
 
 def _say(result: Result, case: str) -> None:

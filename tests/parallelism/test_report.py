@@ -65,3 +65,9 @@ def test_a_cell_is_the_largest_of_its_cases() -> None:
     assert ema.startswith("| EMA | 3e-12 | **apart** | not run |")
     (bf16,) = [row for row in rows if row.startswith("| bf16 |")]
     assert bf16.startswith("| bf16 | 2e-03 | not run; with BatchNorm refused (1) |")
+
+
+def test_of_a_failure_its_last_words_are_kept() -> None:
+    text = 'rank 0: Traceback (most recent call last):\n  File "/home/me/x.py", line 1\nValueError: not this\n\nHint'
+    assert report.in_a_line(text) == "ValueError: not this"
+    assert report.in_a_line("rank 0: no answer in 9 s\nrank 1: is gone") == "rank 1: is gone"
