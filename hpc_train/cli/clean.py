@@ -84,12 +84,8 @@ def _surplus(paths: RunPaths) -> list[_Surplus]:
             found.append(_Surplus(path, "not finished"))
         # Without a whole one nothing says which of them somebody may want to mend.
         elif newest is not None and path != newest.folder:
-            why = (
-                "damaged, set aside"
-                if is_set_aside
-                else f"older than {newest.folder.name}, or does not count"
-            )
-            found.append(_Surplus(path, why))
+            older = f"older than {newest.folder.name}, or does not count"
+            found.append(_Surplus(path, "damaged, set aside" if is_set_aside else older))
     return found
 
 

@@ -119,22 +119,9 @@ def persistent_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return name → buffer of all that ``state_dict`` holds, each tensor once."""
-    return {name: buffer for _, name, buffer in _persistent(model)}
-
-
-def training_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the persistent buffers that a training forward may read: all but BatchNorm's statistics."""
-    return {name: buffer for module, name, buffer in _persistent(model) if not isinstance(module, _BatchNorm)}
-
-
-def _persistent(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            yield module, f"{prefix}.{name}" if prefix else name, buffer
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    places = {id(buffer): buffer for _, _, buffer in persistent_places(model)}
+    return {names[key]: buffer for key, buffer in places.items()}
 
 
 @torch.no_grad()
