@@ -46,7 +46,7 @@ reliability: install ## cause every fault of the catalogue and write docs/reliab
 	@tests/slurm/install.sh
 	@$(BIN)/python -m tests.faults.reliability -n $(TEST_WORKERS)
 
-parallelism: install ## train all that may stand together and write the table of docs/parallelism.md: an hour
+parallelism: install ## train all that may stand together and write the table of docs/parallelism.md: hours
 	@$(BIN)/python -m tests.parallelism.report
 
 test-gpu: install ## run the tests that need a CUDA device and keep the results in benchmarks/results/gpu.json
