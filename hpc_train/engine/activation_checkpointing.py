@@ -43,6 +43,9 @@ _KEPT = frozenset(
     getattr(torch.ops.aten, name).default for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)
 )
 
+#: The block whose forward is about to begin: torch calls for its contexts without saying whose.
+_beginning: nn.Module | None = None
+
 
 def checkpoint_activations(blocks: Sequence[nn.Module], setting: str) -> None:
     """Let ``blocks``, or every n-th of them, compute again in backward what they do not keep, in place.
@@ -70,8 +73,6 @@ class _Recomputed:
         self.block = block
         self.plain = plain
         self.is_selective = is_selective
-        # A plain function and an attribute: the compiler takes no method, nor a closure made while it looks.
-        self.contexts = _contexts_of(block, is_selective=is_selective)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Recomputed:
         """Let a copy of the block be computed with its own weights."""
@@ -81,8 +82,12 @@ class _Recomputed:
     def __call__(self, *args: Any, **keys: Any) -> Any:
         if not (self.block.training and torch.is_grad_enabled()):
             return self.plain(*args, **keys)
+        global _beginning  # noqa: PLW0603
         given = None if torch.compiler.is_compiling() else _versions(args, keys)
-        found = checkpoint(self.plain, *args, use_reentrant=False, context_fn=self.contexts, **keys)
+        contexts = _contexts_selective if self.is_selective else _contexts_keeping_nothing
+        _beginning = self.block
+        found = checkpoint(self.plain, *args, use_reentrant=False, context_fn=contexts, **keys)
+        _beginning = None
         if given is not None and given != _versions(args, keys):
             raise BadFileError(
                 f"activation_checkpointing: a block of this model, {type(self.block).__name__}, changes its "
@@ -97,27 +102,36 @@ def _versions(args: tuple[Any, ...], keys: dict[str, Any]) -> list[int]:
     return [value._version for value in (*args, *keys.values()) if isinstance(value, Tensor)]
 
 
-def _contexts_of(block: nn.Module, *, is_selective: bool) -> Callable[[], Contexts]:
-    """Return what torch calls before each forward of ``block``, or while it compiles one."""
-    policy = _selective if is_selective else _keep_nothing
+# What torch calls before each forward of a block, or while it compiles one. Functions of this module without
+# arguments, because torch pickles them into the key of its cache, and compiles anew where they differ.
+def _contexts_keeping_nothing() -> Contexts:
+    if TracingContext.try_get() is not None:
+        # Compiled code changes buffers and draws random numbers in the forward alone.
+        return create_selective_checkpoint_contexts(_keep_nothing)
+    return nullcontext(), _as_in_forward(_begun())
 
-    def contexts() -> Contexts:
-        if TracingContext.try_get() is not None:
-            # Compiled code changes buffers and draws random numbers in the forward alone.
-            return create_selective_checkpoint_contexts(policy)
-        again = _as_in_forward(block)  # now, before the forward changes anything
-        if not is_selective:
-            return nullcontext(), again
-        keeping, kept = create_selective_checkpoint_contexts(policy)
-        return keeping, _both(again, kept)
 
-    # Lets torch find in its cache what it compiled; to be changed with the policy.
-    contexts.cache_hash = f"hpc_train.{policy.__name__}.1"  # type: ignore[attr-defined]
-    return contexts
+def _contexts_selective() -> Contexts:
+    keeping, kept = create_selective_checkpoint_contexts(_selective)
+    if TracingContext.try_get() is not None:
+        return keeping, kept
+    return keeping, _both(_as_in_forward(_begun()), kept)
+
+
+# Let torch find in its cache what it compiled; to be changed with the policy.
+_contexts_keeping_nothing.cache_hash = "hpc_train.keep_nothing.1"  # type: ignore[attr-defined]
+_contexts_selective.cache_hash = "hpc_train.selective.1"  # type: ignore[attr-defined]
+
+
+def _begun() -> nn.Module:
+    assert _beginning is not None
+    return _beginning
 
 
 def _as_in_forward(block: nn.Module) -> AbstractContextManager[None]:
     """Return what a second forward runs in: random streams and buffers as they are now, both put back.
+
+    Called before the first forward changes anything.
 
     torch's own are left to ``checkpoint``. BatchNorm's statistics are not read in training, so that they
     need no copy from now.

@@ -53,4 +53,14 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh of those who have the same layers as this rank, and other data: what ``fully_shard``
     takes, a first axis of copies only where there are any.
     """
-    return mesh["replicate", "shard"] if mesh["replicate"].size() > 1 else mesh["shard"]
+    has_copies = part_of(mesh, "replicate").size() > 1
+    return part_of(mesh, "replicate", "shard") if has_copies else part_of(mesh, "shard")
+
+
+def part_of(mesh: DeviceMesh, *axes: str) -> DeviceMesh:
+    """Return the mesh of these axes of ``mesh``, the same object each time.
+
+    torch remembers how DTensors of equal meshes are sharded, meshes included, and its compiler does not find
+    an equal mesh that is another object: after a build with other degrees a model could not be compiled.
+    """
+    return made_once((mesh, axes), lambda: mesh[axes])

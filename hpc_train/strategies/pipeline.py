@@ -28,7 +28,7 @@ from hpc_train.strategies.buffers import Buffers, broadcast_from_rank_0, buffers
 from hpc_train.strategies.clipping import clip_over_ranks
 from hpc_train.strategies.data_parallel import move, refuse_complex
 from hpc_train.strategies.fully_sharded import FullySharded, refuse_unshardable, shard
-from hpc_train.strategies.mesh import data_mesh, device_mesh, made_once
+from hpc_train.strategies.mesh import data_mesh, device_mesh, made_once, part_of
 from hpc_train.strategies.pipeline_run import Chunks, Run
 from hpc_train.strategies.stages import Forms, HeldStages, Passage, let_go, make_contiguous
 from hpc_train.strategies.tensor_plan import TensorPlan, even_out, refuse_unshared, share_layers
@@ -78,7 +78,7 @@ class PipelineStrategy(FullySharded):
         trained = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         self._optimized = {name: trained[name] for name in names if name in trained}
         self._buffers = Buffers(self.model)
-        group = self._mesh["pipeline"].get_group()
+        group = part_of(self._mesh, "pipeline").get_group()
         passage = Passage(self.model, dict(self._held), self._num_stages, group, self.placement.device)
         self.wrapped = self._passage = passage
         return passage
@@ -108,7 +108,7 @@ class PipelineStrategy(FullySharded):
     def _place_stage(self, model: nn.Module, stage: Stage, blocks: Sequence[nn.Module]) -> None:
         move(stage, self.placement)
         make_contiguous(stage)
-        plan = share_layers(stage, self._mesh["tensor"], within=model)
+        plan = share_layers(stage, part_of(self._mesh, "tensor"), within=model)
         shard(stage, blocks, self.mesh(), self.placement.precision, self.reshard_after_forward)
         plan.note_parameters()
         self._plans.update((id(parameter), plan) for parameter in stage.parameters())
@@ -133,7 +133,7 @@ class PipelineStrategy(FullySharded):
         total = run.step(batches, forward)
         self._buffers.settle()
         if self.placement.degrees.tensor > 1:
-            even_out(self._optimized.values(), self._mesh["tensor"])
+            even_out(self._optimized.values(), part_of(self._mesh, "tensor"))
         return total if self.reports else torch.zeros_like(total)
 
     def _run_for(self, batches: Sequence[Batch], forward: Forward) -> Run:
@@ -175,7 +175,7 @@ class PipelineStrategy(FullySharded):
             self.placement.device,
             input_args=tuple(form.on_meta() for form in forms[index].values),
             output_args=tuple(form.on_meta() for form in forms[index + 1].values),
-            group=self._mesh["pipeline"].get_group(),
+            group=part_of(self._mesh, "pipeline").get_group(),
         )
 
     def new_run(self, stages: list[Chunks], slots: int) -> Run:

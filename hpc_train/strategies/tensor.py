@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from hpc_train.runtime.data_info import Batch
 from hpc_train.strategies.base import Forward, Piece, Placement
 from hpc_train.strategies.fully_sharded import FullySharded
-from hpc_train.strategies.mesh import data_mesh, device_mesh
+from hpc_train.strategies.mesh import data_mesh, device_mesh, part_of
 from hpc_train.strategies.tensor_plan import even_out, refuse_unshared, share_layers
 
 
@@ -33,7 +33,7 @@ class TensorStrategy(FullySharded):
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         self._mesh = device_mesh(self.placement)
         refuse_unshared(model, self.placement.degrees.tensor, "write strategy: fsdp")
-        self._plan = share_layers(model, self._mesh["tensor"])
+        self._plan = share_layers(model, part_of(self._mesh, "tensor"))
         wrapped = super().wrap(model, blocks)
         self._plan.note_parameters()
         return wrapped
@@ -44,7 +44,7 @@ class TensorStrategy(FullySharded):
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         total = super().accumulate(batches, forward)
         if self.placement.degrees.tensor > 1:
-            even_out(self.optimized().values(), self._mesh["tensor"])
+            even_out(self.optimized().values(), part_of(self._mesh, "tensor"))
         return total if self.reports else torch.zeros_like(total)
 
     def pieces(self, tensor: Tensor, like: Tensor) -> list[Piece]:

@@ -302,16 +302,22 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from hpc_train.config.training_sections import CompileConfig
+from hpc_train.engine.activation_checkpointing import checkpoint_activations
 from hpc_train.engine.compiling import compile_model
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
 expected = model(torch.ones(2, 4))
+if sys.argv[1] in ("blocks", "selective"):
+    checkpoint_activations([model], sys.argv[1])
 compile_model(model, [], CompileConfig(fallback=sys.argv[1] == "fallback"), torch.device("cpu"))
 found = model(torch.ones(2, 4))
 torch.testing.assert_close(found, expected)
 found.sum().backward()
-print(counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+print(
+    *(counters["inductor"][f"fxgraph_cache_{how}"] for how in ("hit", "miss")),
+    *(counters["aot_autograd"][f"autograd_cache_{how}"] for how in ("hit", "miss", "bypass")),
+)
 """
 
 
@@ -329,15 +335,17 @@ def training(cache: Path, *arguments: str, **environment: str) -> subprocess.Pop
 
 
 @pytest.mark.slow
-def test_ranks_share_what_they_compiled_and_so_does_the_next_attempt(tmp_path: Path) -> None:
-    first = [training(tmp_path) for _ in range(2)]
+@pytest.mark.parametrize("setting", ["plain", "blocks", "selective"])
+def test_ranks_share_what_they_compiled_and_so_does_the_next_attempt(tmp_path: Path, setting: str) -> None:
+    """Kernels, and what was traced for them; also where blocks compute again in backward."""
+    first = [training(tmp_path, setting) for _ in range(2)]
     outputs = [process.communicate() for process in first]
     assert [process.returncode for process in first] == [0, 0], outputs
-    again = training(tmp_path)
+    assert not any("WARN" in errors or "pickle" in errors for _, errors in outputs), outputs
+    again = training(tmp_path, setting)
     output, errors = again.communicate()
     assert again.returncode == 0, errors
-    hits, misses = map(int, output.split()[-2:])
-    assert (hits > 0, misses) == (True, 0)
+    assert output.split() == ["2", "0", "1", "0", "0"], "forward and backward, traced once"
 
 
 @pytest.mark.slow

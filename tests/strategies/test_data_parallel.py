@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hpc_train.config.degrees import Degrees
@@ -22,7 +23,7 @@ from hpc_train.runtime.precision import choose_precision
 from hpc_train.strategies.base import Placement
 from hpc_train.strategies.buffers import Buffers, buffers_kept
 from hpc_train.strategies.fully_sharded import refuse_unshardable
-from hpc_train.strategies.mesh import made_once
+from hpc_train.strategies.mesh import made_once, part_of
 from tests.forwards import PlainForward
 from tests.ranks import run_ranks
 
@@ -391,3 +392,14 @@ def test_another_process_group_has_meshes_of_its_own() -> None:
             dist.destroy_process_group()
     assert made[0][0] is made[0][1] and made[1][0] is made[1][1]
     assert made[0][0] is not made[1][0]
+
+
+def test_a_part_of_a_mesh_is_one_object() -> None:
+    """torch's compiler finds meshes by identity (tests/parallelism, tensor after tensor of other degrees)."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "tensor"))
+        assert part_of(mesh, "tensor") is part_of(mesh, "tensor")
+        assert part_of(mesh, "tensor") == mesh["tensor"]
+    finally:
+        dist.destroy_process_group()
