@@ -305,8 +305,13 @@ from hpc_train.config.training_sections import CompileConfig
 from hpc_train.engine.activation_checkpointing import checkpoint_activations
 from hpc_train.engine.compiling import compile_model
 
+class Model(nn.Sequential):
+    # Code of its own: torch 2.11 compiles no module that is torch's alone.
+    def forward(self, inputs):
+        return super().forward(inputs)
+
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+model = Model(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
 expected = model(torch.ones(2, 4))
 if sys.argv[1] in ("blocks", "selective"):
     checkpoint_activations([model], sys.argv[1])
