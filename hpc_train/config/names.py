@@ -14,6 +14,8 @@ import os
 import secrets
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,20 +23,23 @@ from typing import Any
 
 import platformdirs
 
+from hpc_train.config.asking import Child, environment
 from hpc_train.errors import printable
 
 _log = logging.getLogger(__name__)
 
 CHILD_LIMIT_S = 60
-#: What is asked for without arguments, and with a model's name.
+#: What is asked for names, and about models.
 _NAMES, _FACTS = "hpc_train.models.names", "hpc_train.strategies.model_facts"
+#: Within ``one_child``: that child.
+_kept: Child | None = None
 _PACKAGES = ("hpc-train", "timm", "torchvision", "torch")
 
 
 def known_names(kind: str) -> list[str] | None:
     """Return the names of a kind (``timm``, ``torchvision``, ``datasets``, ``timm_optimizers``,
     ``torch_schedules``); None where they can't be had."""
-    names = _answer(()).get(kind)
+    names = _answer(None).get(kind)
     return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
 
@@ -50,7 +55,18 @@ def facts(name: str, args: dict[str, Any]) -> dict[str, Any]:
     """
     if name.partition("/")[0] not in {"timm", "torchvision"}:
         return {}
-    return _answer((name, "--args", json.dumps(args)))
+    return _answer(json.dumps([name, args]))
+
+
+@contextmanager
+def one_child() -> Iterator[None]:
+    """Within it one child answers all questions about models, from the first one on. Not nested."""
+    global _kept  # noqa: PLW0603
+    try:
+        with closing(Child(_FACTS)) as _kept:
+            yield
+    finally:
+        _kept = None
 
 
 def cache_folder() -> Path:
@@ -65,19 +81,20 @@ def forget_answers() -> None:
 
 
 @cache
-def _answer(arguments: tuple[str, ...]) -> dict[str, Any]:
-    file = _cache_file(arguments)
+def _answer(question: str | None) -> dict[str, Any]:
+    """Return what is known of a model, ``[name, args]`` in JSON; the names that there are, if None."""
+    file = _cache_file(question)
     answer = _read(file)
     if answer is None:
-        answer = _ask(arguments)
+        answer = _ask(question)
         if answer:
             _write(file, answer)
     return answer
 
 
-def _cache_file(arguments: tuple[str, ...]) -> Path:
+def _cache_file(question: str | None) -> Path:
     versions = [f"{package} {_version(package)}" for package in _PACKAGES]
-    digest = hashlib.sha256(json.dumps([versions, arguments]).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([versions, question]).encode()).hexdigest()
     return cache_folder() / f"names-{digest[:20]}.json"
 
 
@@ -96,24 +113,32 @@ def _read(file: Path) -> dict[str, Any] | None:
     return answer if isinstance(answer, dict) else None
 
 
-def _ask(arguments: tuple[str, ...]) -> dict[str, Any]:
-    """Return the child's answer, empty where it gave none in time."""
-    package_root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
+def _ask(question: str | None) -> dict[str, Any]:
+    """Return a child's answer, empty where it gave none in time."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", _FACTS if arguments else _NAMES, *arguments],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=CHILD_LIMIT_S,
-            check=True,
-            env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        )
-        answer = json.loads(done.stdout)
+        answer = json.loads(_names() if question is None else _about_a_model(question))
+        if isinstance(answer, dict) and "error" in answer:
+            raise ValueError(answer["error"])
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         _log.warning("names could not be checked: %s", _last_line(error))
         return {}
     return answer if isinstance(answer, dict) else {}
+
+
+def _names() -> bytes:
+    return subprocess.run(
+        [sys.executable, "-m", _NAMES],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=CHILD_LIMIT_S,
+        check=True,
+        env=environment(),
+    ).stdout
+
+
+def _about_a_model(question: str) -> bytes:
+    with nullcontext(_kept) if _kept is not None else closing(Child(_FACTS)) as child:
+        return child.ask(question, CHILD_LIMIT_S)
 
 
 def _last_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.config.loading import Loaded
+from hpc_train.config.names import one_child
 from hpc_train.config.schema import Experiment, SweepConfig
 from hpc_train.errors import BadFileError
 from hpc_train.plan.identity import run_id
@@ -28,13 +29,14 @@ def expand(loaded: Loaded) -> list[Variant]:
     Raises BadFileError with every problem of every combination, and where two of them are the same run.
     """
     variants, problems = [], []
-    for values in _combinations(loaded.experiment.sweep.grid):
-        try:
-            experiment = _single(loaded.variant(values)) if values else loaded.experiment
-        except BadFileError as error:
-            problems += error.problems
-            continue
-        variants.append(Variant(run_id(experiment), values, experiment))
+    with one_child():
+        for values in _combinations(loaded.experiment.sweep.grid):
+            try:
+                experiment = _single(loaded.variant(values)) if values else loaded.experiment
+            except BadFileError as error:
+                problems += error.problems
+                continue
+            variants.append(Variant(run_id(experiment), values, experiment))
     problems = list(dict.fromkeys(problems)) or _twice(loaded, variants)
     if problems:
         raise BadFileError(problems)

@@ -1,12 +1,12 @@
-"""``python -m hpc_train.strategies.model_facts NAME [--args JSON]``: what commands, which don't import torch,
-ask of a model that the file names.
+"""``python -m hpc_train.strategies.model_facts``: what commands, which don't import torch, ask of models that
+the file names.
 
-Prints one JSON object (``facts``). The model is built on the meta device, without memory.
+Each line of its input is ``[NAME, ARGS]`` in JSON, each of its output ``facts`` of that model, or ``error``.
+A model is built on the meta device, without memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from typing import Any
@@ -50,20 +50,16 @@ def _facts_of_layers(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the answer; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m hpc_train.strategies.model_facts", allow_abbrev=False)
-    parser.add_argument("name")
-    parser.add_argument("--args", type=json.loads, default={}, metavar="JSON")
-    given = parser.parse_args(arguments)
-    try:
-        answer = facts(given.name, given.args)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    print(json.dumps(answer))
-    return 0
+def main() -> None:
+    """Answer until there are no more questions."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # a model may print
+    for line in sys.stdin:
+        try:
+            answer = facts(*json.loads(line))
+        except UserError as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from hpc_train.config.layer_rules import layer_facts
 from hpc_train.config.part_rules import SCHEDULES, TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
 from hpc_train.engine import optimization, schedules
 from tests.config.files import GOOD, problems_of
+from tests.end_to_end.runs import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,7 @@ def test_a_child_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monk
     child(tmp_path, monkeypatch, "exec tail -f /dev/null")
     monkeypatch.setattr(names, "CHILD_LIMIT_S", 0.2)
     assert names.known_names("timm") is None
+    assert names.has_batchnorm("timm/resnet50", {}) is None
 
 
 def test_a_cache_that_can_not_be_written_or_read_is_done_without(
@@ -90,13 +93,59 @@ def test_a_damaged_cache_is_asked_anew(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_plug_ins_model_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = child(tmp_path, monkeypatch, """echo '{"has_batchnorm": true}'""")
+    script = f"""read question; echo "$question" >> {tmp_path / "calls"}; echo '{{"has_batchnorm": true}}'"""
+    calls = child(tmp_path, monkeypatch, script)
     assert names.has_batchnorm("acme.models:tiny", {}) is None
     assert not calls.exists()
     assert names.has_batchnorm("timm/resnet50", {"depth": 2}) is True
     assert layer_facts("timm/resnet50", {"depth": 2}) is None
-    asked = '-m hpc_train.strategies.model_facts timm/resnet50 --args {"depth": 2}\n'
-    assert calls.read_text() == asked
+    asked = ["-m hpc_train.strategies.model_facts", '["timm/resnet50", {"depth": 2}]']
+    assert calls.read_text().splitlines() == asked
+
+
+@pytest.mark.parametrize(
+    ("script", "within", "children"),
+    [
+        ("while read question; do echo '{\"has_batchnorm\": true}'; done", nullcontext, 3),
+        ("while read question; do echo '{\"has_batchnorm\": true}'; done", names.one_child, 1),
+        ("read question; echo '{\"has_batchnorm\": true}'", names.one_child, 3),  # it has ended
+    ],
+)
+def test_within_a_sweep_one_child_answers_while_it_lives(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    within: Callable[[], AbstractContextManager[None]],
+    children: int,
+) -> None:
+    calls = child(tmp_path, monkeypatch, f"echo $$ >> {tmp_path / 'ids'}; {script}")
+    with within():
+        for model in ("timm/a", "timm/b", "timm/c"):
+            assert names.has_batchnorm(model, {}) is True
+            if script.startswith("read"):
+                wait_for(lambda: not is_alive(last_id(tmp_path)), "the child's end")
+    assert len(calls.read_text().splitlines()) == children
+    assert not is_alive(last_id(tmp_path)), "none is left behind"
+
+
+def last_id(folder: Path) -> int:
+    return int((folder / "ids").read_text().split()[-1])
+
+
+def is_alive(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_model_that_can_not_be_built_is_unknown_and_the_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = '{"error": "no model b"}', '{"has_batchnorm": true}'
+    child(tmp_path, monkeypatch, f"read a; echo '{bad}'; read b; echo '{good}'; read c")
+    with names.one_child():
+        assert names.has_batchnorm("timm/bad", {}) is None
+        assert names.has_batchnorm("timm/good", {}) is True
+    assert caplog.messages == ["names could not be checked: no model b"]
 
 
 def test_one_question_about_a_model_answers_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +197,7 @@ def test_a_misspelt_optimizer_or_schedule_is_found(
         "torch_schedules": ["OneCycleLR"],
         "timm": ["resnet18"],
     }
-    monkeypatch.setattr(names, "_answer", lambda arguments: answers)
+    monkeypatch.setattr(names, "_answer", lambda question: answers)
     (line,) = problems_of(tmp_path, GOOD, override)
     assert said in line
 

@@ -381,10 +381,10 @@ VIT = "timm/vit_tiny_patch16_224"
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A child that knows these two."""
 
-    def answer(arguments: tuple[str, ...]) -> dict[str, Any]:
-        if not arguments:
+    def answer(question: str | None) -> dict[str, Any]:
+        if question is None:
             return {"timm": [name.removeprefix("timm/") for name in TOLD]}
-        name, _, args = arguments
+        name, args = json.loads(question)
         is_dropping = "attn_drop_rate" in args
         return TOLD[name] | ({"dropout_key": "model.args.attn_drop_rate"} if is_dropping else {})
 
@@ -548,9 +548,9 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     }
     child = tmp_path / "python"
     child.write_text(
-        '#!/bin/sh\ncase "$*" in\n'
-        "*resnet*) echo '{\"has_batchnorm\": true}' ;;\n"
-        "*model_facts*) echo '{\"has_batchnorm\": false}' ;;\n"
+        '#!/bin/sh\ncase "$*" in\n*model_facts*)\n read question\n case "$question" in\n'
+        " *resnet*) echo '{\"has_batchnorm\": true}' ;;\n"
+        " *) echo '{\"has_batchnorm\": false}' ;;\n esac ;;\n"
         f"*) echo '{json.dumps(answer)}' ;;\nesac\n"
     )
     child.chmod(0o755)

@@ -16,7 +16,7 @@ from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.models.splitting import split_model
 from hpc_train.runtime.data_info import DataInfo
-from hpc_train.strategies.model_facts import facts, main
+from hpc_train.strategies.model_facts import facts
 from hpc_train.strategies.tensor_plan import refuse_unshared
 
 VIT = "timm/vit_tiny_patch16_224"
@@ -89,19 +89,17 @@ def test_numbers_are_said_once_and_what_drops_weights_of_attention_by_its_key() 
     ],
 )
 def test_batchnorm_is_told_of_a_named_model_and_its_arguments(
-    name: str, args: dict[str, Any], answer: bool, capsys: pytest.CaptureFixture[str]
+    name: str, args: dict[str, Any], answer: bool
 ) -> None:
-    assert main([name, "--args", json.dumps(args)]) == 0
-    assert json.loads(capsys.readouterr().out)["has_batchnorm"] is answer
-
-
-def test_an_unknown_model_ends_with_65(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["timm/resnet19"]) == 65
-    assert "did you mean" in capsys.readouterr().err
+    assert facts(name, args)["has_batchnorm"] is answer
 
 
 @pytest.mark.slow
-def test_the_module_prints_one_json_object() -> None:
-    command = [sys.executable, "-m", "hpc_train.strategies.model_facts", "timm/test_resnet"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == facts("timm/test_resnet", {})
+def test_the_module_answers_line_by_line() -> None:
+    questions = [["timm/test_resnet", {}], ["timm/resnet19", {}], ["timm/test_vit", {"depth": 2}]]
+    command = [sys.executable, "-m", "hpc_train.strategies.model_facts"]
+    asked = "".join(f"{json.dumps(question)}\n" for question in questions)
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=True)
+    first, unknown, last = map(json.loads, done.stdout.splitlines())
+    assert first == facts("timm/test_resnet", {}) and last == facts("timm/test_vit", {"depth": 2})
+    assert "did you mean" in unknown["error"]
