@@ -28,7 +28,8 @@ from hpc_train.errors import printable
 
 _log = logging.getLogger(__name__)
 
-CHILD_LIMIT_S = 60
+#: From a cold network disk torch alone takes a minute.
+CHILD_LIMIT_S = 180
 #: What is asked for names, and about models.
 _NAMES, _FACTS = "hpc_train.models.names", "hpc_train.strategies.model_facts"
 #: Within ``one_child``: that child.
