@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 from threading import Timer
+from typing import NoReturn
 
 
 class Child:
@@ -21,25 +24,23 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ask(self, question: str, limit_s: float) -> bytes:
-        """Return the line that answers. Raises CalledProcessError where none comes in time, or OSError."""
+        """Return the line that answers. Raises SubprocessError where none comes, or not in time; OSError."""
         if self._process is None or self._process.poll() is not None:
             self._begin()
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
+        begun = time.monotonic()
         limit = Timer(limit_s, process.kill)
-        limit.start()
         try:
-            process.stdin.write(f"{question}\n".encode())
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended, with an answer or without
-        finally:
+            limit.start()
+            with suppress(BrokenPipeError):  # it has ended, with an answer or without
+                process.stdin.write(f"{question}\n".encode())
+                process.stdin.flush()
             answer = process.stdout.readline()
+        finally:  # at Ctrl-C too: the interpreter would wait for the timer
             limit.cancel()
         if not answer:
-            process.wait()
-            self._errors.seek(0)
-            raise subprocess.CalledProcessError(process.returncode, self._command, stderr=self._errors.read())
+            self._fail(process.wait(), limit_s, is_late=time.monotonic() - begun >= limit_s)
         return answer
 
     def close(self) -> None:
@@ -49,6 +50,12 @@ class Child:
             self._process.communicate()
             self._errors.close()
             self._process = None
+
+    def _fail(self, code: int, limit_s: float, *, is_late: bool) -> NoReturn:
+        if is_late:
+            raise subprocess.TimeoutExpired(self._command, limit_s)
+        self._errors.seek(0)
+        raise subprocess.CalledProcessError(code, self._command, stderr=self._errors.read())
 
     def _begin(self) -> None:
         self.close()

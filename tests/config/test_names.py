@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -67,11 +69,23 @@ def test_a_failing_child_makes_names_unknown(
     assert layer_facts("timm/resnet50", {}) is None
 
 
-def test_a_child_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     child(tmp_path, monkeypatch, "exec tail -f /dev/null")
     monkeypatch.setattr(names, "CHILD_LIMIT_S", 0.2)
     assert names.known_names("timm") is None
     assert names.has_batchnorm("timm/resnet50", {}) is None
+    assert all("timed out after 0.2 seconds" in said for said in caplog.messages), caplog.messages
+    assert len(caplog.messages) == 2
+
+
+def test_ctrl_c_leaves_nothing_to_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child(tmp_path, monkeypatch, f"sleep 0.3; kill -INT {os.getpid()}; exec tail -f /dev/null")
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        names.has_batchnorm("timm/resnet50", {})
+    wait_for(lambda: threading.active_count() == before, "the timer's end", 10)
 
 
 def test_a_cache_that_can_not_be_written_or_read_is_done_without(
