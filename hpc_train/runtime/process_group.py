@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,8 @@ _ARRIVED, _VERDICT, _READ = "hpc_train/arrived", "hpc_train/verdict", "hpc_train
 _GO, _LEAVE = "go", "leave"
 #: Assumed: how long rank 0 keeps the store for the others to read that all leave.
 _READ_LIMIT_S = 2.0
+#: Assumed: how long a rank that is asked to stop waits for the others to connect, which takes moments.
+_CONNECT_LIMIT_S = 10.0
 #: What gloo says, as RuntimeErrors, when the other end is gone or silent.
 _GLOO_LOST = (
     "Connection closed by peer",
@@ -62,7 +65,8 @@ class Timeouts:
 @dataclass(frozen=True)
 class Group:
     """The process group of all ranks, and gloo groups of their own: ``control`` for agreement, by the loop;
-    ``saving`` for checkpoints, by whichever thread writes them. ``store`` is where the ranks met.
+    ``saving`` for checkpoints, by whichever thread writes them. ``store`` is where the ranks met, over a
+    connection of its own: for one thread, whichever.
     """
 
     rank: int
@@ -106,7 +110,8 @@ def join(
 
     Ranks meet at MASTER_ADDR and MASTER_PORT where both are set, else at the address that rank 0 writes into
     the file ``rendezvous``; ``token`` tells this attempt's file from an older one. ``must_stop`` on any rank
-    ends the wait on all. Raises TryAgainError when stopped, PeerLostError when a rank does not come.
+    ends the wait on all. When it returns no rank is still connecting, in torch, where no signal reaches it:
+    any may leave. Raises TryAgainError when stopped, PeerLostError when a rank does not come.
     """
     if facts.num_nodes == 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Gloo would look up the host's name, which on a laptop may not resolve.
@@ -122,7 +127,10 @@ def join(
     )
     control, saving = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     assert isinstance(control, dist.ProcessGroup) and isinstance(saving, dist.ProcessGroup)
-    return Group(facts.rank, facts.world_size, device, control, saving, store, timeouts)
+    # The main thread's connection answers one thread at a time.
+    own = store.clone() if hasattr(store, "clone") else store
+    _wait_until_connected(control, timeouts.join_s, must_stop)
+    return Group(facts.rank, facts.world_size, device, control, saving, own, timeouts)
 
 
 def peer_lost(error: BaseException | None) -> bool:
@@ -239,6 +247,23 @@ def _start_together(store: Store, facts: RankFacts, limit_s: float, must_stop: C
     if store.get(_VERDICT).decode() == _LEAVE:
         _leave_store(store, facts)
         raise TryAgainError("stopped before training began")
+
+
+def _wait_until_connected(control: dist.ProcessGroup, limit_s: float, must_stop: Callable[[], bool]) -> None:
+    """Wait until all ranks are here, to the last connection; also, for a while, where one is asked to stop.
+
+    Whoever left before, rank 0 with the store above all, would have the others try to connect for minutes.
+    """
+    work, stop_at = dist.all_reduce(torch.zeros(1), group=control, async_op=True), float("inf")
+    for _ in network.polls(limit_s):
+        if work.is_completed():
+            work.wait()  # raises where a peer was lost
+            return
+        if must_stop():
+            stop_at = min(stop_at, time.monotonic() + _CONNECT_LIMIT_S)
+        if time.monotonic() >= stop_at:
+            raise TryAgainError("stopped before training began")
+    raise PeerLostError(f"not all ranks could connect within {limit_s:g} s; see the others' logs")
 
 
 def _leave_store(store: Store, facts: RankFacts) -> None:

@@ -26,8 +26,7 @@ class Board:
     """A rank's view of the store, over a connection of its own. Any method may raise, or never return."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        # Not the main thread's: a connection answers one thread at a time.
-        self._store = store.clone() if hasattr(store, "clone") else store
+        self._store = store
         self._store.set_timeout(_STORE_TIMEOUT)
         self._rank = rank
 

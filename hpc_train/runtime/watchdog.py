@@ -55,13 +55,14 @@ class Watchdog:
         first_hang_after_s: float,
         end: Callable[[ExitCode], None],
     ) -> None:
-        """``store`` may be None for one rank alone. ``end`` ends the process, called on a thread of ours."""
+        """``store``, which nobody else may use, may be None for one rank alone. ``end`` ends the process,
+        called on a thread of ours.
+        """
         self._attempt, self._facts, self._node = attempt, facts, node
         self._progress, self._end = progress, end
         self._hang_after_s, self._first_hang_after_s = hang_after_s, first_hang_after_s
         self._tick_s = min(_LONGEST_TICK_S, hang_after_s / 4)
-        self._store = store if facts.world_size > 1 else None
-        self._board: Board | None = None
+        self._board = Board(store, facts.rank) if store is not None and facts.world_size > 1 else None
         self._process = Process.current()
         #: The ranks of this node, this one too, as far as they are known.
         self._neighbours = {facts.rank: self._process}
@@ -77,8 +78,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        if self._store is not None:
-            self._board = Board(self._store, self._facts.rank)
         # The thread inherits the mask: stop signals must reach the main thread, in a system call perhaps.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:

@@ -276,6 +276,67 @@ os._exit(0)
     assert rendezvous.exists()
 
 
+@pytest.mark.fault(2)
+@pytest.mark.slow
+def test_whoever_leaves_once_all_have_joined_leaves_nobody_connecting(tmp_path: Path) -> None:
+    """Rank 0 takes the store with it: a rank that is about to connect would try on for minutes."""
+    script = (
+        PRELUDE
+        + """
+from hpc_train.runtime.watch_board import Board
+clone = dist.TCPStore.clone
+def slow_clone(store):
+    time.sleep(2)
+    return clone(store)
+if facts.rank == 1:
+    dist.TCPStore.clone = slow_clone
+try:
+    group = joined()
+    if facts.rank == 0:
+        os._exit(75)
+    Board(group.store, facts.rank).alarm()
+except Exception as error:
+    print(peer_lost(error), flush=True)
+os._exit(0)
+"""
+    )
+    first, second = run_script(script, 2, str(tmp_path / "rendezvous.json"))
+    assert (first.returncode, second.returncode) == (75, 0), first.stderr + second.stderr
+    assert second.stdout.split() in ([], ["True"]), second.stderr
+
+
+@pytest.mark.fault(2)
+@pytest.mark.slow
+def test_one_that_is_stopped_waits_only_so_long_for_another_to_connect(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+from hpc_train.errors import TryAgainError
+from hpc_train.runtime import process_group
+left, connecting = rendezvous.with_name("left"), []
+def clone(store):
+    connecting.append(store)
+    while facts.rank == 1 and not left.exists():
+        time.sleep(0.02)
+    return store
+dist.TCPStore.clone = clone
+process_group._CONNECT_LIMIT_S = 0.5
+try:
+    join(facts, torch.device("cpu"), rendezvous, "token", must_stop=lambda: facts.rank == 0 and connecting)
+except TryAgainError as error:
+    print(error, flush=True)
+    left.touch()
+except RuntimeError as error:
+    print(peer_lost(error), flush=True)
+os._exit(0)
+"""
+    )
+    first, second = run_script(script, 2, str(tmp_path / "rendezvous.json"))
+    assert first.stdout.strip() == "stopped before training began", first.stderr
+    assert second.stdout.strip() == "True", second.stderr
+    assert (first.returncode, second.returncode) == (0, 0), second.stderr
+
+
 @pytest.mark.slow
 def test_ranks_leave_together_however_long_one_takes(tmp_path: Path) -> None:
     script = (
