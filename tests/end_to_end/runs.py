@@ -42,6 +42,9 @@ checkpoint: {every_steps: 7}
 logging: {every_steps: 1}
 """
 
+#: For ``end_what_is_left``.
+_started: list[subprocess.Popen[str]] = []
+
 
 @dataclass(frozen=True)
 class Done:
@@ -60,7 +63,7 @@ def hpc_train(*arguments: str | Path, **environment: str) -> Done:
 
 
 def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "hpc_train", *map(str, arguments)],
         cwd=REPOSITORY,
         env=os.environ | environment,
@@ -69,6 +72,16 @@ def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+    _started.append(process)
+    return process
+
+
+def end_what_is_left() -> None:
+    """Kill the commands that a test that failed left running: they would be blamed on the next one."""
+    while _started:
+        with _started.pop() as process:  # which closes its pipes and waits for it
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def write_experiment(folder: Path, text: str = EXPERIMENT, name: str = "exp.yaml") -> Path:
