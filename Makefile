@@ -59,7 +59,7 @@ cluster: install ## start a real Slurm of four nodes on this machine (root, Debi
 cluster-down: ## end that Slurm and what runs on it
 	@test ! -d $(CLUSTER) || $(BIN)/python -m tests.slurm.cluster down $(CLUSTER)
 
-check: install ## ruff, mypy, import layers and the fast tests: under a minute
+check: install ## ruff, mypy, import layers and the fast tests: one minute or two
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy

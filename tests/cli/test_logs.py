@@ -48,6 +48,7 @@ def test_a_log_that_is_not_there_names_those_that_are(run: RunPaths) -> None:
     assert "attempt 2 has rank-0.log, rank-1.log" in err
 
 
+@pytest.mark.slow
 def test_following_ends_with_the_run_and_misses_nothing(run: RunPaths) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "hpc_train", "logs", "-f", "abc"],
@@ -66,6 +67,7 @@ def test_following_ends_with_the_run_and_misses_nothing(run: RunPaths) -> None:
     assert (process.returncode, out.decode()) == (0, "the end, \xe9")
 
 
+@pytest.mark.slow
 def test_following_an_earlier_attempt_ends_at_once(run: RunPaths) -> None:
     assert _logs("abc", "-f", "--attempt", "1") == (0, "attempt 1 rank 0\n", "")
 
@@ -90,12 +92,14 @@ def test_where_no_rank_started_the_batch_scripts_output_is_shown(queued: RunPath
     assert "no rank of job 12 has started; its batch script printed:" in err
 
 
+@pytest.mark.slow
 def test_following_a_job_that_ended_before_any_rank_says_why_and_ends(queued: RunPaths) -> None:
     code, out, err = _logs("-f", "abc")
     assert (code, out) == (0, "module: nothing is called cuda/99\n")
     assert "failed: job 12 ended before any rank started" in err
 
 
+@pytest.mark.slow
 def test_earlier_attempts_logs_stay_to_be_read(queued: RunPaths) -> None:
     begin(queued, "11")
     queued.attempt(1).log(0).write_text("earlier\n")

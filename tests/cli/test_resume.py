@@ -153,6 +153,7 @@ def test_all_runs_of_an_experiment_go_on(file: Path) -> None:
     assert [request.attempt for request in requests] == [1, 1, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["pending", "running"])
 def test_a_run_that_another_launcher_has_queued_is_refused(failed: RunPaths, state: str) -> None:
     """The command that queued it is dead, as it should be."""

@@ -229,6 +229,7 @@ def test_words_never_reach_stdout(file: Path, flag: str) -> None:
     assert "starting in" not in done.out
 
 
+@pytest.mark.slow
 def test_a_queued_run_is_said_to_be_queued_and_outlives_its_command(file: Path) -> None:
     done = python("-m", "hpc_train", "submit", file, "--launcher", QUEUEING)
     assert done.code == 0, done.err
@@ -293,6 +294,7 @@ def test_an_unchanged_file_names_no_key(file: Path) -> None:
     assert f"`hpc-train resume {paths.folder.name}`" in _submit(file).err
 
 
+@pytest.mark.slow
 @pytest.mark.fault(31)
 @pytest.mark.parametrize(
     ("mode", "told"),

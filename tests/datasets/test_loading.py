@@ -72,6 +72,7 @@ def test_whole_batches_equal_samples_read_one_by_one() -> None:
         assert_equal(steps(random_split(20), **extra), steps(OneByOne(random_split(20)), **extra))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [random_split(20), OneByOne(random_split(20)), RandomSplit()])
 def test_workers_change_nothing_to_the_bit(train: Any) -> None:
     assert_equal(steps(train, workers=2), steps(train, workers=0))

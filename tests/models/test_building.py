@@ -138,6 +138,7 @@ def _load_unchecked(weights: Any, *args: object, **keys: object) -> Any:
     return torch.hub.load_state_dict_from_url(weights.url, weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
 @pytest.mark.parametrize(("name", "head"), [("timm/resnet10t", "fc"), ("torchvision/resnet18", "fc")])
 def test_a_files_weights_are_loaded_and_the_head_swapped(

@@ -36,6 +36,7 @@ def is_taken(act: Callable[[], object]) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "args", "most"),
     [

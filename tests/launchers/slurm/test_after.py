@@ -237,6 +237,7 @@ def run_as_command(batch: Batch, *words: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_as_a_command_it_prints_the_verdict_alone(batch: Batch) -> None:
     batch.rank(0, 75)
     done = run_as_command(batch, "75")

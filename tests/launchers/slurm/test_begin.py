@@ -296,6 +296,7 @@ def test_outside_of_a_job_it_is_refused(tmp_path: Path) -> None:
         begin(submission, {})
 
 
+@pytest.mark.slow
 def test_as_a_command_it_prints_the_line_alone(tmp_path: Path) -> None:
     paths, submission = submitted_run(tmp_path)
     command = [sys.executable, "-m", "hpc_train.launchers.slurm.begin", str(submission)]
@@ -317,6 +318,7 @@ def test_as_a_command_it_prints_the_line_alone(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_as_a_command_it_names_the_nodes_to_leave_out(tmp_path: Path) -> None:
     paths, submission = submitted_run(tmp_path)
     begun(submission, ENVIRON)
