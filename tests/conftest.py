@@ -10,8 +10,8 @@ import pytest
 
 from tests.slurm.host import SLURM_VARIABLES
 
-#: The test clusters.
-pytest_plugins = ["tests.slurm.fixtures"]
+#: The test clusters, and runs to compare with.
+pytest_plugins = ["tests.slurm.fixtures", "tests.quiet"]
 #: What timm and torchvision know, asked once (seconds) for all tests.
 _NAMES = Path(__file__).parents[1] / ".pytest_cache" / "hpc-train"
 #: A rank's own, and what inductor writes into the environment of a process that compiles.

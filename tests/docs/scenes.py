@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -19,9 +18,9 @@ from tests.slurm.configuration import NODES
 from tests.slurm.experiments import account
 from tests.slurm.processes import of_jobs
 from tests.slurm.runs import preempt
+from tests.waiting import came_true
 
 LIMIT_S = 300.0
-_POLL_S = 0.2
 _ENDED = {"completed", "failed", "cancelled"}
 
 
@@ -53,12 +52,11 @@ class Stage:
 
     def account(self) -> str:
         """Return what the session's run folders tell: for a failed test's message."""
-        runs = [RunPaths(path.parent) for path in self._folder.glob("runs/*/[!.]*/run.json")]
-        return "\n".join(account(paths) for paths in runs)
+        return "\n".join(account(paths) for paths in self._folders())
 
     def _train(self) -> None:
         """Wait for a step, and hold the ranks: a page's run takes seconds, as does a command."""
-        self._wait(lambda run: run["state"] == "running" and run["step"] > 0)
+        assert came_true(self._is_training, LIMIT_S), self.account()
         self._held = [pid for pid in of_jobs(self._cluster.conf) if "submitit" in _command(pid)]
         for pid in self._held:
             with suppress(ProcessLookupError):
@@ -78,11 +76,25 @@ class Stage:
         self, is_so: Callable[[dict[str, Any]], bool], of: Callable[[Iterable[bool]], bool] = any
     ) -> None:
         """Wait until it is so for any (or ``all``) runs, by the word of ``status``."""
-        deadline = time.monotonic() + LIMIT_S
-        while not of(map(is_so, runs := self._runs())):
-            has_ended = all(run["state"] in _ENDED for run in runs)
-            assert not has_ended and time.monotonic() < deadline, f"{runs}\n{self.account()}"
-            time.sleep(_POLL_S)
+
+        def has_come() -> bool:
+            found = of(map(is_so, runs := self._runs()))
+            assert found or any(run["state"] not in _ENDED for run in runs), f"{runs}\n{self.account()}"
+            return found
+
+        assert came_true(has_come, LIMIT_S), self.account()
+
+    def _is_training(self) -> bool:
+        """Ask the folders: a command takes so long that what it tells is over."""
+        for paths in self._folders():
+            with suppress(OSError):
+                status = json.loads(paths.status.read_text())
+                if status["state"] == "running" and status["step"] > 0:
+                    return True
+        return False
+
+    def _folders(self) -> list[RunPaths]:
+        return [RunPaths(path.parent) for path in self._folder.glob("runs/*/[!.]*/run.json")]
 
     def _runs(self) -> list[dict[str, Any]]:
         done = subprocess.run(

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors.torch import load_file
 
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.checkpoints import committed
+from tests.waiting import came_true
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 240.0
@@ -111,10 +111,7 @@ def only_run(folder: Path) -> RunPaths:
 
 
 def wait_for(condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {limit_s:g} s: {what}"
-        time.sleep(0.005)
+    assert came_true(condition, limit_s), f"not within {limit_s:g} s: {what}"
 
 
 def rows(paths: RunPaths, split: str | None = None) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from tests.end_to_end.runs import assert_equal_to_the_bit, final_tensors, hpc_tr
 from tests.end_to_end.test_non_finite import are_finite
 from tests.end_to_end.test_non_finite import train as train_poisoned
 from tests.end_to_end.test_resume import SLOW, submit_with_kills
+from tests.quiet import QuietRuns
 
 pytestmark = pytest.mark.slow
 
@@ -51,9 +52,9 @@ def check_export(paths: RunPaths, folder: Path) -> None:
         assert torch.equal(value, weights[name]) != value.is_floating_point(), name
 
 
-def test_an_interrupted_average_is_the_quiet_runs_to_the_bit(tmp_path: Path) -> None:
+def test_an_interrupted_average_is_the_quiet_runs_to_the_bit(quiet_runs: QuietRuns, tmp_path: Path) -> None:
     overrides = ("parallel.strategy=fsdp", *EMA, SLOW)
-    quiet = submit(tmp_path / "quiet", *overrides)
+    quiet = quiet_runs.of(*overrides)
     killed = submit_with_kills(tmp_path / "killed", [11], *overrides)
     assert_equal_to_the_bit(quiet, killed)
     check_rows(quiet)

@@ -38,6 +38,7 @@ from tests.end_to_end.runs import (
     wait_for,
     write_experiment,
 )
+from tests.quiet import QuietRuns
 
 pytestmark = pytest.mark.slow
 
@@ -106,13 +107,13 @@ def copy_of(paths: RunPaths, folder: Path) -> RunPaths:
 
 
 @pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    return submit(tmp_path_factory.mktemp("quiet"), text=PACED)
+def quiet(quiet_runs: QuietRuns) -> RunPaths:
+    return quiet_runs.of(text=PACED)
 
 
 @pytest.fixture(scope="module")
-def quiet_plain(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    return submit(tmp_path_factory.mktemp("quiet_plain"), text=PLAIN)
+def quiet_plain(quiet_runs: QuietRuns) -> RunPaths:
+    return quiet_runs.of(text=PLAIN)
 
 
 @pytest.fixture(scope="module")

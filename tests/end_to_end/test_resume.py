@@ -17,10 +17,10 @@ from tests.end_to_end.runs import (
     only_run,
     start,
     status,
-    submit,
     wait_for,
     write_experiment,
 )
+from tests.quiet import QuietRuns
 
 pytestmark = pytest.mark.slow
 
@@ -52,9 +52,9 @@ def submit_with_kills(folder: Path, kill_at: list[int], *overrides: str, devices
 
 @pytest.mark.fault(16, 48)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_five_kills_change_no_bit(strategy: str, tmp_path: Path) -> None:
+def test_five_kills_change_no_bit(strategy: str, quiet_runs: QuietRuns, tmp_path: Path) -> None:
     overrides = (f"parallel.strategy={strategy}", SLOW)
-    quiet = submit(tmp_path / "quiet", *overrides)
+    quiet = quiet_runs.of(*overrides)
     steps = sorted(random.Random(strategy).sample(range(2, 50), 5))
     killed = submit_with_kills(tmp_path / "killed", steps, *overrides)
     assert status(killed)["attempt"] == 6
@@ -62,43 +62,39 @@ def test_five_kills_change_no_bit(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(16)
-def test_on_three_ranks_a_kill_changes_no_bit(tmp_path: Path) -> None:
+def test_on_three_ranks_a_kill_changes_no_bit(quiet_runs: QuietRuns, tmp_path: Path) -> None:
     """Three ranks share four micro-batches: spare slots, and sums whose order may depend on DDP's buckets."""
-    quiet = submit(tmp_path / "quiet", SLOW, devices=3)
+    quiet = quiet_runs.of(SLOW, ranks=3)
     killed = submit_with_kills(tmp_path / "killed", [25], SLOW, devices=3)
     assert_equal_to_the_bit(quiet, killed)
 
 
 @pytest.mark.fault(16)
-def test_a_loss_scale_survives_a_kill(tmp_path: Path) -> None:
+def test_a_loss_scale_survives_a_kill(quiet_runs: QuietRuns, tmp_path: Path) -> None:
     """Under fp16 the scale grows and shrinks with the gradients seen so far: it is state as well."""
     overrides = ("precision=fp16", SLOW, "optimization.steps=40")
-    quiet = submit(tmp_path / "quiet", *overrides, devices=1)
+    quiet = quiet_runs.of(*overrides, ranks=1)
     killed = submit_with_kills(tmp_path / "killed", [17], *overrides, devices=1)
     assert_equal_to_the_bit(quiet, killed)
 
 
 @pytest.mark.fault(6)
-def test_a_run_killed_before_its_first_checkpoint_starts_anew(tmp_path: Path) -> None:
-    quiet = submit(
-        tmp_path / "quiet", SLOW, "optimization.schedule={name: constant}", "optimization.steps=20"
-    )
-    killed = submit_with_kills(
-        tmp_path / "killed", [1], SLOW, "optimization.schedule={name: constant}", "optimization.steps=20"
-    )
+def test_a_run_killed_before_its_first_checkpoint_starts_anew(quiet_runs: QuietRuns, tmp_path: Path) -> None:
+    overrides = (SLOW, "optimization.schedule={name: constant}", "optimization.steps=20")
+    quiet = quiet_runs.of(*overrides)
+    killed = submit_with_kills(tmp_path / "killed", [1], *overrides)
     assert_equal_to_the_bit(quiet, killed)
 
 
-def test_another_seed_gives_another_run(tmp_path: Path) -> None:
+def test_another_seed_gives_another_run(quiet_runs: QuietRuns) -> None:
     """What the tests above compare does differ where it should."""
-    one = submit(tmp_path / "one", *SHORT)
-    other = submit(tmp_path / "other", *SHORT, "seed=4")
+    one, other = quiet_runs.of(*SHORT), quiet_runs.of(*SHORT, "seed=4")
     with pytest.raises(AssertionError, match="differs"):
         assert_equal_to_the_bit(one, other)
 
 
-def test_resume_of_a_completed_run_starts_nothing(tmp_path: Path) -> None:
-    paths = submit(tmp_path, *SHORT, devices=1)
+def test_resume_of_a_completed_run_starts_nothing(quiet_runs: QuietRuns) -> None:
+    paths = quiet_runs.of(*SHORT)
     done = hpc_train("resume", paths.folder)
     assert done.code == 0
     assert len(paths.attempt_folders()) == 1

@@ -1,4 +1,4 @@
-"""Fixtures: quiet runs and a small disk."""
+"""Fixtures: a shim and a small disk."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import shim
-from tests.faults.quiet import QuietRuns
 from tests.slurm.fixtures import leave_out
-
-
-@pytest.fixture(scope="session")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> QuietRuns:
-    return QuietRuns(tmp_path_factory.mktemp("quiet"))
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +15,9 @@ from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import AttemptRecord, newest_number, read_record
 from tests.end_to_end.runs import found_runs, only_run, start, write_experiment
 from tests.faults.shim import Shim, why_not
+from tests.waiting import came_true
 
 LIMIT_S = 400.0
-#: Often enough to strike at the step that was meant; several runs are watched at a time.
-_POLL_S = 0.02
 
 
 class Run(Protocol):
@@ -51,11 +49,8 @@ class Run(Protocol):
 
 
 def wait(condition: Callable[[], bool], what: Callable[[], str] | str, limit_s: float = LIMIT_S) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {limit_s:g} s: {what if isinstance(what, str) else what()}")
-        time.sleep(_POLL_S)
+    if not came_true(condition, limit_s):
+        raise AssertionError(f"not within {limit_s:g} s: {what if isinstance(what, str) else what()}")
 
 
 def step_of(paths: RunPaths, attempt: int) -> int:

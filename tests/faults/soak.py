@@ -29,11 +29,11 @@ from typing import Any
 from tests.commits import commit
 from tests.faults.driver import survive
 from tests.faults.on_slurm import SlurmRun
-from tests.faults.quiet import QuietRuns
 from tests.faults.schedule import Frame, Schedule, parse_seeds
+from tests.quiet import QuietRuns
 from tests.slurm.cluster import REPOSITORY, Cluster, running
 from tests.slurm.configuration import NUM_NODES, Settings
-from tests.slurm.experiments import records
+from tests.slurm.experiments import ENVIRONMENT, records
 from tests.slurm.host import program_path
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "soak.json"
@@ -112,7 +112,7 @@ class Soak:
     nodes: NodePool = field(default_factory=lambda: NodePool(NUM_NODES))
 
     def __post_init__(self) -> None:
-        self._quiet = QuietRuns(self.folder)
+        self._quiet = QuietRuns(self.folder / "quiet-runs")
 
     def seed(self, seed: int) -> Result:
         """Run a seed to its end. Never raises."""
@@ -125,7 +125,9 @@ class Soak:
         with self.nodes.taken(nodes):
             began = time.monotonic()
             try:
-                quiet = self._quiet.of(EXPERIMENT.format(name="quiet", **shape), ranks=ranks)
+                quiet = self._quiet.of(
+                    text=EXPERIMENT.format(name="quiet", **shape), ranks=ranks, environment=ENVIRONMENT
+                )
                 text = EXPERIMENT.format(name=f"soak-{seed}", **shape)
                 # Under one folder, so that all share one snapshot of the code.
                 run = SlurmRun(self.cluster, folder, text, pace_s=_PACE_S, runs=self.folder / "runs")

@@ -16,11 +16,12 @@ from tests.end_to_end.runs import assert_equal_to_the_bit, hpc_train, write_expe
 from tests.faults.driver import assert_whole, complete, strike, survive
 from tests.faults.faults import Kill
 from tests.faults.on_slurm import SlurmRun, submitted
-from tests.faults.quiet import QuietRuns
 from tests.faults.runs import LocalRun
 from tests.faults.schedule import Frame, Schedule, chosen_seeds
 from tests.faults.soak import soak
+from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster
+from tests.slurm.experiments import ENVIRONMENT
 from tests.slurm.fixtures import leave_out
 from tests.slurm.host import why_not
 
@@ -50,66 +51,66 @@ LOCAL = Frame(ranks=2, nodes=1, first=3, last=22)
 seeds = pytest.mark.parametrize("seed", chosen_seeds("1"))
 
 
-def survive_here(kind: str, seed: int, quiet: QuietRuns, folder: Path, *overrides: str) -> None:
-    expected = quiet.of(EXPERIMENT, ranks=LOCAL.ranks)
+def survive_here(kind: str, seed: int, quiet_runs: QuietRuns, folder: Path, *overrides: str) -> None:
+    expected = quiet_runs.of(text=EXPERIMENT, ranks=LOCAL.ranks, environment=ENVIRONMENT)
     run = LocalRun(folder, EXPERIMENT, *overrides, pace_s=PACE_S)
     survive(run, Schedule.of(seed, kind, LOCAL).faults, expected)
 
 
 @pytest.mark.fault(1, 47)
 @seeds
-def test_signals(seed: int, quiet: QuietRuns, tmp_path: Path) -> None:
-    survive_here("signals", seed, quiet, tmp_path)
+def test_signals(seed: int, quiet_runs: QuietRuns, tmp_path: Path) -> None:
+    survive_here("signals", seed, quiet_runs, tmp_path)
 
 
 @pytest.mark.fault(5)
 @seeds
-def test_two_signals(seed: int, quiet: QuietRuns, tmp_path: Path) -> None:
-    survive_here("two signals", seed, quiet, tmp_path)
+def test_two_signals(seed: int, quiet_runs: QuietRuns, tmp_path: Path) -> None:
+    survive_here("two signals", seed, quiet_runs, tmp_path)
 
 
 @pytest.mark.fault(16, 48)
 @seeds
-def test_kills(seed: int, quiet: QuietRuns, tmp_path: Path) -> None:
-    survive_here("kills", seed, quiet, tmp_path)
+def test_kills(seed: int, quiet_runs: QuietRuns, tmp_path: Path) -> None:
+    survive_here("kills", seed, quiet_runs, tmp_path)
 
 
 @pytest.mark.fault(6, 13)
 @seeds
 def test_kills_while_a_checkpoint_is_written(
-    seed: int, quiet: QuietRuns, tmp_path: Path, shimmed: None
+    seed: int, quiet_runs: QuietRuns, tmp_path: Path, shimmed: None
 ) -> None:
-    survive_here("writes", seed, quiet, tmp_path)
+    survive_here("writes", seed, quiet_runs, tmp_path)
 
 
 @pytest.mark.fault(7, 8)
 @seeds
-def test_no_room_and_no_quota(seed: int, quiet: QuietRuns, tmp_path: Path, shimmed: None) -> None:
-    survive_here("no room", seed, quiet, tmp_path)
+def test_no_room_and_no_quota(seed: int, quiet_runs: QuietRuns, tmp_path: Path, shimmed: None) -> None:
+    survive_here("no room", seed, quiet_runs, tmp_path)
 
 
 @pytest.mark.fault(9)
 @seeds
-def test_input_output_errors(seed: int, quiet: QuietRuns, tmp_path: Path, shimmed: None) -> None:
-    survive_here("input/output error", seed, quiet, tmp_path)
+def test_input_output_errors(seed: int, quiet_runs: QuietRuns, tmp_path: Path, shimmed: None) -> None:
+    survive_here("input/output error", seed, quiet_runs, tmp_path)
 
 
 @pytest.mark.fault(7)
 @seeds
-def test_a_full_disk(seed: int, quiet: QuietRuns, tmp_path: Path, small_disk: Path) -> None:
-    survive_here("full disk", seed, quiet, tmp_path)
+def test_a_full_disk(seed: int, quiet_runs: QuietRuns, tmp_path: Path, small_disk: Path) -> None:
+    survive_here("full disk", seed, quiet_runs, tmp_path)
 
 
 @pytest.mark.fault(17)
 @seeds
-def test_a_rank_that_hangs(seed: int, quiet: QuietRuns, tmp_path: Path) -> None:
-    survive_here("hang", seed, quiet, tmp_path, "recovery.hang_after_min=0.15")
+def test_a_rank_that_hangs(seed: int, quiet_runs: QuietRuns, tmp_path: Path) -> None:
+    survive_here("hang", seed, quiet_runs, tmp_path, "recovery.hang_after_min=0.15")
 
 
 @pytest.mark.fault(42)
-def test_clocks_that_disagree(quiet: QuietRuns, tmp_path: Path, shimmed: None) -> None:
+def test_clocks_that_disagree(quiet_runs: QuietRuns, tmp_path: Path, shimmed: None) -> None:
     """Two hours between ranks, and the next attempt begins two hours before the one before."""
-    expected = quiet.of(EXPERIMENT, ranks=LOCAL.ranks)
+    expected = quiet_runs.of(text=EXPERIMENT, ranks=LOCAL.ranks, environment=ENVIRONMENT)
     run = LocalRun(tmp_path, EXPERIMENT, pace_s=PACE_S, FAULTS_CLOCK_S="7200,0")
     strike(run, Kill(step=11, ranks=(0, 1)), FAULTS_CLOCK_S="-7200,0")
     complete(run)
@@ -119,7 +120,7 @@ def test_clocks_that_disagree(quiet: QuietRuns, tmp_path: Path, shimmed: None) -
 
 
 @pytest.mark.fault(43)
-def test_a_full_home(quiet: QuietRuns, tmp_path: Path, small_disk: Path) -> None:
+def test_a_full_home(quiet_runs: QuietRuns, tmp_path: Path, small_disk: Path) -> None:
     """Caches lie elsewhere, and what else wants a home does without."""
     ballast = small_disk / "ballast"
     with ballast.open("wb") as file:
@@ -129,7 +130,7 @@ def test_a_full_home(quiet: QuietRuns, tmp_path: Path, small_disk: Path) -> None
     experiment = write_experiment(tmp_path, EXPERIMENT)
     done = hpc_train("submit", experiment, "--local", "--devices", "2", "--json", **environment)
     assert done.code == 0, done.err
-    assert_equal_to_the_bit(quiet.of(EXPERIMENT, ranks=2), submitted(done))
+    assert_equal_to_the_bit(quiet_runs.of(text=EXPERIMENT, environment=ENVIRONMENT), submitted(done))
     assert list(small_disk.iterdir()) == [ballast]
 
 
@@ -141,10 +142,17 @@ ON_SLURM = Frame(ranks=4, nodes=2, first=3, last=22)
 
 
 def survive_on(
-    cluster: Cluster, kind: str, seed: int, quiet: QuietRuns, folder: Path, *, pace_s: float, strategy: str
+    cluster: Cluster,
+    kind: str,
+    seed: int,
+    quiet_runs: QuietRuns,
+    folder: Path,
+    *,
+    pace_s: float,
+    strategy: str,
 ) -> None:
     text = EXPERIMENT + f"parallel: {{strategy: {strategy}}}\n" + SLURM
-    expected = quiet.of(text, ranks=ON_SLURM.ranks)
+    expected = quiet_runs.of(text=text, ranks=ON_SLURM.ranks, environment=ENVIRONMENT)
     run = SlurmRun(cluster, folder, text, pace_s=pace_s)
     survive(run, Schedule.of(seed, kind, ON_SLURM).faults, expected)
 
@@ -153,27 +161,31 @@ def survive_on(
 @pytest.mark.fault(1, 16)
 @seeds
 def test_preemption_and_signals(
-    seed: int, cluster_without_accounting: Cluster, quiet: QuietRuns, tmp_path: Path
+    seed: int, cluster_without_accounting: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
-    survive_on(cluster_without_accounting, "preemption", seed, quiet, tmp_path, pace_s=0.1, strategy="fsdp")
+    survive_on(
+        cluster_without_accounting, "preemption", seed, quiet_runs, tmp_path, pace_s=0.1, strategy="fsdp"
+    )
 
 
 @pytest.mark.slurm
 @pytest.mark.fault(16)
 @seeds
 def test_a_requeue_by_hand_and_ranks_of_a_node(
-    seed: int, cluster_without_accounting: Cluster, quiet: QuietRuns, tmp_path: Path
+    seed: int, cluster_without_accounting: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
-    survive_on(cluster_without_accounting, "requeue", seed, quiet, tmp_path, pace_s=0.1, strategy="ddp")
+    cluster = cluster_without_accounting
+    survive_on(cluster, "requeue", seed, quiet_runs, tmp_path, pace_s=0.1, strategy="ddp")
 
 
 @pytest.mark.slurm
 @pytest.mark.fault(16, 33)
 @seeds
 def test_a_controller_that_dies(
-    seed: int, cluster_without_accounting: Cluster, quiet: QuietRuns, tmp_path: Path
+    seed: int, cluster_without_accounting: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
-    survive_on(cluster_without_accounting, "daemons", seed, quiet, tmp_path, pace_s=0.2, strategy="ddp")
+    cluster = cluster_without_accounting
+    survive_on(cluster, "daemons", seed, quiet_runs, tmp_path, pace_s=0.2, strategy="ddp")
 
 
 @pytest.mark.slurm
@@ -181,10 +193,11 @@ def test_a_controller_that_dies(
 @pytest.mark.fault(14, 15)
 @seeds
 def test_a_node_that_dies(
-    seed: int, cluster_without_accounting: Cluster, quiet: QuietRuns, tmp_path: Path
+    seed: int, cluster_without_accounting: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     """Its ranks may outlive it: they may not be done before Slurm has given it up."""
-    survive_on(cluster_without_accounting, "node", seed, quiet, tmp_path, pace_s=1.0, strategy="ddp")
+    cluster = cluster_without_accounting
+    survive_on(cluster, "node", seed, quiet_runs, tmp_path, pace_s=1.0, strategy="ddp")
 
 
 @pytest.mark.slurm

@@ -17,13 +17,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.slurm import configuration, processes
 from tests.slurm.configuration import NODES, NUM_NODES, NUM_PORTS, Settings
 from tests.slurm.host import claimed_ports, clean_environment, program_path, succeeds, why_not
+from tests.waiting import came_true
 
 REPOSITORY = Path(__file__).parents[2]
 #: io_uring takes locked memory, of which a few servers side by side have too little.
@@ -183,11 +183,8 @@ class Cluster:
 
     def wait(self, is_so: Callable[[], bool], what: str, limit_s: float = _START_LIMIT_S) -> None:
         """Wait for a condition of the cluster. Raises RuntimeError with the logs' ends."""
-        deadline = time.monotonic() + limit_s
-        while not is_so():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"not within {limit_s:g} s: {what}\n{self._log_ends()}")
-            time.sleep(0.05)
+        if not came_true(is_so, limit_s):
+            raise RuntimeError(f"not within {limit_s:g} s: {what}\n{self._log_ends()}")
 
     def _start_munge(self) -> None:
         files = {what: str(self.folder / f"munge.{what}") for what in ("key", "socket", "pid", "log", "seed")}

@@ -10,12 +10,13 @@ import torch
 
 from hpc_train.paths import RunPaths
 from tests.end_to_end.runs import final_tensors, rows
+from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import NODES
 from tests.slurm.experiments import (
+    ENVIRONMENT,
     EXPERIMENT,
     account,
-    quiet_run,
     records,
     submit_one,
     wait_for_attempt_end,
@@ -41,8 +42,10 @@ PACE_S = 0.15
 
 
 @pytest.mark.fault(40)
-def test_a_requeued_run_goes_on_with_the_nodes_that_are_left(cluster: Cluster, tmp_path: Path) -> None:
-    quiet = quiet_run(tmp_path / "quiet", text=ELASTIC, ranks=2)
+def test_a_requeued_run_goes_on_with_the_nodes_that_are_left(
+    cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
+) -> None:
+    quiet = quiet_runs.of(text=ELASTIC, environment=ENVIRONMENT)
     paths = submit_one(tmp_path / "elastic", text=ELASTIC, pace_s=PACE_S)
     wait_for_step(paths, 5)
     hosts = records(paths)[0].hosts

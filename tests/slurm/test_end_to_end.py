@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from hpc_train.paths import RunPaths
 from tests.end_to_end.runs import assert_equal_to_the_bit, found_runs, last_step, wait_for
+from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import NODES
 from tests.slurm.experiments import (
+    ENVIRONMENT,
     EXPERIMENT,
     LIMIT_S,
+    TWO_RANKS,
     account,
     command,
     job_of,
     job_states,
-    quiet_run,
     records,
     standing,
+    start_now,
     state,
     submit,
     submit_one,
@@ -36,8 +39,6 @@ from tests.slurm.runs import high_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-Quiet = Callable[..., RunPaths]
-
 #: Four ranks, two by two.
 SHARED = (
     "{strategy: hsdp, replicate: 2}",
@@ -46,17 +47,22 @@ SHARED = (
 )
 
 
-@pytest.fixture(scope="session")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> Quiet:
-    """A run of the same file that nothing happened to, trained once a session and overrides."""
-    known: dict[tuple[str, ...], RunPaths] = {}
+@dataclass(frozen=True)
+class Quiet:
+    """Runs that nothing happened to, of the files of this page."""
 
-    def trained(*overrides: str) -> RunPaths:
-        if overrides not in known:
-            known[overrides] = quiet_run(tmp_path_factory.mktemp("quiet"), *overrides)
-        return known[overrides]
+    runs: QuietRuns
 
-    return trained
+    def four(self, *overrides: str) -> RunPaths:
+        return self.runs.of(*overrides, text=EXPERIMENT, ranks=4, environment=ENVIRONMENT)
+
+    def two(self, *overrides: str) -> RunPaths:
+        return self.runs.of(*overrides, text=TWO_RANKS, ranks=2, environment=ENVIRONMENT)
+
+
+@pytest.fixture
+def quiet(quiet_runs: QuietRuns) -> Quiet:
+    return Quiet(quiet_runs)
 
 
 def preempting(cluster: Cluster, paths: RunPaths) -> AbstractContextManager[str]:
@@ -87,7 +93,7 @@ def test_three_preemptions_change_no_bit(
             ended = wait_for_attempt_end(paths, number)
             assert ended.cause == "preemption", account(paths)
             wait_for(lambda number=number: len(paths.attempt_folders()) > number, account(paths), LIMIT_S)
-    see_it_complete(paths, quiet(f"parallel.strategy={strategy}"))
+    see_it_complete(paths, quiet.four(f"parallel.strategy={strategy}"))
     assert [record.cause for record in records(paths)] == [*["preemption"] * 3, "completed"]
     assert len({record.slurm_job for record in records(paths)}) == 1
     events = records(paths)[0].events
@@ -100,21 +106,23 @@ def test_three_preemptions_change_no_bit(
 def test_a_preemption_changes_no_bit_of_a_shared_model(
     parallel: str, cluster: Cluster, quiet: Quiet, tmp_path: Path
 ) -> None:
-    overrides = ('model={name: "tests.end_to_end.paced:vit"}', f"parallel={parallel}")
+    # Tensor's steps take the longest, half a second of both cores.
+    model = 'model={name: "tests.end_to_end.paced:vit"}'
+    overrides = (model, f"parallel={parallel}", "optimization.steps=30")
     paths = submit_one(tmp_path, *overrides, pace_s=0.3)
     wait_for_step(paths, 5)
     with preempting(cluster, paths):
         assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
-    see_it_complete(paths, quiet(*overrides))
+    see_it_complete(paths, quiet.four(*overrides))
     assert [record.cause for record in records(paths)] == ["preemption", "completed"]
 
 
 @pytest.mark.fault(1)
 def test_time_limits_change_no_bit(any_cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
     # Slurm tells a job that ends within the lead and a minute, at its next look each half a minute.
-    slurm = "slurm={partition: low, nodes: 2, ranks_per_node: 2, time_limit: 2min, signal_lead_s: 5}"
-    paths = submit_one(tmp_path, slurm, pace_s=4.0)  # 240 s: more than two attempts can last
-    see_it_complete(paths, quiet(), limit_s=750)
+    slurm = ("slurm.time_limit=2min", "slurm.signal_lead_s=5")
+    paths = submit_one(tmp_path, *slurm, text=TWO_RANKS, pace_s=1.6)  # 192 s: more than two attempts can last
+    see_it_complete(paths, quiet.two(), limit_s=750)
     causes = [record.cause for record in records(paths)]
     assert causes.count("time limit") >= 2, causes
     assert set(causes) == {"time limit", "completed"}
@@ -130,24 +138,25 @@ def test_a_node_that_dies_changes_no_bit(
     cluster: Cluster = request.getfixturevalue(fixture)
     overrides = (f"parallel.strategy={strategy}", "checkpoint.every_steps=7")
     # The ranks live on without their daemons: they may not be done before Slurm has given the node up.
-    paths = submit_one(tmp_path, *overrides, pace_s=1.5)
+    paths = submit_one(tmp_path, *overrides, text=TWO_RANKS, pace_s=0.5)
     wait_for_step(paths, 9)
     cluster.kill_node(records(paths)[0].hosts[-1])
+    start_now(cluster, paths)
     wait_for(lambda: len(paths.attempt_folders()) > 1, "the next attempt\n" + account(paths), LIMIT_S)
-    see_it_complete(paths, quiet(f"parallel.strategy={strategy}"))
+    see_it_complete(paths, quiet.two(f"parallel.strategy={strategy}"))
     # Ranks outlive their daemons, and save when Slurm ends what is left of the job.
     assert records(paths)[0].cause in {"lost", "crash", "preemption"}
 
 
 def test_a_requeue_by_hand_changes_no_bit(cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
-    paths = submit_one(tmp_path, pace_s=0.4)
+    paths = submit_one(tmp_path, text=TWO_RANKS, pace_s=0.2)
     wait_for_step(paths, 5)
     cluster.run("scontrol", "requeue", job_of(paths))
-    see_it_complete(paths, quiet())
+    see_it_complete(paths, quiet.two())
     assert len(records(paths)) == 2
 
 
-SWEEP = EXPERIMENT + "sweep: {grid: {seed: [1, 2, 3, 4, 5, 6]}, max_parallel: 1}\n"
+SWEEP = TWO_RANKS + "sweep: {grid: {seed: [1, 2, 3, 4, 5, 6]}, max_parallel: 1}\n"
 
 
 def test_a_sweep_is_one_throttled_array(any_cluster: Cluster, tmp_path: Path) -> None:
@@ -176,10 +185,9 @@ def test_a_sweep_is_one_throttled_array(any_cluster: Cluster, tmp_path: Path) ->
 
 
 def test_status_is_right_in_every_state(any_cluster: Cluster, tmp_path: Path) -> None:
-    nodes = "slurm={partition: low, nodes: 4, ranks_per_node: 1}"
     with high_job(any_cluster, NODES) as blocker:
         wait_for(lambda: job_states(any_cluster, blocker) == ["RUNNING"], "the blocker")
-        paths = submit_one(tmp_path, nodes, pace_s=0.3)
+        paths = submit_one(tmp_path, text=TWO_RANKS, pace_s=0.15)
         assert state(paths) == "pending"
         any_cluster.run("scontrol", "hold", job_of(paths))
         wait_for(lambda: "eld" in str(standing(tmp_path)[0]["reason"]), "the word held", 60)
@@ -197,7 +205,7 @@ def test_status_is_right_in_every_state(any_cluster: Cluster, tmp_path: Path) ->
 @pytest.mark.fault(46)
 def test_scancel_is_final_in_every_state(any_cluster: Cluster, tmp_path: Path) -> None:
     """By scancel itself while running, held and pending; by ``cancel`` while running and requeued."""
-    text = EXPERIMENT.replace("nodes: 2, ranks_per_node: 2", "nodes: 1, ranks_per_node: 1")
+    text = TWO_RANKS.replace("nodes: 2", "nodes: 1")
     text += "sweep: {grid: {seed: [1, 2, 3, 4, 5]}, max_parallel: 3}\n"
     submit(tmp_path, text=text, pace_s=0.5)
     runs = sorted(found_runs(tmp_path), key=job_of)
@@ -223,13 +231,13 @@ def test_scancel_is_final_in_every_state(any_cluster: Cluster, tmp_path: Path) -
 
 
 def test_a_cancelled_run_goes_on_after_a_resume(cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
-    paths = submit_one(tmp_path, pace_s=0.3)
+    paths = submit_one(tmp_path, text=TWO_RANKS, pace_s=0.15)
     wait_for_step(paths, 10)
     assert command(tmp_path, "cancel", paths.folder).code == 0
     assert state(paths) == "cancelled"
     done = command(tmp_path, "resume", paths.folder)
     assert done.code == 0, done.err
-    see_it_complete(paths, quiet())
+    see_it_complete(paths, quiet.two())
 
 
 CRASHING = EXPERIMENT.replace("tests.end_to_end.paced:net", "tests.slurm.crashing:net")
@@ -237,7 +245,7 @@ CRASHING = EXPERIMENT.replace("tests.end_to_end.paced:net", "tests.slurm.crashin
 
 @pytest.mark.fault(16, 36)
 def test_a_crash_is_requeued_three_times(any_cluster: Cluster, tmp_path: Path) -> None:
-    paths = submit_one(tmp_path, "slurm={partition: low, nodes: 1, ranks_per_node: 2}", text=CRASHING)
+    paths = submit_one(tmp_path, "slurm.nodes=1", text=CRASHING)
     assert wait_for_state(paths, "failed", "completed") == "failed"
     assert [record.cause for record in records(paths)] == ["crash"] * 4
     wait_for(lambda: not job_states(any_cluster, job_of(paths)), "the job's end", 60)
@@ -255,7 +263,7 @@ def test_a_crash_is_requeued_three_times(any_cluster: Cluster, tmp_path: Path) -
     ],
 )
 def test_a_bad_file_is_not_requeued(override: str, named: str, cluster: Cluster, tmp_path: Path) -> None:
-    paths = submit_one(tmp_path, override)
+    paths = submit_one(tmp_path, override, text=TWO_RANKS)
     assert wait_for_state(paths, "failed", "completed") == "failed"
     assert [record.cause for record in records(paths)] == ["user error"]
     assert named in standing(tmp_path)[0]["reason"]
@@ -285,7 +293,7 @@ def test_an_ordinary_user_is_preempted_and_edits_code_meanwhile(
     if ordinary_user.python is None:
         pytest.skip("this machine has no Python that an ordinary user may execute")
     home, name = ordinary_user.home, ordinary_user.name
-    text = EXPERIMENT.replace("tests.end_to_end.paced:net", "net:net").replace("steps: 60", "steps: 30")
+    text = TWO_RANKS.replace("tests.end_to_end.paced:net", "net:net").replace("steps: 60", "steps: 30")
     for file, content in {"exp.yaml": text, "net.py": NET}.items():
         (home / file).write_text(content)
         shutil.chown(home / file, name)
@@ -313,11 +321,12 @@ def test_an_ordinary_user_is_preempted_and_edits_code_meanwhile(
 def test_wandb_keeps_one_run_over_attempts_without_a_network(
     cluster: Cluster, quiet: Quiet, tmp_path: Path
 ) -> None:
-    paths = submit_one(tmp_path, "logging={every_steps: 1, wandb: {project: slurm}}", pace_s=0.4)
+    wandb = "logging={every_steps: 1, wandb: {project: slurm}}"
+    paths = submit_one(tmp_path, wandb, text=TWO_RANKS, pace_s=0.2)
     wait_for_step(paths, 5)
     with preempting(cluster, paths):
         wait_for_attempt_end(paths, 1)
-    see_it_complete(paths, quiet())
+    see_it_complete(paths, quiet.two())
     run_id = json.loads(paths.run.read_text())["wandb_id"]
     offline = sorted(path.name for path in paths.wandb.rglob("offline-run-*") if path.is_dir())
     assert len(offline) == 2 and all(name.endswith(f"-{run_id}") for name in offline), offline

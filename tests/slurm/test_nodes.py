@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -18,13 +17,14 @@ from hpc_train.run_folder.attempts import EVENTS, AttemptRecord
 from hpc_train.run_folder.checkpoints import Manifest, committed
 from hpc_train.run_folder.ends import exit_codes
 from tests.end_to_end.runs import assert_equal_to_the_bit, status, wait_for
+from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster
 from tests.slurm.experiments import (
+    ENVIRONMENT,
     EXPERIMENT,
     LIMIT_S,
     account,
     job_of,
-    quiet_run,
     records,
     submit_one,
     wait_for_attempt_end,
@@ -35,20 +35,12 @@ from tests.slurm.runs import high_job, squeue
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-Quiet = Callable[[], RunPaths]
 #: A step takes about a tenth of a second: the run is caught in the middle of it.
 PACE_S = 0.05
 
 
-@pytest.fixture(scope="module")
-def quiet(tmp_path_factory: pytest.TempPathFactory) -> Quiet:
-    known: list[RunPaths] = []
-
-    def trained() -> RunPaths:
-        known[:] = known or [quiet_run(tmp_path_factory.mktemp("quiet"))]
-        return known[0]
-
-    return trained
+def quiet(runs: QuietRuns) -> RunPaths:
+    return runs.of(text=EXPERIMENT, ranks=4, environment=ENVIRONMENT)
 
 
 def ranks_of(paths: RunPaths, rank: int | None = None) -> list[int]:
@@ -71,7 +63,7 @@ def seconds(record: AttemptRecord, first: str, second: str) -> float:
     return (second_time - first_time).total_seconds()
 
 
-def test_two_nodes_meet_and_train_to_the_end(cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
+def test_two_nodes_meet_and_train_to_the_end(cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path) -> None:
     paths = submit_one(tmp_path)
     wait_for_state(paths, "completed")
     record = wait_for_attempt_end(paths, 1)
@@ -85,12 +77,12 @@ def test_two_nodes_meet_and_train_to_the_end(cluster: Cluster, quiet: Quiet, tmp
     assert met["hosts"][0] == "127.0.0.1", "all nodes are this machine, and nobody else can reach the store"
     for rank in range(4):
         assert paths.attempt(1).log(rank).stat().st_mode & 0o077 == 0
-    assert_equal_to_the_bit(quiet(), paths)
+    assert_equal_to_the_bit(quiet(quiet_runs), paths)
 
 
 @pytest.mark.fault(16)
 def test_a_killed_rank_takes_the_others_with_it_and_nothing_is_saved(
-    cluster: Cluster, quiet: Quiet, tmp_path: Path
+    cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     paths = submit_one(tmp_path, "checkpoint.every_steps=5", pace_s=PACE_S)
     wait_for_step(paths, 12)
@@ -105,12 +97,12 @@ def test_a_killed_rank_takes_the_others_with_it_and_nothing_is_saved(
     # SIGTERM reached the survivors, and they took it for what it was: a peer's end.
     assert all(step.step % 5 == 0 for step in committed(paths) if Manifest.read(step).attempt == 1)
     wait_for_state(paths, "completed")
-    assert_equal_to_the_bit(quiet(), paths)
+    assert_equal_to_the_bit(quiet(quiet_runs), paths)
 
 
 @pytest.mark.fault(2, 3)
 def test_ranks_that_are_preempted_before_they_have_met_lose_nothing(
-    cluster: Cluster, quiet: Quiet, tmp_path: Path
+    cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     """Signals wait while Python imports; none of the ranks is left waiting for another."""
     paths = submit_one(tmp_path)
@@ -120,7 +112,7 @@ def test_ranks_that_are_preempted_before_they_have_met_lose_nothing(
         record = wait_for_attempt_end(paths, 1)
         assert (record.cause, record.reason) == ("preemption", "preempted at step 0"), account(paths)
     wait_for_state(paths, "completed")
-    assert_equal_to_the_bit(quiet(), paths)
+    assert_equal_to_the_bit(quiet(quiet_runs), paths)
 
 
 def test_a_preemption_is_told_part_by_part(cluster: Cluster, tmp_path: Path) -> None:

@@ -23,12 +23,13 @@ from tests.slurm.experiments import (
     job_of,
     records,
     standing,
+    start_now,
     submit_one,
     wait_for_attempt_end,
     wait_for_state,
     wait_for_step,
 )
-from tests.slurm.runs import high_job, squeue
+from tests.slurm.runs import high_job
 from tests.slurm.test_nodes import ranks_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -44,14 +45,6 @@ def field(cluster: Cluster, paths: RunPaths, name: str) -> str:
     """Return what scontrol says of the run's job."""
     shown = cluster.run("scontrol", "--oneliner", "show", "job", job_of(paths))
     return shown.partition(f" {name}=")[2].split()[0]
-
-
-def start_now(cluster: Cluster, paths: RunPaths) -> None:
-    """Let a job that Slurm requeued by itself start without the usual two minutes."""
-    job = job_of(paths)
-    wait_for(lambda: squeue(cluster)[job].state == "PENDING", f"a requeued job\n{account(paths)}", LIMIT_S)
-    # Not at once: a job that starts again in the second in which it ended is failed for good by its node.
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now+5")
 
 
 def standing_of(paths: RunPaths) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from hpc_train.run_folder.status import read_status
 from tests.cli.commands import hpc_train, python
 from tests.launchers.slurm.queued import add_job, begin, queued_run
 from tests.slurm.cluster import Cluster
+from tests.waiting import came_true
 
 pytestmark = [pytest.mark.slow]
 
@@ -96,10 +97,7 @@ def _fresh(*words: str | Path) -> list[dict[str, Any]]:
 
 
 def _wait(is_so: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + _LIMIT_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"no {what} within {_LIMIT_S:g} s"
-        time.sleep(0.2)
+    assert came_true(is_so, _LIMIT_S), f"no {what} within {_LIMIT_S:g} s"
 
 
 def _state(cluster: Cluster, job: str) -> str:

@@ -1,0 +1,53 @@
+"""Runs that nothing happens to, trained once for all that are compared with them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+from filelock import FileLock
+
+from hpc_train.paths import RunPaths
+from tests.end_to_end.runs import EXPERIMENT, hpc_train, only_run, write_experiment
+
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class QuietRuns:
+    """Below ``folder``, which several processes and threads may share. Nobody may change what it holds."""
+
+    folder: Path
+
+    def of(
+        self,
+        *overrides: str,
+        text: str = EXPERIMENT,
+        ranks: int = 2,
+        environment: Mapping[str, str] = _NOTHING,
+    ) -> RunPaths:
+        """Return the run of this file on this machine: a second one would be the same to the bit."""
+        asked = json.dumps([text, overrides, ranks, sorted(environment.items())])
+        folder = self.folder / hashlib.sha256(asked.encode()).hexdigest()[:16]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if not (folder / "done").exists():
+                where = ("--local", "--devices", str(ranks))
+                own = {**environment, "HPC_TRAIN_RUNS": str(folder / "runs")}
+                done = hpc_train("submit", write_experiment(folder, text), *overrides, *where, **own)
+                assert done.code == 0, done.err
+                (folder / "done").touch()
+        return only_run(folder)
+
+
+@pytest.fixture(scope="session")
+def quiet_runs(tmp_path_factory: pytest.TempPathFactory) -> QuietRuns:
+    """One set for all workers of pytest-xdist, whose own folders lie beside each other."""
+    own = tmp_path_factory.getbasetemp()
+    return QuietRuns((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "quiet-runs")
