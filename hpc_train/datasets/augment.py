@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from hpc_train.config.training_sections import AugmentConfig, RandAugmentConfig, RandomResizedCropConfig
 from hpc_train.datasets.images import centre_square, resize, stack
-from hpc_train.datasets.randaugment import randaugment
 from hpc_train.datasets.random_numbers import Keys
 from hpc_train.datasets.rectangles import erased_parts, resized_crops
 from hpc_train.errors import BadFileError
@@ -107,6 +106,8 @@ def _randaugment(images_BCHW: Tensor, keys: Keys, config: RandAugmentConfig) -> 
             f"data.augment.randaugment: images are {images_BCHW.dtype} of {channels} channels; it works on "
             "uint8 images of 1 or 3 channels; take it out"
         )
+    from hpc_train.datasets.randaugment import randaugment  # and torchvision with it
+
     return torch.stack(randaugment(list(images_BCHW), keys, config.num_ops, config.magnitude))
 
 

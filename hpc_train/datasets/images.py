@@ -1,5 +1,7 @@
 """Images of any kind → tensors (C, H, W) with the channels asked for; the sizes of evaluation.
 
+torchvision, which takes a third of a second to import, is imported where an image needs it.
+
 Legend: B images, C channels, H rows, W columns.
 """
 
@@ -14,7 +16,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torchvision.transforms.v2 import functional as tvf
 
 from hpc_train.datasets.base import RawImage, Split
 from hpc_train.errors import BadFileError
@@ -76,6 +77,8 @@ def _with_channels(image: Tensor, channels: int) -> Tensor:
     if has == 4 and channels in (1, 3):
         return _with_channels(image[:3], channels)
     if has == 3 and channels == 1:
+        from torchvision.transforms.v2 import functional as tvf
+
         gray: Tensor = tvf.rgb_to_grayscale(image)
         return gray
     raise BadFileError(f"data: an image of shape {tuple(image.shape)} has {has} channels, not {channels}")
@@ -110,12 +113,16 @@ def resize(image: Tensor, height: int, width: int) -> Tensor:
     """Resize (C, H, W) bilinearly with antialiasing, in uint8 where it is uint8."""
     if tuple(image.shape[-2:]) == (height, width):
         return image
+    from torchvision.transforms.v2 import functional as tvf
+
     resized: Tensor = tvf.resize(image, [height, width], antialias=True)
     return resized
 
 
 def centre_square(image: Tensor, side: int, kept: float = 1.0) -> Tensor:
     """Resize and crop to the centre square of ``side`` pixels, which is ``kept`` of the shorter side."""
+    from torchvision.transforms.v2 import functional as tvf
+
     shorter = max(side, round(side / kept))
     square: Tensor = tvf.center_crop(tvf.resize(image, [shorter], antialias=True), [side, side])
     return square

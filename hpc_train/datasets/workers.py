@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import multiprocessing.connection
 import multiprocessing.util
+import os
 import signal
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader, Sampler
 from hpc_train.datasets.reading import Failure, Read, SlotReader, unchanged
 from hpc_train.datasets.sampler import Slot
 from hpc_train.errors import BadFileError, ExitCode, TransientStorageError, UserError
+from hpc_train.runtime import parent_process
 
 #: Slurm and terminals send these to all processes of a job; only the rank may act on them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 _PREFETCHED_BATCHES = 2
-_PR_SET_PDEATHSIG = 1
 #: A worker that was killed is soon known as dead; it may break a connection a little earlier.
 _DEATH_LIMIT_S = 2.0
 #: What ``_has_come`` needs of torch's private iterator; there since torch 1.2, in 2.15 still.
@@ -55,7 +55,7 @@ class BatchStream(Iterator[Read]):
         multiprocess: dict[str, Any] = {}
         if workers:
             multiprocess = {
-                "worker_init_fn": _prepare_worker,
+                "worker_init_fn": partial(_prepare_worker, os.getpid()),
                 "multiprocessing_context": "fork",  # the data are not copied, and need not be picklable
                 "persistent_workers": True,
                 "prefetch_factor": _PREFETCHED_BATCHES,
@@ -210,9 +210,10 @@ def _quiet_start() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _prepare_worker(worker: int) -> None:
+def _prepare_worker(rank: int, worker: int) -> None:
+    """Begin as loader process number ``worker`` of the process ``rank``."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    # Torch's own watch over it stops where a read does: on a file system that hangs, for ever.
+    parent_process.die_with(rank)
     torch.set_num_threads(1)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -45,7 +47,8 @@ class Entry:
     def _run(self, number: int) -> int:
         paths, rank = RunPaths(self.folder), rank_number()
         try:
-            from hpc_train import worker  # here alone: it imports torch
+            with _without_collecting():
+                from hpc_train import worker  # here alone: it imports torch
 
             code = int(worker.run(paths, number))
         except BaseException:  # the worker itself lets nothing through: this environment can't import it
@@ -56,6 +59,18 @@ class Entry:
         if code != ExitCode.TRY_AGAIN or rank == 0:  # a thousand that were asked to stop need not all say so
             tell_end(paths.attempt(number), rank, code, os.environ.get("SLURMD_NODENAME"))
         return code
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """A while that makes millions of objects that stay, as torch's import does: a sixth of it is looking for
+    garbage among them. Later collections leave them out, too."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def rank_number() -> int:

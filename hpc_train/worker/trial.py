@@ -8,10 +8,8 @@ Legend: m micro-batch, M micro-batches of a step, R data-parallel ranks, S = ⌈
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Iterable
@@ -40,6 +38,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.plan.batches import BatchArithmetic
 from hpc_train.run_folder.bad_samples import BadSample
 from hpc_train.run_folder.creation import effective_experiment
+from hpc_train.runtime import parent_process
 from hpc_train.runtime.data_info import Batch
 from hpc_train.runtime.device import choose_device, set_determinism
 from hpc_train.runtime.precision import Precision, choose_precision
@@ -53,7 +52,6 @@ from hpc_train.worker.inputs import make_to_input
 from hpc_train.worker.learner import Learner, build, part
 from hpc_train.worker.micro_batch import DONE, FAILED, OUT_OF_MEMORY, PEER
 
-_PR_SET_PDEATHSIG = 1
 #: The optimizer's state is there from the second step on.
 _STEPS = 2
 #: Strategies under which a rank's micro-batches follow each other: two need as much memory as all.
@@ -266,17 +264,10 @@ def _first_line(error: BaseException) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _die_with(rank: int) -> None:
-    """Tie this process's life to the rank's."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != rank:  # it died before prctl
-        os._exit(int(ExitCode.PEER_LOST))
-
-
 def main(words: list[str]) -> None:
     """``FOLDER ATTEMPT DESCRIPTOR RANK_PID THREADS SIZE…``; what is said goes to the descriptor."""
     folder, (attempt, descriptor, rank, threads, *sizes) = words[0], map(int, words[1:])
-    _die_with(rank)
+    parent_process.die_with(rank)
     torch.set_num_threads(threads)
     channel = Connection(descriptor, readable=False)
     try:

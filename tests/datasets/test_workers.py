@@ -24,13 +24,19 @@ class Blocked:
     def __len__(self):
         return 64
     def __getitem__(self, index):
-        if sys.argv[1] == "blocked":
+        if sys.argv[1] != "free":
             open(sys.argv[2]).read()  # a fifo that nobody writes to
         return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
 
+if sys.argv[1] == "slow to start":
+    rank = os.getpid()
+    def wait_for_its_end():
+        while os.getppid() == rank:
+            time.sleep(0.01)
+    os.register_at_fork(after_in_child=wait_for_its_end)
 batches = training_batches(source(Blocked()), experiment(workers=2), Position(0), 1000, 0, 1, CPU)
 print(*batches.worker_pids, flush=True)
-if sys.argv[1] == "blocked":
+if sys.argv[1] != "free":
     time.sleep(600)
 next(batches)
 raise KeyError("the rank's own mistake")
@@ -66,12 +72,13 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def test_workers_die_with_a_rank_that_is_killed(tmp_path: Path) -> None:
-    rank, pids = start_rank("blocked", tmp_path / "fifo")
+@pytest.mark.parametrize("mode", ["blocked", "slow to start"])
+def test_workers_die_with_a_rank_that_is_killed(mode: str, tmp_path: Path) -> None:
+    rank, pids = start_rank(mode, tmp_path / "fifo")
     assert len(pids) == 2
     rank.send_signal(signal.SIGKILL)
-    rank.communicate(timeout=60)
     wait_until_gone(pids, limit_s=10)
+    rank.communicate(timeout=60)
 
 
 def test_a_rank_that_fails_ends_at_once_and_leaves_no_worker(tmp_path: Path) -> None:

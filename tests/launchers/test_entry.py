@@ -93,6 +93,19 @@ def test_a_worker_that_can_not_be_imported_leaves_its_traceback(tmp_path: Path) 
     assert exit_codes(attempt) == {2: 1}
 
 
+def test_garbage_is_collected_again_once_the_worker_is_imported(tmp_path: Path) -> None:
+    asks = WORKER.replace("print(paths.folder, attempt)", "print(gc.isenabled(), gc.get_freeze_count() > 0)")
+    done = run_rank(tmp_path, "0", "import gc\n" + asks)
+    assert done.stdout == "True True\n", done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_imports_no_library_of_models_or_images_before_it_needs_it() -> None:
+    script = "import sys, hpc_train.worker; print({'torchvision', 'timm', 'wandb'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 def test_without_an_attempt_a_rank_ends_with_a_word(tmp_path: Path) -> None:
     done = run_rank(tmp_path, "0", HPC_TRAIN_ATTEMPT="x")
     assert done.returncode == 2
