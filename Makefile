@@ -4,8 +4,12 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$name; break; }; done)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Ranks that tests start share the cores with the tests themselves.
-TEST_WORKERS ?= 2
+# Of three workers one waits for Slurm most of the time; ranks that tests start share the cores with all of them.
+TEST_WORKERS ?= 3
+# Where it is set, each process of a test would compile hpc-train anew.
+unexport PYTHONDONTWRITEBYTECODE
+# Fast tests start no ranks.
+CHECK_WORKERS ?= 2
 # A socket's path is short: where the checkout lies deep, write make CLUSTER=/tmp/slurm cluster.
 CLUSTER ?= .cluster
 # Seeds of random faults: of `make soak`, and of `make test-full`.
@@ -64,7 +68,7 @@ check: install ## ruff, mypy, import layers and the fast tests: one minute or tw
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
-	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "not slow and not gpu"
+	@$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) -m "not slow and not gpu"
 
 clean: ## remove the environment and what tools left behind; runs and data stay
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -86,14 +86,16 @@ def test_three_preemptions_change_no_bit(
     strategy: str, fixture: str, quiet: Quiet, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     cluster: Cluster = request.getfixturevalue(fixture)
-    paths = submit_one(tmp_path, f"parallel.strategy={strategy}", pace_s=0.4)
+    text, trained = (EXPERIMENT, quiet.four) if strategy == "ddp" else (TWO_RANKS, quiet.two)
+    pace_s = 0.4 if strategy == "ddp" else 0.2  # a step is one micro-batch of four ranks, two of two
+    paths = submit_one(tmp_path, f"parallel.strategy={strategy}", text=text, pace_s=pace_s)
     for number, step in enumerate([5, 15, 30], start=1):
         wait_for_step(paths, step)
         with preempting(cluster, paths):
             ended = wait_for_attempt_end(paths, number)
             assert ended.cause == "preemption", account(paths)
             wait_for(lambda number=number: len(paths.attempt_folders()) > number, account(paths), LIMIT_S)
-    see_it_complete(paths, quiet.four(f"parallel.strategy={strategy}"))
+    see_it_complete(paths, trained(f"parallel.strategy={strategy}"))
     assert [record.cause for record in records(paths)] == [*["preemption"] * 3, "completed"]
     assert len({record.slurm_job for record in records(paths)}) == 1
     events = records(paths)[0].events
@@ -152,6 +154,7 @@ def test_a_requeue_by_hand_changes_no_bit(cluster: Cluster, quiet: Quiet, tmp_pa
     paths = submit_one(tmp_path, text=TWO_RANKS, pace_s=0.2)
     wait_for_step(paths, 5)
     cluster.run("scontrol", "requeue", job_of(paths))
+    start_now(cluster, paths)
     see_it_complete(paths, quiet.two())
     assert len(records(paths)) == 2
 
