@@ -63,8 +63,10 @@ class Entry:
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """A while that makes millions of objects that stay, as torch's import does: a sixth of it is looking for
-    garbage among them. Later collections leave them out, too."""
+    """A while in which nothing is looked through for garbage: an import of torch makes little but what stays.
+
+    Later collections leave out what was made in it.
+    """
     gc.disable()
     try:
         yield
