@@ -13,7 +13,7 @@ from hpc_train.cli.standing import by_launcher
 from hpc_train.errors import ExitCode, NoSlurmError
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import AttemptRecord, read_record
-from hpc_train.run_folder.finding import find_runs
+from hpc_train.run_folder.finding import find_runs, run_name
 from hpc_train.run_folder.liveness import living, newest_record
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import GOING_ON, current_status, read_status, write_status
@@ -44,7 +44,7 @@ def cancel(words: Sequence[str]) -> ExitCode:
 
 def _told(paths: RunPaths, before: str) -> ExitCode:
     """Say how a run with a queue stands now."""
-    run_id, status = paths.folder.name, read_status(paths)
+    run_id, status = run_name(paths), read_status(paths)
     if before not in GOING_ON and status.state == before:
         say(f"{run_id}: {before} already; nothing to cancel")
     elif status.state in GOING_ON:
@@ -64,7 +64,7 @@ def _cancel_here(paths: RunPaths) -> ExitCode:
         return _told(paths, before)
     record = newest_record(paths)
     if record is not None and (elsewhere := _elsewhere(record)):
-        say(f"{paths.folder.name}: {elsewhere}")
+        say(f"{run_name(paths)}: {elsewhere}")
         return ExitCode.FAILED
     if record is not None and record.end is None:
         _end_ranks(paths, record)
@@ -87,7 +87,7 @@ def _elsewhere(record: AttemptRecord) -> str | None:
 def _end_ranks(paths: RunPaths, record: AttemptRecord) -> None:
     """Ask the ranks to save and go, as Ctrl-C does; end them after a while. Their launcher goes on with
     what else it was given, so that other runs of a sweep do not end with this one."""
-    say(f"{paths.folder.name}: its ranks save a checkpoint and end")
+    say(f"{run_name(paths)}: its ranks save a checkpoint and end")
     if not _end_by(signal.SIGTERM, paths, record.attempt, _SAVE_LIMIT_S):
         _end_by(signal.SIGKILL, paths, record.attempt, _KILL_LIMIT_S)
 

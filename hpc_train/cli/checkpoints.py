@@ -10,7 +10,7 @@ from hpc_train.cli.printing import put, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run_folder import checkpoints
-from hpc_train.run_folder.finding import find_runs
+from hpc_train.run_folder.finding import find_runs, run_name
 
 
 def export(word: str, output: Path, *, ema: bool = False) -> int:
@@ -36,7 +36,7 @@ def verify(words: Sequence[str]) -> ExitCode:
 def _verify_run(paths: RunPaths) -> bool:
     found = paths.checkpoint_folders()[::-1]
     if not found:
-        say(f"{paths.folder.name}: no checkpoint yet")
+        say(f"{run_name(paths)}: no checkpoint yet")
         return True
     counting = set(checkpoints.committed(paths)) | set(checkpoints.damaged(paths))
     bad = 0
@@ -51,7 +51,7 @@ def _verify_run(paths: RunPaths) -> bool:
         bad += counts and bool(problems)
         _put_verdict(paths, checkpoint, problems, counts=counts, loads=checkpoint == would_load)
     if would_load is None:
-        say(f"{paths.folder.name}: nothing would load; begin again with `hpc-train submit FILE --new`")
+        say(f"{run_name(paths)}: nothing would load; begin again with `hpc-train submit FILE --new`")
     return bad == 0
 
 
@@ -63,6 +63,6 @@ def _put_verdict(
         verdict += ", does not count: its attempt no longer owned the run"
     elif loads:
         verdict += ", would load"
-    put(f"{paths.folder.name}  {checkpoint.folder.name}  {verdict}")
+    put(f"{run_name(paths)}  {checkpoint.folder.name}  {verdict}")
     for problem in problems:
         say(f"  {problem}")

@@ -12,6 +12,7 @@ from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.plan.planning import PlannedRun
 from hpc_train.run_folder import snapshot
 from hpc_train.run_folder.creation import note_code, was_submitted_here
+from hpc_train.run_folder.finding import run_name
 from hpc_train.run_folder.snapshot import Code
 
 _NEW = "new"
@@ -60,7 +61,7 @@ def _used(paths: RunPaths, *, may_be_gone: bool) -> Path | None:
 def _take_new(paths: RunPaths, experiment: Experiment, used: Path | None) -> None:
     code = _current_code(paths.siblings, [experiment])
     taken = _place(paths.siblings, code)
-    run_id = paths.folder.name
+    run_id = run_name(paths)
     if used is not None and snapshot.content_of(used) == taken.name:
         say(f"{run_id}: code: nothing has changed since the snapshot that this run uses")
         return
@@ -80,7 +81,7 @@ def _say_differences(paths: RunPaths, experiment: Experiment, used: Path) -> Non
         return  # code that can't be taken now is none that this run needs
     if differences:
         say(
-            f"{paths.folder.name}: code: {differences.words(' from the snapshot that this run uses')}; "
+            f"{run_name(paths)}: code: {differences.words(' from the snapshot that this run uses')}; "
             "resume with --code new takes the current code"
         )
 

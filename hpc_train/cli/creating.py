@@ -17,6 +17,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.plan.planning import PlannedRun
 from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.creation import Origin, create_run, effective_experiment
+from hpc_train.run_folder.finding import run_name
 from hpc_train.run_folder.status import GOING_ON, RunStatus
 
 
@@ -69,7 +70,7 @@ def say_existing(
     paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_queued: bool = False
 ) -> ExitCode:
     """Say how the run that is there already stands, and what can be done to have it as ``wanted``."""
-    run_id = paths.folder.name
+    run_id = run_name(paths)
     if status.state == "completed":
         say(f"{run_id}: completed already, in {paths.folder}; nothing started (--new trains it again)")
         return ExitCode.DONE

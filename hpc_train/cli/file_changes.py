@@ -15,6 +15,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.creation import Origin, origin_of
+from hpc_train.run_folder.finding import run_name
 
 #: Of a file's changes so many are named.
 _NAMED = 10
@@ -31,7 +32,7 @@ def say_file_changes(runs: Sequence[tuple[RunPaths, Experiment]], *, with_slurm:
         origin = origin_of(paths)
         if origin is not None:
             file = files.setdefault(repr(origin), _File(origin))
-            told.setdefault(file.lines(paths, used, with_slurm), []).append(paths.folder.name)
+            told.setdefault(file.lines(paths, used, with_slurm), []).append(run_name(paths))
     for lines, ids in told.items():
         _say_lines(either(ids), lines)
 

@@ -13,7 +13,7 @@ from hpc_train.errors import ExitCode, UsageError, printable
 from hpc_train.launchers.slurm.standing import batch_output, newest_job
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import newest_number
-from hpc_train.run_folder.finding import find_runs
+from hpc_train.run_folder.finding import find_runs, run_name
 from hpc_train.run_folder.liveness import newest_record
 from hpc_train.run_folder.status import GOING_ON, RunStatus, read_status
 
@@ -38,7 +38,7 @@ def logs(word: str, *, follow: bool, rank: int, attempt: int | None) -> ExitCode
 def _one_run(word: str) -> RunPaths:
     found = find_runs([word])
     if len(found) > 1:
-        listed = "\n".join(f"  {paths.folder.name}" for paths in found)
+        listed = "\n".join(f"  {run_name(paths)}" for paths in found)
         raise UsageError(f"{word}: means {len(found)} runs, logs takes one:\n{listed}")
     return found[0]
 
@@ -48,7 +48,7 @@ def _existing(paths: RunPaths, rank: int, attempt: int) -> Path:
     if log.is_file():
         return log
     if attempt == 0:
-        raise UsageError(f"{paths.folder.name}: has not started yet; `logs -f` waits for it")
+        raise UsageError(f"{run_name(paths)}: has not started yet; `logs -f` waits for it")
     there = sorted(path.name for path in log.parent.glob("rank-*.log"))
     raise UsageError(
         f"{log}: there is no such log; attempt {attempt} has {', '.join(there) or 'none'}, "
@@ -64,7 +64,7 @@ def _output_instead(paths: RunPaths) -> Path | None:
         return None
     output = batch_output(paths, job)
     if output is not None:
-        say(f"{paths.folder.name}: no rank of job {job} has started; its batch script printed:")
+        say(f"{run_name(paths)}: no rank of job {job} has started; its batch script printed:")
     return output
 
 
@@ -115,7 +115,7 @@ class _End:
         """Say what the run waits for, each time that this is something else."""
         words = f"{status.state}: {status.reason}" if status.reason and status.state != "running" else None
         if words and words != self._shown:
-            say(f"{self._paths.folder.name}: {words}")
+            say(f"{run_name(self._paths)}: {words}")
         self._shown = words
 
 

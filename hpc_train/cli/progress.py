@@ -16,6 +16,7 @@ from hpc_train.cli.metrics import MetricsReader, told
 from hpc_train.cli.printing import cell_text, say
 from hpc_train.launchers.words import unheard
 from hpc_train.paths import RunPaths
+from hpc_train.run_folder.finding import run_name
 from hpc_train.run_folder.status import RunStatus, read_status
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Progress:
         self._loss = self._validation = ""
         self._read_at = float("-inf")
         is_live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        self._display: _Display = _Bar(paths.folder.name) if is_live else _Lines(paths.folder.name)
+        self._display: _Display = _Bar(run_name(paths)) if is_live else _Lines(run_name(paths))
 
     def update(self) -> None:
         """Look at the files if the last look is a while ago, and show what is new."""

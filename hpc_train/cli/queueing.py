@@ -20,6 +20,7 @@ from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.checkpoints import committed
 from hpc_train.run_folder.creation import effective_experiment, note_change, note_versions
 from hpc_train.run_folder.files import read_json, remove_folder, write_text
+from hpc_train.run_folder.finding import run_name
 
 _NO_SECTION = "is missing: the file says nothing of what to ask Slurm for"
 _ADD_SECTION = "write `slurm: {}` for one node as the site gives it, or add --local to train on this machine"
@@ -91,11 +92,9 @@ def _say_queued(name: str, runs: Sequence[QueuedRun]) -> None:
     if not runs:
         return
     first = runs[0].paths
-    which = first.folder.name if len(runs) == 1 else name
+    which = run_name(first) if len(runs) == 1 else name
     say(f"{which}: queued, in {first.folder if len(runs) == 1 else first.folder.parent}")
-    say(
-        f"  `hpc-train status {which}` shows where it stands, `hpc-train logs -f {first.folder.name}` follows"
-    )
+    say(f"  `hpc-train status {which}` shows where it stands, `hpc-train logs -f {run_name(first)}` follows")
     say(f"  logs in {first.attempts}/<attempt>/rank-<rank>.log")
 
 
@@ -123,7 +122,7 @@ def resume_all(
                 note_versions(paths, number, now)
             paths.cancelled.unlink(missing_ok=True)
             queued.append(QueuedRun(paths, effective_experiment(paths, number), loaded.problem))
-            say(f"{paths.folder.name}: {going_on_words(paths, overrides)}")
+            say(f"{run_name(paths)}: {going_on_words(paths, overrides)}")
         queue.launcher.enqueue(runs[0][0].siblings, queued)
     except BadFileError:
         for each in before:

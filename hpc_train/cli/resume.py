@@ -26,7 +26,7 @@ from hpc_train.plan.planning import fewest_slurm_ranks, slurm_ranks, slurm_ranks
 from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.creation import note_versions, noted_changes, refused_changes
 from hpc_train.run_folder.files import read_json
-from hpc_train.run_folder.finding import find_runs
+from hpc_train.run_folder.finding import find_runs, run_name
 from hpc_train.run_folder.liveness import end_living, living, newest_record
 from hpc_train.run_folder.micro_batch import kept_size
 from hpc_train.run_folder.status import GOING_ON, RunStatus, read_status
@@ -139,7 +139,7 @@ def _enqueue(queue: Queue, folder: ExperimentPaths, runs: Sequence[RunPaths], wi
 def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool = False) -> ExitCode | None:
     """Say why the run is not resumed; None where it can be."""
     if status.state == "completed":
-        say(f"{paths.folder.name}: completed already, in {paths.folder}; nothing to resume")
+        say(f"{run_name(paths)}: completed already, in {paths.folder}; nothing to resume")
         return ExitCode.DONE
     if is_made_only:
         return None
@@ -165,9 +165,9 @@ def _resume_one(paths: RunPaths, wish: _Wish) -> ExitCode:
     refresh_on_resume(paths, prepared.loaded.experiment, new=wish.new_code)
     if prepared.versions.now is not None:
         note_versions(paths, newest_number(paths) + 1, prepared.versions.now)
-    say(f"{paths.folder.name}: going on in {paths.folder}")
+    say(f"{run_name(paths)}: going on in {paths.folder}")
     if wish.overrides:
-        say(f"{paths.folder.name}: from this attempt on {' '.join(wish.overrides)}")
+        say(f"{run_name(paths)}: from this attempt on {' '.join(wish.overrides)}")
     code = start_attempt(paths, prepared.launcher, prepared.devices, wish.overrides)
     say_end(paths, code)
     return code
@@ -178,18 +178,18 @@ def _say_changes(runs: Sequence[_Resumption], *, with_slurm: bool) -> None:
     for each in runs:
         if each.left_out:
             changes = " ".join(each.left_out)
-            say(f"{each.paths.folder.name}: leaves out {changes}, with which the last attempt was refused")
+            say(f"{run_name(each.paths)}: leaves out {changes}, with which the last attempt was refused")
     say_file_changes([(each.paths, each.loaded.experiment) for each in runs], with_slurm=with_slurm)
     told: dict[str, list[str]] = {}
     for each in runs:
         if words := each.versions.words:
-            told.setdefault(words, []).append(each.paths.folder.name)
+            told.setdefault(words, []).append(run_name(each.paths))
     for words, ids in told.items():
         say(f"{either(ids)}: {words}")
 
 
 def _refuse_living(paths: RunPaths, status: RunStatus) -> ExitCode:
-    say(f"{paths.folder.name}: {_living_words(paths, status)}; nothing started")
+    say(f"{run_name(paths)}: {_living_words(paths, status)}; nothing started")
     return ExitCode.FAILED
 
 
@@ -197,7 +197,7 @@ def _living_words(paths: RunPaths, status: RunStatus) -> str:
     record, state = newest_record(paths), status.state
     if _last_launcher(paths) == SLURM:
         reason = f" ({status.reason})" if status.reason else ""
-        return f"is {state} on Slurm{reason}; `hpc-train cancel {paths.folder.name}` ends it"
+        return f"is {state} on Slurm{reason}; `hpc-train cancel {run_name(paths)}` ends it"
     if record is None or record.launcher_process is None:
         return f"is {state} already"
     process = record.launcher_process
@@ -255,7 +255,7 @@ def _refuse_versions(paths: RunPaths, differences: Differences, wish: _Wish) -> 
         asked, remedy = "--strict-env", "leave it out"
     found = in_words(differences)
     raise UsageError(
-        f"{paths.folder.name}: other versions than the run had: {found}; {asked} refuses that: "
+        f"{run_name(paths)}: other versions than the run had: {found}; {asked} refuses that: "
         f"resume it where it had those, or {remedy}"
     )
 
@@ -271,7 +271,7 @@ def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]
     refused += [key for key, value in _FIXED.items() if value(before.experiment) != value(after.experiment)]
     if refused:
         raise UsageError(
-            f"{', '.join(refused)}: would make {paths.folder.name} another run; "
+            f"{', '.join(refused)}: would make {run_name(paths)} another run; "
             "submit the file with it as a run of its own"
         )
     return before, after

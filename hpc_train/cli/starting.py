@@ -22,6 +22,7 @@ from hpc_train.run_folder.attempts import claim_attempt, read_record
 from hpc_train.run_folder.checkpoints import committed
 from hpc_train.run_folder.creation import effective_experiment, note_change, refused_changes
 from hpc_train.run_folder.files import read_json, write_json
+from hpc_train.run_folder.finding import run_name, run_names
 from hpc_train.run_folder.liveness import living, newest_record
 from hpc_train.run_folder.status import GOING_ON, INTERRUPTED, read_status, write_status
 
@@ -114,9 +115,7 @@ def _give_way(paths: RunPaths, number: int) -> None:
     # Of an attempt on Slurm Slurm was asked, and its batch script's process has no more to say.
     if record is not None and record.slurm_job is None and living(record) is not False:
         shutil.rmtree(paths.attempt(number).folder)
-        raise TryAgainError(
-            f"{paths.folder.name}: another command has just started it; see `hpc-train status`"
-        )
+        raise TryAgainError(f"{run_name(paths)}: another command has just started it; see `hpc-train status`")
 
 
 def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
@@ -124,22 +123,24 @@ def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
     if as_json:
         put_json(rows_json(rows))
         return
+    names = run_names([row.paths for row in rows])
     for row in rows:
-        put("  ".join(cell_text(cell) for cell in (row.id, row.state, row.progress, row.path)))
+        cells = (names[row.paths], row.state, row.progress, row.path)
+        put("  ".join(cell_text(cell) for cell in cells))
 
 
 def say_end(paths: RunPaths, code: ExitCode) -> None:
     """Say how the run stands, what it reached, where everything is, and how it goes on."""
-    row = RunRow.of(paths)
+    row, name = RunRow.of(paths), run_name(paths)
     if code == ExitCode.DONE and row.state in GOING_ON:
         state = "queued" if row.state == "pending" else row.state
-        say(f"{row.id}: {state}; `hpc-train status {row.id}` shows where it stands")
+        say(f"{name}: {state}; `hpc-train status {name}` shows where it stands")
         say(f"  everything {row.path}")
         return
     record = newest_record(paths)
     has_said_why = record is not None and record.launcher == LOCAL
     reason = f" ({row.reason})" if row.reason and not has_said_why else ""
-    say(f"{row.id}: {row.state}{reason} at step {row.progress}")
+    say(f"{name}: {row.state}{reason} at step {row.progress}")
     if rows := validation_rows(paths.metrics):
         say(f"  last val   step {rows[-1].get('step')}: {told(rows[-1])}")
         best = _best(rows)
@@ -151,7 +152,7 @@ def say_end(paths: RunPaths, code: ExitCode) -> None:
 
 
 def _way_on(paths: RunPaths, code: ExitCode) -> str:
-    resume = f"go on with `hpc-train resume {paths.folder.name}`"
+    resume = f"go on with `hpc-train resume {run_name(paths)}`"
     if code != ExitCode.BAD_FILE:
         return resume
     if refused := refused_changes(paths):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hpc_train.cli.micro_batch import found_in_words
@@ -17,7 +18,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.budgets import Left
 from hpc_train.run_folder.files import read_json
-from hpc_train.run_folder.finding import find_runs
+from hpc_train.run_folder.finding import find_runs, run_names
 from hpc_train.run_folder.micro_batch import kept_size
 from hpc_train.run_folder.status import RunStatus, read_status
 
@@ -77,12 +78,15 @@ class RunRow:
         )
 
     @property
+    def paths(self) -> RunPaths:
+        return RunPaths(Path(self.path))
+
+    @property
     def progress(self) -> str:
         return f"{self.step}/{'?' if self.total_steps is None else self.total_steps}"
 
-    @property
-    def cells(self) -> list[str]:
-        return [self.id, self.name, self.state, self.progress, str(self.attempt), self.reason or ""]
+    def cells(self, name: str) -> list[str]:
+        return [name, self.name, self.state, self.progress, str(self.attempt), self.reason or ""]
 
 
 def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
@@ -94,11 +98,14 @@ def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
         return ExitCode.DONE
     if not rows:
         say("no runs yet; `hpc-train submit FILE` starts some")
-    elif sys.stdout.isatty():
-        _print_table(rows)
     else:
-        for line in columns([_HEADS, *(row.cells for row in rows)]):
-            put(line)
+        names = run_names(runs)
+        cells = [row.cells(names[row.paths]) for row in rows]
+        if sys.stdout.isatty():
+            _print_table(cells)
+        else:
+            for line in columns([_HEADS, *cells]):
+                put(line)
     if len(rows) == 1 and rows[0].micro_batch_size is not None:
         say(found_in_words(rows[0].micro_batch_size))
     if len(rows) == 1 and rows[0].state == "failed":
@@ -128,7 +135,7 @@ def _print_error(paths: RunPaths) -> None:
         put("\n".join(lines[-_ERROR_LINES:]))
 
 
-def _print_table(rows: Sequence[RunRow]) -> None:
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -136,5 +143,5 @@ def _print_table(rows: Sequence[RunRow]) -> None:
     table = Table(*_HEADS, box=None, pad_edge=False)
     for row in rows:
         # Text objects: what stands in a file is never read as rich's markup.
-        table.add_row(*(Text(cell_text(cell), style=_STYLES.get(cell, "")) for cell in row.cells))
+        table.add_row(*(Text(cell_text(cell), style=_STYLES.get(cell, "")) for cell in row))
     Console().print(table)

@@ -21,6 +21,7 @@ from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.loggers.wandb_key import has_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.plan.planning import PlannedRun, make_plan
+from hpc_train.run_folder.finding import run_name
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def _start(run: PlannedRun, devices: int | None, choices: Choices, birth: Birth)
         return paths, say_existing(paths, standing(paths), run.experiment)
     if not is_new:
         paths = create_beside(paths, run, birth)
-    say(f"{paths.folder.name}: starting in {paths.folder}")
+    say(f"{run_name(paths)}: starting in {paths.folder}")
     code = start_attempt(paths, choices.launcher_name, devices)
     say_end(paths, code)
     return paths, code

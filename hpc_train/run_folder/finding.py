@@ -1,9 +1,13 @@
-"""What a person types for RUN → run folders: an id, a folder, or an experiment's name (DESIGN §5)."""
+"""From what a person types for RUN to run folders: an id, ``name/id``, a folder, an experiment's name.
+
+``run_name`` is the way back: every command prints a run by a word that every command accepts.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_train.errors import UsageError
@@ -17,13 +21,44 @@ _Runs = dict[str, dict[str, RunPaths]]
 def find_runs(words: Sequence[str]) -> list[RunPaths]:
     """Return the runs that are meant, each once; without words all below the runs folder.
 
-    Raises UsageError where a word means no run, or an id is one of several experiments.
+    Raises UsageError where a word means no run, or several experiments have a run of that id.
     """
     known = _known_runs(runs_root())
     if not words:
         return [paths for runs in known.values() for paths in runs.values()]
     found = [paths for word in words for paths in _meant(word, known)]
     return list(dict.fromkeys(found))
+
+
+def run_name(paths: RunPaths) -> str:
+    """Return the shortest word by which every command finds the run.
+
+    Its id; ``name/id`` where several experiments have that id; its folder outside of the runs folder.
+    """
+    root, run_id = runs_root(), paths.folder.name
+    if paths.siblings.folder.parent != root:
+        return str(paths.folder)
+    others = (each for each in _folders(root) if each.name != paths.siblings.folder.name)
+    is_ambiguous = any(is_run(RunPaths(other / run_id)) for other in others)
+    return _with_experiment(paths) if is_ambiguous else run_id
+
+
+def run_names(runs: Sequence[RunPaths]) -> dict[RunPaths, str]:
+    """Return ``run_name`` of many runs; each experiment's folder is read once."""
+    root = runs_root()
+    known = {experiment.name: {path.name for path in _folders(experiment)} for experiment in _folders(root)}
+    counts = Counter(run_id for ids in known.values() for run_id in ids)
+    return {paths: _name_among(paths, root, counts) for paths in runs}
+
+
+def _name_among(paths: RunPaths, root: Path, counts: Mapping[str, int]) -> str:
+    if paths.siblings.folder.parent != root:
+        return str(paths.folder)
+    return paths.folder.name if counts[paths.folder.name] == 1 else _with_experiment(paths)
+
+
+def _with_experiment(paths: RunPaths) -> str:
+    return f"{paths.siblings.folder.name}/{paths.folder.name}"
 
 
 def _known_runs(root: Path) -> _Runs:
@@ -48,12 +83,15 @@ def is_run(paths: RunPaths) -> bool:
 
 
 def _meant(word: str, known: _Runs) -> list[RunPaths]:
+    name, _, run_id = word.partition("/")
+    if run_id in known.get(name, {}):
+        return [known[name][run_id]]
     if os.sep in word or word in {".", ".."}:
         return _in_folder(Path(word))
     ids = [runs[word] for runs in known.values() if word in runs]
     if len(ids) > 1:
-        listed = "\n".join(f"  {paths.folder}" for paths in ids)
-        raise UsageError(f"{word}: several experiments have a run of this id; give its folder:\n{listed}")
+        listed = "\n".join(f"  {run_name(paths)}" for paths in ids)
+        raise UsageError(f"{word}: several experiments have a run of this id; write one of:\n{listed}")
     if ids:
         return ids
     if known.get(word):

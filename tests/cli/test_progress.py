@@ -32,7 +32,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
-    return RunPaths(tmp_path)
+    paths = RunPaths(tmp_path / "runs" / "small" / "abc")
+    paths.folder.mkdir(parents=True)
+    return paths
 
 
 def _at(run: RunPaths, step: int, attempt: int = 2) -> None:

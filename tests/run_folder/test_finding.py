@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import UsageError
-from hpc_train.paths import runs_root
-from hpc_train.run_folder.finding import find_runs
+from hpc_train.paths import RunPaths, runs_root
+from hpc_train.run_folder.finding import find_runs, run_name, run_names
 
 
 def _make_run(experiment: str, run_id: str) -> Path:
@@ -59,7 +59,7 @@ def test_each_run_is_given_once(folders: list[Path]) -> None:
 def test_an_id_of_several_experiments_is_refused_and_all_are_listed(folders: list[Path]) -> None:
     with pytest.raises(UsageError) as error:
         find_runs(["bbbb"])
-    assert str(folders[1]) in str(error.value) and str(folders[2]) in str(error.value)
+    assert str(error.value).splitlines()[1:] == ["  one/bbbb", "  two/bbbb"]
 
 
 @pytest.mark.parametrize(("word", "hint"), [("aaab", "aaaa"), ("onee", "one")])
@@ -76,3 +76,18 @@ def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
 def test_a_run_that_is_only_being_made_is_not_there_yet(folders: list[Path]) -> None:
     _make_run("two", ".dddd.0123abcd")
     assert _found() == folders
+
+
+def test_an_experiments_name_and_an_id_together_mean_one_run(folders: list[Path]) -> None:
+    assert _found("two/bbbb") == [folders[2]]
+
+
+def test_the_name_of_a_run_finds_it_and_only_it(folders: list[Path], tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere" / "one" / "aaaa"
+    elsewhere.parent.mkdir(parents=True)
+    folders[0].rename(elsewhere)
+    runs = [RunPaths(folder) for folder in (elsewhere, *folders[1:])]
+    names = [run_name(paths) for paths in runs]
+    assert names == [str(elsewhere), "one/bbbb", "two/bbbb", "cccc"]
+    assert [find_runs([name]) for name in names] == [[paths] for paths in runs]
+    assert run_names(runs) == dict(zip(runs, names, strict=True))

@@ -13,6 +13,7 @@ from hpc_train.launchers.words import say
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import now
 from hpc_train.run_folder.files import read_json, write_json
+from hpc_train.run_folder.finding import run_name
 from hpc_train.run_folder.status import GOING_ON, read_status
 
 #: Beyond KillWait: for the nodes to be cleared, epilogs included. Assumed.
@@ -67,7 +68,7 @@ def _is_living(folder: Folder, states: dict[str, JobState]) -> bool:
     name = (read_json(folder.paths.run) or {}).get("name")
     if job.name in {name, None} or f"/{folder.paths.siblings.submissions.name}/" in (job.script or ""):
         return True
-    say(f"{folder.paths.folder.name}: job {job.job} is not its own, but {job.name}: it is left alone")
+    say(f"{run_name(folder.paths)}: job {job.job} is not its own, but {job.name}: it is left alone")
     return False
 
 
@@ -104,7 +105,7 @@ def _write_end(paths: RunPaths, job: JobState | None) -> None:
 
 def _left(folders: Sequence[Folder]) -> str:
     marked = [folder for folder in folders if folder.paths.cancelled.exists()]
-    ids = " ".join(folder.paths.folder.name for folder in marked)
+    ids = " ".join(run_name(folder.paths) for folder in marked)
     jobs = " ".join(str(folder.job) for folder in marked if folder.job)
     return (
         f"{ids}: marked as cancelled, but what waits or runs was not told; "

@@ -16,6 +16,7 @@ from hpc_train.launchers.words import say
 from hpc_train.paths import RunPaths, SubmissionPaths
 from hpc_train.run_folder.attempts import AttemptRecord, now, write_record
 from hpc_train.run_folder.files import read_json
+from hpc_train.run_folder.finding import run_name
 from hpc_train.run_folder.liveness import newest_record
 from hpc_train.run_folder.status import GOING_ON, RunStatus, read_status, write_status
 
@@ -216,9 +217,7 @@ def _has_just_ended(job: JobState) -> bool:
 def _verdict(folder: Folder, job: JobState) -> tuple[str, str, str]:
     is_unseen = job.state == FORGOTTEN and not folder.began_by(job) and folder.status.state == "pending"
     if is_unseen and batch_output(folder.paths, job.job) is not None:
-        reason = (
-            f"job {job.job} ended before any rank started; see `hpc-train logs {folder.paths.folder.name}`"
-        )
+        reason = f"job {job.job} ended before any rank started; see `hpc-train logs {run_name(folder.paths)}`"
         return "failed", reason, "lost"
     if is_unseen:
         # A task cancelled while its array waits leaves no trace, not even with accounting (22.05).
@@ -229,12 +228,12 @@ def _verdict(folder: Folder, job: JobState) -> tuple[str, str, str]:
     code = f", exit code {job.exit_code.partition(':')[0]}" if job.exit_code else ""
     if folder.status.state == "requeued":
         what = f"job {job.job} was to be requeued but ended ({job.state}{code})"
-        return "failed", f"{what}; see `hpc-train logs {folder.paths.folder.name}`", "lost"
+        return "failed", f"{what}; see `hpc-train logs {run_name(folder.paths)}`", "lost"
     if folder.began_by(job):
         what = f"job {job.job} ended without a word ({job.state}{code})"
     else:
         what = f"job {job.job} ended before any rank started ({job.reason or job.state}{code})"
-    return "failed", f"{what}; see `hpc-train logs {folder.paths.folder.name}`", "lost"
+    return "failed", f"{what}; see `hpc-train logs {run_name(folder.paths)}`", "lost"
 
 
 def _end(folder: Folder, status: RunStatus, cause: str) -> RunStatus:

@@ -25,7 +25,7 @@ def _stand(paths: RunPaths, state: JobState | None) -> RunStatus:
 
 
 def test_a_run_without_a_job_was_not_submitted_to_the_end(tmp_path: Path) -> None:
-    found = _stand(queued_run(tmp_path, None), None)
+    found = _stand(queued_run(tmp_path / "runs", None), None)
     assert (found.state, found.reason) == ("pending", CUT_SHORT)
 
 
@@ -62,7 +62,7 @@ def test_a_run_without_a_job_was_not_submitted_to_the_end(tmp_path: Path) -> Non
 def test_a_job_that_has_not_begun_says_what_it_waits_for(
     tmp_path: Path, state: str, reason: str | None, words: str
 ) -> None:
-    paths = queued_run(tmp_path, "12_3")
+    paths = queued_run(tmp_path / "runs", "12_3")
     nodes = None if state == "PENDING" else "n[1-2]"
     found = _stand(paths, job("12_3", state, reason, nodes=nodes))
     assert (found.state, found.reason) == ("pending", words)
@@ -70,7 +70,7 @@ def test_a_job_that_has_not_begun_says_what_it_waits_for(
 
 
 def test_a_held_job_is_told_from_an_unfinished_submission(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path, "12_3")
+    paths = queued_run(tmp_path / "runs", "12_3")
     submission = paths.siblings.submission("t1")
     submission.folder.mkdir(parents=True)
     write_json(submission.record, {"job_id": "12", "state": "submitted"})
@@ -82,7 +82,7 @@ def test_a_held_job_is_told_from_an_unfinished_submission(tmp_path: Path) -> Non
 
 
 def test_slurms_guess_of_a_start_is_shown_in_local_time(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path, "12")
+    paths = queued_run(tmp_path / "runs", "12")
     state = job("12", "PENDING", "Resources", start_estimate="2037-05-01T12:00:00+00:00")
     shown = datetime(2037, 5, 1, 12, tzinfo=UTC).astimezone().strftime("%Y-%m-%d at %H:%M")
     assert _stand(paths, state).reason == f"waits: Resources, starts on {shown} by Slurm's guess"
@@ -90,7 +90,7 @@ def test_slurms_guess_of_a_start_is_shown_in_local_time(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_is_as_its_folder_says(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path, "12")
+    paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12", step=4)
     assert _stand(paths, job("12", "RUNNING")) == read_status(paths)
     assert _stand(paths, job("12", "SUSPENDED")).reason == "suspended by Slurm"
@@ -98,14 +98,14 @@ def test_a_run_that_goes_on_is_as_its_folder_says(tmp_path: Path) -> None:
 
 
 def test_an_answer_from_before_the_start_takes_no_run_that_goes_on_for_one_that_waits(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path, "12")
+    paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12", restart=2, step=4)
     assert _stand(paths, job("12", "PENDING", "Priority", restarts=2)).state == "running"
     assert _stand(paths, job("12", "PENDING", "Priority", restarts=1)).state == "running"
 
 
 def test_a_requeue_that_the_batch_script_had_no_say_in_is_written_down(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path, "12")
+    paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12", step=4)
     found = _stand(paths, job("12", "PENDING", "Resources", restarts=1))
     assert (found.state, found.step, found.attempt) == ("requeued", 4, 1)
@@ -115,7 +115,7 @@ def test_a_requeue_that_the_batch_script_had_no_say_in_is_written_down(tmp_path:
 
 
 def test_the_batch_scripts_reason_for_a_requeue_is_kept(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path, "12")
+    paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12", cause="preemption")
     write_status(paths, RunStatus("requeued", 4, 10, attempt=1, reason="preempted at step 4"))
     assert _stand(paths, job("12", "COMPLETING", restarts=0)).reason == "preempted at step 4"
@@ -143,7 +143,7 @@ def test_the_batch_scripts_reason_for_a_requeue_is_kept(tmp_path: Path) -> None:
 def test_a_job_that_is_gone_without_a_word_in_the_folder_ends_the_run(
     tmp_path: Path, state: str, stands: str, words: str, cause: str
 ) -> None:
-    paths = queued_run(tmp_path, "12")
+    paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12", step=4)
     found = _stand(paths, job("12", state, exit_code="3:0", ended=_LONG_AGO))
     assert (found.state, found.step) == (stands, 4)
@@ -155,7 +155,9 @@ def test_a_job_that_is_gone_without_a_word_in_the_folder_ends_the_run(
 
 
 def test_a_job_that_ended_before_any_rank_points_to_its_output(tmp_path: Path) -> None:
-    found = _stand(queued_run(tmp_path, "12"), job("12", "FAILED", "NonZeroExitCode", exit_code="1:0"))
+    found = _stand(
+        queued_run(tmp_path / "runs", "12"), job("12", "FAILED", "NonZeroExitCode", exit_code="1:0")
+    )
     assert found.state == "failed"
     assert found.reason == (
         "job 12 ended before any rank started (NonZeroExitCode, exit code 1); see `hpc-train logs abc`"
@@ -163,7 +165,7 @@ def test_a_job_that_ended_before_any_rank_points_to_its_output(tmp_path: Path) -
 
 
 def test_a_forgotten_job_that_left_output_did_start(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path, "12_3")
+    paths = queued_run(tmp_path / "runs", "12_3")
     submission = paths.siblings.submission("t1")
     submission.folder.mkdir(parents=True)
     write_json(submission.record, {"job_id": "12", "state": "released"})
@@ -174,7 +176,7 @@ def test_a_forgotten_job_that_left_output_did_start(tmp_path: Path) -> None:
 
 
 def test_a_job_that_ended_this_moment_is_given_time_for_its_own_verdict(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path, "12")
+    paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12")
     just_now = datetime.now(UTC).isoformat()
     found = _stand(paths, job("12", "FAILED", ended=just_now))
@@ -183,7 +185,7 @@ def test_a_job_that_ended_this_moment_is_given_time_for_its_own_verdict(tmp_path
 
 
 def test_a_requeue_that_did_not_happen_is_an_end(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path, "12")
+    paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12", end="2026-01-01T00:00:00+00:00", cause="preemption")
     write_status(paths, RunStatus("requeued", 4, 10, attempt=1, reason="preempted at step 4"))
     found = _stand(paths, job("12", "FAILED", exit_code="75:0", ended=_LONG_AGO))
@@ -196,7 +198,7 @@ def test_a_requeue_that_did_not_happen_is_an_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", ["completed", "failed", "cancelled"])
 def test_an_end_in_the_folder_is_not_questioned(tmp_path: Path, state: str) -> None:
-    paths = queued_run(tmp_path, "12")
+    paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12")
     write_status(paths, RunStatus(state, 9, 10, attempt=1, reason="rank 0: it broke"))
     for said in (job("12", "CANCELLED"), job("12", "RUNNING"), job("12", FORGOTTEN), None):
@@ -204,7 +206,7 @@ def test_an_end_in_the_folder_is_not_questioned(tmp_path: Path, state: str) -> N
 
 
 def test_a_failed_run_whose_job_was_requeued_by_hand_goes_on(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path, "12")
+    paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12")
     write_status(paths, RunStatus("failed", 9, 10, attempt=1, reason="rank 0: it broke"))
     found = _stand(paths, job("12", "PENDING", "Priority", restarts=1))
@@ -215,7 +217,7 @@ def test_a_failed_run_whose_job_was_requeued_by_hand_goes_on(tmp_path: Path) -> 
 
 
 def test_a_cancelled_run_is_so_once_its_job_is_gone(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path, "12")
+    paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12", step=4)
     write_json(paths.cancelled, {"version": 1})
     assert _stand(paths, job("12", "RUNNING")).reason == "being cancelled"
@@ -225,7 +227,7 @@ def test_a_cancelled_run_is_so_once_its_job_is_gone(tmp_path: Path) -> None:
 
 
 def test_the_newest_job_counts(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path, "12")
+    paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12")
     add_job(paths, "15_0")
     write_status(paths, RunStatus("pending", 4, 10, attempt=1))
@@ -234,7 +236,7 @@ def test_the_newest_job_counts(tmp_path: Path) -> None:
 
 
 def test_what_the_folder_came_to_say_meanwhile_holds(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path, "12")
+    paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12")
     read_before = Folder.read(paths)
     write_status(paths, RunStatus("completed", 10, 10, attempt=1))
@@ -248,7 +250,7 @@ def test_where_slurm_is_silent_the_folders_word_is_given_and_that_is_said(
 ) -> None:
     programs = put_programs_first(tmp_path, monkeypatch)
     programs.put("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
-    runs = [queued_run(tmp_path, "12", run_id="a"), queued_run(tmp_path, "13", run_id="b")]
+    runs = [queued_run(tmp_path / "runs", "12", run_id="a"), queued_run(tmp_path, "13", run_id="b")]
     assert [status.state for status in standings(runs)] == ["pending", "pending"]
     assert capsys.readouterr().err.count("Unable to contact slurm controller") == 1
 
@@ -256,14 +258,14 @@ def test_where_slurm_is_silent_the_folders_word_is_given_and_that_is_said(
 def test_runs_that_have_ended_need_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = put_programs_first(tmp_path, monkeypatch)
     programs.put("squeue", "exit 1")
-    paths = queued_run(tmp_path, "12")
+    paths = queued_run(tmp_path / "runs", "12")
     write_status(paths, RunStatus("completed", 10, 10, attempt=1))
     assert standings([paths])[0].state == "completed"
     assert programs.calls("squeue") == []
 
 
 def test_the_batch_scripts_output_is_found_by_its_job(tmp_path: Path) -> None:
-    paths = queued_run(tmp_path, "12_3")
+    paths = queued_run(tmp_path / "runs", "12_3")
     assert batch_output(paths, "12_3") is None
     for token, job_id in (("t1", "12_3"), ("t2", "12_30")):
         submission = paths.siblings.submission(token)
