@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import cast
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.base import ArraySplit, DatasetBuilder, DataSource, Split
+from hpc_train.datasets.base import AnySplit, ArraySplit, DatasetBuilder, DataSource
 from hpc_train.datasets.factory import build_by_factory
 from hpc_train.datasets.images import ImageSplit
 from hpc_train.errors import BadFileError
@@ -37,9 +37,13 @@ def _build(config: DataConfig, download: bool) -> DataSource:
     return builder(rest, config, download=download)
 
 
-def _as_tensors(split: Split, info: DataInfo) -> Split:
+def _as_tensors(split: AnySplit, info: DataInfo) -> AnySplit:
     if isinstance(split, ArraySplit):
         return split
+    if not hasattr(split, "__getitem__"):
+        raise BadFileError(
+            f"data.name: {type(split).__name__} has neither __getitem__ nor batch; write one of them"
+        )
     if info.sequence_length is not None:
         raise BadFileError(
             f"data.name: {type(split).__name__} has sequences and no method batch, which they are read by; "

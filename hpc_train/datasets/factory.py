@@ -2,7 +2,7 @@
 
 Called as ``factory(root=data.root, **data.args)``, without ``root`` where the file has none. It returns a
 DataSource, or (train, val), or a training set alone; each is anything with ``__len__`` and ``__getitem__`` →
-(image, class).
+(image, target), or with ``__len__`` and ``batch``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.arguments import call
-from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.base import ArraySplit, DataSource
 from hpc_train.datasets.infer import count_channels, count_classes, name_classes
 from hpc_train.datasets.statistics import mean_and_std
 from hpc_train.errors import BadFileError
@@ -41,9 +41,10 @@ def build_by_factory(config: DataConfig) -> DataSource:
 def _pair(name: str, made: Any) -> tuple[Any, Any]:
     train, val = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     for split in (train, val):
-        if split is not None and not (hasattr(split, "__len__") and hasattr(split, "__getitem__")):
+        is_readable = isinstance(split, ArraySplit) or hasattr(split, "__getitem__")
+        if split is not None and not (hasattr(split, "__len__") and is_readable):
             raise BadFileError(
                 f"data.name: {name} returned {type(split).__name__}; return a DataSource, (train, val) or "
-                "train, each with __len__ and __getitem__"
+                "train, each with __len__ and __getitem__, or with __len__ and batch"
             )
     return train, val

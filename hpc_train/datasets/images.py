@@ -17,16 +17,21 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hpc_train.datasets.base import RawImage, Split
+from hpc_train.datasets.base import RawImage, RawTarget, Split
 from hpc_train.errors import BadFileError
 
 _PIL_MODE = {1: "L", 3: "RGB", 4: "RGBA"}
 #: What a tensor or an array must hold.
-_RULE = "an image is PIL, or uint8 or float of (C, H, W) as a tensor, (H, W, C) as an array"
+_RULE = (
+    "an image is PIL, or uint8 or float of (C, H, W) as a tensor, (H, W, C) as an array; a row of features "
+    "is float of (F,)"
+)
 
 
 def as_tensor(image: RawImage, channels: int | None = None) -> Tensor:
     """Return (C, H, W) uint8, or float as it came, with ``channels`` channels (None: as many as it has).
+
+    A row of features, float (F,), is returned as it came.
 
     Gray becomes colour by repetition, colour gray by luminance, alpha is dropped. 16-bit gray keeps
     its upper eight bits. Raises BadFileError for what is no image.
@@ -37,6 +42,8 @@ def as_tensor(image: RawImage, channels: int | None = None) -> Tensor:
         image = _from_array(image)
     if not isinstance(image, Tensor):
         raise BadFileError(f"data: a sample is {type(image).__name__}; {_RULE}")
+    if image.dim() == 1 and image.is_floating_point():
+        return image
     if image.dim() == 2:
         image = image[None]
     if image.dim() != 3 or not (image.dtype == torch.uint8 or image.is_floating_point()):
@@ -94,9 +101,9 @@ class ImageSplit:
     def __len__(self) -> int:
         return len(self.split)
 
-    def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+    def __getitem__(self, index: int, /) -> tuple[Tensor, RawTarget]:
         image, target = self.split[index]
-        return as_tensor(image, self.channels), int(target)
+        return as_tensor(image, self.channels), target
 
     def path(self, index: int) -> Path | None:
         """Return the file of a sample, where the split knows it."""
@@ -131,6 +138,12 @@ def centre_square(image: Tensor, side: int, kept: float = 1.0) -> Tensor:
 def stack(images: Sequence[Tensor]) -> Tensor:
     """Return (B, C, H, W). Raises BadFileError where shapes differ."""
     shapes = {tuple(image.shape) for image in images}
+    if len(shapes) > 1 and len(images[0].shape) == 1:
+        lengths = sorted(shapes)[:2]
+        raise BadFileError(
+            f"data: rows of features differ in length ({lengths[0][0]} and {lengths[1][0]}); "
+            "return as many for each sample"
+        )
     if len(shapes) > 1:
         (_, *one), (_, *other) = sorted(shapes)[:2]
         raise BadFileError(

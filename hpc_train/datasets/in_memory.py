@@ -8,12 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpc_train.datasets.base import Split, TensorSplit
+from hpc_train.datasets.base import AnySplit, TensorSplit
 from hpc_train.datasets.images import as_tensor
 from hpc_train.datasets.infer import all_targets
+from hpc_train.datasets.targets import as_target
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def in_memory(split: Any) -> Split:
+def in_memory(split: Any) -> AnySplit:
     """Return a TensorSplit of the same samples where ``split`` keeps them in ``data``; else ``split`` itself.
 
     That the array means what ``__getitem__`` gives is tried on the first and the last sample, in each
@@ -47,4 +50,13 @@ def _layouts(images: Tensor) -> list[Tensor]:
 
 def _agrees(split: Any, images: Tensor, targets: Tensor, index: int) -> bool:
     image, target = split[index]
-    return torch.equal(as_tensor(image), images[index]) and int(target) == int(targets[index])
+    return torch.equal(as_tensor(image), images[index]) and _is_class(target, int(targets[index]))
+
+
+def _is_class(target: Any, number: int) -> bool:
+    """Whether ``__getitem__`` gives that class: a ``target_transform`` may give something else."""
+    try:
+        given = as_target(target)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return given.shape == () and given.dtype in _INTEGERS and int(given) == number

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hpc_train.datasets.base import ArraySplit
 from hpc_train.datasets.images import as_tensor
 from hpc_train.errors import BadFileError
 
@@ -14,9 +15,12 @@ _TARGET_ATTRIBUTES = ("targets", "labels", "_labels")
 
 
 def count_channels(split: Any) -> int:
-    """Return the channels of the first image; PIL counts as gray or as colour."""
+    """Return the channels of the first image, or its features; PIL counts as gray or as colour."""
     if len(split) == 0:
         raise BadFileError("data: the training data are empty")
+    if isinstance(split, ArraySplit):
+        images, _ = split.batch(torch.tensor([0]))
+        return int(images.shape[1]) if images.dim() > 1 else 0
     image, _ = split[0]
     return int(as_tensor(image).shape[0])
 

@@ -13,18 +13,23 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import DataConfig
+from hpc_train.config.training_sections import AugmentConfig, DataConfig
 from hpc_train.datasets.augment import Augmentation
 from hpc_train.datasets.bad_samples import BadSamples
-from hpc_train.datasets.base import DataSource, Split
+from hpc_train.datasets.base import AnySplit, DataSource
 from hpc_train.datasets.images import centre_square, stack
-from hpc_train.datasets.reading import Prepare, SlotReader
+from hpc_train.datasets.reading import Failure, SlotReader
 from hpc_train.datasets.sampler import EvaluationSampler, MicroBatchSampler, Position, Slot
+from hpc_train.datasets.targets import TargetCheck, refuse_moved_masks
 from hpc_train.datasets.workers import BatchStream
-from hpc_train.runtime.data_info import Batch
+from hpc_train.errors import BadFileError
+from hpc_train.run_folder.bad_samples import BadSample
+from hpc_train.runtime.data_info import Batch, TargetSpec
 
 #: How soon a rank that waits for its data sees that it was asked to stop (assumed).
 _LOOK_EVERY_S = 0.2
+#: Samples of each split that ``prepare`` reads, spread evenly over it (assumed).
+_TRIED_SAMPLES = 16
 
 
 class TrainingBatches(Iterator[tuple[int, list[Batch]]]):
@@ -75,30 +80,26 @@ def training_batches(
     world_size: int,
     device: torch.device,
     bad_samples: BadSamples | None = None,
+    target_spec: TargetSpec | None = None,
 ) -> TrainingBatches:
     """Return this rank's steps from ``position`` to ``total_steps``; loader processes start at once.
 
     Batches are on the CPU, pinned where ``device`` is CUDA; uint8, not normalised, unless the data are float.
-    A sample that can't be read is noted in ``bad_samples``, and another stands in; without, it is an error.
+    A sample that can't be read, or whose target is not what ``target_spec`` says, is noted in
+    ``bad_samples``, and another stands in; without, it is an error.
     """
-    data, seed = experiment.data, experiment.seed
     sampler = MicroBatchSampler(
         len(source.train),
         global_batch_size=experiment.optimization.global_batch_size,
         micro_batch_size=_micro_batch_size(experiment),
-        seed=seed,
+        seed=experiment.seed,
         position=position,
         total_steps=total_steps,
         rank=rank,
         world_size=world_size,
     )
-    augmentation = Augmentation(data.augment, data.image_size, seed)
-
-    def prepare(images: Tensor | Sequence[Tensor], slot: Slot) -> Tensor:
-        return augmentation(images, slot.epoch, slot.indices)
-
-    reader = SlotReader(source.train, source.info.channels, seed, prepare, skip_bad=bad_samples is not None)
-    stream = BatchStream(reader, sampler, workers=data.workers, device=device)
+    reader = _training_reader(source, experiment, target_spec, skip_bad=bad_samples is not None)
+    stream = BatchStream(reader, sampler, workers=experiment.data.workers, device=device)
     return TrainingBatches(stream, sampler.slots_per_step, bad_samples)
 
 
@@ -146,25 +147,25 @@ class EvaluationBatches:
 
 
 def evaluation_batches(
-    split: Split,
+    split: AnySplit,
     experiment: Experiment,
     rank: int,
     world_size: int,
     device: torch.device,
     bad_samples: BadSamples | None = None,
+    target_spec: TargetSpec | None = None,
 ) -> EvaluationBatches:
     """Return this rank's batches of ``split``, equally many on every rank, each of exactly m samples.
 
     Each sample is valid in exactly one batch of one rank, or in none where it can't be read and is noted in
     ``bad_samples``. ``step`` is 0, ``weight`` 1 and ``number`` the batch's place in the whole evaluation.
     """
-    prepare, skip_bad = _evaluation_prepare(experiment.data), bad_samples is not None
-    reader = SlotReader(split, None, experiment.seed, prepare, part="val", skip_bad=skip_bad)
+    reader = _evaluation_reader(split, experiment, target_spec, skip_bad=bad_samples is not None)
     sampler = EvaluationSampler(len(split), _micro_batch_size(experiment), rank, world_size)
     return EvaluationBatches(reader, sampler, experiment.data.workers, device, bad_samples)
 
 
-def evaluation_batch_count(split: Split, micro_batch_size: int) -> int:
+def evaluation_batch_count(split: AnySplit, micro_batch_size: int) -> int:
     """Return how many batches the whole evaluation has, over all ranks, without those that only fill up."""
     return math.ceil(len(split) / micro_batch_size)
 
@@ -175,12 +176,85 @@ def _micro_batch_size(experiment: Experiment) -> int:
     return size
 
 
-def _evaluation_prepare(data: DataConfig) -> Prepare:
-    size, kept = data.image_size, data.eval_crop
+def try_samples(
+    source: DataSource, experiment: Experiment, target_spec: TargetSpec | None
+) -> tuple[Batch, list[BadSample]]:
+    """Read some samples of each split exactly as ranks do, without loader processes.
 
-    def prepare(images: Tensor | Sequence[Tensor], slot: Slot) -> Tensor:
+    Returns those of training as a batch, and the samples that ``data.on_bad_sample: skip`` would replace.
+    Raises BadFileError or TransientStorageError, as training would.
+    """
+    skip_bad = experiment.data.on_bad_sample == "skip"
+    readers = [_training_reader(source, experiment, target_spec, skip_bad=skip_bad)]
+    if source.val is not None:
+        readers.append(_evaluation_reader(source.val, experiment, target_spec, skip_bad=skip_bad))
+    batches: list[Batch] = []
+    bad: list[BadSample] = []
+    for reader in readers:
+        count = min(len(reader), _TRIED_SAMPLES)
+        indices = torch.linspace(0, len(reader) - 1, count, dtype=torch.float64).round().to(torch.int64)
+        read = reader.__getitems__(Slot(0, 0, 0, 0, 1.0, indices, count))
+        if isinstance(read, Failure):
+            raise read.error
+        batches.append(read.batch)
+        bad += read.bad
+    return batches[0], bad
+
+
+def _training_reader(
+    source: DataSource, experiment: Experiment, target_spec: TargetSpec | None, *, skip_bad: bool
+) -> SlotReader:
+    data, seed = experiment.data, experiment.seed
+    augmentation = Augmentation(data.augment, data.image_size, seed)
+    moving_key = _moving_key(data)
+
+    def prepare(images: Tensor | Sequence[Tensor], targets: Tensor, slot: Slot) -> Tensor:
+        _refuse_image_keys(images, data)
+        refuse_moved_masks(images, targets, moving_key or _resizing_key(images, data))
+        return augmentation(images, slot.epoch, slot.indices)
+
+    targets = TargetCheck(experiment.task, target_spec)
+    return SlotReader(source.train, source.info.channels, seed, prepare, targets, skip_bad=skip_bad)
+
+
+def _evaluation_reader(
+    split: AnySplit, experiment: Experiment, target_spec: TargetSpec | None, *, skip_bad: bool
+) -> SlotReader:
+    data, size = experiment.data, experiment.data.image_size
+
+    def prepare(images: Tensor | Sequence[Tensor], targets: Tensor, slot: Slot) -> Tensor:
+        _refuse_image_keys(images, data)
+        refuse_moved_masks(images, targets, _resizing_key(images, data))
         if size is not None:
-            return stack([centre_square(image, size, kept) for image in images])
+            return stack([centre_square(image, size, data.eval_crop) for image in images])
         return images if isinstance(images, Tensor) else stack(images)
 
-    return prepare
+    targets = TargetCheck(experiment.task, target_spec)
+    return SlotReader(split, None, experiment.seed, prepare, targets, part="val", skip_bad=skip_bad)
+
+
+def _moving_key(data: DataConfig) -> str | None:
+    """Return the first key of ``data.augment`` that moves pixels."""
+    keys = ("random_resized_crop", "crop_padding", "hflip", "vflip", "randaugment")
+    return next((f"data.augment.{key}" for key in keys if getattr(data.augment, key)), None)
+
+
+def _resizing_key(images: Tensor | Sequence[Tensor], data: DataConfig) -> str | None:
+    """Return ``data.image_size`` where it changes the first image."""
+    size = data.image_size
+    is_same = size is None or (images[0].shape[-2:] == (size, size) and data.eval_crop == 1)
+    return None if is_same else "data.image_size"
+
+
+def _refuse_image_keys(images: Tensor | Sequence[Tensor], data: DataConfig) -> None:
+    """Raise BadFileError where samples are features or tokens and the file resizes or augments images."""
+    if images[0].dim() == 3:
+        return
+    for key, is_set in (
+        ("augment", data.augment != AugmentConfig()),
+        ("image_size", data.image_size is not None),
+    ):
+        if is_set:
+            raise BadFileError(
+                f"data.{key}: is for images, and samples have shape {tuple(images[0].shape)}; take it out"
+            )

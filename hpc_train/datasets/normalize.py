@@ -41,8 +41,9 @@ class Normalize:
         if images_BCHW.dtype == torch.int64:
             return images_BCHW
         if images_BCHW.is_floating_point():
-            wanted = self._dtype if self._dtype == torch.float64 else images_BCHW.dtype
-            return images_BCHW.to(wanted, memory_format=self._memory_format)
+            is_image = images_BCHW.dim() == 4
+            layout = self._memory_format if is_image else torch.preserve_format
+            return images_BCHW.to(self._dtype, memory_format=layout)
         if self._mean.device != images_BCHW.device:
             self._mean, self._std = self._mean.to(images_BCHW.device), self._std.to(images_BCHW.device)
         scaled = images_BCHW.to(self._dtype, memory_format=self._memory_format).div_(255)

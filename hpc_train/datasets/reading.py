@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from hpc_train.datasets.bad_samples import stand_ins
-from hpc_train.datasets.base import ArraySplit, Split
+from hpc_train.datasets.base import AnySplit, ArraySplit
 from hpc_train.datasets.images import as_tensor, sample_path
 from hpc_train.datasets.random_numbers import hash_words
 from hpc_train.datasets.sampler import Slot
+from hpc_train.datasets.targets import MisfitError, TargetCheck, stack_targets
 from hpc_train.errors import BadFileError, TransientStorageError
 from hpc_train.run_folder.bad_samples import BadSample, Part
 from hpc_train.runtime.data_info import Batch
@@ -31,8 +32,8 @@ from hpc_train.runtime.data_info import Batch
 #: Errors of a disk or file server, which may be over soon; they say nothing of the sample. Assumed.
 _NOT_THE_SAMPLES = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _PAUSES_S = (0.1, 1.0)
-#: Images (B, C, H, W) or B of (C, H, W), and their slot → (B, C, H, W).
-Prepare = Callable[[Tensor | Sequence[Tensor], Slot], Tensor]
+#: Images (B, C, H, W) or B of (C, H, W), their targets (B, …) and slot → (B, C, H, W).
+Prepare = Callable[[Tensor | Sequence[Tensor], Tensor, Slot], Tensor]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,10 @@ class Failure:
     message: str
     #: The disk's, or memory's, and gone the next time maybe; else the data are wrong.
     is_transient: bool = False
+
+    @property
+    def error(self) -> BadFileError | TransientStorageError:
+        return (TransientStorageError if self.is_transient else BadFileError)(self.message)
 
 
 @dataclass(frozen=True)
@@ -69,10 +74,11 @@ class SlotReader(Dataset[Read | Failure]):
 
     def __init__(
         self,
-        split: Split,
+        split: AnySplit,
         channels: int | None,
         seed: int,
         prepare: Prepare,
+        targets: TargetCheck,
         *,
         part: Part = "train",
         skip_bad: bool = False,
@@ -81,15 +87,19 @@ class SlotReader(Dataset[Read | Failure]):
         self._channels = channels
         self._seed = seed
         self._prepare = prepare
+        self._targets = targets
         self._part: Part = part
         self._skip_bad = skip_bad
+
+    def __len__(self) -> int:
+        return len(self._split)
 
     def __getitems__(self, slot: Slot) -> Read | Failure:
         """Return the slot's batch; what a user can mend comes back as a Failure, not as an exception."""
         bad: dict[int, BadSample] = {}
         try:
             images, targets = self._read(slot, bad)
-            inputs = self._prepare(images, slot)
+            inputs = self._prepare(images, targets, slot)
         except BadFileError as error:
             return Failure(str(error))
         except TransientStorageError as error:
@@ -101,9 +111,9 @@ class SlotReader(Dataset[Read | Failure]):
         return Read(batch, tuple(bad.values()))
 
     def _read(self, slot: Slot, bad: dict[int, BadSample]) -> tuple[Tensor | list[Tensor], Tensor]:
-        """Return images and classes; what is bad is added to ``bad`` by index."""
+        """Return images and targets; what is bad is added to ``bad`` by index."""
         if isinstance(self._split, ArraySplit):
-            return self._split.batch(slot.indices)
+            return self._whole_batch(self._split, slot)
         with _own_generators():
             samples = [
                 # What only fills up is somebody else's to name.
@@ -111,9 +121,38 @@ class SlotReader(Dataset[Read | Failure]):
                 for place, index in enumerate(slot.indices.tolist())
             ]
         images, targets = zip(*samples, strict=True)
-        return list(images), torch.tensor(targets)
+        return list(images), stack_targets(targets, slot.indices.tolist())
 
-    def _sample(self, epoch: int, index: int, bad: dict[int, BadSample]) -> tuple[Tensor, int]:
+    def _whole_batch(self, split: ArraySplit, slot: Slot) -> tuple[Tensor, Tensor]:
+        read: Any = split.batch(slot.indices)
+        count = len(slot.indices)
+        if not (isinstance(read, tuple) and len(read) == 2 and all(_has_rows(part, count) for part in read)):
+            raise BadFileError(
+                f"data.name: {type(split).__name__}.batch must return (inputs, targets), tensors of {count} "
+                f"samples for {count} indices"
+            )
+        inputs, targets = read
+        self._check_inputs(inputs, type(split).__name__)
+        try:
+            return inputs, self._targets.batch(targets)
+        except MisfitError as error:
+            index = int(slot.indices[error.place])
+            raise error.of_sample(BadSample(self._part, index, f"sample {index}", "").title) from error
+
+    def _check_inputs(self, inputs: Tensor, name: str) -> None:
+        is_image = inputs.dtype == torch.uint8 and inputs.dim() == 4
+        if not (is_image or inputs.dtype == torch.int64 or inputs.is_floating_point()):
+            raise BadFileError(
+                f"data.name: {name}.batch returned inputs of {inputs.dtype} and shape {tuple(inputs.shape)}; "
+                "return uint8 images (B, C, H, W), float images or features, or int64 tokens"
+            )
+        if is_image and self._channels not in (None, inputs.shape[1]):
+            raise BadFileError(
+                f"data.name: {name}.batch returned images of {inputs.shape[1]} channels, and its DataInfo "
+                f"has channels={self._channels}; make them the same"
+            )
+
+    def _sample(self, epoch: int, index: int, bad: dict[int, BadSample]) -> tuple[Tensor, Tensor]:
         try:
             return self._try_sample(index, hash_words(self._seed, epoch, index))
         except TransientStorageError:
@@ -121,7 +160,7 @@ class SlotReader(Dataset[Read | Failure]):
         except Exception as error:
             first = self._bad_sample(index, error)
             if not self._skip_bad:
-                raise _unreadable(first) from error
+                raise _unusable(first, error) from error
             bad[index] = first
         for word, other in stand_ins(self._seed, epoch, index, len(self._split)):
             try:
@@ -132,12 +171,13 @@ class SlotReader(Dataset[Read | Failure]):
                 bad[other] = self._bad_sample(other, error)
         raise BadFileError(f"{_unreadable(first)}; nor can any that would stand in for it")
 
-    def _try_sample(self, index: int, seed: int) -> tuple[Tensor, int]:
+    def _try_sample(self, index: int, seed: int) -> tuple[Tensor, Tensor]:
         for pause_s in (*_PAUSES_S, None):
             seed_generators(seed)
             try:
+                assert not isinstance(self._split, ArraySplit), "whole batches are read elsewhere"
                 image, target = self._split[index]
-                return as_tensor(image, self._channels), int(target)
+                return as_tensor(image, self._channels), self._targets.one(target)
             except (OSError, MemoryError) as error:
                 if isinstance(error, OSError) and error.errno not in _NOT_THE_SAMPLES:
                     raise
@@ -153,6 +193,14 @@ class SlotReader(Dataset[Read | Failure]):
         return BadSample(self._part, index, name, _cause(error))
 
 
+def _has_rows(part: object, count: int) -> bool:
+    return isinstance(part, Tensor) and part.dim() > 0 and len(part) == count
+
+
+def _unusable(sample: BadSample, error: Exception) -> BadFileError:
+    return error.of_sample(sample.title) if isinstance(error, MisfitError) else _unreadable(sample)
+
+
 def _unreadable(sample: BadSample) -> BadFileError:
     return BadFileError(f"data: {sample.title} can't be read: {sample.why}")
 
@@ -160,6 +208,8 @@ def _unreadable(sample: BadSample) -> BadFileError:
 def _cause(error: Exception) -> str:
     if isinstance(error, BadFileError):
         return str(error).removeprefix("data: ")
+    if isinstance(error, MisfitError):
+        return f"it has the target {error}"
     words = f"{type(error).__name__}: {error}"
     if isinstance(error, (OSError, SyntaxError)):  # the file's fault: Pillow raises both
         return words

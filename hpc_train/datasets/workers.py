@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from hpc_train.datasets.reading import Failure, Read, SlotReader, unchanged
 from hpc_train.datasets.sampler import Slot
-from hpc_train.errors import BadFileError, ExitCode, TransientStorageError, UserError
+from hpc_train.errors import ExitCode, UserError
 from hpc_train.runtime import parent_process
 
 #: Slurm and terminals send these to all processes of a job; only the rank may act on them.
@@ -80,8 +80,7 @@ class BatchStream(Iterator[Read]):
         taken = self._taken.popleft() if self._taken else self._take()
         assert taken is not None
         if isinstance(taken, Failure):
-            kind = TransientStorageError if taken.is_transient else BadFileError
-            raise kind(taken.message)
+            raise taken.error
         if isinstance(taken, Exception):
             raise taken
         return taken

@@ -1,4 +1,4 @@
-"""``hpc-train prepare``: fetches data and weights where there is network, for nodes that have none.
+"""``hpc-train prepare``: fetches data and weights where there is network, and reads samples as training will.
 
 Runs in a process of its own, ``python -m hpc_train.engine.prepare FILE [KEY=VALUE…]``: commands import no
 torch.
@@ -7,33 +7,44 @@ torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
-from hpc_train.config.loading import load
+from hpc_train.config.loading import load as load_file
 from hpc_train.config.schema import Experiment
+from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.building import build_source
-from hpc_train.errors import ExitCode, UserError, printable
+from hpc_train.datasets.loading import try_samples
+from hpc_train.datasets.normalize import Normalize
+from hpc_train.errors import BadFileError, ExitCode, UserError, printable
 from hpc_train.models.building import build_model
+from hpc_train.plan.batches import too_few_samples
 from hpc_train.plan.sweep import expand
+from hpc_train.registry import load
 from hpc_train.runtime.data_info import DataInfo
+from hpc_train.tasks.base import Task, target_spec
 
 
 def prepare(experiments: Sequence[Experiment]) -> None:
-    """Build the data and the model of each experiment once, fetching what is missing."""
-    infos: dict[str, DataInfo] = {}
+    """Build the data and the model of each experiment once, fetching what is missing, and try the data."""
+    sources: dict[str, DataSource] = {}
+    tried: set[tuple[str, str, str]] = set()
     built: set[str] = set()
     for experiment in experiments:
-        data = experiment.data.model_dump_json()
-        if data not in infos:
-            infos[data] = _fetch_data(experiment)
-        model = experiment.model.model_dump_json()
+        data, model = experiment.data.model_dump_json(), experiment.model.model_dump_json()
+        if data not in sources:
+            sources[data] = _fetch_data(experiment)
+        if (data, model, experiment.task) not in tried:
+            tried.add((data, model, experiment.task))
+            _try_data(experiment, sources[data])
+        _check_number_of_samples(experiment, sources[data])
         if data + model not in built:
             built.add(data + model)
-            _fetch_model(experiment, infos[data])
+            _fetch_model(experiment, sources[data].info)
 
 
-def _fetch_data(experiment: Experiment) -> DataInfo:
+def _fetch_data(experiment: Experiment) -> DataSource:
     config = experiment.data
     source = build_source(config, download=True)
     where = f" in {config.root}" if config.root else ""
@@ -42,7 +53,21 @@ def _fetch_data(experiment: Experiment) -> DataInfo:
         f"data {config.name}{where}: {len(source.train)} training and {num_val} validation samples, "
         f"{source.info.num_classes} classes"
     )
-    return source.info
+    return source
+
+
+def _try_data(experiment: Experiment, source: DataSource) -> None:
+    """Read some samples as ranks do, for the task that the file names. Raises what training would raise."""
+    task = cast(Callable[..., Task], load("tasks", experiment.task))(experiment, source.info)
+    batch, bad = try_samples(source, experiment, target_spec(task))
+    Normalize(source.info, experiment.data)(batch.inputs)
+    for sample in bad:
+        _say(f"data: can't be used, another sample will replace it: {sample}")
+
+
+def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None:
+    if problem := too_few_samples(experiment.optimization, len(source.train)):
+        raise BadFileError(f"optimization.global_batch_size: {'; '.join(problem)}")
 
 
 def _fetch_model(experiment: Experiment, info: DataInfo) -> None:
@@ -60,7 +85,7 @@ def _say(words: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     try:
-        loaded = load(Path(arguments[0]), arguments[1:])
+        loaded = load_file(Path(arguments[0]), arguments[1:])
         prepare([variant.experiment for variant in expand(loaded)])
     except UserError as error:
         _say(str(error))

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
-from hpc_train.runtime.data_info import Batch, DataInfo
+from hpc_train.runtime.data_info import Batch, DataInfo, TargetSpec
 
 
 class CausalLM:
@@ -25,6 +25,14 @@ class CausalLM:
                 f"task: causal_lm reads sequences of tokens, and {experiment.data.name} gives images; "
                 "write classification, or data.name: text"
             )
+        num_tokens = experiment.model.args.get("num_classes") or info.num_classes
+        self.target_spec = TargetSpec(
+            "the next token at each place",
+            kind="integer",
+            shape=(info.sequence_length,),
+            minimum=0,
+            maximum=num_tokens - 1,
+        )
         self._label_smoothing = experiment.optimization.label_smoothing
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

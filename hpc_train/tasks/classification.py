@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
-from hpc_train.runtime.data_info import Batch, DataInfo
+from hpc_train.runtime.data_info import Batch, DataInfo, TargetSpec
 
 #: What ``accuracy_top5`` is; with fewer classes it would always be 1.
 _TOP = 5
@@ -26,6 +26,9 @@ class Classification:
         self._label_smoothing = experiment.optimization.label_smoothing
         num_classes = experiment.model.args.get("num_classes", info.num_classes)
         self._has_top5 = num_classes > _TOP
+        self.target_spec = TargetSpec(
+            "a class number", kind="integer", shape=(), minimum=0, maximum=num_classes - 1
+        )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean cross entropy with label smoothing (arXiv:1512.00567, section 7)."""

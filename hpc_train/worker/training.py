@@ -29,7 +29,8 @@ from hpc_train.plan.batches import BatchArithmetic
 from hpc_train.run_folder.bad_samples import all_known
 from hpc_train.run_folder.files import read_json
 from hpc_train.runtime.agreement import Agreement
-from hpc_train.tasks.base import Task
+from hpc_train.runtime.data_info import TargetSpec
+from hpc_train.tasks.base import Task, target_spec
 from hpc_train.worker import micro_batch
 from hpc_train.worker.inputs import make_to_input
 from hpc_train.worker.learner import Learner, Resumed, build, extra, part, placement, resumed
@@ -139,6 +140,7 @@ def _trainer(
 ) -> Trainer:
     rank, batches = run.rank, run.batches
     config, degrees = rank.experiment, rank.degrees
+    task = cast(Task, part("tasks", config.task)(config, run.source.info))
     training = training_batches(
         run.source,
         config,
@@ -148,6 +150,7 @@ def _trainer(
         degrees.data_ranks,
         rank.device,
         run.bad_samples,
+        target_spec(task),
     )
     stack.callback(training.close)
     agreement = Agreement(rank.group, rank.flag)
@@ -165,7 +168,7 @@ def _trainer(
         experiment=config,
         device=rank.device,
         precision=rank.precision,
-        task=cast(Task, part("tasks", config.task)(config, run.source.info)),
+        task=task,
         model=learner.wrapped,
         strategy=learner.strategy,
         optimization=learner.optimization,
@@ -179,7 +182,7 @@ def _trainer(
             config.evaluation, config.checkpoint, batches.total_steps, batches.steps_per_epoch
         ),
         training=training,
-        validation=_validation(run),
+        validation=_validation(run, target_spec(task)),
         bad_samples=_bad_sample_count(run, agreement),
         to_input=make_to_input(config, run.source.info, rank.device, rank.precision),
         saves=_saves(run, learner, checkpointer, meters, guard, start.position),
@@ -235,7 +238,7 @@ def _bad_sample_count(run: _Run, agreement: Agreement) -> BadSampleCount:
     return BadSampleCount(lambda: bad.count, check)
 
 
-def _validation(run: _Run) -> Validation | None:
+def _validation(run: _Run, spec: TargetSpec | None) -> Validation | None:
     rank, split = run.rank, run.source.val
     if split is None:
         return None
@@ -248,6 +251,7 @@ def _validation(run: _Run) -> Validation | None:
         rank.degrees.data_ranks,
         rank.device,
         run.bad_samples,
+        spec,
     )
     return Validation(lambda: batches.until(lambda: bool(rank.flag)), evaluation_batch_count(split, size))
 

@@ -45,7 +45,7 @@ from hpc_train.runtime.precision import Precision, choose_precision
 from hpc_train.runtime.process_group import join, peer_lost
 from hpc_train.runtime.ranks import RankFacts
 from hpc_train.strategies.base import Placement
-from hpc_train.tasks.base import Task
+from hpc_train.tasks.base import Task, target_spec
 from hpc_train.worker.ends import out_of_memory
 from hpc_train.worker.free_memory import limit_memory
 from hpc_train.worker.inputs import make_to_input
@@ -131,6 +131,7 @@ def _sample(
         degrees.data_ranks,
         torch.device("cpu"),
         bad_samples if data.on_bad_sample == "skip" else None,
+        target_spec(cast(Task, part("tasks", experiment.task)(experiment, source.info))),
     )
     with batches:
         _, (sample,) = next(batches)

@@ -112,6 +112,7 @@ def test_a_data_source_is_taken_as_it_is() -> None:
         ("empty_val", {}, r"^data: the validation data are empty"),
         ("wrong", {}, r"^data\.name: .*:wrong returned int; return a DataSource"),
         ("pair", {"clases": 3}, r"^data\.args: .*:pair can't be called so: .*'clases'"),
+        ("unreadable", {}, r"^data\.name: Unreadable has neither __getitem__ nor batch"),
         ("NO_FUNCTION", {}, r"^data\.name: .* is int; name a function"),
         ("missing", {}, r"has no 'missing'"),
     ],
@@ -119,6 +120,37 @@ def test_a_data_source_is_taken_as_it_is() -> None:
 def test_what_can_not_be_used_is_refused(name: str, args: dict[str, Any], words: str) -> None:
     with pytest.raises(BadFileError, match=words):
         build(name, **args)
+
+
+class Table:
+    """Four features of each sample, read by ``batch`` alone."""
+
+    num_classes = 3
+
+    def __len__(self) -> int:
+        return 6
+
+    def batch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.rand(len(indices), 4), indices % 3
+
+
+class Unreadable:
+    def __len__(self) -> int:
+        return 6
+
+
+def tables() -> Any:
+    return Table(), Table()
+
+
+def unreadable() -> DataSource:
+    return samples.source(Unreadable())
+
+
+def test_a_split_needs_nothing_but_batch() -> None:
+    source = build("tables")
+    assert isinstance(source.train, Table)
+    assert (source.info.num_classes, source.info.channels) == (3, 4)
 
 
 def test_a_type_error_inside_the_factory_is_not_called_a_wrong_argument() -> None:

@@ -23,7 +23,7 @@ def test_images_are_scikit_learns_enlarged_and_scaled() -> None:
     for split, chosen in ((made.train, ~is_val), (made.val, is_val)):
         expected = np.kron(np.round(theirs.images[chosen] * 255 / 16), np.ones((4, 4)))
         assert np.array_equal(split.images[:, 0].numpy(), expected)
-        assert split.classes.tolist() == theirs.target[chosen].tolist()
+        assert split.targets.tolist() == theirs.target[chosen].tolist()
         assert split.images.shape[1:] == (1, 32, 32)
     assert (len(made.train), len(made.val)) == (1438, 359)
 

@@ -65,7 +65,10 @@ def test_float_images_pass_unchanged() -> None:
     assert torch.equal(as_tensor(array), torch.from_numpy(array).permute(2, 0, 1))
 
 
-@pytest.mark.parametrize("image", ["a word", torch.zeros(3, 4, 4, dtype=torch.int64), torch.zeros(4)])
+@pytest.mark.parametrize(
+    "image",
+    ["a word", torch.zeros(3, 4, 4, dtype=torch.int64), torch.zeros(4, dtype=torch.uint8), torch.zeros(())],
+)
 def test_what_is_no_image_is_refused(image: object) -> None:
     with pytest.raises(BadFileError, match=r"data: a sample is .*an image is PIL"):
         as_tensor(image)  # type: ignore[arg-type]

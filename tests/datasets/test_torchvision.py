@@ -47,7 +47,7 @@ def test_cifar_lies_in_memory_with_the_pixels_of_torchvision(cifar10: Path) -> N
     for index in range(20):
         image, target = theirs[index]
         assert torch.equal(source.train.images[index], torch.from_numpy(np.array(image)).permute(2, 0, 1))
-        assert int(source.train.classes[index]) == target
+        assert int(source.train.targets[index]) == target
     assert source.info.num_classes == 10
     assert source.info.mean[0] == 0.4914
     assert source.info.class_names[3] == "class 3"

@@ -115,6 +115,12 @@ def test_a_loss_beyond_all_numbers_is_no_error() -> None:
     assert task().metrics({"loss": 1e6, "count": 1.0, "correct": 0.0})["perplexity"] == math.inf
 
 
+def test_targets_are_tokens_of_the_vocabulary() -> None:
+    spec = task().target_spec
+    assert (spec.kind, spec.shape) == ("integer", (TEXT.sequence_length,))
+    assert (spec.minimum, spec.maximum) == (0, TEXT.num_classes - 1)
+
+
 def test_tasks_refuse_each_others_data() -> None:
     with pytest.raises(BadFileError, match=r"^task: causal_lm .*digits gives images; write classification"):
         CausalLM(experiment(data="digits"), IMAGES)

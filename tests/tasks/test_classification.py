@@ -109,6 +109,11 @@ def test_top5_is_left_out_where_it_says_nothing(num_classes: int) -> None:
     assert task(num_classes).metrics(found).keys() == {"loss", "accuracy"}
 
 
+def test_class_numbers_are_those_of_the_models_head() -> None:
+    assert str(task(10).target_spec) == "a class number (integers of shape (), at least 0, at most 9)"
+    assert task(10, args={"num_classes": 1000}).target_spec.maximum == 999
+
+
 def test_the_models_own_number_of_classes_decides_on_top5() -> None:
     found = sums(task(10, args={"num_classes": 3}), batch(*logits_and_targets(4, 3)))
     assert "correct5" not in found
