@@ -45,6 +45,8 @@ def create(paths: RunPaths, run: PlannedRun, birth: Birth) -> bool:
         launcher=birth.launcher,
         snapshot=birth.snapshot,
         origin=birth.origin,
+        values=run.values,
+        layout=run.layout,
     )
 
 

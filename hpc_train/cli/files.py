@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_train.cli.children import run_child
+from hpc_train.cli.micro_batch import say_layouts, with_found_sizes
 from hpc_train.cli.printing import put_json, say
 from hpc_train.config.loading import load
 from hpc_train.errors import ExitCode
@@ -14,9 +15,10 @@ from hpc_train.plan.planning import make_plan
 
 def validate(file: Path, overrides: Sequence[str]) -> ExitCode:
     """Say that the file is fine; raises BadFileError with every problem."""
-    plan = make_plan(load(file, overrides))
+    plan = with_found_sizes(make_plan(load(file, overrides)))
     runs = "1 run" if len(plan.runs) == 1 else f"{len(plan.runs)} runs"
     say(f"{file}: fine: {runs} of {plan.name}")
+    say_layouts(plan.runs)
     return ExitCode.DONE
 
 

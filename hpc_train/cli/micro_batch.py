@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
+from hpc_train.cli.printing import say
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.plan.batches import accumulation
 from hpc_train.plan.planning import Plan, PlannedRun
@@ -23,6 +26,12 @@ def _with_found_size(name: str, run: PlannedRun) -> PlannedRun:
     micro_batches = optimization.global_batch_size // size
     data_ranks = run.ranks if run.degrees is None else run.degrees.data_ranks
     return replace(run, micro_batches=micro_batches, accumulation=accumulation(micro_batches, data_ranks))
+
+
+def say_layouts(runs: Sequence[PlannedRun]) -> None:
+    """Say how a step of the runs is divided, each different way once."""
+    for words, number in Counter(str(run.layout) for run in runs).items():
+        say(f"  {words}" if number == len(runs) else f"  {number} of {len(runs)} runs: {words}")
 
 
 def found_in_words(size: int) -> str:

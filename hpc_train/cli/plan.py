@@ -21,7 +21,16 @@ from hpc_train.plan.sweep import describe
 _WITH_DEGREES = ("hsdp", *SHARING_LAYERS)
 #: The part of a step that ranks wait from which on ``plan`` says what to do.
 _LARGE_BUBBLE = 0.2  # assumed
-_HEADS = ("run", "ranks", "micro-batches", "accumulation", "steps an epoch", "steps", "GPU-hours")
+_HEADS = (
+    "run",
+    "ranks",
+    "micro-batches",
+    "accumulation",
+    "precision",
+    "steps an epoch",
+    "steps",
+    "GPU-hours",
+)
 
 
 def plan(file: Path, overrides: Sequence[str], *, as_json: bool) -> ExitCode:
@@ -110,7 +119,7 @@ def _hint(run: PlannedRun) -> str | None:
 def _cells(run: PlannedRun) -> list[str]:
     by_trial = (run.micro_batches or "auto", run.accumulation or "auto")
     by_data = ("unknown" if number is None else number for number in (run.steps_per_epoch, run.total_steps))
-    return [run.id, *map(str, (run.ranks, *by_trial, *by_data)), _hours(run)]
+    return [run.id, *map(str, (run.ranks, *by_trial, run.experiment.precision, *by_data)), _hours(run)]
 
 
 def _hours(run: PlannedRun) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hpc_train.cli.code import refresh_on_resume, snapshot_for
 from hpc_train.cli.creating import Birth, create, create_beside, say_existing
+from hpc_train.cli.micro_batch import say_layouts
 from hpc_train.cli.printing import say
 from hpc_train.cli.standing import standings
 from hpc_train.config.loading import Loaded
@@ -56,6 +57,7 @@ def submit_all(queue: Queue, loaded: Loaded, plan: Plan, *, new: bool) -> tuple[
     folder = ExperimentPaths(runs_root() / plan.name)
     found: dict[str, RunPaths] = {}
     made: list[QueuedRun] = []
+    new_runs: list[PlannedRun] = []
     with queue.launcher.submitting(folder):
         for run in plan.runs:
             _make_free(queue.launcher, RunPaths(folder.folder / run.id))
@@ -68,11 +70,12 @@ def submit_all(queue: Queue, loaded: Loaded, plan: Plan, *, new: bool) -> tuple[
             found[run.id] = paths
             if is_new or new:
                 made.append(_queued(paths.folder, run, loaded))
+                new_runs.append(run)
         if made:
             queue.launcher.enqueue(folder, made)
     _say_queued(plan.name, made)
-    new_folders = {run.paths for run in made}
-    existing = [run for run in plan.runs if found[run.id] not in new_folders]
+    say_layouts(new_runs)
+    existing = [run for run in plan.runs if run not in new_runs]
     return list(found.values()), _say_all_existing([found[run.id] for run in existing], existing)
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cli.layout import layout_of, ranks_of
 from hpc_train.cli.micro_batch import found_in_words
 from hpc_train.cli.printing import JSON_VERSION, cell_text, columns, put, put_json, say
 from hpc_train.cli.recovery import recovery_of
@@ -19,6 +20,7 @@ from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.budgets import Left
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.finding import find_runs, run_names
+from hpc_train.run_folder.liveness import newest_record
 from hpc_train.run_folder.micro_batch import kept_size
 from hpc_train.run_folder.status import RunStatus, read_status
 
@@ -50,6 +52,16 @@ class RunRow:
     micro_batch_size: int | None = None
     #: By node, why the run's next attempt leaves it out.
     excluded_nodes: dict[str, str] = field(default_factory=dict)
+    #: The swept keys and their values; None where 0.1 made the run, which did not note them.
+    values: dict[str, Any] | None = None
+    #: Of the code that the run uses: ``commit``, ``dirty``, ``snapshot``; None where nothing is known of it.
+    code: dict[str, Any] | None = None
+    #: Of the newest attempt; before the first, as planned.
+    ranks: int | None = None
+    #: The arithmetic of a step with those ranks, as ``plan`` shows it.
+    micro_batches: int | None = None
+    accumulation: int | None = None
+    precision: str | None = None
 
     @classmethod
     def of(cls, paths: RunPaths) -> RunRow:
@@ -61,6 +73,9 @@ class RunRow:
         facts = read_json(paths.run) or {}
         jobs = facts.get("slurm_job_ids") or [None]
         recovery = recovery_of(paths, now)
+        record = newest_record(paths)
+        layout = layout_of(paths, facts, record)
+        values = facts.get("values")
         return cls(
             id=str(facts.get("id", paths.folder.name)),
             name=str(facts.get("name", paths.folder.parent.name)),
@@ -75,6 +90,12 @@ class RunRow:
             budget=recovery.budget,
             micro_batch_size=kept_size(paths),
             excluded_nodes=recovery.excluded_nodes,
+            values=values if isinstance(values, dict) else None,
+            code=_code(facts),
+            ranks=ranks_of(facts, record),
+            micro_batches=layout.micro_batches if layout else None,
+            accumulation=layout.accumulation if layout else None,
+            precision=layout.precision if layout else None,
         )
 
     @property
@@ -120,6 +141,13 @@ def rows_of(runs: Sequence[RunPaths]) -> list[RunRow]:
 
 def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
     return {"version": JSON_VERSION, "runs": [asdict(row) for row in rows]}
+
+
+def _code(facts: dict[str, Any]) -> dict[str, Any] | None:
+    noted = facts.get("code")
+    if not isinstance(noted, dict):
+        return None
+    return {key: noted.get(key) for key in ("commit", "dirty", "snapshot")}
 
 
 def _print_error(paths: RunPaths) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hpc_train.cli.code import snapshot_for
 from hpc_train.cli.creating import Birth, create, create_beside, say_existing
+from hpc_train.cli.micro_batch import say_layouts
 from hpc_train.cli.plan import show, start_problems
 from hpc_train.cli.printing import say
 from hpc_train.cli.queueing import Queue, batch_scripts, section_problems, submit_all
@@ -147,6 +148,7 @@ def _start(run: PlannedRun, devices: int | None, choices: Choices, birth: Birth)
     if not is_new:
         paths = create_beside(paths, run, birth)
     say(f"{run_name(paths)}: starting in {paths.folder}")
+    say_layouts([run])
     code = start_attempt(paths, choices.launcher_name, devices)
     say_end(paths, code)
     return paths, code

@@ -5,7 +5,8 @@ Asked by the planner, which may not know N, and by every rank, which does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from hpc_train.config.training_sections import OptimizationConfig, ScheduleConfig
 from hpc_train.errors import BadFileError
@@ -39,6 +40,47 @@ class BatchArithmetic:
         total_steps = count_total_steps(optimization, steps_per_epoch)
         assert total_steps is not None
         return cls(micro_batches, accumulation(micro_batches, ranks), steps_per_epoch, total_steps)
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """How one optimizer step is divided into micro-batches and over ranks, and its precision.
+
+    Every command and rank 0's log show it by ``str``.
+    """
+
+    global_batch_size: int
+    #: None: ``auto``, and not found yet.
+    micro_batch_size: int | None
+    ranks: int
+    #: Ranks, or groups of ranks with one copy of the model, that share a step's micro-batches.
+    data_ranks: int
+    precision: str
+
+    @property
+    def micro_batches(self) -> int | None:
+        """M, of all ranks together."""
+        return None if self.micro_batch_size is None else self.global_batch_size // self.micro_batch_size
+
+    @property
+    def accumulation(self) -> int | None:
+        """Forward passes of one rank in one step, ⌈M/R⌉."""
+        return None if self.micro_batches is None else accumulation(self.micro_batches, self.data_ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"micro_batches": self.micro_batches, "accumulation": self.accumulation}
+
+    def __str__(self) -> str:
+        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        if self.data_ranks != self.ranks:
+            ranks = f"{ranks} ({self.data_ranks} data-parallel)"
+        samples = f"{self.global_batch_size} samples per step"
+        if self.micro_batches is None:
+            return f"{samples}: micro-batches auto, {ranks}, {self.precision}"
+        micro_batches = f"{self.micro_batches} micro-batch{'' if self.micro_batches == 1 else 'es'}"
+        at_most = "at most " if self.micro_batches % self.data_ranks else ""
+        per_rank = f"{at_most}{self.accumulation} per rank"
+        return f"{samples}: {micro_batches} of {self.micro_batch_size}, {per_rank}, {ranks}, {self.precision}"
 
 
 def count_micro_batches(optimization: OptimizationConfig) -> int | None:

@@ -19,6 +19,7 @@ from hpc_train.config.slurm_rules import least_nodes, most_nodes, ranks_a_node
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.errors import BadFileError
 from hpc_train.plan.batches import (
+    StepLayout,
     accumulation,
     count_micro_batches,
     count_total_steps,
@@ -54,6 +55,15 @@ class PlannedRun:
     gpu_hours: float | None
 
     @property
+    def layout(self) -> StepLayout:
+        """The arithmetic of a step."""
+        optimization = self.experiment.optimization
+        size = optimization.global_batch_size // self.micro_batches if self.micro_batches else None
+        data_ranks = self.ranks if self.degrees is None else self.degrees.data_ranks
+        precision = self.experiment.precision
+        return StepLayout(optimization.global_batch_size, size, self.ranks, data_ranks, precision)
+
+    @property
     def stages(self) -> int | None:
         """Of a pipeline, on all its ranks; None where there is none."""
         if self.degrees is None or self.degrees.pipeline == 1:
@@ -84,6 +94,7 @@ class PlannedRun:
             "bubble": self.bubble,
             "micro_batches": self.micro_batches,
             "accumulation": self.accumulation,
+            "precision": self.experiment.precision,
             "steps_per_epoch": self.steps_per_epoch,
             "total_steps": self.total_steps,
             "peak_memory_gb": self.peak_memory_gb,

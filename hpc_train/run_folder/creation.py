@@ -14,6 +14,7 @@ from hpc_train.config.loading import load
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import ExitCode, StorageError
 from hpc_train.paths import RunPaths
+from hpc_train.plan.batches import StepLayout
 from hpc_train.plan.identity import content_hash
 from hpc_train.run_folder import snapshot as snapshots
 from hpc_train.run_folder.attempts import newest_number, now, read_record
@@ -44,10 +45,13 @@ def create_run(
     launcher: str = "local",
     snapshot: Path | None = None,
     origin: Origin | None = None,
+    values: Mapping[str, Any] | None = None,
+    layout: StepLayout | None = None,
 ) -> bool:
     """Make the run's folder, whole and in one step. Returns False where there is one already.
 
     ``snapshot``: that of the code that the run uses; None: whatever ranks find in their current folder.
+    ``values``: the swept keys and their values. ``layout``: of a step, as planned.
     """
     if paths.folder.exists():
         return False
@@ -56,7 +60,11 @@ def create_run(
     temporary.folder.mkdir(mode=0o700)
     try:
         write_text(temporary.experiment, freezing.dump(experiment), sync=True)
-        facts = _run_facts(experiment, run_id, launcher, snapshot, origin)
+        facts = _run_facts(experiment, run_id, launcher, snapshot, origin) | {
+            "values": dict(values or {}),
+            "ranks": layout.ranks if layout else None,
+            "step": layout.to_json() if layout else None,
+        }
         write_json(temporary.run, facts, sync=True)
         if snapshot is not None:
             snapshots.link(temporary, snapshot)

@@ -25,7 +25,7 @@ from hpc_train.engine.saving import Saves
 from hpc_train.engine.trainer import BadSampleCount, Trainer, Validation
 from hpc_train.errors import ExitCode
 from hpc_train.loggers.base import Logger, LoggerContext
-from hpc_train.plan.batches import BatchArithmetic
+from hpc_train.plan.batches import BatchArithmetic, StepLayout
 from hpc_train.run_folder.bad_samples import all_known
 from hpc_train.run_folder.files import read_json
 from hpc_train.runtime.agreement import Agreement
@@ -284,19 +284,25 @@ def _loggers(rank: Rank) -> list[Logger]:
     ]
 
 
+def _layout(run: _Run) -> StepLayout:
+    optimization, rank = run.rank.experiment.optimization, run.rank
+    size = optimization.global_batch_size // run.batches.micro_batches
+    ranks, data_ranks = rank.facts.world_size, rank.degrees.data_ranks
+    return StepLayout(optimization.global_batch_size, size, ranks, data_ranks, rank.precision.name)
+
+
 def _say_start(run: _Run, learner: Learner, position: Position) -> None:
     rank = run.rank
     if not rank.is_first:
         return
     _log.info(
-        "%s: %d parameters on %d × %s, %s, %s; %d micro-batches a step; from step %d to %d",
+        "%s: %d parameters on %d × %s, %s, %s; from step %d to %d",
         rank.experiment.model.name,
         learner.num_parameters,
         rank.facts.world_size,
         rank.device,
         rank.experiment.parallel.strategy,
-        rank.precision.name,
-        run.batches.micro_batches,
+        _layout(run),
         position.step,
         run.batches.total_steps,
     )

@@ -11,7 +11,8 @@ from tests.cli.commands import hpc_train, python
 def test_a_fine_file_is_said_to_be_fine_on_stderr(file: Path) -> None:
     done = hpc_train("validate", file, "sweep.grid={seed: [1, 2]}")
     assert (done.code, done.out) == (0, "")
-    assert done.err == f"{file}: fine: 2 runs of tiny\n"
+    layout = "32 samples per step: 4 micro-batches of 8, 4 per rank, 1 rank, fp32"
+    assert done.err == f"{file}: fine: 2 runs of tiny\n  {layout}\n"
 
 
 def test_every_problem_is_a_line_and_exits_65(file: Path) -> None:

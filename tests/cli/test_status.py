@@ -46,6 +46,12 @@ def test_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
                 "budget": None,
                 "micro_batch_size": None,
                 "excluded_nodes": {},
+                "values": {},
+                "code": None,
+                "ranks": None,
+                "micro_batches": None,
+                "accumulation": None,
+                "precision": None,
             }
         ],
     }

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import BadFileError
-from hpc_train.plan.batches import BatchArithmetic
+from hpc_train.plan.batches import BatchArithmetic, StepLayout
 from tests.plan.files import loaded
 
 
@@ -51,3 +51,32 @@ def test_the_batch_that_is_advised_fits_data_and_micro_batches(
     ).experiment.optimization
     with pytest.raises(BadFileError, match=advice):
         BatchArithmetic.of(optimization, num_samples, 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (
+            StepLayout(64, 16, 2, 2, "bf16"),
+            "64 samples per step: 4 micro-batches of 16, 2 per rank, 2 ranks, bf16",
+        ),
+        (
+            StepLayout(64, 16, 3, 3, "fp32"),
+            "64 samples per step: 4 micro-batches of 16, at most 2 per rank, 3 ranks, fp32",
+        ),
+        (
+            StepLayout(8, 8, 1, 1, "fp32"),
+            "8 samples per step: 1 micro-batch of 8, 1 per rank, 1 rank, fp32",
+        ),
+        (
+            StepLayout(64, 8, 4, 2, "fp32"),
+            "64 samples per step: 8 micro-batches of 8, 4 per rank, 4 ranks (2 data-parallel), fp32",
+        ),
+        (
+            StepLayout(64, None, 2, 2, "tf32"),
+            "64 samples per step: micro-batches auto, 2 ranks, tf32",
+        ),
+    ],
+)
+def test_a_steps_layout_in_words(layout: StepLayout, words: str) -> None:
+    assert str(layout) == words

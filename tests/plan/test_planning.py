@@ -27,6 +27,7 @@ def test_a_plan_as_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
         "bubble": None,
         "micro_batches": 4,
         "accumulation": 2,
+        "precision": "fp32",
         "steps_per_epoch": 3,
         "total_steps": 9,
         "peak_memory_gb": None,
