@@ -16,11 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._guards import TracingContext
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hpc_train.errors import BadFileError
 from hpc_train.strategies.buffers import persistent_places
+from hpc_train.strategies.running_statistics import only_updates_statistics
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -141,7 +141,7 @@ def _as_in_forward(block: nn.Module) -> AbstractContextManager[None]:
     read = {
         (module, key): buffer.clone()
         for module, key, buffer in persistent_places(block)
-        if not isinstance(module, _BatchNorm)
+        if not only_updates_statistics(module)
     }
 
     @contextmanager

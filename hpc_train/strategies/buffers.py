@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpc_train.errors import BadFileError
+from hpc_train.strategies.running_statistics import only_updates_statistics
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Buffers:
         found = {
             id(place.tensor): place.tensor
             for place in self._places
-            if place.tensor is not None and (all_persistent or not isinstance(place.module, _BatchNorm))
+            if place.tensor is not None and (all_persistent or not only_updates_statistics(place.module))
         }
         return list(found.values())
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +19,7 @@ from hpc_train.runtime.data_info import Batch
 from hpc_train.strategies.base import Forward, Piece, Placement
 from hpc_train.strategies.buffers import Buffers, broadcast_from_rank_0, buffers_kept, persistent_buffers
 from hpc_train.strategies.pieces import piece_of
+from hpc_train.strategies.running_statistics import RunningStatistics
 
 
 class DataParallel(ABC):
@@ -39,7 +41,21 @@ class DataParallel(ABC):
         self.model = model
         self.wrapped = self.wrap(model, blocks)
         self._buffers = Buffers(model)
+        self._statistics = self._running_statistics(model)
         return self.wrapped
+
+    def _running_statistics(
+        self, model: nn.Module, group: dist.ProcessGroup | None = None
+    ) -> RunningStatistics:
+        """Return those of ``model``, or of a stage that the ranks of ``group`` train."""
+        rank, degrees = self.placement.rank, self.placement.degrees
+        return RunningStatistics(
+            model,
+            data_rank=degrees.data_rank(rank),
+            data_ranks=degrees.data_ranks,
+            group=group,
+            is_counted=degrees.tensor_rank(rank) == 0,
+        )
 
     @abstractmethod
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
@@ -51,15 +67,17 @@ class DataParallel(ABC):
 
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         total = torch.zeros((), device=self.placement.device, dtype=torch.float64)
-        for slot, batch in enumerate(batches):
-            is_spare = batch.weight == 0
-            kept = buffers_kept(self.model) if is_spare else nullcontext()
-            with self.synchronised(slot == len(batches) - 1), kept:
-                loss = forward.loss(self.wrapped, batch)
-                # Averaging over ranks divides by R; the mean over M micro-batches is what is wanted.
-                forward.scale(loss * (batch.weight * self.placement.degrees.data_ranks)).backward()
-            self._buffers.settle()
-            total += loss.detach() * batch.weight
+        with self._statistics.step(len(batches)):
+            for slot, batch in enumerate(batches):
+                is_spare = batch.weight == 0
+                kept = buffers_kept(self.model) if is_spare else nullcontext()
+                statistics = self._statistics.micro_batch(slot, is_spare=is_spare)
+                with self.synchronised(slot == len(batches) - 1), kept, statistics:
+                    loss = forward.loss(self.wrapped, batch)
+                    # Averaging over ranks divides by R; the mean over M micro-batches is what is wanted.
+                    forward.scale(loss * (batch.weight * self.placement.degrees.data_ranks)).backward()
+                self._buffers.settle()
+                total += loss.detach() * batch.weight
         return total
 
     def optimized(self) -> dict[str, nn.Parameter]:

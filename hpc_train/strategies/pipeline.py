@@ -8,7 +8,7 @@ Legend: K ranks of a pipeline, R data-parallel ranks, S slots: micro-batches of 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -78,6 +78,9 @@ class PipelineStrategy(FullySharded):
         trained = {name: value for name, value in self.model.named_parameters() if value.requires_grad}
         self._optimized = {name: trained[name] for name in names if name in trained}
         self._buffers = Buffers(self.model)
+        self._stage_statistics = {
+            index: self._running_statistics(stage, self._same_stage) for index, stage in self._held.items()
+        }
         group = part_of(self._mesh, "pipeline").get_group()
         passage = Passage(self.model, dict(self._held), self._num_stages, group, self.placement.device)
         self.wrapped = self._passage = passage
@@ -130,8 +133,11 @@ class PipelineStrategy(FullySharded):
 
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         run = self._run_for(batches, forward)
-        total = run.step(batches, forward)
-        self._buffers.settle()
+        with ExitStack() as steps:
+            for statistics in self._stage_statistics.values():
+                steps.enter_context(statistics.step(len(batches)))
+            total = run.step(batches, forward)
+            self._buffers.settle()
         if self.placement.degrees.tensor > 1:
             even_out(self._optimized.values(), part_of(self._mesh, "tensor"))
         return total if self.reports else torch.zeros_like(total)
@@ -176,6 +182,7 @@ class PipelineStrategy(FullySharded):
             input_args=tuple(form.on_meta() for form in forms[index].values),
             output_args=tuple(form.on_meta() for form in forms[index + 1].values),
             group=part_of(self._mesh, "pipeline").get_group(),
+            statistics=self._stage_statistics[index],
         )
 
     def new_run(self, stages: list[Chunks], slots: int) -> Run:

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from hpc_train.runtime.data_info import Batch
 from hpc_train.strategies.base import Forward
 from hpc_train.strategies.buffers import buffers_kept
+from hpc_train.strategies.running_statistics import RunningStatistics
 
 
 class Run:
@@ -59,11 +60,14 @@ class Run:
     @contextmanager
     def begun(self, chunk: int, stage: Chunks) -> Iterator[Batch]:
         """Enter what a stage's forward runs in; yield the batch."""
-        batch = self._batches[self._first + chunk]
-        if batch.weight == 0:
+        slot = self._first + chunk
+        batch = self._batches[slot]
+        is_spare = batch.weight == 0
+        if is_spare:
             # To the step's end, since a checkpointed forward runs again in backward. It is the last slot.
             self._kept.enter_context(buffers_kept(stage.submod))
-        with self._forward.begin(batch, stage.stage_index):
+        statistics = stage.statistics.micro_batch(slot, is_spare=is_spare)
+        with statistics, self._forward.begin(batch, stage.stage_index):
             yield self._forward.to_input(batch) if stage.is_first else batch
 
     def _scaled_loss(self, outputs: Any, chunk: Tensor) -> Tensor:
@@ -78,6 +82,10 @@ class Chunks(PipelineStage):
     """torch's stage, whose micro-batches (its chunks) run forward as the loop has it."""
 
     run: Run
+
+    def __init__(self, *args: Any, statistics: RunningStatistics, **keys: Any) -> None:
+        super().__init__(*args, **keys)
+        self.statistics = statistics
 
     def forward_one_chunk(
         self,

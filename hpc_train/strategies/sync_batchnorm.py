@@ -53,7 +53,7 @@ def _synced(layer: _BatchNorm, name: str, device: torch.device) -> nn.Module:
 
 def _kind(layer: _BatchNorm, name: str, device: torch.device) -> Callable[..., nn.Module]:
     """Return the class that stands in for the layer's; BadFileError for one with a forward of its own."""
-    is_timms = _is_timms(layer)
+    is_timms = is_timm_batchnorm(layer)
     if not is_timms and type(layer).forward is not _BatchNorm.forward:
         raise BadFileError(
             f"parallel.sync_batchnorm: {name} is a {type(layer).__name__}, which normalises in its own way; "
@@ -68,8 +68,8 @@ def _kind(layer: _BatchNorm, name: str, device: torch.device) -> Callable[..., n
     return nn.SyncBatchNorm
 
 
-def _is_timms(layer: nn.Module) -> bool:
-    """Tell whether it is timm's BatchNorm with an activation, without importing timm for models of others."""
+def is_timm_batchnorm(layer: nn.Module) -> bool:
+    """Tell whether it is timm's BatchNorm with an activation, without importing timm for other models."""
     kind = type(layer)
     return kind.__name__ == "BatchNormAct2d" and kind.__module__.startswith("timm.")
 

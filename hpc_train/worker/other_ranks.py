@@ -16,7 +16,6 @@ _SYNCED = (
     "parallel.sync_batchnorm takes its statistics over one micro-batch of every rank, so the weights become "
     "others than an undisturbed run's"
 )
-_STATISTICS = "BatchNorm's running statistics are of rank 0's micro-batches, which are others now"
 _STAGES = "dropout behind a pipeline's first stage draws other numbers"
 
 
@@ -38,8 +37,8 @@ def difference(
         return None
     only_degrees = differing == {"degrees"}
     words = [f"the same micro-batches in the same order; {_TO_THE_BIT}"]
-    if has_batchnorm and _data_ranks(then) != _data_ranks(now):
-        words = [_SYNCED] if is_synced else [*words, _STATISTICS]
+    if has_batchnorm and is_synced and _data_ranks(then) != _data_ranks(now):
+        words = [_SYNCED]
     if "degrees" in differing and then["degrees"]["pipeline"] != now["degrees"]["pipeline"]:
         words.append(_STAGES)
     who = f"{_ranks(now, only_degrees)} from checkpoint {step} of {_ranks(then, only_degrees)}"

@@ -187,6 +187,18 @@ def allowed_cases(strategy: str) -> list[Case]:
     return cases + _covering(strategy, _left_in(fp64, strategy, exact, choices), (fp64,), choices, draw)
 
 
+def batchnorm_cases(strategy: str) -> list[Case]:
+    """Return those that compare BatchNorm's running statistics on 1, 2, 3 and 4 ranks in float64."""
+    (fp64,) = [choice for choice in factors()["precision"] if choice.title == "fp64"]
+    found = [case_of(strategy, (shape, fp64, Choice("model", (RESNET,)))) for shape in (Shape(1, 4), *SHAPES)]
+    return [case for case in found if not problems_of(case)]
+
+
+def all_cases(strategy: str) -> list[Case]:
+    """Return what the report trains: all pairs of features, and BatchNorm by number of ranks."""
+    return list({str(case): case for case in (*allowed_cases(strategy), *batchnorm_cases(strategy))}.values())
+
+
 def _covering(
     strategy: str,
     pairs: Sequence[tuple[_Value, ...]],

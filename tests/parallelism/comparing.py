@@ -40,12 +40,14 @@ class Deviation:
     losses: float
     weights: float | None
     gradients: float | None
+    #: BatchNorm's running statistics; None for a model without.
+    buffers: float | None
     losses_limit: float
     limit: float | None
 
     @property
     def is_within(self) -> bool:
-        found = [value for value in (self.weights, self.gradients) if value is not None]
+        found = [value for value in (self.weights, self.gradients, self.buffers) if value is not None]
         # Not `>`: a NaN is within nothing.
         return self.losses <= self.losses_limit and all(value <= (self.limit or 0) for value in found)
 
@@ -88,19 +90,36 @@ def _deviation(case: Case, losses: Tensor, found: Trained, expected: Trained) ->
     is_compared = config.precision == "fp64" or (
         config.precision in WEIGHT_TOLERANCE and config.optimization.optimizer.name == "sgd"
     )
-    weights = gradients = None
+    weights = gradients = buffers = None
     if is_compared:
-        pairs = ((found.weights, expected.weights), (found.average, expected.average))
+        pairs = (
+            (_without_statistics(found.weights), _without_statistics(expected.weights)),
+            (found.average, expected.average),
+        )
         weights = max(_largest(ours, theirs) for ours, theirs in pairs)
         gradients = _largest(found.gradients, expected.gradients)
+        statistics = _statistics(expected.weights)
+        buffers = _largest(_statistics(found.weights), statistics) if statistics else None
     limit = WEIGHT_TOLERANCE[config.precision] if is_compared else None
     return Deviation(
         _apart(losses, expected.losses),
         weights,
         gradients,
+        buffers,
         LOSS_TOLERANCE[config.precision],
         limit,
     )
+
+
+def _statistics(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return BatchNorm's running statistics."""
+    kinds = ("running_mean", "running_var", "num_batches_tracked")
+    return {name: value for name, value in tensors.items() if name.endswith(kinds)}
+
+
+def _without_statistics(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    statistics = _statistics(tensors)
+    return {name: value for name, value in tensors.items() if name not in statistics}
 
 
 def _largest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:

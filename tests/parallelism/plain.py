@@ -26,7 +26,7 @@ class Reference:
     experiment: Experiment
     dtype: torch.dtype
     micro_batches: int
-    #: Whose BatchNorm statistics are the run's: those of the first of so many data-parallel ranks.
+    #: How many data-parallel ranks share a micro-batch's statistics under SyncBatchNorm.
     data_ranks: int
     #: Steps whose gradients overflow under fp16 change no weight.
     skipped: tuple[int, ...] = ()
@@ -58,12 +58,11 @@ def train(rank: int, ranks: int, reference: Reference) -> Trained:
 
 
 def _accumulate(model: nn.Module, step: int, reference: Reference) -> Tensor:
-    """Add up the gradients of the mean loss; only rank 0's micro-batches reach BatchNorm's statistics."""
+    """Add up the gradients of the mean loss."""
     together = reference.data_ranks if reference.experiment.parallel.sync_batchnorm else 1
     total = torch.zeros((), dtype=torch.float64)
     for first in range(0, reference.micro_batches, together):
         seed_forward(reference.experiment.seed, step, first, torch.device("cpu"))
-        kept = [buffer.clone() for buffer in model.buffers()]
         parts = [micro_batch(step, number) for number in range(first, first + together)]
         images = torch.cat([images for images, _ in parts]).to(reference.dtype)
         logits = model(images)
@@ -71,9 +70,6 @@ def _accumulate(model: nn.Module, step: int, reference: Reference) -> Tensor:
         loss = loss * together / reference.micro_batches
         torch.autograd.backward(loss)
         total += loss.detach()
-        if first % reference.data_ranks != 0:
-            for buffer, value in zip(model.buffers(), kept, strict=True):
-                buffer.copy_(value)
     return total
 
 

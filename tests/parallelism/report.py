@@ -19,7 +19,7 @@ from typing import Any
 from hpc_train.config.compatibility import FEATURES, STRATEGIES
 from hpc_train.config.problems import Problem
 from tests.commits import commit
-from tests.parallelism.cases import allowed_cases, refusals, refused_with_batchnorm
+from tests.parallelism.cases import all_cases, batchnorm_cases, refusals, refused_with_batchnorm
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "parallelism.md"
@@ -42,6 +42,10 @@ class Result:
     losses: float | None = None
     weights: float | None = None
     gradients: float | None = None
+    #: BatchNorm's running statistics.
+    buffers: float | None = None
+    #: How many ranks.
+    ranks: int | None = None
     error: str | None = None
     #: Of what trained it.
     date: str = ""
@@ -50,8 +54,8 @@ class Result:
 
     @property
     def largest(self) -> float | None:
-        found = [value for value in (self.losses, self.weights, self.gradients) if value is not None]
-        return max(found, default=None)
+        numbers = (self.losses, self.weights, self.gradients, self.buffers)
+        return max((value for value in numbers if value is not None), default=None)
 
 
 def run(strategies: Sequence[str], known: dict[str, Result]) -> dict[str, Result]:
@@ -59,7 +63,7 @@ def run(strategies: Sequence[str], known: dict[str, Result]) -> dict[str, Result
     from tests.parallelism.comparing import Comparison
 
     comparison = Comparison(_LIMIT_S)
-    cases = [case for strategy in strategies for case in allowed_cases(strategy)]
+    cases = [case for strategy in strategies for case in all_cases(strategy)]
     try:
         # The quick ones first, and those of a size together.
         for case in sorted(cases, key=lambda case: (case.is_compiled, case.shape.ranks)):
@@ -82,7 +86,7 @@ def _result(comparison: Any, case: Any) -> Result:
         found = comparison.deviation(case)
     except (RankError, AssertionError) as error:
         return Result(case.strategy, case.titles, False, error=in_a_line(str(error)), **trained_by)
-    numbers = (found.losses, found.weights, found.gradients)
+    numbers = (found.losses, found.weights, found.gradients, found.buffers, case.shape.ranks)
     return Result(case.strategy, case.titles, found.is_within, *numbers, **trained_by)
 
 
@@ -135,9 +139,27 @@ def tables(results: Iterable[Result]) -> str:
             if problem := refused_with_batchnorm(strategy, feature.title):
                 cells[-1] += f"; with BatchNorm refused ({_note(notes, problem, strategy)})"
         lines.append(f"| {feature.title} | {' | '.join(cells)} |")
+    lines += ["", *batchnorm_table(results)]
     said = (words.format(strategies=", ".join(under)) for words, under in notes.items())
     lines += ["", *(f"{number}. {words}" for number, words in enumerate(said, start=1))]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def batchnorm_table(results: Iterable[Result]) -> list[str]:
+    """Return ranks × strategies: how far running statistics are from plain PyTorch's in float64."""
+    known = [result for result in results if result.buffers is not None and "fp64" in result.titles]
+    columns = [strategy for strategy in STRATEGIES if batchnorm_cases(strategy)]
+    lines = [
+        f"| BatchNorm's running statistics | {' | '.join(columns)} |",
+        "| --- |" + " --- |" * len(columns),
+    ]
+    for ranks in (1, 2, 3, 4):
+        cells = []
+        for strategy in columns:
+            found = [r.buffers or 0.0 for r in known if (r.strategy, r.ranks) == (strategy, ranks)]
+            cells.append(f"{max(found):.0e}" if found else "not run")
+        lines.append(f"| {ranks} rank{'' if ranks == 1 else 's'} | {' | '.join(cells)} |")
+    return lines
 
 
 def _note(notes: dict[str, list[str]], problem: Problem, strategy: str) -> int:
@@ -183,7 +205,7 @@ def main(words: Sequence[str]) -> int:
     if not arguments.tables:
         known = run(strategies, known)
         # Without those of an earlier table of what is allowed.
-        now = {str(case) for each in STRATEGIES for case in allowed_cases(each)}
+        now = {str(case) for each in STRATEGIES for case in all_cases(each)}
         _write({name: result for name, result in known.items() if name in now})
     known = read()
     PAGE.write_text(updated(PAGE.read_text(encoding="utf-8"), tables(known.values())), encoding="utf-8")

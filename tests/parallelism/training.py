@@ -100,8 +100,7 @@ class Trainee:
         )
 
     def weights(self) -> dict[str, Tensor]:
-        """Return parameters and buffers, rank 0's buffers on all ranks. Collective."""
-        self.learner.strategy.share_buffers(all_persistent=True)
+        """Return parameters and buffers; asserts that buffers are the same on all ranks. Collective."""
         held = self.held()
         return whole(self.learner.strategy, held, held)
 

@@ -130,7 +130,8 @@ def step_of(rank: int, world_size: int, name: str, kind: str) -> dict[str, Any]:
     gradients = {key: full(value.grad).clone() for key, value in strategy.optimized().items()}
     norm = strategy.clip_gradients(0.01)
     clipped = {key: full(value.grad).clone() for key, value in strategy.optimized().items()}
-    strategy.share_buffers(all_persistent=True)
+    if kind == "counting":
+        strategy.share_buffers(all_persistent=True)
     buffers = {key: value.clone() for key, value in model.named_buffers()}
     pieces = {key: strategy.pieces(value, value)[0] for key, value in strategy.optimized().items()}
     held = {key: (piece.shape, piece.offset, tuple(piece.local.shape)) for key, piece in pieces.items()}
@@ -138,11 +139,15 @@ def step_of(rank: int, world_size: int, name: str, kind: str) -> dict[str, Any]:
             "held": held}  # fmt: skip
 
 
-def plain_gradients(kind: str) -> tuple[dict[str, Tensor], Tensor]:
+def plain_gradients(kind: str) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+    """Return gradients and loss of a step on one device, and the buffers after two."""
     model = make_model(kind).double()
     mean = torch.stack([loss_of(model, make_batch(number, 0)) for number in range(MICRO_BATCHES)]).mean()
     mean.backward()
-    return {key: full(value.grad) for key, value in model.named_parameters()}, mean.detach()
+    for number in range(MICRO_BATCHES):
+        model(make_batch(number, 0).inputs)
+    gradients = {key: full(value.grad) for key, value in model.named_parameters()}
+    return gradients, mean.detach(), dict(model.named_buffers())
 
 
 def steps_of(rank: int, world_size: int, kind: str) -> dict[str, dict[str, Any]]:
@@ -160,10 +165,11 @@ def test_gradients_and_loss_equal_plain_pytorch_on_any_number_of_ranks(
 
 
 def assert_equals_plain_pytorch(ranks: list[dict[str, Any]]) -> None:
-    expected, mean = plain_gradients("batchnorm")
+    expected, mean, buffers = plain_gradients("batchnorm")
     torch.testing.assert_close(sum(rank["loss"] for rank in ranks), mean, rtol=1e-12, atol=0)
     for rank in ranks:
         torch.testing.assert_close(rank["gradients"], expected, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(rank["buffers"], buffers, rtol=1e-12, atol=1e-12)
         norm = torch.cat([value.flatten() for value in expected.values()]).norm()
         torch.testing.assert_close(rank["norm"].double(), norm, rtol=1e-6, atol=0)
         clipped = torch.cat([value.flatten() for value in rank["clipped"].values()]).norm()

@@ -1,0 +1,190 @@
+"""BatchNorm's running statistics as one process that trains all micro-batches in order would have them.
+
+Each rank sees only some of a step's micro-batches. Without this module its running mean and variance would
+be those of its own share, and the model that is evaluated and saved would depend on the number of ranks.
+
+A training forward updates a running value x by an affine rule, x ← (1−f)·x + f·s, with the batch statistic
+s and the factor f of ``momentum`` (a cumulative average for ``momentum=None``), and never reads x. So during
+a step the buffers serve as scratch memory: they are zero before each micro-batch and hold its contribution
+after it. At the end of the step the contributions of all ranks are combined in the order of the
+micro-batches, and the buffers hold the running values again.
+
+Cost per step: an all-gather of the number of calls (8 bytes per micro-batch and layer) and an all-reduce of
+two values per channel, whatever the number of ranks; no communication on one data-parallel rank.
+
+Used by the strategies. Legend: R data-parallel ranks, S slots of a rank, L layers, F values: mean and
+variance of each channel of each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hpc_train.strategies.sync_batchnorm import SyncedBatchNorm, is_timm_batchnorm
+
+
+def only_updates_statistics(module: nn.Module) -> bool:
+    """Tell whether a training forward of ``module`` updates running statistics without reading them.
+
+    True for BatchNorm's own forward and timm's; a subclass with another forward may read them (batch
+    renormalisation does), so its buffers are treated like any other module's.
+    """
+    return isinstance(module, _BatchNorm) and (
+        type(module).forward in (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncedBatchNorm.forward)
+        or is_timm_batchnorm(module)
+    )
+
+
+class RunningStatistics:
+    """The running statistics of the BatchNorm layers of ``model`` during a step's micro-batches.
+
+    SyncBatchNorm is excluded: its statistics are those of all ranks already. So is a layer in evaluation mode
+    (frozen), whose running statistics are read and not updated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        data_rank: int,
+        data_ranks: int,
+        group: dist.ProcessGroup | None = None,
+        is_counted: bool = True,
+    ) -> None:
+        """``model``: placed, so that its buffers stay the same tensors.
+
+        ``group``: the ranks that train the same layers, all ranks if None: ``data_ranks`` of them, or a
+        multiple where neighbours share each micro-batch; of these neighbours one ``is_counted``.
+        """
+        self._candidates = _distinct_layers(model)
+        self._data_rank = data_rank
+        self._data_ranks = data_ranks
+        self._group = group
+        self._is_counted = is_counted
+        self._layers: list[_BatchNorm] = []
+
+    @contextmanager
+    def step(self, slots: int) -> Iterator[None]:
+        """Run the forward passes of one optimizer step inside; ``slots``: micro-batches of this rank, as many
+        on every rank. Collective.
+
+        After an exception inside, the running statistics are undefined.
+        """
+        self._begin(slots)
+        yield
+        if self._layers:
+            self._end()
+
+    @contextmanager
+    def micro_batch(self, slot: int, *, is_spare: bool) -> Iterator[None]:
+        """Run the forward of the ``slot``-th micro-batch inside, and nothing of another one.
+
+        A spare one's statistics are dropped. Not collective.
+        """
+        if not self._layers:
+            yield
+            return
+        # Through .data: a pipeline has forwards of several micro-batches before the first one's backward, for
+        # which autograd saved these very buffers. It does not use their values.
+        torch._foreach_zero_([buffer.data for buffer in (*self._statistics, *self._calls)])
+        yield
+        if not is_spare:
+            self._own[slot] = torch.cat([value.detach().to(self._own.dtype) for value in self._statistics])
+            self._own_calls[slot] = torch.stack([value.detach() for value in self._calls])
+
+    def _begin(self, slots: int) -> None:
+        layers = [layer for layer in self._candidates if layer.training and layer.track_running_stats]
+        if layers != self._layers:
+            self._layers = layers
+            self._describe()
+        if not layers:
+            return
+        self._before = torch.cat([value.detach().to(self._dtype) for value in self._statistics])
+        self._calls_before = torch.stack([value.detach() for value in self._calls])
+        self._own = self._before.new_zeros((slots, self._before.numel()))
+        self._own_calls = self._calls_before.new_zeros((slots, len(layers)))
+
+    def _describe(self) -> None:
+        if not self._layers:
+            return
+        self._statistics = [
+            value
+            for layer in self._layers
+            for value in (layer.running_mean, layer.running_var)
+            if value is not None
+        ]
+        self._calls = [
+            layer.num_batches_tracked for layer in self._layers if layer.num_batches_tracked is not None
+        ]
+        device = self._calls[0].device
+        self._dtype = torch.promote_types(self._statistics[0].dtype, torch.float32)
+        for value in self._statistics:
+            self._dtype = torch.promote_types(self._dtype, value.dtype)
+        sizes = torch.tensor([2 * layer.num_features for layer in self._layers])
+        #: Layer of each of the F values.
+        self._layer_of = torch.repeat_interleave(torch.arange(len(self._layers)), sizes).to(device)
+        momenta = [layer.momentum for layer in self._layers]
+        self._is_cumulative = torch.tensor([value is None for value in momenta], device=device)
+        #: What one call leaves of the value before it.
+        self._kept_share = torch.tensor(
+            [1.0 - (value or 0.0) for value in momenta], dtype=torch.float64, device=device
+        )
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """Write the running statistics of all micro-batches into the buffers. Collective."""
+        calls = self._calls_in_order()  # (R·S, L)
+        total = calls.sum(0)
+        later = total - calls.cumsum(0)  # calls after each micro-batch
+        own = slice(self._data_rank, None, self._data_ranks)
+        weights, kept = self._weights(calls[own], later[own], total)
+        added = (weights[:, self._layer_of].to(self._dtype) * self._own).sum(0)
+        if not self._is_counted:
+            added.zero_()
+        if self._data_ranks > 1:
+            dist.all_reduce(added, group=self._group)
+        after = kept[self._layer_of].to(self._dtype) * self._before + added
+        parts = after.split([value.numel() for value in self._statistics])
+        torch._foreach_copy_([value.data for value in self._statistics], list(parts))
+        torch._foreach_copy_(
+            [value.data for value in self._calls], list((self._calls_before + total).unbind())
+        )
+
+    def _calls_in_order(self) -> Tensor:
+        """Return how often each layer ran in each micro-batch of the step, shape (S·R, L). Collective."""
+        if self._data_ranks == 1:
+            return self._own_calls
+        members = dist.get_world_size(self._group)
+        rows = self._own_calls.new_empty((members, *self._own_calls.shape))
+        dist.all_gather_into_tensor(rows.view(-1), self._own_calls.view(-1), group=self._group)
+        one_each = rows[:: members // self._data_ranks]  # neighbours share micro-batches
+        return one_each.transpose(0, 1).reshape(-1, self._own_calls.shape[1])
+
+    def _weights(self, calls: Tensor, later: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weight of each own contribution, (S, L), and of the value before the step, (L,).
+
+        A contribution of k calls holds their sum, each with its factor; the rest of the step's calls shrink
+        it as they shrink the value before. For a cumulative average it holds their mean.
+        """
+        share = self._kept_share
+        count = (self._calls_before + total).clamp(min=1).double()
+        weights = torch.where(self._is_cumulative, calls / count, share**later)
+        kept = torch.where(self._is_cumulative, 1 - total / count, share**total)
+        return weights, kept
+
+
+def _distinct_layers(model: nn.Module) -> list[_BatchNorm]:
+    """Return the layers that keep running statistics by micro-batch, those of one buffer once."""
+    found: dict[int, _BatchNorm] = {}
+    for module in model.modules():
+        if only_updates_statistics(module) and not isinstance(module, nn.SyncBatchNorm | SyncedBatchNorm):
+            assert isinstance(module, _BatchNorm)
+            if module.running_mean is not None and module.num_batches_tracked is not None:
+                found.setdefault(id(module.running_mean), module)
+    return list(found.values())
