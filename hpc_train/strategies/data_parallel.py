@@ -76,7 +76,7 @@ class DataParallel(ABC):
                     loss = forward.loss(self.wrapped, batch)
                     # Averaging over ranks divides by R; the mean over M micro-batches is what is wanted.
                     forward.scale(loss * (batch.weight * self.placement.degrees.data_ranks)).backward()
-                self._buffers.settle()
+                    self._buffers.settle()
                 total += loss.detach() * batch.weight
         return total
 

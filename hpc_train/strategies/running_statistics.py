@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -92,11 +93,11 @@ class RunningStatistics:
             return
         # Through .data: a pipeline has forwards of several micro-batches before the first one's backward, for
         # which autograd saved these very buffers. It does not use their values.
-        torch._foreach_zero_([buffer.data for buffer in (*self._statistics, *self._calls)])
+        torch._foreach_zero_([buffer.data for buffer in (*self._statistics(), *self._calls())])
         yield
         if not is_spare:
-            self._own[slot] = torch.cat([value.detach().to(self._own.dtype) for value in self._statistics])
-            self._own_calls[slot] = torch.stack([value.detach() for value in self._calls])
+            self._own[slot] = self._flat()
+            self._own_calls[slot] = torch.stack(self._calls())
 
     def _begin(self, slots: int) -> None:
         layers = [layer for layer in self._candidates if layer.training and layer.track_running_stats]
@@ -105,27 +106,16 @@ class RunningStatistics:
             self._describe()
         if not layers:
             return
-        self._before = torch.cat([value.detach().to(self._dtype) for value in self._statistics])
-        self._calls_before = torch.stack([value.detach() for value in self._calls])
+        self._before = self._flat()
+        self._calls_before = torch.stack(self._calls())
         self._own = self._before.new_zeros((slots, self._before.numel()))
         self._own_calls = self._calls_before.new_zeros((slots, len(layers)))
 
     def _describe(self) -> None:
         if not self._layers:
             return
-        self._statistics = [
-            value
-            for layer in self._layers
-            for value in (layer.running_mean, layer.running_var)
-            if value is not None
-        ]
-        self._calls = [
-            layer.num_batches_tracked for layer in self._layers if layer.num_batches_tracked is not None
-        ]
-        device = self._calls[0].device
-        self._dtype = torch.promote_types(self._statistics[0].dtype, torch.float32)
-        for value in self._statistics:
-            self._dtype = torch.promote_types(self._dtype, value.dtype)
+        device = self._calls()[0].device
+        self._dtype = reduce(torch.promote_types, (x.dtype for x in self._statistics()), torch.float32)
         sizes = torch.tensor([2 * layer.num_features for layer in self._layers])
         #: Layer of each of the F values.
         self._layer_of = torch.repeat_interleave(torch.arange(len(self._layers)), sizes).to(device)
@@ -150,11 +140,22 @@ class RunningStatistics:
         if self._data_ranks > 1:
             dist.all_reduce(added, group=self._group)
         after = kept[self._layer_of].to(self._dtype) * self._before + added
-        parts = after.split([value.numel() for value in self._statistics])
-        torch._foreach_copy_([value.data for value in self._statistics], list(parts))
-        torch._foreach_copy_(
-            [value.data for value in self._calls], list((self._calls_before + total).unbind())
-        )
+        parts = after.split([value.numel() for value in self._statistics()])
+        torch._foreach_copy_([value.data for value in self._statistics()], list(parts))
+        calls_after = self._calls_before + total
+        torch._foreach_copy_([value.data for value in self._calls()], list(calls_after.unbind()))
+
+    def _statistics(self) -> list[Tensor]:
+        """Return the running mean and variance of each layer, as they are now: a forward may replace them."""
+        return [_buffer(layer, key) for layer in self._layers for key in ("running_mean", "running_var")]
+
+    def _calls(self) -> list[Tensor]:
+        """Return how often each layer has run, tensors of shape ()."""
+        return [_buffer(layer, "num_batches_tracked") for layer in self._layers]
+
+    def _flat(self) -> Tensor:
+        """Return a copy of the statistics, shape (F,)."""
+        return torch.cat([value.detach().to(self._dtype) for value in self._statistics()])
 
     def _calls_in_order(self) -> Tensor:
         """Return how often each layer ran in each micro-batch of the step, shape (S·R, L). Collective."""
@@ -177,6 +178,12 @@ class RunningStatistics:
         weights = torch.where(self._is_cumulative, calls / count, share**later)
         kept = torch.where(self._is_cumulative, 1 - total / count, share**total)
         return weights, kept
+
+
+def _buffer(layer: _BatchNorm, key: str) -> Tensor:
+    buffer = layer._buffers[key]
+    assert buffer is not None
+    return buffer
 
 
 def _distinct_layers(model: nn.Module) -> list[_BatchNorm]:

@@ -146,7 +146,9 @@ def tables(results: Iterable[Result]) -> str:
 
 
 def batchnorm_table(results: Iterable[Result]) -> list[str]:
-    """Return ranks × strategies: how far running statistics are from plain PyTorch's in float64."""
+    """Return ranks × strategies: how far running statistics are from plain PyTorch's in float64; a dash where
+    the strategy can't share this model among so many ranks.
+    """
     known = [result for result in results if result.buffers is not None and "fp64" in result.titles]
     columns = [strategy for strategy in STRATEGIES if batchnorm_cases(strategy)]
     lines = [
@@ -157,7 +159,8 @@ def batchnorm_table(results: Iterable[Result]) -> list[str]:
         cells = []
         for strategy in columns:
             found = [r.buffers or 0.0 for r in known if (r.strategy, r.ranks) == (strategy, ranks)]
-            cells.append(f"{max(found):.0e}" if found else "not run")
+            is_allowed = any(case.shape.ranks == ranks for case in batchnorm_cases(strategy))
+            cells.append(f"{max(found):.0e}" if found else "not run" if is_allowed else "–")
         lines.append(f"| {ranks} rank{'' if ranks == 1 else 's'} | {' | '.join(cells)} |")
     return lines
 

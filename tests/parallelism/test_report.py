@@ -17,10 +17,19 @@ def shown() -> str:
 def test_the_page_has_every_strategy_and_feature() -> None:
     head = f"| | {' | '.join(STRATEGIES)} |"
     assert head in shown(), "run `python -m tests.parallelism.report --tables`"
-    titles = [
-        line.split(" | ")[0].removeprefix("| ") for line in shown().splitlines() if line.startswith("| ")
-    ]
-    assert titles[2:] == [feature.title for feature in FEATURES]
+    features, statistics = (titles(table) for table in shown().split("\n\n| BatchNorm"))
+    assert features[2:] == [feature.title for feature in FEATURES]
+    assert statistics[1:] == ["1 rank", "2 ranks", "3 ranks", "4 ranks"]
+
+
+def titles(table: str) -> list[str]:
+    return [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")]
+
+
+def test_the_page_has_batchnorms_statistics_under_every_strategy_that_can_share_them() -> None:
+    rows = report.batchnorm_table(report.read().values())
+    assert not any("not run" in row for row in rows), "run `python -m tests.parallelism.report --continue`"
+    assert all(f"{row}\n" in shown() for row in rows)
 
 
 def test_the_page_says_what_is_refused_and_what_to_write() -> None:
