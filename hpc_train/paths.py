@@ -140,8 +140,16 @@ class ExperimentPaths:
 
     @property
     def snapshots(self) -> Path:
-        """Code by content, shared by all experiments."""
-        return self.folder.parent / ".code"
+        """Code by content, shared by this user's experiments.
+
+        In a shared runs folder ``.code`` belongs to its first user; others have ``.code-<uid>``.
+        """
+        first = self.folder.parent / ".code"
+        try:
+            is_own = first.lstat().st_uid == os.geteuid()
+        except FileNotFoundError:
+            is_own = True
+        return first if is_own else first.with_name(f".code-{os.geteuid()}")
 
     def submission(self, token: str) -> SubmissionPaths:
         return SubmissionPaths(self.submissions / token)

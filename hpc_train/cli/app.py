@@ -6,6 +6,7 @@ Imported for ``--help`` too, so nothing heavy stands at the top: a body is impor
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -253,6 +254,8 @@ def clean(runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don
 
 def main() -> None:
     """Run the command line and exit."""
+    # What others may write is not run (run_folder.trust), so nothing here or in a rank may create such files.
+    os.umask(os.umask(0o077) | 0o022)
     try:
         app()
     except KeyboardInterrupt:  # while modules were being imported

@@ -100,7 +100,7 @@ def _end_by(number: int, paths: RunPaths, attempt: int, limit_s: float) -> bool:
         if record is None or living(record) is False:
             return True
         for rank in set(record.rank_processes) - told:
-            rank.send(number)
+            rank.send(number, paths.folder, attempt)
             told.add(rank)
         time.sleep(_POLL_S)
     return False

@@ -30,6 +30,7 @@ from hpc_train.run_folder.finding import find_runs, run_name
 from hpc_train.run_folder.liveness import end_living, living, newest_record
 from hpc_train.run_folder.micro_batch import kept_size
 from hpc_train.run_folder.status import GOING_ON, RunStatus, read_status
+from hpc_train.run_folder.trust import check_run
 from hpc_train.run_folder.versions import Differences, in_words
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
@@ -219,6 +220,7 @@ def _last_launcher(paths: RunPaths) -> str:
 
 def _prepare(paths: RunPaths, wish: _Wish, name: str) -> _Resumption:
     """Check everything before anything is changed."""
+    check_run(paths)
     before, loaded = _changed(paths, wish.overrides)
     devices = _devices(paths, wish, name, loaded.experiment)
     slurm = loaded.experiment.slurm

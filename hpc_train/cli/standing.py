@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
@@ -13,6 +12,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.registry import is_factory, load
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.status import RunStatus, current_status
+from hpc_train.run_folder.trust import is_trusted
 
 _LOCAL = "local"
 
@@ -49,11 +49,7 @@ def _queue(paths: RunPaths) -> str | None:
     """Return the name of the launcher that has the run; None for this machine's."""
     name = str((read_json(paths.run) or {}).get("launcher") or _LOCAL)
     # Somebody else's run must not name the code that we import.
-    return None if name == _LOCAL or (is_factory(name) and not _is_own(paths)) else name
-
-
-def _is_own(paths: RunPaths) -> bool:
-    return paths.run.stat().st_uid == os.geteuid()
+    return None if name == _LOCAL or (is_factory(name) and not is_trusted(paths)) else name
 
 
 @cache

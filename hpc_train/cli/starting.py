@@ -25,6 +25,7 @@ from hpc_train.run_folder.files import read_json, write_json
 from hpc_train.run_folder.finding import run_name, run_names
 from hpc_train.run_folder.liveness import living, newest_record
 from hpc_train.run_folder.status import GOING_ON, INTERRUPTED, read_status, write_status
+from hpc_train.run_folder.trust import check_run
 
 LOCAL = "local"
 
@@ -57,8 +58,9 @@ def start_attempt(
     """Claim the run's next attempt and hand it to the launcher of that name; returns how it ended.
 
     ``overrides`` are noted for it and those after it. Raises TryAgainError where somebody else starts
-    the run at the same time.
+    the run at the same time, UntrustedError where another user could have written its files.
     """
+    check_run(paths)
     plugin = load_launcher(launcher)
     assert not isinstance(plugin, QueueingLauncher), "its attempts are claimed where they start"
     number = claim_attempt(paths, launcher)

@@ -15,10 +15,11 @@ from typing import NoReturn
 from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.ends import tell_end, tell_error
+from hpc_train.run_folder.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE
 from hpc_train.runtime import signals
 
-#: Which attempt a rank belongs to; set by the launcher.
-ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
+__all__ = ["ATTEMPT_VARIABLE", "FOLDER_VARIABLE", "TOKEN_VARIABLE", "Entry"]
+
 #: Tells this attempt's rendezvous from an older one; set by the launcher.
 TOKEN_VARIABLE = "HPC_TRAIN_TOKEN"
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.launchers.entry import ATTEMPT_VARIABLE, TOKEN_VARIABLE
+from hpc_train.launchers.entry import ATTEMPT_VARIABLE, FOLDER_VARIABLE, TOKEN_VARIABLE
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.snapshot import check_owner, linked, search_path
@@ -117,6 +117,7 @@ def common_environment(
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
             ATTEMPT_VARIABLE: str(attempt),
+            FOLDER_VARIABLE: str(paths.folder.absolute()),
             TOKEN_VARIABLE: secrets.token_hex(16),
             "PYTHONUNBUFFERED": "1",
         }

@@ -22,6 +22,7 @@ from hpc_train.run_folder.ends import exit_codes
 from hpc_train.run_folder.files import read_json, sync_folder, write_json, write_text
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import RunStatus, write_status
+from hpc_train.run_folder.trust import make_experiment_folder
 from hpc_train.run_folder.versions import versions
 from hpc_train.run_folder.work_tree import commit_of
 
@@ -52,10 +53,11 @@ def create_run(
 
     ``snapshot``: that of the code that the run uses; None: whatever ranks find in their current folder.
     ``values``: the swept keys and their values. ``layout``: of a step, as planned.
+    Raises UntrustedError where another user could replace the run.
     """
     if paths.folder.exists():
         return False
-    paths.folder.parent.mkdir(parents=True, exist_ok=True)
+    make_experiment_folder(paths.siblings)
     temporary = RunPaths(paths.folder.with_name(f".{paths.folder.name}.{secrets.token_hex(4)}"))
     temporary.folder.mkdir(mode=0o700)
     try:

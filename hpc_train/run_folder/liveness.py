@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import AttemptRecord, newest_number, read_record
 
@@ -25,17 +27,17 @@ def end_living(paths: RunPaths) -> AttemptRecord | None:
     """Make sure that no rank of the newest attempt writes any more, before another attempt begins.
 
     Returns its record where its launcher lives or, on another machine, may live: then nothing was done
-    and no attempt may begin. Ranks that outlived their launcher are killed. Raises TryAgainError where
-    one does not go.
+    and no attempt may begin. Ranks that outlived their launcher are killed; a process that the record names
+    is left alone unless its own environment says that it is such a rank. Raises TryAgainError where one
+    does not end.
     """
     record = newest_record(paths)
     if record is None:
         return None
     if living(record) is not False:
         return record
-    left_over = [process for process in record.rank_processes if process.is_alive()]
-    for process in left_over:
-        process.kill()
-    for process in left_over:
+    number = newest_number(paths)
+    sent = {rank: rank.send(signal.SIGKILL, paths.folder, number) for rank in record.rank_processes}
+    for process in (rank for rank, was_sent in sent.items() if was_sent):
         process.wait(_KILL_LIMIT_S)
     return None

@@ -13,6 +13,9 @@ from typing import Any
 
 from hpc_train.errors import TryAgainError
 
+#: Which attempt a rank belongs to, and its run folder; set by the launcher.
+ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
+FOLDER_VARIABLE = "HPC_TRAIN_RUN_FOLDER"
 _POLL_S = 0.02
 
 
@@ -61,22 +64,39 @@ class Process:
             return None
         return _start_ticks(self.pid) == self.start_ticks
 
-    def kill(self) -> None:
-        self.send(signal.SIGKILL)
+    def is_rank_of(self, run: Path, attempt: int) -> bool:
+        """Tell whether the process itself says that it is a rank of that attempt, whatever a file says.
 
-    def send(self, number: int) -> None:
-        """Send a signal if it still lives. A process that took over its number is safe."""
+        Launchers put attempt and run folder into a rank's environment, which no other user can write.
+        """
+        environment = dict(each.partition(b"=")[::2] for each in _proc_strings(self.pid, "environ"))
+        if environment.get(ATTEMPT_VARIABLE.encode()) != str(attempt).encode():
+            return False
+        # 0.1 named the folder on the command line alone.
+        place = environment.get(FOLDER_VARIABLE.encode()) or _proc_strings(self.pid, "cmdline")[-1]
+        try:
+            return Path(os.fsdecode(place)).samefile(run)
+        except OSError:
+            return False
+
+    def send(self, number: int, run: Path, attempt: int) -> bool:
+        """Send a signal if it lives and is a rank of that attempt; return whether it was sent.
+
+        A process that took over its number is safe, and so is any other process that a file names.
+        """
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
-            return
+            return False
         try:
-            if self.is_alive():
+            if self.is_rank_of(run, attempt) and self.is_alive():
                 signal.pidfd_send_signal(descriptor, number)
+                return True
         except ProcessLookupError:
             pass
         finally:
             os.close(descriptor)
+        return False
 
     def wait(self, limit_s: float) -> None:
         """Wait until it is gone. Raises TryAgainError after ``limit_s``."""
@@ -97,6 +117,14 @@ def _start_ticks(pid: int) -> int | None:
         return None
     fields = stat.rpartition(")")[2].split()  # the name, in brackets, may hold blanks and brackets
     return None if fields[0] in {"Z", "X"} else int(fields[19])
+
+
+def _proc_strings(pid: int, name: str) -> list[bytes]:
+    """Return the NUL-separated strings of /proc/PID/``name``; one empty string where it can't be read."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes().removesuffix(b"\0").split(b"\0")
+    except OSError:
+        return [b""]
 
 
 @cache

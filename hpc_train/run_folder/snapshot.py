@@ -21,6 +21,7 @@ from hpc_train.errors import StorageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.code_files import Selection, has_changed, import_folders, package_files, select
 from hpc_train.run_folder.files import read_json, sync_folder, write_json
+from hpc_train.run_folder.trust import check_holder, check_own
 from hpc_train.run_folder.work_tree import commit_of
 
 _VERSION = 1
@@ -30,10 +31,6 @@ _PACKAGE, _TREE = "package", "tree"
 _TRIES = 3
 #: In words for people, so many files are named.
 _NAMED = 5
-
-
-class ForeignCodeError(UserError):
-    """What would be run could have been written by somebody else."""
 
 
 @dataclass(frozen=True)
@@ -256,18 +253,14 @@ def search_path(paths: RunPaths) -> list[str]:
 
 
 def check_owner(folder: Path) -> None:
-    """Raise ForeignCodeError where others than this user or root could have written below ``folder``."""
+    """Raise UntrustedError where another user could have written what is in ``folder``, or can replace it."""
+    check_holder(folder.parent)
     # What imports cache there has the modes of any file, and is out of reach where the folder is closed.
     is_closed = not folder.stat().st_mode & 0o077
     for path in [folder, *folder.rglob("*")]:
-        seen = path.lstat()
-        if seen.st_uid not in {0, os.geteuid()}:
-            raise ForeignCodeError(f"{path}: belongs to another user (uid {seen.st_uid}) and is not run")
         is_cache = is_closed and "__pycache__" in path.relative_to(folder).parts
-        if seen.st_mode & 0o022 and not stat.S_ISLNK(seen.st_mode) and not is_cache:
-            raise ForeignCodeError(
-                f"{path}: others may write it, so it is not run; see what is in it, then `chmod go-w` it"
-            )
+        if not is_cache:
+            check_own(path)
 
 
 def differences(old: Path | Code, new: Path | Code) -> Differences:

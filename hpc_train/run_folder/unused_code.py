@@ -16,7 +16,8 @@ MIN_AGE_S = 3600.0
 def unused_snapshots(snapshots: Path) -> list[Path]:
     """Return what lies in ``runs/.code`` that no run below ``runs`` links to; nothing that is new.
 
-    Raises OSError where a folder can't be read: a run in it may use any of them.
+    Raises OSError where a folder of this user's can't be read: a run in it may use any of them. Other users'
+    runs have snapshots of their own.
     """
     if not snapshots.is_dir():
         return []
@@ -44,7 +45,12 @@ def _used(runs: Path) -> Iterator[Path]:
 
 
 def _folders(parent: Path) -> list[Path]:
-    return [path for path in parent.iterdir() if path.is_dir()]
+    try:
+        return [path for path in parent.iterdir() if path.is_dir()]
+    except PermissionError:
+        if parent.stat().st_uid == os.geteuid():
+            raise
+        return []
 
 
 def _normal(path: Path) -> Path:

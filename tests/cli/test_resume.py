@@ -124,7 +124,8 @@ def test_a_run_whose_launcher_lives_is_refused(failed: RunPaths) -> None:
 
 
 def test_ranks_that_outlived_their_launcher_are_ended_first(failed: RunPaths) -> None:
-    rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    environment = os.environ | {"HPC_TRAIN_ATTEMPT": "1", "HPC_TRAIN_RUN_FOLDER": str(failed.folder)}
+    rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment)
     try:
         process = Process.of(rank.pid)
         record = read_record(failed.attempt(1))
@@ -138,6 +139,19 @@ def test_ranks_that_outlived_their_launcher_are_ended_first(failed: RunPaths) ->
     finally:
         rank.kill()
         rank.communicate()
+
+
+def test_a_run_that_others_may_write_is_not_resumed(
+    failed: RunPaths,
+) -> None:
+    """Whoever swapped the run folder would choose the factory that is imported and called."""
+    failed.folder.parent.chmod(0o775)
+    ended = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
+    assert ended.code == 1
+    assert f"`chmod go-w {failed.folder.parent}`" in ended.err
+    assert newest_number(failed) == 1
+    failed.folder.parent.chmod(0o755)
+    assert _resume(failed.folder, "--launcher", COMPLETING) == 0
 
 
 def test_of_two_that_start_at_once_the_later_gives_way(failed: RunPaths) -> None:

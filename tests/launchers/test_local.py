@@ -103,7 +103,7 @@ def test_code_that_others_may_write_is_not_run(tmp_path: Path) -> None:
     request = new_request(tmp_path / "runs", devices=1)
     link(request.paths, take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py"), []))
     (request.paths.code / "tree" / "own.py").chmod(0o666)
-    with pytest.raises(UserError, match=r"own\.py: others may write it"):
+    with pytest.raises(UserError, match=r"own\.py: group or others may write it"):
         launch(request, "")
     assert not attempt_of(request).log(0).exists()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,9 +25,10 @@ def run(tmp_path: Path) -> RunPaths:
 
 
 @pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that lives until it is killed."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+def child(run: RunPaths) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that lives until it is killed, started as a rank of attempt 1 of ``run``."""
+    environment = os.environ | {"HPC_TRAIN_ATTEMPT": "1", "HPC_TRAIN_RUN_FOLDER": str(run.folder)}
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env=environment)
     yield process
     process.kill()
     process.communicate()
@@ -53,10 +55,12 @@ def test_a_process_is_alive_until_it_ended(child: subprocess.Popen[bytes]) -> No
     assert Process.of(child.pid) is None
 
 
-def test_another_process_under_the_same_number_is_not_it(child: subprocess.Popen[bytes]) -> None:
+def test_another_process_under_the_same_number_is_not_it(
+    run: RunPaths, child: subprocess.Popen[bytes]
+) -> None:
     older = replace(identity(child), start_ticks=1)
     assert older.is_alive() is False
-    older.kill()
+    assert not older.send(signal.SIGKILL, run.folder, 1)
     assert child.poll() is None
 
 
@@ -97,6 +101,35 @@ def test_ranks_of_a_dead_launcher_are_ended(run: RunPaths, child: subprocess.Pop
     assert living(record) is False
     assert end_living(run) is None
     assert child.wait(10) == -9
+
+
+@pytest.mark.parametrize("attempt", ["2", None])
+def test_a_process_that_is_no_rank_of_the_attempt_is_left_alone(
+    run: RunPaths, child: subprocess.Popen[bytes], attempt: str | None
+) -> None:
+    """A forged ``attempt.json`` may name any process of the user's."""
+    other = RunPaths(run.folder.parent / "other")
+    other.folder.mkdir()
+    named = other if attempt is None else run
+    for _ in range(int(attempt or 1)):
+        number = claim_attempt(named)
+    write_record(
+        named.attempt(number), record_of(replace(Process.current(), start_ticks=1), [identity(child)])
+    )
+    assert end_living(named) is None
+    assert child.poll() is None
+
+
+def test_a_rank_of_0_1_is_known_by_its_command_line(run: RunPaths) -> None:
+    command = [sys.executable, "-c", "input()", str(run.folder)]
+    environment = {name: value for name, value in os.environ.items() if name != "HPC_TRAIN_RUN_FOLDER"}
+    rank = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment | {"HPC_TRAIN_ATTEMPT": "1"})
+    try:
+        assert identity(rank).send(signal.SIGKILL, run.folder, 1)
+        assert rank.wait(10) == -9
+    finally:
+        rank.kill()
+        rank.communicate()
 
 
 def test_a_launcher_that_can_not_be_judged_counts_as_living(run: RunPaths) -> None:

@@ -332,7 +332,7 @@ def test_caches_of_imports_count_only_where_others_could_come_in(tree: Path, roo
     cache.chmod(0o777)
     check_owner(folder)
     folder.chmod(0o711)
-    with pytest.raises(UserError, match="__pycache__: others may write it"):
+    with pytest.raises(UserError, match="__pycache__: group or others may write it"):
         check_owner(folder)
 
 

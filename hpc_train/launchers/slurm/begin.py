@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -28,7 +27,7 @@ from hpc_train.launchers.slurm.recovery import (
     nodes_to_leave_out,
 )
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder import bad_nodes, budgets, snapshot
+from hpc_train.run_folder import bad_nodes, budgets, snapshot, trust
 from hpc_train.run_folder.attempts import (
     AttemptRecord,
     claim_attempt,
@@ -103,14 +102,11 @@ def _why_not(paths: RunPaths) -> str | None:
 
 
 def _check_trusted(job: BatchJob) -> None:
-    """Raise UserError where others could have written what the ranks will run."""
+    """Raise UntrustedError where another user could have written what the ranks will run."""
+    trust.check_run(job.paths)
     folder = job.submission.folder
     for path in [folder, *folder.glob("*.pkl")]:
-        seen = path.stat()
-        if seen.st_uid not in {0, os.geteuid()} or seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise UserError(
-                f"{path}: others may write it, so it is not run; `chmod go-w` it, and submit the run again"
-            )
+        trust.check_own(path)
     code = snapshot.linked(job.paths)
     if code is not None:
         snapshot.check_owner(code)

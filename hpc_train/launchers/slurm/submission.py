@@ -22,6 +22,7 @@ from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.run_folder.files import read_json, remove_folder, sync_folder, write_json
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import read_status, write_status
+from hpc_train.run_folder.trust import check_holder, make_experiment_folder
 
 #: ``prepared``: the record stands, sbatch may have run. ``submitted``: job id known, pickles placed, ids in
 #: each ``run.json``. ``released``: Slurm may start it.
@@ -82,6 +83,7 @@ def locked(folder: ExperimentPaths) -> Iterator[None]:
     """Be the only command that submits runs of the experiment; say for whom it waits."""
     from filelock import FileLock, Timeout
 
+    make_experiment_folder(folder)
     make_private(folder.submissions)
     holder = folder.submissions / "holder.json"
     lock = FileLock(folder.submission_lock)
@@ -103,9 +105,10 @@ def _holder_words(holder: Path) -> str:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that its owner alone can enter: what lies in it is run."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    """Make a folder that its owner alone can enter: what lies in it is run. Raises UntrustedError."""
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
+    check_holder(folder)
 
 
 def unfinished(folder: ExperimentPaths) -> list[tuple[SubmissionPaths, Submission]]:
