@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from pydantic import ValidationError
 
+from hpc_train.config.durations import seconds_in
 from hpc_train.config.json_schema import Node
-from hpc_train.config.keys import as_mapping, child, known_keys, meant_key, members, node_at, unknown_key
+from hpc_train.config.keys import as_mapping, child, known_keys, meant_path, members, node_at, unknown_key
 from hpc_train.config.marked_yaml import resolve_scalar
 from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, shortened, shown
+from hpc_train.config.synonyms import value_for
 from hpc_train.registry import nearest
 
 
@@ -22,7 +26,7 @@ def explain(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
     for entry in islice(error.errors(include_url=False), MAX_PROBLEMS + 1):
         problem = _problem(entry["type"], entry["loc"], entry.get("ctx", {}), data)
         found.setdefault(problem.path, problem)
-    meant = {(*path[:-1], meant_key(path)) for path, problem in found.items() if _is_unknown(problem)}
+    meant = {meant_path(path) for path, problem in found.items() if _is_unknown(problem)}
     # A key that was misspelt is not reported as missing too.
     return [problem for path, problem in found.items() if path not in meant or not _is_missing(problem)]
 
@@ -34,8 +38,8 @@ def failed_paths(problems: list[Problem]) -> set[KeyPath]:
         path = problem.path
         if not _is_unknown(problem) and not _is_free(path):
             failed.add(path)
-        elif meant := meant_key(path):
-            failed.add((*path[:-1], meant))
+        elif meant := meant_path(path):
+            failed.add(meant)
     return failed
 
 
@@ -57,7 +61,7 @@ def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, A
     if kind == "extra_forbidden":
         return unknown_key(path)
     if kind == "missing" and isinstance(path[-1], str):
-        return Problem(path, "is missing", f"write {path[-1]}: {_wanted_at(path)}")
+        return Problem(path, "is missing", f"write {path[-1]}: {_example_at(path)}")
     if loc[-1] == "[key]":
         rule = (node_at(path[:-1]) or {}).get("propertyNames", {}).get("patternErrorMessage", "a name")
         return Problem(path, f"needs {rule}", "mend the name", on_key=True)
@@ -90,9 +94,21 @@ def _value_at(data: Any, path: KeyPath) -> Any:
     return data
 
 
-def _wanted_at(path: KeyPath) -> str:
-    node = node_at(path)
-    return wanted(node) if node else "a value"
+def _example_at(path: KeyPath) -> str:
+    """Return a value that the required key takes, as a file has it."""
+    node = node_at(path) or {}
+    if "examples" not in node:
+        return wanted(node)
+    example = in_flow(node["examples"][0])
+    is_number = any(member.get("type") in {"integer", "number"} for member in members(node))
+    return f"{wanted(node)}, like {example}" if is_number else example
+
+
+def in_flow(value: Any) -> str:
+    """Return ``value`` on one line of YAML."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {in_flow(item)}' for key, item in value.items())}}}"
+    return str(value)
 
 
 def _wrong_value(path: KeyPath, value: object) -> Problem:
@@ -105,10 +121,12 @@ def _wrong_value(path: KeyPath, value: object) -> Problem:
 
 def _remedy(path: KeyPath, node: Node, value: object) -> str:
     types = {member.get("type") for member in members(node)}
+    if meant := value_for(path, value):
+        return f"write {meant}"
     if value is None:
         return "write a value" if _is_required(path) else "write a value, or take the key out"
     if isinstance(value, str):
-        return _remedy_for_text(value, node, types)
+        return in_unit_of(path, value, node) or _remedy_for_text(value, node, types)
     if "integer" in types and isinstance(value, float) and value.is_integer():
         return f"write {int(value)}"
     if types == {"string"} and not isinstance(value, dict | list) and _takes_text(node, shown(value)):
@@ -120,6 +138,54 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
     if "array" in types and not isinstance(value, list):
         return "write a list: [a, b]"
     return _example(node, types)
+
+
+def in_unit_of(path: KeyPath, text: str, node: Node) -> str | None:
+    """Return what to write for ``10min`` or ``64G`` where the key takes a number in a unit; else None."""
+    number = next((each for each in members(node) if each.get("type") in {"integer", "number"}), None)
+    if number is None:
+        return None
+    unit = next((unit for ending, unit in _UNITS.items() if str(path[-1]).endswith(ending)), None)
+    amount = None if unit is None else unit.amount(text)
+    if unit is None and number.get("maximum") == 1 and (match := _PERCENT.fullmatch(text.strip())):
+        return f"write {float(match[1]) / 100:g}"
+    if unit is None or not amount:
+        return None
+    amount = math.ceil(amount) if number["type"] == "integer" else amount
+    return f"write {amount:.10g} ({path[-1]} is in {unit.name})"
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """What a key's number counts. ``amount`` reads it from a person's text, None for another kind of text."""
+
+    name: str
+    amount: Callable[[str], float | None]
+
+
+def _in_time(seconds: int) -> Callable[[str], float | None]:
+    def amount(text: str) -> float | None:
+        found = seconds_in(text)
+        return None if found is None else found / seconds
+
+    return amount
+
+
+def _in_gb(text: str) -> float | None:
+    match = _MEMORY.fullmatch(text.strip().lower())
+    return float(match[1]) * _GB[match[2]] if match else None
+
+
+_GB = {"k": 1 / 1024**2, "m": 1 / 1024, "g": 1.0, "t": 1024.0}
+_MEMORY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])i?b?", re.ASCII)
+_PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
+#: How a key ends → what it is in.
+_UNITS = {
+    "_min": _Unit("minutes", _in_time(60)),
+    "_s": _Unit("seconds", _in_time(1)),
+    "_h": _Unit("hours", _in_time(3600)),
+    "_gb": _Unit("GB", _in_gb),
+}
 
 
 def _example(node: Node, types: set[object]) -> str:
@@ -199,8 +265,8 @@ def _wanted(node: Node) -> str:
 
 
 def _wanted_text(node: Node) -> str:
-    if examples := node.get("examples"):
-        return f"text like {', '.join(examples)}"
+    if "examples" in node and "pattern" not in node:
+        return f"text like {', '.join(node['examples'])}"
     if "maxLength" in node:
         return f"text of {node.get('minLength', 0)} to {node['maxLength']} characters"
     rule: str = node.get("patternErrorMessage", "text")

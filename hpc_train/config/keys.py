@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hpc_train.config.json_schema import Node, cached_schema
 from hpc_train.config.marked_yaml import MAX_DEPTH
 from hpc_train.config.problems import KeyPath, Problem, dotted
+from hpc_train.config.synonyms import advice_for, key_for
 from hpc_train.registry import nearest
 
 #: What the id of a run leaves out (DESIGN §6), so what a sweep can't vary.
@@ -74,11 +75,18 @@ def known_keys(path: KeyPath) -> list[str]:
     return list((as_mapping(node) or {}).get("properties", {})) if node else []
 
 
-def meant_key(path: KeyPath) -> str | None:
-    """Return the key beside ``path`` that its last key is likely a misspelling of."""
-    if len(_elsewhere(path)) == 1:
+def meant_path(path: KeyPath) -> KeyPath | None:
+    """Return the key of the file that the unknown key ``path`` likely stands for."""
+    if called := key_for(path):
+        meant = tuple(called.partition(" ")[0].split("."))
+        return meant if meant != path else None
+    if advice_for(path):
         return None
-    return nearest(str(path[-1]), known_keys(path[:-1]))
+    elsewhere = _elsewhere(path)
+    if len(elsewhere) == 1:
+        return elsewhere[0]
+    beside = nearest(str(path[-1]), known_keys(path[:-1]))
+    return (*path[:-1], beside) if beside else None
 
 
 def _elsewhere(path: KeyPath) -> list[KeyPath]:
@@ -86,15 +94,33 @@ def _elsewhere(path: KeyPath) -> list[KeyPath]:
     return [found for found in all_keys() if found[-1] == path[-1]]
 
 
-def unknown_key(path: KeyPath) -> Problem:
-    """Return the problem of a key that the schema does not know, with what was likely meant."""
-    if beside := meant_key(path):
-        remedy = f"did you mean {beside}?"
-    elif elsewhere := _elsewhere(path):
-        remedy = f"did you mean {dotted(elsewhere[0])}?"
-    else:
-        remedy = f"take it out, or write one of {', '.join(known_keys(path[:-1]))}"
-    return Problem(path, "is no key of the file", remedy, on_key=True)
+def unknown_key(path: KeyPath, rest: Sequence[str] = ()) -> Problem:
+    """Return the problem of a key that the schema does not know, with what was likely meant.
+
+    ``rest``: the keys below it, where a dotted path names it.
+    """
+    return Problem(path, "is no key of the file", _remedy(path, rest), on_key=True)
+
+
+def _remedy(path: KeyPath, rest: Sequence[str]) -> str:
+    called = key_for(path)
+    if called and called != dotted(path):
+        return f"write {'.'.join([called, *rest])}" if _exists(called, rest) else f"write {called}"
+    if advice := advice_for(path):
+        return advice
+    meant = meant_path(path)
+    elsewhere = _elsewhere(path)
+    if meant is None and elsewhere:
+        meant = elsewhere[0]
+    if meant is None:
+        return f"take it out, or write one of {', '.join(known_keys(path[:-1]))}"
+    if rest and _exists(dotted(meant), rest):
+        return f"did you mean {dotted((*meant, *rest))}?"
+    return f"did you mean {meant[-1] if meant[:-1] == path[:-1] else dotted(meant)}?"
+
+
+def _exists(key: str, rest: Sequence[str]) -> bool:
+    return node_at((*key.split("."), *rest)) is not None
 
 
 def all_keys(path: KeyPath = ()) -> Iterator[KeyPath]:
@@ -117,12 +143,14 @@ def split_key(text: str) -> KeyPath:
     for place, segment in enumerate(segments):
         if path == GRID:
             return (*path, ".".join(segments[place:]))
-        node = _step(node, path, segment)
+        node = _step(node, path, segments[place:])
         path = (*path, segment)
     return path
 
 
-def _step(node: Node | None, path: KeyPath, segment: str) -> Node | None:
+def _step(node: Node | None, path: KeyPath, segments: Sequence[str]) -> Node | None:
+    """Return the node below the first of ``segments``."""
+    segment = segments[0]
     if node is None:
         return None
     mapping = as_mapping(node)
@@ -132,7 +160,7 @@ def _step(node: Node | None, path: KeyPath, segment: str) -> Node | None:
             Problem((*path, segment), f"{dotted(path)} has no keys below it", remedy, on_key=True)
         )
     if "properties" in mapping and segment not in mapping["properties"]:
-        raise BadKeyError(unknown_key((*path, segment)))
+        raise BadKeyError(unknown_key((*path, segment), segments[1:]))
     return child(node, segment)
 
 

@@ -101,7 +101,7 @@ def read_document(content: bytes) -> Document:
             raise _UnreadableError(Problem((), message, "give an experiment file", place=Place(1, 1)))
         data = _Reading(_decoded(content), document).top()
         if data is None:
-            remedy = "write an experiment, or let `hpc-train init` write one"
+            remedy = "write an experiment; README.md has one to copy, and `hpc-train schema` prints all keys"
             raise _UnreadableError(Problem((), "the file is empty", remedy, place=Place(1, 1)))
         if not isinstance(data, dict):
             raise _UnreadableError(

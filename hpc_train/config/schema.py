@@ -90,6 +90,7 @@ class WandbConfig(Section):
             r"[^/\\#?%:\x00-\x1f\x7f]{1,128}",
             "1 to 128 characters without '/', '#', '?', '%' or ':', like cifar10",
         ),
+        Field(examples=["my-project"]),
     ]
     """Project."""
     entity: (
@@ -117,7 +118,7 @@ class LoggingConfig(Section):
 class Experiment(Section):
     """One experiment file."""
 
-    name: Name
+    name: Annotated[Name, Field(examples=["my-experiment"])]
     """Names the folder, the Slurm job and the wandb group."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """All randomness comes from it."""
@@ -125,11 +126,23 @@ class Experiment(Section):
     """``auto``: CUDA where there is one; on Slurm it must be there if GPUs were asked for."""
     deterministic: bool | None = None
     """Equal to the bit when run again on the same devices; absent: true on CPU, false on CUDA."""
-    task: PlainName
+    task: Annotated[PlainName, Field(examples=["classification"])]
     """classification, or a plug-in's."""
-    model: ModelConfig
-    data: DataConfig
-    optimization: OptimizationConfig
+    model: Annotated[ModelConfig, Field(examples=[{"name": "timm/resnet18"}])]
+    data: Annotated[DataConfig, Field(examples=[{"name": "digits"}])]
+    optimization: Annotated[
+        OptimizationConfig,
+        Field(
+            examples=[
+                {
+                    "epochs": 30,
+                    "global_batch_size": 256,
+                    "micro_batch_size": 64,
+                    "optimizer": {"name": "adamw", "lr": 0.001},
+                }
+            ]
+        ),
+    ]
     parallel: ParallelConfig = ParallelConfig()
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"] = "fp32"
     """Number format of the forward and backward pass; ``fp8``: bf16, the blocks' linear layers in float8."""

@@ -24,7 +24,7 @@ from hpc_train.config.fields import (
 class ModelConfig(Section):
     """What is trained."""
 
-    name: PartName
+    name: Annotated[PartName, Field(examples=["timm/resnet18"])]
     """``timm/<name>``, ``torchvision/<name>``, ``gpt``, another ``provider/<name>`` or
     ``package.module:factory``."""
     pretrained: bool | str = False
@@ -73,16 +73,16 @@ class RandAugmentConfig(Section):
 class NormalizeConfig(Section):
     """Mean and standard deviation a channel, of values in 0…1."""
 
-    mean: list[float]
+    mean: Annotated[list[float], Field(examples=[[0.485, 0.456, 0.406]])]
     """Mean of each channel."""
-    std: list[PositiveFloat]
+    std: Annotated[list[PositiveFloat], Field(examples=[[0.229, 0.224, 0.225]])]
     """Standard deviation of each channel."""
 
 
 class DataConfig(Section):
     """What it is trained on."""
 
-    name: PartName
+    name: Annotated[PartName, Field(examples=["digits"])]
     """``torchvision/<class>``, ``imagefolder``, ``digits``, ``synthetic``, ``text``, a plug-in's,
     or ``package.module:factory``."""
     root: str | None = None
@@ -108,9 +108,9 @@ class DataConfig(Section):
 class OptimizerConfig(Section):
     """The optimizer: a name of torch.optim in lower case (``sgd``, ``adamw``), or else of timm (``lamb``)."""
 
-    name: OptimizerName
+    name: Annotated[OptimizerName, Field(examples=["adamw"])]
     """torch.optim's class in any case, or timm's name; ``torch/…`` and ``timm/…`` say which."""
-    lr: PositiveFloat
+    lr: Annotated[PositiveFloat, Field(examples=[0.001])]
     """Learning rate at its peak, for G samples a step or, with ``lr_per_batch``, for that many."""
     lr_per_batch: PositiveInt | None = None
     """The batch that ``lr`` is meant for: the rate used is lr * G / lr_per_batch; absent: ``lr`` as it is."""
@@ -145,7 +145,7 @@ class ScheduleConfig(Section):
 class EmaConfig(Section):
     """An exponential moving average of the weights."""
 
-    decay: Annotated[float, Field(gt=0, lt=1)]
+    decay: Annotated[float, Field(gt=0, lt=1, examples=[0.9999])]
     """Part of the average that stays at each step."""
 
 
@@ -156,11 +156,11 @@ class OptimizationConfig(Section):
     """Passes over the data, of ⌊N/G⌋ steps each; exactly one of ``epochs`` and ``steps``."""
     steps: PositiveInt | None = None
     """Optimizer steps."""
-    global_batch_size: PositiveInt
+    global_batch_size: Annotated[PositiveInt, Field(examples=[256])]
     """G: samples that one optimizer step sees, over all ranks."""
-    micro_batch_size: PositiveInt | Literal["auto"]
+    micro_batch_size: Annotated[PositiveInt | Literal["auto"], Field(examples=[64])]
     """Samples of one forward pass of one rank; divides G; or ``auto``."""
-    optimizer: OptimizerConfig
+    optimizer: Annotated[OptimizerConfig, Field(examples=[{"name": "adamw", "lr": 0.001}])]
     """The optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()
     """The learning rate over the steps; absent: constant."""

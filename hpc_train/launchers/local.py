@@ -80,9 +80,12 @@ def choose_num_ranks(wanted: int | None, device: str) -> int:
     if wanted is None:
         return max(1, num_gpus)
     if wanted > num_gpus and (device == "cuda" or num_gpus > 0):
+        ranks = "1 rank needs a GPU" if wanted == 1 else f"{wanted} ranks need a GPU each"
+        remedy = (
+            f"write --devices {num_gpus} or device=cpu" if num_gpus else "write device=cpu to train without"
+        )
         raise UsageError(
-            f"--devices: {wanted} ranks need a GPU each, but this machine shows {num_gpus} "
-            f"(device: {device}); write --devices {max(1, num_gpus)} or device=cpu"
+            f"--devices: {ranks}, but this machine shows {num_gpus or 'none'} (device: {device}); {remedy}"
         )
     return wanted
 

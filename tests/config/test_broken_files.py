@@ -18,8 +18,8 @@ def changed(line: str, new: str) -> str:
 
 SGD = "  optimizer: {name: sgd, lr: 0.1}"
 BROKEN = {
-    "empty": ("", "1:1: the file is empty", "hpc-train init"),
-    "comment only": ("# nothing\n", "1:1: the file is empty", "hpc-train init"),
+    "empty": ("", "1:1: the file is empty", "hpc-train schema"),
+    "comment only": ("# nothing\n", "1:1: the file is empty", "hpc-train schema"),
     "list": ("- a\n", "1:1: the file holds a list", "key: value"),
     "scalar": ("abc\n", "1:1: the file holds the text 'abc'", "key: value"),
     "not UTF-8": (b"name: a\ntask: \xff\n", "2:7: byte 0xff is not UTF-8", "save it as UTF-8"),
@@ -75,7 +75,7 @@ BROKEN = {
     "missing section": (
         changed("data:\n  name: digits\n", ""),
         "1:1: data: is missing",
-        "write data: a mapping with name",
+        "write data: {name: digits}",
     ),
     "text for a number": (
         changed("global_batch_size: 64", "global_batch_size: '64'"),

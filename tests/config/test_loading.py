@@ -88,7 +88,7 @@ def test_a_later_override_wins_and_mends_the_file(tmp_path: Path) -> None:
     [
         (
             "optimization.optmizer.lr=1",
-            "optimization.optmizer: is no key of the file; did you mean optimizer?",
+            "optimization.optmizer: is no key of the file; did you mean optimization.optimizer.lr?",
         ),
         ("lr=1", "lr: is no key of the file; did you mean optimization.optimizer.lr?"),
         ("seed.x=1", "seed.x: seed has no keys below it; write seed alone"),

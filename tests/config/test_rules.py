@@ -143,7 +143,11 @@ def args(*overrides: str) -> tuple[str, ...]:
         (args("slurm.extra.comment='a b'"), "slurm.extra.comment", "one word"),
         (args("slurm.extra.comment='$(id)'"), "slurm.extra.comment", "one word"),
         (args('slurm.extra.comment="a\\n"'), "slurm.extra.comment", "one word"),
-        (args("sweep.grid={optimizer.lr: [1]}"), "sweep.grid.optimizer.lr", "mean optimization.optimizer?"),
+        (
+            args("sweep.grid={optimizer.lr: [1]}"),
+            "sweep.grid.optimizer.lr",
+            "mean optimization.optimizer.lr?",
+        ),
         (args("sweep.grid={name: [a, b]}"), "sweep.grid.name", "out of the grid"),
         (args("sweep.grid={slurm.nodes: [1]}"), "sweep.grid.slurm.nodes", "out of the grid"),
         (args("sweep.grid={data.root: [a]}"), "sweep.grid.data.root", "out of the grid"),

@@ -360,3 +360,11 @@ def test_more_ranks_than_gpus_are_refused(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(UsageError, match=rf"^--devices: {devices} .*; write "):
         choose_num_ranks(devices, device)
+
+
+def test_a_gpu_that_is_not_there_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UsageError, match=r"shows none \(device: cuda\); write device=cpu") as refused:
+        choose_num_ranks(1, "cuda")
+    assert "write --devices" not in str(refused.value)
+    assert choose_num_ranks(1, "auto") == choose_num_ranks(1, "cpu") == 1

@@ -1,0 +1,145 @@
+"""What people write who come from other tools, and what they are told to write here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config.explanations import in_flow
+from hpc_train.config.json_schema import Node, cached_schema
+from hpc_train.config.keys import all_keys, as_mapping, members, node_at, split_key
+from hpc_train.config.schema import Experiment
+from hpc_train.config.slurm_rules import HAVE_A_KEY
+from hpc_train.config.synonyms import ADVICE, KEYS, KEYS_WITHIN, VALUES
+
+from .files import GOOD, problems_of
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "remedy"),
+    [
+        ("gpus: 2", "gpus", "write slurm.gpus_per_node"),
+        ("slurm: {gres: 'gpu:2'}", "slurm.gres", "write slurm.gpus_per_node and slurm.gpu_type"),
+        ("slurm: {ntasks: 2}", "slurm.ntasks", "write slurm.ranks_per_node"),
+        ("slurm: {time: 2h}", "slurm.time", "write slurm.time_limit"),
+        ("batch_size: 64", "batch_size", "write optimization.global_batch_size"),
+        ("num_epochs: 3", "num_epochs", "write optimization.epochs"),
+        ("max-epochs: 3", "max-epochs", "write optimization.epochs"),
+        ("learning_rate: 3", "learning_rate", "write optimization.optimizer.lr"),
+        ("weight_decay: 3", "weight_decay", "did you mean optimization.optimizer.weight_decay?"),
+        ("num_workers: 3", "num_workers", "write data.workers"),
+        ("nodes: 2", "nodes", "write slurm.nodes"),
+        ("mixed_precision: bf16", "mixed_precision", "write precision"),
+        ("devices: 2", "devices", "--local --devices N"),
+        ("gradient_accumulation_steps: 2", "gradient_accumulation_steps", "global_batch_size / (micro_b"),
+        ("evaluation: {interval: 2}", "evaluation.interval", "write evaluation.every_steps"),
+        ("checkpoint: {interval: 2}", "checkpoint.interval", "write checkpoint.every_steps"),
+    ],
+)
+def test_names_of_other_tools_lead_to_the_key(tmp_path: Path, line: str, key: str, remedy: str) -> None:
+    (said,) = problems_of(tmp_path, f"{GOOD}{line}\n")
+    assert f": {key}: is no key of the file; " in said and remedy in said
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key", "remedy"),
+    [
+        ("  name: acme.models:tiny", "  model_name: acme.models:tiny", "model.model_name", "model.name"),
+        ("  global_batch_size", "  batch_size", "optimization.batch_size", "optimization.global_batch_size"),
+        (
+            "  epochs: 3\n  global_batch_size: 64",
+            "  global_batch_size: 64\nepochs: 3",
+            "epochs",
+            "mean optimization.epochs?",
+        ),
+        ("name: sgd", "type: sgd", "optimization.optimizer.type", "write optimization.optimizer.name"),
+        (
+            "lr: 0.1",
+            "learning_rate: 0.1",
+            "optimization.optimizer.learning_rate",
+            "optimization.optimizer.lr",
+        ),
+    ],
+)
+def test_the_key_that_was_meant_is_not_reported_as_missing_too(
+    tmp_path: Path, old: str, new: str, key: str, remedy: str
+) -> None:
+    text = GOOD.replace(old, new)
+    if new.endswith("epochs: 3"):
+        moved = "  epochs: 3\n"
+        text = GOOD.replace(moved, "") + "epochs: 3\n"
+    (said,) = problems_of(tmp_path, text)
+    assert f": {key}: " in said and remedy in said
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("device=gpu", "write cuda"),
+        ("device='cuda:0'", "write cuda"),
+        ("precision=bfloat16", "write bf16"),
+        ("precision=16", "write fp16"),
+        ("precision=16-mixed", "write fp16"),
+        ("checkpoint.every_min=10min", "write 10 (every_min is in minutes)"),
+        ("checkpoint.every_min=1.5 h", "write 90 (every_min is in minutes)"),
+        ("recovery.hang_after_min=90s", "write 1.5 (hang_after_min is in minutes)"),
+        ("slurm.mem_gb=64G", "write 64 (mem_gb is in GB)"),
+        ("slurm.mem_gb=64GiB", "write 64 (mem_gb is in GB)"),
+        ("slurm.mem_gb=1500M", "write 2 (mem_gb is in GB)"),
+        ("slurm.signal_lead_s=2min", "write 120 (signal_lead_s is in seconds)"),
+        ("slurm.time_limit=10 minutes", "write 10min"),
+        ("slurm.time_limit=1.5h", "write 90min"),
+        ("data.augment.hflip=50%", "write 0.5"),
+    ],
+)
+def test_values_of_other_tools_and_units_lead_to_the_value(
+    tmp_path: Path, override: str, remedy: str
+) -> None:
+    (said,) = problems_of(tmp_path, GOOD, override)
+    assert said.endswith(f"; {remedy}")
+
+
+def test_every_target_is_a_key_and_no_name_is_a_key_where_it_is_read() -> None:
+    keys = {".".join(map(str, path)) for path in all_keys()}
+    free = ("model.args.", "optimization.optimizer.args.")
+    for key in KEYS.values():
+        assert all(each in keys or each.startswith(free) for each in key.split(" and ")), key
+    for section, called in KEYS_WITHIN.items():
+        for name, key in called.items():
+            assert {".".join((*map(str, section), key))} <= keys
+            assert ".".join((*map(str, section), name)) not in keys
+    assert not KEYS.keys() & ADVICE.keys()
+
+
+def test_every_option_of_sbatch_with_a_key_leads_to_it() -> None:
+    assert {option.replace("-", "_"): key for option, key in HAVE_A_KEY.items()}.items() <= KEYS.items()
+
+
+def test_every_value_that_is_recommended_is_one() -> None:
+    for key, called in VALUES.items():
+        for member in members(node_at(split_key(key)) or {}):
+            assert "enum" not in member or set(called.values()) <= set(member["enum"])
+
+
+def _required(path: tuple[str, ...], node: Node) -> list[tuple[str, ...]]:
+    mapping = as_mapping(node) or {}
+    below = mapping.get("properties", {})
+    found = [(*path, key) for key in mapping.get("required", [])]
+    return found + [each for key, child in below.items() for each in _required((*path, key), child)]
+
+
+def test_every_required_key_has_an_example_that_is_valid() -> None:
+    required = _required((), cached_schema())
+    assert ("optimization", "optimizer", "lr") in required
+    assert [path for path in required if "examples" not in (node_at(path) or {})] == []
+    Experiment.model_validate(
+        {
+            key: cached_schema()["properties"][key]["examples"][0]
+            for (key,) in (path for path in required if len(path) == 1)
+        }
+    )
+
+
+def test_a_missing_section_is_shown_as_it_is_written() -> None:
+    assert in_flow({"a": {"b": 1}, "c": [1]}) == "{a: {b: 1}, c: [1]}"
