@@ -16,7 +16,15 @@ from hpc_train.run_folder.attempts import AttemptRecord, read_record
 from hpc_train.run_folder.finding import find_runs, run_name
 from hpc_train.run_folder.liveness import living, newest_record
 from hpc_train.run_folder.processes import Process
-from hpc_train.run_folder.status import GOING_ON, current_status, read_status, write_status
+from hpc_train.run_folder.status import (
+    CANCELLED,
+    CANCELLED_BY,
+    GOING_ON,
+    current_status,
+    mark_cancelled,
+    read_status,
+    write_status,
+)
 
 #: For ranks of this machine to save and go; then they are ended at once. Assumed.
 _SAVE_LIMIT_S = 120.0
@@ -66,11 +74,14 @@ def _cancel_here(paths: RunPaths) -> ExitCode:
     if record is not None and (elsewhere := _elsewhere(record)):
         say(f"{run_name(paths)}: {elsewhere}")
         return ExitCode.FAILED
+    mark_cancelled(paths)  # first, so that the launcher knows why its ranks end
     if record is not None and record.end is None:
         _end_ranks(paths, record)
     status = read_status(paths)
-    if status.state != "completed":
-        write_status(paths, replace(status, state="cancelled", reason="hpc-train cancel"))
+    if status.state == "completed":
+        paths.cancelled.unlink(missing_ok=True)
+    elif status.state != CANCELLED:
+        write_status(paths, replace(status, state=CANCELLED, reason=CANCELLED_BY))
     return _told(paths, before)
 
 

@@ -46,7 +46,12 @@ class Change:
     @property
     def override(self) -> str:
         """Return ``KEY=VALUE`` for ``resume``."""
-        return f"{'.'.join(map(str, self.path))}={_text(self.written)}"
+        return as_override(".".join(map(str, self.path)), self.written)
+
+
+def as_override(key: str, value: Any) -> str:
+    """Return ``KEY=VALUE`` as the command line reads it."""
+    return f"{key}={_text(value)}"
 
 
 def changes(before: Experiment, after: Experiment) -> list[Change]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cli.changes import changes_on_resume
+from hpc_train.cli.next_steps import has_saved, next_steps
 from hpc_train.cli.printing import say
 from hpc_train.config.loading import Loaded
 from hpc_train.config.schema import Experiment
@@ -18,7 +18,7 @@ from hpc_train.plan.planning import PlannedRun
 from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.creation import Origin, create_run, effective_experiment
 from hpc_train.run_folder.finding import run_name
-from hpc_train.run_folder.status import GOING_ON, RunStatus
+from hpc_train.run_folder.status import GOING_ON, INTERRUPTED, RunStatus
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,32 @@ def say_existing(
     if status.state in GOING_ON:
         say(f"{run_id}: {status.state} already{reason}, in {paths.folder}; nothing started")
         return ExitCode.DONE
-    command = shlex.join(["hpc-train", "resume", run_id, *_changes(paths, wanted, is_queued=is_queued)])
-    say(
-        f"{run_id}: {status.state}{reason}, in {paths.folder}; go on with `{command}`, "
-        "or begin again beside it with --new"
-    )
+    say(f"{run_id}: {status.state}{reason} at step {status.step}, in {paths.folder}; nothing started")
+    for line in next_steps(paths, status, changes_since(paths, wanted, is_queued=is_queued)):
+        say(f"  {line}")
+    say("  or train it again from step 0 in a folder beside it: add --new")
     return ExitCode.FAILED
 
 
-def _changes(paths: RunPaths, wanted: Experiment, *, is_queued: bool) -> list[str]:
-    """Return what a resume must be told, because the file says it otherwise by now."""
+def starts_again(paths: RunPaths, status: RunStatus) -> bool:
+    """Tell whether a submit starts the run again: it failed or was interrupted before it saved anything.
+
+    Nothing is lost by that, and the run takes the current code and file: it can't fail again over an error
+    that has been fixed. A cancelled run is started by ``resume`` alone.
+    """
+    return status.state in {"failed", INTERRUPTED} and not has_saved(paths)
+
+
+def say_starts_again(paths: RunPaths, status: RunStatus) -> None:
+    reason = f" ({status.reason})" if status.reason else ""
+    say(
+        f"{run_name(paths)}: {status.state}{reason} before it saved anything; "
+        "starts again with the current code and file"
+    )
+
+
+def changes_since(paths: RunPaths, wanted: Experiment, *, is_queued: bool) -> list[str]:
+    """Return ``KEY=VALUE`` of the keys that the file has changed since and that a resume may change."""
     try:
         frozen = effective_experiment(paths, newest_number(paths) + 1)
     except BadFileError:

@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cli.code import refresh_on_resume, snapshot_for
-from hpc_train.cli.creating import Birth, create, create_beside, say_existing
+from hpc_train.cli.creating import Birth, create, create_beside
 from hpc_train.cli.micro_batch import say_layouts
+from hpc_train.cli.next_steps import next_attempt_words
 from hpc_train.cli.printing import say
-from hpc_train.cli.standing import standings
 from hpc_train.config.loading import Loaded
-from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.errors import BadFileError
 from hpc_train.launchers.base import QueuedRun, QueueingLauncher
 from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.run_folder.attempts import newest_number
-from hpc_train.run_folder.checkpoints import committed
 from hpc_train.run_folder.creation import effective_experiment, note_change, note_versions
 from hpc_train.run_folder.files import read_json, remove_folder, write_text
 from hpc_train.run_folder.finding import run_name
@@ -33,6 +32,14 @@ class Queue:
 
     name: str
     launcher: QueueingLauncher
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """All runs of a plan, and those of them that were there before the submit."""
+
+    runs: list[RunPaths]
+    existing: list[tuple[RunPaths, PlannedRun]]
 
 
 def section_problems(name: str, loaded: Loaded) -> list[str]:
@@ -52,8 +59,8 @@ def _queued(folder: Path, run: PlannedRun, loaded: Loaded) -> QueuedRun:
     return QueuedRun(RunPaths(folder), run.experiment, loaded.problem)
 
 
-def submit_all(queue: Queue, loaded: Loaded, plan: Plan, *, new: bool) -> tuple[list[RunPaths], ExitCode]:
-    """Put the plan's runs into the queue, but those that are there already; return all of them."""
+def submit_all(queue: Queue, loaded: Loaded, plan: Plan, *, new: bool) -> Submitted:
+    """Put the plan's runs into the queue, except those whose folders exist already."""
     folder = ExperimentPaths(runs_root() / plan.name)
     found: dict[str, RunPaths] = {}
     made: list[QueuedRun] = []
@@ -75,20 +82,14 @@ def submit_all(queue: Queue, loaded: Loaded, plan: Plan, *, new: bool) -> tuple[
             queue.launcher.enqueue(folder, made)
     _say_queued(plan.name, made)
     say_layouts(new_runs)
-    existing = [run for run in plan.runs if run not in new_runs]
-    return list(found.values()), _say_all_existing([found[run.id] for run in existing], existing)
+    existing = [(found[run.id], run) for run in plan.runs if run not in new_runs]
+    return Submitted(list(found.values()), existing)
 
 
 def _make_free(launcher: QueueingLauncher, paths: RunPaths) -> None:
     """Remove a run that was only made: its submitter died before anybody was asked to start it."""
     if paths.run.is_file() and launcher.is_unsubmitted(paths):
         remove_folder(paths.folder)
-
-
-def _say_all_existing(runs: Sequence[RunPaths], planned: Sequence[PlannedRun]) -> ExitCode:
-    pairs = zip(runs, standings(runs), planned, strict=True)
-    codes = [say_existing(paths, status, run.experiment, is_queued=True) for paths, status, run in pairs]
-    return max(codes, default=ExitCode.DONE)
 
 
 def _say_queued(name: str, runs: Sequence[QueuedRun]) -> None:
@@ -125,25 +126,12 @@ def resume_all(
                 note_versions(paths, number, now)
             paths.cancelled.unlink(missing_ok=True)
             queued.append(QueuedRun(paths, effective_experiment(paths, number), loaded.problem))
-            say(f"{run_name(paths)}: {going_on_words(paths, overrides)}")
+            say(f"{run_name(paths)}: {next_attempt_words(paths, overrides)}")
         queue.launcher.enqueue(runs[0][0].siblings, queued)
     except BadFileError:
         for each in before:
             each.restore()
         raise
-
-
-def going_on_words(paths: RunPaths, overrides: Sequence[str]) -> str:
-    """Return what comes next for the run."""
-    number = newest_number(paths) + 1
-    counted = committed(paths)
-    start = (
-        f"goes on from step {counted[0].step}"
-        if counted
-        else "begins at step 0, for it has saved nothing yet"
-    )
-    changed = f", from then on with {' '.join(overrides)}" if overrides else ""
-    return f"attempt {number} {start}{changed}"
 
 
 def _note_changes(paths: RunPaths, number: int, overrides: Sequence[str]) -> None:

@@ -25,7 +25,7 @@ class Restart:
 def newest_restart(paths: RunPaths) -> Restart | None:
     """Return the newest interruption; None where there was none yet."""
     records = [record for attempt in paths.attempt_folders() if (record := read_record(attempt))]
-    if records and records[-1].cause in COMES_BACK:
+    if records and records[-1].launcher == SLURM and records[-1].cause in COMES_BACK:
         return _between(records[-1], None)
     if len(records) > 1 and records[-2].launcher == records[-1].launcher == SLURM:
         return _between(records[-2], records[-1])

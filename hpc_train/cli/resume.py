@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hpc_train.cli.code import is_new, refresh_on_resume
 from hpc_train.cli.file_changes import either, say_file_changes
+from hpc_train.cli.next_steps import has_saved, new_run_command, next_attempt_words
 from hpc_train.cli.printing import say
 from hpc_train.cli.queueing import Queue, resume_all, section_problems
 from hpc_train.cli.standing import standing, standings
@@ -53,6 +54,19 @@ class _Wish:
     devices: int | None
     new_code: bool
     strict: bool
+
+
+def start_again(paths: RunPaths, overrides: Sequence[str], launcher: str, devices: int | None) -> ExitCode:
+    """Train a run that has ended without a checkpoint again, with the current code; follow it."""
+    return _resume_one(paths, _Wish(list(overrides), launcher, devices, new_code=True, strict=False))
+
+
+def queue_again(
+    queue: Queue, folder: ExperimentPaths, runs: Sequence[RunPaths], overrides: Sequence[str]
+) -> ExitCode:
+    """Put runs that have ended without a checkpoint into the queue again, with the current code."""
+    wish = _Wish(list(overrides), queue.name, None, new_code=True, strict=False)
+    return max(_enqueue(queue, folder, runs, wish))
 
 
 @dataclass(frozen=True)
@@ -166,9 +180,7 @@ def _resume_one(paths: RunPaths, wish: _Wish) -> ExitCode:
     refresh_on_resume(paths, prepared.loaded.experiment, new=wish.new_code)
     if prepared.versions.now is not None:
         note_versions(paths, newest_number(paths) + 1, prepared.versions.now)
-    say(f"{run_name(paths)}: going on in {paths.folder}")
-    if wish.overrides:
-        say(f"{run_name(paths)}: from this attempt on {' '.join(wish.overrides)}")
+    say(f"{run_name(paths)}: {next_attempt_words(paths, wish.overrides)}; in {paths.folder}")
     code = start_attempt(paths, prepared.launcher, prepared.devices, wish.overrides)
     say_end(paths, code)
     return code
@@ -272,8 +284,17 @@ def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]
     refused = changes_identity(before.experiment, after.experiment)
     refused += [key for key, value in _FIXED.items() if value(before.experiment) != value(after.experiment)]
     if refused:
-        raise UsageError(
-            f"{', '.join(refused)}: would make {run_name(paths)} another run; "
-            "submit the file with it as a run of its own"
-        )
+        raise UsageError(_other_run(paths, refused, overrides))
     return before, after
+
+
+def _other_run(paths: RunPaths, refused: Sequence[str], overrides: Sequence[str]) -> str:
+    """Say how to train with keys that a resume can't change: as a run of its own."""
+    run = run_name(paths)
+    words = f"{', '.join(refused)}: would make {run} another run; start one of its own:\n"
+    words += f"  from step 0: `{new_run_command(paths, overrides)}`"
+    if has_saved(paths):
+        weights = f"{paths.folder.name}.safetensors"
+        command = new_run_command(paths, [*overrides, f"model.pretrained={weights}"])
+        words += f"\n  from its weights: `hpc-train export {run} -o {weights}`, then `{command}`"
+    return words

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import cast
 
 from hpc_train.cli.metrics import Row, told, validation_rows
+from hpc_train.cli.next_steps import next_steps
 from hpc_train.cli.printing import cell_text, put, put_json, say
 from hpc_train.cli.progress import Progress
 from hpc_train.cli.status import RunRow, rows_json
@@ -19,12 +20,11 @@ from hpc_train.launchers.outcome import one_line
 from hpc_train.paths import RunPaths
 from hpc_train.registry import is_factory, load, nearest, parts
 from hpc_train.run_folder.attempts import claim_attempt, read_record
-from hpc_train.run_folder.checkpoints import committed
-from hpc_train.run_folder.creation import effective_experiment, note_change, refused_changes
+from hpc_train.run_folder.creation import effective_experiment, note_change
 from hpc_train.run_folder.files import read_json, write_json
 from hpc_train.run_folder.finding import run_name, run_names
 from hpc_train.run_folder.liveness import living, newest_record
-from hpc_train.run_folder.status import GOING_ON, INTERRUPTED, read_status, write_status
+from hpc_train.run_folder.status import GOING_ON, INTERRUPTED, STOPPED_BY_CTRL_C, read_status, write_status
 from hpc_train.run_folder.trust import check_run
 
 LOCAL = "local"
@@ -73,11 +73,12 @@ def start_attempt(
             note_change(paths, number, overrides)
         code = _launch(plugin, LaunchRequest(paths, effective_experiment(paths, number), number, devices))
     except BaseException as error:
-        _end(paths, number, _reason(error))
+        _end(paths, number, *_reason(error))
         raise
     if code != ExitCode.DONE:
         is_stopped = code in {ExitCode.INTERRUPTED, ExitCode.TRY_AGAIN}
-        _end(paths, number, INTERRUPTED if is_stopped else f"launcher {launcher}: exit code {int(code)}")
+        state = INTERRUPTED if is_stopped else "failed"
+        _end(paths, number, state, f"launcher {launcher}: exit code {int(code)}")
     return code
 
 
@@ -96,18 +97,19 @@ def _launch(launcher: Launcher, request: LaunchRequest) -> ExitCode:
         progress.close()
 
 
-def _end(paths: RunPaths, number: int, reason: str) -> None:
+def _end(paths: RunPaths, number: int, state: str, reason: str) -> None:
     """Write down how the attempt ended, unless its launcher or its ranks have."""
     with suppress(OSError):  # the disk that broke it, maybe; that is told already
         status = read_status(paths)
         if status.attempt == number and status.state in {"pending", "running"}:
-            write_status(paths, replace(status, state="failed", reason=one_line(reason)))
+            write_status(paths, replace(status, state=state, reason=one_line(reason)))
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException) -> tuple[str, str]:
+    """Return the run's state and reason after an error that its launcher did not handle."""
     if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        return INTERRUPTED, STOPPED_BY_CTRL_C
+    return "failed", str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def _give_way(paths: RunPaths, number: int) -> None:
@@ -149,20 +151,9 @@ def say_end(paths: RunPaths, code: ExitCode) -> None:
         if best is not None:
             say(f"  best val   step {best.get('step')}: {told(best)}")
     say(f"  everything {row.path}")
-    if row.state == "failed":
-        say(f"  {_way_on(paths, code)}")
-
-
-def _way_on(paths: RunPaths, code: ExitCode) -> str:
-    resume = f"go on with `hpc-train resume {run_name(paths)}`"
-    if code != ExitCode.BAD_FILE:
-        return resume
-    if refused := refused_changes(paths):
-        return f"{resume}, which leaves out {' '.join(refused)}"
-    if committed(paths):
-        return f"mend what the file names, and {resume}"
-    # The run is frozen as it is; another file is another run.
-    return "mend the file, or what it names, and submit it again"
+    if row.state != "completed":
+        for line in next_steps(paths, read_status(paths)):
+            say(f"  {line}")
 
 
 def _best(rows: Sequence[Row]) -> Row | None:

@@ -7,12 +7,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cli.code import snapshot_for
-from hpc_train.cli.creating import Birth, create, create_beside, say_existing
+from hpc_train.cli.creating import (
+    Birth,
+    changes_since,
+    create,
+    create_beside,
+    say_existing,
+    say_starts_again,
+    starts_again,
+)
 from hpc_train.cli.micro_batch import say_layouts
 from hpc_train.cli.plan import show, start_problems
 from hpc_train.cli.printing import say
 from hpc_train.cli.queueing import Queue, batch_scripts, section_problems, submit_all
-from hpc_train.cli.standing import standing
+from hpc_train.cli.resume import queue_again, start_again
+from hpc_train.cli.standing import standing, standings
 from hpc_train.cli.starting import LOCAL, choose_devices, load_launcher, report, say_end, start_attempt
 from hpc_train.cli.status import rows_of
 from hpc_train.config.loading import Loaded, load
@@ -95,9 +104,27 @@ def _submit_to(queue: Queue, loaded: Loaded, choices: Choices) -> ExitCode:
     _say_no_key(loaded)
     if choices.dry_run:
         return ExitCode.DONE
-    runs, code = submit_all(queue, loaded, plan, new=choices.new)
-    report(rows_of(runs), as_json=choices.as_json)
+    submitted = submit_all(queue, loaded, plan, new=choices.new)
+    code = _handle_existing(queue, submitted.existing)
+    report(rows_of(submitted.runs), as_json=choices.as_json)
     return code
+
+
+def _handle_existing(queue: Queue, runs: Sequence[tuple[RunPaths, PlannedRun]]) -> ExitCode:
+    """Queue those again that ended before they saved anything; say how the others stand."""
+    codes = [ExitCode.DONE]
+    #: By the changes of the file that they take: one array each.
+    again: dict[tuple[str, ...], list[RunPaths]] = {}
+    for (paths, run), status in zip(runs, standings([paths for paths, _ in runs]), strict=True):
+        if starts_again(paths, status):
+            say_starts_again(paths, status)
+            changes = tuple(changes_since(paths, run.experiment, is_queued=True))
+            again.setdefault(changes, []).append(paths)
+        else:
+            codes.append(say_existing(paths, status, run.experiment, is_queued=True))
+    for changes, some in again.items():
+        codes.append(queue_again(queue, some[0].siblings, some, changes))
+    return max(codes)
 
 
 def _missing_data(loaded: Loaded, remedy: str) -> list[str]:
@@ -144,7 +171,7 @@ def _start(run: PlannedRun, devices: int | None, choices: Choices, birth: Birth)
     paths = RunPaths(runs_root() / run.experiment.name / run.id)
     is_new = create(paths, run, birth)
     if not is_new and not choices.new:
-        return paths, say_existing(paths, standing(paths), run.experiment)
+        return paths, _existing(paths, run, devices, choices)
     if not is_new:
         paths = create_beside(paths, run, birth)
     say(f"{run_name(paths)}: starting in {paths.folder}")
@@ -152,3 +179,12 @@ def _start(run: PlannedRun, devices: int | None, choices: Choices, birth: Birth)
     code = start_attempt(paths, choices.launcher_name, devices)
     say_end(paths, code)
     return paths, code
+
+
+def _existing(paths: RunPaths, run: PlannedRun, devices: int | None, choices: Choices) -> ExitCode:
+    status = standing(paths)
+    if not starts_again(paths, status):
+        return say_existing(paths, status, run.experiment)
+    say_starts_again(paths, status)
+    changes = changes_since(paths, run.experiment, is_queued=False)
+    return start_again(paths, changes, choices.launcher_name, devices)

@@ -20,7 +20,7 @@ from hpc_train.launchers.rank_processes import RankProcess, RankProcesses, defau
 from hpc_train.launchers.words import say
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder import checkpoints
-from hpc_train.run_folder.attempts import AttemptRecord, now, read_record, write_record
+from hpc_train.run_folder.attempts import AttemptRecord, newest_number, now, read_record, write_record
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import RunStatus, read_status, write_status
 
@@ -58,8 +58,9 @@ class LocalLauncher:
             request.paths.attempt(request.attempt),
             ended,
             num_ranks=num_ranks,
-            was_interrupted=bool(interrupts),
+            interrupted_by=interrupts[0] if interrupts else None,
             is_completed=_is_completed(request),
+            is_cancelled=request.paths.cancelled.exists(),
         )
         try:
             _finish(request, record, ranks, outcome)
@@ -190,13 +191,21 @@ def _begin(request: LaunchRequest, num_ranks: int) -> AttemptRecord:
 def _finish(request: LaunchRequest, record: AttemptRecord, ranks: RankProcesses, outcome: Outcome) -> None:
     if outcome.reason is not None:
         say(outcome.details)  # first: the disk may have no room for anything else
-        _write_failed(request.paths, request.attempt, outcome.reason)
-    write_record(request.paths.attempt(request.attempt), record.ended(ranks.exit_codes(), outcome.reason))
+        _write_end(request.paths, request.attempt, outcome)
+    ended = replace(record.ended(ranks.exit_codes(), outcome.reason), cause=outcome.cause)
+    write_record(request.paths.attempt(request.attempt), ended)
 
 
-def _write_failed(paths: RunPaths, attempt: int, reason: str) -> None:
+def _write_end(paths: RunPaths, attempt: int, outcome: Outcome) -> None:
+    """Write the run's state, unless another attempt has begun: this one was given up for dead."""
+    if newest_number(paths) > attempt:
+        return
     status = read_status(paths)
-    write_status(paths, replace(status, state="failed", attempt=attempt, reason=reason))
+    # Ranks of a cancelled run no longer write status.json, but save before they end.
+    step = max([status.step, *(saved.step for saved in checkpoints.committed(paths, attempt)[:1])])
+    write_status(
+        paths, replace(status, state=outcome.state, step=step, attempt=attempt, reason=outcome.reason)
+    )
 
 
 def _is_completed(request: LaunchRequest) -> bool:

@@ -12,7 +12,7 @@ from hpc_train.errors import ExitCode, printable
 from hpc_train.launchers.rank_processes import RankProcess
 from hpc_train.paths import AttemptPaths
 from hpc_train.run_folder.ends import rank_ends
-from hpc_train.run_folder.status import INTERRUPTED
+from hpc_train.run_folder.status import CANCELLED, CANCELLED_BY, INTERRUPTED, STOPPED_BY_CTRL_C
 
 #: Exits with the message alone: the user's to mend, the same on every rank.
 _USER_EXITS = {int(ExitCode.BAD_FILE), int(ExitCode.IO)}
@@ -22,6 +22,14 @@ _OWN_EXITS = {int(ExitCode.BAD_NODE), int(ExitCode.HUNG), int(ExitCode.WORKER_LO
 _HARMLESS_ONCE_COMPLETED = {int(ExitCode.PEER_LOST), -int(signal.SIGABRT)}
 #: How a rank may end that was asked to: before it could note signals, after its peer, or in gloo's tear-down.
 _ASKED_TO_END = {-int(signal.SIGTERM), -int(signal.SIGINT), *_HARMLESS_ONCE_COMPLETED}
+_CAUSES = {
+    int(ExitCode.BAD_FILE): "user error",
+    int(ExitCode.IO): "user error",
+    int(ExitCode.NO_RETRY): "diverged",
+    int(ExitCode.BAD_NODE): "bad node",
+    int(ExitCode.HUNG): "hang",
+    int(ExitCode.WORKER_LOST): "worker lost",
+}
 _TRACEBACK = "Traceback (most recent call last):"
 _OWN_ERROR = re.compile(r"^[\w.]*\w+Error: ")
 _REASON_MAX = 500
@@ -36,6 +44,10 @@ class Outcome:
     exit_code: ExitCode
     reason: str | None = None
     details: str = ""
+    #: Of the run, where there is a ``reason``.
+    state: str = "failed"
+    #: Why the attempt ended, one of ``attempts.CAUSES``.
+    cause: str = "completed"
 
 
 def is_failure(code: int, is_completed: bool) -> bool:
@@ -50,25 +62,39 @@ def judge(
     ended: Sequence[RankProcess],
     *,
     num_ranks: int,
-    was_interrupted: bool,
+    interrupted_by: int | None,
     is_completed: bool,
+    is_cancelled: bool = False,
 ) -> Outcome:
-    """Return how the attempt ended. ``ended``: the ranks that ended by themselves, first one first."""
+    """Return how the attempt ended.
+
+    ``ended``: the ranks that ended by themselves, first one first. ``interrupted_by``: the signal that asked
+    the launcher to stop. ``is_cancelled``: `hpc-train cancel` ended the ranks, whatever else they say.
+    """
+    if is_cancelled and not is_completed:
+        return Outcome(ExitCode.TRY_AGAIN, CANCELLED_BY, CANCELLED, CANCELLED, CANCELLED)
     failed = [rank for rank in ended if is_failure(_code(rank), is_completed)]
-    if was_interrupted:
+    if interrupted_by is not None:
         failed = [rank for rank in failed if _code(rank) not in _ASKED_TO_END]
     if failed:
         return _failure(attempt, _cause(attempt, failed))
     if is_completed:
         return Outcome(ExitCode.DONE)
-    if was_interrupted:
-        return Outcome(ExitCode.INTERRUPTED, INTERRUPTED, INTERRUPTED)
+    if interrupted_by is not None:
+        reason = stopped_by(interrupted_by)
+        return Outcome(ExitCode.INTERRUPTED, reason, INTERRUPTED, INTERRUPTED, INTERRUPTED)
     if any(_code(rank) == ExitCode.TRY_AGAIN for rank in ended):
-        return Outcome(ExitCode.TRY_AGAIN, INTERRUPTED, INTERRUPTED)
+        reason = "its ranks were asked to stop"
+        return Outcome(ExitCode.TRY_AGAIN, reason, INTERRUPTED, INTERRUPTED, INTERRUPTED)
     if len(ended) < num_ranks:
         reason = f"rank {ended[0].rank}: ended, but {num_ranks - len(ended)} others did not and were killed"
-        return Outcome(ExitCode.FAILED, reason, reason)
+        return Outcome(ExitCode.FAILED, reason, reason, cause="crash")
     return Outcome(ExitCode.DONE)
+
+
+def stopped_by(number: int) -> str:
+    """Return the reason of a run that a signal to its launcher interrupted."""
+    return STOPPED_BY_CTRL_C if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
 
 
 def _code(rank: RankProcess) -> int:
@@ -94,9 +120,10 @@ def _failure(attempt: AttemptPaths, rank: RankProcess) -> Outcome:
         return hung
     said = _read(attempt.error(rank.rank))
     if code in _USER_EXITS and said:
-        return Outcome(ExitCode(code), one_line("; ".join(said.splitlines())), said)
+        reason = one_line("; ".join(said.splitlines()))
+        return Outcome(ExitCode(code), reason, said, cause="user error")
     if code == ExitCode.NO_RETRY and said:
-        return Outcome(ExitCode.FAILED, one_line(own_words(said)), own_words(said))
+        return Outcome(ExitCode.FAILED, one_line(own_words(said)), own_words(said), cause="diverged")
     exit_code = ExitCode(code) if code in _USER_EXITS else ExitCode.FAILED
     if code < 0:
         what = signal_reason(-code)
@@ -107,7 +134,8 @@ def _failure(attempt: AttemptPaths, rank: RankProcess) -> Outcome:
     else:
         what = f"ended with exit code {code}; see {attempt.log(rank.rank)}"
     reason = one_line(by_rank(rank.rank, what))
-    return Outcome(exit_code, reason, f"{said or log_tail(attempt.log(rank.rank))}\n{reason}".strip())
+    details = f"{said or log_tail(attempt.log(rank.rank))}\n{reason}".strip()
+    return Outcome(exit_code, reason, details, cause=_CAUSES.get(code, "crash"))
 
 
 def _hung(attempt: AttemptPaths) -> Outcome | None:
@@ -115,7 +143,7 @@ def _hung(attempt: AttemptPaths) -> Outcome | None:
     hung = [rank for rank, end in sorted(rank_ends(attempt).items()) if end.code == ExitCode.HUNG]
     if not hung or not (said := _read(attempt.error(hung[0]))):
         return None
-    return Outcome(ExitCode.FAILED, one_line(by_rank(hung[0], own_words(said))), said)
+    return Outcome(ExitCode.FAILED, one_line(by_rank(hung[0], own_words(said))), said, cause="hang")
 
 
 def by_rank(rank: int, words: str) -> str:

@@ -7,15 +7,20 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hpc_train.paths import RunPaths
+from hpc_train.run_folder.attempts import now
 from hpc_train.run_folder.files import read_json, write_json
 from hpc_train.run_folder.liveness import living, newest_record
 from hpc_train.run_folder.processes import Process
 
-STATES = ("pending", "running", "requeued", "completed", "failed", "cancelled", "unknown")
+#: ``interrupted``: stopped by a signal that its owner sent (Ctrl-C), with its progress saved.
+STATES = ("pending", "running", "requeued", "completed", "interrupted", "failed", "cancelled", "unknown")
 #: States that a run leaves by itself.
 GOING_ON = {"pending", "running", "requeued"}
 LAUNCHER_DIED = "launcher died"
 INTERRUPTED = "interrupted"
+STOPPED_BY_CTRL_C = "stopped by Ctrl-C"
+CANCELLED = "cancelled"
+CANCELLED_BY = "hpc-train cancel"
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ def read_status(paths: RunPaths) -> RunStatus:
     status: dict[str, Any] = {key: data.get(key) for key in asdict(RunStatus())}
     if not _is_valid(status):
         return RunStatus(state="unknown", reason=f"{paths.status.name} can't be read")
+    if (status["state"], status["reason"]) == ("failed", INTERRUPTED):  # as hpc-train 0.1 wrote it
+        status |= {"state": INTERRUPTED, "reason": None}
     return RunStatus(**status)
 
 
@@ -61,6 +68,12 @@ def _is_valid(status: dict[str, Any]) -> bool:
 
 def write_status(paths: RunPaths, status: RunStatus) -> None:
     write_json(paths.status, status.to_json())
+
+
+def mark_cancelled(paths: RunPaths) -> None:
+    """Write the marker that makes ``cancel`` final, whatever launcher and ranks then write."""
+    if not paths.cancelled.exists():
+        write_json(paths.cancelled, {"version": 1, "time": now()}, sync=True)
 
 
 def current_status(paths: RunPaths) -> RunStatus:

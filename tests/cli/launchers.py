@@ -62,7 +62,7 @@ class Failing(Completing):
 
 
 class Interrupted(Completing):
-    """Somebody presses Ctrl-C."""
+    """Somebody presses Ctrl-C; a plug-in that writes the state as hpc-train 0.1 did."""
 
     name, state, reason, exit_code = INTERRUPTED, "failed", "interrupted", ExitCode.INTERRUPTED
 

@@ -64,8 +64,10 @@ def test_a_run_of_this_machine_saves_and_is_cancelled(file: Path) -> None:
         assert f"{paths.folder.name}: cancelled at step 1" in done.err
         assert (read_status(paths).state, read_status(paths).reason) == ("cancelled", "hpc-train cancel")
         assert (paths.folder / "saved").exists()
-        process.communicate(timeout=_LIMIT_S)
+        _, said = process.communicate(timeout=_LIMIT_S)
+    assert f"{paths.folder.name}: cancelled at step 1/9" in said, "not failed, nor interrupted"
     assert read_status(paths).state == "cancelled", "the launcher's own word did not come after ours"
+    assert (record := read_record(paths.attempt(1))) is not None and record.cause == "cancelled"
     assert hpc_train("status", paths.folder.name).out.count("cancelled") >= 1
 
 
@@ -120,7 +122,7 @@ def test_ranks_that_do_not_go_are_ended(tmp_path: Path, monkeypatch: pytest.Monk
     assert read_status(paths).state == "cancelled"
 
 
-@pytest.mark.parametrize("state", ["completed", "failed", "cancelled"])
+@pytest.mark.parametrize("state", ["completed", "interrupted", "failed", "cancelled"])
 def test_a_run_that_has_ended_stays_as_it_is(tmp_path: Path, state: str) -> None:
     paths = small_run(tmp_path / "runs")
     write_status(paths, RunStatus(state, 3, 10, attempt=1, reason="so"))

@@ -13,6 +13,7 @@ from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.snapshot import linked
 from tests.cli.commands import Done, hpc_train
 from tests.cli.launchers import COMPLETING, FAILING, requests
+from tests.run_folder.test_checkpoints import write_checkpoint
 from tests.run_folder.trees import work_tree, write
 
 
@@ -62,6 +63,7 @@ def test_what_is_left_out_is_told_once(tree: Path, file: Path) -> None:
 
 def test_submitting_what_is_there_takes_no_snapshot(failed: RunPaths, tree: Path, file: Path) -> None:
     write(tree, "new.py")
+    write_checkpoint(failed, 5, attempt=1)
     assert _submit(file).code == 1
     assert len(_snapshots()) == 1
     _submit(file, "--new")

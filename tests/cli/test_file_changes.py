@@ -61,7 +61,7 @@ def test_what_a_resume_can_take_over_is_said_as_it_takes_it(file: Path) -> None:
         assert f"\n  {line}\n" in done.err
     done = _resume("device=auto", "checkpoint.keep=5")
     assert f"{file} has changed since: parallel.strategy ddp" in done.err
-    assert "parallel.strategy" not in _resume("parallel.strategy=fsdp").err.split("from this attempt")[0]
+    assert "parallel.strategy" not in _resume("parallel.strategy=fsdp").err.split("from now on")[0]
     assert "has changed since" not in _resume().err, "all of it was taken over"
 
 

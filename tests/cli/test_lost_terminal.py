@@ -97,7 +97,7 @@ def test_closing_the_terminal_lets_the_ranks_save(file: Path) -> None:
         os.close(ours)
         process.wait(_LIMIT_S)
     assert (run.folder / "saved").exists()
-    assert _state(run) == ("failed", "interrupted")
+    assert _state(run) == ("interrupted", "stopped by SIGHUP")
     record = newest_record(run)
     assert record is not None and record.exit_codes == [75]
 
@@ -116,7 +116,7 @@ def test_the_shells_hangup_after_the_kernels_does_not_end_ranks_at_once(file: Pa
         os.kill(rank.rank_processes[0].pid, signal.SIGCONT)
         process.wait(_LIMIT_S)
     assert (run.folder / "saved").exists()
-    assert _state(run) == ("failed", "interrupted")
+    assert _state(run) == ("interrupted", "stopped by SIGHUP")
 
 
 def _pending_hangups(pid: int) -> int:
@@ -165,7 +165,7 @@ def test_a_closed_terminal_loses_no_step_and_resume_completes(tmp_path: Path) ->
             process.wait(_LIMIT_S)
     finally:
         del os.environ[paced.TRAIN_S]
-    assert _state(run) == ("failed", "interrupted")
+    assert _state(run) == ("interrupted", "stopped by SIGHUP")
     assert committed(run)[0].step == read_status(run).step >= 3
     assert hpc_train("resume", run.folder).code == 0
     assert read_status(run).state == "completed"

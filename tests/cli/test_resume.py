@@ -19,6 +19,7 @@ from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train, python
 from tests.cli.launchers import COMPLETING, FAILING, QUEUE, QUEUEING, REFUSING, queued, refusals, requests
+from tests.run_folder.test_checkpoints import write_checkpoint
 
 
 @pytest.fixture
@@ -38,6 +39,12 @@ def test_a_failed_run_goes_on_in_its_next_attempt(failed: RunPaths) -> None:
     assert done.code == 0
     assert [request.attempt for request in requests] == [1, 2]
     assert json.loads(done.out)["runs"][0]["state"] == "completed"
+
+
+def test_the_step_that_it_continues_from_is_said_first(failed: RunPaths) -> None:
+    write_checkpoint(failed, 4, attempt=1)
+    done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
+    assert f"{failed.folder.name}: attempt 2 continues from step 4; in {failed.folder}\n" in done.err
 
 
 def test_launcher_and_devices_are_those_it_had(failed: RunPaths) -> None:
@@ -66,12 +73,21 @@ def test_a_change_of_what_is_learnt_is_refused(failed: RunPaths) -> None:
     done = hpc_train("resume", failed.folder, "optimization.optimizer.lr=0.5", "name=other")
     assert done.code == 2
     assert "optimization.optimizer.lr, name: would make" in done.err
+    own = "optimization.optimizer.lr=0.5 name=other"
+    assert f"exp.yaml {own} --launcher {FAILING}`" in done.err
+    assert "model.pretrained" not in done.err
+    write_checkpoint(failed, 5, attempt=1)
+    done = hpc_train("resume", failed.folder, "optimization.epochs=9")
+    weights = f"{failed.folder.name}.safetensors"
+    assert f"`hpc-train export {failed.folder.name} -o {weights}`" in done.err
+    assert f"exp.yaml optimization.epochs=9 model.pretrained={weights} --launcher" in done.err
     assert newest_number(failed) == 1
 
 
 def test_changes_that_leave_the_run_what_it_is_are_noted_and_stay(failed: RunPaths) -> None:
     done = hpc_train("resume", failed.folder, "parallel.strategy=fsdp", "data.workers=2")
-    assert "from this attempt on parallel.strategy=fsdp data.workers=2" in done.err
+    assert "attempt 2 starts at step 0" in done.err
+    assert "from now on with parallel.strategy=fsdp data.workers=2" in done.err
     assert _resume(failed.folder, "data.workers=1", "--launcher", COMPLETING) == 0
     assert [request.experiment.parallel.strategy for request in requests] == ["ddp", "fsdp", "fsdp"]
     assert [request.experiment.data.workers for request in requests] == [0, 2, 1]
@@ -82,7 +98,7 @@ def test_changes_that_leave_the_run_what_it_is_are_noted_and_stay(failed: RunPat
 def test_changes_that_ranks_refused_are_left_out_of_what_follows(failed: RunPaths) -> None:
     done = hpc_train("resume", failed.folder, "parallel.strategy=fsdp", "--launcher", REFUSING)
     assert done.code == 65
-    way_on = f"go on with `hpc-train resume {failed.folder.name}`, which leaves out parallel.strategy=fsdp"
+    way_on = f"`hpc-train resume {failed.folder.name}` leaves out parallel.strategy=fsdp and starts at step 0"
     assert way_on in done.err
     assert done.err.count("this model can't be cut") == 1, "not a second time in its state"
     done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
@@ -199,7 +215,7 @@ def test_runs_of_a_queue_enter_it_again_at_once_with_their_changes(cancelled: li
     assert [run.experiment.data.workers for run in queued[-1]] == [2, 2]
     slurm = queued[-1][0].experiment.slurm
     assert slurm is not None and slurm.nodes == 3
-    assert "attempt 1 begins at step 0" in done.err
+    assert "attempt 1 starts at step 0" in done.err
     assert not any(paths.cancelled.exists() for paths in cancelled)
     assert [read_status(paths).state for paths in cancelled] == ["pending", "pending"]
 

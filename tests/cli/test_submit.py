@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shlex
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from hpc_train.cli.status import RunRow
 from hpc_train.config.freezing import read
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.plan.identity import run_id
-from hpc_train.run_folder.attempts import read_record
+from hpc_train.run_folder.attempts import read_record, write_record
 from hpc_train.run_folder.creation import create_run
+from hpc_train.run_folder.ends import tell_error
 from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.status import RunStatus, read_status, write_status
 from tests.cli.commands import Done, hpc_train, python
@@ -112,6 +114,7 @@ def test_data_that_only_the_nodes_have_are_a_warning_in_a_queue(file: Path) -> N
 def test_a_failed_run_of_a_queue_names_what_the_file_asks_of_slurm_by_now(file: Path) -> None:
     _queue(file, "slurm={nodes: 1, partition: a}")
     (paths,) = find_runs([])
+    write_checkpoint(paths, 5, attempt=0)
     write_status(paths, RunStatus("failed", reason="job 12: out of memory"))
     done = _queue(file, "slurm={nodes: 1, partition: b}")
     assert done.code == 1
@@ -174,20 +177,109 @@ def test_a_run_that_somebody_is_starting_is_not_started_again(file: Path, tmp_pa
 def test_a_failed_run_names_the_two_ways_on(file: Path) -> None:
     assert _submit(file, launcher=FAILING).code == 1
     (paths,) = find_runs([])
+    write_checkpoint(paths, 4, attempt=1)
     done = _submit(file)
     assert done.code == 1
-    assert f"hpc-train resume {paths.folder.name}" in done.err
+    assert f"`hpc-train resume {paths.folder.name}` continues from step 4" in done.err
     assert "--new" in done.err
     assert len(requests) == 1
 
 
+def test_a_run_that_failed_before_it_saved_takes_the_fixed_code_and_file(file: Path) -> None:
+    """Else the error that was fixed would come again: the run keeps the code of its first submit."""
+    Path("model.py").write_text("broken = True\n")
+    assert _submit(file, launcher=FAILING).code == 1
+    (paths,) = find_runs([])
+    Path("model.py").write_text("broken = False\n")
+    done = _submit(file, "data.workers=2")
+    assert done.code == 0, done.err
+    assert "before it saved anything; starts again with the current code and file" in done.err
+    assert "1 file differs: model.py" in done.err
+    assert find_runs([]) == [paths]
+    assert [request.attempt for request in requests] == [1, 2]
+    assert requests[-1].experiment.data.workers == 2
+    assert (paths.code / "tree/model.py").read_text() == "broken = False\n"
+
+
+def test_runs_of_a_queue_that_failed_before_they_saved_enter_it_again(file: Path) -> None:
+    sweep = "sweep.grid={seed: [1, 2, 3]}"
+    _queue(file, sweep)
+    first, second, third = find_runs([])
+    for paths in (first, second):
+        write_status(paths, RunStatus("failed", reason="rank 0: it broke"))
+    write_status(third, RunStatus("cancelled"))
+    Path("model.py").write_text("")
+    done = _queue(file, sweep)
+    assert done.code == 1, "the cancelled one is not started"
+    assert [{run.paths for run in runs} for runs in queued[1:]] == [{first, second}]
+    assert (first.code / "tree/model.py").exists() and not (third.code / "tree/model.py").exists()
+
+
+@pytest.mark.parametrize("option", [[], ["--local"]])
+def test_a_failure_in_the_users_code_names_the_way_to_take_the_fixed_code(
+    file: Path, option: list[str]
+) -> None:
+    _submit(file, launcher=FAILING)
+    (paths,) = find_runs([])
+    write_checkpoint(paths, 4, attempt=1)
+    code = paths.code.resolve()
+    frames = f"""Traceback (most recent call last):
+  File "{code}/package/hpc_train/engine/forward.py", line 3, in forward
+    return self.model(images)
+  File "{code}/tree/nets/small.py", line 12, in forward
+    return torch.cat([x, y])
+RuntimeError: sizes differ
+"""
+    tell_error(paths.attempt(1), 0, frames)
+    done = _submit(file)
+    resume = f"`hpc-train resume {paths.folder.name} --code new` continues from step 4"
+    assert f"the error is in your code, nets/small.py:12: fix it, then {resume}" in done.err
+    assert hpc_train("resume", paths.folder, "--code", "new", "--launcher", COMPLETING).code == 0
+
+
+def test_a_failure_elsewhere_does_not_blame_the_users_code(file: Path) -> None:
+    _submit(file, launcher=FAILING)
+    (paths,) = find_runs([])
+    write_checkpoint(paths, 4, attempt=1)
+    tell_error(
+        paths.attempt(1),
+        0,
+        f'  File "{paths.code.resolve()}/package/hpc_train/a.py", line 3, in f\nOSError\n',
+    )
+    assert "--code new" not in _submit(file).err
+
+
+def test_a_diverged_run_names_what_to_change_in_commands_that_can_be_pasted(file: Path) -> None:
+    sweep = "sweep.grid={optimization.optimizer.lr: [0.5], seed: [1, 2]}"
+    _submit(file, sweep, "data.workers=1", launcher=FAILING)
+    paths, _ = find_runs([])
+    write_checkpoint(paths, 4, attempt=1)
+    record = read_record(paths.attempt(1))
+    assert record is not None
+    write_record(paths.attempt(1), replace(record, cause="diverged"))
+    said = _submit(file, sweep, "data.workers=1", launcher=FAILING).err
+    assert "would diverge again" in said and f"`hpc-train resume {paths.folder.name}`" not in said
+    halved, clipped, skipped = [
+        shlex.split(line.split("`")[1]) for line in said.splitlines() if "`hpc-train submit" in line
+    ]
+    for command in (halved, clipped, skipped):
+        assert hpc_train(*command[1:]).code == 1, "the launcher of this run fails"
+    rates = [request.experiment.optimization.optimizer.lr for request in requests[-3:]]
+    assert rates == [0.25, 0.5, 0.5]
+    assert requests[-2].experiment.optimization.clip_grad_norm == 1.0
+    assert requests[-1].experiment.optimization.on_non_finite == "skip"
+    assert {request.experiment.seed for request in requests[-3:]} == {read(paths.experiment).seed}
+    assert len({request.paths for request in requests}) == 5
+
+
 def test_a_refused_run_goes_on_from_its_checkpoints_if_it_has_any(file: Path) -> None:
     done = _submit(file, launcher=REFUSING)
-    assert (done.code, "mend the file, or what it names, and submit it again" in done.err) == (65, True)
+    assert (done.code, "fix the cause and submit the file again" in done.err) == (65, True)
     (paths,) = find_runs([])
     write_checkpoint(paths, 5, attempt=1)
     done = hpc_train("resume", paths.folder)
-    assert f"mend what the file names, and go on with `hpc-train resume {paths.folder.name}`" in done.err
+    way_on = f"`hpc-train resume {paths.folder.name}` continues from step 5"
+    assert f"fix what the message names, then {way_on}" in done.err
 
 
 def test_new_starts_beside_what_is_there(file: Path) -> None:
@@ -210,6 +302,7 @@ def test_the_runs_of_a_sweep_follow_each_other(file: Path) -> None:
 
 def test_a_sweep_ends_as_its_worst_run_and_starts_only_what_is_missing(file: Path) -> None:
     _submit(file, "seed=8", launcher=FAILING)
+    write_checkpoint(find_runs([])[0], 5, attempt=1)
     done = _submit(file, "sweep.grid={seed: [7, 8]}")
     assert done.code == 1
     assert [request.experiment.seed for request in requests] == [8, 7]
@@ -257,12 +350,13 @@ def test_ctrl_c_before_the_launcher_heeds_it_is_interrupted(file: Path) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     (paths,) = find_runs([])
-    assert (read_status(paths).state, read_status(paths).reason) == ("failed", "interrupted")
+    assert (read_status(paths).state, read_status(paths).reason) == ("interrupted", "stopped by Ctrl-C")
 
 
 def test_what_the_file_says_otherwise_by_now_is_in_the_command_to_go_on_with(file: Path) -> None:
     _submit(file, "data.root=/", launcher=FAILING)
     (paths,) = find_runs([])
+    write_checkpoint(paths, 5, attempt=1)
     changed = file.parent / "my data"
     changed.mkdir()
     overrides = (
@@ -291,6 +385,7 @@ def test_what_the_file_says_otherwise_by_now_is_in_the_command_to_go_on_with(fil
 def test_an_unchanged_file_names_no_key(file: Path) -> None:
     _submit(file, launcher=FAILING)
     (paths,) = find_runs([])
+    write_checkpoint(paths, 5, attempt=1)
     assert f"`hpc-train resume {paths.folder.name}`" in _submit(file).err
 
 

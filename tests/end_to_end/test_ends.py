@@ -133,7 +133,7 @@ def interrupted_plain(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
 def test_ctrl_c_saves_the_step_that_it_stops_at(interrupted: tuple[RunPaths, Done]) -> None:
     paths, done = interrupted
     assert done.code == 130, done.err
-    assert stopped(paths) == ("failed", "interrupted")
+    assert stopped(paths) == ("interrupted", "stopped by Ctrl-C")
     step = last_step(paths)
     assert 16 <= step < STEPS
     assert committed(paths)[0].step == step == status(paths)["step"]
@@ -179,7 +179,7 @@ def test_a_signal_to_one_rank_alone_saves_and_asks_to_try_again(
     os.kill(record_of(paths).rank_processes[1].pid, number)
     done = end_of(process)
     assert done.code == 75, done.err
-    assert stopped(paths) == ("failed", "interrupted")
+    assert stopped(paths) == ("interrupted", "its ranks were asked to stop")
     assert committed(paths)[0].step == last_step(paths)
     assert record_of(paths).exit_codes == [75, 75]
 

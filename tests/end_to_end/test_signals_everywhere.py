@@ -74,7 +74,10 @@ def test_before_the_first_step_a_signal_ends_the_ranks_at_once(
         os.kill(rank.pid, number)
     process.communicate(timeout=SOON_S)
     assert process.returncode == 75
-    assert (status(paths)["state"], status(paths)["reason"]) == ("failed", "interrupted")
+    assert (status(paths)["state"], status(paths)["reason"]) == (
+        "interrupted",
+        "its ranks were asked to stop",
+    )
     record = read_record(paths.attempt(1))
     assert record is not None and record.exit_codes == [75, 75] and "signal" in record.events
     assert json.loads(paths.attempt(1).events.read_text())["signal"] == number.name

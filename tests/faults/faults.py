@@ -76,7 +76,7 @@ class Interrupt(Fault):
 
     codes = {130}
     causes = {"interrupted"}
-    reason = "interrupted"
+    reason = "stopped by Ctrl-C"
 
     def strike(self, run: LocalRun) -> Cure:
         signal_to(run.process.pid, signal.SIGINT)

@@ -14,7 +14,7 @@ from hpc_train.launchers import local
 from hpc_train.launchers.local import choose_num_ranks
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.snapshot import link, take
-from hpc_train.run_folder.status import read_status
+from hpc_train.run_folder.status import RunStatus, read_status, write_status
 from tests.launchers.fake_ranks import attempt_of, launch, new_request, record_of
 from tests.run_folder.trees import work_tree
 
@@ -127,10 +127,24 @@ print(os.getsid(0) == os.getpid(), set(signals.STOP_SIGNALS) <= held)
 
 def test_the_old_reason_is_gone_once_a_new_attempt_begins(tmp_path: Path) -> None:
     request = new_request(tmp_path, devices=1)
-    local._write_failed(request.paths, 1, "older")
+    write_status(request.paths, RunStatus("failed", attempt=0, reason="older"))
     assert launch(request, "print(run.status.read_text())") == ExitCode.DONE
     seen = json.loads(attempt_of(request).log(0).read_text())
     assert (seen["state"], seen["attempt"], seen["reason"]) == ("pending", 1, None)
+
+
+def test_a_launcher_that_was_given_up_leaves_the_state_to_the_attempt_after(tmp_path: Path) -> None:
+    """It may come back: a machine that slept, or was cut off."""
+    request = new_request(tmp_path, devices=1)
+    script = """
+from hpc_train.run_folder.attempts import claim_attempt
+claim_attempt(run)
+sys.exit(1)
+"""
+    write_status(request.paths, RunStatus("running", attempt=2))
+    assert launch(request, script) == ExitCode.FAILED
+    assert read_status(request.paths).state != "failed"
+    assert record_of(request).end is not None
 
 
 def test_poll_is_called_while_ranks_run(tmp_path: Path) -> None:
@@ -259,7 +273,7 @@ def test_ranks_that_were_stopped_by_others_can_be_resumed(tmp_path: Path) -> Non
     request = new_request(tmp_path)
     assert launch(request, "sys.exit(75)") == ExitCode.TRY_AGAIN
     status = read_status(request.paths)
-    assert (status.state, status.reason) == ("failed", "interrupted")
+    assert (status.state, status.reason) == ("interrupted", "its ranks were asked to stop")
 
 
 @pytest.mark.parametrize("end", ["os.abort()", "sys.exit(76)"])

@@ -55,7 +55,7 @@ def test_ctrl_c_lets_ranks_save(tmp_path: Path) -> None:
     assert end(launcher) == ExitCode.INTERRUPTED
     assert logs(request) == ["SIGTERM 1\n"] * 2
     status = read_status(request.paths)
-    assert (status.state, status.reason) == ("failed", "interrupted")
+    assert (status.state, status.reason) == ("interrupted", "stopped by Ctrl-C")
     assert record_of(request).exit_codes == [75, 75]
 
 
@@ -112,7 +112,7 @@ def test_a_second_ctrl_c_ends_ranks_at_once(tmp_path: Path) -> None:
     launcher.send_signal(signal.SIGINT)
     assert end(launcher) == ExitCode.INTERRUPTED
     assert record_of(request).exit_codes == [-9, -9]
-    assert read_status(request.paths).reason == "interrupted"
+    assert read_status(request.paths).reason == "stopped by Ctrl-C"
 
 
 def test_a_failure_while_stopping_is_told_as_such(tmp_path: Path) -> None:

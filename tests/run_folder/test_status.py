@@ -52,6 +52,11 @@ def test_what_is_no_status_is_unknown(run: RunPaths, text: str) -> None:
     assert current_status(run).state == "unknown"
 
 
+def test_an_interrupted_run_of_0_1_is_interrupted_not_failed(run: RunPaths) -> None:
+    run.status.write_text(json.dumps(RUNNING.to_json() | {"state": "failed", "reason": "interrupted"}))
+    assert read_status(run) == replace(RUNNING, state="interrupted", reason=None)
+
+
 def test_a_missing_status_is_unknown(tmp_path: Path) -> None:
     assert read_status(RunPaths(tmp_path)).state == "unknown"
 
@@ -70,7 +75,7 @@ def test_a_dead_launcher_is_noted(run: RunPaths) -> None:
     assert read_status(run) == expected
 
 
-@pytest.mark.parametrize("state", ["completed", "failed", "cancelled", "requeued"])
+@pytest.mark.parametrize("state", ["completed", "interrupted", "failed", "cancelled", "requeued"])
 def test_an_end_is_never_corrected(run: RunPaths, state: str) -> None:
     begin_attempt(run, dead())
     ended = replace(RUNNING, state=state, reason="said")

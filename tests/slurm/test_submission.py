@@ -304,7 +304,7 @@ def test_runs_that_have_ended_go_on_in_one_array_as_they_are_asked_to(place: Pla
     assert place.run("cancel", "tiny")[0] == 0
     code, said = place.run("resume", "tiny", "slurm.nodes=1", "slurm.time_limit=20min")
     assert code == 0, said
-    assert "attempt 1 begins at step 0" in said
+    assert "attempt 1 starts at step 0" in said
     (line,) = place.queue("%i %D %l")
     job, nodes, limit = line.split()
     second = job.partition("_")[0]

@@ -11,10 +11,9 @@ from hpc_train.launchers.slurm.jobs import JobState, ask
 from hpc_train.launchers.slurm.standing import Folder, end_cancelled
 from hpc_train.launchers.words import say
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import now
-from hpc_train.run_folder.files import read_json, write_json
+from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.finding import run_name
-from hpc_train.run_folder.status import GOING_ON, read_status
+from hpc_train.run_folder.status import GOING_ON, mark_cancelled, read_status
 
 #: Beyond KillWait: for the nodes to be cleared, epilogs included. Assumed.
 _CLEAR_LIMIT_S = 120.0
@@ -31,23 +30,18 @@ def cancel(runs: Sequence[RunPaths]) -> None:
     folders = [Folder.read(paths) for paths in runs]
     for folder in folders:
         if folder.status.state in GOING_ON:
-            _mark(folder.paths)
+            mark_cancelled(folder.paths)
     try:
         _end_jobs(folders)
     except NoSlurmError as error:
         raise NoSlurmError(f"{error}\n{_left(folders)}") from error
 
 
-def _mark(paths: RunPaths) -> None:
-    if not paths.cancelled.exists():
-        write_json(paths.cancelled, {"version": 1, "time": now()}, sync=True)
-
-
 def _end_jobs(folders: Sequence[Folder]) -> None:
     states = _ask(folders)
     living = [folder for folder in folders if _is_living(folder, states)]
     for folder in living:
-        _mark(folder.paths)
+        mark_cancelled(folder.paths)
     if living:
         commands.cancel_jobs([str(folder.job) for folder in living])
         states = _wait(living)

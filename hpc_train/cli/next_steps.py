@@ -1,0 +1,147 @@
+"""How a run that has ended continues, in words: for ``submit``, ``resume`` and the end of a run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_train.cli.changes import as_override, value_at
+from hpc_train.config import freezing
+from hpc_train.config.keys import split_key
+from hpc_train.config.loading import load
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import BadFileError
+from hpc_train.launchers.slurm import LAUNCHER as SLURM
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.attempts import AttemptRecord, newest_number
+from hpc_train.run_folder.checkpoints import committed
+from hpc_train.run_folder.creation import Origin, effective_experiment, origin_of, refused_changes
+from hpc_train.run_folder.files import read_json
+from hpc_train.run_folder.finding import run_name
+from hpc_train.run_folder.liveness import newest_record
+from hpc_train.run_folder.status import RunStatus
+
+#: A frame of a traceback, in a file of the snapshot that the user wrote.
+_OWN_FRAME = re.compile(
+    r'^ +File "[^"\n]*/(?:\.code/[0-9a-f]+|code)/tree/([^"\n]+)", line (\d+)', re.MULTILINE
+)
+_ERROR_BYTES = 1 << 16
+_LR = "optimization.optimizer.lr"
+
+
+def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) -> list[str]:
+    """Return what to do with a run that has ended as ``status`` says, one line per choice.
+
+    ``changes``: ``KEY=VALUE`` to resume with, as the experiment file has changed since.
+    """
+    resume = shlex.join(["hpc-train", "resume", run_name(paths), *changes])
+    continues = f"`{resume}` {_continues(paths)}"
+    if status.state != "failed":
+        return [continues]
+    record = newest_record(paths)
+    if record is not None and record.cause == "diverged":
+        return _after_divergence(paths)
+    if refused := refused_changes(paths):
+        return [f"`{resume}` leaves out {' '.join(refused)} and {_continues(paths)}"]
+    if not has_saved(paths):
+        return ["fix the cause and submit the file again: the run then uses the current code and file"]
+    is_crash = record is None or record.cause in {None, "crash"}
+    if is_crash and (place := own_code_place(paths)):
+        return [f"the error is in your code, {place}: fix it, then `{resume} --code new` {_continues(paths)}"]
+    if record is not None and record.cause == "user error":
+        return [f"fix what the message names, then {continues}"]
+    return [continues]
+
+
+def has_saved(paths: RunPaths) -> bool:
+    """Tell whether the run has a checkpoint, whole or damaged, that starting again would lose."""
+    return any(".tmp-" not in path.name for path in paths.checkpoints.glob("step-*"))
+
+
+def own_code_place(paths: RunPaths) -> str | None:
+    """Return ``file:line`` of the innermost frame in the user's own files; None without one."""
+    attempt = paths.attempt(newest_number(paths))
+    for error in sorted(attempt.folder.glob("rank-*.error")):
+        frames = _OWN_FRAME.findall(_end_of(error))
+        if frames:
+            file, line = frames[-1]
+            return f"{file}:{line}"
+    return None
+
+
+def new_run_command(paths: RunPaths, changes: Sequence[str]) -> str:
+    """Return the ``submit`` command of a run like this one, with other values of some keys."""
+    origin = origin_of(paths)
+    file = Path(origin.file if origin else paths.experiment)
+    shown = os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file)
+    words = [word for word in (origin.overrides if origin else []) if _key(word).split(".")[0] != "sweep"]
+    swept = _swept(paths, origin) if origin else []
+    latest = {_key(word): word for word in [*words, *swept, *changes]}
+    return shlex.join(["hpc-train", "submit", shown, *latest.values(), *_launcher_options(paths)])
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0]
+
+
+def _swept(paths: RunPaths, origin: Origin) -> list[str]:
+    """Return the values that a sweep gave the run, and the word that turns the sweep off."""
+    try:
+        grid = load(Path(origin.file), origin.overrides, check_names=False).experiment.sweep.grid
+        data = freezing.read(paths.experiment).model_dump(mode="json")
+    except BadFileError:
+        return []
+    values = [as_override(key, value_at(data, split_key(key))) for key in grid]
+    return ["sweep={}", *values] if values else []
+
+
+def _launcher_options(paths: RunPaths) -> list[str]:
+    launcher = str((read_json(paths.run) or {}).get("launcher") or "local")
+    if launcher == SLURM:
+        return []
+    record: AttemptRecord | None = newest_record(paths)
+    devices = [] if record is None or record.devices is None else ["--devices", str(record.devices)]
+    return ["--local", *devices] if launcher == "local" else ["--launcher", launcher]
+
+
+def next_attempt_words(paths: RunPaths, overrides: Sequence[str]) -> str:
+    """Return what a resume does next: which attempt, from which step, with which changes."""
+    changed = f", from now on with {' '.join(overrides)}" if overrides else ""
+    return f"attempt {newest_number(paths) + 1} {_continues(paths)}{changed}"
+
+
+def _continues(paths: RunPaths) -> str:
+    """Return where the run's next attempt starts, as the end of a sentence."""
+    try:
+        saved = committed(paths)
+    except (BadFileError, OSError):
+        return "continues it"
+    return f"continues from step {saved[0].step}" if saved else "starts at step 0, as nothing was saved"
+
+
+def _after_divergence(paths: RunPaths) -> list[str]:
+    """The run is deterministic, so that resuming it as it is leads to the same NaN."""
+    steps = ["resuming it unchanged would diverge again; start a changed run beside it, for example with"]
+    try:
+        experiment: Experiment = effective_experiment(paths, newest_number(paths) + 1)
+    except BadFileError:
+        return steps[:1]
+    optimization = experiment.optimization
+    lower = as_override(_LR, optimization.optimizer.lr / 2)
+    steps.append(f"  half the learning rate: `{new_run_command(paths, [lower])}`")
+    if optimization.clip_grad_norm is None:
+        clip = new_run_command(paths, ["optimization.clip_grad_norm=1.0"])
+        steps.append(f"  clipped gradients: `{clip}`")
+    if optimization.on_non_finite == "stop":
+        skip = new_run_command(paths, ["optimization.on_non_finite=skip"])
+        steps.append(f"  such steps skipped: `{skip}`")
+    return steps
+
+
+def _end_of(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _ERROR_BYTES))
+        return file.read().decode("utf-8", "replace")
