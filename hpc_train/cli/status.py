@@ -27,7 +27,13 @@ from hpc_train.run_folder.status import RunStatus, read_status
 _HEADS = ("run", "experiment", "state", "step", "attempt", "reason")
 #: Most tracebacks whole; of a longer one the innermost frames and what was raised.
 _ERROR_LINES = 60
-_STYLES = {"running": "cyan", "completed": "green", "failed": "red", "cancelled": "yellow"}
+_STYLES = {
+    "running": "cyan",
+    "completed": "green",
+    "failed": "red",
+    "interrupted": "yellow",
+    "cancelled": "yellow",
+}
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.status import read_status, write_status
 from tests.cli.commands import hpc_train
 from tests.cli.launchers import COMPLETING, FAILING
+from tests.run_folder.test_checkpoints import write_checkpoint
 
 
 @pytest.fixture
@@ -26,6 +27,7 @@ def twins(file: Path) -> list[RunPaths]:
 
 def test_an_ambiguous_id_is_printed_with_its_experiment(file: Path, twins: list[RunPaths]) -> None:
     name = f"second/{twins[1].folder.name}"
+    write_checkpoint(twins[1], 5, attempt=1)  # else the submit starts the run again
     submitted = hpc_train("submit", file, "name=second", "--launcher", FAILING)
     assert f"{name}: failed" in submitted.err and f"`hpc-train resume {name}`" in submitted.err
     assert submitted.out.startswith(f"{name}  failed")
