@@ -32,7 +32,8 @@ def test_an_ambiguous_id_is_printed_with_its_experiment(file: Path, twins: list[
     assert f"{name}: failed" in submitted.err and f"`hpc-train resume {name}`" in submitted.err
     assert submitted.out.startswith(f"{name}  failed")
     for command in ("verify", "cancel", "clean"):
-        assert name in hpc_train(command, name).err, command
+        done = hpc_train(command, name)
+        assert name in done.err + done.out, command
     assert name in hpc_train("status").out
     resumed = hpc_train("resume", name, "--launcher", COMPLETING)
     assert resumed.code == 0 and f"{name}: completed at step 5/9" in resumed.err
