@@ -121,11 +121,18 @@ def schema() -> int:
 
 
 @_command
-def plan(file: File, overrides: Overrides = None, as_json: Json = False) -> int:
+def plan(
+    file: File,
+    overrides: Overrides = None,
+    local: Local = False,
+    devices: Devices = None,
+    as_json: Json = False,
+    script: Annotated[bool, typer.Option("--script", help="Show the batch script of each job too.")] = False,
+) -> int:
     """Show runs, ranks, batches and GPU-hours; start nothing."""
-    from hpc_train.cli.plan import plan
+    from hpc_train.cli.plan import PlanOptions, plan
 
-    return plan(file, overrides or [], as_json=as_json)
+    return plan(file, overrides or [], PlanOptions(local, devices, as_json, script))
 
 
 @_command

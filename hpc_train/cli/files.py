@@ -7,15 +7,19 @@ from pathlib import Path
 
 from hpc_train.cli.children import run_child
 from hpc_train.cli.micro_batch import say_layouts, with_found_sizes
+from hpc_train.cli.plan import submit_problems
 from hpc_train.cli.printing import put_json, say
 from hpc_train.config.loading import load
-from hpc_train.errors import ExitCode
+from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.plan.planning import make_plan
 
 
 def validate(file: Path, overrides: Sequence[str]) -> ExitCode:
     """Say that the file is fine; raises BadFileError with every problem."""
-    plan = with_found_sizes(make_plan(load(file, overrides)))
+    loaded = load(file, overrides)
+    plan = with_found_sizes(make_plan(loaded))
+    if problems := submit_problems(loaded, plan):
+        raise BadFileError(problems)
     runs = "1 run" if len(plan.runs) == 1 else f"{len(plan.runs)} runs"
     say(f"{file}: fine: {runs} of {plan.name}")
     say_layouts(plan.runs)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cli.micro_batch import with_found_sizes
 from hpc_train.cli.printing import columns, put, put_json, say
-from hpc_train.cli.starting import load_launcher
+from hpc_train.cli.starting import LOCAL, choose_devices, load_launcher
 from hpc_train.config.degrees import SHARING_LAYERS, in_words
 from hpc_train.config.loading import Loaded, load
 from hpc_train.config.rules import check_start
-from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.launchers.base import QueueingLauncher
 from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.plan.sweep import describe
 
+DEVICES_WITHOUT_LOCAL = "--devices: is for this machine; add --local"
+FETCH_DATA = "write the folder of the data, or fetch them with `hpc-train prepare FILE`"
 #: Strategies whose degrees don't go without saying.
 _WITH_DEGREES = ("hsdp", *SHARING_LAYERS)
 #: The part of a step that ranks wait from which on ``plan`` says what to do.
@@ -33,21 +36,62 @@ _HEADS = (
 )
 
 
-def plan(file: Path, overrides: Sequence[str], *, as_json: bool) -> ExitCode:
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of ``plan``."""
+
+    local: bool = False
+    devices: int | None = None
+    as_json: bool = False
+    script: bool = False
+
+
+def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode:
     """Show what would be started."""
+    if options.devices is not None and not options.local:
+        raise UsageError(DEVICES_WITHOUT_LOCAL)
     loaded = load(file, overrides)
-    made = with_found_sizes(make_plan(loaded))
+    devices = options.devices
+    if options.local and devices is None:
+        devices = choose_devices(LOCAL, loaded.experiment, None)
+    made = with_found_sizes(make_plan(loaded, devices, options.local))
     problems = start_problems(loaded, made)
     scripts: list[str] = []
-    if loaded.experiment.slurm is not None and not problems:
+    if loaded.experiment.slurm is not None and not options.local and not problems:
         try:
             scripts = _slurm_scripts(loaded, made)
         except BadFileError as error:
             problems += error.problems
-    show(made, as_json=as_json, scripts=scripts)
+    if options.script and loaded.experiment.slurm is None:
+        problems.append(loaded.problem("slurm", "is missing, so there is no batch script", "write slurm:"))
+    show(made, as_json=options.as_json, scripts=scripts if options.script or options.as_json else ())
     for line in problems:
         say(line)
     return ExitCode.DONE
+
+
+def submit_problems(loaded: Loaded, made: Plan) -> list[str]:
+    """Return every line that ``submit`` would refuse the plan with, for ``validate``.
+
+    A file without ``slurm:`` can be started with ``--local`` on any number of ranks, and reads its data here.
+    """
+    if loaded.experiment.slurm is None:
+        return start_problems(loaded, made, ranks_are_known=False) + missing_data(loaded, FETCH_DATA)
+    if problems := start_problems(loaded, made):
+        return problems
+    try:
+        _slurm_scripts(loaded, made)
+    except BadFileError as error:
+        return error.problems
+    return []
+
+
+def missing_data(loaded: Loaded, remedy: str) -> list[str]:
+    """Return the line that names a data root that is missing here; ranks find out after their imports."""
+    root = loaded.experiment.data.root
+    if root is None or Path(root).expanduser().exists():
+        return []
+    return [loaded.problem("data.root", f"there is no {root} here", remedy)]
 
 
 def _slurm_scripts(loaded: Loaded, made: Plan) -> list[str]:
@@ -128,11 +172,13 @@ def _hours(run: PlannedRun) -> str:
     return f"at most {run.gpu_hours:g}" if run.gpu_hours else "0"
 
 
-def start_problems(loaded: Loaded, made: Plan) -> list[str]:
+def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) -> list[str]:
     """Return the lines of what keeps runs of the plan from being started."""
     lines = [
         loaded.problem(problem.path, problem.message, problem.remedy)
         for run in made.runs
-        for problem in check_start(run.experiment, run.ranks, run.ranks_per_node, run.fewest_ranks)
+        for problem in check_start(
+            run.experiment, run.ranks if ranks_are_known else None, run.ranks_per_node, run.fewest_ranks
+        )
     ]
     return list(dict.fromkeys(lines))

@@ -17,7 +17,7 @@ from hpc_train.cli.creating import (
     starts_again,
 )
 from hpc_train.cli.micro_batch import say_layouts
-from hpc_train.cli.plan import show, start_problems
+from hpc_train.cli.plan import DEVICES_WITHOUT_LOCAL, FETCH_DATA, missing_data, show, start_problems
 from hpc_train.cli.printing import say
 from hpc_train.cli.queueing import Queue, batch_scripts, section_problems, submit_all
 from hpc_train.cli.resume import queue_again, start_again
@@ -67,9 +67,7 @@ def submit(file: Path, overrides: Sequence[str], choices: Choices) -> ExitCode:
     plan = make_plan(loaded, devices, choices.on_this_machine)
     problems = start_problems(loaded, plan)
     if choices.on_this_machine:
-        problems += _missing_data(
-            loaded, "write the folder of the data, or fetch them with `hpc-train prepare FILE`"
-        )
+        problems += missing_data(loaded, FETCH_DATA)
     if choices.dry_run:
         show(plan, as_json=choices.as_json)
     if problems:
@@ -99,7 +97,7 @@ def _submit_to(queue: Queue, loaded: Loaded, choices: Choices) -> ExitCode:
         show(plan, as_json=choices.as_json, scripts=scripts)
     if problems:
         raise BadFileError(problems)
-    for line in _missing_data(loaded, "see that the nodes have it; goes on"):
+    for line in missing_data(loaded, "see that the nodes have it; goes on"):
         say(line)
     _say_no_key(loaded)
     if choices.dry_run:
@@ -127,14 +125,6 @@ def _handle_existing(queue: Queue, runs: Sequence[tuple[RunPaths, PlannedRun]]) 
     return max(codes)
 
 
-def _missing_data(loaded: Loaded, remedy: str) -> list[str]:
-    """Return the line that tells of data that are not here; ranks would find out only after their imports."""
-    root = loaded.experiment.data.root
-    if root is None or Path(root).expanduser().exists():
-        return []
-    return [loaded.problem("data.root", f"there is no {root} here", remedy)]
-
-
 def _say_no_key(loaded: Loaded) -> None:
     """Say what wandb without an API key means for the runs; ranks have what this command has."""
     wandb = loaded.experiment.logging.wandb
@@ -147,7 +137,7 @@ def _say_no_key(loaded: Loaded) -> None:
 
 def _check(choices: Choices) -> None:
     if choices.devices is not None and not choices.local and choices.launcher is None:
-        raise UsageError("--devices: is for this machine; add --local")
+        raise UsageError(DEVICES_WITHOUT_LOCAL)
 
 
 def _start_all(loaded: Loaded, runs: Sequence[PlannedRun], devices: int | None, choices: Choices) -> ExitCode:

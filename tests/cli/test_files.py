@@ -26,6 +26,36 @@ def test_a_batch_larger_than_the_data_is_a_problem_of_the_file(file: Path) -> No
     assert hpc_train("validate", file, "data.args.num_samples=31").code == 65
 
 
+@pytest.mark.parametrize(
+    ("override", "start"),
+    [
+        ("optimization.mixup=0.2", ["--local", "--devices", "1"]),
+        ("data.root=nowhere", ["--local", "--devices", "1"]),
+        ("slurm={profile: nowhere}", []),
+        ("slurm={ranks_per_node: 3}", ["parallel={strategy: tensor, tensor: 2}"]),
+    ],
+)
+def test_what_submit_refuses_validate_refuses_in_the_same_words(
+    file: Path, override: str, start: list[str]
+) -> None:
+    more = [word for word in start if "=" in word]
+    submitted, validated = (
+        hpc_train("submit", file, override, *start),
+        hpc_train("validate", file, override, *more),
+    )
+    assert submitted.code == validated.code == 65
+    assert validated.err == submitted.err != ""
+
+
+def test_a_file_without_slurm_is_valid_for_any_number_of_ranks(file: Path) -> None:
+    done = hpc_train("validate", file, "parallel.strategy=hsdp", "parallel.replicate=2")
+    assert done.code == 0, done.err
+
+
+def test_data_that_only_the_nodes_have_is_not_refused(file: Path) -> None:
+    assert hpc_train("validate", file, "slurm={}", "data.root=/nowhere").code == 0
+
+
 def test_the_schema_is_json_with_every_section() -> None:
     done = hpc_train("schema")
     assert done.code == 0

@@ -28,9 +28,10 @@ def test_a_plan_says_what_cannot_be_started_yet(file: Path) -> None:
 
 
 def test_a_plan_for_slurm_shows_its_script(file: Path) -> None:
-    done = hpc_train("plan", file, "slurm={nodes: 2, partition: low}")
+    done = hpc_train("plan", file, "slurm={nodes: 2, partition: low}", "--script")
     assert done.code == 0
     assert "#SBATCH --partition=low" in done.out
+    assert "#SBATCH" not in hpc_train("plan", file, "slurm={nodes: 2, partition: low}").out
     (script,) = json.loads(hpc_train("plan", file, "slurm={nodes: 2}", "--json").out)["scripts"]
     assert script.startswith("#!/bin/bash")
 
@@ -73,3 +74,12 @@ def test_a_plan_says_what_makes_ranks_wait_less(file: Path) -> None:
 def test_a_plan_of_ranks_that_share_no_layers_has_no_column_for_it(file: Path) -> None:
     heads = hpc_train("plan", file).out.splitlines()[0]
     assert "degrees" not in heads and "bubble" not in heads
+
+
+def test_a_plan_for_this_machine_has_its_ranks(file: Path) -> None:
+    on_slurm = ("optimization.global_batch_size=32", "optimization.micro_batch_size=8", "slurm={nodes: 4}")
+    plan = json.loads(hpc_train("plan", file, *on_slurm, "--local", "--devices", "2", "--json").out)
+    (run,) = plan["runs"]
+    assert (run["ranks"], run["accumulation"], plan["scripts"]) == (2, 2, [])
+    refused = hpc_train("plan", file, "--devices", "2")
+    assert (refused.code, refused.err) == (2, "--devices: is for this machine; add --local\n")
