@@ -93,7 +93,8 @@ class RunningStatistics:
             return
         # Through .data: a pipeline has forwards of several micro-batches before the first one's backward, for
         # which autograd saved these very buffers. It does not use their values.
-        torch._foreach_zero_([buffer.data for buffer in (*self._statistics(), *self._calls())])
+        for buffers in (self._statistics(), self._calls()):  # apart: one kernel for each takes one dtype
+            torch._foreach_zero_([buffer.data for buffer in buffers])
         yield
         if not is_spare:
             self._own[slot] = self._flat()
