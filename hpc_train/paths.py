@@ -72,6 +72,11 @@ class AttemptPaths:
         return self.folder / "events.json"
 
     @property
+    def notices(self) -> Path:
+        """Lines that rank 0 wants shown to who follows the run: which pretrained weights were loaded."""
+        return self.folder / "notices.json"
+
+    @property
     def trial_rendezvous(self) -> Path:
         """As ``rendezvous``, of the processes that try sizes of micro-batches."""
         return self.folder / "trial-rendezvous.json"
