@@ -9,7 +9,9 @@ from pathlib import Path
 
 #: What an experiment may be called: it names a folder, a Slurm job and a wandb group.
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
-_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+#: ASCII digits: ``int`` takes others too, and some of what ``str.isdigit`` takes it refuses.
+_ATTEMPT_NAME = re.compile(r"[1-9][0-9]{0,8}")
+_CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,15})")
 
 
 def runs_root() -> Path:
@@ -245,5 +247,5 @@ class RunPaths:
         """Return the attempts so far, first one first."""
         if not self.attempts.is_dir():
             return []
-        found = [AttemptPaths(path) for path in self.attempts.iterdir() if path.name.isdigit()]
+        found = [AttemptPaths(path) for path in self.attempts.iterdir() if _ATTEMPT_NAME.fullmatch(path.name)]
         return sorted(found, key=lambda attempt: attempt.number)

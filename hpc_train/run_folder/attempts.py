@@ -144,7 +144,8 @@ def read_record(attempt: AttemptPaths) -> AttemptRecord | None:
     if data is None:
         return None
     told = read_json(attempt.events) or {}
-    data = data | {"events": {**(data.get("events") or {}), **(told.get("events") or {})}}
+    data |= {"attempt": attempt.number}
+    data |= {"events": {**(data.get("events") or {}), **(told.get("events") or {})}}
     data |= {key: told[key] for key in ("save_s", "checkpoint_stall_s") if told.get(key) is not None}
     try:
         return AttemptRecord.from_json(data)

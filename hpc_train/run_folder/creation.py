@@ -168,7 +168,8 @@ def _run_to_change(paths: RunPaths) -> dict[str, Any]:
     run = read_json(paths.run)
     if run is None:
         raise StorageError(
-            f"{paths.run}: missing or not JSON; the run can't be changed, start it anew with --new"
+            f"{paths.run}: missing, or not what hpc-train writes there; the run can't be changed; "
+            "start a new one with --new"
         )
     return run
 
