@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.errors import UsageError, printable
+
 #: What an experiment may be called: it names a folder, a Slurm job and a wandb group.
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
 #: ASCII digits: ``int`` takes others too, and some of what ``str.isdigit`` takes it refuses.
@@ -14,9 +16,25 @@ _ATTEMPT_NAME = re.compile(r"[1-9][0-9]{0,8}")
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,15})")
 
 
+def expanded(path: str) -> Path:
+    """Return the path with its ``~`` replaced; as it is where this machine knows no such home folder."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def runs_root() -> Path:
     """Return the folder of all experiments: ``$HPC_TRAIN_RUNS``, else ``runs`` in the current folder."""
-    return Path(os.environ.get("HPC_TRAIN_RUNS") or "runs").expanduser().absolute()
+    given = Path(os.environ.get("HPC_TRAIN_RUNS") or "runs")
+    try:
+        return given.expanduser().absolute()
+    except RuntimeError as error:
+        home = given.parts[0]
+        raise UsageError(
+            f"HPC_TRAIN_RUNS: {printable(str(given))!r} begins with {printable(home)!r}, and this machine "
+            "knows no such home folder; write the folder's full path"
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from hpc_train.config.rules import check_start
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.launchers.base import QueueingLauncher
 from hpc_train.launchers.slurm import LAUNCHER as SLURM
+from hpc_train.paths import expanded
 from hpc_train.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.plan.sweep import describe
 
@@ -89,7 +90,7 @@ def submit_problems(loaded: Loaded, made: Plan) -> list[str]:
 def missing_data(loaded: Loaded, remedy: str) -> list[str]:
     """Return the line that names a data root that is missing here; ranks find out after their imports."""
     root = loaded.experiment.data.root
-    if root is None or Path(root).expanduser().exists():
+    if root is None or expanded(root).exists():
         return []
     return [loaded.problem("data.root", f"there is no {root} here", remedy)]
 

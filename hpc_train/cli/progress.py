@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from hpc_train.cli.metrics import MetricsReader, told
@@ -22,6 +23,7 @@ from hpc_train.run_folder.finding import run_name
 from hpc_train.run_folder.status import RunStatus, read_status
 
 if TYPE_CHECKING:
+    from rich.progress import BarColumn
     from rich.progress import Progress as RichProgress
 
 READ_EVERY_S = 0.25
@@ -30,8 +32,26 @@ LINE_EVERY_S = 10.0
 _WINDOW_S = 15.0
 
 
+#: Characters of the bar, the fewest of bar and name on a narrow terminal, and what rich puts between columns.
+_BAR, _LEAST_BAR, _LEAST_NAME, _GAP = 24, 6, 12, " "
+
+
+@dataclass(frozen=True)
+class Words:
+    """What is shown beside the step count; each may be empty."""
+
+    rate: str = ""
+    left: str = ""
+    loss: str = ""
+    validation: str = ""
+
+    def all(self) -> str:
+        parts = (self.rate, self.left, self.loss, self.validation)
+        return ", ".join(part for part in parts if part)
+
+
 class _Display(Protocol):
-    def show(self, now: RunStatus, words: str) -> None: ...
+    def show(self, now: RunStatus, words: Words) -> None: ...
 
     def note(self, words: str) -> None: ...
 
@@ -97,9 +117,9 @@ class Progress:
             elif isinstance(row.get("loss"), float):
                 self._loss = f"loss {row['loss']:.4g}"
 
-    def _words(self, status: RunStatus) -> str:
-        parts = [self._pace.words(status), self._loss, self._validation]
-        return cell_text(", ".join(part for part in parts if part))
+    def _words(self, status: RunStatus) -> Words:
+        rate, left = self._pace.words(status)
+        return Words(*map(cell_text, (rate, left, self._loss, self._validation)))
 
 
 class _Pace:
@@ -119,13 +139,14 @@ class _Pace:
         (start_s, first), (end_s, last) = self._seen[0], self._seen[-1]
         return (last - first) / (end_s - start_s) if end_s > start_s else 0.0
 
-    def words(self, status: RunStatus) -> str:
+    def words(self, status: RunStatus) -> tuple[str, str]:
+        """Return the rate and the time left; empty where they are not known."""
         rate = self.steps_per_s()
         if rate == 0:
-            return ""
+            return "", ""
         if status.total_steps is None:
-            return f"{rate:.3g} steps/s"
-        return f"{rate:.3g} steps/s, {duration((status.total_steps - status.step) / rate)} left"
+            return f"{rate:.3g} steps/s", ""
+        return f"{rate:.3g} steps/s", f"{duration((status.total_steps - status.step) / rate)} left"
 
 
 def duration(seconds: float) -> str:
@@ -142,10 +163,10 @@ class _Lines:
         self._name = name
         self._said_at = time.monotonic()
 
-    def show(self, now: RunStatus, words: str) -> None:
+    def show(self, now: RunStatus, words: Words) -> None:
         if time.monotonic() - self._said_at >= LINE_EVERY_S:
             total = "" if now.total_steps is None else f"/{now.total_steps}"
-            self.note(f"step {now.step}{total} {words}".rstrip())
+            self.note(f"step {now.step}{total} {words.all()}".rstrip())
 
     def note(self, words: str) -> None:
         say(f"{self._name}: {words}")
@@ -159,16 +180,25 @@ class _Bar:
     """rich's bar on stderr; lines that others print meanwhile appear above it."""
 
     def __init__(self, name: str) -> None:
-        self._rich = _rich_progress()
-        self._task = self._rich.add_task(cell_text(name), total=None, words="starting", steps="")
+        self._name = cell_text(name)
+        self._rich, self._column = _rich_progress()
+        self._task = self._rich.add_task(self._name, total=None, words="starting", steps="")
         with unheard():
             self._rich.start()
 
-    def show(self, now: RunStatus, words: str) -> None:
+    def show(self, now: RunStatus, words: Words) -> None:
         steps = str(now.step) if now.total_steps is None else f"{now.step}/{now.total_steps}"
+        name, bar, rest = fit(self._rich.console.width, self._name, steps, words)
+        self._column.bar_width = bar
         with unheard():
             self._rich.update(
-                self._task, completed=now.step, total=now.total_steps, words=words, steps=steps, refresh=True
+                self._task,
+                description=name,
+                completed=now.step,
+                total=now.total_steps,
+                words=rest,
+                steps=steps,
+                refresh=True,
             )
 
     def note(self, words: str) -> None:
@@ -179,7 +209,28 @@ class _Bar:
             self._rich.stop()
 
 
-def _rich_progress() -> RichProgress:
+def fit(width: int, name: str, steps: str, words: Words) -> tuple[str, int, str]:
+    """Return the name, the bar's width and the words that fit one line of ``width`` characters.
+
+    The step count, the time left and the loss stay; the name and the bar shrink first, then the rate and the
+    validation are dropped.
+    """
+    needed = [part for part in (words.left, words.loss) if part]
+    room = width - 1 - len(steps) - 3 * len(_GAP)
+    extra: list[str] = []
+    for part in (words.validation, words.rate):
+        if part and len(", ".join([*needed, *extra, part])) <= room - _LEAST_NAME - _LEAST_BAR:
+            extra.append(part)
+    shown = ", ".join(
+        part for part in (words.rate, words.left, words.loss, words.validation) if part in needed + extra
+    )
+    room -= len(shown)
+    kept = max(0, min(len(name), max(_LEAST_NAME, room - _BAR)))
+    bar = max(0, min(_BAR, room - kept))
+    return (name if kept >= len(name) else f"{name[: max(0, kept - 1)]}…"), bar, shown
+
+
+def _rich_progress() -> tuple[RichProgress, BarColumn]:
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn
     from rich.progress import Progress as RichProgress
@@ -187,12 +238,14 @@ def _rich_progress() -> RichProgress:
     def text(field: str) -> TextColumn:
         return TextColumn(f"{{task.{field}}}", markup=False)
 
-    return RichProgress(
+    column = BarColumn(bar_width=_BAR)
+    progress = RichProgress(
         text("description"),
-        BarColumn(bar_width=24),
+        column,
         text("fields[steps]"),
         text("fields[words]"),
         console=Console(stderr=True),
         auto_refresh=False,  # no thread beside the signals' handlers
         redirect_stdout=False,
     )
+    return progress, column

@@ -127,7 +127,7 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
         return "write a value" if _is_required(path) else "write a value, or take the key out"
     if isinstance(value, str):
         return in_unit_of(path, value, node) or _remedy_for_text(value, node, types)
-    if "integer" in types and isinstance(value, float) and value.is_integer():
+    if "integer" in types and isinstance(value, float) and value.is_integer() and abs(value) < _LARGE:
         return f"write {int(value)}"
     if types == {"string"} and not isinstance(value, dict | list) and _takes_text(node, shown(value)):
         return f"put it in quotes: '{shown(value)}'"
@@ -178,6 +178,8 @@ def _in_gb(text: str) -> float | None:
 
 _GB = {"k": 1 / 1024**2, "m": 1 / 1024, "g": 1.0, "t": 1024.0}
 _MEMORY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])i?b?", re.ASCII)
+#: Whole numbers that a float tells apart; above it what to write is anybody's guess.
+_LARGE = 2**53
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
 #: How a key ends → what it is in.
 _UNITS = {
@@ -286,6 +288,12 @@ def _bounds(node: Node) -> str:
     if low is not None and high is not None:
         return f" of {low} to {high}"
     lower = f"of at least {low}" if low is not None else f"above {above}" if above is not None else ""
-    upper = f"of at most {high}" if high is not None else f"below {below}" if below is not None else ""
+    upper = (
+        f"{'' if lower else 'of '}at most {high}"
+        if high is not None
+        else f"below {below}"
+        if below is not None
+        else ""
+    )
     both = " and ".join(part for part in (lower, upper) if part)
     return f" {both}" if both else ""

@@ -65,6 +65,9 @@ DurationMin = Annotated[
 Probability = Annotated[float, Field(ge=0, le=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+#: Bounds that keep deadlines within what threads and process groups can wait for.
+Minutes = Annotated[float, Field(gt=0, le=1_000_000)]
+Hours = Annotated[float, Field(ge=0, le=1_000_000)]
 NotNegativeInt = Annotated[int, Field(ge=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
 Bounds = Annotated[tuple[PositiveFloat, PositiveFloat], BeforeValidator(_pair)]

@@ -25,6 +25,7 @@ import platformdirs
 
 from hpc_train.config.asking import Child, environment
 from hpc_train.errors import printable
+from hpc_train.paths import expanded
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def one_child() -> Iterator[None]:
 def cache_folder() -> Path:
     """Return ``$HPC_TRAIN_CACHE``, else the user's cache folder."""
     given = os.environ.get("HPC_TRAIN_CACHE")
-    return Path(given).expanduser() if given else platformdirs.user_cache_path("hpc-train")
+    return expanded(given) if given else platformdirs.user_cache_path("hpc-train")
 
 
 def forget_answers() -> None:

@@ -13,11 +13,11 @@ from pydantic import BeforeValidator, Field
 from hpc_train.config.cluster_sections import EnvironmentConfig, SlurmConfig
 from hpc_train.config.fields import (
     Arguments,
+    Hours,
+    Minutes,
     Name,
-    NotNegativeFloat,
     NotNegativeInt,
     PlainName,
-    PositiveFloat,
     PositiveInt,
     Section,
     pattern,
@@ -37,7 +37,7 @@ __all__ = ["DataConfig", "Experiment", "ModelConfig"]
 class CheckpointConfig(Section):
     """When the run is saved. The last step always is."""
 
-    every_min: PositiveFloat | None = None
+    every_min: Minutes | None = None
     """Minutes between checkpoints; absent: 10 unless ``every_steps`` is given."""
     every_steps: PositiveInt | None = None
     """Steps between checkpoints; absent: by time."""
@@ -54,12 +54,12 @@ class RecoveryConfig(Section):
     """Crashes, hangs and bad nodes that a job comes back from."""
     max_without_progress: NotNegativeInt = 2
     """Attempts in a row that trained but saved nothing new, which a job comes back from."""
-    hang_after_min: PositiveFloat = 5.0
+    hang_after_min: Minutes = 5.0
     """Minutes without progress of any rank until the stacks of all are saved and the attempt ends;
     six times as long before the first step."""
     check_nodes: bool = True
     """Before the first step each rank proves device, memory, arithmetic, network and disk; ``false``: not."""
-    exclude_nodes_for_h: NotNegativeFloat = 24.0
+    exclude_nodes_for_h: Hours = 24.0
     """Hours for which a node that failed its check, or ended two attempts, is left out; 0: never left out."""
 
 

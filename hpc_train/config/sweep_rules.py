@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from hpc_train.config.explanations import explain
 from hpc_train.config.keys import GRID, NOT_IDENTITY, BadKeyError, replaced, split_key
-from hpc_train.config.problems import KeyPath, Problem, Rule, dotted, rule
+from hpc_train.config.problems import KeyPath, Problem, Rule, dotted, rule, shown
 from hpc_train.config.schema import Experiment
 
 MAX_RUNS = 10_000
@@ -99,6 +100,21 @@ def _comparable(value: Any) -> object:
 
 
 @rule("sweep.grid")
+def swept_numbers_are_finite(experiment: Experiment) -> Iterator[Problem]:
+    for key, values in experiment.sweep.grid.items():
+        for index, value in enumerate(values):
+            if not _is_finite(value):
+                message = f"needs finite numbers, got {shown(value)}"
+                yield Problem((*GRID, key, index), message, "take it out of the grid")
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+@rule("sweep.grid")
 def runs_are_countable(experiment: Experiment) -> Iterator[Problem]:
     runs = prod(len(values) for values in experiment.sweep.grid.values())
     if runs > MAX_RUNS:
@@ -136,6 +152,7 @@ RULES: tuple[Rule, ...] = (
     swept_keys_change_the_run,
     swept_keys_lie_apart,
     swept_values_differ,
+    swept_numbers_are_finite,
     runs_are_countable,
     swept_values_fit_their_keys,
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpc_train.errors import ExitCode, printable
 from hpc_train.launchers.rank_processes import RankProcess
+from hpc_train.launchers.tracebacks import shortened_traceback
 from hpc_train.paths import AttemptPaths
 from hpc_train.run_folder.ends import rank_ends
 from hpc_train.run_folder.files import UnreadableFileError, read_text
@@ -34,7 +35,7 @@ _CAUSES = {
 _TRACEBACK = "Traceback (most recent call last):"
 _OWN_ERROR = re.compile(r"^[\w.]*\w+Error: ")
 _REASON_MAX = 500
-_LOG_TAIL_LINES = 20
+_LOG_TAIL_LINES = 14
 _LOG_TAIL_BYTES = 8192
 
 
@@ -135,7 +136,8 @@ def _failure(attempt: AttemptPaths, rank: RankProcess) -> Outcome:
     else:
         what = f"ended with exit code {code}; see {attempt.log(rank.rank)}"
     reason = one_line(by_rank(rank.rank, what))
-    details = f"{said or log_tail(attempt.log(rank.rank))}\n{reason}".strip()
+    log = attempt.log(rank.rank)
+    details = f"{shortened_traceback(said, log) or log_tail(log)}\n{reason}".strip()
     return Outcome(exit_code, reason, details, cause=_CAUSES.get(code, "crash"))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.paths import expanded
 from hpc_train.plan.text import TextArgs, training_sequences
 from hpc_train.registry import is_factory, split_name
 
@@ -62,7 +63,7 @@ def training_samples(data: DataConfig) -> int | None:
             # An argument may choose another part of the data.
             return None if data.args else _TORCHVISION.get(rest)
         case "imagefolder":
-            return _count_images(Path(data.root).expanduser() / "train") if data.root else None
+            return _count_images(expanded(data.root) / "train") if data.root else None
         case "text":
             return _count_sequences(data)
     return None
@@ -76,7 +77,7 @@ def _count_sequences(data: DataConfig) -> int | None:
         args = TextArgs.model_validate(data.args)
     except ValidationError:
         return None
-    return training_sequences(Path(data.root).expanduser(), args, COUNT_LIMIT_S) or None
+    return training_sequences(expanded(data.root), args, COUNT_LIMIT_S) or None
 
 
 def _count_images(folder: Path) -> int | None:

@@ -30,6 +30,8 @@ from hpc_train.plan.dataset_size import training_samples
 from hpc_train.plan.sweep import Variant, expand
 
 JSON_VERSION = 1
+#: The sampler's permutation counts in signed 64-bit integers; no data set comes near.
+MAX_SAMPLES = 2**40
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,10 @@ def make_plan(loaded: Loaded, devices: int | None = None, local: bool = False) -
 def _misfits(variant: Variant, num_samples: int) -> Iterator[tuple[str, str, str]]:
     """Yield key, message and remedy of what can't be with so many training samples."""
     optimization = variant.experiment.optimization
-    if num_samples == 0:
+    if num_samples > MAX_SAMPLES:
+        message = f"has {float(num_samples):.3g} training samples; {MAX_SAMPLES:,} can be indexed"
+        yield "data.args.num_samples", message, f"write at most {MAX_SAMPLES}"
+    elif num_samples == 0:
         yield "data.root", "holds no training images", "write the folder that train/<class>/ lies in"
     elif too_few := too_few_samples(optimization, num_samples):
         yield "optimization.global_batch_size", *too_few

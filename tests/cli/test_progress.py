@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.cli import progress as progress_module
 from hpc_train.cli.metrics import MetricsReader
-from hpc_train.cli.progress import LINE_EVERY_S, READ_EVERY_S, Progress, duration
+from hpc_train.cli.progress import LINE_EVERY_S, READ_EVERY_S, Progress, Words, _Bar, duration, fit
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.files import write_json
 from hpc_train.run_folder.status import RunStatus, write_status
@@ -141,3 +141,28 @@ def test_a_file_that_a_resume_wrote_anew_is_read_from_its_start(run: RunPaths, t
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3723, "1:02:03")])
 def test_durations_read_as_clocks_show_them(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+_WORDS = Words("12.3 steps/s", "1:02:03 left", "loss 0.1234", "val loss 0.5678 accuracy 0.9876 top5 0.9999")
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+@pytest.mark.parametrize("name", ["short", "a-long-name-of-an-experiment/0123456789abcdef"])
+def test_steps_time_left_and_loss_fit_the_terminal(width: int, name: str) -> None:
+    shown, bar, words = fit(width, name, "123456/1234567", _WORDS)
+    assert "1:02:03 left, loss 0.1234" in words
+    assert len(f"{shown} {'-' * bar} 123456/1234567 {words}") <= width
+    assert (width < 200) or (bar == 24 and words == _WORDS.all() and shown == name)
+    assert shown[:4] == name[:4]
+
+
+def test_the_bar_on_the_screen_is_not_cut_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    bar = _Bar("a-long-name-of-an-experiment/0123456789abcdef")
+    bar.show(RunStatus(state="running", step=12345, total_steps=1234567), _WORDS)
+    bar.close()
+    shown = capsys.readouterr().err
+    assert "12345/1234567" in shown and "1:02:03 left, loss 0.1234" in shown

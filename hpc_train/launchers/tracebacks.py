@@ -1,0 +1,69 @@
+"""What the screen shows of a rank's traceback: the frames of the user's own code; the log has the rest."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MAX_LINES = 14
+_MAX_FRAMES = 4
+_MAX_MESSAGE = 3
+_BEGIN = "Traceback (most recent call last):"
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line \d+')
+#: Installed packages, Python's own modules, compiled strings, and a run's copy of this package.
+_FOREIGN = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<|/package/hpc_train/")
+#: A run's copy of the user's work tree.
+_SNAPSHOT_TREE = re.compile(r'"[^"]*/\.code/[^/"]+/tree/')
+_PACKAGE = f"{Path(__file__).parents[1]}/"
+
+
+@dataclass
+class _Part:
+    """One traceback of a chain: its frames, each with its lines of source, and what it says at its end."""
+
+    frames: list[list[str]] = field(default_factory=list)
+    message: list[str] = field(default_factory=list)
+
+
+def shortened_traceback(text: str, log: Path) -> str:
+    """Return ``text`` in at most ``MAX_LINES`` lines, and where ``log`` has the whole of a longer one.
+
+    Of the last traceback of a chain that has any, the frames of the user's code stay; where there are none,
+    the innermost frames. Files of a run's snapshot are named by their path in the work tree.
+    """
+    lines = text.splitlines()
+    if len(lines) <= MAX_LINES:
+        return text
+    see_log = f"the rest is in {log}"
+    parts = _parts(lines)
+    if not parts:
+        return "\n".join([*lines[: MAX_LINES - 1], see_log])
+    own = next((frames for part in reversed(parts) if (frames := list(filter(_is_own, part.frames)))), None)
+    head = "Traceback of your code (most recent call last):" if own else _BEGIN
+    frames = (own or parts[-1].frames)[-_MAX_FRAMES:]
+    shown = [_SNAPSHOT_TREE.sub('"', line) for frame in frames for line in frame[:2]]
+    message = parts[-1].message
+    cut = message[:_MAX_MESSAGE] + (["…"] if len(message) > _MAX_MESSAGE else [])
+    return "\n".join([head, *shown, *cut, see_log])
+
+
+def _parts(lines: list[str]) -> list[_Part]:
+    parts: list[_Part] = []
+    for line in lines:
+        if line.strip() == _BEGIN:
+            parts.append(_Part())
+        elif not parts:
+            continue
+        elif _FRAME.match(line) and not parts[-1].message:
+            parts[-1].frames.append([line])
+        elif parts[-1].frames and line.startswith("    ") and not parts[-1].message:
+            parts[-1].frames[-1].append(line)
+        elif line.strip():
+            parts[-1].message.append(line)
+    return parts
+
+
+def _is_own(frame: list[str]) -> bool:
+    match = _FRAME.match(frame[0])
+    return match is not None and not _FOREIGN.search(match["file"]) and _PACKAGE not in match["file"]

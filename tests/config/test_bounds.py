@@ -1,0 +1,51 @@
+"""Values that pass no check later either: bounds of the file and of the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.config.loading import load
+from hpc_train.errors import BadFileError, UsageError
+from hpc_train.paths import expanded, runs_root
+from hpc_train.plan.planning import make_plan
+
+from .files import GOOD, problems_of
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("recovery.hang_after_min=1e308", "above 0 and at most 1000000, got 1e+308"),
+        ("recovery.exclude_nodes_for_h=1e9", "a number of 0 to 1000000"),
+        ("checkpoint.every_min=1e9", "at most 1000000"),
+        ("sweep.grid={model.args.x: [1, .nan]}", "sweep.grid.model.args.x[1]: needs finite numbers, got nan"),
+        ("sweep.grid={model.args.x: [{a: [.inf]}]}", "sweep.grid.model.args.x[0]: needs finite numbers"),
+    ],
+)
+def test_a_value_that_would_fail_later_is_refused(tmp_path: Path, override: str, said: str) -> None:
+    (line,) = problems_of(tmp_path, GOOD, override)
+    assert said in line
+
+
+def test_advice_has_no_more_digits_than_a_person_reads(tmp_path: Path) -> None:
+    (line,) = problems_of(tmp_path, GOOD, "seed=1e308")
+    assert len(line) < 200
+
+
+def test_more_samples_than_can_be_indexed_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    path.write_text(GOOD)
+    loaded = load(path, ["data.name=synthetic", f"data.args.num_samples={10**44}"])
+    with pytest.raises(BadFileError, match=r"data\.args\.num_samples: has 1e\+44 training samples"):
+        make_plan(loaded)
+
+
+def test_a_home_folder_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_TRAIN_RUNS", "~no-such-user/x")
+    with pytest.raises(
+        UsageError, match=r"HPC_TRAIN_RUNS: '~no-such-user/x' .* write the folder's full path"
+    ):
+        runs_root()
+    assert expanded("~no-such-user/x") == Path("~no-such-user/x")
