@@ -77,7 +77,7 @@ MASK = torch.arange(16, dtype=torch.uint8).view(4, 4)
         (MASK, MASK),
         (Image.fromarray(MASK.numpy()), MASK),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_targets_keep_dtype_and_shape(target: Any, expected: Tensor) -> None:
     given = Samples([target] * SAMPLES)
@@ -128,7 +128,7 @@ NEEDS = (
         (None, r"None \(NoneType\)"),
         ({"boxes": 1}, r"\{'boxes': 1\} \(dict\)"),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_a_sample_that_does_not_fit_the_task_is_named(target: Any, found: str, workers: int) -> None:
     with pytest.raises(BadFileError, match=f"^data: sample 5 has the target {found}, {NEEDS}"):
