@@ -12,7 +12,7 @@ from hpc_train.cli.micro_batch import say_layouts
 from hpc_train.cli.next_steps import next_attempt_words
 from hpc_train.cli.printing import say
 from hpc_train.config.loading import Loaded
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.launchers.base import QueuedRun, QueueingLauncher
 from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
@@ -40,6 +40,8 @@ class Submitted:
 
     runs: list[RunPaths]
     existing: list[tuple[RunPaths, PlannedRun]]
+    #: TRY_AGAIN where the scheduler has accepted a job that it can never start.
+    code: ExitCode
 
 
 def section_problems(name: str, loaded: Loaded) -> list[str]:
@@ -65,6 +67,7 @@ def submit_all(queue: Queue, loaded: Loaded, plan: Plan, *, new: bool) -> Submit
     found: dict[str, RunPaths] = {}
     made: list[QueuedRun] = []
     new_runs: list[PlannedRun] = []
+    code = ExitCode.DONE
     with queue.launcher.submitting(folder):
         for run in plan.runs:
             _make_free(queue.launcher, RunPaths(folder.folder / run.id))
@@ -79,11 +82,11 @@ def submit_all(queue: Queue, loaded: Loaded, plan: Plan, *, new: bool) -> Submit
                 made.append(_queued(paths.folder, run, loaded))
                 new_runs.append(run)
         if made:
-            queue.launcher.enqueue(folder, made)
+            code = queue.launcher.enqueue(folder, made) or code
     _say_queued(plan.name, made)
     say_layouts(new_runs)
     existing = [(found[run.id], run) for run in plan.runs if run not in new_runs]
-    return Submitted(list(found.values()), existing)
+    return Submitted(list(found.values()), existing, code)
 
 
 def _make_free(launcher: QueueingLauncher, paths: RunPaths) -> None:
@@ -109,7 +112,7 @@ def resume_all(
     *,
     new_code: bool,
     versions: Mapping[RunPaths, Mapping[str, str] | None],
-) -> None:
+) -> ExitCode:
     """Put runs that have ended into the queue again. Only within ``submitting``.
 
     ``versions``: those that their ranks will have, where they are known.
@@ -129,7 +132,7 @@ def resume_all(
             paths.cancelled.unlink(missing_ok=True)
             queued.append(QueuedRun(paths, effective_experiment(paths, number), loaded.problem))
             say(f"{run_name(paths)}: {next_attempt_words(paths, overrides)}")
-        queue.launcher.enqueue(runs[0][0].siblings, queued)
+        return queue.launcher.enqueue(runs[0][0].siblings, queued) or ExitCode.DONE
     except BadFileError:
         for each in before:
             each.restore()

@@ -157,8 +157,7 @@ def _enqueue(queue: Queue, folder: ExperimentPaths, runs: Sequence[RunPaths], wi
             _say_changes(prepared, with_slurm=True)
             pairs = [(each.paths, each.loaded) for each in prepared]
             versions = {each.paths: each.versions.now for each in prepared}
-            resume_all(queue, pairs, wish.overrides, new_code=wish.new_code, versions=versions)
-            codes.append(ExitCode.DONE)
+            codes.append(resume_all(queue, pairs, wish.overrides, new_code=wish.new_code, versions=versions))
     return codes
 
 

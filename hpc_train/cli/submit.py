@@ -103,7 +103,7 @@ def _submit_to(queue: Queue, loaded: Loaded, choices: Choices) -> ExitCode:
     if choices.dry_run:
         return ExitCode.DONE
     submitted = submit_all(queue, loaded, plan, new=choices.new)
-    code = _handle_existing(queue, submitted.existing)
+    code = max(submitted.code, _handle_existing(queue, submitted.existing))
     report(rows_of(submitted.runs), as_json=choices.as_json)
     return code
 

@@ -64,8 +64,11 @@ class QueueingLauncher(Protocol):
     def is_unsubmitted(self, paths: RunPaths) -> bool:
         """Tell whether the run was made but never reached a queue. Only within ``submitting``."""
 
-    def enqueue(self, folder: ExperimentPaths, runs: Sequence[QueuedRun]) -> None:
-        """Submit runs whose folders and snapshots stand. Only within ``submitting``.
+    def enqueue(self, folder: ExperimentPaths, runs: Sequence[QueuedRun]) -> ExitCode | None:
+        """Submit runs whose folders and snapshots exist. Only within ``submitting``.
+
+        Return TRY_AGAIN where the scheduler has accepted a job that it can never start, and say why; else
+        DONE or None.
 
         Raises NoSlurmError where the scheduler does not answer (the next ``submitting`` finishes it),
         BadFileError where it refuses: then nothing of these runs is queued.

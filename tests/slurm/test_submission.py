@@ -277,7 +277,7 @@ def test_what_slurm_refuses_is_placed_in_the_file_and_leaves_nothing(place: Plac
 @pytest.mark.fault(35)
 def test_a_job_that_can_never_start_is_told(place: Place) -> None:
     code, said = place.submit("slurm.partition=short", "slurm.time_limit=2h")
-    assert code == 0
+    assert code == 75
     assert "never starts: PartitionTimeLimit" in said
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 
-from hpc_train.errors import BadFileError, NoSlurmError
+from hpc_train.errors import BadFileError, ExitCode, NoSlurmError
 from hpc_train.launchers.base import QueuedRun
 from hpc_train.launchers.slurm import (
     cancelling,
@@ -22,6 +22,7 @@ from hpc_train.launchers.slurm import (
     script,
     sending,
     standing,
+    unsatisfiable,
     waiting,
 )
 from hpc_train.launchers.slurm import submission as steps
@@ -78,8 +79,8 @@ class SlurmLauncher:
     def is_unsubmitted(self, paths: RunPaths) -> bool:
         return steps.is_unsubmitted(paths)
 
-    def enqueue(self, folder: ExperimentPaths, runs: Sequence[QueuedRun]) -> None:
-        """Submit all, held; release them once every one stands."""
+    def enqueue(self, folder: ExperimentPaths, runs: Sequence[QueuedRun]) -> ExitCode:
+        """Submit all, held; release them once every one stands. TRY_AGAIN where one can never start."""
         try:
             groups = _groups(runs, _array_limit())
             jobs = [_prepared(folder, group) for group in groups]
@@ -93,7 +94,7 @@ class SlurmLauncher:
         except KeyboardInterrupt:
             say(f"interrupted; {_FINISH}")
             raise
-        _tell(jobs)
+        return _tell(jobs)
 
     def standings(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
         return standing.standings(runs, max_age_s=0 if is_fresh else MAX_AGE_S)
@@ -245,7 +246,8 @@ def _sent_again(folder: ExperimentPaths, paths: SubmissionPaths, record: Submiss
     return None
 
 
-def _tell(jobs: Sequence[_Job]) -> None:
+def _tell(jobs: Sequence[_Job]) -> ExitCode:
+    """Say which jobs there are; return TRY_AGAIN where one of them can never start."""
     for job in jobs:
         held = ", held: `scontrol release` lets it start" if job.record.stays_held else ""
         say(f"{_job_words(job.record)}{held}")
@@ -253,7 +255,7 @@ def _tell(jobs: Sequence[_Job]) -> None:
         say(f"  max_parallel holds for each of the {len(jobs)} jobs by itself")
     for warning in dict.fromkeys(words for job in jobs for words in _short_times(job)):
         say(f"  {warning}")
-    _warn(jobs)
+    return ExitCode.TRY_AGAIN if _say_stuck(jobs) else ExitCode.DONE
 
 
 def _short_times(job: _Job) -> list[str]:
@@ -272,15 +274,37 @@ def _job_words(record: Submission) -> str:
     return f"job {record.job_id}: an array of {count} runs{throttle}"
 
 
-def _warn(jobs: Sequence[_Job]) -> None:
-    """Say of jobs that Slurm took and will never start; it takes a moment to judge them."""
-    job_ids = [str(job.record.job_id) for job in jobs if not job.record.stays_held]
-    for job_id, reasons in _judged(job_ids).items():
+def _say_stuck(jobs: Sequence[_Job]) -> bool:
+    """Say which jobs Slurm accepted but will never start, and why; return whether there is one.
+
+    Slurm needs a moment to judge them.
+    """
+    by_id = {str(job.record.job_id): job for job in jobs if not job.record.stays_held}
+    is_stuck = False
+    for job_id, reasons in _judged(list(by_id)).items():
         for reason in sorted(reasons):
             if words := waiting.never_starts(reason):
+                is_stuck = True
                 say(f"  job {job_id} {words}")
+                for line in _causes(by_id[job_id], reason):
+                    say(f"    {line}")
             elif refusals.may_never_start(reason):
                 say(f"  job {job_id} waits: {reason}; if it alone exceeds that limit, it never starts")
+    return is_stuck
+
+
+def _causes(job: _Job, reason: str) -> list[str]:
+    """Return the requests that no node satisfies, where Slurm's reason names none."""
+    if reason != "BadConstraints":
+        return []
+    run = job.runs[0]
+    assert run.experiment.slurm is not None
+    slurm = _profile(run.experiment.slurm.profile, run.problem).applied(run.experiment).slurm
+    assert slurm is not None
+    if causes := unsatisfiable.unsatisfied(slurm):
+        return causes
+    asked = ", ".join(unsatisfiable.requested(slurm))
+    return [f"no node satisfies all of: {asked}; `sinfo -N -o '%N %c %m %G %f'` shows what nodes have"]
 
 
 def _judged(job_ids: Sequence[str]) -> dict[str, set[str]]:

@@ -9,7 +9,7 @@ from hpc_train.launchers.slurm.jobs import JobState
 
 #: Reasons of jobs that wait for ever as they are → the key that asks for too much (22.05 to 24.11, read).
 _NEVER = {
-    "BadConstraints": "slurm.constraint",
+    "BadConstraints": "slurm.* (no node satisfies what it asks for)",
     "PartitionConfig": "slurm.*",
     "PartitionInactive": "slurm.partition",
     "PartitionNodeLimit": "slurm.nodes",

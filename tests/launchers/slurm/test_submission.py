@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import BadFileError, NoSlurmError
+from hpc_train.config.cluster_sections import SlurmConfig
+from hpc_train.config.marked_yaml import read_value
+from hpc_train.errors import BadFileError, ExitCode, NoSlurmError
 from hpc_train.launchers.base import QueuedRun
 from hpc_train.launchers.slurm import commands, launcher, refusals, sending
 from hpc_train.launchers.slurm import submission as steps
@@ -289,6 +291,39 @@ def test_an_answer_that_was_lost_is_asked_for_before_sbatch_runs_again(
         ["13_1"],
         ["13_2"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ("constraint: h100", "slurm.constraint: h100, but no node has this feature (there are a100, nvme)"),
+        ("mem_gb: 65", "slurm.mem_gb: 65, but a node has at most 62"),
+        ("gpus_per_node: 8", "slurm.gpus_per_node: 8, but a node has at most 4"),
+        ("{gpus_per_node: 1, gpu_type: h100}", "slurm.gpu_type: h100, but no node has such GPUs"),
+        ("nodes: 3", "slurm.nodes: 3, but the partition has 2"),
+        ("constraint: a100", "no node satisfies all of: slurm.nodes: 1, slurm.constraint: a100"),
+    ],
+)
+def test_a_job_that_can_never_start_is_told_with_the_request_at_fault(
+    tmp_path: Path,
+    folder: ExperimentPaths,
+    programs: Programs,
+    capsys: pytest.CaptureFixture[str],
+    asked: str,
+    told: str,
+) -> None:
+    programs.put("squeue", "echo '12|BadConstraints'")
+    programs.put("sinfo", "echo '16|64000|gpu:a100:4(S:0-1)|a100,nvme'; echo '16|64000|(null)|(null)'")
+    (run,) = _runs(tmp_path, folder, "[1]")
+    slurm = read_value(f"{{{asked.strip('{}')}}}")[0]
+    section = SlurmConfig.model_validate(slurm)
+    experiment = run.experiment.model_copy(update={"slurm": section})
+    launcher = SlurmLauncher()
+    with launcher.submitting(folder):
+        assert launcher.enqueue(folder, [replace(run, experiment=experiment)]) == ExitCode.TRY_AGAIN
+    said = capsys.readouterr().err
+    assert "job 12 never starts: BadConstraints" in said
+    assert told in said
 
 
 def test_what_another_host_may_be_doing_is_left_to_it(
