@@ -81,7 +81,7 @@ def _too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[str]:
         yield f"slurm.mem_gb: {slurm.mem_gb}, but a node has at most {most_gb:.0f}"
     cpus, most_cpus = max(1, slurm.gpus_per_node) * (slurm.cpus_per_gpu or 1), max(n.cpus for n in nodes)
     if cpus > most_cpus:
-        yield f"slurm.cpus_per_gpu: {slurm.cpus_per_gpu} ({cpus} per node), but a node has at most {most_cpus}"
+        yield f"slurm.cpus_per_gpu: {slurm.cpus_per_gpu} is {cpus} per node, a node has at most {most_cpus}"
     fewest = slurm.nodes if isinstance(slurm.nodes, int) else int(str(slurm.nodes).partition("-")[0])
     if fewest > len(nodes):
         yield f"slurm.nodes: {slurm.nodes}, but the partition has {len(nodes)}"
