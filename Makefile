@@ -17,7 +17,7 @@ SEEDS ?= 1-100
 FULL_SEEDS ?= 1-20
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full soak reliability parallelism test-gpu cluster cluster-down check clean
+.PHONY: help install demo test test-full test-slurm-new soak reliability parallelism test-gpu cluster cluster-down check clean
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ test: install ## run all tests but those of hours; installs Slurm for them by ap
 test-full: install ## all tests with more seeds of random faults, all parallel settings, a short soak: hours
 	@tests/slurm/install.sh
 	@HPC_TRAIN_ALL_PARALLEL=1 HPC_TRAIN_FAULT_SEEDS=$(FULL_SEEDS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "soak or not soak"
+
+test-slurm-new: install ## Slurm's tests on Debian 13's Slurm 24.11, installed into a chroot: half an hour; needs root
+	@tests/slurm/debian13.sh $(CURDIR)/$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) --dist worksteal tests/slurm
 
 soak: install ## SEEDS=1-100: runs on a real Slurm through random faults, under a minute a seed
 	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh

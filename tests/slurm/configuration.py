@@ -1,4 +1,4 @@
-"""The files that a test cluster is configured by. Written for Slurm 22.05, Debian 12's."""
+"""The files that a test cluster is configured by. For Slurm 22.05 (Debian 12) and 24.11 (Debian 13)."""
 
 from __future__ import annotations
 

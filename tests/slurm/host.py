@@ -28,6 +28,14 @@ def why_not(accounting: bool = True) -> str:
     return "its daemons need root" if os.geteuid() else ""
 
 
+def slurm_version() -> tuple[int, int]:
+    """Return the version of this machine's Slurm: (24, 11)."""
+    done = subprocess.run([program_path("slurmctld"), "-V"], capture_output=True, text=True, check=True)
+    # ``slurm-wlm 24.11.5``, Debian's; else ``slurm 24.11.5``.
+    major, minor = done.stdout.split()[-1].split(".")[:2]
+    return int(major), int(minor)
+
+
 def clean_environment() -> dict[str, str]:
     """Return this process's environment without what tells Slurm's commands what to do."""
     return {name: value for name, value in os.environ.items() if not name.startswith(SLURM_VARIABLES)}

@@ -10,6 +10,8 @@ from hpc_train.launchers.slurm import script
 from hpc_train.launchers.slurm.script import Batch
 from tests.launchers.slurm.scripts import fake_batch
 from tests.slurm.cluster import Cluster
+from tests.slurm.configuration import NODES
+from tests.slurm.runs import high_job
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 120.0
@@ -29,6 +31,12 @@ def ranks(batch: Batch) -> list[str]:
     """Return ``rank restart`` of each rank that ran, sorted."""
     path = batch.submission / "ranks"
     return sorted(line[:3] for line in path.read_text().splitlines()) if path.exists() else []
+
+
+def field(cluster: Cluster, job: str, name: str) -> str:
+    """Return what scontrol says of the job."""
+    shown = cluster.run("scontrol", "--oneliner", "show", "job", job)
+    return shown.partition(f" {name}=")[2].split()[0]
 
 
 def test_ranks_that_stopped_for_now_are_started_again_by_the_script(cluster: Cluster, tmp_path: Path) -> None:
@@ -54,6 +62,44 @@ def test_of_an_array_only_the_task_that_asks_comes_back(cluster: Cluster, tmp_pa
     submit(cluster, batch, runs=3)
     wait_for_the_end(cluster)
     assert ranks(batch) == ["0 0", "1 0", "2 0", "2 1"]
+
+
+#: Leaves when it is preempted; started again, it ends with the code that the file `last` holds.
+PREEMPTED_ONCE = """\
+import os, pathlib, signal, sys
+folder = pathlib.Path(os.environ["HPC_TRAIN_RUN_FOLDER"]).parent
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+restart = os.environ.get("SLURM_RESTART_COUNT", "0")
+with (folder / "ranks").open("a") as file:
+    file.write(f"0 {restart}\\n")
+if restart == "0":
+    signal.pause()
+sys.exit(int((folder / "last").read_text()))
+"""
+
+
+@pytest.mark.fault(1, 36)
+@pytest.mark.parametrize("code", [0, 65])
+def test_a_job_that_ends_after_a_preemption_is_not_requeued_by_slurm(
+    code: int, cluster: Cluster, tmp_path: Path
+) -> None:
+    """From 24.05 on Slurm requeues a preempted job when its batch script exits, also long after."""
+    batch = fake_batch(tmp_path, slurm={"partition": "low"})
+    rank = tmp_path / ".code/content/package/hpc_train/launchers/slurm/rank.py"
+    rank.write_text(PREEMPTED_ONCE)
+    (batch.submission / "last").write_text(str(code))
+    job = submit(cluster, batch)
+    cluster.wait(lambda: ranks(batch) == ["0 0"], "a rank", LIMIT_S)
+    with high_job(cluster, NODES):
+        cluster.wait(lambda: field(cluster, job, "Restarts") == "1", "the requeue", LIMIT_S)
+    cluster.wait(lambda: len(ranks(batch)) == 2, "the second start", LIMIT_S)
+    on_its_nodes = {"RUNNING", "COMPLETING"}
+    cluster.wait(lambda: field(cluster, job, "JobState") not in on_its_nodes, "its end", LIMIT_S)
+    assert (field(cluster, job, "JobState"), field(cluster, job, "Restarts")) in {
+        ("COMPLETED" if code == 0 else "FAILED", "1"),
+        ("PREEMPTED", "1"),
+    }
+    assert ranks(batch) == ["0 0", "0 1"]
 
 
 @pytest.mark.fault(46)

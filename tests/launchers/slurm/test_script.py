@@ -58,7 +58,7 @@ def test_the_ranks_run_between_begin_and_after(tmp_path: Path, programs: Program
     assert (batch.submission / "ranks").read_text() == "0 0 -\n"
     assert (batch.submission / "code").read_text() == "0"
     assert "--kill-on-bad-exit=1 --export=ALL" in programs.calls("srun")[0]
-    assert programs.calls("scontrol") == []
+    assert programs.calls("scontrol") == ["--version"]
 
 
 def test_the_rank_is_started_as_a_file_and_starts_submitit(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_container_holds_python_and_sees_the_folders(tmp_path: Path, programs:
 
 def asked(programs: Programs) -> list[str]:
     """Return what scontrol was asked to do, without what it was only asked."""
-    return [call for call in programs.calls("scontrol") if "show job" not in call]
+    return [call for call in programs.calls("scontrol") if "show job" not in call and call != "--version"]
 
 
 def test_a_job_that_has_run_before_is_not_lost_to_a_node_that_cannot_start_it(
@@ -182,6 +182,93 @@ def test_a_preempted_job_is_requeued_at_once(tmp_path: Path, programs: Programs)
     assert done.returncode == 75, done.stderr
     assert (batch.submission / "code").read_text() == "75"
     assert asked(programs) == ["requeue 7", "update JobId=7 StartTime=now+5"]
+
+
+#: scontrol of a version, and what it says of the job.
+SCONTROL = """\
+[ "$1" != --version ] || echo '{version}'
+[ "$2" != show ] || echo 'JobId=7 Requeue=1 Restarts={restarts} BatchFlag=1 {preempted} TimeMin=N/A'
+"""
+NOT_PREEMPTED = "PreemptEligibleTime=2026-11-22T22:01:40 PreemptTime=None"
+PREEMPTED = "PreemptEligibleTime=2026-11-22T22:01:40 PreemptTime=2026-11-22T22:01:46"
+
+
+@pytest.mark.fault(1, 36)
+@pytest.mark.parametrize(
+    ("version", "restart", "preempted", "is_told"),
+    [
+        ("slurm-wlm 24.11.5", 1, NOT_PREEMPTED, True),
+        ("slurm 26.05.3", 1, "", True),
+        ("slurm 24.05.0-0rc1", 2, NOT_PREEMPTED, True),
+        ("slurm-wlm 24.11.5", 0, PREEMPTED, True),
+        ("slurm-wlm 24.11.5", 0, NOT_PREEMPTED, False),
+        ("slurm-wlm 24.11.5", 0, "", False),
+        ("slurm-wlm 22.05.8", 1, PREEMPTED, False),
+        ("slurm 23.11.10", 1, PREEMPTED, False),
+        ("", 1, PREEMPTED, False),
+    ],
+)
+def test_a_run_that_has_ended_is_not_left_to_slurms_own_requeue(
+    version: str, restart: int, preempted: str, is_told: bool, tmp_path: Path, programs: Programs
+) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "after").write_text("stop 65")
+    programs.put("scontrol", SCONTROL.format(version=version, restarts=restart, preempted=preempted))
+    assert run(batch, programs, SLURM_RESTART_COUNT=str(restart)).returncode == 65
+    assert asked(programs) == (["update JobId=7 Requeue=0"] if is_told else [])
+
+
+@pytest.mark.parametrize("begin", ["|0", "|65", "|77"])
+def test_a_job_that_has_nothing_to_start_is_not_requeued_by_slurm(
+    begin: str, tmp_path: Path, programs: Programs
+) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "begin").write_text(begin)
+    programs.put("scontrol", SCONTROL.format(version="slurm 24.11.5", restarts=1, preempted=""))
+    run(batch, programs, SLURM_RESTART_COUNT="1")
+    assert asked(programs) == ["update JobId=7 Requeue=0"]
+
+
+def test_a_lost_nodes_script_leaves_the_jobs_next_start_to_be_requeued(
+    tmp_path: Path, programs: Programs
+) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "after").write_text("stop 1")
+    programs.put("scontrol", SCONTROL.format(version="slurm 24.11.5", restarts=2, preempted=""))
+    run(batch, programs, SLURM_RESTART_COUNT="1")
+    assert asked(programs) == []
+
+
+@pytest.mark.parametrize(
+    ("dependency", "code", "is_told"),
+    [
+        ("afterok:7(unfulfilled)", 0, False),
+        ("afterany:3(unfulfilled),aftercorr:7(unfulfilled)", 0, False),
+        ("afterok:77(unfulfilled)", 0, True),
+        ("afterany:7(unfulfilled)", 0, True),
+        ("afterok:7(unfulfilled)", 1, True),
+        ("(null)", 0, True),
+    ],
+)
+def test_jobs_that_wait_for_a_completed_run_see_it_succeed(
+    dependency: str, code: int, is_told: bool, tmp_path: Path, programs: Programs
+) -> None:
+    """Slurm calls a job that it may not requeue PREEMPTED, so ``afterok`` would never be fulfilled."""
+    batch = fake_batch(tmp_path)
+    (batch.submission / "after").write_text(f"stop {code}")
+    programs.put("scontrol", SCONTROL.format(version="slurm 24.11.5", restarts=1, preempted=""))
+    programs.put("squeue", f"echo '(null)'; echo '{dependency}'")
+    run(batch, programs, SLURM_RESTART_COUNT="1")
+    assert asked(programs) == (["update JobId=7 Requeue=0"] if is_told else [])
+
+
+def test_a_slurm_that_may_start_an_ended_job_again_is_told_of(tmp_path: Path, programs: Programs) -> None:
+    batch = fake_batch(tmp_path)
+    answers = SCONTROL.format(version="slurm 24.11.5", restarts=1, preempted="")
+    programs.put("scontrol", f"{answers}[ $1 != update ] || {{ echo 'connect failure' >&2; exit 1; }}")
+    done = run(batch, programs, SLURM_RESTART_COUNT="1")
+    assert "Slurm may start job 7 again though it has ended: connect failure" in done.stderr
+    assert programs.calls("sleep") == ["1", "2", "4", "8", "0"]
 
 
 def told_of(excluded: str) -> str:

@@ -1,0 +1,53 @@
+"""What Slurm 22.05 and 24.11 printed on the test cluster is read alike."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.launchers.slurm import commands, jobs
+from hpc_train.launchers.slurm.commands import NoAnswerError
+from hpc_train.launchers.slurm.jobs import JobState
+
+RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("recorded.json").read_text())
+VERSIONS = pytest.mark.parametrize("version", RECORDED)
+
+
+@VERSIONS
+def test_an_array_of_which_two_tasks_were_cancelled(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Task 0 while it ran; task 4, which waited, leaves no trace. An exit code is 15 or 0:15."""
+    monkeypatch.setattr(jobs, "run", lambda *_, **__: "\n".join(RECORDED[version]["squeue"]))
+    found = {job: replace(state, ended=None) for job, state in jobs._squeue("--user=0").items()}
+    shared = {"restarts": 0, "exit_code": "0:0", "name": "exp", "script": "(null)"}
+    running = {job: JobState(job, "RUNNING", nodes="n1", **shared) for job in ("1_1", "1_2")}
+    assert found == running | {
+        "1_0": JobState("1_0", "CANCELLED", nodes="n1", **shared | {"exit_code": "0:15"}),
+        "1_3": JobState("1_3", "PENDING", "JobArrayTaskLimit", **shared),
+    }
+
+
+@VERSIONS
+def test_limits_of_the_cluster_and_its_partition(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = RECORDED[version]
+    text = {"config": "\n".join(recorded["config"]), "partition": recorded["partition"]}
+    monkeypatch.setattr(commands, "run", lambda argv, **_: next(text[word] for word in argv if word in text))
+    config = commands.config.__wrapped__()
+    assert (config["MaxArraySize"], config["KillWait"], config["JobRequeue"]) == ("1001", "10 sec", "1")
+    assert config["PreemptMode"] == "REQUEUE"
+    partition = commands.partition.__wrapped__("low")
+    assert (partition["GraceTime"], partition["PreemptMode"]) == ("60", "REQUEUE")
+
+
+@pytest.mark.parametrize(
+    ("version", "kind"),
+    [("22.05.8", "missing_file"), ("24.11.5", "missing_file"), ("24.11.5", "no_configuration")],
+)
+def test_a_machine_without_a_configuration_is_not_answered_by_slurm(version: str, kind: str) -> None:
+    """Several lines, none of which is a refusal of what was asked."""
+    error = commands.failure(["squeue"], "\n".join(RECORDED[version][kind]))
+    assert isinstance(error, NoAnswerError)
+    assert "\n" not in str(error)
