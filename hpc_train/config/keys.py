@@ -24,6 +24,14 @@ NOT_IDENTITY = (
     "data.root",
     "data.workers",
 )
+#: Keys outside of the identity that a grid may vary all the same, to train one experiment on several sizes
+#: of job: where they are swept, a run's id includes their values.
+SCALING: tuple[KeyPath, ...] = (
+    ("slurm", "nodes"),
+    ("slurm", "gpus_per_node"),
+    ("slurm", "ranks_per_node"),
+    ("slurm", "cpus_per_gpu"),
+)
 GRID: KeyPath = ("sweep", "grid")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpc_train.config.explanations import explain
-from hpc_train.config.keys import GRID, NOT_IDENTITY, BadKeyError, replaced, split_key
+from hpc_train.config.keys import GRID, NOT_IDENTITY, SCALING, BadKeyError, replaced, split_key
 from hpc_train.config.problems import KeyPath, Problem, Rule, dotted, rule, shown
 from hpc_train.config.schema import Experiment
 
@@ -60,6 +60,8 @@ def swept_keys_exist(experiment: Experiment) -> Iterator[Problem]:
 def swept_keys_change_the_run(experiment: Experiment) -> Iterator[Problem]:
     excluded = [tuple(key.split(".")) for key in NOT_IDENTITY]
     for key, path in swept_paths(experiment).items():
+        if path in SCALING:
+            continue
         if any(path[: len(outside)] == outside for outside in excluded):
             message = "does not change what a run is, so its runs would be one"
             yield Problem((*GRID, key), message, "take it out of the grid", on_key=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hpc_train.config.keys import NOT_IDENTITY
+from hpc_train.config.problems import KeyPath, dotted
 from hpc_train.config.schema import Experiment
 
 RUN_ID_LENGTH = 10
@@ -15,19 +16,29 @@ RUN_ID_LENGTH = 10
 CHANGEABLE = ("parallel",)
 
 
-def content_hash(experiment: Experiment) -> str:
+def content_hash(experiment: Experiment, scaled_by: Iterable[KeyPath] = ()) -> str:
     """Return the SHA-256 of the settings that matter, in hexadecimal.
 
     Defaults count as left out, so that writing one out, or a later version's new key, changes nothing.
+    ``scaled_by``: keys outside of the identity that a sweep varies, whose values count in its runs.
     """
     settings = _identity(experiment, exclude_defaults=True)
+    if scaled := {dotted(path): _value(experiment, path) for path in scaled_by}:
+        settings["scaled by"] = scaled
     canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def run_id(experiment: Experiment) -> str:
-    """Return the id of the run; the same experiment is the same run."""
-    return content_hash(experiment)[:RUN_ID_LENGTH]
+def run_id(experiment: Experiment, scaled_by: Iterable[KeyPath] = ()) -> str:
+    """Return the id of the run; the same experiment is the same run. ``scaled_by``: see above."""
+    return content_hash(experiment, scaled_by)[:RUN_ID_LENGTH]
+
+
+def _value(experiment: Experiment, path: KeyPath) -> Any:
+    value: Any = experiment.model_dump(mode="json")
+    for segment in path:
+        value = value[segment]
+    return value
 
 
 def changes_identity(old: Experiment, new: Experiment) -> list[str]:

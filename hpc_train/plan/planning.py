@@ -11,11 +11,13 @@ from typing import Any
 
 from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.degrees import AXES, Degrees, find_degrees
+from hpc_train.config.keys import GRID, SCALING
 from hpc_train.config.loading import Loaded
 from hpc_train.config.pipelines import bubble, stages_per_rank
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.config.slurm_rules import least_nodes, most_nodes, ranks_a_node
+from hpc_train.config.sweep_rules import swept_paths
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.errors import BadFileError
 from hpc_train.plan.batches import (
@@ -122,6 +124,8 @@ def make_plan(loaded: Loaded, devices: int | None = None, local: bool = False) -
     Raises BadFileError where the sweep can't be run, the data are smaller than a batch, or the warm-up is
     as long as the run.
     """
+    if local:
+        _refuse_scaling(loaded)
     sizes = _Sizes()
     runs, problems = [], []
     for variant in expand(loaded):
@@ -132,6 +136,18 @@ def make_plan(loaded: Loaded, devices: int | None = None, local: bool = False) -
     if problems:
         raise BadFileError(list(dict.fromkeys(problems)))
     return Plan(loaded.experiment.name, runs)
+
+
+def _refuse_scaling(loaded: Loaded) -> None:
+    """Raise BadFileError where a grid varies the size of a Slurm job, which is nothing to this machine."""
+    message = "changes nothing on this machine, so its runs would be one"
+    remedy = "take it out of the grid, or submit it to Slurm"
+    swept = swept_paths(loaded.experiment)
+    problems = [
+        loaded.problem((*GRID, key), message, remedy) for key, path in swept.items() if path in SCALING
+    ]
+    if problems:
+        raise BadFileError(problems)
 
 
 def _misfits(variant: Variant, num_samples: int) -> Iterator[tuple[str, str, str]]:

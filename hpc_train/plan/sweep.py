@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_train.config.keys import SCALING, split_key
 from hpc_train.config.loading import Loaded
 from hpc_train.config.names import one_child
+from hpc_train.config.problems import KeyPath
 from hpc_train.config.schema import Experiment, SweepConfig
 from hpc_train.errors import BadFileError
 from hpc_train.plan.identity import run_id
@@ -29,6 +31,7 @@ def expand(loaded: Loaded) -> list[Variant]:
     Raises BadFileError with every problem of every combination, and where two of them are the same run.
     """
     variants, problems = [], []
+    scaled_by = _scaled_by(loaded.experiment.sweep.grid)
     with one_child():
         for values in _combinations(loaded.experiment.sweep.grid):
             try:
@@ -36,7 +39,7 @@ def expand(loaded: Loaded) -> list[Variant]:
             except BadFileError as error:
                 problems += error.problems
                 continue
-            variants.append(Variant(run_id(experiment), values, experiment))
+            variants.append(Variant(run_id(experiment, scaled_by), values, experiment))
     problems = list(dict.fromkeys(problems)) or _twice(loaded, variants)
     if problems:
         raise BadFileError(problems)
@@ -46,6 +49,11 @@ def expand(loaded: Loaded) -> list[Variant]:
 def _single(experiment: Experiment) -> Experiment:
     """Return one run's experiment without the sweep that it came from, but for what a queue has to know."""
     return experiment.model_copy(update={"sweep": SweepConfig(max_parallel=experiment.sweep.max_parallel)})
+
+
+def _scaled_by(grid: Iterable[str]) -> list[KeyPath]:
+    """Return the grid's keys that change only the size of the job."""
+    return sorted(path for key in grid if (path := split_key(key)) in SCALING)
 
 
 def _combinations(grid: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:

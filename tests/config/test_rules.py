@@ -149,7 +149,7 @@ def args(*overrides: str) -> tuple[str, ...]:
             "mean optimization.optimizer.lr?",
         ),
         (args("sweep.grid={name: [a, b]}"), "sweep.grid.name", "out of the grid"),
-        (args("sweep.grid={slurm.nodes: [1]}"), "sweep.grid.slurm.nodes", "out of the grid"),
+        (args("sweep.grid={slurm.partition: [a]}"), "sweep.grid.slurm.partition", "out of the grid"),
         (args("sweep.grid={data.root: [a]}"), "sweep.grid.data.root", "out of the grid"),
         (args("sweep.grid={seed: [1, 2, 1]}"), "sweep.grid.seed[2]", "the same as value 1"),
         (args("sweep.grid={optimization.epochs: [1, x]}"), "sweep.grid.optimization.epochs[1]", "number"),

@@ -6,6 +6,7 @@ import pytest
 
 from hpc_train.errors import BadFileError
 from hpc_train.plan.identity import run_id
+from hpc_train.plan.planning import make_plan
 from hpc_train.plan.sweep import expand
 from tests.plan.files import loaded
 
@@ -32,6 +33,51 @@ def test_a_run_of_a_sweep_is_the_run_of_a_file_that_says_its_values(tmp_path: Pa
     (_, second) = expand(loaded(tmp_path, "sweep.grid={seed: [0, 5]}"))
     assert second.id == run_id(loaded(tmp_path, "seed=5").experiment)
     assert second.experiment.sweep.grid == {}
+
+
+SCALING = """\
+slurm: {ranks_per_node: 2}
+sweep:
+  grid: {slurm.nodes: [1, 2, "1-2"]}
+"""
+
+
+def test_the_same_experiment_on_more_nodes_is_a_run_of_its_own(tmp_path: Path) -> None:
+    variants = expand(loaded(tmp_path, more=SCALING))
+    assert [variant.experiment.slurm and variant.experiment.slurm.nodes for variant in variants] == [
+        1,
+        2,
+        "1-2",
+    ]
+    assert len({variant.id for variant in variants}) == 3
+    again = expand(loaded(tmp_path, "sweep.grid={slurm.nodes: [2, 1]}", more=SCALING))
+    assert [variant.id for variant in again] == [variants[1].id, variants[0].id]
+
+
+def test_the_order_of_scaled_keys_does_not_change_ids(tmp_path: Path) -> None:
+    one, other = (
+        expand(loaded(tmp_path, f"sweep.grid={{{keys}}}"))
+        for keys in (
+            "slurm.nodes: [2], slurm.ranks_per_node: [1]",
+            "slurm.ranks_per_node: [1], slurm.nodes: [2]",
+        )
+    )
+    assert [variant.id for variant in one] == [variant.id for variant in other]
+
+
+def test_a_size_that_does_not_fit_is_refused_at_its_value(tmp_path: Path) -> None:
+    with pytest.raises(BadFileError) as error:
+        expand(loaded(tmp_path, more=SCALING.replace('"1-2"', "9")))
+    (line,) = error.value.problems
+    assert "sweep.grid.slurm.nodes[2]: " in line and "micro-batches" in line
+
+
+def test_this_machine_has_no_nodes_to_vary(tmp_path: Path) -> None:
+    with pytest.raises(BadFileError) as error:
+        make_plan(loaded(tmp_path, more=SCALING), 1, local=True)
+    (line,) = error.value.problems
+    assert "sweep.grid.slurm.nodes: changes nothing on this machine, so its runs would be one; " in line
+    assert line.endswith("take it out of the grid, or submit it to Slurm")
 
 
 def test_two_combinations_that_are_one_run_are_refused_at_the_grid(tmp_path: Path) -> None:
