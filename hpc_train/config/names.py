@@ -51,13 +51,13 @@ def has_batchnorm(name: str, args: dict[str, Any]) -> bool | None:
     return found if isinstance(found, bool) else None
 
 
-def facts(name: str, args: dict[str, Any]) -> dict[str, Any]:
+def facts(name: str, args: dict[str, Any], image_size: int | None = None) -> dict[str, Any]:
     """Return what ``hpc_train.strategies.model_facts`` tells of ``timm/…`` or ``torchvision/…``; nothing
     where that is not known.
     """
     if name.partition("/")[0] not in {"timm", "torchvision"}:
         return {}
-    return _answer(json.dumps([name, args]))
+    return _answer(json.dumps([name, args] if image_size is None else [name, args, image_size]))
 
 
 @contextmanager

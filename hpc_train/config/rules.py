@@ -14,6 +14,7 @@ from hpc_train.config import (
     compatibility,
     layer_rules,
     part_rules,
+    size_rules,
     slurm_rules,
     start_rules,
     sweep_rules,
@@ -32,7 +33,12 @@ def check(
     rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *text_rules.RULES)
     rules += (*layer_rules.RULES, *compatibility.RULES)
     if check_names:
-        rules += (*part_rules.NAME_RULES, *layer_rules.MODEL_RULES, *compatibility.MODEL_RULES)
+        rules += (
+            *part_rules.NAME_RULES,
+            *layer_rules.MODEL_RULES,
+            *compatibility.MODEL_RULES,
+            *size_rules.MODEL_RULES,
+        )
     return [
         replace(problem, reads=each.reads)
         for each in rules

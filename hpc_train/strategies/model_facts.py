@@ -1,8 +1,8 @@
 """``python -m hpc_train.strategies.model_facts``: what commands, which don't import torch, ask of models that
 the file names.
 
-Each line of its input is ``[NAME, ARGS]`` in JSON, each of its output ``facts`` of that model, or ``error``.
-A model is built on the meta device, without memory.
+Each line of its input is ``[NAME, ARGS]`` or ``[NAME, ARGS, IMAGE_SIZE]`` in JSON, each of its output
+``facts`` of that model, or ``error``. A model is built on the meta device, without memory.
 """
 
 from __future__ import annotations
@@ -23,18 +23,48 @@ from hpc_train.models.splitting import most_stages
 from hpc_train.runtime.data_info import DataInfo
 from hpc_train.strategies.tensor_layers import numbers_shared, shareable_in
 
+#: What models are made for that don't say it.
+_USUAL_SIZE = 224
+_CHANNELS = 3
 
-def facts(name: str, args: dict[str, Any]) -> dict[str, Any]:
+
+def facts(name: str, args: dict[str, Any], image_size: int | None = None) -> dict[str, Any]:
     """Build the model and return what decides whether it can be trained as the file says.
 
     ``has_batchnorm``; and for ranks that share layers what ``config.layer_rules.LayerFacts`` has: ``shared``,
-    of equal numbers the first alone, ``dropout_key`` and ``most_stages``. Raises BadFileError where there is
-    no such model.
+    of equal numbers the first alone, ``dropout_key`` and ``most_stages``. With ``image_size`` (pixels) also
+    ``size_refusal``: why the model can't take such images, ``fitting_size``: one that it takes, and
+    ``takes_img_size``: whether it can be built for another. Raises BadFileError where there is no such model.
     """
-    info = DataInfo(num_classes=10, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    values = (0.5,) * _CHANNELS
+    info = DataInfo(num_classes=10, channels=_CHANNELS, mean=values, std=values)
     with torch.device("meta"):
         model = build_model(ModelConfig(name=name, args=args), info)
-    return {"has_batchnorm": has_batchnorm(model)} | _facts_of_layers(model)
+    found = {"has_batchnorm": has_batchnorm(model)} | _facts_of_layers(model)
+    return found if image_size is None else found | _facts_of_size(name, model, image_size)
+
+
+def _facts_of_size(name: str, model: nn.Module, image_size: int) -> dict[str, Any]:
+    """Return nothing where the model takes such images, or its forward fails on meta at its own size too."""
+    model.eval()
+    refusal = _refusal(model, image_size)
+    if refusal is None:
+        return {}
+    own_size = getattr(model, "pretrained_cfg", {}).get("input_size", (_USUAL_SIZE,))[-1]
+    if _refusal(model, own_size) is not None:
+        return {}
+    is_fixed = name.startswith("timm/") and "doesn't match model" in refusal
+    return {"size_refusal": refusal, "fitting_size": own_size, "takes_img_size": is_fixed}
+
+
+def _refusal(model: nn.Module, image_size: int) -> str | None:
+    images = torch.empty(2, _CHANNELS, image_size, image_size, device="meta")
+    try:
+        with torch.no_grad():
+            model(images)
+    except Exception as error:  # whatever a model's own code raises
+        return " ".join(str(error).split())[:200] or type(error).__name__
+    return None
 
 
 def _facts_of_layers(model: nn.Module) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.models.splitting import split_model
 from hpc_train.runtime.data_info import DataInfo
-from hpc_train.strategies.model_facts import facts
+from hpc_train.strategies.model_facts import _facts_of_size, facts
 from hpc_train.strategies.tensor_plan import refuse_unshared
 
 VIT = "timm/vit_tiny_patch16_224"
@@ -104,3 +104,32 @@ def test_the_module_answers_line_by_line() -> None:
     first, unknown, last = map(json.loads, done.stdout.splitlines())
     assert first == facts("timm/test_resnet", {}) and last == facts("timm/test_vit", {"depth": 2})
     assert "did you mean" in unknown["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "size", "told"),
+    [
+        ("timm/test_vit", {}, 50, ("should be divisible by patch size", 160, False)),
+        ("timm/test_vit", {}, 32, None),
+        (VIT, {}, 32, ("doesn't match model (224)", 224, True)),
+        (VIT, {"img_size": 32}, 32, None),
+        ("torchvision/vgg11", {}, 8, ("Output size is too small", 224, False)),
+    ],
+)
+def test_a_size_that_the_model_cannot_take_is_told_with_one_that_it_takes(
+    name: str, args: dict[str, Any], size: int, told: tuple[str, int, bool] | None
+) -> None:
+    found = facts(name, args, size)
+    if told is None:
+        assert "size_refusal" not in found
+    else:
+        assert told[0] in found["size_refusal"]
+        assert (found["fitting_size"], found["takes_img_size"]) == told[1:]
+
+
+def test_a_model_that_fails_at_its_own_size_too_is_refused_nothing() -> None:
+    class Broken(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("not on the meta device")
+
+    assert _facts_of_size("timm/broken", Broken(), 32) == {}
