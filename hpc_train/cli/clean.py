@@ -73,15 +73,18 @@ def _refuse_living(paths: RunPaths) -> None:
 
 
 def _surplus(paths: RunPaths) -> list[_Surplus]:
+    """Return what hpc-train wrote and the run does not need any more; what links lead to stays."""
     found = [_Surplus(paths.cache, "cache")] if paths.cache.exists() else []
-    if not paths.checkpoints.is_dir():
+    if not paths.checkpoints.is_dir() or paths.checkpoints.is_symlink():
         return found
     newest = next((each for each in checkpoints.committed(paths) if not checkpoints.verify(each)), None)
     folders = {checkpoint.folder for checkpoint in paths.checkpoint_folders()}
-    for path in sorted(paths.checkpoints.glob("step-*")):  # what a person put there stays
-        is_set_aside = ".bad" in path.name
-        if path not in folders and not is_set_aside:
+    for path in sorted(paths.checkpoints.glob("step-*")):
+        is_set_aside = checkpoints.is_set_aside(path)
+        if checkpoints.is_left_over(path):
             found.append(_Surplus(path, "not finished"))
+        elif not is_set_aside and (path not in folders or path.is_symlink() or not path.is_dir()):
+            continue
         # Without a whole one nothing says which of them somebody may want to mend.
         elif newest is not None and path != newest.folder:
             older = f"older than {newest.folder.name}, or does not count"

@@ -7,6 +7,7 @@ no torch.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from hpc_train.errors import ExitCode, StorageError, UsageError, UserError, prin
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run_folder.checkpoints import committed, verify
 from hpc_train.run_folder.files import read_json, sync_folder
+from hpc_train.run_folder.finding import is_run
 from hpc_train.strategies.base import Piece
 
 _USAGE = "python -m hpc_train.engine.export takes RUN_FOLDER TARGET [--ema]"
@@ -31,10 +33,12 @@ def export(run: RunPaths, target: Path, *, ema: bool = False) -> None:
     """Write the weights to ``target``, whole or not at all, and say so as one JSON line on stdout.
 
     ``ema``: their average instead. Raises UsageError where the run has saved nothing yet or keeps no average,
+    or ``target`` is inside a run folder,
     StorageError where nothing that it saved is whole or ``target`` can't be written.
     """
     if not target.parent.is_dir():
         raise StorageError(f"{target}: there is no folder {target.parent}; make the folder first")
+    _refuse_target(target)
     checkpoint = _newest_whole(run)
     saved = SavedState.read(checkpoint)
     if ema and not any(name.startswith(EMA) for name in saved.tensors):
@@ -50,6 +54,16 @@ def export(run: RunPaths, target: Path, *, ema: bool = False) -> None:
     metadata = {"step": str(checkpoint.step), "run_id": run_id} | ({"weights": "ema"} if ema else {})
     _write(target, entries, metadata)
     print(json.dumps({"path": str(target), "step": checkpoint.step, "tensors": len(entries)}), flush=True)
+
+
+def _refuse_target(target: Path) -> None:
+    """Raise UserError where writing would replace something else than an earlier export."""
+    if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
+        raise StorageError(f"{target}: exists and is not a plain file; give the name of a file to write")
+    real = target.parent.resolve()
+    for folder in (real, *real.parents):
+        if is_run(RunPaths(folder)):
+            raise UsageError(f"-o: {target} is inside run folder {folder}; write the file outside of it")
 
 
 def _source(name: str, *, ema: bool) -> str:

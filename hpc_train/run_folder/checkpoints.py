@@ -45,7 +45,8 @@ ALGORITHM = "xxh3_128"
 _HEXADECIMAL = frozenset("0123456789abcdef")
 #: In a folder that was set aside.
 _WHY = "why.txt"
-_LEFT_OVER = re.compile(r"step-\d{8,}\.(?:tmp-(?P<attempt>\d+)|removed-[0-9a-f]+)")
+_LEFT_OVER = re.compile(r"step-[0-9]{8,15}\.(?:tmp-(?P<attempt>[0-9]{1,9})|removed-[0-9a-f]+)")
+_SET_ASIDE = re.compile(r"step-[0-9]{8,15}\.bad(?:-[0-9]+)?")
 
 
 class NewerVersionError(BadFileError):
@@ -330,7 +331,8 @@ def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
     half-written, and what a removal left half-done. Nothing once a later attempt stands: it may have
     listed what this one has no use for.
     """
-    surplus = committed(paths, attempt)[max(keep, MIN_KEEP) :]
+    surplus = [each for each in committed(paths, attempt) if _is_real_folder(each.folder)]
+    surplus = surplus[max(keep, MIN_KEEP) :]
     removed = []
     for folder in [checkpoint.folder for checkpoint in surplus] + _left_over(paths, attempt):
         if newest_attempt(paths) > attempt:
@@ -344,9 +346,24 @@ def _left_over(paths: RunPaths, attempt: int) -> list[Path]:
     found = []
     for path in sorted(paths.checkpoints.iterdir()) if paths.checkpoints.is_dir() else []:
         match = _LEFT_OVER.fullmatch(path.name)
-        if match and (match["attempt"] is None or int(match["attempt"]) < attempt):
+        if match and _is_real_folder(path) and (match["attempt"] is None or int(match["attempt"]) < attempt):
             found.append(path)
     return found
+
+
+def is_left_over(folder: Path) -> bool:
+    """Tell whether this is what a save or a removal left half-done."""
+    return _LEFT_OVER.fullmatch(folder.name) is not None and _is_real_folder(folder)
+
+
+def is_set_aside(folder: Path) -> bool:
+    """Tell whether ``set_aside`` made the folder."""
+    return _SET_ASIDE.fullmatch(folder.name) is not None and _is_real_folder(folder)
+
+
+def _is_real_folder(path: Path) -> bool:
+    """We write no links: one leads to what somebody else keeps there."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def move_away(folder: Path) -> Path:

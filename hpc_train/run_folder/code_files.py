@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
 import hpc_train
@@ -27,8 +29,34 @@ _SECRET_NAMES = (
     ".pgpass", ".my.cnf", ".boto", ".s3cfg", ".dockercfg", ".htpasswd", ".vault-token", "kaggle.json",
     "credentials*", "client_secret*", "*service[-_]account*.json", "secrets.*", "*.pem", "*.key", "*.p12",
     "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk", "*.ovpn", "id_rsa*", "id_dsa*", "id_ecdsa*",
-    "id_ed25519*",
+    "id_ed25519*", ".secret", ".secrets", "*_rsa", "*_dsa", "*_ecdsa", "*_ed25519", "rclone.conf",
+    "*.tfstate", "*.tfstate.*", "*.tfvars", "*.tfvars.json", "*.agekey", "*.gpg", "*.asc", "auth.json",
 )  # fmt: skip
+#: A file with such a word in its name, but for source code and its documentation.
+_SECRET_WORDS = {
+    "secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential", "credentials",
+    "creds", "apikey", "apikeys", "accesskey", "accesskeys", "privatekey", "privatekeys",
+}  # fmt: skip
+#: The same for two words in a row, like ``api_keys.json``.
+_SECRET_PAIRS = {
+    (first, last)
+    for first in ("api", "access", "private", "signing", "ssh", "encryption")
+    for last in ("key", "keys")
+}
+#: The same for a last word (``wandb_key``, ``hf_token.txt``) where the suffix is one of settings, or none.
+#: Not the plural: ``tokens.json`` and ``keys.json`` are data.
+_SECRET_LAST_WORDS = {"key", "token", "pat", "pw", "pwd"}
+_SETTINGS_SUFFIXES = {"", ".txt", ".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf"}
+_SOURCE_SUFFIXES = {
+    ".py", ".pyi", ".pyx", ".ipynb", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".go", ".js",
+    ".ts", ".md", ".rst",
+}  # fmt: skip
+_WORD = re.compile(r"[a-z0-9]+")
+#: The marker and the beginning of the key itself: code may look for the marker alone. In JSON the lines are
+#: divided by an escape.
+_PRIVATE_KEY = re.compile(
+    rb"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----(?:\\[rn]|[\s\"'+])*[A-Za-z0-9+/=:-]{8}"
+)
 _SECRET_FOLDERS = {".ssh", ".aws", ".gnupg", ".kaggle", ".docker", ".azure", ".kube", ".gcloud"}
 _SECRET_PATHS = ("wandb/settings", "huggingface/token", ".huggingface/token", "gcloud/*")
 
@@ -194,8 +222,25 @@ def _is_secret(path: str) -> bool:
     lowered = PurePosixPath(path.lower())
     if _SECRET_FOLDERS & set(lowered.parts) or any(lowered.match(pattern) for pattern in _SECRET_PATHS):
         return True
-    # A module of such a name is code that would be missed.
-    return lowered.suffix != ".py" and any(fnmatch(lowered.name, pattern) for pattern in _SECRET_NAMES)
+    if lowered.suffix == ".py":  # a module of such a name is code that would be missed
+        return False
+    return any(fnmatch(lowered.name, pattern) for pattern in _SECRET_NAMES) or _names_secret(lowered)
+
+
+def _names_secret(path: PurePosixPath) -> bool:
+    """Tell whether the words of a file's name, in lower case, speak of a secret."""
+    if path.suffix in _SOURCE_SUFFIXES:
+        return False
+    words = _WORD.findall(path.name)
+    if _SECRET_WORDS & set(words) or _SECRET_PAIRS & set(pairwise(words)):
+        return True
+    last = _WORD.findall(path.stem)[-1:]
+    return path.suffix in _SETTINGS_SUFFIXES and bool(_SECRET_LAST_WORDS & set(last))
+
+
+def holds_private_key(content: bytes) -> bool:
+    """Tell whether a file's content has a private key in it, whatever its name."""
+    return _PRIVATE_KEY.search(content) is not None
 
 
 def _lstat(path: Path) -> os.stat_result | None:

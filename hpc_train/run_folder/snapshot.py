@@ -19,7 +19,14 @@ from typing import Any
 
 from hpc_train.errors import StorageError, UserError
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.code_files import Selection, has_changed, import_folders, package_files, select
+from hpc_train.run_folder.code_files import (
+    Selection,
+    has_changed,
+    holds_private_key,
+    import_folders,
+    package_files,
+    select,
+)
 from hpc_train.run_folder.files import read_json, sync_folder, write_json
 from hpc_train.run_folder.trust import check_holder, check_own
 from hpc_train.run_folder.work_tree import commit_of
@@ -120,11 +127,16 @@ def _read(selection: Selection) -> Code:
     executables = set()
     for path, seen in selection.files.items():
         try:
-            files[f"{_TREE}/{path}"] = _read_file(selection.root / path)
+            content = _read_file(selection.root / path)
         except FileNotFoundError:
             continue  # gone since it was listed
         except OSError as error:
             left_out[path] = error.strerror or str(error)
+            continue
+        if holds_private_key(content):
+            left_out[path] = "holds a private key"
+            continue
+        files[f"{_TREE}/{path}"] = content
         if seen.st_mode & stat.S_IXUSR:
             executables.add(f"{_TREE}/{path}")
     return Code(

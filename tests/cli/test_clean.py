@@ -158,3 +158,28 @@ def test_code_stays_where_not_all_runs_can_be_seen(
     assert f"left alone, for {tmp_path / 'runs'} can't be read: Permission denied" in done.err
     assert unused.exists()
     assert not run.cache.exists(), "the rest is cleaned"
+
+
+def test_only_names_that_hpc_train_writes_are_removed(run: RunPaths, tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    folders = {"step-00000005-best", "step-best", "step-00000006.bad-mine"}
+    for name in folders:
+        (run.checkpoints / name).mkdir()
+    (run.checkpoints / "step-00000005.tar").touch()
+    (run.checkpoints / "step-00000007").symlink_to(kept)
+    (run.checkpoints / "step-00000008.bad").symlink_to(kept)
+    others = {"step-00000005.tar", "step-00000007", "step-00000008.bad", "mine"}
+    assert hpc_train("clean", "abc", "--yes").code == 0
+    assert _names(run) == {"step-00000015", *folders, *others}
+    assert (kept / "file").exists()
+
+
+def test_nothing_is_removed_through_a_link(run: RunPaths, tmp_path: Path) -> None:
+    moved = run.checkpoints.rename(tmp_path / "elsewhere")
+    run.checkpoints.symlink_to(moved)
+    before = sorted(moved.rglob("*"))
+    hpc_train("clean", "abc", "--yes")
+    assert sorted(moved.rglob("*")) == before
+    assert run.checkpoints.is_symlink()

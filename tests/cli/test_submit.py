@@ -420,3 +420,26 @@ def test_that_there_is_no_api_key_is_said_at_submit(
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     done = hpc_train("submit", file, asked, *launcher, "--new")
     assert "API key" not in done.err and "secret" not in done.err
+
+
+@pytest.mark.fault(45)
+@pytest.mark.parametrize("launcher", [COMPLETING, QUEUEING])
+def test_no_file_below_the_runs_folder_holds_a_secret(
+    file: Path, monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    """Of the environment, and of files beside the code; whichever file would hold it."""
+    planted = "planted-4f1d9c27"
+    for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "MY_OWN_VARIABLE"):
+        monkeypatch.setenv(name, planted)
+    for name in (".env.yaml", "token.yaml", "api_key.yaml", "password.yaml"):
+        Path(name).write_text(planted)
+    Path("key.py").write_text(f"KEY = '-----BEGIN PRIVATE KEY-----\\n{planted}'\n")
+    Path("own.py").touch()
+    done = hpc_train("submit", file, "--launcher", launcher)
+    assert done.code == 0
+    for name in (".env.yaml", "token.yaml", "api_key.yaml", "password.yaml", "key.py"):
+        assert name in done.err
+    files = [path for path in runs_root().rglob("*") if path.is_file()]
+    assert {"run.json", "own.py", "experiment.yaml"} <= {path.name for path in files}
+    assert not [path for path in files if planted.encode() in path.read_bytes()]
+    assert planted not in done.out + done.err

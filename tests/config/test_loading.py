@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 import hpc_train
 from hpc_train.config.loading import Loaded, load
+from hpc_train.config.marked_yaml import MAX_BYTES
 from hpc_train.errors import BadFileError, ExitCode
 from tests.calls import count_calls
 
@@ -187,3 +189,16 @@ def test_arbitrary_text_raises_nothing_but_bad_file(tmp_path: Path, text: str, a
 )
 def test_arbitrary_overrides_raise_nothing_but_bad_file(tmp_path: Path, key: str, value: str) -> None:
     problems_of(tmp_path, GOOD, f"{key}={value}")
+
+
+def test_no_more_of_a_file_is_read_than_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a terabyte would fill the memory before it is refused."""
+
+    class Endless(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            assert size is not None and 0 < size <= MAX_BYTES + 1
+            return b"#" * size
+
+    monkeypatch.setattr(Path, "open", lambda *arguments, **options: Endless())
+    with pytest.raises(BadFileError, match="over 1 MiB"):
+        load(tmp_path / "exp.yaml")

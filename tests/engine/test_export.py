@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 
 from hpc_train.engine.ema import Ema
 from hpc_train.engine.export import export, main
+from hpc_train.errors import StorageError, UsageError
 from hpc_train.paths import RunPaths
 from tests.engine.checkpoint_runs import OddModel, Trainee, forge, make_run
 
@@ -143,10 +145,36 @@ def test_a_target_that_can_not_be_written_is_said(
     assert main([str(run.folder), str(tmp_path / target)]) == 74
     said = capsys.readouterr().err
     assert str(tmp_path / target) in said
-    assert ("make the folder" in said) == ("no/such" in target) != ("make room" in said)
+    assert ("make the folder" in said) == ("no/such" in target) != ("not a plain file" in said)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_wrong_arguments_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "RUN_FOLDER TARGET" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "device"])
+def test_what_is_no_plain_file_is_not_replaced(run: RunPaths, tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "out"
+    if kind == "pipe":
+        os.mkfifo(target)
+    elif kind == "link":
+        target.symlink_to(tmp_path / "other")
+    elif kind == "folder":
+        target.mkdir()
+    else:
+        target = Path("/dev/full")
+    before = target.lstat()
+    with pytest.raises(StorageError, match="not a plain file"):
+        export(run, target)
+    assert (target.lstat().st_mode, target.lstat().st_ino) == (before.st_mode, before.st_ino)
+
+
+@pytest.mark.parametrize("name", ["run.json", "new.safetensors", "checkpoints/new.safetensors"])
+def test_nothing_is_written_into_a_run_folder(run: RunPaths, name: str) -> None:
+    run.experiment.touch()
+    before = run.run.read_text()
+    with pytest.raises(UsageError, match="inside run folder"):
+        export(run, run.folder / name)
+    assert run.run.read_text() == before

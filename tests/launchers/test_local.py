@@ -382,3 +382,42 @@ def test_a_gpu_that_is_not_there_is_not_asked_for_again(monkeypatch: pytest.Monk
         choose_num_ranks(1, "cuda")
     assert "write --devices" not in str(refused.value)
     assert choose_num_ranks(1, "auto") == choose_num_ranks(1, "cpu") == 1
+
+
+class _FastClock:
+    """A second passes at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += 1.0
+
+
+class _StubbornRanks:
+    """Rank 1 has crashed; rank 0 runs until it is killed."""
+
+    def __init__(self) -> None:
+        self.ended = [local.RankProcess(1, None, 1)]  # type: ignore[arg-type]
+        self.are_running = True
+
+    def collect(self) -> None:
+        pass
+
+    def terminate(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.are_running = False
+
+
+@pytest.mark.fault(16)
+def test_a_crash_ends_the_other_ranks_within_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the launcher's own grace: other tests change it."""
+    clock = _FastClock()
+    monkeypatch.setattr(local, "time", clock)
+    local._Follower(new_request(tmp_path), _StubbornRanks(), []).follow(lambda: None)  # type: ignore[arg-type]
+    assert clock.now < 10

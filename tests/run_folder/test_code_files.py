@@ -109,14 +109,27 @@ def test_a_walk_that_finds_too_much_says_so(tmp_path: Path, monkeypatch: pytest.
     "name",
     [".env", "a/.env.local", ".netrc", "x.pem", "X.PEM", "server.key", "id_rsa", "id_ed25519.pub",
      "credentials", "credentials.json", "a.p12", "kaggle.json", "wandb/settings", ".aws/config",
-     "deep/.ssh/known_hosts"],
+     "deep/.ssh/known_hosts", ".secrets", "secret.json", "token", "hf_token", "hf-token.txt", "api_key.txt",
+     "wandb_key", "password.txt", "my-credentials.json", "gcp-key.json", "deploy_rsa", "rclone.conf",
+     "terraform.tfstate", "prod.tfvars", "GITHUB_TOKEN", "db_passwd", "conf/api-keys.yaml", "accessKey.json",
+     "aws_secret_access_key", ".envrc", "_netrc", ".git-credentials", ".npmrc", ".pypirc", ".pgpass",
+     ".my.cnf", ".boto", ".s3cfg", ".dockercfg", ".htpasswd", ".vault-token", "client_secret_1.json",
+     "my-service_account.json", "secrets.yaml", "a.pfx", "a.jks", "a.keystore", "a.kdbx", "a.ppk", "a.ovpn",
+     "id_dsa", "id_ecdsa", "huggingface/token", "gcloud/x.json", ".gnupg/x", ".kaggle/x",
+     ".docker/config.json", ".azure/x", ".kube/config", "prod.env"],
 )  # fmt: skip
 def test_what_may_hold_a_secret_is_left_out_and_told(tmp_path: Path, name: str) -> None:
     selection = select(work_tree(tmp_path, "a.py", name), [])
     assert (set(selection.files), selection.left_out) == ({"a.py"}, {name: "may hold a secret"})
 
 
-@pytest.mark.parametrize("name", ["credentials.py", "id_mapping.py", "keys.py", "environment.yaml", "a.keys"])
+@pytest.mark.parametrize(
+    "name",
+    ["credentials.py", "id_mapping.py", "keys.py", "environment.yaml", "a.keys", "tokenizer.py",
+     "hotkeys.yaml", "tokenizer.json", "token_shards.py", "token_shards.yaml", "tokens.json", "keys.json",
+     "secrets.py", "keypoints.json", "special_tokens_map.json", "docs/api_keys.md", "monkey.json",
+     "token.py"],
+)  # fmt: skip
 def test_code_of_a_like_name_is_kept(tmp_path: Path, name: str) -> None:
     assert files(work_tree(tmp_path, name)) == {name}
 

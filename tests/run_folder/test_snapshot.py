@@ -360,3 +360,39 @@ def test_many_differences_are_counted(tree: Path, root: Path) -> None:
     write(tree, *(f"{number}.py" for number in range(7)))
     words = differences(first, take(root, tree, [])).words(" from it")
     assert words == "7 files differ from it: 0.py (new), 1.py (new), 2.py (new), 3.py (new), 4.py (new), …"
+
+
+KEY = "MIIEvQIBADANBgkqhkiG9w0BAQEFAASCBKcwggSjAgEAAoIBAQ"
+
+
+@pytest.mark.fault(45)
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"-----BEGIN PRIVATE KEY-----\n{KEY}\n",
+        f"-----BEGIN OPENSSH PRIVATE KEY-----\r\n{KEY}\r\n",
+        f'{{"private_key": "-----BEGIN RSA PRIVATE KEY-----\\n{KEY}"}}',
+        f'KEY = (\n    "-----BEGIN EC PRIVATE KEY-----\\n"\n    "{KEY}"\n)\n',
+        f"-----BEGIN PGP PRIVATE KEY BLOCK-----\n\n{KEY}\n",
+        "-----BEGIN RSA PRIVATE KEY-----\nProc-Type: 4,ENCRYPTED\n",
+    ],
+)
+@pytest.mark.parametrize("name", ["notes.txt", "own.py"])
+def test_a_private_key_is_in_no_snapshot_whatever_its_file_is_called(
+    tree: Path, root: Path, name: str, content: str
+) -> None:
+    (tree / name).write_bytes(content.encode())
+    code = snapshot.read(tree, [])
+    assert code.left_out == {name: "holds a private key"}
+    folder = snapshot.place(root, code)
+    written = [path.read_bytes() for path in (folder / "tree").rglob("*") if path.is_file()]
+    assert not any(KEY.encode() in each or b"Proc-Type" in each for each in written)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["if '-----BEGIN PRIVATE KEY-----' in text:\n", f"-----BEGIN PUBLIC KEY-----\n{KEY}\n"],
+)
+def test_code_that_looks_for_keys_is_kept(tree: Path, content: str) -> None:
+    (tree / "own.py").write_text(content)
+    assert snapshot.read(tree, []).left_out == {}
