@@ -11,7 +11,9 @@ from hpc_train.errors import UsageError, printable
 
 #: What an experiment may be called: it names a folder, a Slurm job and a wandb group.
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
-_CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
+#: ASCII digits: ``int`` takes others too, and some of what ``str.isdigit`` takes it refuses.
+_ATTEMPT_NAME = re.compile(r"[1-9][0-9]{0,8}")
+_CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,15})")
 
 
 def expanded(path: str) -> Path:
@@ -88,6 +90,11 @@ class AttemptPaths:
     def events(self) -> Path:
         """When rank 0 did what; merged into ``record`` where that is read."""
         return self.folder / "events.json"
+
+    @property
+    def notices(self) -> Path:
+        """Lines that rank 0 wants shown to who follows the run: which pretrained weights were loaded."""
+        return self.folder / "notices.json"
 
     @property
     def trial_rendezvous(self) -> Path:
@@ -258,5 +265,5 @@ class RunPaths:
         """Return the attempts so far, first one first."""
         if not self.attempts.is_dir():
             return []
-        found = [AttemptPaths(path) for path in self.attempts.iterdir() if path.name.isdigit()]
+        found = [AttemptPaths(path) for path in self.attempts.iterdir() if _ATTEMPT_NAME.fullmatch(path.name)]
         return sorted(found, key=lambda attempt: attempt.number)

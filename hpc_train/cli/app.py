@@ -202,6 +202,10 @@ def resume(
         str | None,
         typer.Option("--code", metavar="new", help="new: use the current code, not that of the submit."),
     ] = None,
+    take_over: Annotated[
+        bool,
+        typer.Option("--take-over", help="Also a run on a machine or in a container that is gone."),
+    ] = False,
     strict_env: Annotated[
         bool, typer.Option("--strict-env", help="Refuse where versions are others than the run had.")
     ] = False,
@@ -217,6 +221,7 @@ def resume(
         launcher=launcher,
         code=code,
         strict_env=strict_env,
+        take_over=take_over,
     )
 
 

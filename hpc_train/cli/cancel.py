@@ -14,7 +14,7 @@ from hpc_train.errors import ExitCode, NoSlurmError
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import AttemptRecord, read_record
 from hpc_train.run_folder.finding import find_runs, run_name
-from hpc_train.run_folder.liveness import living, newest_record
+from hpc_train.run_folder.liveness import SILENT_LIMIT_S, lives, minutes, newest_record, silent_s
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import (
     CANCELLED,
@@ -67,11 +67,12 @@ def _told(paths: RunPaths, before: str) -> ExitCode:
 
 def _cancel_here(paths: RunPaths) -> ExitCode:
     """Cancel a run that no queue has: its ranks, if any, belong to a launcher on some machine."""
-    before = current_status(paths).state
+    current_status(paths)  # one whose launcher has died has ended
+    before = read_status(paths).state
     if before not in GOING_ON:
         return _told(paths, before)
     record = newest_record(paths)
-    if record is not None and (elsewhere := _elsewhere(record)):
+    if record is not None and (elsewhere := _elsewhere(paths, record)):
         say(f"{run_name(paths)}: {elsewhere}")
         return ExitCode.FAILED
     mark_cancelled(paths)  # first, so that the launcher knows why its ranks end
@@ -85,14 +86,18 @@ def _cancel_here(paths: RunPaths) -> ExitCode:
     return _told(paths, before)
 
 
-def _elsewhere(record: AttemptRecord) -> str | None:
+def _elsewhere(paths: RunPaths, record: AttemptRecord) -> str | None:
     """Say who alone can end the attempt, where that can't be done from here."""
     if record.launcher not in {None, "local"}:
         return f"launcher {record.launcher} has it, which can't be told to end it; end it there"
     process = record.launcher_process
-    if record.end is None and process is not None and process.is_alive() is None:
-        return f"runs on {process.host}, which is not this machine ({socket.gethostname()}); cancel it there"
-    return None
+    if process is None or lives(paths, record) is not None:
+        return None
+    seen = f"last sign of life {minutes(silent_s(paths, record))} ago"
+    return (
+        f"runs on {process.host} ({seen}), which is not this machine ({socket.gethostname()}) or container; "
+        f"cancel it there, or here once it has been silent for {minutes(SILENT_LIMIT_S)}"
+    )
 
 
 def _end_ranks(paths: RunPaths, record: AttemptRecord) -> None:
@@ -108,7 +113,7 @@ def _end_by(number: int, paths: RunPaths, attempt: int, limit_s: float) -> bool:
     deadline, told = time.monotonic() + limit_s, set[Process]()
     while time.monotonic() < deadline:
         record = read_record(paths.attempt(attempt))
-        if record is None or living(record) is False:
+        if record is None or lives(paths, record) is False:
             return True
         for rank in set(record.rank_processes) - told:
             rank.send(number, paths.folder, attempt)

@@ -14,7 +14,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run_folder import checkpoints
 from hpc_train.run_folder.files import remove_folder
 from hpc_train.run_folder.finding import find_runs, run_name
-from hpc_train.run_folder.liveness import living, newest_record
+from hpc_train.run_folder.liveness import lives, newest_record
 from hpc_train.run_folder.status import GOING_ON, current_status
 from hpc_train.run_folder.unused_code import unused_snapshots
 
@@ -68,7 +68,7 @@ def _say(found: Sequence[_Surplus]) -> None:
 def _refuse_living(paths: RunPaths) -> None:
     record = newest_record(paths)
     state = current_status(paths).state
-    if state in GOING_ON or (record is not None and living(record) is not False):
+    if state in GOING_ON or (record is not None and lives(paths, record) is not False):
         raise LivingRunError(f"{run_name(paths)} is {state}; clean it once it has ended")
 
 

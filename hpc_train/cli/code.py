@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cli.printing import say
@@ -37,16 +38,33 @@ def snapshot_for(folder: ExperimentPaths, runs: Sequence[PlannedRun], *, anew: b
     return _place(folder, _current_code(folder, [run.experiment for run in runs]))
 
 
-def refresh_on_resume(paths: RunPaths, experiment: Experiment, *, new: bool) -> None:
-    """Say what has changed since the run's snapshot was taken; with ``new`` let it use the current code.
+@dataclass(frozen=True)
+class CodeChange:
+    """Another snapshot for a run, written but not used yet."""
 
-    A run without a snapshot gets one. Raises UserError where the current code can't be taken.
+    paths: RunPaths
+    snapshot: Path
+    words: str
+
+    def apply(self, attempt: int) -> None:
+        """Let ``attempt``, which the caller has claimed, and later ones use it."""
+        snapshot.link(self.paths, self.snapshot)
+        note_code(self.paths, self.snapshot, attempt)
+        say(f"{run_name(self.paths)}: code: {self.words}")
+
+
+def code_on_resume(paths: RunPaths, experiment: Experiment, *, new: bool) -> CodeChange | None:
+    """Say what has changed since the run's snapshot was taken; with ``new`` return the change to make.
+
+    A run without a snapshot gets one. Nothing of the run is changed before the caller has claimed an attempt
+    and applies what is returned. Raises UserError where the current code can't be taken.
     """
     used = _used(paths, may_be_gone=new)
     if used is None or new:
-        _take_new(paths, experiment, used)
-    elif was_submitted_here(paths):
+        return _new_code(paths, experiment, used)
+    if was_submitted_here(paths):
         _say_differences(paths, experiment, used)
+    return None
 
 
 def _used(paths: RunPaths, *, may_be_gone: bool) -> Path | None:
@@ -58,20 +76,17 @@ def _used(paths: RunPaths, *, may_be_gone: bool) -> Path | None:
         raise
 
 
-def _take_new(paths: RunPaths, experiment: Experiment, used: Path | None) -> None:
+def _new_code(paths: RunPaths, experiment: Experiment, used: Path | None) -> CodeChange | None:
     code = _current_code(paths.siblings, [experiment])
     taken = _place(paths.siblings, code)
-    run_id = run_name(paths)
-    if used is not None and snapshot.content_of(used) == taken.name:
-        say(f"{run_id}: code: nothing has changed since the snapshot that this run uses")
-        return
-    differences = snapshot.differences(used, code) if used is not None else None
-    snapshot.link(paths, taken)
-    note_code(paths, taken)
-    if differences is None:
-        say(f"{run_id}: code: there was no snapshot of it; from now on the run uses that of {Path.cwd()}")
-    else:
-        say(f"{run_id}: code: from this attempt on that of {Path.cwd()}: {differences.words()}")
+    if used is None:
+        words = f"there was no snapshot of it; from now on the run uses that of {Path.cwd()}"
+        return CodeChange(paths, taken, words)
+    if snapshot.content_of(used) == taken.name:
+        say(f"{run_name(paths)}: code: nothing has changed since the snapshot that this run uses")
+        return None
+    words = snapshot.differences(used, code).words()
+    return CodeChange(paths, taken, f"from this attempt on that of {Path.cwd()}: {words}")
 
 
 def _say_differences(paths: RunPaths, experiment: Experiment, used: Path) -> None:

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from hpc_train.run_folder.files import UnreadableFileError, open_regular
+
 #: One row of ``metrics.jsonl``.
 Row = dict[str, Any]
 #: Not metrics: where and when a row was taken.
@@ -24,13 +26,13 @@ class MetricsReader:
     def new_rows(self) -> list[Row]:
         """Return the whole rows that came since the last call; none where there is no file yet."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 inode = os.fstat(file.fileno()).st_ino
                 if inode != self._inode:  # a resume drops rows past its step: a new file under the name
                     self._inode, self._offset = inode, 0
                 file.seek(self._offset)
                 data = file.read()
-        except FileNotFoundError:
+        except (FileNotFoundError, UnreadableFileError):
             return []
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
@@ -40,7 +42,7 @@ class MetricsReader:
 def _row(line: bytes) -> Row | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from hpc_train.cli.metrics import MetricsReader, told
 from hpc_train.cli.printing import cell_text, say
+from hpc_train.errors import printable
 from hpc_train.launchers.words import unheard
 from hpc_train.paths import RunPaths
+from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.finding import run_name
 from hpc_train.run_folder.status import RunStatus, read_status
 
@@ -65,6 +67,7 @@ class Progress:
         self._metrics = MetricsReader(paths.metrics)
         self._pace = _Pace()
         self._loss = self._validation = ""
+        self._has_notices = False
         self._read_at = float("-inf")
         is_live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._display: _Display = _Bar(run_name(paths)) if is_live else _Lines(run_name(paths))
@@ -83,12 +86,24 @@ class Progress:
         status = read_status(self._paths)
         if status.attempt != self._attempt or status.state != "running":
             return
+        self._show_notices()
         self._pace.add(now, status.step)
         self._display.show(status, self._words(status))
+
+    def _show_notices(self) -> None:
+        """Show, once, what rank 0 wrote down before it said that it runs."""
+        if self._has_notices:
+            return
+        found = read_json(self._paths.attempt(self._attempt).notices) or {}
+        lines = found.get("lines")
+        self._has_notices = lines is not None
+        for line in lines if isinstance(lines, list) else []:
+            say(f"{run_name(self._paths)}: {printable(str(line))}")
 
     def close(self) -> None:
         """Show the last rows and leave the terminal as it was."""
         with suppress(OSError):
+            self._show_notices()
             self._read_metrics()
         self._display.close()
 

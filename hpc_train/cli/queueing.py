@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.cli.code import refresh_on_resume, snapshot_for
+from hpc_train.cli.code import code_on_resume, snapshot_for
 from hpc_train.cli.creating import Birth, create, create_beside
 from hpc_train.cli.micro_batch import say_layouts
 from hpc_train.cli.next_steps import next_attempt_words
@@ -121,9 +121,11 @@ def resume_all(
     before, queued = [], []
     try:
         for paths, loaded in runs:
-            refresh_on_resume(paths, loaded.experiment, new=new_code)
+            code = code_on_resume(paths, loaded.experiment, new=new_code)
             before.append(_Before.of(paths))
             number = newest_number(paths) + 1
+            if code is not None:
+                code.apply(number)
             _note_changes(paths, number, overrides)
             if (now := versions.get(paths)) is not None:
                 note_versions(paths, number, now)

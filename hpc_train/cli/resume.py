@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hpc_train.cli.code import is_new, refresh_on_resume
+from hpc_train.cli.code import code_on_resume, is_new
 from hpc_train.cli.file_changes import either, say_file_changes
 from hpc_train.cli.next_steps import has_saved, new_run_command, next_attempt_words
 from hpc_train.cli.printing import say
@@ -28,7 +28,15 @@ from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.creation import note_versions, noted_changes, refused_changes
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.finding import find_runs, run_name
-from hpc_train.run_folder.liveness import end_living, living, newest_record
+from hpc_train.run_folder.liveness import (
+    SILENT_LIMIT_S,
+    end_living,
+    lives,
+    living,
+    minutes,
+    newest_record,
+    silent_s,
+)
 from hpc_train.run_folder.micro_batch import kept_size
 from hpc_train.run_folder.status import GOING_ON, RunStatus, read_status
 from hpc_train.run_folder.trust import check_run
@@ -54,6 +62,8 @@ class _Wish:
     devices: int | None
     new_code: bool
     strict: bool
+    #: Also runs of which nobody here can tell whether they still run.
+    take_over: bool = False
 
 
 def start_again(paths: RunPaths, overrides: Sequence[str], launcher: str, devices: int | None) -> ExitCode:
@@ -91,6 +101,7 @@ def resume(
     launcher: str | None,
     code: str | None = None,
     strict_env: bool = False,
+    take_over: bool = False,
 ) -> ExitCode:
     """Let the runs go on: those of a queue at once, the others one after the other; return the worst end.
 
@@ -102,7 +113,7 @@ def resume(
         raise UsageError("resume: names no run; give a run id, a run's folder, or an experiment's name")
     overrides += [_STRICT] if strict_env else []
     launcher = LOCAL if local and launcher is None else launcher
-    wish = _Wish(overrides, launcher, devices, is_new(code), strict_env)
+    wish = _Wish(overrides, launcher, devices, is_new(code), strict_env, take_over)
     runs = find_runs(run_words)
     codes, here = _enqueue_all(runs, wish)
     for paths in here:
@@ -150,37 +161,53 @@ def _enqueue(queue: Queue, folder: ExperimentPaths, runs: Sequence[RunPaths], wi
     return codes
 
 
-def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool = False) -> ExitCode | None:
-    """Say why the run is not resumed; None where it can be."""
+def _stays(
+    paths: RunPaths, status: RunStatus, *, is_made_only: bool = False, take_over: bool = False
+) -> ExitCode | None:
+    """Say why the run is not resumed; None where it can be.
+
+    ``take_over``: it can also be where nobody here can tell whether it still runs.
+    """
     if status.state == "completed":
         say(f"{run_name(paths)}: completed already, in {paths.folder}; nothing to resume")
         return ExitCode.DONE
     if is_made_only:
         return None
+    record = newest_record(paths)
+    if take_over and record is not None and record.slurm_job is None and not living(record):
+        return None
     if status.state in GOING_ON:
         return _refuse_living(paths, status)
-    record = newest_record(paths)
     # A failed run's launcher may still be ending, and ranks may outlive theirs. Of Slurm's Slurm was asked.
-    if record is not None and record.slurm_job is None and living(record) is not False:
+    if record is not None and record.slurm_job is None and lives(paths, record) is not False:
         return _refuse_living(paths, status)
     return None
 
 
 def _resume_one(paths: RunPaths, wish: _Wish) -> ExitCode:
     """Let one run go on and follow it."""
-    code = _stays(paths, standing(paths, is_fresh=True))
+    after = newest_number(paths)
+    code = _stays(paths, standing(paths, is_fresh=True), take_over=wish.take_over)
     if code is not None:
         return code
     prepared = _prepare(paths, wish, wish.launcher or _last_launcher(paths))
     record = newest_record(paths)
-    if record is not None and record.slurm_job is None and end_living(paths) is not None:
+    is_ours_to_end = record is not None and record.slurm_job is None
+    if is_ours_to_end and end_living(paths, take_over=wish.take_over) is not None:
         return _refuse_living(paths, read_status(paths))
     _say_changes([prepared], with_slurm=False)
-    refresh_on_resume(paths, prepared.loaded.experiment, new=wish.new_code)
-    if prepared.versions.now is not None:
-        note_versions(paths, newest_number(paths) + 1, prepared.versions.now)
+    new_code = code_on_resume(paths, prepared.loaded.experiment, new=wish.new_code)
+
+    def change(attempt: int) -> None:
+        if new_code is not None:
+            new_code.apply(attempt)
+        if prepared.versions.now is not None:
+            note_versions(paths, attempt, prepared.versions.now)
+
     say(f"{run_name(paths)}: {next_attempt_words(paths, wish.overrides)}; in {paths.folder}")
-    code = start_attempt(paths, prepared.launcher, prepared.devices, wish.overrides)
+    code = start_attempt(
+        paths, prepared.launcher, prepared.devices, wish.overrides, after=after, prepare=change
+    )
     say_end(paths, code)
     return code
 
@@ -218,9 +245,18 @@ def _living_words(paths: RunPaths, status: RunStatus) -> str:
     if record.launcher not in {None, LOCAL}:
         return (
             f"is {state} with launcher {record.launcher}, which alone knows whether it lives; end it there, "
-            "or begin again beside it with `hpc-train submit FILE --new`"
+            f"then `{_take_over(paths)}`"
         )
-    return f"may still live on {process.host}, which can't be seen from here; resume it there"
+    seen = f"last sign of life {minutes(silent_s(paths, record))} ago"
+    return (
+        f"may still run on {process.host} ({seen}), which can't be seen from here; resume it there, "
+        f"or here once it has been silent for {minutes(SILENT_LIMIT_S)}; if that machine or container is "
+        f"gone, `{_take_over(paths)}` continues it now"
+    )
+
+
+def _take_over(paths: RunPaths) -> str:
+    return f"hpc-train resume {run_name(paths)} --take-over"
 
 
 def _last_launcher(paths: RunPaths) -> str:

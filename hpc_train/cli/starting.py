@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -19,11 +18,11 @@ from hpc_train.launchers.base import Launcher, LaunchRequest, QueueingLauncher
 from hpc_train.launchers.outcome import one_line
 from hpc_train.paths import RunPaths
 from hpc_train.registry import is_factory, load, nearest, parts
-from hpc_train.run_folder.attempts import claim_attempt, read_record
+from hpc_train.run_folder.attempts import claim_exactly
 from hpc_train.run_folder.creation import effective_experiment, note_change
 from hpc_train.run_folder.files import read_json, write_json
 from hpc_train.run_folder.finding import run_name, run_names
-from hpc_train.run_folder.liveness import living, newest_record
+from hpc_train.run_folder.liveness import newest_record
 from hpc_train.run_folder.status import GOING_ON, INTERRUPTED, STOPPED_BY_CTRL_C, read_status, write_status
 from hpc_train.run_folder.trust import check_run
 
@@ -53,19 +52,29 @@ def choose_devices(launcher: str, experiment: Experiment, devices: int | None) -
 
 
 def start_attempt(
-    paths: RunPaths, launcher: str, devices: int | None, overrides: Sequence[str] = ()
+    paths: RunPaths,
+    launcher: str,
+    devices: int | None,
+    overrides: Sequence[str] = (),
+    *,
+    after: int = 0,
+    prepare: Callable[[int], None] = lambda attempt: None,
 ) -> ExitCode:
-    """Claim the run's next attempt and hand it to the launcher of that name; returns how it ended.
+    """Claim the attempt after ``after`` and hand it to the launcher of that name; returns how it ended.
 
-    ``overrides`` are noted for it and those after it. Raises TryAgainError where somebody else starts
-    the run at the same time, UntrustedError where another user could have written its files.
+    ``after``: the newest attempt when the caller saw that it had ended; 0: there was none. ``overrides`` are
+    noted for the attempt and later ones; ``prepare`` makes other changes to the run. Both happen after the
+    claim, so that a command that comes too late changes nothing. Raises TryAgainError there, UntrustedError
+    where another user could have written the run's files.
     """
     check_run(paths)
     plugin = load_launcher(launcher)
     assert not isinstance(plugin, QueueingLauncher), "its attempts are claimed where they start"
-    number = claim_attempt(paths, launcher)
-    _give_way(paths, number)
+    number = after + 1
+    if not claim_exactly(paths, number, launcher):
+        raise TryAgainError(f"{run_name(paths)}: another command has just started it; see `hpc-train status`")
     try:
+        prepare(number)
         _note_launcher(paths, launcher)
         paths.cancelled.unlink(missing_ok=True)
         write_status(paths, replace(read_status(paths), state="pending", attempt=number, reason=None))
@@ -110,16 +119,6 @@ def _reason(error: BaseException) -> tuple[str, str]:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, STOPPED_BY_CTRL_C
     return "failed", str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-
-
-def _give_way(paths: RunPaths, number: int) -> None:
-    """Leave the run to whoever claimed an attempt a moment ago: two would write at the same time."""
-    others = [attempt for attempt in paths.attempt_folders() if attempt.number < number]
-    record = read_record(others[-1]) if others else None
-    # Of an attempt on Slurm Slurm was asked, and its batch script's process has no more to say.
-    if record is not None and record.slurm_job is None and living(record) is not False:
-        shutil.rmtree(paths.attempt(number).folder)
-        raise TryAgainError(f"{run_name(paths)}: another command has just started it; see `hpc-train status`")
 
 
 def report(rows: Sequence[RunRow], *, as_json: bool) -> None:

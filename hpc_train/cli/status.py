@@ -18,7 +18,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.budgets import Left
-from hpc_train.run_folder.files import read_json
+from hpc_train.run_folder.files import read_json, read_text
 from hpc_train.run_folder.finding import find_runs, run_names
 from hpc_train.run_folder.liveness import newest_record
 from hpc_train.run_folder.micro_batch import kept_size
@@ -159,12 +159,12 @@ def _code(facts: dict[str, Any]) -> dict[str, Any] | None:
 def _print_error(paths: RunPaths) -> None:
     """Print the end of what the newest attempt's rank said as it failed."""
     newest = paths.attempt(newest_number(paths))
-    errors = sorted(newest.folder.glob("rank-*.error"))
+    errors = sorted(path for path in newest.folder.glob("rank-*.error") if path.is_file())
     # The one that the reason names: the others' follow from it.
     reason = read_status(paths).reason or ""
     told = [path for path in errors if reason.startswith(f"rank {path.stem.removeprefix('rank-')}:")]
     for path in (told or errors)[:1]:
-        lines = path.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+        lines = read_text(path, errors="replace").rstrip().splitlines()
         put("")
         put("\n".join(lines[-_ERROR_LINES:]))
 

@@ -19,6 +19,7 @@ from hpc_train.datasets.loading import try_samples
 from hpc_train.datasets.normalize import Normalize
 from hpc_train.errors import BadFileError, ExitCode, UserError, printable
 from hpc_train.models.building import build_model
+from hpc_train.models.weights import report_of
 from hpc_train.plan.batches import too_few_samples
 from hpc_train.plan.sweep import expand
 from hpc_train.registry import load
@@ -74,7 +75,9 @@ def _fetch_model(experiment: Experiment, info: DataInfo) -> None:
     config = experiment.model
     model = build_model(config, info, download=True)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    report = report_of(model)
     weights = "random weights" if config.pretrained is False else "pretrained weights at hand"
+    weights = weights if report is None else report.line()
     _say(f"model {config.name}: {num_parameters} parameters, {weights}")
 
 

@@ -13,6 +13,7 @@ from hpc_train.launchers.rank_processes import RankProcess
 from hpc_train.launchers.tracebacks import shortened_traceback
 from hpc_train.paths import AttemptPaths
 from hpc_train.run_folder.ends import rank_ends
+from hpc_train.run_folder.files import UnreadableFileError, read_text
 from hpc_train.run_folder.status import CANCELLED, CANCELLED_BY, INTERRUPTED, STOPPED_BY_CTRL_C
 
 #: Exits with the message alone: the user's to mend, the same on every rank.
@@ -184,8 +185,8 @@ def one_line(text: str) -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
+        return read_text(path, errors="replace").strip()
+    except (FileNotFoundError, UnreadableFileError):
         return ""
 
 

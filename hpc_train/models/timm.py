@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -15,7 +17,7 @@ from hpc_train.config.fields import Arguments
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import parameter_names, wrong_arguments
-from hpc_train.models.weights import StateDict, load_weights
+from hpc_train.models.weights import StateDict, head_keys, hub_report, keep_report, load_weights
 from hpc_train.registry import nearest
 from hpc_train.runtime.data_info import DataInfo
 
@@ -34,7 +36,7 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
         return _with_hub_weights(rest, config, arguments, download=download)
     model = _create(rest, config, arguments)
     if isinstance(config.pretrained, str):
-        load_weights(model, config.pretrained, convert=lambda weights: _adapt_channels(model, weights))
+        load_weights(model, config.pretrained, convert=lambda weights: _converted(model, weights))
     return model
 
 
@@ -81,7 +83,31 @@ def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, d
             f"model.pretrained: the weights of timm/{name} can't be had: {error}; "
             "run `hpc-train prepare FILE` on a machine with network, or give a path"
         ) from error
+    keep_report(model, hub_report(model, f"the hub (timm/{name})", _random_head(model), _resized(model)))
     return model
+
+
+def _random_head(model: nn.Module) -> set[str]:
+    """Return what timm left random because the weights have another number of classes."""
+    pretrained: Any = getattr(model, "pretrained_cfg", {})
+    is_same = pretrained.get("num_classes") == getattr(model, "num_classes", None)
+    return set() if is_same else head_keys(model)
+
+
+def _resized(model: nn.Module) -> set[str]:
+    """Return what timm brought from three channels to others, or to another image size."""
+    pretrained: Any = getattr(model, "pretrained_cfg", {})
+    channels, *size = pretrained.get("input_size", (3,))
+    state = model.state_dict()
+    found = set()
+    for name in _first_convolutions(model):
+        weight = state.get(f"{name}.weight")
+        if weight is not None and weight.dim() == 4 and weight.shape[1] != channels:
+            found.add(f"{name}.weight")
+    own_size = getattr(getattr(model, "patch_embed", None), "img_size", None)
+    if "pos_embed" in state and own_size is not None and list(own_size) != size:
+        found.add("pos_embed")
+    return found
 
 
 @contextmanager
@@ -111,11 +137,30 @@ def _refuse_uncached_url(name: str, *, download: bool) -> None:
         raise FileNotFoundError(f"{cached} is not there")
 
 
+def _converted(model: nn.Module, weights: StateDict) -> StateDict:
+    """Convert weights for other channels, and for another image or patch size, as timm does with its own."""
+    adapted = _adapt_channels(model, weights)
+    expected, head = model.state_dict(), head_keys(model)
+    misfits = {key for key in adapted.keys() & expected.keys() if adapted[key].shape != expected[key].shape}
+    # timm's own function for a model's checkpoints. It resamples position embeddings.
+    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    if convert is None or not misfits - head:
+        return adapted
+    try:
+        return dict(convert(dict(adapted), model))
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
+        return adapted  # what does not fit is then named as it is in the file
+
+
+def _first_convolutions(model: nn.Module) -> tuple[str, ...]:
+    first = getattr(model, "pretrained_cfg", {}).get("first_conv")
+    return (first,) if isinstance(first, str) else tuple(first or ())
+
+
 def _adapt_channels(model: nn.Module, weights: StateDict) -> StateDict:
     """Convert the first convolution of weights for other channels, as timm does with its own."""
-    first = getattr(model, "pretrained_cfg", {}).get("first_conv")
     adapted = dict(weights)
-    for name in (first,) if isinstance(first, str) else tuple(first or ()):
+    for name in _first_convolutions(model):
         expected = model.state_dict().get(f"{name}.weight")
         found = weights.get(f"{name}.weight")
         if expected is None or found is None or found.dim() != 4 or found.shape[1] != 3:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ from hpc_train.config.fields import Arguments
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import parameter_names, wrong_arguments
-from hpc_train.models.weights import head_name, load_weights
+from hpc_train.models.weights import (
+    StateDict,
+    head_keys,
+    head_name,
+    hub_report,
+    keep_report,
+    load_weights,
+)
 from hpc_train.registry import nearest
 from hpc_train.runtime.data_info import DataInfo
 
@@ -39,11 +47,12 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     num_classes = arguments.pop("num_classes", info.num_classes)
     if config.pretrained is True:
         model = _with_hub_weights(rest, config, arguments, download=download)
-        _swap_head(model, num_classes)
+        random = head_keys(model) if _swap_head(model, num_classes) else set()
+        keep_report(model, hub_report(model, f"torchvision ({rest})", random))
     else:
         model = _create(rest, config, {"num_classes": num_classes} | arguments)
         if isinstance(config.pretrained, str):
-            load_weights(model, config.pretrained)
+            load_weights(model, config.pretrained, convert=lambda weights: _resampled(model, weights))
     if info.channels == 1:
         model.register_forward_pre_hook(_repeat_grey)
     return model
@@ -102,21 +111,36 @@ def _no_weights(name: str, why: str) -> BadFileError:
     )
 
 
-def _swap_head(model: nn.Module, num_classes: int) -> None:
+def _resampled(model: nn.Module, weights: StateDict) -> StateDict:
+    """Resample the position embeddings of a ViT for another image size, as timm does."""
+    name = "encoder.pos_embedding"
+    given, expected = weights.get(name), model.state_dict().get(name)
+    if given is None or expected is None or given.dim() != 3 or given.shape == expected.shape:
+        return weights
+    side, given_side = (math.isqrt(tokens.shape[1] - 1) for tokens in (expected, given))
+    if side**2 + 1 != expected.shape[1] or given_side**2 + 1 != given.shape[1]:
+        return weights
+    from timm.layers import resample_abs_pos_embed
+
+    return weights | {name: resample_abs_pos_embed(given, [side, side], num_prefix_tokens=1)}
+
+
+def _swap_head(model: nn.Module, num_classes: int) -> bool:
     """Replace the layer that makes the logits by a random one, unless it has the right size already."""
     name = head_name(model)
     assert name is not None, "every model of torchvision has a linear layer or a convolution"
     old = model.get_submodule(name)
     if isinstance(old, nn.Linear):
         if old.out_features == num_classes:
-            return
+            return False
         new: nn.Module = nn.Linear(old.in_features, num_classes, bias=old.bias is not None)
     else:
         assert isinstance(old, nn.Conv2d)
         if old.out_channels == num_classes:
-            return
+            return False
         new = nn.Conv2d(old.in_channels, num_classes, kernel_size=(1, 1))
     model.set_submodule(name, new)
+    return True
 
 
 def _repeat_grey(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -1,12 +1,17 @@
-"""Weights from a file: read without running anything in it, matched by name, the head swapped."""
+"""Weights from a file: read without running anything in it, matched by name, the head swapped.
+
+What was loaded into a model, from a file or a hub, is kept as its ``LoadReport``.
+"""
 
 from __future__ import annotations
 
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError
@@ -28,17 +33,70 @@ _MOST_NAMES = 5
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class LoadReport:
+    """What of a model's tensors came from pretrained weights, by name."""
+
+    #: The file or the hub, in words.
+    source: str
+    num_loaded: int
+    num_tensors: int
+    #: Missing in the weights, so random: the head of another number of classes.
+    missing: tuple[str, ...] = ()
+    #: In the weights and not used by the model.
+    unexpected: tuple[str, ...] = ()
+    #: Converted to another shape, such as position embeddings.
+    resized: tuple[str, ...] = ()
+
+    def line(self, most_names: int = 3) -> str:
+        """Return one line with counts, and so many names of each kind."""
+        parts = [
+            f"{len(names)} {what} ({_listed(names, most_names)})"
+            for what, names in (
+                ("missing and random", self.missing),
+                ("unexpected", self.unexpected),
+                ("resized", self.resized),
+            )
+            if names
+        ]
+        loaded = f"pretrained weights: {self.num_loaded} of {self.num_tensors} tensors from {self.source}"
+        return "; ".join([loaded, *parts])
+
+
+_reports: WeakKeyDictionary[nn.Module, LoadReport] = WeakKeyDictionary()
+
+
+def report_of(model: nn.Module) -> LoadReport | None:
+    """Return what was loaded into ``model``; None where nothing was, or its own code did it."""
+    return _reports.get(model)
+
+
+def keep_report(model: nn.Module, report: LoadReport) -> None:
+    """Remember what was loaded into ``model``, and log it with all names."""
+    _reports[model] = report
+    _log.info("%s", report.line(most_names=len(model.state_dict()) + len(report.unexpected)))
+
+
+def hub_report(
+    model: nn.Module, source: str, missing: Iterable[str], resized: Iterable[str] = ()
+) -> LoadReport:
+    """Return the report of a library that loaded its own weights, all but those that are ``missing``."""
+    total, random = len(_weights_of(model)), tuple(sorted(missing))
+    return LoadReport(source, total - len(random), total, random, (), tuple(sorted(resized)))
+
+
 def load_weights(
     model: nn.Module, path: str, *, convert: Callable[[StateDict], StateDict] = lambda weights: weights
 ) -> None:
     """Load the weights in the file ``path`` (.safetensors or a .pth of tensors) into ``model``.
 
-    A head of another number of classes is left out and stays random; a notice in the log says which names.
+    A head of another number of classes is left out and stays random: ``report_of`` says which names.
     ``convert`` may change the weights before they are matched. Raises BadFileError where the file can't be
     read, names anything that the model has not, lacks something or has it in another shape.
     """
-    weights = convert(read_weights(path))
-    head = _head_keys(model)
+    given = read_weights(path)
+    weights = convert(given)
+    head = head_keys(model)
     expected = model.state_dict()
     dropped = {key for key in head & weights.keys() if _other_classes(weights[key], expected[key])}
     kept = {key: value for key, value in weights.items() if key not in dropped}
@@ -47,8 +105,19 @@ def load_weights(
     } - dropped
     _refuse_mismatch(path, kept, expected, absent)
     model.load_state_dict(kept, strict=False)
-    if dropped:
-        _log.warning("%s: %s has another number of classes; random: %s", _KEY, path, _listed(dropped))
+    report = LoadReport(
+        path,
+        len(kept.keys() & _weights_of(model)),
+        len(_weights_of(model)),
+        tuple(sorted(dropped)),
+        tuple(sorted(given.keys() - weights.keys() - expected.keys())),
+        tuple(sorted(key for key in kept.keys() & given.keys() if kept[key].shape != given[key].shape)),
+    )
+    keep_report(model, report)
+
+
+def _weights_of(model: nn.Module) -> set[str]:
+    return {key for key in model.state_dict() if not key.endswith("num_batches_tracked")}
 
 
 def read_weights(path: str) -> StateDict:
@@ -107,7 +176,7 @@ def _bare(name: str) -> str:
     return name.replace("._orig_mod.", ".")  # blocks that were compiled one by one
 
 
-def _head_keys(model: nn.Module) -> set[str]:
+def head_keys(model: nn.Module) -> set[str]:
     """Return the names of the head's tensors; timm's models say their own heads."""
     timm_config: Any = getattr(model, "pretrained_cfg", None) or {}
     classifier = timm_config.get("classifier") or head_name(model) or ()
@@ -139,7 +208,7 @@ def _refuse_mismatch(path: str, kept: StateDict, expected: Mapping[str, Tensor],
         )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _listed(names: Iterable[str], most: int = _MOST_NAMES) -> str:
     every = sorted(names)
-    more = f" and {len(every) - _MOST_NAMES} more" if len(every) > _MOST_NAMES else ""
-    return ", ".join(every[:_MOST_NAMES]) + more
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more

@@ -101,14 +101,23 @@ def claim_attempt(paths: RunPaths, launcher: str | None = None, **facts: Any) ->
     The folder appears with its record in it, in one step: of several that claim, each gets its own number.
     ``facts``: more fields of the record.
     """
-    paths.attempts.mkdir(exist_ok=True)
     while True:
         number = newest_number(paths) + 1
-        listed = checkpoints.listing(paths, number)
-        owner = {"launcher_process": Process.current(), "launcher": launcher}
-        record = AttemptRecord(number, now(), listed, **owner | facts)
-        if _place(paths.attempt(number), record):
+        if claim_exactly(paths, number, launcher, **facts):
             return number
+
+
+def claim_exactly(paths: RunPaths, number: int, launcher: str | None = None, **facts: Any) -> bool:
+    """Claim attempt ``number``; False where another process has claimed it before.
+
+    For a command that has seen that the attempt before ``number`` has ended: of several such commands one
+    claims, and the others leave nothing behind.
+    """
+    paths.attempts.mkdir(exist_ok=True)
+    listed = checkpoints.listing(paths, number)
+    owner = {"launcher_process": Process.current(), "launcher": launcher}
+    record = AttemptRecord(number, now(), listed, **owner | facts)
+    return _place(paths.attempt(number), record)
 
 
 def _place(attempt: AttemptPaths, record: AttemptRecord) -> bool:
@@ -144,7 +153,8 @@ def read_record(attempt: AttemptPaths) -> AttemptRecord | None:
     if data is None:
         return None
     told = read_json(attempt.events) or {}
-    data = data | {"events": {**(data.get("events") or {}), **(told.get("events") or {})}}
+    data |= {"attempt": attempt.number}
+    data |= {"events": {**(data.get("events") or {}), **(told.get("events") or {})}}
     data |= {key: told[key] for key in ("save_s", "checkpoint_stall_s") if told.get(key) is not None}
     try:
         return AttemptRecord.from_json(data)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run_folder.files import UnreadableFileError, read_text
 
 Part = Literal["train", "val"]
 #: What makes two bad samples the same one.
@@ -70,9 +71,9 @@ def all_known(paths: RunPaths) -> dict[SampleKey, BadSample]:
 
 def _read(file: Path) -> Iterator[BadSample]:
     """Yield a file's samples, as far as it can be read; a line that a killed rank left half is no sample."""
-    with suppress(OSError):
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, TypeError, KeyError):
+    with suppress(OSError, UnreadableFileError):
+        for line in read_text(file, errors="replace").splitlines():
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
                 yield _from_json(json.loads(line))
 
 

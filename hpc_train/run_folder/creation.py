@@ -128,11 +128,11 @@ def _were_refused(paths: RunPaths, number: int, before: int) -> bool:
     return False
 
 
-def note_code(paths: RunPaths, snapshot: Path) -> None:
-    """Note in ``run.json`` that later attempts use another snapshot, and what the earlier ones used."""
+def note_code(paths: RunPaths, snapshot: Path, attempt: int) -> None:
+    """Note in ``run.json`` that ``attempt`` and later ones use another snapshot than those before."""
     run = _run_to_change(paths)
     before = run.get("code") or {}
-    earlier = [*before.pop("earlier", []), before | {"until_attempt": newest_number(paths)}]
+    earlier = [*before.pop("earlier", []), before | {"until_attempt": attempt - 1}]
     write_json(paths.run, run | {"code": _code_facts(snapshot) | {"earlier": earlier}}, sync=True)
 
 
@@ -168,7 +168,8 @@ def _run_to_change(paths: RunPaths) -> dict[str, Any]:
     run = read_json(paths.run)
     if run is None:
         raise StorageError(
-            f"{paths.run}: missing or not JSON; the run can't be changed, start it anew with --new"
+            f"{paths.run}: missing, or not what hpc-train writes there; the run can't be changed; "
+            "start a new one with --new"
         )
     return run
 

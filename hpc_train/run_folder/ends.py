@@ -8,7 +8,10 @@ from pathlib import Path
 
 from hpc_train.errors import ExitCode
 from hpc_train.paths import AttemptPaths
-from hpc_train.run_folder.files import write_text
+from hpc_train.run_folder.files import UnreadableFileError, read_text, write_text
+
+#: An exit code and a node's name.
+_MAX_BYTES = 1000
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ def rank_ends(attempt: AttemptPaths) -> dict[int, RankEnd]:
     found = {}
     for path in attempt.folder.glob("rank-*.exit"):
         rank, (code, _, node) = path.stem.removeprefix("rank-"), _read(path).partition(" ")
-        if rank.isdecimal() and code.isdecimal():
+        if rank.isdecimal() and code.isdecimal() and len(code) <= 3:
             found[int(rank)] = RankEnd(int(code), node.strip() or None)
     return found
 
@@ -48,6 +51,6 @@ def exit_codes(attempt: AttemptPaths) -> dict[int, int]:
 
 
 def _read(path: Path) -> str:
-    with suppress(FileNotFoundError):
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+    with suppress(FileNotFoundError, UnreadableFileError):
+        return read_text(path, _MAX_BYTES, errors="replace").strip()
     return ""

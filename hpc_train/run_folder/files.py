@@ -1,4 +1,8 @@
-"""Small files that are always whole: written aside, then renamed."""
+"""Small files that are always whole: written aside, then renamed; and the one way to read them.
+
+Anyone who could write a run folder may have put something else in a file's place: reading is bounded, never
+waits for a pipe, and what does not have the file's shape is unreadable.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,21 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from hpc_train.run_folder.shapes import fits
 
 #: Over NFS a file that another node replaces while it is read is stale; the next look finds the new one.
 _STALE_READS = 3
+#: More than any small file of a run holds, of thousands of ranks too.
+MAX_SMALL_BYTES = 64 << 20
+
+
+class UnreadableFileError(ValueError):
+    """What is at a path can't be one of our files."""
 
 
 def write_text(path: Path, text: str, *, sync: bool = False) -> None:
@@ -38,22 +51,47 @@ def write_json(path: Path, data: dict[str, Any], *, sync: bool = False) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in ``path``, or None where there is no such file or no JSON object in it."""
+    """Return the object in ``path``, None where it is missing or not what hpc-train writes there.
+
+    ``shapes.SHAPES`` says what that is, by file name.
+    """
     try:
-        data = json.loads(_read_text(path))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
+        data = json.loads(read_text(path))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
-    return data if isinstance(data, dict) else None
+    return data if isinstance(data, dict) and fits(data, path.name) else None
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path, max_bytes: int = MAX_SMALL_BYTES, *, errors: str = "strict") -> str:
+    """Return the text of a small file.
+
+    Raises UnreadableFileError where it is larger or not a regular file, UnicodeDecodeError with ``errors``
+    ``strict``, OSError where the disk refuses.
+    """
     for _ in range(_STALE_READS):
         try:
-            return path.read_text(encoding="utf-8")
+            return _read(path, max_bytes).decode("utf-8", errors)
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-    return path.read_text(encoding="utf-8")
+    return _read(path, max_bytes).decode("utf-8", errors)
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise UnreadableFileError(f"{path}: larger than {max_bytes} bytes")
+    return content
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open for reading; raises UnreadableFileError for a folder, pipe or device, which could block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnreadableFileError(f"{path}: not a regular file")
+    return os.fdopen(descriptor, "rb")
 
 
 def sync_folder(folder: Path) -> None:

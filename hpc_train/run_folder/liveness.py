@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 import signal
+import time
+from contextlib import suppress
 
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import AttemptRecord, newest_number, read_record
 
 #: Assumed: a process in an uninterruptible write on a slow disk may take that long to go.
 _KILL_LIMIT_S = 30.0
+#: Twenty heartbeats. Longer than the stalls of a file server that an attempt survives. Assumed.
+SILENT_LIMIT_S = 600.0
 
 
 def living(record: AttemptRecord) -> bool | None:
@@ -18,23 +23,67 @@ def living(record: AttemptRecord) -> bool | None:
     return record.launcher_process.is_alive()
 
 
+def lives(paths: RunPaths, record: AttemptRecord) -> bool | None:
+    """Tell whether the attempt still runs: ``living``, and False after a long silence of another machine.
+
+    A machine, container or host name that is gone never answers again. Continuing without it is safe: an
+    attempt owns the run, so what an older one commits later does not count. An attempt of a launcher
+    plug-in, or on Slurm, may wait in a queue, where silence means nothing.
+    """
+    found = living(record)
+    if found is None and record.launcher in {None, "local"} and silent_s(paths, record) > SILENT_LIMIT_S:
+        return False
+    return found
+
+
+def silent_s(paths: RunPaths, record: AttemptRecord) -> float:
+    """Return how long ago the attempt wrote any of its files (a heartbeat every 30 s), in seconds."""
+    attempt = paths.attempt(record.attempt)
+    newest = 0.0
+    for path in [paths.status, *attempt.folder.iterdir()]:
+        with suppress(OSError):
+            newest = max(newest, path.stat().st_mtime)
+    return _clock(paths) - newest
+
+
+def minutes(seconds: float) -> str:
+    """Return ``12 min``, or hours or days where there are many."""
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:.0f} days"
+    return f"{seconds / 3600:.0f} h" if seconds >= 2 * 3600 else f"{max(0.0, seconds) / 60:.0f} min"
+
+
+def _clock(paths: RunPaths) -> float:
+    """Return the time by the clock that stamps the run's files: a file server's may differ from ours."""
+    probe = paths.folder / f".clock.{secrets.token_hex(4)}"
+    try:
+        probe.touch()
+        return probe.stat().st_mtime
+    except OSError:  # another user's run
+        return time.time()
+    finally:
+        with suppress(OSError):
+            probe.unlink(missing_ok=True)
+
+
 def newest_record(paths: RunPaths) -> AttemptRecord | None:
     """Return the record of the newest attempt, or None before the first."""
     return read_record(paths.attempt(newest_number(paths)))
 
 
-def end_living(paths: RunPaths) -> AttemptRecord | None:
+def end_living(paths: RunPaths, *, take_over: bool = False) -> AttemptRecord | None:
     """Make sure that no rank of the newest attempt writes any more, before another attempt begins.
 
     Returns its record where its launcher lives or, on another machine, may live: then nothing was done
-    and no attempt may begin. Ranks that outlived their launcher are killed; a process that the record names
-    is left alone unless its own environment says that it is such a rank. Raises TryAgainError where one
-    does not end.
+    and no attempt may begin. With ``take_over`` one may begin where that can't be seen from here. Ranks that
+    outlived their launcher are killed; a process that the record names is left alone unless its own
+    environment says that it is such a rank. Raises TryAgainError where one does not end.
     """
     record = newest_record(paths)
     if record is None:
         return None
-    if living(record) is not False:
+    found = lives(paths, record)
+    if found or (found is None and not take_over):
         return record
     number = newest_number(paths)
     sent = {rank: rank.send(signal.SIGKILL, paths.folder, number) for rank in record.rank_processes}

@@ -50,6 +50,8 @@ class Process:
         types = {"host": str, "boot_id": str, "pid_namespace": str, "pid": int, "start_ticks": int}
         if not isinstance(data, dict) or any(type(data.get(key)) is not kind for key, kind in types.items()):
             return None
+        if not 0 < data["pid"] < 2**31:
+            return None
         return cls(**{key: data[key] for key in types})
 
     def to_json(self) -> dict[str, Any]:

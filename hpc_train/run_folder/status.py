@@ -9,7 +9,7 @@ from typing import Any
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import now
 from hpc_train.run_folder.files import read_json, write_json
-from hpc_train.run_folder.liveness import living, newest_record
+from hpc_train.run_folder.liveness import lives, living, minutes, newest_record, silent_s
 from hpc_train.run_folder.processes import Process
 
 #: ``interrupted``: stopped by a signal that its owner sent (Ctrl-C), with its progress saved.
@@ -79,7 +79,11 @@ def mark_cancelled(paths: RunPaths) -> None:
 def current_status(paths: RunPaths) -> RunStatus:
     """Return where the run stands; one whose local launcher is dead is ``failed`` and noted as such."""
     status = read_status(paths)
-    if status.state not in {"pending", "running"} or not _is_orphaned(paths):
+    if status.state not in {"pending", "running"}:
+        return status
+    if (silence := _silence(paths)) is not None:
+        return replace(status, state="failed", reason=silence)
+    if not _is_orphaned(paths):
         return status
     latest = read_status(paths)  # its launcher may have written the end just before it went
     if latest.state not in {"pending", "running"}:
@@ -88,6 +92,18 @@ def current_status(paths: RunPaths) -> RunStatus:
     with suppress(OSError):  # somebody else's run, or a full disk: say it all the same
         write_status(paths, corrected)
     return corrected
+
+
+def _silence(paths: RunPaths) -> str | None:
+    """Return the reason of a run that can't be seen from here and has been silent for long; else None.
+
+    Not written: the machine may only be cut off, and its heartbeats come again.
+    """
+    record = newest_record(paths)
+    if record is None or living(record) is not None or lives(paths, record) is not False:
+        return None
+    assert record.launcher_process is not None
+    return f"no sign of life from {record.launcher_process.host} for {minutes(silent_s(paths, record))}"
 
 
 def _is_orphaned(paths: RunPaths) -> bool:

@@ -26,6 +26,7 @@ from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.models.depths import layer_depths
 from hpc_train.models.inspection import has_batchnorm
+from hpc_train.models.weights import LoadReport, report_of
 from hpc_train.plan.batches import BatchArithmetic
 from hpc_train.run_folder import versions
 from hpc_train.runtime.data_info import DataInfo
@@ -58,6 +59,8 @@ class Learner:
     ema: Ema | None = None
     #: Of the whole model.
     num_parameters: int = 0
+    #: What came from pretrained weights; None where nothing did.
+    pretrained: LoadReport | None = None
     has_batchnorm: bool = False
 
     @property
@@ -89,6 +92,7 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, placemen
     """Build, compile, place, then make the optimizer: the order that facts of torch ask for."""
     seed_build(config.seed)
     model = build_model(config.model, info)
+    pretrained = report_of(model)
     if config.parallel.sync_batchnorm:
         model = sync_batchnorm(model, placement.device, batches.micro_batches)
     blocks = find_blocks(model)
@@ -108,7 +112,9 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, placemen
     schedule = make_schedule(config.optimization.schedule, batches.total_steps, batches.steps_per_epoch)
     optimization = Optimization(optimizer, schedule, placement.precision, placement.device)
     ema = None if config.optimization.ema is None else Ema(strategy.model, config.optimization.ema.decay)
-    return Learner(strategy.model, wrapped, strategy, optimization, ema, num_parameters, normalises)
+    return Learner(
+        strategy.model, wrapped, strategy, optimization, ema, num_parameters, pretrained, normalises
+    )
 
 
 def _strategy(config: Experiment, placement: Placement) -> Strategy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -23,11 +23,11 @@ from hpc_train.engine.metrics_file import MetricsFile
 from hpc_train.engine.non_finite import Guard, RollbackError, check_rollbacks
 from hpc_train.engine.saving import Saves
 from hpc_train.engine.trainer import BadSampleCount, Trainer, Validation
-from hpc_train.errors import ExitCode
+from hpc_train.errors import ExitCode, printable
 from hpc_train.loggers.base import Logger, LoggerContext
 from hpc_train.plan.batches import BatchArithmetic, StepLayout
 from hpc_train.run_folder.bad_samples import all_known
-from hpc_train.run_folder.files import read_json
+from hpc_train.run_folder.files import read_json, write_json
 from hpc_train.runtime.agreement import Agreement
 from hpc_train.runtime.data_info import TargetSpec
 from hpc_train.tasks.base import Task, target_spec
@@ -295,6 +295,10 @@ def _say_start(run: _Run, learner: Learner, position: Position) -> None:
     rank = run.rank
     if not rank.is_first:
         return
+    if learner.pretrained is not None and position.step == 0:
+        with suppress(OSError):  # it is in the log, too
+            notice = printable(learner.pretrained.line())
+            write_json(rank.paths.attempt(rank.attempt).notices, {"lines": [notice]})
     _log.info(
         "%s: %d parameters on %d × %s, %s, %s; from step %d to %d",
         rank.experiment.model.name,

@@ -10,6 +10,7 @@ from hpc_train.cli import progress as progress_module
 from hpc_train.cli.metrics import MetricsReader
 from hpc_train.cli.progress import LINE_EVERY_S, READ_EVERY_S, Progress, Words, _Bar, duration, fit
 from hpc_train.paths import RunPaths
+from hpc_train.run_folder.files import write_json
 from hpc_train.run_folder.status import RunStatus, write_status
 
 
@@ -58,6 +59,22 @@ def test_a_line_comes_every_ten_seconds(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [f"{run.folder.name}: step 20/100 2 steps/s, 0:40 left, loss 0.5"]
+
+
+def test_notices_of_the_attempt_are_shown_once(
+    run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for attempt, words in ((1, "earlier"), (2, "pretrained weights: 3 of 5 tensors")):
+        run.attempt(attempt).folder.mkdir(parents=True)
+        write_json(run.attempt(attempt).notices, {"lines": [words]})
+    progress = Progress(run, attempt=2)
+    for step in (1, 2):
+        _at(run, step)
+        progress.update()
+        clock.now_s += 1
+    progress.close()
+    shown = f"{run.folder.name}: pretrained weights: 3 of 5 tensors"
+    assert [line for line in capsys.readouterr().err.splitlines() if "step" not in line] == [shown]
 
 
 def test_an_evaluation_is_told_at_once(

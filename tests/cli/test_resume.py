@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,7 +174,89 @@ def test_a_run_that_others_may_write_is_not_resumed(
 def test_of_two_that_start_at_once_the_later_gives_way(failed: RunPaths) -> None:
     claim_attempt(failed)
     with pytest.raises(TryAgainError, match="another command has just started it"):
-        start_attempt(failed, COMPLETING, None)
+        start_attempt(failed, COMPLETING, None, after=1)
+    assert newest_number(failed) == 2
+
+
+def test_of_two_resumes_at_once_the_loser_changes_nothing(
+    failed: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The winner's ranks read run.json and the code link, and end where a newer attempt exists."""
+    Path("new.py").write_text("")
+    code, facts = failed.code.readlink(), failed.run.read_text()
+
+    def claim_first(paths: RunPaths, **options: bool) -> None:
+        claim_attempt(paths)  # the winner, after the loser has seen that attempt 1 has ended
+
+    monkeypatch.setattr("hpc_train.cli.resume.end_living", claim_first)
+    done = hpc_train("resume", failed.folder, "data.workers=2", "--code", "new")
+    assert (done.code, "another command has just started it" in done.err) == (75, True)
+    assert failed.code.readlink() == code and failed.run.read_text() == facts
+    assert sorted(path.name for path in failed.attempts.iterdir()) == ["1", "2"]
+
+
+def _on_a_machine_that_is_gone(paths: RunPaths, silent_min: float) -> None:
+    """Leave the run as a host leaves it that vanishes while it trains."""
+    number = claim_attempt(paths, "local")
+    record = read_record(paths.attempt(number))
+    assert record is not None and record.launcher_process is not None
+    there = replace(record.launcher_process, host="spot-7", boot_id="another")
+    write_record(paths.attempt(number), replace(record, launcher_process=there))
+    paths.attempt(number).heartbeat("spot-7").write_text("{}")
+    write_status(paths, RunStatus("running", 4, 9, attempt=number))
+    facts = json.loads(paths.run.read_text())
+    paths.run.write_text(json.dumps(facts | {"launcher": "local"}))
+    then = time.time() - 60 * silent_min
+    for path in (paths.status, *paths.attempt(number).folder.iterdir()):
+        os.utime(path, (then, then))
+
+
+def test_a_run_whose_machine_is_gone_continues_after_ten_silent_minutes(failed: RunPaths) -> None:
+    _on_a_machine_that_is_gone(failed, 11)
+    assert "failed" in hpc_train("status", failed.folder).out
+    assert read_status(failed).state == "running", "it may only be cut off"
+    done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
+    assert done.code == 0, done.err
+    assert requests[-1].attempt == 3
+
+
+def test_a_run_whose_machine_is_gone_can_be_submitted_again(failed: RunPaths, file: Path) -> None:
+    _on_a_machine_that_is_gone(failed, 60 * 24 * 3)
+    write_checkpoint(failed, 4, attempt=2)
+    done = hpc_train("submit", file, "--local", "--launcher", FAILING)
+    assert done.code == 1
+    assert "failed (no sign of life from spot-7 for 3 days)" in done.err
+    assert f"`hpc-train resume {failed.folder.name}` continues from step 4" in done.err
+
+
+@pytest.mark.parametrize("command", ["cancel", "clean"])
+def test_a_run_whose_machine_is_gone_can_be_cancelled_and_cleaned(failed: RunPaths, command: str) -> None:
+    option = ["--yes"] if command == "clean" else []
+    _on_a_machine_that_is_gone(failed, 2)
+    refused = hpc_train(command, failed.folder, *option)
+    assert refused.code == 1 and (command == "clean" or "once it has been silent for 10 min" in refused.err)
+    _on_a_machine_that_is_gone(failed, 11)
+    assert hpc_train(command, failed.folder, *option).code == 0
+    assert read_status(failed).state == ("cancelled" if command == "cancel" else "running")
+
+
+def test_a_run_that_was_heard_of_a_moment_ago_is_continued_only_with_the_option_that_is_named(
+    failed: RunPaths,
+) -> None:
+    _on_a_machine_that_is_gone(failed, 2)
+    done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
+    assert done.code == 1
+    assert "may still run on spot-7 (last sign of life 2 min ago)" in done.err
+    assert f"`hpc-train resume {failed.folder.name} --take-over`" in done.err
+    assert newest_number(failed) == 2
+    assert hpc_train("resume", failed.folder, "--take-over", "--launcher", COMPLETING).code == 0
+    assert requests[-1].attempt == 3
+
+
+def test_a_run_that_lives_here_is_not_taken_over(failed: RunPaths) -> None:
+    claim_attempt(failed, "local")
+    write_status(failed, RunStatus("running", attempt=2))
+    assert _resume(failed.folder, "--take-over") == 1
     assert newest_number(failed) == 2
 
 

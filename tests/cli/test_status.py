@@ -252,3 +252,40 @@ def test_a_node_without_a_heartbeat_is_told(tmp_path: Path) -> None:
     assert _row()["reason"] == "no sign of life from n2 for 5 min"
     write_status(paths, RunStatus(state="failed", attempt=number))
     assert _row()["reason"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("status.json", "[" * 100_000),
+        ("attempts/1/attempt.json", '{"attempt": 1, "start": "x", "checkpoints": [], "events": []}'),
+        ("attempts/1/attempt.json", '{"cause": {}, "launcher": []}'),
+        ("run.json", '{"slurm_job_ids": 12, "launcher": "slurm"}'),
+        ("run.json", '{"changes": [], "versions": [], "code": [], "source": []}'),
+        ("attempts/\u00b2/attempt.json", "{}"),
+        ("status.json", None),
+        ("attempts/1/attempt.json", None),
+        ("metrics.jsonl", None),
+        ("attempts/1/rank-0.exit", None),
+        ("attempts/1/rank-0.error", None),
+        ("attempts/1/events.json", None),
+    ],
+)
+@pytest.mark.parametrize("command", [("status",), ("clean", "--yes", "bad"), ("cancel", "bad")])
+def test_a_malformed_file_ends_no_command_for_other_runs(
+    tmp_path: Path, command: tuple[str, ...], name: str, content: str | None
+) -> None:
+    """None: a pipe, which nobody writes into."""
+    bad = _run(tmp_path)
+    bad = RunPaths(bad.folder.rename(bad.folder.with_name("bad")))
+    _run(tmp_path)
+    claim_attempt(bad, "local")
+    write_status(bad, RunStatus(state="failed", attempt=1))
+    path = bad.folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path) if content is None else path.write_text(content)
+    done = hpc_train(*command)  # a traceback fails the test
+    if command == ("status",):
+        assert done.code == 0
+        assert "bad" in done.out and "abc" in done.out

@@ -15,6 +15,8 @@ from hpc_train.config.training_sections import ModelConfig
 from hpc_train.errors import BadFileError
 from hpc_train.models.building import build_model
 from hpc_train.models.factory import build as build_factory
+from hpc_train.models.torchvision import _resampled
+from hpc_train.models.weights import LoadReport, keep_report, report_of
 from hpc_train.runtime.data_info import DataInfo
 
 
@@ -130,6 +132,8 @@ def test_torchvisions_cached_weights_are_loaded_and_the_head_swapped(
     monkeypatch.setattr(torchvision.models.WeightsEnum, "get_state_dict", _load_unchecked)
     model = build("torchvision/squeezenet1_1", info(6), pretrained=True).eval()
     assert torch.equal(model.get_parameter("features.0.weight"), cached.get_parameter("features.0.weight"))
+    report = report_of(model)
+    assert report is not None and report.missing == ("classifier.1.bias", "classifier.1.weight")
     assert model(torch.rand(1, 3, 64, 64)).shape == (1, 6)
 
 
@@ -147,10 +151,10 @@ def test_a_files_weights_are_loaded_and_the_head_swapped(
     source = build(name, info(20))
     path = tmp_path / f"weights{suffix}"
     _save(source.state_dict(), path)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         model = build(name, info(10), pretrained=str(path))
     expected, found = source.state_dict(), model.state_dict()
-    assert f"{head}.bias, {head}.weight" in caplog.text
+    assert f"; 2 missing and random ({head}.bias, {head}.weight)" in caplog.text
     assert all(torch.equal(found[key], expected[key]) for key in found if not key.startswith(head))
     assert found[f"{head}.weight"].shape[0] == 10
 
@@ -167,9 +171,71 @@ def test_the_head_stays_where_the_classes_are_the_same(
 ) -> None:
     source = build("timm/resnet10t")
     save_file(source.state_dict(), tmp_path / "w.safetensors")
-    model = build("timm/resnet10t", pretrained=str(tmp_path / "w.safetensors"))
+    with caplog.at_level(logging.INFO):
+        model = build("timm/resnet10t", pretrained=str(tmp_path / "w.safetensors"))
     assert torch.equal(model.get_parameter("fc.weight"), source.get_parameter("fc.weight"))
-    assert not caplog.records
+    (said,) = [record.getMessage() for record in caplog.records]
+    total = len([key for key in source.state_dict() if not key.endswith("num_batches_tracked")])
+    assert said == f"pretrained weights: {total} of {total} tensors from {tmp_path / 'w.safetensors'}"
+
+
+VIT = {"img_size": 32, "patch_size": 8}
+
+
+@pytest.mark.parametrize("size", [16, 48])
+def test_position_embeddings_are_resampled_as_timm_does(size: int, tmp_path: Path) -> None:
+    from timm.layers import resample_abs_pos_embed
+
+    source = build("timm/test_vit", args=VIT)
+    path = tmp_path / "w.safetensors"
+    save_file(source.state_dict(), path)
+    model = build("timm/test_vit", info(7), args={**VIT, "img_size": size}, pretrained=str(path))
+    grid = size // 8
+    expected = resample_abs_pos_embed(source.get_parameter("pos_embed"), [grid, grid], num_prefix_tokens=1)
+    assert torch.equal(model.get_parameter("pos_embed"), expected)
+    assert torch.equal(
+        model.get_parameter("blocks.0.attn.qkv.weight"), source.get_parameter("blocks.0.attn.qkv.weight")
+    )
+    report = report_of(model)
+    assert report is not None
+    assert (report.resized, report.missing) == (("pos_embed",), ("head.bias", "head.weight"))
+    total = len(model.state_dict())
+    assert report.line() == (
+        f"pretrained weights: {total - 2} of {total} tensors from {path}; "
+        "2 missing and random (head.bias, head.weight); 1 resized (pos_embed)"
+    )
+
+
+def test_the_positions_of_torchvisions_vit_are_resampled_as_timm_does(tmp_path: Path) -> None:
+    from timm.layers import resample_abs_pos_embed
+
+    def vit(size: int) -> torch.nn.Module:
+        args = {
+            "image_size": size,
+            "num_layers": 1,
+            "num_heads": 2,
+            "hidden_dim": 8,
+            "mlp_dim": 8,
+            "patch_size": 8,
+        }
+        return torchvision.models.VisionTransformer(**args)
+
+    source, model = vit(32), vit(48)
+    found = _resampled(model, source.state_dict())
+    name = "encoder.pos_embedding"
+    expected = resample_abs_pos_embed(source.get_parameter(name), [6, 6], num_prefix_tokens=1)
+    assert torch.equal(found[name], expected)
+    model.load_state_dict(found)
+
+
+def test_a_report_names_three_of_many_and_the_log_all(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 2)
+    report = LoadReport("w.pth", 1, 2, unexpected=tuple("abcde"))
+    assert report.line().endswith("; 5 unexpected (a, b, c and 2 more)")
+    with caplog.at_level(logging.INFO):
+        keep_report(model, report)
+    assert "5 unexpected (a, b, c, d, e)" in caplog.text
+    assert report_of(model) is report
 
 
 def test_timms_colour_weights_become_grey_ones_by_summing(tmp_path: Path) -> None:

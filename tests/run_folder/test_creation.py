@@ -148,7 +148,7 @@ def test_a_change_that_ranks_refuse_before_a_first_step_counts_no_longer(
 def test_a_change_needs_a_readable_run(tmp_path: Path) -> None:
     paths = small_run(tmp_path)
     paths.run.write_text("{")
-    with pytest.raises(StorageError, match=r"run\.json: missing or not JSON"):
+    with pytest.raises(StorageError, match=r"run\.json: missing, or not what hpc-train writes there"):
         note_change(paths, 2, ["data.workers=4"])
 
 

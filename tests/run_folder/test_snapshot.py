@@ -233,7 +233,7 @@ def test_run_json_says_which_code_and_since_when(
     (tree / "a.py").write_text("2")
     second = take(root, tree, [])
     link(paths, second)
-    note_code(paths, second)
+    note_code(paths, second, 1)
     now = code | {"dirty": True, "snapshot": second.name, "earlier": [code | {"until_attempt": 0}]}
     assert (read_json(paths.run) or {})["code"] == now
     assert linked(paths) == second
