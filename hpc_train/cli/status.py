@@ -15,6 +15,7 @@ from hpc_train.cli.recovery import recovery_of
 from hpc_train.cli.restarts import Restart, newest_restart
 from hpc_train.cli.standing import standings
 from hpc_train.errors import ExitCode
+from hpc_train.launchers.tracebacks import shortened_traceback
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import newest_number
 from hpc_train.run_folder.budgets import Left
@@ -25,8 +26,6 @@ from hpc_train.run_folder.micro_batch import kept_size
 from hpc_train.run_folder.status import RunStatus, read_status
 
 _HEADS = ("run", "experiment", "state", "step", "attempt", "reason")
-#: Most tracebacks whole; of a longer one the innermost frames and what was raised.
-_ERROR_LINES = 60
 _STYLES = {
     "running": "cyan",
     "completed": "green",
@@ -157,16 +156,17 @@ def _code(facts: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _print_error(paths: RunPaths) -> None:
-    """Print the end of what the newest attempt's rank said as it failed."""
+    """Print what the newest attempt's rank said as it failed; of a long traceback the user's own frames."""
     newest = paths.attempt(newest_number(paths))
     errors = sorted(path for path in newest.folder.glob("rank-*.error") if path.is_file())
     # The one that the reason names: the others' follow from it.
     reason = read_status(paths).reason or ""
     told = [path for path in errors if reason.startswith(f"rank {path.stem.removeprefix('rank-')}:")]
     for path in (told or errors)[:1]:
-        lines = read_text(path, errors="replace").rstrip().splitlines()
+        text = read_text(path, errors="replace").rstrip()
+        rank = path.stem.removeprefix("rank-")
         put("")
-        put("\n".join(lines[-_ERROR_LINES:]))
+        put(shortened_traceback(text, newest.log(int(rank)) if rank.isdecimal() else path))
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -39,6 +39,8 @@ def shortened_traceback(text: str, log: Path) -> str:
     parts = _parts(lines)
     if not parts:
         return "\n".join([*lines[: MAX_LINES - 1], see_log])
+    if not parts[-1].frames:
+        return "\n".join([*lines[1 - MAX_LINES :], see_log])
     own = next((frames for part in reversed(parts) if (frames := list(filter(_is_own, part.frames)))), None)
     head = "Traceback of your code (most recent call last):" if own else _BEGIN
     frames = (own or parts[-1].frames)[-_MAX_FRAMES:]

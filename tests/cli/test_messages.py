@@ -12,7 +12,7 @@ from hpc_train.cli.app import app
 
 _REPOSITORY = Path(__file__).parents[2]
 #: In backticks, or a line of a code block.
-_COMMAND = re.compile(r"(?:`|^\$? ?)hpc-train ([a-z]+)((?: [^`\n]*)?)", re.MULTILINE)
+_COMMAND = re.compile(r"(?:`|^\$ )hpc-train ([a-z]+)((?: [^`\n]*)?)", re.MULTILINE)
 _OPTION = re.compile(r"(?<= )--?[a-z][a-z-]*")
 
 
@@ -45,4 +45,4 @@ def test_every_command_that_is_named_can_be_typed() -> None:
 
 def test_a_command_or_option_that_cannot_be_typed_is_seen() -> None:
     assert _unknown("see `hpc-train init` or `hpc-train submit FILE --fast`") == ["init", "submit --fast"]
-    assert _unknown("hpc-train submit exp.yaml --local -x") == ["submit -x"]
+    assert _unknown("$ hpc-train submit exp.yaml --local -x") == ["submit -x"]

@@ -106,13 +106,14 @@ def _fail(paths: RunPaths, *texts: str) -> None:
     write_status(paths, RunStatus(state="failed", attempt=number, reason="rank 1: ValueError: two"))
 
 
-def test_a_failed_run_by_itself_shows_the_end_of_its_traceback(tmp_path: Path) -> None:
+def test_a_failed_run_by_itself_shows_where_it_failed_and_which_log_has_the_rest(tmp_path: Path) -> None:
     paths = _run(tmp_path)
     long = "\n".join(f"  line {number}" for number in range(100))
     _fail(paths, "lost a peer", f"Traceback (most recent call last):\n{long}\nValueError: \x1b[1mtwo\n")
     shown = hpc_train("status", "abc").out
-    assert shown.endswith("  line 99\nValueError: \\x1b[1mtwo\n")
-    assert "line 30" not in shown and "lost a peer" not in shown
+    end = f"  line 99\nValueError: \\x1b[1mtwo\nthe rest is in {paths.attempt(1).log(1)}\n"
+    assert shown.endswith(end)
+    assert "line 80" not in shown and "lost a peer" not in shown
 
 
 def test_several_runs_have_a_line_each(tmp_path: Path) -> None:

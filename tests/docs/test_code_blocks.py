@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import shutil
 import tomllib
@@ -18,7 +19,7 @@ from tests.docs.pages import PAGES, REPOSITORY, Block, Session, blocks, missing_
 from tests.docs.scenes import Stage
 from tests.slurm.cluster import Cluster
 
-LANGUAGES = {"yaml", "console", "python", "toml", "text"}
+LANGUAGES = {"yaml", "console", "python", "toml", "json", "text"}
 SESSIONS = [session for page in PAGES for session in sessions(page)]
 ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]
 #: What a block that shows only some keys is laid over.
@@ -81,6 +82,11 @@ def test_toml_is_that_of_the_plugin_example(block: Block) -> None:
     example = tomllib.loads((REPOSITORY / "tests/plugin_example/pyproject.toml").read_text())
     shown = tomllib.loads(block.text)["project"]["entry-points"]
     assert shown == example["project"]["entry-points"]
+
+
+@pytest.mark.parametrize("block", of("json"))
+def test_json_can_be_read(block: Block) -> None:
+    assert isinstance(json.loads(block.text), dict)
 
 
 @pytest.mark.slow
