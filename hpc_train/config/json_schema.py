@@ -21,6 +21,7 @@ def cached_schema() -> Node:
     """Return the schema itself, not to be changed."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Experiment.model_json_schema()
     _allow_plain_bool(schema["properties"]["compile"])
+    _allow_weights(schema["$defs"]["DataConfig"]["properties"]["normalize"])
     _for_editors(schema)
     return schema
 
@@ -28,6 +29,10 @@ def cached_schema() -> Node:
 def _allow_plain_bool(node: Node) -> None:
     node["anyOf"] = [{"type": "boolean"}, {"$ref": node.pop("$ref")}]
     node["default"] = False
+
+
+def _allow_weights(node: Node) -> None:
+    node["anyOf"] = [*node["anyOf"], {"const": "weights", "type": "string"}]
 
 
 def _for_editors(node: Any) -> None:

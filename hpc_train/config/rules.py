@@ -132,7 +132,7 @@ def crops_fit_together(experiment: Experiment) -> Iterator[Problem]:
 @rule("data.normalize")
 def normalization_has_equal_lengths(experiment: Experiment) -> Iterator[Problem]:
     normalize = experiment.data.normalize
-    if normalize is None:
+    if normalize is None or normalize.from_weights:
         return
     if len(normalize.mean) != len(normalize.std):
         yield Problem(
@@ -142,6 +142,22 @@ def normalization_has_equal_lengths(experiment: Experiment) -> Iterator[Problem]
         )
     elif not normalize.mean:
         yield Problem(("data", "normalize", "mean"), "is empty", "write a value a channel")
+
+
+@rule("data.normalize", "model.name", "model.pretrained")
+def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
+    normalize, path = experiment.data.normalize, ("data", "normalize")
+    if normalize is None or not normalize.from_weights:
+        return
+    if normalize.mean or normalize.std:
+        yield Problem(path, "has mean or std beside from_weights", "write normalize: weights")
+    elif not experiment.model.name.startswith(("timm/", "torchvision/")):
+        message = (
+            f"weights of {experiment.model.name} say no mean and std, only those of timm and torchvision do"
+        )
+        yield Problem(path, message, "write {mean: […], std: […]}")
+    elif experiment.model.pretrained is False:
+        yield Problem(path, "weights needs model.pretrained", "write model.pretrained: true, or a path")
 
 
 @rule("data.root", "model.pretrained", "environment.python", "environment.container", "logging.wandb.tags")
@@ -179,6 +195,7 @@ RULES: tuple[Rule, ...] = (
     warmup_ends_before_the_run,
     crops_fit_together,
     normalization_has_equal_lengths,
+    weights_say_how_to_normalize,
     text_has_no_control_characters,
     weights_are_a_file,
 )

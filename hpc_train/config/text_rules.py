@@ -56,7 +56,13 @@ def gpt_stands_alone(experiment: Experiment) -> Iterator[Problem]:
 
 
 @rule(
-    "data.name", "data.augment", "data.image_size", "data.eval_crop", "data.normalize", "model.channels_last"
+    "data.name",
+    "data.augment",
+    "data.image_size",
+    "data.eval_crop",
+    "data.interpolation",
+    "data.normalize",
+    "model.channels_last",
 )
 def text_has_no_keys_of_images(experiment: Experiment) -> Iterator[Problem]:
     if not _reads_text(experiment):
@@ -66,6 +72,7 @@ def text_has_no_keys_of_images(experiment: Experiment) -> Iterator[Problem]:
         ("data", "augment"): data.augment != AugmentConfig(),
         ("data", "image_size"): data.image_size is not None,
         ("data", "eval_crop"): data.eval_crop != 1.0,
+        ("data", "interpolation"): data.interpolation != "bilinear",
         ("data", "normalize"): data.normalize is not None,
         ("model", "channels_last"): experiment.model.channels_last,
     }

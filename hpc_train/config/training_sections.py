@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from hpc_train.config.fields import (
     Arguments,
@@ -71,12 +71,17 @@ class RandAugmentConfig(Section):
 
 
 class NormalizeConfig(Section):
-    """Mean and standard deviation a channel, of values in 0…1."""
+    """Mean and standard deviation per channel, of values in 0…1.
 
-    mean: Annotated[list[float], Field(examples=[[0.485, 0.456, 0.406]])]
+    ``normalize: weights`` is short for ``{from_weights: true}``.
+    """
+
+    mean: Annotated[list[float], Field(examples=[[0.485, 0.456, 0.406]])] = []
     """Mean of each channel."""
-    std: Annotated[list[PositiveFloat], Field(examples=[[0.229, 0.224, 0.225]])]
+    std: Annotated[list[PositiveFloat], Field(examples=[[0.229, 0.224, 0.225]])] = []
     """Standard deviation of each channel."""
+    from_weights: bool = False
+    """``true``: those that the pretrained weights were trained with, and their interpolation and crop."""
 
 
 class DataConfig(Section):
@@ -95,8 +100,14 @@ class DataConfig(Section):
     """Part of the shorter side that evaluation's centre crop keeps with ``image_size`` (ImageNet: 0.875)."""
     augment: AugmentConfig = AugmentConfig()
     """Random changes of training images; absent: none."""
-    normalize: NormalizeConfig | None = None
-    """Mean and standard deviation a channel; absent: the data set's own."""
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """How images are resized, always with antialiasing."""
+    normalize: Annotated[
+        NormalizeConfig | None,
+        BeforeValidator(lambda v: {"from_weights": True} if v == "weights" else v),
+    ] = None
+    """Mean and standard deviation per channel, or ``weights``: as the pretrained weights were trained, with
+    their interpolation, and their crop as ``eval_crop`` unless that is given; default: the data set's own."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Loader processes a rank; 0: load in the rank itself."""
     on_bad_sample: Literal["fail", "skip"] = "fail"

@@ -26,10 +26,13 @@ from hpc_train.errors import BadFileError
 class Augmentation:
     """``data.augment`` made callable: resizing or random crop, padded crop, flips, RandAugment, erasing."""
 
-    def __init__(self, config: AugmentConfig, image_size: int | None, seed: int) -> None:
+    def __init__(
+        self, config: AugmentConfig, image_size: int | None, seed: int, interpolation: str = "bilinear"
+    ) -> None:
         self._config = config
         self._image_size = image_size
         self._seed = seed
+        self._interpolation = interpolation
 
     def __call__(
         self, images: Tensor | Sequence[Tensor], epoch: int, samples_B: Tensor, repeat: int = 0
@@ -56,9 +59,9 @@ class Augmentation:
     def _sized(self, images: Tensor | Sequence[Tensor], keys: Keys) -> Tensor:
         size, crop = self._image_size, self._config.random_resized_crop
         if crop is not None:
-            return stack(_resized_crops(list(images), keys, crop, size))
+            return stack(_resized_crops(list(images), keys, crop, size, self._interpolation))
         if size is not None and not _are_square(images, size):
-            images = [centre_square(image, size) for image in images]
+            images = [centre_square(image, size, 1.0, self._interpolation) for image in images]
         return images if isinstance(images, Tensor) else stack(images)
 
 
@@ -68,7 +71,7 @@ def _are_square(images: Tensor | Sequence[Tensor], size: int) -> bool:
 
 
 def _resized_crops(
-    images: list[Tensor], keys: Keys, config: RandomResizedCropConfig, size: int | None
+    images: list[Tensor], keys: Keys, config: RandomResizedCropConfig, size: int | None, interpolation: str
 ) -> list[Tensor]:
     heights_B = torch.tensor([image.shape[-2] for image in images])
     widths_B = torch.tensor([image.shape[-1] for image in images])
@@ -79,6 +82,7 @@ def _resized_crops(
             image[:, top : top + height, left : left + width],
             size or image.shape[-2],
             size or image.shape[-1],
+            interpolation,
         )
         for image, (top, left, height, width) in zip(images, corners.tolist(), strict=True)
     ]

@@ -116,22 +116,28 @@ def sample_path(split: Any, index: int) -> Path | None:
     return method(index) if callable(method) else None
 
 
-def resize(image: Tensor, height: int, width: int) -> Tensor:
-    """Resize (C, H, W) bilinearly with antialiasing, in uint8 where it is uint8."""
+def resize(image: Tensor, height: int, width: int, interpolation: str = "bilinear") -> Tensor:
+    """Resize (C, H, W) with antialiasing, in uint8 where it is uint8."""
     if tuple(image.shape[-2:]) == (height, width):
         return image
+    from torchvision.transforms import InterpolationMode
     from torchvision.transforms.v2 import functional as tvf
 
-    resized: Tensor = tvf.resize(image, [height, width], antialias=True)
+    resized: Tensor = tvf.resize(
+        image, [height, width], interpolation=InterpolationMode(interpolation), antialias=True
+    )
     return resized
 
 
-def centre_square(image: Tensor, side: int, kept: float = 1.0) -> Tensor:
+def centre_square(image: Tensor, side: int, kept: float = 1.0, interpolation: str = "bilinear") -> Tensor:
     """Resize and crop to the centre square of ``side`` pixels, which is ``kept`` of the shorter side."""
+    from torchvision.transforms import InterpolationMode
     from torchvision.transforms.v2 import functional as tvf
 
     shorter = max(side, round(side / kept))
-    square: Tensor = tvf.center_crop(tvf.resize(image, [shorter], antialias=True), [side, side])
+    mode = InterpolationMode(interpolation)
+    resized = tvf.resize(image, [shorter], interpolation=mode, antialias=True)
+    square: Tensor = tvf.center_crop(resized, [side, side])
     return square
 
 

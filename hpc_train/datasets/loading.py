@@ -205,7 +205,7 @@ def _training_reader(
     source: DataSource, experiment: Experiment, target_spec: TargetSpec | None, *, skip_bad: bool
 ) -> SlotReader:
     data, seed = experiment.data, experiment.seed
-    augmentation = Augmentation(data.augment, data.image_size, seed)
+    augmentation = Augmentation(data.augment, data.image_size, seed, data.interpolation)
     moving_key = _moving_key(data)
 
     def prepare(images: Tensor | Sequence[Tensor], targets: Tensor, slot: Slot) -> Tensor:
@@ -226,7 +226,7 @@ def _evaluation_reader(
         _refuse_image_keys(images, data)
         refuse_moved_masks(images, targets, _resizing_key(images, data))
         if size is not None:
-            return stack([centre_square(image, size, data.eval_crop) for image in images])
+            return stack([centre_square(image, size, data.eval_crop, data.interpolation) for image in images])
         return images if isinstance(images, Tensor) else stack(images)
 
     targets = TargetCheck(experiment.task, target_spec)

@@ -28,6 +28,7 @@ class Normalize:
         channels_last: bool = False,
     ) -> None:
         own = config.normalize
+        assert own is None or not own.from_weights, "models.preprocessing writes them out"
         mean, std = (info.mean, info.std) if own is None else (own.mean, own.std)
         _check_length("mean", mean, info.channels)
         _check_length("std", std, info.channels)

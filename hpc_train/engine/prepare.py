@@ -19,6 +19,7 @@ from hpc_train.datasets.loading import try_samples
 from hpc_train.datasets.normalize import Normalize
 from hpc_train.errors import BadFileError, ExitCode, UserError, printable
 from hpc_train.models.building import build_model
+from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.models.weights import report_of
 from hpc_train.plan.batches import too_few_samples
 from hpc_train.plan.sweep import expand
@@ -32,7 +33,8 @@ def prepare(experiments: Sequence[Experiment]) -> None:
     sources: dict[str, DataSource] = {}
     tried: set[tuple[str, str, str]] = set()
     built: set[str] = set()
-    for experiment in experiments:
+    for given in experiments:
+        experiment = with_preprocessing(given)
         data, model = experiment.data.model_dump_json(), experiment.model.model_dump_json()
         if data not in sources:
             sources[data] = _fetch_data(experiment)

@@ -25,6 +25,7 @@ from hpc_train.engine.saving import Saves
 from hpc_train.engine.trainer import BadSampleCount, Trainer, Validation
 from hpc_train.errors import ExitCode, printable
 from hpc_train.loggers.base import Logger, LoggerContext
+from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.plan.batches import BatchArithmetic, StepLayout
 from hpc_train.run_folder.bad_samples import all_known
 from hpc_train.run_folder.files import read_json, write_json
@@ -57,6 +58,7 @@ class _Run:
 def train(rank: Rank) -> ExitCode:
     """Train to the end, or until asked to stop; go back where the file wants that."""
     rank = micro_batch.resolved(rank)
+    rank = replace(rank, experiment=with_preprocessing(rank.experiment))
     source = build_source(rank.experiment.data)
     batches = BatchArithmetic.of(rank.experiment.optimization, len(source.train), rank.degrees.data_ranks)
     run = _Run(rank, source, batches, _bad_samples(rank))

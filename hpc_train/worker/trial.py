@@ -34,6 +34,7 @@ from hpc_train.engine.compiling import begin_forward, compile_error
 from hpc_train.engine.forward import TrainingForward
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, UserError
 from hpc_train.models.inspection import has_batchnorm
+from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.paths import RunPaths
 from hpc_train.plan.batches import BatchArithmetic
 from hpc_train.run_folder.bad_samples import BadSample
@@ -87,7 +88,8 @@ class _Place:
 
 def run(paths: RunPaths, attempt: int, sizes: Iterable[int], channel: Connection) -> None:
     """Try the sizes in their order, saying which fit, until one does not. Collective; raises what it met."""
-    experiment, facts = effective_experiment(paths, attempt), RankFacts.from_environment(os.environ)
+    experiment = with_preprocessing(effective_experiment(paths, attempt))
+    facts = RankFacts.from_environment(os.environ)
     device = choose_device(experiment.device, facts.local_rank, gpus_expected=False)
     set_determinism(experiment.deterministic, device)
     precision = choose_precision(experiment.precision, device)
