@@ -1,0 +1,124 @@
+"""The environments of ``envs/``: they copy what the package needs, pin what it depends on, and resolve."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+REPOSITORY = Path(__file__).parents[1]
+ENVS = REPOSITORY / "envs"
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+IMAGES = pytest.mark.parametrize("image", ["Dockerfile", "apptainer.def"])
+CONSTRAINTS = ("constraints-cpu.txt", "constraints-cuda.txt")
+
+
+def copied(image: str) -> list[str]:
+    """Return the paths of the repository that an image is made from."""
+    text = (ENVS / image).read_text()
+    if image == "Dockerfile":
+        commands = [shlex.split(line) for line in text.splitlines() if line.startswith("COPY ")]
+        return [path for words in commands for path in words[1:-1]]
+    files = text.partition("%files\n")[2].partition("\n\n")[0]
+    return [line.split()[0] for line in files.splitlines()]
+
+
+def pinned(constraints: str) -> dict[str, str]:
+    lines = [line for line in (ENVS / constraints).read_text().splitlines() if line[:1] not in {"#", ""}]
+    pins = dict(line.split("==") for line in lines)
+    assert len(pins) == len(lines), "each package once"
+    return pins
+
+
+@IMAGES
+def test_an_image_copies_all_that_the_package_is_made_of(image: str) -> None:
+    paths = copied(image)
+    assert [path for path in paths if not (REPOSITORY / path).exists()] == []
+    data_files = PROJECT["tool"]["setuptools"]["data-files"].values()
+    folders = {pattern.partition("/")[0] for patterns in data_files for pattern in patterns}
+    needed = {"pyproject.toml", "hpc_train", "envs", PROJECT["project"]["readme"], *folders}
+    assert needed | set(PROJECT["project"]["license-files"]) <= set(paths)
+
+
+@pytest.mark.slow
+@IMAGES
+def test_an_image_finds_its_templates_and_profiles(image: str, tmp_path: Path) -> None:
+    """What pip installs from the copied files alone, in an environment of its own."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in copied(image):
+        copy = shutil.copytree if (REPOSITORY / path).is_dir() else shutil.copy
+        copy(REPOSITORY / path, source / path)
+    python = _environment(tmp_path / "image")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
+    _run([*pip, "install", "--quiet", "--no-deps", "--no-build-isolation", str(source)])
+    code = (
+        "from hpc_train.launchers.slurm.profiles import templates_folder as f; "
+        "print(f()); print(*sorted(p.name for p in f().rglob('*.*')))"
+    )
+    folder, names = _run([str(python), "-c", code]).splitlines()
+    assert Path(folder) == tmp_path / "image/share/hpc-train/slurm_templates"
+    own = [path.name for path in (REPOSITORY / "slurm_templates").rglob("*.*") if path.suffix != ".md"]
+    assert names.split() == sorted(own)
+
+
+def _environment(folder: Path) -> Path:
+    """Make an environment that finds this one's packages after its own."""
+    venv.create(folder, symlinks=True)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    paths = [sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))]
+    (packages / "others.pth").write_text("".join(f"{path}\n" for path in dict.fromkeys(paths)))
+    return folder / "bin/python"
+
+
+def _run(words: list[str]) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd="/", timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("constraints", CONSTRAINTS)
+def test_constraints_pin_every_dependency_at_a_version_that_it_allows(constraints: str) -> None:
+    pins = pinned(constraints)
+    for text in PROJECT["project"]["dependencies"]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(pins[requirement.name].partition("+")[0]), text
+
+
+def test_constraints_differ_by_pytorchs_build_alone() -> None:
+    cpu, cuda = map(pinned, CONSTRAINTS)
+    assert {name for name in cuda if cpu.get(name) != cuda[name]} == {
+        "torch", "torchvision", "triton", *(name for name in cuda if re.match("nvidia-|cuda-", name))
+    }  # fmt: skip
+    assert {name: pin.partition("+")[0] for name, pin in cpu.items()}.items() <= cuda.items()
+
+
+def test_the_conda_environment_installs_this_checkout_on_a_python_that_it_allows() -> None:
+    environment = yaml.safe_load((ENVS / "environment.yaml").read_text())
+    python, pip, options = environment["dependencies"]
+    assert SpecifierSet(PROJECT["project"]["requires-python"]).contains(python.partition("=")[2])
+    assert pip == "pip"
+    # conda runs pip in the file's folder.
+    assert [ENVS / option.split()[1] for option in options["pip"]] == [ENVS / CONSTRAINTS[1], ENVS / ".."]
+    assert (ENVS / ".." / "pyproject.toml").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_environments_resolve_or_build_where_this_machine_can() -> None:
+    words = ["bash", str(ENVS / "check.sh"), sys.executable]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=590)
+    assert done.returncode == 0, done.stdout + done.stderr
+    states = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert states.keys() == {*CONSTRAINTS, "environment.yaml", "Dockerfile", "apptainer.def"}
