@@ -244,6 +244,13 @@ class RunPaths:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
+    @classmethod
+    def entry_names(cls) -> set[str]:
+        """Return the names of everything that this tool puts into a run's folder: of the properties above."""
+        run = cls(Path("run"))
+        values = [getattr(run, name) for name, kind in vars(cls).items() if isinstance(kind, property)]
+        return {value.name for value in values if isinstance(value, Path) and value.parent == run.folder}
+
     def attempt(self, number: int) -> AttemptPaths:
         return AttemptPaths(self.attempts / str(number))
 

@@ -177,11 +177,19 @@ def logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends.")] = False,
     rank: Annotated[int, typer.Option("--rank", min=0, help="Whose log.")] = 0,
     attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Default: the newest.")] = None,
+    lines: Annotated[
+        int | None,
+        typer.Option(
+            "-n", "--lines", min=0, help="Lines of the log's end; 0: all. Default: all, 20 with -f."
+        ),
+    ] = None,
+    print_all: Annotated[bool, typer.Option("--all", help="The whole log, with -f too.")] = False,
+    last: Annotated[bool, typer.Option("--last", help="Of several runs the one that started last.")] = False,
 ) -> int:
     """Print a rank's log."""
     from hpc_train.cli.logs import logs
 
-    return logs(run, follow=follow, rank=rank, attempt=attempt)
+    return logs(run, follow=follow, rank=rank, attempt=attempt, lines=0 if print_all else lines, last=last)
 
 
 @_command
@@ -262,6 +270,32 @@ def clean(runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don
     from hpc_train.cli.clean import clean
 
     return clean(runs, yes=yes)
+
+
+@_command
+def compare(
+    runs: Runs,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric", metavar="[SPLIT/]NAME", help="Default: val/accuracy, or loss.", show_default=False
+        ),
+    ] = None,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV to stdout.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Show in which keys runs differ, and their last and best metrics, the best run first."""
+    from hpc_train.cli.compare import compare
+
+    return compare(runs, metric=metric, as_csv=as_csv, as_json=as_json)
+
+
+@_command
+def rm(runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False) -> int:
+    """Remove runs that have ended, and code that no run uses, after asking."""
+    from hpc_train.cli.remove import remove
+
+    return remove(runs, yes=yes)
 
 
 def main() -> None:

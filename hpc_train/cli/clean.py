@@ -101,6 +101,13 @@ def _unused(snapshots: Path) -> list[Path]:
         return []
 
 
+def remove_unused_code(snapshots: Path) -> None:
+    """Remove the code that no run uses, and say which; a submit may have come for what is new."""
+    for path in _unused(snapshots):
+        remove_folder(path)
+        say(f"{path}  removed: code that no run uses")
+
+
 def _remove_code(folders: Collection[Path], told: Sequence[_Surplus]) -> None:
     """Remove of what was told what is unused still: a submit may have come for it since."""
     unused = {path for folder in folders for path in _unused(folder)}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import codecs
+import os
 import sys
 import time
 from pathlib import Path
 
-from hpc_train.cli.printing import say
+from hpc_train.cli.changed_keys import changed_keys, in_words
+from hpc_train.cli.printing import columns, say
 from hpc_train.cli.standing import standing
 from hpc_train.errors import ExitCode, UsageError, printable
 from hpc_train.launchers.slurm.standing import batch_output, newest_job
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.attempts import newest_number
-from hpc_train.run_folder.finding import find_runs, run_name
+from hpc_train.run_folder.files import read_json
+from hpc_train.run_folder.finding import find_runs, run_name, run_names
 from hpc_train.run_folder.liveness import newest_record
 from hpc_train.run_folder.status import GOING_ON, RunStatus, read_status
 
@@ -21,26 +24,50 @@ _POLL_S = 0.2
 #: Between questions that may go to the scheduler; its answers are kept for longer.
 _ASK_S = 1.0
 _CHUNK_BYTES = 1 << 16
+#: What ``logs -f`` prints of a log that is there already.
+FOLLOWED_LINES = 20
 
 
-def logs(word: str, *, follow: bool, rank: int, attempt: int | None) -> ExitCode:
-    """Print one rank's log to stdout."""
-    paths = _one_run(word)
+def logs(
+    word: str, *, follow: bool, rank: int, attempt: int | None, lines: int | None = None, last: bool = False
+) -> ExitCode:
+    """Print one rank's log to stdout.
+
+    ``lines``: only so many at its end, 0 for all; None: all, or ``FOLLOWED_LINES`` with ``follow``. ``last``:
+    of several runs the one that started last.
+    """
+    paths = _one_run(word, last=last)
+    lines = lines if lines is not None else FOLLOWED_LINES if follow else 0
     if follow:
-        _follow(paths, rank, attempt)
+        _follow(paths, rank, attempt, lines)
     elif attempt is None and (output := _output_instead(paths)):
-        _LogReader(output).print_new()
+        _LogReader(output, lines).print_new()
     else:
-        _LogReader(_existing(paths, rank, attempt or newest_number(paths))).print_new()
+        _LogReader(_existing(paths, rank, attempt or newest_number(paths)), lines).print_new()
     return ExitCode.DONE
 
 
-def _one_run(word: str) -> RunPaths:
+def _one_run(word: str, *, last: bool) -> RunPaths:
     found = find_runs([word])
-    if len(found) > 1:
-        listed = "\n".join(f"  {run_name(paths)}" for paths in found)
-        raise UsageError(f"{word}: means {len(found)} runs, logs takes one:\n{listed}")
-    return found[0]
+    if len(found) == 1:
+        return found[0]
+    if last:
+        newest = max(found, key=_started)
+        say(f"{run_name(newest)}: {in_words(changed_keys(found)[newest])}")
+        return newest
+    names, differences = run_names(found), changed_keys(found)
+    rows = [[names[paths], read_status(paths).state, in_words(differences[paths])] for paths in found]
+    listed = "\n".join(f"  {line}" for line in columns(rows))
+    raise UsageError(
+        f"{word}: means {len(found)} runs, logs takes one; write its id, or add --last for the one that "
+        f"started last:\n{listed}"
+    )
+
+
+def _started(paths: RunPaths) -> str:
+    """Return when the run's newest attempt started, or the run was made: UTC, ISO 8601."""
+    record = newest_record(paths)
+    return record.start if record else str((read_json(paths.run) or {}).get("created"))
 
 
 def _existing(paths: RunPaths, rank: int, attempt: int) -> Path:
@@ -72,10 +99,10 @@ def _has_logs(paths: RunPaths) -> bool:
     return any(paths.attempt(newest_number(paths)).folder.glob("rank-*.log"))
 
 
-def _follow(paths: RunPaths, rank: int, attempt: int | None) -> None:
-    """Print until the run, or the attempt that was asked for, has ended and its log is read to the end."""
+def _follow(paths: RunPaths, rank: int, attempt: int | None, lines: int) -> None:
+    """Print the last ``lines`` and what comes until the run, or the attempt asked for, has ended."""
     number = attempt or max(newest_number(paths), 1)
-    reader, end = _LogReader(paths.attempt(number).log(rank)), _End(paths)
+    reader, end = _LogReader(paths.attempt(number).log(rank), lines), _End(paths)
     while True:
         newest = newest_number(paths)
         has_ended = newest > number or end.has_come()
@@ -119,12 +146,38 @@ class _End:
         self._shown = words
 
 
-class _LogReader:
-    """Prints what a file that grows has more each time; one that is not there yet has nothing."""
+def _tail_offset(path: Path, lines: int) -> int:
+    """Return where the last ``lines`` lines of the file start; it is read from its end."""
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        newlines_left = lines
+        position = end
+        while position > 0:
+            start = max(0, position - _CHUNK_BYTES)
+            file.seek(start)
+            chunk = file.read(position - start)
+            cut = len(chunk) - 1 if position == end and chunk.endswith(b"\n") else len(chunk)
+            while (cut := chunk.rfind(b"\n", 0, cut)) >= 0:
+                newlines_left -= 1
+                if newlines_left == 0:
+                    return start + cut + 1
+            position = start
+    return 0
 
-    def __init__(self, path: Path) -> None:
+
+class _LogReader:
+    """Prints what a file that grows has more each time; one that is not there yet has nothing.
+
+    ``lines``: how many of those that are there already are printed; 0: all.
+    """
+
+    def __init__(self, path: Path, lines: int = 0) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = _tail_offset(path, lines) if lines else 0
+        if self._offset:
+            say(f"{path}: the last {lines} lines; --all prints all of them")
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def print_new(self) -> bool:

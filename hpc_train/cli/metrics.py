@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ from hpc_train.run_folder.files import UnreadableFileError, open_regular
 
 #: One row of ``metrics.jsonl``.
 Row = dict[str, Any]
+#: The newest evaluation is mostly in there. Assumed.
+_TAIL_BYTES = 1 << 16
 #: Not metrics: where and when a row was taken.
-_POSITION = {"time", "attempt", "split", "step", "epoch"}
+POSITION = {"time", "attempt", "split", "step", "epoch"}
 
 
 class MetricsReader:
@@ -52,10 +56,50 @@ def validation_rows(path: Path) -> list[Row]:
     return [row for row in MetricsReader(path).new_rows() if row.get("split") == "val"]
 
 
+def rows_in(path: Path) -> Iterator[Row]:
+    """Yield the whole rows one after the other: a file of any size needs no more memory than a row."""
+    try:
+        with path.open("rb") as file:
+            yield from (row for line in file if line.endswith(b"\n") and (row := _row(line)))
+    except FileNotFoundError:
+        return
+
+
+def newest_rows(path: Path, limit_bytes: int = _TAIL_BYTES) -> list[Row]:
+    """Return the rows at the end of the file, as many as are whole in ``limit_bytes``."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - limit_bytes)
+            file.seek(start)
+            data = file.read(limit_bytes)
+    except OSError:
+        return []
+    lines = data[: data.rfind(b"\n") + 1].splitlines()
+    return [row for line in lines[1 if start else 0 :] if (row := _row(line))]
+
+
+def main_metric(row: Row) -> str | None:
+    """Return the name of the metric by which a row is judged: accuracy, else loss."""
+    return next((name for name in ("accuracy", "loss") if isinstance(row.get(name), float | int)), None)
+
+
+def last_metric(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Return ``split``, ``name``, ``value`` and ``step`` of the newest evaluation, else of the newest row."""
+    judged = [row for row in rows if main_metric(row)]
+    evaluated = [row for row in judged if row.get("split") == "val"]
+    for row in (evaluated or judged)[-1:]:
+        name = main_metric(row)
+        assert name is not None
+        value = float(row[name])
+        shown = value if math.isfinite(value) else None
+        return {"split": row.get("split"), "name": name, "value": shown, "step": row.get("step")}
+    return None
+
+
 def told(row: Row) -> str:
     """Return ``loss 0.0123 accuracy 0.98``: the row's metrics."""
     return " ".join(
         f"{name} {value:.4g}"
         for name, value in row.items()
-        if name not in _POSITION and isinstance(value, int | float)
+        if name not in POSITION and isinstance(value, int | float)
     )

@@ -245,6 +245,7 @@ def _rich_progress() -> tuple[RichProgress, BarColumn]:
         text("fields[steps]"),
         text("fields[words]"),
         console=Console(stderr=True),
+        transient=True,  # what is said of the end follows where the bar was
         auto_refresh=False,  # no thread beside the signals' handlers
         redirect_stdout=False,
     )

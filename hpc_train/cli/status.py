@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cli.changed_keys import in_words
 from hpc_train.cli.layout import layout_of, ranks_of
+from hpc_train.cli.metrics import last_metric, newest_rows
 from hpc_train.cli.micro_batch import found_in_words
-from hpc_train.cli.printing import JSON_VERSION, cell_text, columns, put, put_json, say
+from hpc_train.cli.printing import JSON_VERSION, columns, put, put_json, say
 from hpc_train.cli.recovery import recovery_of
 from hpc_train.cli.restarts import Restart, newest_restart
+from hpc_train.cli.run_table import print_table
+from hpc_train.cli.run_times import elapsed_s, remaining_s, short_duration
 from hpc_train.cli.standing import standings
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.tracebacks import shortened_traceback
@@ -25,14 +28,7 @@ from hpc_train.run_folder.liveness import newest_record
 from hpc_train.run_folder.micro_batch import kept_size
 from hpc_train.run_folder.status import RunStatus, read_status
 
-_HEADS = ("run", "experiment", "state", "step", "attempt", "reason")
-_STYLES = {
-    "running": "cyan",
-    "completed": "green",
-    "failed": "red",
-    "interrupted": "yellow",
-    "cancelled": "yellow",
-}
+_HEADS = ("run", "experiment", "state", "step", "job", "elapsed", "ETA", "last metric or reason")
 
 
 @dataclass(frozen=True)
@@ -67,6 +63,12 @@ class RunRow:
     micro_batches: int | None = None
     accumulation: int | None = None
     precision: str | None = None
+    #: Of all attempts, without what was waited in queues; None before the first.
+    elapsed_s: float | None = None
+    #: Until the last step, at the pace of the newest rows; None where the run does not train.
+    eta_s: float | None = None
+    #: ``split``, ``name``, ``value`` and ``step`` of the newest evaluation, else of the newest row.
+    last_metric: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, paths: RunPaths) -> RunRow:
@@ -81,6 +83,8 @@ class RunRow:
         record = newest_record(paths)
         layout = layout_of(paths, facts, record)
         values = facts.get("values")
+        rows = newest_rows(paths.metrics)
+        elapsed, remaining = elapsed_s(paths, now), remaining_s(now, rows)
         return cls(
             id=str(facts.get("id", paths.folder.name)),
             name=str(facts.get("name", paths.folder.parent.name)),
@@ -101,6 +105,9 @@ class RunRow:
             micro_batches=layout.micro_batches if layout else None,
             accumulation=layout.accumulation if layout else None,
             precision=layout.precision if layout else None,
+            elapsed_s=None if elapsed is None else round(elapsed, 1),
+            eta_s=None if remaining is None else round(remaining, 1),
+            last_metric=last_metric(rows),
         )
 
     @property
@@ -111,8 +118,48 @@ class RunRow:
     def progress(self) -> str:
         return f"{self.step}/{'?' if self.total_steps is None else self.total_steps}"
 
+    @property
+    def metric(self) -> str:
+        if self.last_metric is None:
+            return ""
+        value = self.last_metric["value"]
+        return f"{self.last_metric['name']} {'nan' if value is None else format(value, '.4g')}"
+
     def cells(self, name: str) -> list[str]:
-        return [name, self.name, self.state, self.progress, str(self.attempt), self.reason or ""]
+        """Return a line of the table; ``name``: what the run is printed as."""
+        times = (short_duration(self.elapsed_s), short_duration(self.eta_s))
+        return [
+            name,
+            self.name,
+            self.state,
+            self.progress,
+            self.job or "",
+            *times,
+            self.reason or self.metric,
+        ]
+
+    def details(self) -> list[tuple[str, str]]:
+        """Return what the table has no room for, as label and text."""
+        found = [
+            ("attempt", str(self.attempt) if self.attempt else ""),
+            ("reason", self.reason or ""),
+            ("metric", self._metric_at()),
+            ("values", in_words(self.values or {})),
+            ("code", self._code_words()),
+            ("folder", self.path),
+        ]
+        return [(label, text) for label, text in found if text]
+
+    def _metric_at(self) -> str:
+        found = self.last_metric
+        return f"{self.metric} at step {found['step']} ({found['split']})" if found else ""
+
+    def _code_words(self) -> str:
+        code = self.code or {}
+        changed = " with changes" if code.get("dirty") else ""
+        commit = f"commit {str(code['commit'])[:12]}{changed}" if code.get("commit") else ""
+        snapshot = f"snapshot {str(code['snapshot'])[:12]}" if code.get("snapshot") else ""
+        return ", ".join(filter(None, (commit, snapshot)))
 
 
 def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
@@ -126,12 +173,9 @@ def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
         say("no runs yet; `hpc-train submit FILE` starts some")
     else:
         names = run_names(runs)
-        cells = [row.cells(names[row.paths]) for row in rows]
-        if sys.stdout.isatty():
-            _print_table(cells)
-        else:
-            for line in columns([_HEADS, *cells]):
-                put(line)
+        print_table(_HEADS, [row.cells(names[row.paths]) for row in rows])
+    if words and len(rows) == 1:
+        _print_details(runs[0], rows[0])
     if len(rows) == 1 and rows[0].micro_batch_size is not None:
         say(found_in_words(rows[0].micro_batch_size))
     if len(rows) == 1 and rows[0].state == "failed":
@@ -146,6 +190,14 @@ def rows_of(runs: Sequence[RunPaths]) -> list[RunRow]:
 
 def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
     return {"version": JSON_VERSION, "runs": [asdict(row) for row in rows]}
+
+
+def _print_details(paths: RunPaths, row: RunRow) -> None:
+    put("")
+    layout = layout_of(paths, read_json(paths.run) or {}, newest_record(paths))
+    details = [*row.details(), *([("step", str(layout))] if layout else [])]
+    for line in columns([(f"  {label}", text) for label, text in details]):
+        put(line)
 
 
 def _code(facts: dict[str, Any]) -> dict[str, Any] | None:
@@ -167,15 +219,3 @@ def _print_error(paths: RunPaths) -> None:
         rank = path.stem.removeprefix("rank-")
         put("")
         put(shortened_traceback(text, newest.log(int(rank)) if rank.isdecimal() else path))
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*_HEADS, box=None, pad_edge=False)
-    for row in rows:
-        # Text objects: what stands in a file is never read as rich's markup.
-        table.add_row(*(Text(cell_text(cell), style=_STYLES.get(cell, "")) for cell in row))
-    Console().print(table)

@@ -32,7 +32,7 @@ def _names(run: RunPaths) -> set[str]:
     return {path.name for path in run.checkpoints.iterdir()}
 
 
-def _answer(monkeypatch: pytest.MonkeyPatch, text: str) -> Done:
+def answer(monkeypatch: pytest.MonkeyPatch, text: str, command: str = "clean") -> Done:
     class Terminal:
         def isatty(self) -> bool:
             return True
@@ -41,7 +41,7 @@ def _answer(monkeypatch: pytest.MonkeyPatch, text: str) -> Done:
             return text
 
     monkeypatch.setattr("sys.stdin", Terminal())
-    return hpc_train("clean", "abc")
+    return hpc_train(command, "abc")
 
 
 def test_the_newest_whole_checkpoint_and_what_is_not_ours_stay(run: RunPaths) -> None:
@@ -71,9 +71,9 @@ def test_where_none_is_whole_all_are_kept(run: RunPaths) -> None:
 def test_nothing_goes_without_an_answer(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     before = _names(run)
     assert hpc_train("clean", "abc").code == 2  # nobody to ask
-    assert _answer(monkeypatch, "\n").code == 0
+    assert answer(monkeypatch, "\n").code == 0
     assert _names(run) == before
-    assert _answer(monkeypatch, "y\n").code == 0
+    assert answer(monkeypatch, "y\n").code == 0
     assert _names(run) != before
 
 

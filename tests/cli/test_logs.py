@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from hpc_train.cli.logs import FOLLOWED_LINES, _tail_offset
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import claim_attempt
+from hpc_train.run_folder.attempts import claim_attempt, read_record, write_record
 from hpc_train.run_folder.files import write_json
+from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.status import RunStatus, write_status
-from tests.cli.commands import REPOSITORY, python
+from tests.cli.commands import REPOSITORY, hpc_train, python
+from tests.cli.launchers import COMPLETING
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
 from tests.run_folder.runs import small_run
@@ -46,6 +51,55 @@ def test_a_log_that_is_not_there_names_those_that_are(run: RunPaths) -> None:
     code, out, err = _logs("abc", "--rank", "7")
     assert (code, out) == (2, "")
     assert "attempt 2 has rank-0.log, rank-1.log" in err
+
+
+@pytest.mark.parametrize("end", ["", "\n"])
+@pytest.mark.parametrize("count", [1, 3, 8000, 9000])
+def test_a_tail_is_found_from_the_end(tmp_path: Path, count: int, end: str) -> None:
+    lines = [f"line {number} of the log" for number in range(9000)]
+    (tmp_path / "log").write_text("\n".join(lines) + end)
+    with (tmp_path / "log").open() as file:
+        file.seek(_tail_offset(tmp_path / "log", count))
+        assert file.read().splitlines() == lines[-count:]
+
+
+def test_a_tail_does_not_read_the_whole_file(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as file:
+        file.truncate(1 << 40)  # a hole: reading all of it would take an hour
+        file.seek(0, 2)
+        file.write(b"\nlast\n")
+    assert _tail_offset(tmp_path / "log", 1) == (1 << 40) + 1
+
+
+@pytest.mark.slow
+def test_following_begins_with_the_tail(run: RunPaths) -> None:
+    lines = [f"line {number}\n" for number in range(50)]
+    run.attempt(2).log(0).write_text("".join(lines))
+    write_status(run, RunStatus(state="completed", attempt=2))
+    code, out, err = _logs("abc", "-f")
+    assert (code, out) == (0, "".join(lines[-FOLLOWED_LINES:]))
+    assert "the last 20 lines; --all prints all of them" in err
+    assert _logs("abc", "-f", "-n", "3")[1] == "".join(lines[-3:])
+    for everything in (("-f", "--all"), ("-f", "-n", "0"), ()):
+        assert _logs("abc", *everything) == (0, "".join(lines), "")
+
+
+def test_of_several_runs_each_is_told_apart_and_the_last_can_be_chosen(file: Path) -> None:
+    hpc_train("submit", file, "--local", "--launcher", COMPLETING, "sweep.grid={seed: [1, 2, 3]}")
+    runs = find_runs([])
+    by_seed = {json.loads(paths.run.read_text())["values"]["seed"]: paths for paths in runs}
+    refused = hpc_train("logs", "tiny")
+    assert refused.code == 2 and "tiny: means 3 runs" in refused.err and "--last" in refused.err
+    listed = [line.split() for line in refused.err.splitlines()[1:]]
+    expected = [[paths.folder.name, "completed", f"seed={seed}"] for seed, paths in by_seed.items()]
+    assert sorted(listed) == sorted(expected)
+    for seed, paths in by_seed.items():
+        paths.attempt(1).log(0).write_text(f"seed {seed}\n")
+    record = read_record(by_seed[2].attempt(1))
+    assert record is not None
+    write_record(by_seed[2].attempt(1), replace(record, start="2999-01-01T00:00:00+00:00"))
+    done = _logs("tiny", "--last")
+    assert (done[0], done[1]) == (0, "seed 2\n") and "seed=2" in done[2]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ def test_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
                 "micro_batches": None,
                 "accumulation": None,
                 "precision": None,
+                "elapsed_s": None,
+                "eta_s": None,
+                "last_metric": None,
             }
         ],
     }
@@ -66,8 +70,8 @@ def test_without_runs_there_is_nothing_on_stdout() -> None:
 def test_columns_are_plain_where_nobody_watches(tmp_path: Path) -> None:
     _run(tmp_path)
     heads, row = hpc_train("status").out.splitlines()
-    assert heads.split() == ["run", "experiment", "state", "step", "attempt", "reason"]
-    assert row.split() == ["abc", "small", "pending", "0/10", "0"]
+    assert heads.split() == ["run", "experiment", "state", "step"]
+    assert row.split() == ["abc", "small", "pending", "0/10"]
 
 
 def test_a_run_whose_launcher_died_is_corrected(tmp_path: Path) -> None:
@@ -290,3 +294,74 @@ def test_a_malformed_file_ends_no_command_for_other_runs(
     if command == ("status",):
         assert done.code == 0
         assert "bad" in done.out and "abc" in done.out
+
+
+def _training(paths: RunPaths, *, attempt_s: float) -> None:
+    """Have the run train for so long, at two steps a second, now at step 40 of 100."""
+    number = claim_attempt(paths, "local")
+    record = read_record(paths.attempt(number))
+    assert record is not None
+    start = datetime.fromtimestamp(time.time() - attempt_s, UTC).isoformat()
+    write_record(paths.attempt(number), replace(record, start=start, launcher="slurm"))
+    write_status(paths, RunStatus(state="running", step=40, total_steps=100, attempt=number))
+    rows: list[dict[str, Any]] = [
+        {
+            "time": time.time() - (40 - step) / 2,
+            "attempt": number,
+            "split": "train",
+            "step": step,
+            "loss": 2.5,
+        }
+        for step in (20, 30, 40)
+    ]
+    rows.insert(1, {**rows[0], "split": "val", "loss": 0.5, "accuracy": 0.75})
+    paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_line_has_job_elapsed_time_remaining_time_and_last_metric(tmp_path: Path) -> None:
+    paths = _run(tmp_path)
+    _training(paths, attempt_s=3725)
+    write_json(paths.run, {**(read_json(paths.run) or {}), "slurm_job_ids": ["12_3"]})
+    heads, row = hpc_train("status").out.splitlines()
+    assert " ".join(heads.split()) == "run experiment state step job elapsed ETA last metric or reason"
+    assert row.split()[:6] == ["abc", "small", "running", "40/100", "12_3", "1h02m"]
+    assert row.split()[6] in {"29s", "30s"} and row.split()[7:] == ["accuracy", "0.75"]
+    found = _row()
+    assert found["elapsed_s"] == pytest.approx(3725, abs=60) and found["eta_s"] == pytest.approx(30, abs=30)
+    assert found["last_metric"] == {"split": "val", "name": "accuracy", "value": 0.75, "step": 20}
+
+
+def test_attempts_add_up_and_queues_do_not_count(tmp_path: Path) -> None:
+    paths = _run(tmp_path)
+    for start, end in (("06:00:00", "06:10:00"), ("09:00:00", "09:00:30")):
+        record = read_record(paths.attempt(claim_attempt(paths, "slurm")))
+        assert record is not None
+        times = {"start": f"2026-11-21T{start}+00:00", "end": f"2026-11-21T{end}+00:00"}
+        write_record(paths.attempt(record.attempt), replace(record, **times))
+    write_status(paths, RunStatus(state="completed", attempt=2))
+    assert (_row()["elapsed_s"], _row()["eta_s"]) == (630.0, None)
+    assert "10m30s" in hpc_train("status").out
+
+
+def test_a_run_by_name_has_its_details(tmp_path: Path) -> None:
+    paths = _run(tmp_path)
+    _training(paths, attempt_s=10)
+    write_json(
+        paths.run, {**(read_json(paths.run) or {}), "values": {"optimization.optimizer.lr": 0.1}, "ranks": 1}
+    )
+    lines = [" ".join(line.split()) for line in hpc_train("status", "abc").out.splitlines()]
+    assert {
+        "attempt 1",
+        "metric accuracy 0.75 at step 20 (val)",
+        "values lr=0.1",
+        f"folder {paths.folder}",
+        "step 8 samples per step: 2 micro-batches of 4, 2 per rank, 1 rank, fp32",
+    } <= set(lines)
+    assert len(hpc_train("status").out.splitlines()) == 2
+
+
+def test_a_nan_is_shown_and_is_valid_json(tmp_path: Path) -> None:
+    paths = _run(tmp_path)
+    paths.metrics.write_text('{"split": "train", "step": 3, "loss": NaN}\n')
+    assert "loss nan" in hpc_train("status").out
+    assert _row()["last_metric"]["value"] is None

@@ -40,7 +40,9 @@ def never_starts(reason: str | None) -> str | None:
 
 def waiting_words(job: JobState) -> str:
     """Return what a job in the queue waits for."""
-    reason = job.reason or ("Priority" if job.state == "PENDING" else job.state)
+    if job.reason is None and job.state == "PENDING":
+        return "waits: Slurm has given no reason yet"
+    reason = job.reason or job.state
     if never := never_starts(reason):
         return never
     if reason in _HELD:

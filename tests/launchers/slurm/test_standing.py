@@ -34,7 +34,7 @@ def test_a_run_without_a_job_was_not_submitted_to_the_end(tmp_path: Path) -> Non
     ("state", "reason", "words"),
     [
         ("PENDING", "Priority", "waits: Priority"),
-        ("PENDING", None, "waits: Priority"),
+        ("PENDING", None, "waits: Slurm has given no reason yet"),
         ("PENDING", "JobArrayTaskLimit", "waits: JobArrayTaskLimit"),
         (
             "PENDING",

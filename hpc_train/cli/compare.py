@@ -1,0 +1,229 @@
+"""``compare``: the keys in which runs differ, and what they reached."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.cli.changed_keys import changed_keys, short_names, value_text
+from hpc_train.cli.layout import ranks_of
+from hpc_train.cli.metrics import POSITION, rows_in
+from hpc_train.cli.printing import JSON_VERSION, put_json, say
+from hpc_train.cli.run_table import print_table
+from hpc_train.cli.run_times import elapsed_s, short_duration
+from hpc_train.cli.standing import standings
+from hpc_train.errors import ExitCode, UsageError
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.files import read_json
+from hpc_train.run_folder.finding import find_runs, run_names
+from hpc_train.run_folder.liveness import newest_record
+
+#: Metrics of which less is better; of all others more is.
+_LESS_IS_BETTER = re.compile(r"(^|_)(loss|error|err|perplexity|ppl|mse|rmse|mae|nll|bpb|time|s)($|_)")
+_SPLITS = ("val", "train")
+#: Compared where no metric is named: the first one that a run has.
+_PREFERRED = ("accuracy", "loss")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A column of ``metrics.jsonl``: ``val/accuracy``."""
+
+    split: str
+    name: str
+
+    @property
+    def goal(self) -> str:
+        """``min`` or ``max``, by the metric's name."""
+        return "min" if _LESS_IS_BETTER.search(self.name) else "max"
+
+    def __str__(self) -> str:
+        return f"{self.split}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A metric's value after a step."""
+
+    value: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One run: its values of the keys that differ, and what it reached."""
+
+    paths: RunPaths
+    name: str
+    state: str
+    values: dict[str, Any]
+    last: Point | None
+    best: Point | None
+    duration_s: float | None
+
+
+def compare(words: Sequence[str], *, metric: str | None, as_csv: bool, as_json: bool) -> ExitCode:
+    """Print the runs, the best one first. Raises UsageError for a metric that none of them has."""
+    if as_csv and as_json:
+        raise UsageError("--csv and --json exclude each other; use one of them")
+    runs = find_runs(words)
+    chosen = _chosen(runs, metric)
+    compared = _sorted([*_compared(runs, chosen)], chosen)
+    keys = list(dict.fromkeys(key for each in compared for key in each.values))
+    if as_json:
+        put_json(_to_json(compared, keys, chosen))
+    elif as_csv:
+        _write_csv(compared, keys, chosen)
+    else:
+        _print(compared, keys, chosen)
+    return ExitCode.DONE
+
+
+def _chosen(runs: Sequence[RunPaths], wanted: str | None) -> Metric:
+    """Return the metric that is meant: of validation rows, or of training rows where those lack it."""
+    found = {metric for paths in runs for metric in _metrics_of(paths.metrics)}
+    names = _PREFERRED if wanted is None else (wanted,)
+    for split in _SPLITS:
+        for name in names:
+            if (metric := Metric(*name.split("/", 1)) if "/" in name else Metric(split, name)) in found:
+                return metric
+    if wanted is None:
+        return Metric(_SPLITS[0], _PREFERRED[0])  # nothing was measured yet
+    listed = ", ".join(sorted(map(str, found))) or "none yet"
+    raise UsageError(f"--metric: {wanted} is in no run's metrics.jsonl; there are {listed}")
+
+
+def _metrics_of(file: Path) -> set[Metric]:
+    return {
+        Metric(str(row.get("split")), name) for row in rows_in(file) for name in row if name not in POSITION
+    }
+
+
+def _compared(runs: Sequence[RunPaths], metric: Metric) -> Iterator[Compared]:
+    names, settings, facts = run_names(runs), changed_keys(runs), _facts(runs)
+    for paths, status in zip(runs, standings(runs), strict=True):
+        last, best = _last_and_best(paths.metrics, metric)
+        values = settings[paths] | facts[paths]
+        duration = elapsed_s(paths, status)
+        yield Compared(paths, names[paths], status.state, values, last, best, duration)
+
+
+def _facts(runs: Sequence[RunPaths]) -> dict[RunPaths, dict[str, Any]]:
+    """Return ``ranks`` and ``code`` of each run where they differ: no keys of the file, but causes too."""
+    found = {paths: read_json(paths.run) or {} for paths in runs}
+    ranks = {paths: ranks_of(facts, newest_record(paths)) for paths, facts in found.items()}
+    code = {paths: _code(facts) for paths, facts in found.items()}
+    columns: dict[str, dict[RunPaths, Any]] = {"ranks": ranks, "code": code}
+    differing = {name: column for name, column in columns.items() if len({*map(str, column.values())}) > 1}
+    return {paths: {name: column[paths] for name, column in differing.items()} for paths in runs}
+
+
+def _code(facts: dict[str, Any]) -> str | None:
+    code = facts.get("code")
+    if not isinstance(code, dict):
+        return None
+    version = code.get("snapshot") or code.get("commit")
+    return None if version is None else str(version)[:12]
+
+
+def _last_and_best(file: Path, metric: Metric) -> tuple[Point | None, Point | None]:
+    last = best = None
+    for row in rows_in(file):
+        value, step = row.get(metric.name), row.get("step")
+        if row.get("split") != metric.split or not isinstance(value, int | float) or type(step) is not int:
+            continue
+        last = Point(float(value), step)
+        if math.isfinite(value) and (best is None or _is_better(last, best, metric)):
+            best = last
+    return last, best
+
+
+def _is_better(one: Point, other: Point, metric: Metric) -> bool:
+    return one.value < other.value if metric.goal == "min" else one.value > other.value
+
+
+def _sorted(runs: list[Compared], metric: Metric) -> list[Compared]:
+    """Return the best first; those without a value last."""
+    sign = 1 if metric.goal == "min" else -1
+    return sorted(runs, key=lambda run: math.inf if run.best is None else sign * run.best.value)
+
+
+def _print(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> None:
+    names = short_names(keys)
+    heads = ["run", *(names[key] for key in keys), "state", f"last {metric}", "step", f"best ({metric.goal})"]
+    rows = [
+        [
+            run.name,
+            *(value_text(run.values.get(key)) for key in keys),
+            run.state,
+            *_cells(run.last),
+            *_cells(run.best),
+            short_duration(run.duration_s),
+        ]
+        for run in runs
+    ]
+    print_table([*heads, "step", "duration"], rows)
+    if not keys and len(runs) > 1:
+        say("no key of the experiment differs between these runs")
+
+
+def _cells(point: Point | None) -> tuple[str, str]:
+    return ("-", "-") if point is None else (f"{point.value:.6g}", str(point.step))
+
+
+def _write_csv(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    heads = [f"last {metric}", "last step", f"best {metric}", "best step", "duration_s"]
+    writer.writerow(["run", "experiment", *keys, "state", *heads])
+    for run in runs:
+        points = [number for each in (run.last, run.best) for number in _numbers(each)]
+        values = [_csv_text(run.values.get(key)) for key in keys]
+        duration = "" if run.duration_s is None else round(run.duration_s, 1)
+        experiment = run.paths.siblings.folder.name
+        writer.writerow([run.name, experiment, *values, run.state, *points, duration])
+    sys.stdout.flush()
+
+
+def _csv_text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _numbers(point: Point | None) -> tuple[float | str, int | str]:
+    return ("", "") if point is None else (point.value, point.step)
+
+
+def _to_json(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> dict[str, Any]:
+    return {
+        "version": JSON_VERSION,
+        "metric": str(metric),
+        "goal": metric.goal,
+        "keys": list(keys),
+        "runs": [
+            {
+                "id": run.paths.folder.name,
+                "name": run.paths.siblings.folder.name,
+                "path": str(run.paths.folder),
+                "state": run.state,
+                "values": {key: run.values.get(key) for key in keys},
+                "last": _point_json(run.last),
+                "best": _point_json(run.best),
+                "duration_s": None if run.duration_s is None else round(run.duration_s, 1),
+            }
+            for run in runs
+        ],
+    }
+
+
+def _point_json(point: Point | None) -> dict[str, Any] | None:
+    if point is None:
+        return None
+    return {"value": point.value if math.isfinite(point.value) else None, "step": point.step}

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.attempts import claim_attempt
+from hpc_train.run_folder.creation import create_run
+from hpc_train.run_folder.files import read_json, write_json
+from hpc_train.run_folder.status import RunStatus, write_status
+from tests.cli.commands import hpc_train
+from tests.run_folder.runs import small_experiment
+
+_HISTORY = {
+    "aaa": [(5, 0.5, 0.7), (10, 0.6, 0.9)],
+    "bbb": [(5, 0.2, 0.95), (10, float("nan"), 0.8)],
+    "ccc": [],
+}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[RunPaths]:
+    """Three runs of other seeds and weight decays; the last one has no metrics."""
+    found = []
+    for seed, (run_id, history) in enumerate(_HISTORY.items()):
+        paths = RunPaths(tmp_path / "runs" / "small" / run_id)
+        assert create_run(paths, small_experiment(seed=seed), run_id, 10)
+        rows: list[dict[str, Any]] = [
+            {"split": "val", "step": step, "attempt": 1, "loss": loss, "accuracy": accuracy}
+            for step, loss, accuracy in history
+        ]
+        rows += [{"split": "train", "step": step, "loss": 3.0 - step / 10} for step, _, _ in history]
+        paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"split": "val", "st')
+        write_status(paths, RunStatus(state="completed", step=10))
+        found.append(paths)
+    return found
+
+
+def _json(*options: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(hpc_train("compare", "small", "--json", *options).out)
+    return data
+
+
+def test_the_best_run_is_first_with_last_and_best_values(runs: list[RunPaths]) -> None:
+    data = _json()
+    assert (data["version"], data["metric"], data["goal"], data["keys"]) == (
+        1,
+        "val/accuracy",
+        "max",
+        ["seed"],
+    )
+    assert [run["id"] for run in data["runs"]] == ["bbb", "aaa", "ccc"]
+    best, second, none = data["runs"]
+    assert (best["best"], best["last"]) == ({"value": 0.95, "step": 5}, {"value": 0.8, "step": 10})
+    assert (best["values"], best["state"], best["duration_s"]) == ({"seed": 1}, "completed", None)
+    assert second["best"] == second["last"] == {"value": 0.9, "step": 10}
+    assert none["best"] is None is none["last"]
+
+
+def test_of_a_loss_less_is_better_and_nan_is_never_best(runs: list[RunPaths]) -> None:
+    data = _json("--metric", "loss")
+    assert (data["metric"], data["goal"]) == ("val/loss", "min")
+    assert [run["id"] for run in data["runs"]] == ["bbb", "aaa", "ccc"]
+    assert data["runs"][0]["best"] == {"value": 0.2, "step": 5}
+    assert data["runs"][0]["last"] == {"value": None, "step": 10}
+    assert _json("--metric", "train/loss")["runs"][0]["last"] == {"value": 2.0, "step": 10}
+
+
+def test_a_metric_that_no_run_has_is_refused_with_those_there_are(runs: list[RunPaths]) -> None:
+    done = hpc_train("compare", "small", "--metric", "f1")
+    assert done.code == 2
+    assert (
+        "--metric: f1 is in no run's metrics.jsonl; there are train/loss, val/accuracy, val/loss" in done.err
+    )
+
+
+def test_the_table_has_a_line_per_run(runs: list[RunPaths]) -> None:
+    heads, *lines = hpc_train("compare", "small").out.splitlines()
+    assert heads.split() == ["run", "seed", "state", "last", "val/accuracy", "step", "best", "(max)", "step"]
+    assert [line.split() for line in lines] == [
+        ["bbb", "1", "completed", "0.8", "10", "0.95", "5"],
+        ["aaa", "0", "completed", "0.9", "10", "0.9", "10"],
+        ["ccc", "2", "completed", "-", "-", "-", "-"],
+    ]
+
+
+def test_csv_has_whole_keys_and_numbers(runs: list[RunPaths]) -> None:
+    rows = list(csv.reader(io.StringIO(hpc_train("compare", "small", "--csv").out)))
+    assert rows[0] == [
+        "run", "experiment", "seed", "state", "last val/accuracy", "last step", "best val/accuracy",
+        "best step", "duration_s",
+    ]  # fmt: skip
+    assert rows[1] == ["bbb", "small", "1", "completed", "0.8", "10", "0.95", "5", ""]
+    assert rows[3] == ["ccc", "small", "2", "completed", "", "", "", "", ""]
+    assert hpc_train("compare", "small", "--csv", "--json").code == 2
+
+
+def test_other_ranks_other_code_and_changes_of_a_resume_are_shown(runs: list[RunPaths]) -> None:
+    for number, paths in enumerate(runs, start=1):
+        claim_attempt(paths, ranks=number)
+        facts = read_json(paths.run) or {}
+        changes = {"changes": {"1": [f"optimization.optimizer.lr=0.{number}"]}}
+        write_json(paths.run, facts | changes | {"code": {"snapshot": f"{number}" * 20}})
+    data = _json()
+    assert sorted(data["keys"]) == ["code", "optimization.optimizer.lr", "ranks", "seed"]
+    values = {"optimization.optimizer.lr": 0.2, "seed": 1, "ranks": 2, "code": "2" * 12}
+    assert data["runs"][0]["values"] == values
+
+
+def test_a_frozen_file_that_cannot_be_read_hides_no_other_run(runs: list[RunPaths]) -> None:
+    runs[0].experiment.write_text("{")
+    data = _json()
+    assert {run["id"]: run["values"] for run in data["runs"]} == {
+        "aaa": {"seed": None},
+        "bbb": {"seed": 1},
+        "ccc": {"seed": 2},
+    }

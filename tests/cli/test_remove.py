@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.attempts import claim_attempt, read_record, write_record
+from hpc_train.run_folder.finding import find_runs
+from hpc_train.run_folder.status import RunStatus, write_status
+from tests.cli.commands import Done, hpc_train
+from tests.cli.launchers import COMPLETING
+from tests.cli.test_clean import answer
+from tests.launchers.slurm.programs import put_programs_first
+from tests.launchers.slurm.queued import queued_run
+from tests.run_folder.runs import small_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    paths = small_run(tmp_path / "runs")
+    write_status(paths, RunStatus(state="failed", step=4, attempt=0))
+    return paths
+
+
+def _refused(done: Done, run: RunPaths, why: str) -> None:
+    assert done.code != 0 and why in done.err, done.err
+    assert run.experiment.exists() and run.run.exists()
+
+
+def test_a_run_goes_only_after_an_answer(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    _refused(hpc_train("rm", "abc"), run, "add --yes")
+    done = answer(monkeypatch, "\n", "rm")
+    assert done.code == 0 and "nothing was removed" in done.err and run.run.exists()
+    assert f"abc  failed at step 4  0.0 MB  {run.folder}" in done.err
+    done = answer(monkeypatch, "y\n", "rm")
+    assert (done.code, done.out) == (0, "abc  removed\n")
+    assert list(run.folder.parent.iterdir()) == []
+
+
+def test_what_a_real_run_leaves_is_all_ours(file: Path) -> None:
+    hpc_train("submit", file, "--local", "--launcher", COMPLETING)
+    (paths,) = find_runs([])
+    for folder in (paths.checkpoints, paths.cache, paths.wandb):
+        folder.mkdir()
+    (paths.folder / ".status.json.0a1b2c3d").touch()
+    assert hpc_train("rm", "tiny", "--yes").code == 0
+    assert not paths.folder.exists()
+    done = hpc_train("submit", file, "--local", "--launcher", COMPLETING)
+    assert done.code == 0 and "completed" in done.out, "the id is free again"
+
+
+def test_code_goes_with_the_last_run_that_uses_it(file: Path) -> None:
+    hpc_train("submit", file, "--local", "--launcher", COMPLETING, "sweep.grid={seed: [1, 2]}")
+    first, second = find_runs([])
+    code = (first.folder / "code").resolve()
+    os.utime(code, (time.time() - 7200,) * 2)
+    assert hpc_train("rm", first.folder.name, "--yes").code == 0
+    assert code.is_dir() and (second.folder / "code").resolve() == code
+    assert f"{code}  removed: code that no run uses" in hpc_train("rm", second.folder.name, "--yes").err
+    assert not code.exists()
+
+
+@pytest.mark.parametrize("state", ["pending", "running", "requeued"])
+def test_a_run_that_goes_on_is_refused(run: RunPaths, state: str) -> None:
+    write_status(run, RunStatus(state=state))
+    _refused(
+        hpc_train("rm", "abc", "--yes"), run, f"abc: is {state}; end it with `hpc-train cancel abc` first"
+    )
+
+
+def test_a_run_whose_launcher_still_ends_it_is_refused(run: RunPaths) -> None:
+    claim_attempt(run, "local")
+    _refused(hpc_train("rm", "abc", "--yes"), run, "end it with `hpc-train cancel abc` first")
+
+
+def test_without_slurm_only_a_completed_run_of_slurm_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_programs_first(tmp_path, monkeypatch).put("squeue", "exit 1")
+    paths = queued_run(tmp_path / "runs", "12")
+    write_status(paths, RunStatus(state="failed"))
+    assert hpc_train("rm", "abc", "--yes").code == 69
+    write_status(paths, RunStatus(state="completed"))
+    assert hpc_train("rm", "abc", "--yes").code == 0
+    assert not paths.folder.exists()
+
+
+def test_a_folder_that_holds_something_else_is_refused(run: RunPaths) -> None:
+    (run.folder / "notes.txt").write_text("mine")
+    _refused(hpc_train("rm", "abc", "--yes"), run, "holds what hpc-train did not put there: notes.txt")
+
+
+def test_a_copy_and_a_link_are_refused(run: RunPaths, tmp_path: Path) -> None:
+    copy = RunPaths(run.folder.with_name("copy"))
+    run.folder.rename(copy.folder)
+    _refused(hpc_train("rm", "copy", "--yes"), copy, "says in run.json that it is small/abc")
+    run.folder.symlink_to(copy.folder)
+    _refused(hpc_train("rm", "abc", "--yes"), copy, "is a link")
+
+
+def test_another_users_run_is_refused(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    _refused(hpc_train("rm", "abc", "--yes"), run, "belongs to another user")
+
+
+def test_a_run_that_somebody_starts_meanwhile_stays(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_and_agree(count: int) -> bool:
+        number = claim_attempt(run, "local")
+        record = read_record(run.attempt(number))
+        assert record is not None
+        write_record(run.attempt(number), replace(record, ranks=1))
+        return True
+
+    monkeypatch.setattr("hpc_train.cli.remove._agreed", start_and_agree)
+    _refused(hpc_train("rm", "abc"), run, "another command has just started it")
+    assert [each.number for each in run.attempt_folders()] == [1]
