@@ -54,12 +54,13 @@ def _command(body: Callable[_P, int]) -> Callable[_P, None]:
 
     @functools.wraps(body)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
-        sys.exit(_exit_code(lambda: body(*args, **kwargs)))
+        sys.exit(exit_code_of(lambda: body(*args, **kwargs)))
 
     return app.command()(run)
 
 
-def _exit_code(body: Callable[[], int]) -> int:
+def exit_code_of(body: Callable[[], int]) -> int:
+    """Run a command's body and return the exit code of the process; what a person should know is said."""
     try:
         return int(body())
     except UserError as error:
@@ -155,11 +156,14 @@ def submit(
     new: Annotated[bool, typer.Option("--new", help="Start again beside runs that exist.")] = False,
     as_json: Json = False,
     launcher: LauncherName = None,
+    jobs: Annotated[
+        int, typer.Option("--jobs", min=1, help="With --local: runs of a sweep to train at a time.")
+    ] = 1,
 ) -> int:
     """Plan and start the runs of a file."""
     from hpc_train.cli.submit import Choices, submit
 
-    choices = Choices(local, devices, dry_run, new, as_json, launcher)
+    choices = Choices(local, devices, dry_run, new, as_json, launcher, jobs)
     return submit(file, overrides or [], choices)
 
 

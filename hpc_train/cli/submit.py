@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.cli.changed_keys import in_words
 from hpc_train.cli.code import snapshot_for
 from hpc_train.cli.creating import (
     Birth,
@@ -17,6 +18,7 @@ from hpc_train.cli.creating import (
     starts_again,
 )
 from hpc_train.cli.micro_batch import say_layouts
+from hpc_train.cli.parallel_runs import Slots, devices_per_run
 from hpc_train.cli.plan import DEVICES_WITHOUT_LOCAL, FETCH_DATA, missing_data, show, start_problems
 from hpc_train.cli.printing import say
 from hpc_train.cli.queueing import Queue, batch_scripts, section_problems, submit_all
@@ -44,6 +46,8 @@ class Choices:
     new: bool = False
     as_json: bool = False
     launcher: str | None = None
+    #: Runs that this machine trains at a time.
+    jobs: int = 1
 
     @property
     def launcher_name(self) -> str:
@@ -63,6 +67,8 @@ def submit(file: Path, overrides: Sequence[str], choices: Choices) -> ExitCode:
         return _submit_to(Queue(choices.launcher_name, launcher), loaded, choices)
     devices = choices.devices
     if choices.on_this_machine and (devices is None or not choices.dry_run):
+        if choices.jobs > 1:
+            devices = devices_per_run(devices, choices.jobs, loaded.experiment.device)
         devices = choose_devices(choices.launcher_name, loaded.experiment, devices)
     plan = make_plan(loaded, devices, choices.on_this_machine)
     problems = start_problems(loaded, plan)
@@ -138,23 +144,90 @@ def _say_no_key(loaded: Loaded) -> None:
 def _check(choices: Choices) -> None:
     if choices.devices is not None and not choices.local and choices.launcher is None:
         raise UsageError(DEVICES_WITHOUT_LOCAL)
+    if choices.jobs > 1 and not choices.local:
+        raise UsageError(
+            "--jobs: is for this machine; add --local (on Slurm sweep.max_parallel is the number of runs "
+            "at a time)"
+        )
 
 
 def _start_all(loaded: Loaded, runs: Sequence[PlannedRun], devices: int | None, choices: Choices) -> ExitCode:
     """Start one run after the other; Ctrl-C ends the row."""
     folder = ExperimentPaths(runs_root() / loaded.experiment.name)
     birth = Birth(loaded, choices.launcher_name, snapshot_for(folder, runs, anew=choices.new))
+    if choices.jobs > 1:
+        assert devices is not None, "devices_per_run chose them"
+        begun, codes = _start_in_slots(runs, devices, choices, birth)
+    else:
+        begun, codes = _start_in_turn(runs, devices, choices, birth)
+    if left := len(runs) - len(begun):
+        say(f"{left} more runs were not started; submit the file again to start them")
+    report(rows_of(begun), as_json=choices.as_json)
+    return max(codes)
+
+
+def _start_in_turn(
+    runs: Sequence[PlannedRun], devices: int | None, choices: Choices, birth: Birth
+) -> tuple[list[RunPaths], list[ExitCode]]:
     codes, begun = [], []
-    for run in runs:
+    for number, run in enumerate(runs, start=1):
+        _say_number(number, runs)
         paths, code = _start(run, devices, choices, birth)
         begun.append(paths)
         codes.append(code)
         if code == ExitCode.INTERRUPTED:
             break
-    if left := len(runs) - len(begun):
-        say(f"{left} more runs were not started; submit the file again to start them")
-    report(rows_of(begun), as_json=choices.as_json)
-    return max(codes)
+    return begun, codes
+
+
+def _start_in_slots(
+    runs: Sequence[PlannedRun], devices: int, choices: Choices, birth: Birth
+) -> tuple[list[RunPaths], list[ExitCode]]:
+    """Train ``choices.jobs`` runs at a time; a stop signal stops all of them and starts no more."""
+    slots = Slots(choices.jobs, choices.launcher_name, devices, runs[0].experiment.device)
+    codes, begun = [], []
+    with slots.taking_signals():
+        for number, run in enumerate(runs, start=1):
+            slots.wait_for_slot()
+            if slots.is_stopped:
+                break
+            _say_number(number, runs)
+            paths, code = _start_in_slot(run, slots, choices, birth)
+            begun.append(paths)
+            codes += [] if code is None else [code]
+        slots.wait_for_all()
+    return begun, codes + slots.codes
+
+
+def _start_in_slot(
+    run: PlannedRun, slots: Slots, choices: Choices, birth: Birth
+) -> tuple[RunPaths, ExitCode | None]:
+    paths = RunPaths(runs_root() / run.experiment.name / run.id)
+    is_new = create(paths, run, birth)
+    if not is_new and not choices.new:
+        status = standing(paths)
+        if not starts_again(paths, status):
+            return paths, say_existing(paths, status, run.experiment)
+        say_starts_again(paths, status)
+        slots.start(paths, changes_since(paths, run.experiment, is_queued=False))
+        return paths, None
+    if not is_new:
+        paths = create_beside(paths, run, birth)
+    _say_start(paths, run)
+    slots.start(paths)
+    return paths, None
+
+
+def _say_number(number: int, runs: Sequence[PlannedRun]) -> None:
+    """Say which of a sweep's runs comes now, and its values."""
+    if len(runs) > 1:
+        run = runs[number - 1]
+        say(f"run {number} of {len(runs)}: {run.id}  {in_words(run.values)}".rstrip())
+
+
+def _say_start(paths: RunPaths, run: PlannedRun) -> None:
+    say(f"{run_name(paths)}: starting in {paths.folder}")
+    say_layouts([run])
 
 
 def _start(run: PlannedRun, devices: int | None, choices: Choices, birth: Birth) -> tuple[RunPaths, ExitCode]:
@@ -164,8 +237,7 @@ def _start(run: PlannedRun, devices: int | None, choices: Choices, birth: Birth)
         return paths, _existing(paths, run, devices, choices)
     if not is_new:
         paths = create_beside(paths, run, birth)
-    say(f"{run_name(paths)}: starting in {paths.folder}")
-    say_layouts([run])
+    _say_start(paths, run)
     code = start_attempt(paths, choices.launcher_name, devices)
     say_end(paths, code)
     return paths, code

@@ -1,0 +1,151 @@
+"""``submit --local --jobs N``: several runs of a sweep at a time, each with a launcher process of its own.
+
+As a program it is that process: ``python -m hpc_train.cli.parallel_runs`` with the arguments of ``_main``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from hpc_train.errors import ExitCode, UsageError
+from hpc_train.launchers.gpus import count_gpus
+from hpc_train.paths import RunPaths
+from hpc_train.runtime.parent_process import die_with
+
+_POLL_S = 0.1
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def devices_per_run(devices: int | None, jobs: int, device: str) -> int:
+    """Return the ranks of each run; ``device``: the file's. Raises UsageError where GPUs are too few."""
+    num_gpus = 0 if device == "cpu" else count_gpus(os.environ)
+    each = devices or max(1, num_gpus // jobs)
+    if num_gpus and each * jobs > num_gpus:
+        raise UsageError(
+            f"--jobs: {jobs} runs of {each} ranks need {each * jobs} GPUs, but this machine "
+            f"shows {num_gpus}; write --jobs {max(1, num_gpus // each)}, or fewer --devices"
+        )
+    return each
+
+
+def slot_environment(
+    environ: Mapping[str, str], slot: int, jobs: int, devices: int, device: str
+) -> dict[str, str]:
+    """Return the environment of the run in one of ``jobs`` slots: its own GPUs and its part of the cores."""
+    threads = max(1, len(os.sched_getaffinity(0)) // (jobs * devices))
+    # One bar can't show several runs: they print lines.
+    found = {"OMP_NUM_THREADS": str(threads)} | dict(environ) | {"TERM": "dumb"}
+    num_gpus = 0 if device == "cpu" else count_gpus(environ)
+    if num_gpus:
+        listed = environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(num_gpus)))).split(",")
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(listed[slot * devices : (slot + 1) * devices])
+    return found
+
+
+class Slots:
+    """Runs that are being trained, each in a slot; a stop signal reaches all of them and ends the row."""
+
+    def __init__(self, jobs: int, launcher: str, devices: int, device: str) -> None:
+        self._launcher, self._devices, self._device = launcher, devices, device
+        self._slots: list[subprocess.Popen[bytes] | None] = [None] * jobs
+        self._noted: list[int] = []
+        self._sent = 0
+        self.codes: list[ExitCode] = []
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(self._noted)
+
+    @contextmanager
+    def taking_signals(self) -> Iterator[None]:
+        """Within, stop signals of this process are passed on to the runs."""
+
+        def note(number: int, frame: FrameType | None) -> None:
+            self._noted.append(number)
+
+        before = [(number, signal.signal(number, note)) for number in _STOP_SIGNALS]
+        try:
+            yield
+        finally:
+            for number, handler in before:
+                signal.signal(number, handler)
+
+    def start(self, paths: RunPaths, changes: Sequence[str] | None = None) -> None:
+        """Start the run in a free slot. Only after ``wait_for_slot``.
+
+        ``changes``: those of a run that ended before it saved anything and starts again; None: a new run.
+        """
+        slot = self._slots.index(None)
+        environment = slot_environment(os.environ, slot, len(self._slots), self._devices, self._device)
+        command = [
+            sys.executable,
+            "-m",
+            "hpc_train.cli.parallel_runs",
+            str(paths.folder),
+            self._launcher,
+            str(self._devices),
+        ]
+        how = ["new"] if changes is None else ["again", *changes]
+        self._slots[slot] = subprocess.Popen(
+            [*command, str(os.getpid()), *how],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # the terminal's Ctrl-C reaches this process only
+        )
+
+    def wait_for_slot(self) -> None:
+        """Return once a slot is free, or a stop signal came."""
+        while not self.is_stopped and None not in self._slots:
+            self._poll()
+
+    def wait_for_all(self) -> None:
+        while any(self._slots):
+            self._poll()
+
+    def _poll(self) -> None:
+        time.sleep(_POLL_S)
+        for number in self._noted[self._sent :]:
+            for running in filter(None, self._slots):
+                running.send_signal(number)
+            self._sent += 1
+        for slot, process in enumerate(self._slots):
+            if process is not None and (code := process.poll()) is not None:
+                self._slots[slot] = None
+                self.codes.append(_exit_code(code))
+
+
+def _exit_code(code: int) -> ExitCode:
+    try:
+        return ExitCode(code)
+    except ValueError:  # a signal ended it
+        return ExitCode.FAILED
+
+
+def _main(folder: str, launcher: str, devices: str, parent: str, how: str, *changes: str) -> None:
+    die_with(int(parent))
+    from hpc_train.cli.app import exit_code_of
+    from hpc_train.cli.resume import start_again
+    from hpc_train.cli.starting import say_end, start_attempt
+
+    def train() -> int:
+        paths = RunPaths(Path(folder))
+        if how == "again":
+            return start_again(paths, changes, launcher, int(devices))
+        code = start_attempt(paths, launcher, int(devices))
+        say_end(paths, code)
+        return code
+
+    sys.exit(exit_code_of(train))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cli.parallel_runs import devices_per_run, slot_environment
+from hpc_train.errors import UsageError
+from hpc_train.paths import runs_root
+from hpc_train.run_folder.finding import find_runs
+from hpc_train.run_folder.status import read_status
+from tests.cli.commands import REPOSITORY, hpc_train
+from tests.cli.launchers import COMPLETING, SCRIPTED
+from tests.end_to_end.runs import wait_for
+
+_COMMAND = (sys.executable, "-m", "hpc_train")
+_GRID = "sweep.grid={seed: [1, 2, 3]}"
+
+
+def test_runs_of_a_sweep_are_counted_and_told_apart(file: Path) -> None:
+    done = hpc_train("submit", file, "--local", "--launcher", COMPLETING, _GRID)
+    numbered = [line for line in done.err.splitlines() if line.startswith("run ")]
+    ids = [line.split()[4] for line in numbered]
+    assert numbered == [f"run {n} of 3: {ids[n - 1]}  seed={n}" for n in (1, 2, 3)]
+    assert sorted(ids) == sorted(paths.folder.name for paths in find_runs([]))
+
+
+def test_each_slot_has_its_own_gpus_and_its_part_of_the_cores() -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    found = [slot_environment(environ, slot, 2, 2, "auto") for slot in (0, 1)]
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["4,5", "6,7"]
+    cores = len(os.sched_getaffinity(0))
+    assert found[0]["OMP_NUM_THREADS"] == str(max(1, cores // 4))
+    assert slot_environment({"OMP_NUM_THREADS": "7"}, 0, 2, 1, "cpu")["OMP_NUM_THREADS"] == "7"
+
+
+def test_gpus_are_divided_among_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert (devices_per_run(None, 2, "auto"), devices_per_run(1, 4, "auto")) == (2, 1)
+    assert (devices_per_run(None, 8, "cpu"), devices_per_run(3, 8, "cpu")) == (1, 3)
+    with pytest.raises(UsageError, match=r"3 runs of 2 ranks need 6 GPUs, .* shows 4; write --jobs 2"):
+        devices_per_run(2, 3, "cuda")
+
+
+def test_jobs_are_for_this_machine(file: Path) -> None:
+    done = hpc_train("submit", file, "slurm={}", "--jobs", "2")
+    assert done.code == 2 and "--jobs: is for this machine; add --local" in done.err
+
+
+def _submit(file: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*_COMMAND, "submit", str(file), "--local", "--launcher", SCRIPTED, "--jobs", "2", _GRID],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _ready() -> list[Path]:
+    return [path.parent for path in runs_root().glob("*/[!.]*/ready")]
+
+
+@pytest.mark.slow
+def test_so_many_runs_train_at_a_time_and_the_next_follows(file: Path) -> None:
+    process = _submit(file)
+    try:
+        wait_for(lambda: len(_ready()) == 2, "two runs at once", 120)
+        assert len(find_runs([])) == 2, "the third waits for a slot"
+        (_ready()[0] / "go").touch()
+        wait_for(lambda: len(_ready()) == 3, "the third run", 120)
+        for folder in _ready():
+            (folder / "go").touch()
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert out.count("completed") == 3 and "run 3 of 3: " in err
+    assert [read_status(paths).state for paths in find_runs([])] == ["completed"] * 3
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_all_that_train_and_starts_no_more(file: Path) -> None:
+    process = _submit(file)
+    try:
+        wait_for(lambda: len(_ready()) == 2, "two runs at once", 120)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    assert "1 more runs were not started" in err
+    assert all((paths.folder / "saved").exists() for paths in find_runs([])) and len(find_runs([])) == 2
