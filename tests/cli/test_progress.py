@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from hpc_train.cli import progress as progress_module
 from hpc_train.cli.metrics import MetricsReader
 from hpc_train.cli.progress import LINE_EVERY_S, READ_EVERY_S, Progress, Words, _Bar, duration, fit
+from hpc_train.launchers.words import say
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.files import write_json
 from hpc_train.run_folder.status import RunStatus, write_status
@@ -104,6 +106,29 @@ def test_the_last_rows_are_told_at_the_end(run: RunPaths, capsys: pytest.Capture
     _row(run, split="val", step=100, accuracy=1.0)
     progress.close()
     assert "step 100: val accuracy 1" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    """Somebody watches it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_bar_is_not_drawn_again_after_what_is_said_of_the_end(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    progress = Progress(run, attempt=2)
+    _at(run, 20)
+    progress.update()
+    say("interrupted")
+    progress.close()
+    before, _, after = terminal.getvalue().partition("interrupted")
+    assert "20/100" in before
+    assert "20/100" not in after.rpartition("\x1b[2K")[2], "it is erased last"
 
 
 def test_the_files_are_read_four_times_a_second_at_most(

@@ -132,7 +132,7 @@ class Reader:
     def _check_printed(self, overrides: list[str]) -> None:
         out, err = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(err):
-            code = command_line._exit_code(lambda: validate(self.file, overrides))
+            code = command_line.exit_code_of(lambda: validate(self.file, overrides))
         assert code in {0, 65}, err.getvalue()
         assert _is_printable(out.getvalue() + err.getvalue())
 
