@@ -14,7 +14,7 @@ from typing import Any
 
 from hpc_train.cli.changed_keys import changed_keys, short_names, value_text
 from hpc_train.cli.layout import ranks_of
-from hpc_train.cli.metrics import POSITION, rows_in
+from hpc_train.cli.metrics import POSITION, number, rows_in
 from hpc_train.cli.printing import JSON_VERSION, put_json, say
 from hpc_train.cli.run_table import print_table
 from hpc_train.cli.run_times import elapsed_s, short_duration
@@ -136,10 +136,10 @@ def _code(facts: dict[str, Any]) -> str | None:
 def _last_and_best(file: Path, metric: Metric) -> tuple[Point | None, Point | None]:
     last = best = None
     for row in rows_in(file):
-        value, step = row.get(metric.name), row.get("step")
-        if row.get("split") != metric.split or not isinstance(value, int | float) or type(step) is not int:
+        value, step = number(row.get(metric.name)), row.get("step")
+        if row.get("split") != metric.split or value is None or type(step) is not int:
             continue
-        last = Point(float(value), step)
+        last = Point(value, step)
         if math.isfinite(value) and (best is None or _is_better(last, best, metric)):
             best = last
     return last, best

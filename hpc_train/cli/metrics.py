@@ -59,28 +59,36 @@ def validation_rows(path: Path) -> list[Row]:
 def rows_in(path: Path) -> Iterator[Row]:
     """Yield the whole rows one after the other: a file of any size needs no more memory than a row."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             yield from (row for line in file if line.endswith(b"\n") and (row := _row(line)))
-    except FileNotFoundError:
+    except (FileNotFoundError, UnreadableFileError):
         return
 
 
 def newest_rows(path: Path, limit_bytes: int = _TAIL_BYTES) -> list[Row]:
     """Return the rows at the end of the file, as many as are whole in ``limit_bytes``."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = max(0, file.seek(0, os.SEEK_END) - limit_bytes)
             file.seek(start)
             data = file.read(limit_bytes)
-    except OSError:
+    except (OSError, UnreadableFileError):
         return []
     lines = data[: data.rfind(b"\n") + 1].splitlines()
     return [row for line in lines[1 if start else 0 :] if (row := _row(line))]
 
 
+def number(value: object) -> float | None:
+    """Return a row's value as a float, None where it is not a number that fits one."""
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
+
+
 def main_metric(row: Row) -> str | None:
     """Return the name of the metric by which a row is judged: accuracy, else loss."""
-    return next((name for name in ("accuracy", "loss") if isinstance(row.get(name), float | int)), None)
+    return next((name for name in ("accuracy", "loss") if number(row.get(name)) is not None), None)
 
 
 def last_metric(rows: Sequence[Row]) -> dict[str, Any] | None:
@@ -89,8 +97,8 @@ def last_metric(rows: Sequence[Row]) -> dict[str, Any] | None:
     evaluated = [row for row in judged if row.get("split") == "val"]
     for row in (evaluated or judged)[-1:]:
         name = main_metric(row)
-        assert name is not None
-        value = float(row[name])
+        value = number(row.get(name or ""))
+        assert value is not None
         shown = value if math.isfinite(value) else None
         return {"split": row.get("split"), "name": name, "value": shown, "step": row.get("step")}
     return None

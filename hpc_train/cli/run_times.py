@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from hpc_train.cli.metrics import Row, number
 from hpc_train.run_folder.attempts import AttemptRecord, read_record
 
 if TYPE_CHECKING:
-    from hpc_train.cli.metrics import Row
     from hpc_train.paths import AttemptPaths, RunPaths
     from hpc_train.run_folder.status import RunStatus
 
@@ -52,18 +53,16 @@ def _timestamp(text: str | None) -> float | None:
 def remaining_s(now: RunStatus, rows: Sequence[Row]) -> float | None:
     """Return the seconds until a running run's last step at the pace of its newest rows; None if unknown."""
     mine = [row for row in rows if row.get("attempt") == now.attempt and row.get("split") == "train"]
-    points = [(row["time"], row["step"]) for row in mine if _is_number(row.get("time"), row.get("step"))]
+    pairs = [(number(row.get("time")), number(row.get("step"))) for row in mine]
+    points = [(at, step) for at, step in pairs if at is not None and step is not None]
     if now.state != "running" or now.total_steps is None or len(points) < 2:
         return None
     (first_time, first_step), (last_time, last_step) = points[0], points[-1]
     if last_step <= first_step or last_time <= first_time:
         return None
     rate = (last_step - first_step) / (last_time - first_time)
-    return float(max(0.0, (now.total_steps - last_step) / rate - (time.time() - last_time)))
-
-
-def _is_number(*values: object) -> bool:
-    return all(isinstance(value, int | float) for value in values)
+    left_s = (now.total_steps - last_step) / rate - (time.time() - last_time)
+    return max(0.0, left_s) if math.isfinite(left_s) else None
 
 
 def short_duration(seconds: float | None) -> str:
