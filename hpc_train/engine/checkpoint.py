@@ -52,7 +52,7 @@ class Checkpointer:
     For the thread that trains. All ranks call the same methods in the same order, but for the properties,
     ``wait_staged`` and ``collect``, which are a rank's own.
 
-    ``saving`` is a group of a CPU backend that nobody else uses; None for one rank.
+    ``group`` has a CPU backend, and training may run collectives on it meanwhile; None for one rank.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Checkpointer:
         strategy: Strategy,
         rank: int = 0,
         world_size: int = 1,
-        saving: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | None = None,
         *,
         keep: int = 3,
     ) -> None:
         self.paths = paths
         self.attempt = attempt
         self.strategy = strategy
-        self.ranks = ControlGroup(rank, world_size, saving)
+        self.ranks = ControlGroup(rank, world_size, group)
         self._writer = CheckpointWriter(paths, attempt, self.ranks, keep)
         self._layout: Layout | None = None
         self._staging: Staging | None = None

@@ -1,6 +1,9 @@
 """Agreement among ranks about work on files: it succeeded on every rank, or it failed on every rank.
 
-``engine.checkpoint`` calls it. Plain tensors on the CPU; nothing is pickled.
+``engine.checkpoint`` calls it, from the thread that writes a checkpoint, while the training thread runs
+collectives on the same process group. Collectives are matched by the order in which each rank issues them,
+which two threads can't keep the same everywhere; messages from rank to rank are matched by their tag. So
+everything here is sent point to point, along a binary tree. Plain tensors on the CPU; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ from hpc_train.run_folder.checkpoints import NewerVersionError
 
 Result = TypeVar("Result")
 
+#: Tag of all messages: pipelines send theirs with tag 0, on groups of their own.
+_TAG = 0x6370
+
 #: Errors that all ranks raise alike where one met them; any other means to the rest that a peer is lost.
 _SHARED: dict[str, type[HpcTrainError]] = {
     kind.__name__: kind
@@ -44,7 +50,10 @@ _SHARED: dict[str, type[HpcTrainError]] = {
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """All ranks over a CPU backend; ``group`` is None for one rank alone. Every method is collective."""
+    """All ranks over a CPU backend; ``group`` is None for one rank alone. Every method is collective.
+
+    One thread of each rank at a time may use it; other threads may use ``group`` for collectives meanwhile.
+    """
 
     rank: int
     world_size: int
@@ -55,17 +64,22 @@ class ControlGroup:
 
     def smallest(self, values: Sequence[int]) -> list[int]:
         """Return the least over all ranks, number by number."""
-        return self._reduced(values, dist.ReduceOp.MIN)
+        return self._reduced(values, torch.minimum)
 
     def total(self, values: Sequence[int]) -> list[int]:
         """Return the sum over all ranks, number by number."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return self._reduced(values, torch.add)
 
-    def _reduced(self, values: Sequence[int], operation: dist.ReduceOp.RedOpType) -> list[int]:
+    def _reduced(self, values: Sequence[int], combine: Callable[[Tensor, Tensor], Tensor]) -> list[int]:
         if self.group is None or not values:
             return list(values)
         numbers = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(numbers, op=operation, group=self.group)
+        parent, children = self._neighbours(root=0)
+        for received in self._receive_each(children, numbers):
+            numbers = combine(numbers, received)
+        if parent is not None:
+            self._wait(dist.isend(numbers, group=self.group, group_dst=parent, tag=_TAG))
+        self._send(numbers, source=0)
         return numbers.tolist()
 
     def broadcast(self, values: Sequence[int], source: int = 0) -> list[int]:
@@ -81,7 +95,35 @@ class ControlGroup:
         return numbers.tolist()
 
     def _send(self, numbers: Tensor, source: int) -> None:
-        dist.broadcast(numbers, group=self.group, group_src=source)
+        """Replace ``numbers`` on every rank by those of rank ``source``."""
+        parent, children = self._neighbours(root=source)
+        if parent is not None:
+            self._wait(dist.irecv(numbers, group=self.group, group_src=parent, tag=_TAG))
+        sends = [dist.isend(numbers, group=self.group, group_dst=child, tag=_TAG) for child in children]
+        for send in sends:
+            self._wait(send)
+
+    def _receive_each(self, ranks: Sequence[int], like: Tensor) -> list[Tensor]:
+        buffers = [torch.empty_like(like) for _ in ranks]
+        receives = [
+            dist.irecv(buffer, group=self.group, group_src=rank, tag=_TAG)
+            for buffer, rank in zip(buffers, ranks, strict=True)
+        ]
+        for receive in receives:
+            self._wait(receive)
+        return buffers
+
+    @staticmethod
+    def _wait(work: dist.Work | None) -> None:
+        assert work is not None, "this rank is in the group"
+        work.wait()
+
+    def _neighbours(self, root: int) -> tuple[int | None, list[int]]:
+        """Return this rank's parent and children in the binary tree that begins at rank ``root``."""
+        place = (self.rank - root) % self.world_size
+        parent = None if place == 0 else ((place - 1) // 2 + root) % self.world_size
+        below = [child for child in (2 * place + 1, 2 * place + 2) if child < self.world_size]
+        return parent, [(child + root) % self.world_size for child in below]
 
     def first_text(self, text: str | None) -> tuple[int, str] | None:
         """Return the lowest rank that passed a text and that text; None where no rank did."""

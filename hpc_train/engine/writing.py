@@ -1,6 +1,6 @@
 """A staged checkpoint → files, hashes, and the rename that makes it count; and the thread that does it.
 
-``engine.checkpoint`` calls it. All ranks write together, over a group that nobody else uses meanwhile.
+``engine.checkpoint`` calls it. All ranks write together and agree through ``engine.control_group``.
 """
 
 from __future__ import annotations

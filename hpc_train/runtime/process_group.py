@@ -64,16 +64,18 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Group:
-    """The process group of all ranks, and gloo groups of their own: ``control`` for agreement, by the loop;
-    ``saving`` for checkpoints, by whichever thread writes them. ``store`` is where the ranks met, over a
-    connection of its own: for one thread, whichever.
+    """The process group of all ranks, and the group over which they agree.
+
+    ``control`` is the only gloo group of all ranks beside the backend's own: each costs a socket per peer.
+    The training thread runs collectives on it; the thread that writes checkpoints sends from rank to rank
+    (``engine.control_group``). ``store`` is where the ranks met, over a connection of its own, for one
+    thread, whichever it is.
     """
 
     rank: int
     world_size: int
     device: torch.device
     control: dist.ProcessGroup
-    saving: dist.ProcessGroup
     store: Store
     timeouts: Timeouts
 
@@ -125,12 +127,13 @@ def join(
         world_size=facts.world_size,
         timeout=timeout,
     )
-    control, saving = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
-    assert isinstance(control, dist.ProcessGroup) and isinstance(saving, dist.ProcessGroup)
+    # With NCCL the default group has a gloo group for CPU tensors, which training leaves unused.
+    control = dist.group.WORLD if device.type == "cuda" else dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(control, dist.ProcessGroup)
     # The main thread's connection answers one thread at a time.
     own = store.clone() if hasattr(store, "clone") else store
     _wait_until_connected(control, timeouts.join_s, must_stop)
-    return Group(facts.rank, facts.world_size, device, control, saving, own, timeouts)
+    return Group(facts.rank, facts.world_size, device, control, own, timeouts)
 
 
 def peer_lost(error: BaseException | None) -> bool:

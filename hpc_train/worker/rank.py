@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hpc_train.config.degrees import Degrees, find_degrees
+from hpc_train.config.degrees import AXES, Degrees, find_degrees
 from hpc_train.config.problems import Problem, dotted
 from hpc_train.config.schema import Experiment, RecoveryConfig
 from hpc_train.errors import BadFileError, ExitCode, TryAgainError
@@ -19,7 +19,7 @@ from hpc_train.run_folder.attempts import in_ms
 from hpc_train.run_folder.creation import effective_experiment
 from hpc_train.run_folder.ends import tell_end
 from hpc_train.run_folder.events import EventLog
-from hpc_train.runtime import affinity, node_check, signals
+from hpc_train.runtime import affinity, node_check, open_files, signals
 from hpc_train.runtime.device import choose_device, set_determinism, set_threads
 from hpc_train.runtime.precision import Precision, choose_precision
 from hpc_train.runtime.process_group import Group, Timeouts, join
@@ -91,6 +91,7 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     set_determinism(experiment.deterministic, device)
     precision = choose_precision(experiment.precision, device)
     degrees = _degrees(experiment, facts)
+    _check_open_files(experiment, facts, degrees)
     events = _event_log(paths, attempt) if facts.rank == 0 else None
     hang_after_s, first_hang_after_s = _limits_s(experiment.recovery)
     timeouts = Timeouts.beyond(first_hang_after_s)
@@ -159,6 +160,13 @@ def _degrees(experiment: Experiment, facts: RankFacts) -> Degrees:
     if isinstance(degrees, Problem):
         raise BadFileError(f"{dotted(degrees.path)}: {degrees.message}; {degrees.remedy}")
     return degrees
+
+
+def _check_open_files(experiment: Experiment, facts: RankFacts, degrees: Degrees) -> None:
+    """Raise TooFewFilesError where this rank would run out of files while it connects to the others."""
+    has_mesh = experiment.parallel.strategy != "ddp"
+    axes = [getattr(degrees, axis) for axis in AXES] if has_mesh else []
+    open_files.check(facts, axes, experiment.data.workers, node_name(os.environ))
 
 
 def _record_collectives() -> None:

@@ -132,7 +132,7 @@ def _checkpointer(rank: Rank, learner: Learner) -> Checkpointer:
         learner.strategy,
         rank.facts.rank,
         rank.facts.world_size,
-        rank.group.saving,
+        rank.group.control,
         keep=rank.experiment.checkpoint.keep,
     )
 

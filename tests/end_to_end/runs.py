@@ -55,17 +55,22 @@ class Done:
     err: str
 
 
-def hpc_train(*arguments: str | Path, **environment: str) -> Done:
-    """Run the command to its end."""
-    process = start(*arguments, **environment)
+def hpc_train(
+    *arguments: str | Path, cwd: Path = REPOSITORY, max_files: int | None = None, **environment: str
+) -> Done:
+    """Run the command to its end. ``max_files``: the hard limit of files that it may have open."""
+    process = start(*arguments, cwd=cwd, max_files=max_files, **environment)
     out, err = process.communicate(timeout=LIMIT_S)
     return Done(process.returncode, out, err)
 
 
-def start(*arguments: str | Path, **environment: str) -> subprocess.Popen[str]:
+def start(
+    *arguments: str | Path, cwd: Path = REPOSITORY, max_files: int | None = None, **environment: str
+) -> subprocess.Popen[str]:
+    limited = [] if max_files is None else ["prlimit", f"--nofile={max_files}:{max_files}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "hpc_train", *map(str, arguments)],
-        cwd=REPOSITORY,
+        [*limited, sys.executable, "-m", "hpc_train", *map(str, arguments)],
+        cwd=cwd,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -562,3 +562,12 @@ def test_an_export_is_the_checkpoints_weights_for_the_plain_model(strategy: str,
     initial = {name: value.clone() for name, value in plain.state_dict().items()}
     plain.load_state_dict(weights, strict=True)
     assert not torch.equal(plain.state_dict()["0.weight"], initial["0.weight"])
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path: Path) -> None:
+    experiment = write_experiment(tmp_path)
+    done = hpc_train(
+        "submit", experiment, "--local", "--devices", "1", HPC_TRAIN_RUNS=str(tmp_path / "runs"), max_files=32
+    )
+    assert done.code == 1
+    assert "may open 32 files and sockets but needs 48, with world size 1" in done.err
