@@ -18,6 +18,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.snapshot import check_owner, linked, search_path
 from hpc_train.runtime import signals
+from hpc_train.runtime.ranks import THREADS_BY_SHARE
 
 _PR_SET_PDEATHSIG = 1
 #: Left over from a job, an agent or another rank that this launcher runs inside of.
@@ -103,14 +104,17 @@ def common_environment(
         for name, value in environ.items()
         if name not in _STALE and not name.startswith(_STALE_PREFIXES)
     }
-    threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    threads = {
+        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
+        THREADS_BY_SHARE: "1",
+    }
     defaults = {
-        "OMP_NUM_THREADS": str(threads),
         "TORCHINDUCTOR_CACHE_DIR": str(paths.cache / "inductor"),
         "TRITON_CACHE_DIR": str(paths.cache / "triton"),
     }
     return (
         defaults
+        | ({} if "OMP_NUM_THREADS" in environment else threads)
         | environment
         | _import_places(environ, paths)
         | {

@@ -18,6 +18,8 @@ _SLURM = (
     "SLURM_NNODES",
     "SLURM_TASKS_PER_NODE",
 )
+#: Set by a launcher where OMP_NUM_THREADS is a rank's share of the cores and not the user's own choice.
+THREADS_BY_SHARE = "HPC_TRAIN_THREADS_BY_SHARE"
 _TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 

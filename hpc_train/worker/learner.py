@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from torch import nn
@@ -33,7 +34,8 @@ from hpc_train.runtime.data_info import DataInfo
 from hpc_train.runtime.seeds import seed_build
 from hpc_train.strategies.base import Placement, Strategy
 from hpc_train.strategies.sync_batchnorm import sync_batchnorm
-from hpc_train.worker import other_ranks
+from hpc_train.worker import hardware, other_ranks
+from hpc_train.worker.hardware import Hardware
 from hpc_train.worker.rank import Rank
 
 #: What a plug-in's strategy written for an earlier version lacks.
@@ -140,6 +142,7 @@ class Resumed:
     """Where training goes on; ``skips``: steps that ``on_non_finite: skip`` has left out so far."""
 
     position: Position
+    hardware: Hardware
     skips: int = 0
 
 
@@ -150,13 +153,20 @@ def resumed(rank: Rank, checkpointer: Checkpointer, learner: Learner, source: Da
     BadFileError where the data are others by now.
     """
     loaded = checkpointer.load_newest(learner.state)
-    if loaded is not None:
-        _heed_versions(rank, loaded)
-        _heed_ranks(rank, loaded, learner)
-        _check_data(loaded, source)
-        saved = loaded.extra["position"]
-        return Resumed(Position(saved["step"], tuple(saved["skipped"])), loaded.extra.get("skips", 0))
-    return Resumed(Position(0))
+    then, step = (None, 0) if loaded is None else (loaded.extra.get("hardware"), loaded.step)
+    now = hardware.take_over(then, step, rank.device, checkpointer.ranks, partial(_warn, rank))
+    if loaded is None:
+        return Resumed(Position(0), now)
+    _heed_versions(rank, loaded)
+    _heed_ranks(rank, loaded, learner)
+    _check_data(loaded, source)
+    saved = loaded.extra["position"]
+    return Resumed(Position(saved["step"], tuple(saved["skipped"])), now, loaded.extra.get("skips", 0))
+
+
+def _warn(rank: Rank, words: str) -> None:
+    if rank.is_first:
+        _log.warning("%s", words)
 
 
 def _heed_versions(rank: Rank, loaded: Loaded) -> None:
@@ -171,8 +181,7 @@ def _heed_versions(rank: Rank, loaded: Loaded) -> None:
         raise OtherVersionsError(
             f"environment.strict: {words}; use those versions, or resume with environment.strict=false"
         )
-    if rank.is_first:
-        _log.warning("%s; the weights may differ in the last bit from here on", words)
+    _warn(rank, f"{words}; the weights may differ in the last bit from here on")
 
 
 def _heed_ranks(rank: Rank, loaded: Loaded, learner: Learner) -> None:
@@ -184,8 +193,8 @@ def _heed_ranks(rank: Rank, loaded: Loaded, learner: Learner) -> None:
         has_batchnorm=learner.has_batchnorm,
         is_synced=rank.experiment.parallel.sync_batchnorm,
     )
-    if words is not None and rank.is_first:
-        _log.warning("%s", words)
+    if words is not None:
+        _warn(rank, words)
 
 
 def _ranks(rank: Rank) -> dict[str, Any]:
@@ -211,7 +220,12 @@ def _data_facts(source: DataSource) -> dict[str, Any]:
 
 
 def extra(
-    rank: Rank, source: DataSource, batches: BatchArithmetic, position: Position, skips: int
+    rank: Rank,
+    source: DataSource,
+    batches: BatchArithmetic,
+    position: Position,
+    hardware: Hardware,
+    skips: int,
 ) -> dict[str, Any]:
     """Return what a checkpoint says besides tensors: where it stands and how it came about."""
     return {
@@ -223,6 +237,7 @@ def extra(
         "steps_per_epoch": batches.steps_per_epoch,
         "precision": rank.experiment.precision,
         "device": rank.device.type,
+        "hardware": hardware.to_json(),
         "versions": versions.versions(),
         **_ranks(rank),
     }

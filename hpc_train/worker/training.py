@@ -187,7 +187,7 @@ def _trainer(
         validation=_validation(run, target_spec(task)),
         bad_samples=_bad_sample_count(run, agreement),
         to_input=make_to_input(config, run.source.info, rank.device, rank.precision),
-        saves=_saves(run, learner, checkpointer, meters, guard, start.position),
+        saves=_saves(run, learner, checkpointer, meters, guard, start),
         on_first_step=rank.has_stepped,
         on_event=rank.note,
         step=start.position.step,
@@ -200,12 +200,13 @@ def _saves(
     checkpointer: Checkpointer,
     meters: Meters,
     guard: Guard,
-    start: Position,
+    start: Resumed,
 ) -> Saves:
     rank = run.rank
 
     def extra_at(step: int) -> dict[str, Any]:
-        return extra(rank, run.source, run.batches, Position(step, start.skipped), guard.skips)
+        position = Position(step, start.position.skipped)
+        return extra(rank, run.source, run.batches, position, start.hardware, guard.skips)
 
     def on_saved(save: Save) -> None:
         if rank.events is not None:
