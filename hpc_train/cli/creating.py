@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.cli.changes import changes_on_resume
+from hpc_train.cli.changes import changes_on_resume, value_at
 from hpc_train.cli.next_steps import has_saved, next_steps
 from hpc_train.cli.printing import say
 from hpc_train.config.loading import Loaded
@@ -16,8 +16,8 @@ from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.paths import RunPaths
 from hpc_train.plan.planning import PlannedRun
 from hpc_train.run_folder.attempts import newest_number
-from hpc_train.run_folder.creation import Origin, create_run, effective_experiment
-from hpc_train.run_folder.finding import run_name
+from hpc_train.run_folder.creation import Origin, create_run, effective_experiment, inputs_differ
+from hpc_train.run_folder.finding import is_run, run_name
 from hpc_train.run_folder.status import GOING_ON, INTERRUPTED, RunStatus
 
 
@@ -68,11 +68,29 @@ def create_beside(
     raise AssertionError("itertools.count ends")
 
 
+def existing_run(paths: RunPaths, run: PlannedRun) -> RunPaths:
+    """Return the run of this id that is of the files that are there now; ``paths`` where none is."""
+    beside = (RunPaths(paths.folder.with_name(f"{run.id}-{number}")) for number in itertools.count(2))
+    for each in itertools.chain([paths], itertools.takewhile(is_run, beside)):
+        if not inputs_differ(each, run.experiment):
+            return each
+    return paths
+
+
 def say_existing(
     paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_queued: bool = False
 ) -> ExitCode:
     """Say how the run that is there already stands, and what can be done to have it as ``wanted``."""
     run_id = run_name(paths)
+    if others := inputs_differ(paths, wanted):
+        what = " and ".join(
+            f"{key} ({value_at(wanted.model_dump(mode='json'), tuple(key.split('.')))})" for key in others
+        )
+        say(
+            f"{run_id}: {status.state}, in {paths.folder}, but of other files than {what} has now; nothing "
+            "started: put the files back, or train on these beside it with --new"
+        )
+        return ExitCode.FAILED
     if status.state == "completed":
         say(f"{run_id}: completed already, in {paths.folder}; nothing started (--new trains it again)")
         return ExitCode.DONE

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cli.code import code_on_resume, snapshot_for
-from hpc_train.cli.creating import Birth, create, create_beside
+from hpc_train.cli.creating import Birth, create, create_beside, existing_run
 from hpc_train.cli.micro_batch import say_layouts
 from hpc_train.cli.next_steps import next_attempt_words
 from hpc_train.cli.printing import say
@@ -18,7 +18,8 @@ from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.run_folder.attempts import newest_number
-from hpc_train.run_folder.creation import effective_experiment, note_change, note_versions
+from hpc_train.run_folder.checkpoints import committed
+from hpc_train.run_folder.creation import effective_experiment, note_change, note_inputs, note_versions
 from hpc_train.run_folder.files import read_json, remove_folder, write_text
 from hpc_train.run_folder.finding import run_name
 
@@ -77,6 +78,8 @@ def submit_all(queue: Queue, loaded: Loaded, plan: Plan, *, new: bool) -> Submit
             is_new = create(paths, run, birth)
             if not is_new and new:
                 paths = create_beside(paths, run, birth, lambda other: _make_free(queue.launcher, other))
+            elif not is_new:
+                paths = existing_run(paths, run)
             found[run.id] = paths
             if is_new or new:
                 made.append(_queued(paths.folder, run, loaded))
@@ -129,6 +132,7 @@ def resume_all(
             _note_changes(paths, number, overrides)
             if (now := versions.get(paths)) is not None:
                 note_versions(paths, number, now)
+            note_inputs(paths, loaded.experiment, has_saved=bool(committed(paths)))
             paths.cancelled.unlink(missing_ok=True)
             queued.append(QueuedRun(paths, effective_experiment(paths, number), loaded.problem))
             say(f"{run_name(paths)}: {next_attempt_words(paths, overrides)}")

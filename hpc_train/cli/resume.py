@@ -23,9 +23,17 @@ from hpc_train.launchers.base import QueueingLauncher
 from hpc_train.launchers.slurm import LAUNCHER as SLURM
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.plan.identity import changes_identity
+from hpc_train.plan.inputs import DATA
 from hpc_train.plan.planning import fewest_slurm_ranks, slurm_ranks, slurm_ranks_per_node
 from hpc_train.run_folder.attempts import newest_number
-from hpc_train.run_folder.creation import note_versions, noted_changes, refused_changes
+from hpc_train.run_folder.checkpoints import committed
+from hpc_train.run_folder.creation import (
+    inputs_differ,
+    note_inputs,
+    note_versions,
+    noted_changes,
+    refused_changes,
+)
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.finding import find_runs, run_name
 from hpc_train.run_folder.liveness import (
@@ -203,6 +211,7 @@ def _resume_one(paths: RunPaths, wish: _Wish) -> ExitCode:
             new_code.apply(attempt)
         if prepared.versions.now is not None:
             note_versions(paths, attempt, prepared.versions.now)
+        note_inputs(paths, prepared.loaded.experiment, has_saved=bool(committed(paths)))
 
     say(f"{run_name(paths)}: {next_attempt_words(paths, wish.overrides)}; in {paths.folder}")
     code = start_attempt(
@@ -281,6 +290,7 @@ def _prepare(paths: RunPaths, wish: _Wish, name: str) -> _Resumption:
     problems += section_problems(name, loaded)
     if problems:
         raise BadFileError(problems)
+    _refuse_other_inputs(paths, loaded.experiment)
     load_launcher(name)
     pythons = other_python(_last_launcher(paths), before.experiment), other_python(name, loaded.experiment)
     versions = version_change(paths, *pythons, new_code=wish.new_code)
@@ -307,6 +317,15 @@ def _refuse_versions(paths: RunPaths, differences: Differences, wish: _Wish) -> 
         f"{run_name(paths)}: other versions than the run had: {found}; {asked} refuses that: "
         f"resume it where it had those, or {remedy}"
     )
+
+
+def _refuse_other_inputs(paths: RunPaths, experiment: Experiment) -> None:
+    """Raise UsageError where a run that has saved something would continue on other data."""
+    if DATA in inputs_differ(paths, experiment) and committed(paths):
+        raise UsageError(
+            f"{DATA}: the files are not those that {paths.folder.name} was trained on so far; put them back, or "
+            "submit the file again with --new"
+        )
 
 
 def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]:

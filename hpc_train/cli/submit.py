@@ -13,6 +13,7 @@ from hpc_train.cli.creating import (
     changes_since,
     create,
     create_beside,
+    existing_run,
     say_existing,
     say_starts_again,
     starts_again,
@@ -234,6 +235,7 @@ def _start(run: PlannedRun, devices: int | None, choices: Choices, birth: Birth)
     paths = RunPaths(runs_root() / run.experiment.name / run.id)
     is_new = create(paths, run, birth)
     if not is_new and not choices.new:
+        paths = existing_run(paths, run)
         return paths, _existing(paths, run, devices, choices)
     if not is_new:
         paths = create_beside(paths, run, birth)

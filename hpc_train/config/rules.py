@@ -33,6 +33,7 @@ def check(
     rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *text_rules.RULES)
     rules += (*layer_rules.RULES, *compatibility.RULES)
     if check_names:
+        rules += FILE_RULES
         rules += (
             *part_rules.NAME_RULES,
             *layer_rules.MODEL_RULES,
@@ -186,6 +187,22 @@ def weights_are_a_file(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("model", "pretrained"), message, remedy)
 
 
+@rule("compile", "deterministic", "device")
+def compiled_code_is_the_same_after_a_resume(experiment: Experiment) -> Iterator[Problem]:
+    on_cpu_by_default = experiment.deterministic is None and experiment.device == "cpu"
+    if not (experiment.deterministic or on_cpu_by_default):
+        return
+    if experiment.compile.enabled and experiment.compile.dynamic is None:
+        yield Problem(
+            ("compile", "dynamic"),
+            "null compiles by the order in which batch sizes come, which a resume during an evaluation changes: "
+            "the run's weights would differ, which deterministic: true excludes",
+            "write dynamic: false (all batches of a run have one size), or deterministic: false",
+        )
+
+
+#: Asked of a file that is submitted, not of a run's frozen one: earlier versions let it pass.
+FILE_RULES: tuple[Rule, ...] = (compiled_code_is_the_same_after_a_resume,)
 RULES: tuple[Rule, ...] = (
     length_is_given_once,
     micro_batches_divide_the_batch,

@@ -227,7 +227,8 @@ class CompileConfig(Section):
     scope: Literal["blocks", "model"] = "blocks"
     """Compile each repeated block (compiles once, fast), or the whole model."""
     dynamic: bool | None = False
-    """Symbolic shapes; ``null``: torch decides. All batches of a run have one size, so there is no need."""
+    """Symbolic shapes; ``null``: torch decides, by the order of batch sizes, so not where the run is
+    deterministic. All batches of a run have one size, so there is no need."""
     fullgraph: bool = False
     """Fail at a graph break instead of going on in Python."""
     fallback: bool = False

@@ -17,6 +17,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run_folder.ends import tell_end, tell_error
 from hpc_train.run_folder.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE
 from hpc_train.runtime import signals
+from hpc_train.runtime.timm_imports import keep_wandb_out
 
 __all__ = ["ATTEMPT_VARIABLE", "FOLDER_VARIABLE", "TOKEN_VARIABLE", "Entry"]
 
@@ -48,6 +49,7 @@ class Entry:
     def _run(self, number: int) -> int:
         paths, rank = RunPaths(self.folder), rank_number()
         try:
+            keep_wandb_out()
             with _without_collecting():
                 from hpc_train import worker  # here alone: it imports torch
 

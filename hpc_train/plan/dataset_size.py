@@ -45,7 +45,7 @@ _TORCHVISION = {
     "USPS": 7_291,
 }
 #: Extensions that torchvision's ImageFolder takes for images.
-_IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 def training_samples(data: DataConfig) -> int | None:
@@ -99,4 +99,4 @@ def _images_by_folder(folder: Path) -> Iterator[int]:
     """Yield how many images lie in ``folder`` and in each folder below it, hidden ones left out."""
     for _, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield sum(name.lower().endswith(_IMAGE_EXTENSIONS) and name[0] != "." for name in names)
+        yield sum(name.lower().endswith(IMAGE_EXTENSIONS) and name[0] != "." for name in names)

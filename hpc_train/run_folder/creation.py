@@ -16,6 +16,7 @@ from hpc_train.errors import ExitCode, StorageError
 from hpc_train.paths import RunPaths
 from hpc_train.plan.batches import StepLayout
 from hpc_train.plan.identity import content_hash
+from hpc_train.plan.inputs import fingerprints, other_inputs
 from hpc_train.run_folder import snapshot as snapshots
 from hpc_train.run_folder.attempts import newest_number, now, read_record
 from hpc_train.run_folder.ends import exit_codes
@@ -66,6 +67,7 @@ def create_run(
             "values": dict(values or {}),
             "ranks": layout.ranks if layout else None,
             "step": layout.to_json() if layout else None,
+            "inputs": fingerprints(experiment),
         }
         write_json(temporary.run, facts, sync=True)
         if snapshot is not None:
@@ -144,9 +146,23 @@ def note_versions(paths: RunPaths, attempt: int, now: Mapping[str, str]) -> None
         write_json(paths.run, run | {"versions_by_attempt": by_attempt}, sync=True)
 
 
+def note_inputs(paths: RunPaths, experiment: Experiment, *, has_saved: bool) -> None:
+    """Note in ``run.json`` what the run's next attempt is trained on, unless that was noted and trained on."""
+    run = _run_to_change(paths)
+    now, noted = fingerprints(experiment), run.get("inputs")
+    kept = noted if has_saved and isinstance(noted, dict) else {}
+    if now | kept != noted:
+        write_json(paths.run, run | {"inputs": now | kept}, sync=True)
+
+
 def noted_versions(paths: RunPaths) -> dict[str, str]:
     """Return the versions that were noted last: at the run's creation, or with a later attempt."""
     return _versions(read_json(paths.run) or {})
+
+
+def inputs_differ(paths: RunPaths, experiment: Experiment) -> list[str]:
+    """Return the keys whose files are others now, by ``experiment``, than when the run was created."""
+    return other_inputs((read_json(paths.run) or {}).get("inputs"), experiment)
 
 
 def origin_of(paths: RunPaths) -> Origin | None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.processes import Process
 from hpc_train.run_folder.status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train, python
+from tests.cli.files import write_images
 from tests.cli.launchers import COMPLETING, FAILING, QUEUE, QUEUEING, REFUSING, queued, refusals, requests
 from tests.run_folder.test_checkpoints import write_checkpoint
 
@@ -372,3 +374,28 @@ def test_the_throttle_may_change(cancelled: list[RunPaths]) -> None:
     assert [run.experiment.sweep.max_parallel for run in queued[-1]] == [1, 1]
     write_status(cancelled[0], RunStatus("cancelled"))
     assert _resume(cancelled[0].folder, "sweep.grid={seed: [3]}") == 2
+
+
+def test_a_run_is_not_resumed_on_other_data(file: Path, tmp_path: Path) -> None:
+    one, two = (write_images(tmp_path / name, classes) for name, classes in (("one", 2), ("two", 3)))
+    data = f"data={{name: imagefolder, root: {one}, image_size: 8}}"
+    hpc_train("submit", file, data, "--local", "--launcher", FAILING)
+    (paths,) = find_runs([])
+    write_checkpoint(paths, 3, attempt=1)
+    done = hpc_train("resume", paths.folder, f"data.root={two}", "--launcher", COMPLETING)
+    assert done.code == 2
+    assert f"data.root: the files are not those that {paths.folder.name} was trained on so far" in done.err
+    copy = shutil.copytree(one, tmp_path / "copy")
+    assert _resume(paths.folder, f"data.root={copy}", "--launcher", COMPLETING) == 0
+
+
+def test_a_run_that_saved_nothing_may_begin_on_other_data(file: Path, tmp_path: Path) -> None:
+    """Its folder was wrong, say: submitted again, it is the run of the data that it was trained on."""
+    one, two = (write_images(tmp_path / name, classes) for name, classes in (("one", 2), ("two", 3)))
+    data = "data={{name: imagefolder, root: {}, image_size: 8}}"
+    hpc_train("submit", file, data.format(one), "--local", "--launcher", FAILING)
+    (paths,) = find_runs([])
+    assert _resume(paths.folder, f"data.root={two}", "--launcher", COMPLETING) == 0
+    again = ("submit", file, "--local", "--launcher", COMPLETING)
+    assert "completed already" in hpc_train(*again, data.format(two)).err
+    assert "of other files than data.root" in hpc_train(*again, data.format(one)).err

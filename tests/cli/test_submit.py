@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from hpc_train.run_folder.ends import tell_error
 from hpc_train.run_folder.finding import find_runs
 from hpc_train.run_folder.status import RunStatus, read_status, write_status
 from tests.cli.commands import Done, hpc_train, python
+from tests.cli.files import write_images
 from tests.cli.launchers import (
     BROKEN,
     COMPLETING,
@@ -443,3 +445,43 @@ def test_no_file_below_the_runs_folder_holds_a_secret(
     assert {"run.json", "own.py", "experiment.yaml"} <= {path.name for path in files}
     assert not [path for path in files if planted.encode() in path.read_bytes()]
     assert planted not in done.out + done.err
+
+
+@pytest.mark.parametrize("launcher", [COMPLETING, QUEUE])
+def test_other_data_under_the_same_id_are_not_completed_already(
+    launcher: str, file: Path, tmp_path: Path
+) -> None:
+    """The id leaves ``data.root`` out, since the same data lie elsewhere on another machine."""
+
+    def submit(root: Path, *more: str) -> Done:
+        data = f"data={{name: imagefolder, root: {root}, image_size: 8}}"
+        here = ["--local"] if launcher == COMPLETING else []
+        return hpc_train("submit", file, data, *here, "--launcher", launcher, *more)
+
+    one, two = write_images(tmp_path / "one"), write_images(tmp_path / "two", classes=3)
+    assert submit(one).code == 0
+    (paths,) = find_runs([])
+    write_status(paths, RunStatus("completed", 9, 9))
+    copy = shutil.copytree(one, tmp_path / "copy")
+    assert "completed already" in submit(copy).err
+    other = submit(two)
+    assert other.code == 1
+    assert f"completed, in {paths.folder}, but of other files than data.root ({two}) has now" in other.err
+    assert submit(two, "--new").code == 0
+    beside = RunPaths(paths.folder.with_name(f"{paths.folder.name}-2"))
+    write_status(beside, RunStatus("completed", 9, 9))
+    again = submit(two)
+    assert again.code == 0 and f"completed already, in {beside.folder}" in again.err
+    assert find_runs([]) == [paths, beside]
+
+
+def test_a_run_of_a_version_that_noted_no_inputs_is_found_by_its_id(file: Path, tmp_path: Path) -> None:
+    data = f"data={{name: imagefolder, root: {write_images(tmp_path / 'one')}, image_size: 8}}"
+    assert hpc_train("submit", file, data, "--local", "--launcher", COMPLETING).code == 0
+    (paths,) = find_runs([])
+    facts = json.loads(paths.run.read_text())
+    del facts["inputs"]
+    paths.run.write_text(json.dumps(facts))
+    write_status(paths, RunStatus("completed", 9, 9))
+    assert "completed already" in hpc_train("submit", file, data, "--local", "--launcher", COMPLETING).err
+    assert find_runs([]) == [paths]
