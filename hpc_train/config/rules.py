@@ -195,8 +195,8 @@ def compiled_code_is_the_same_after_a_resume(experiment: Experiment) -> Iterator
     if experiment.compile.enabled and experiment.compile.dynamic is None:
         yield Problem(
             ("compile", "dynamic"),
-            "null compiles by the order in which batch sizes come, which a resume during an evaluation changes: "
-            "the run's weights would differ, which deterministic: true excludes",
+            "null compiles by the order in which batch sizes come, and a resume during an evaluation changes "
+            "it: the run's weights would differ, which deterministic: true excludes",
             "write dynamic: false (all batches of a run have one size), or deterministic: false",
         )
 

@@ -32,9 +32,10 @@ def resume(*, strict: bool, **then: Any) -> Resumed:
         device=torch.device("cpu"),
     )
     checkpointer = SimpleNamespace(load_newest=lambda state: Loaded(7, extra), ranks=ControlGroup(0, 1, None))
+    source = SimpleNamespace(train=range(3), info=SimpleNamespace(class_names=["a", "b"]))
     learner = SimpleNamespace(state=None, has_batchnorm=False)
     return resumed(
-        cast(Rank, rank), cast(Checkpointer, checkpointer), cast(Learner, learner), cast(Any, None)
+        cast(Rank, rank), cast(Checkpointer, checkpointer), cast(Learner, learner), cast(Any, source)
     )
 
 
