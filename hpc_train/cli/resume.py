@@ -323,8 +323,8 @@ def _refuse_other_inputs(paths: RunPaths, experiment: Experiment) -> None:
     """Raise UsageError where a run that has saved something would continue on other data."""
     if DATA in inputs_differ(paths, experiment) and committed(paths):
         raise UsageError(
-            f"{DATA}: the files are not those that {paths.folder.name} was trained on so far; put them back, or "
-            "submit the file again with --new"
+            f"{DATA}: the files are not those that {paths.folder.name} was trained on so far; put them "
+            "back, or submit the file again with --new"
         )
 
 

@@ -147,7 +147,7 @@ def note_versions(paths: RunPaths, attempt: int, now: Mapping[str, str]) -> None
 
 
 def note_inputs(paths: RunPaths, experiment: Experiment, *, has_saved: bool) -> None:
-    """Note in ``run.json`` what the run's next attempt is trained on, unless that was noted and trained on."""
+    """Note in ``run.json`` what the next attempt is trained on; what was trained on so far stays."""
     run = _run_to_change(paths)
     now, noted = fingerprints(experiment), run.get("inputs")
     kept = noted if has_saved and isinstance(noted, dict) else {}
