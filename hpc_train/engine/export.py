@@ -98,7 +98,8 @@ def _read(checkpoint: CheckpointPaths, name: str, saved: SavedTensor) -> Tensor:
 
 
 def _write(target: Path, entries: Mapping[str, Entry], metadata: dict[str, str]) -> None:
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    # Not made of the target's name, which may be as long as a name can be.
+    temporary = target.with_name(f".hpc-train-{secrets.token_hex(8)}")
     try:
         write_safetensors(temporary, entries, metadata)
         temporary.replace(target)

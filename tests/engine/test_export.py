@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from hpc_train.engine.ema import Ema
-from hpc_train.engine.export import export, main
+from hpc_train.engine.export import _write, export, main
+from hpc_train.engine.shards import Entry
 from hpc_train.errors import StorageError, UsageError
 from hpc_train.paths import RunPaths
 from tests.engine.checkpoint_runs import OddModel, Trainee, forge, make_run
@@ -178,3 +179,10 @@ def test_nothing_is_written_into_a_run_folder(run: RunPaths, name: str) -> None:
     with pytest.raises(UsageError, match="inside run folder"):
         export(run, run.folder / name)
     assert run.run.read_text() == before
+
+
+def test_the_name_of_an_export_may_be_as_long_as_the_disk_allows(tmp_path: Path) -> None:
+    target = tmp_path / ("w" * 243 + ".safetensors")
+    _write(target, {"a": Entry.of(torch.ones(2))}, {})
+    assert load_file(target)["a"].tolist() == [1, 1]
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
