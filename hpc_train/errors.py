@@ -6,9 +6,11 @@ A ``UserError`` is a mistake that the user can mend: it prints its message and n
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import cache
 
 
 class ExitCode(IntEnum):
@@ -100,16 +102,19 @@ class PeerLostError(HpcTrainError):
     exit_code = ExitCode.PEER_LOST
 
 
+#: All but printable ASCII, line breaks and tabs: looked up one by one.
+_UNUSUAL = re.compile(r"[^\n\t\x20-\x7e]")
+
+
 def printable(text: str) -> str:
     """Return ``text`` with control and format characters shown as escapes, line breaks and tabs kept.
 
     For anything from a file or a log that goes to a terminal: escape sequences and right-to-left
     overrides must not act there.
     """
-    keep = "\n\t"
-    return "".join(
-        char
-        if char in keep or unicodedata.category(char)[0] != "C"
-        else char.encode("unicode_escape").decode()
-        for char in text.encode("utf-8", "backslashreplace").decode()
-    )
+    return _UNUSUAL.sub(lambda match: _shown(match.group()), text.encode("utf-8", "backslashreplace").decode())
+
+
+@cache
+def _shown(char: str) -> str:
+    return char.encode("unicode_escape").decode() if unicodedata.category(char)[0] == "C" else char

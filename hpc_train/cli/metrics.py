@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.run_folder.files import UnreadableFileError, open_regular
+from hpc_train.run_folder.metric_rows import Row as Row
 
-#: One row of ``metrics.jsonl``.
-Row = dict[str, Any]
 #: The newest evaluation is mostly in there. Assumed.
 _TAIL_BYTES = 1 << 16
 #: Not metrics: where and when a row was taken.
@@ -20,27 +19,33 @@ POSITION = {"time", "attempt", "split", "step", "epoch"}
 
 
 class MetricsReader:
-    """Yields each row once; all of them again where the file was written anew."""
+    """Yields each row once; all of them again where the file was replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
         self._inode = 0
 
-    def new_rows(self) -> list[Row]:
-        """Return the whole rows that came since the last call; none where there is no file yet."""
+    def new_rows(self) -> Iterator[Row]:
+        """Yield the whole rows that were added since the last call; none where there is no file yet."""
+        return (row for line in self._new_lines() if (row := _row(line)))
+
+    def _new_lines(self) -> Iterator[bytes]:
+        """Yield lines one by one: the file of a long run does not fit in memory."""
         try:
-            with open_regular(self._path) as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if inode != self._inode:  # a resume drops rows past its step: a new file under the name
-                    self._inode, self._offset = inode, 0
-                file.seek(self._offset)
-                data = file.read()
+            file = open_regular(self._path)
         except (FileNotFoundError, UnreadableFileError):
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [row for line in whole.splitlines() if (row := _row(line))]
+            return
+        with file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:  # a resume drops rows past its step: a new file under the name
+                self._inode, self._offset = inode, 0
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):  # being written
+                    return
+                self._offset += len(line)
+                yield line
 
 
 def _row(line: bytes) -> Row | None:
@@ -52,8 +57,13 @@ def _row(line: bytes) -> Row | None:
 
 
 def validation_rows(path: Path) -> list[Row]:
-    """Return the rows of evaluations."""
-    return [row for row in MetricsReader(path).new_rows() if row.get("split") == "val"]
+    """Return the rows of evaluations. Other lines are not parsed: they are most of a large file."""
+    try:
+        with open_regular(path) as file:
+            rows = [row for line in file if b'"val"' in line and (row := _row(line))]
+    except (FileNotFoundError, UnreadableFileError):
+        return []
+    return [row for row in rows if row.get("split") == "val"]
 
 
 def rows_in(path: Path) -> Iterator[Row]:

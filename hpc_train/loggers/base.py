@@ -7,9 +7,7 @@ from typing import Any, Protocol
 
 from hpc_train.config.schema import Experiment
 from hpc_train.paths import RunPaths
-
-#: One row of ``metrics.jsonl``.
-Row = dict[str, Any]
+from hpc_train.run_folder.metric_rows import Row as Row
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import os
 import secrets
 import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,12 +29,16 @@ class UnreadableFileError(ValueError):
     """What is at a path can't be one of our files."""
 
 
-def write_text(path: Path, text: str, *, sync: bool = False) -> None:
-    """Replace ``path`` by ``text`` in one step; with ``sync`` it is on the disk when this returns."""
+@contextmanager
+def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
+    """Open a new file that replaces ``path`` in one step once the block has ended without an error.
+
+    With ``sync`` it is on the disk then.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            yield file
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
@@ -43,6 +48,12 @@ def write_text(path: Path, text: str, *, sync: bool = False) -> None:
         raise
     if sync:
         sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str, *, sync: bool = False) -> None:
+    """Replace ``path`` by ``text`` in one step; with ``sync`` it is on the disk when this returns."""
+    with replacing(path, sync=sync) as file:
+        file.write(text.encode())
 
 
 def write_json(path: Path, data: dict[str, Any], *, sync: bool = False) -> None:

@@ -145,22 +145,22 @@ def test_the_files_are_read_four_times_a_second_at_most(
 
 def test_a_damaged_or_unfinished_row_is_skipped_until_it_is_whole(run: RunPaths) -> None:
     reader = MetricsReader(run.metrics)
-    assert reader.new_rows() == []
+    assert list(reader.new_rows()) == []
     run.metrics.write_text('nonsense\n[1]\n{"step": 1}\n{"st')
-    assert reader.new_rows() == [{"step": 1}]
+    assert list(reader.new_rows()) == [{"step": 1}]
     with run.metrics.open("a") as file:
         file.write('ep": 2}\n')
-    assert reader.new_rows() == [{"step": 2}]
+    assert list(reader.new_rows()) == [{"step": 2}]
 
 
 def test_a_file_that_a_resume_wrote_anew_is_read_from_its_start(run: RunPaths, tmp_path: Path) -> None:
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
     reader = MetricsReader(run.metrics)
-    reader.new_rows()
+    list(reader.new_rows())
     shorter = tmp_path / "new"
     shorter.write_text('{"step": 1}\n')
     shorter.rename(run.metrics)
-    assert reader.new_rows() == [{"step": 1}]
+    assert list(reader.new_rows()) == [{"step": 1}]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3723, "1:02:03")])

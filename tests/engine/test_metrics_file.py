@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,47 @@ def test_sync_puts_the_file_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPa
     file.sync()
     assert synced == [path.stat().st_ino]
     file.close()
+
+
+@pytest.fixture
+def large(path: Path) -> Path:
+    """A file of 40,000 rows, 4 MB."""
+    return written(path, *(row(step, note="x" * 60) for step in range(1, 40_001)))
+
+
+def test_a_resume_holds_a_small_part_of_a_large_file(large: Path) -> None:
+    size = large.stat().st_size
+    tracemalloc.start()
+    file = MetricsFile(large, 39_000)
+    file = _closed(file).reopened(38_000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    _closed(file)
+    assert peak < size / 8
+    assert read_rows(large)[-1] == row(38_000, note="x" * 60)
+
+
+def test_a_resume_parses_only_the_rows_that_it_drops(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = 0
+    really = json.loads
+
+    def count(text: str) -> Any:
+        nonlocal parsed
+        parsed += 1
+        return really(text)
+
+    monkeypatch.setattr(json, "loads", count)
+    _closed(MetricsFile(large, 39_990))
+    assert parsed == 12, "ten rows past the step, the step's own, and the one before it"
+
+
+def test_it_tells_whether_rows_were_withdrawn(path: Path) -> None:
+    written(path, row(1), row(2))
+    assert not _closed(MetricsFile(path, 2)).has_withdrawn
+    assert _closed(MetricsFile(path, 1)).has_withdrawn
+    assert not _closed(MetricsFile(path, 1)).has_withdrawn
+
+
+def _closed(file: MetricsFile) -> MetricsFile:
+    file.close()
+    return file
