@@ -112,7 +112,9 @@ def printable(text: str) -> str:
     For anything from a file or a log that goes to a terminal: escape sequences and right-to-left
     overrides must not act there.
     """
-    return _UNUSUAL.sub(lambda match: _shown(match.group()), text.encode("utf-8", "backslashreplace").decode())
+    return _UNUSUAL.sub(
+        lambda match: _shown(match.group()), text.encode("utf-8", "backslashreplace").decode()
+    )
 
 
 @cache

@@ -233,6 +233,16 @@ class RunPaths:
         return self.folder / "wandb"
 
     @property
+    def wandb_sent(self) -> Path:
+        """Which rows wandb may have."""
+        return self.wandb / "sent.json"
+
+    @property
+    def wandb_lock(self) -> Path:
+        """Held by the process that talks to wandb for the run."""
+        return self.wandb / ".lock"
+
+    @property
     def cache(self) -> Path:
         return self.folder / "cache"
 

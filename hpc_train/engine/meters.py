@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpc_train.engine.metrics_file import MetricsFile
 from hpc_train.errors import UserError
-from hpc_train.loggers.base import Logger, Row
+from hpc_train.loggers.base import AwaitsCommit, Logger, Row, WithdrawsRows
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.checkpoints import newest_attempt
 from hpc_train.run_folder.status import RunStatus, write_status
@@ -75,10 +75,25 @@ class Recorder:
         ]
         print(f"{row['split']} step {row['step']} {' '.join(told)}", file=self._log, flush=True)
 
+    def begin(self, step: int) -> None:
+        """Tell the loggers that training continues from ``step``, with the rows that the file holds."""
+        if self.metrics.has_withdrawn:
+            self._each_logger(
+                lambda logger: logger.rows_withdrawn(step) if isinstance(logger, WithdrawsRows) else None
+            )
+        self.committed(step)
+
     def go_back(self, step: int) -> None:
-        """Drop the rows past ``step``, from where training goes on."""
+        """Drop the rows past ``step``, from which training continues."""
         self.metrics.close()
         self.metrics = self.metrics.reopened(step)
+        self.begin(step)
+
+    def committed(self, step: int) -> None:
+        """Tell the loggers that no rollback and no resume withdraws the rows up to ``step`` any more."""
+        self._each_logger(
+            lambda logger: logger.rows_committed(step) if isinstance(logger, AwaitsCommit) else None
+        )
 
     def close(self) -> None:
         self.metrics.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from hpc_train.config.schema import Experiment
 from hpc_train.paths import RunPaths
@@ -24,10 +24,31 @@ class LoggerContext:
 
 
 class Logger(Protocol):
-    """Constructed as ``Logger(context)`` at the start of each attempt."""
+    """Constructed as ``Logger(context)`` at the start of each attempt.
+
+    Rows arrive in the order of their steps. A row is provisional until a checkpoint holds its step: a
+    rollback, or a resume after a crash, continues from the newest checkpoint and logs the later steps again.
+    A logger that must not show rows twice implements ``WithdrawsRows`` or ``AwaitsCommit`` too.
+    """
 
     def log(self, row: Row) -> None:
-        """Take one row (``time``, ``attempt``, ``split``, ``step``, ``epoch``, metrics). Returns at once."""
+        """Take one row (``time``, ``attempt``, ``split``, ``step``, ``epoch``, metrics); return at once."""
 
     def close(self, state: str) -> None:
         """Finish, within seconds; ``state`` is how the attempt ended (``completed``, ``failed``, …)."""
+
+
+@runtime_checkable
+class WithdrawsRows(Protocol):
+    """Optional: a logger that takes rows back."""
+
+    def rows_withdrawn(self, after_step: int) -> None:
+        """Rows of steps past ``after_step``, of this attempt or an earlier one, no longer count."""
+
+
+@runtime_checkable
+class AwaitsCommit(Protocol):
+    """Optional: a logger that publishes rows once they are final."""
+
+    def rows_committed(self, up_to_step: int) -> None:
+        """Rows of steps up to ``up_to_step`` are final, those that earlier attempts logged among them."""

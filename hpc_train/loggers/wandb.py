@@ -1,15 +1,14 @@
-"""wandb as a logger: rows go to a process of their own, where nothing that wandb does can touch the run.
+"""wandb as a logger: a process of its own sends rows, where nothing that wandb does can touch the run.
 
 wandb replaces ``sys.exit`` and ``sys.excepthook``, waits for its server at exit and blocks for minutes where
-there is none. So this module never imports it; ``loggers.wandb_process`` does. What is not sent is not lost:
-``metrics.jsonl`` has every row.
+there is none. So this module never imports it; ``loggers.wandb_process`` does. What one attempt does not send
+the next one does: ``metrics.jsonl`` has every row, ``loggers.wandb_history`` knows which were sent.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -23,39 +22,42 @@ import hpc_train
 from hpc_train.config.schema import WandbConfig
 from hpc_train.loggers.base import LoggerContext, Row
 
-#: Rows that wait while wandb starts or its server is slow; later ones are dropped. Assumed.
-_MOST_WAITING = 10_000
 #: How long ``close`` waits for wandb to send what it has.
 _CLOSE_LIMIT_S = 10.0
 _KILLED_LIMIT_S = 1.0
-_END = None
 
 
 class WandbLogger:
-    """Hands rows to a thread, which starts the process that talks to wandb and writes them to it."""
+    """Tells the process that talks to wandb which rows of ``metrics.jsonl`` are final; it reads them itself.
+
+    Only the newest state waits for that process, so that a slow one costs neither memory nor rows.
+    """
 
     def __init__(self, context: LoggerContext) -> None:
         settings = context.experiment.logging.wandb
         assert settings is not None, "the wandb logger is made only where the file has logging.wandb"
+        self._start_message = _start_message(context, settings)
         self._warned = threading.Event()
         self._process: subprocess.Popen[str] | None = None
-        self._waiting: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
-        self._put(_start_message(context, settings))
+        #: What the process does not know yet: ``committed``, ``newest``, ``end``.
+        self._news: dict[str, Any] = {}
+        self._has_news = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
         self._thread.start()
 
     def log(self, row: Row) -> None:
-        """Take one row; returns at once, and drops it where wandb is thousands of rows behind."""
-        self._put({"row": row})
+        """Show the row's values as the run's newest; the curves show it once it is final."""
+        self._tell(newest=row)
+
+    def rows_committed(self, up_to_step: int) -> None:
+        """Have the rows up to this step sent."""
+        self._tell(committed=up_to_step)
 
     def close(self, state: str) -> None:
         """Give wandb ``_CLOSE_LIMIT_S`` to finish, then end it."""
         deadline = time.monotonic() + _CLOSE_LIMIT_S
-        end = json.dumps({"end": 0 if state == "completed" else 1})
-        with suppress(queue.Full):
-            for last in (end, _END) if self._thread.is_alive() else ():
-                self._waiting.put(last, timeout=max(0.0, deadline - time.monotonic()))
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        self._tell(end=0 if state == "completed" else 1)
+        self._thread.join(_CLOSE_LIMIT_S)
         if self._process is None:
             return
         try:
@@ -66,14 +68,19 @@ class WandbLogger:
             self._process.wait()
             self._thread.join(_KILLED_LIMIT_S)
 
-    def _put(self, message: dict[str, Any]) -> None:
-        try:
-            self._waiting.put_nowait(json.dumps(message))
-        except queue.Full:
-            self._warn(f"it is {_MOST_WAITING} rows behind")
+    def _tell(self, **news: Any) -> None:
+        with self._has_news:
+            self._news |= news
+            self._has_news.notify()
+
+    def _next_news(self) -> dict[str, Any]:
+        with self._has_news:
+            self._has_news.wait_for(lambda: self._news)
+            news, self._news = self._news, {}
+        return news
 
     def _run(self) -> None:
-        """Write what waits to the process until the end, or until it is gone."""
+        """Write what is new to the process until the end, or until it is gone."""
         try:
             self._process = process = _start_process()
         except OSError as error:
@@ -81,9 +88,13 @@ class WandbLogger:
             return
         assert process.stdin is not None
         try:
-            while (line := self._waiting.get()) is not _END:
-                process.stdin.write(line + "\n")
+            news = self._start_message
+            while True:
+                process.stdin.write(json.dumps(news) + "\n")
                 process.stdin.flush()
+                if "end" in news:
+                    return
+                news = self._next_news()
         except OSError:
             if process.wait() != 0:
                 self._warn("its process ended")

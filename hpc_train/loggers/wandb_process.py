@@ -1,26 +1,34 @@
 """``python -m hpc_train.loggers.wandb_process``: the process that talks to wandb for ``loggers.wandb``.
 
-Reads one JSON object a line from stdin: first what to start with, then ``{"row": …}``, last
-``{"end": code}``. Ends with its input. Where anything fails it says one line on stderr and ends with 0.
+Reads one JSON object per line from stdin: first what to start with, then any of ``committed`` (the step up to
+which rows are final), ``newest`` (a row that is not final yet) and, last, ``end`` (wandb's exit code). Ends
+with its input. Where anything fails it prints one line on stderr and ends with 0.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterable
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import IO, Any
 
 from hpc_train.errors import printable
+from hpc_train.loggers.base import Row
 from hpc_train.loggers.wandb import warning
+from hpc_train.loggers.wandb_history import History
 from hpc_train.loggers.wandb_key import has_key
+from hpc_train.paths import RunPaths
 
 #: How long to wait for the server at the start; wandb's own 90 s would outlive short runs.
 _INIT_TIMEOUT_S = 30.0
 #: After the input has ended without a word (the rank was killed), no longer than this.
 _ORPHAN_LIMIT_S = 10
+_LOCK_POLL_S = 0.1
 #: Nothing of the machine, the code or the terminal goes to wandb. Names that this wandb lacks are left out.
 _QUIET = {
     "silent": True,
@@ -57,38 +65,91 @@ def main() -> int:
 
 
 def _send(lines: IO[str]) -> None:
-    start = json.loads(next(lines))
-    run = _start(start)
-    run.define_metric("step")
-    for split in ("train", "val"):
-        run.define_metric(f"{split}/*", step_metric="step")
-    exit_code = _send_rows(run, lines)
-    if exit_code is None:
-        signal.alarm(_ORPHAN_LIMIT_S)
-    run.finish(exit_code=exit_code or 0)
-
-
-def _send_rows(run: Any, lines: Iterable[str]) -> int | None:
-    """Send rows until the end; returns its code, or None where the input stopped without one."""
+    mirror = _Mirror(json.loads(next(lines)))
+    exit_code = None
     for line in lines:
-        message = json.loads(line)
-        if "end" in message:
-            return int(message["end"])
-        run.log(_named(message["row"]))
+        news = json.loads(line)
+        if "committed" in news:
+            mirror.send(news["committed"])
+        if "newest" in news:
+            mirror.show(news["newest"])
+        exit_code = news.get("end")
+    if exit_code is None:  # the rank was killed
+        signal.alarm(_ORPHAN_LIMIT_S)
+    mirror.finish(exit_code or 0)
+
+
+class _Mirror:
+    """``metrics.jsonl`` in wandb: a row's number in the file is its step there."""
+
+    def __init__(self, start: dict[str, Any]) -> None:
+        self._start = start
+        self._paths = RunPaths(Path(start["folder"]))
+        self._lock = _locked(self._paths)
+        self._history = History(self._paths)
+        self._run = self._open()
+
+    def send(self, committed_step: int) -> None:
+        """Send the rows up to this step that wandb lacks."""
+        if self._history.has_withdrawn():
+            self._run.finish(exit_code=1)
+            self._history.begin_segment()
+            self._run = self._open()
+        for number, row in self._history.rows_up_to(committed_step):
+            self._run.log(_named(row) | _time(row), step=number)
+
+    def show(self, row: Row) -> None:
+        """Show a row that may still be withdrawn: as the run's newest values, which can be replaced."""
+        self._run.summary.update(_named(row))
+
+    def finish(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+    def _open(self) -> Any:
+        """Return the wandb run that continues the file; another one where its rows are not the file's."""
+        while True:
+            run = _start(self._start, self._history.suffix)
+            if self._history.skip(run.starting_step):
+                break
+            run.finish(exit_code=1)
+            self._history.begin_segment()
+        run.define_metric("step")
+        for split in ("train", "val"):
+            run.define_metric(f"{split}/*", step_metric="step")
+        return run
+
+
+def _locked(paths: RunPaths) -> IO[bytes] | None:
+    """Wait until the process of an attempt that was killed has sent what it had, where locks work."""
+    with suppress(OSError):
+        paths.wandb.mkdir(exist_ok=True)
+        file = paths.wandb_lock.open("wb")
+        deadline = time.monotonic() + _ORPHAN_LIMIT_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_LOCK_POLL_S)
+            else:
+                break
+        return file
     return None
 
 
-def _named(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row under wandb's names: ``val/loss`` and so on. wandb's own step is not used: two rows may
-    have the same step, and it takes each of its steps once.
-    """
+def _named(row: Row) -> Row:
+    """Return a row under wandb's names: ``val/loss`` and so on."""
     split = row["split"]
     common = {key: row[key] for key in ("step", "epoch", "attempt") if key in row}
     metrics = {f"{split}/{k}": v for k, v in row.items() if k not in (*common, "split", "time")}
     return common | metrics
 
 
-def _start(message: dict[str, Any]) -> Any:
+def _time(row: Row) -> Row:
+    """Return when the row was taken, under wandb's name."""
+    return {"_timestamp": row["time"]} if "time" in row else {}
+
+
+def _start(message: dict[str, Any], suffix: str) -> Any:
     import wandb
 
     mode = message["mode"]
@@ -104,7 +165,7 @@ def _start(message: dict[str, Any]) -> Any:
         resume="allow",
         save_code=False,
         settings=settings,
-        **message["init"],
+        **message["init"] | {name: message["init"][name] + suffix for name in ("id", "name")},
     )
 
 

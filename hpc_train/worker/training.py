@@ -211,6 +211,8 @@ def _saves(
     def on_saved(save: Save) -> None:
         if rank.events is not None:
             rank.events.saved(save.duration_s, save.stall_s)
+        if run.recorder is not None:
+            run.recorder.committed(save.step)
 
     return Saves(checkpointer, learner.state, meters, extra_at, on_saved)
 
@@ -272,6 +274,7 @@ def _begin_record(run: _Run, step: int) -> None:
         run.recorder.go_back(step)
     elif run.rank.is_first:
         run.recorder = Recorder(MetricsFile(run.rank.paths.metrics, step), _loggers(run.rank), sys.stdout)
+        run.recorder.begin(step)
 
 
 def _loggers(rank: Rank) -> list[Logger]:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from hpc_train.loggers.wandb_process import _named
 from hpc_train.run_folder.checkpoints import committed
+from hpc_train.run_folder.metric_rows import iter_rows
 from tests.end_to_end.runs import (
     final_tensors,
     found_runs,
@@ -19,6 +21,7 @@ from tests.end_to_end.runs import (
     wait_for,
     write_experiment,
 )
+from tests.loggers.wandb_files import offline_rows
 
 pytestmark = pytest.mark.slow
 
@@ -88,3 +91,5 @@ def test_wandb_offline_is_one_id_over_attempts(tmp_path: Path) -> None:
     files = list(paths.wandb.rglob("*.wandb"))
     assert len(files) == 2
     assert {path.name for path in files} == {f"run-{run_id}.wandb"}
+    newest = max(files, key=lambda path: path.stat().st_mtime_ns)
+    assert offline_rows(newest) == [_named(row) for row in iter_rows(paths.metrics)]

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.loggers.wandb_process import _named
 from hpc_train.paths import RunPaths
+from hpc_train.run_folder.metric_rows import iter_rows
 from tests.end_to_end.runs import assert_equal_to_the_bit, found_runs, last_step, wait_for
+from tests.loggers.wandb_files import offline_rows
 from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import NODES
@@ -332,3 +335,5 @@ def test_wandb_keeps_one_run_over_attempts_without_a_network(
     run_id = json.loads(paths.run.read_text())["wandb_id"]
     offline = sorted(path.name for path in paths.wandb.rglob("offline-run-*") if path.is_dir())
     assert len(offline) == 2 and all(name.endswith(f"-{run_id}") for name in offline), offline
+    file = paths.wandb / offline[-1] / f"run-{run_id}.wandb"
+    assert offline_rows(file) == [_named(row) for row in iter_rows(paths.metrics)]

@@ -1,0 +1,123 @@
+"""Which rows of ``metrics.jsonl`` wandb has and which come next, so that its history equals the file.
+
+wandb's history can only grow. So a row is sent once a checkpoint holds its step, when no rollback and no
+resume withdraws it any more, and its number in the file is its step in wandb: a resumed run continues behind
+the last row that the server has. Where rows that were sent are withdrawn all the same (the checkpoint that
+held them is damaged), the whole file goes to another wandb run, ``<id>-2``.
+
+``wandb/sent.json`` is written before rows are sent, so that it names at least those that wandb may have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hpc_train.paths import RunPaths
+from hpc_train.run_folder.files import read_json, write_json
+from hpc_train.run_folder.metric_rows import Row, parse_row
+
+#: Sent between two writes of the record (assumed).
+_BATCH_ROWS = 1000
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What wandb may have of the file: ``rows`` of them; ``last`` is the last one, ending at byte ``end``."""
+
+    segment: int
+    rows: int
+    end: int
+    last: str
+
+    @classmethod
+    def read(cls, path: Path) -> Sent | None:
+        data: dict[str, Any] = read_json(path) or {}
+        sent: dict[str, Any] = {name: data.get(name) for name in ("segment", "rows", "end", "last")}
+        is_valid = isinstance(sent.pop("last"), str) and all(
+            type(number) is int and number > 0 for number in sent.values()
+        )
+        return cls(**sent, last=data["last"]) if is_valid else None
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, {"version": 1} | asdict(self))
+
+
+class History:
+    """The rows of one run folder's ``metrics.jsonl`` on their way to wandb. One process at a time uses it."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._metrics = paths.metrics
+        self._record = paths.wandb_sent
+        self._sent = Sent.read(self._record)
+        self._segment = 1 if self._sent is None else self._sent.segment
+        self._rows = self._end = 0
+        if self.has_withdrawn():
+            self.begin_segment()
+
+    @property
+    def suffix(self) -> str:
+        """What the wandb run's id and name end with."""
+        return "" if self._segment == 1 else f"-{self._segment}"
+
+    def has_withdrawn(self) -> bool:
+        """Tell whether rows that wandb may have are no longer in the file."""
+        if self._sent is None or self._sent.rows == 0:
+            return False
+        last = self._sent.last.encode()
+        try:
+            with self._metrics.open("rb") as file:
+                file.seek(max(0, self._sent.end - len(last)))
+                return file.read(len(last)) != last
+        except FileNotFoundError:
+            return True
+
+    def begin_segment(self) -> None:
+        """Turn to another wandb run, which receives the file from its first row."""
+        self._segment += 1
+        self._sent = None
+        self._rows = self._end = 0
+
+    def skip(self, count: int) -> bool:
+        """Continue behind the first ``count`` rows; False where they can't be rows that were sent."""
+        if count == 0:
+            return True
+        if self._sent is None or count > self._sent.rows:
+            return False
+        return sum(1 for _ in islice(self._read(), count)) == count
+
+    def rows_up_to(self, step: int) -> Iterator[tuple[int, Row]]:
+        """Yield (number, row) of the rows up to ``step`` that were not yielded yet."""
+        number = self._rows
+        while batch := list(islice(self._read(step), _BATCH_ROWS)):
+            self._note(batch[-1][0])
+            for _, row in batch:
+                yield number, row
+                number += 1
+
+    def _note(self, last: bytes) -> None:
+        """Record that wandb may have all rows up to the one that was read last."""
+        if self._sent is None or self._rows > self._sent.rows:
+            self._sent = Sent(self._segment, self._rows, self._end, last.decode())
+            self._sent.write(self._record)
+
+    def _read(self, step: int | None = None) -> Iterator[tuple[bytes, Row]]:
+        """Yield the next (line, row), up to ``step``, and move behind each."""
+        try:
+            file = self._metrics.open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            file.seek(self._end)
+            for line in file:
+                row = parse_row(line)
+                if not line.endswith(b"\n") or (row is not None and step is not None and row["step"] > step):
+                    return
+                self._end += len(line)
+                if row is not None:
+                    self._rows += 1
+                    yield line, row

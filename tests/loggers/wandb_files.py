@@ -1,0 +1,77 @@
+"""A logger's context and rows, and what wandb's own files hold."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.schema import Experiment
+from hpc_train.loggers.base import LoggerContext
+from hpc_train.paths import RunPaths
+
+
+def context(folder: Path, attempt: int = 1, mode: str = "auto") -> LoggerContext:
+    experiment = Experiment.model_validate(
+        {
+            "name": "cifar",
+            "task": "classification",
+            "model": {"name": "timm/resnet18"},
+            "data": {"name": "digits"},
+            "optimization": {
+                "epochs": 1,
+                "global_batch_size": 4,
+                "micro_batch_size": 4,
+                "optimizer": {"name": "sgd", "lr": 0.1},
+            },
+            "logging": {"wandb": {"project": "p", "mode": mode, "tags": ["a"]}},
+        }
+    )
+    return LoggerContext(experiment, RunPaths(folder), "run1", attempt, "wid123", {})
+
+
+def row(split: str, step: int, attempt: int = 1) -> dict[str, Any]:
+    return {"time": 1.0, "attempt": attempt, "split": split, "step": step, "epoch": 0, "loss": step / 2}
+
+
+def records(path: Path) -> Iterator[Any]:
+    """Read wandb's file: LevelDB's log format after a header of 7 bytes, blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2 as proto
+
+    data, position, parts = path.read_bytes(), 7, b""
+    while position < len(data):
+        if (left := 32768 - position % 32768) < 7:
+            position += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        parts += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # full, last
+            record = proto.Record()
+            record.ParseFromString(parts)
+            yield record
+            parts = b""
+
+
+def read_run(path: Path) -> tuple[Any, list[dict[str, Any]]]:
+    found = list(records(path))
+    runs = [record.run for record in found if record.WhichOneof("record_type") == "run"]
+    rows = [
+        {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in found
+        if record.WhichOneof("record_type") == "history"
+    ]
+    return runs[0], rows
+
+
+def plain(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of wandb without what it adds."""
+    assert [line["_step"] for line in history] == list(range(len(history)))
+    return [{key: value for key, value in line.items() if not key.startswith("_")} for line in history]
+
+
+def offline_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows in wandb's offline file, without what it adds."""
+    return plain(read_run(path)[1])
