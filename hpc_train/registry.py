@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
 
@@ -113,9 +114,22 @@ def _attribute(kind: str, name: str, module: str, attr: str) -> object:
     return found
 
 
+@contextmanager
+def refusing_exit(what: str) -> Iterator[None]:
+    """Raise BadFileError where a part ends the process: its exit code would pass for ours."""
+    try:
+        yield
+    except SystemExit as error:
+        raise BadFileError(
+            f"{what} calls sys.exit({error.code!r}); remove the call (`if __name__ == '__main__':` keeps it "
+            "for a script), or name another part"
+        ) from error
+
+
 def _imported(kind: str, name: str, module: str) -> object:
     try:
-        return importlib.import_module(module)
+        with refusing_exit(f"{_KEYS[kind]}: {name!r}: importing {module}"):
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (module + ".").startswith(error.name + "."):
             raise  # the module was found; something that it imports was not

@@ -63,3 +63,10 @@ def test_a_misspelt_provider_gets_a_hint() -> None:
         BadFileError, match=r"parallel\.strategy: nothing is called 'fsdpp'; did you mean 'fsdp'"
     ):
         load("strategies", "fsdpp")
+
+
+@pytest.mark.parametrize("code", ["0", "1", "'bye'"])
+def test_a_module_that_ends_the_process_is_an_error(code: str, package: Path) -> None:
+    (package / "own_launcher.py").write_text(f"import sys\nsys.exit({code})\n")
+    with pytest.raises(BadFileError, match=rf"--launcher: .*own_launcher calls sys\.exit\({code}\)"):
+        load("launchers", "own_launcher:Launcher")

@@ -9,7 +9,7 @@ from functools import cache
 from hpc_train.errors import UserError
 from hpc_train.launchers.base import QueueingLauncher
 from hpc_train.paths import RunPaths
-from hpc_train.registry import is_factory, load
+from hpc_train.registry import is_factory, load, refusing_exit
 from hpc_train.run_folder.files import read_json
 from hpc_train.run_folder.status import RunStatus, current_status
 from hpc_train.run_folder.trust import is_trusted
@@ -57,7 +57,8 @@ def _launcher(name: str) -> QueueingLauncher | None:
     """Return the launcher if it has a queue; None also where it can't be had: the folder counts."""
     try:
         factory = load("launchers", name)
-        launcher = factory() if callable(factory) else None
+        with refusing_exit(name):
+            launcher = factory() if callable(factory) else None
     except UserError:
         return None
     return launcher if isinstance(launcher, QueueingLauncher) else None

@@ -17,7 +17,7 @@ from hpc_train.errors import ExitCode, TryAgainError, UsageError, UserError
 from hpc_train.launchers.base import Launcher, LaunchRequest, QueueingLauncher
 from hpc_train.launchers.outcome import one_line
 from hpc_train.paths import RunPaths
-from hpc_train.registry import is_factory, load, nearest, parts
+from hpc_train.registry import is_factory, load, nearest, parts, refusing_exit
 from hpc_train.run_folder.attempts import claim_exactly
 from hpc_train.run_folder.creation import effective_experiment, note_change
 from hpc_train.run_folder.files import read_json, write_json
@@ -36,7 +36,9 @@ def load_launcher(name: str) -> Launcher | QueueingLauncher:
         close = nearest(name, known)
         meant = f"did you mean {close}?" if close else f"write one of {', '.join(known)}"
         raise UsageError(f"--launcher: nothing is called {name!r}; {meant}")
-    return cast(Callable[[], "Launcher | QueueingLauncher"], load("launchers", name))()
+    make = cast(Callable[[], "Launcher | QueueingLauncher"], load("launchers", name))
+    with refusing_exit(f"--launcher: {name!r}: constructing it"):
+        return make()
 
 
 def choose_devices(launcher: str, experiment: Experiment, devices: int | None) -> int | None:
@@ -80,7 +82,9 @@ def start_attempt(
         write_status(paths, replace(read_status(paths), state="pending", attempt=number, reason=None))
         if overrides:
             note_change(paths, number, overrides)
-        code = _launch(plugin, LaunchRequest(paths, effective_experiment(paths, number), number, devices))
+        request = LaunchRequest(paths, effective_experiment(paths, number), number, devices)
+        with refusing_exit(f"--launcher: {launcher!r}: launch()"):
+            code = _launch(plugin, request)
     except BaseException as error:
         _end(paths, number, *_reason(error))
         raise

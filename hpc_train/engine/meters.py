@@ -104,7 +104,7 @@ class Recorder:
         for logger in list(self._loggers):
             try:
                 work(logger)
-            except Exception:
+            except (Exception, SystemExit):
                 _log.warning("logger %s failed and is left out", type(logger).__name__, exc_info=True)
                 self._loggers.remove(logger)
 

@@ -282,12 +282,27 @@ def _loggers(rank: Rank) -> list[Logger]:
     wanted = dict(rank.experiment.logging.loggers)
     if rank.experiment.logging.wandb is not None:
         wanted["wandb"] = {}
-    return [
-        part("loggers", name)(
-            LoggerContext(rank.experiment, rank.paths, run["id"], rank.attempt, run["wandb_id"], args)
+    made = [
+        make_logger(
+            name, LoggerContext(rank.experiment, rank.paths, run["id"], rank.attempt, run["wandb_id"], args)
         )
         for name, args in wanted.items()
     ]
+    return [logger for logger in made if logger is not None]
+
+
+def make_logger(name: str, context: LoggerContext) -> Logger | None:
+    """Return the logger of this name; None, with a warning, where it can't be imported or constructed."""
+    try:
+        return cast(Logger, part("loggers", name)(context))
+    except (Exception, SystemExit):
+        _log.warning(
+            "logger %s can't be started and receives nothing from this attempt; training continues, "
+            "metrics.jsonl has every row",
+            name,
+            exc_info=True,
+        )
+        return None
 
 
 def _layout(run: _Run) -> StepLayout:

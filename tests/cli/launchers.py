@@ -22,6 +22,8 @@ INTERRUPTED = "tests.cli.launchers:Interrupted"
 QUEUEING = "tests.cli.launchers:Queueing"
 QUEUE = "tests.cli.launchers:Queue"
 BROKEN = "tests.cli.launchers:Broken"
+LEAVING = "tests.cli.launchers:Leaving"
+LEAVING_AT_ONCE = "tests.cli.launchers:LeavingAtOnce"
 CTRL_C = "tests.cli.launchers:CtrlC"
 SCRIPTED = "tests.cli.launchers:Scripted"
 REFUSING = "tests.cli.launchers:Refusing"
@@ -106,6 +108,18 @@ class Broken:
 
     def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
         return ExitCode.FAILED
+
+
+class Leaving:
+    """Ends the process as though all were well."""
+
+    def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
+        sys.exit(0)
+
+
+class LeavingAtOnce:
+    def __init__(self) -> None:
+        sys.exit(0)
 
 
 class CtrlC:

@@ -26,6 +26,8 @@ from tests.cli.launchers import (
     CTRL_C,
     FAILING,
     INTERRUPTED,
+    LEAVING,
+    LEAVING_AT_ONCE,
     QUEUE,
     QUEUEING,
     REFUSING,
@@ -343,6 +345,15 @@ def test_an_end_that_the_launcher_did_not_write_is_written(file: Path) -> None:
     (paths,) = find_runs([])
     status = read_status(paths)
     assert (status.state, status.attempt, status.reason) == ("failed", 1, f"launcher {BROKEN}: exit code 1")
+
+
+@pytest.mark.parametrize("launcher", [LEAVING, LEAVING_AT_ONCE])
+def test_a_launcher_that_ends_the_process_does_not_exit_0(launcher: str, file: Path) -> None:
+    done = _submit(file, launcher=launcher)
+    assert done.code == 65
+    assert "calls sys.exit(0)" in done.err
+    states = {read_status(paths).state for paths in find_runs([])} if launcher == LEAVING else {"failed"}
+    assert states == {"failed"}
 
 
 def test_ctrl_c_before_the_launcher_heeds_it_is_interrupted(file: Path) -> None:
