@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from hpc_train.engine.saved_tensors import SavedState, SavedTensor, read_into
-from hpc_train.engine.shards import Entry, storage_error, write_safetensors
+from hpc_train.engine.shards import Entry, write_safetensors
 from hpc_train.engine.training_state import EMA, MODEL
 from hpc_train.errors import ExitCode, StorageError, UsageError, UserError, printable
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run_folder.checkpoints import committed, verify
 from hpc_train.run_folder.files import read_json, sync_folder
 from hpc_train.run_folder.finding import is_run
+from hpc_train.run_folder.storage import storage_error
 from hpc_train.strategies.base import Piece
 
 _USAGE = "python -m hpc_train.engine.export takes RUN_FOLDER TARGET [--ema]"

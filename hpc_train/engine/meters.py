@@ -22,7 +22,8 @@ from hpc_train.errors import UserError
 from hpc_train.loggers.base import AwaitsCommit, Logger, Row, WithdrawsRows
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.checkpoints import newest_attempt
-from hpc_train.run_folder.status import RunStatus, write_status
+from hpc_train.run_folder.status import RunStatus, try_status, write_status
+from hpc_train.run_folder.storage import storage_error
 
 _log = logging.getLogger(__name__)
 
@@ -201,28 +202,45 @@ class StatusWriter:
         self._total_steps = total_steps
         self._steps_per_epoch = steps_per_epoch
         self._written_at = -math.inf
+        #: Errors that the log has.
+        self._told: set[int | None] = set()
 
     def step_done(self, step: int) -> None:
         if time.monotonic() - self._written_at >= STATUS_EVERY_S:
             self.write("running", step)
 
     def write(self, state: str, step: int, reason: str | None = None) -> None:
+        """Write how the run stands. Raises SupersededError where it is another attempt's.
+
+        A status that can't be written ends nothing: the next one replaces it. Only ``completed`` has none
+        after it, so that it is tried again and raises StorageError or TransientStorageError.
+        """
+        self._written_at = time.monotonic()
+        is_last = state == "completed"
+        try:
+            self._write(state, step, reason, write_status if is_last else try_status)
+        except OSError as error:
+            if is_last:
+                raise storage_error(error, self._paths.status) from error
+            if error.errno not in self._told:
+                self._told.add(error.errno)
+                _log.warning("%s can't be written now (%s); training continues", self._paths.status, error)
+
+    def _write(
+        self, state: str, step: int, reason: str | None, put: Callable[[RunPaths, RunStatus], None]
+    ) -> None:
         if newest_attempt(self._paths) > self._attempt:
             raise SupersededError(
                 f"another attempt goes on with this run; attempt {self._attempt} ends: its node was given up"
             )
-        self._written_at = time.monotonic()
         if self._paths.cancelled.exists() and state != "completed":
             return  # whoever cancelled it says so
-        epoch = round(step / self._steps_per_epoch, 4)
-        write_status(
-            self._paths,
-            RunStatus(
-                state=state,
-                step=step,
-                total_steps=self._total_steps,
-                epoch=epoch,
-                attempt=self._attempt,
-                reason=reason,
-            ),
+        status = RunStatus(
+            state=state,
+            step=step,
+            total_steps=self._total_steps,
+            epoch=round(step / self._steps_per_epoch, 4),
+            attempt=self._attempt,
+            reason=reason,
         )
+        put(self._paths, status)

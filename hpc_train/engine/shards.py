@@ -6,7 +6,6 @@ on their way out, no second reading) and a full disk is an OSError with its numb
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -21,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hpc_train.errors import BadFileError, StorageError, TransientStorageError
+from hpc_train.errors import BadFileError
 from hpc_train.run_folder.checkpoints import FileEntry, new_hash
 
 #: safetensors' names of the number formats.
@@ -46,19 +45,6 @@ _CHUNK_BYTES = 1 << 20
 #: The disk begins with what was written so far each time that this much more was (measured: 8 and 32 MiB are
 #: alike, and a save of 1 GB takes two thirds of the time that it takes where fsync begins it).
 _FLUSH_BYTES = 32 << 20
-#: Of Linux alone.
-_EREMOTEIO = getattr(errno, "EREMOTEIO", errno.EIO)
-_REASONS = {
-    errno.ENOSPC: "the disk is full",
-    errno.EDQUOT: "the quota is used up",
-    errno.EROFS: "the file system is read-only",
-    _EREMOTEIO: "the file server reports an I/O error",
-    errno.EIO: "the disk reports an I/O error",
-    errno.ESTALE: "the file server has forgotten the file (stale file handle)",
-    errno.ETIMEDOUT: "the file server does not answer",
-}
-#: What may pass, or is the node's and not the file system's.
-TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, _EREMOTEIO})
 
 
 @dataclass(frozen=True)
@@ -76,14 +62,6 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def storage_error(error: OSError, path: Path) -> StorageError | TransientStorageError:
-    """Return what is told of an operating system's refusal to write at ``path``."""
-    reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
-    if error.errno in TRANSIENT:
-        return TransientStorageError(f"{path}: {reason}")
-    return StorageError(f"{path}: {reason}; make room or mend it there, then go on")
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:

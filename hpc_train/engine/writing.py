@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpc_train.engine.control_group import ControlGroup
 from hpc_train.engine.saved_tensors import SavedTensor
-from hpc_train.engine.shards import TRANSIENT, Entry, storage_error, write_safetensors
+from hpc_train.engine.shards import Entry, write_safetensors
 from hpc_train.engine.training_state import united
 from hpc_train.errors import BadFileError, NonFiniteError, StorageError, UserError
 from hpc_train.paths import CheckpointPaths, RunPaths
@@ -34,12 +34,11 @@ from hpc_train.run_folder.checkpoints import (
     read_object,
 )
 from hpc_train.run_folder.files import sync_folder, write_text
+from hpc_train.run_folder.storage import retried, storage_error
 from hpc_train.runtime import signals
 
 #: For what stands beside the tensors, and the disk's own bookkeeping (assumed).
 _SPARE_BYTES = 1 << 20
-#: Before each further try of a shard that a file server did not take (assumed).
-RETRY_AFTER_S = (0.5, 2.0)
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -138,15 +137,7 @@ class CheckpointWriter:
 
     def _write_shard(self, temporary: CheckpointPaths, staged: Staged) -> None:
         """Write this rank's shard, again from the start where a file server did not take it."""
-        for pause_s in (*RETRY_AFTER_S, None):
-            try:
-                return self._try_shard(temporary, staged)
-            except OSError as error:
-                if error.errno not in TRANSIENT or pause_s is None:
-                    raise
-                _log.warning("%s: %s; tried again", temporary.shard(self.ranks.rank), error.strerror)
-                time.sleep(pause_s)
-        raise AssertionError
+        retried(lambda: self._try_shard(temporary, staged), temporary.shard(self.ranks.rank))
 
     def _try_shard(self, temporary: CheckpointPaths, staged: Staged) -> None:
         temporary.folder.mkdir(exist_ok=True)

@@ -11,7 +11,6 @@ import re
 import secrets
 import shutil
 import stat
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from hpc_train import __version__
 from hpc_train.errors import BadFileError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run_folder.files import read_json, write_json
+from hpc_train.run_folder.storage import TRANSIENT, retried
 
 #: Version 1 had SHA-256 alone, which is slower than many disks.
 FORMAT_VERSION = 2
@@ -31,9 +31,8 @@ _READABLE_VERSIONS = (1, 2)
 #: Fewer than two would leave none to fall back to when the newest is damaged.
 MIN_KEEP = 2
 
-#: Refusals of a file server that may pass, and how long to wait before each further try (assumed).
-_SERVER_IS_AWAY = frozenset({errno.ESTALE, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno.ESTALE)})
-_RETRY_AFTER_S = (0.5, 2.0)
+#: Refusals of a file server that may pass. An I/O error is not among them: it may be the file's own damage.
+_SERVER_IS_AWAY = TRANSIENT - {errno.EIO}
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 #: How a file may be hashed, by the name that its entry carries → what makes one, the length in hexadecimal.
@@ -264,14 +263,7 @@ def verify(checkpoint: CheckpointPaths, part: int = 0, parts: int = 1) -> list[s
 
 def _file_problem(path: Path, entry: FileEntry) -> str | None:
     """Raises OSError where a file server does not answer: that says nothing of the file."""
-    for pause_s in _RETRY_AFTER_S:
-        try:
-            return _try_file(path, entry)
-        except OSError as error:
-            if error.errno not in _SERVER_IS_AWAY:
-                raise
-            time.sleep(pause_s)
-    return _try_file(path, entry)
+    return retried(lambda: _try_file(path, entry), path, transient=_SERVER_IS_AWAY)
 
 
 def _try_file(path: Path, entry: FileEntry) -> str | None:

@@ -11,6 +11,7 @@ from hpc_train.run_folder.attempts import now
 from hpc_train.run_folder.files import read_json, write_json
 from hpc_train.run_folder.liveness import lives, living, minutes, newest_record, silent_s
 from hpc_train.run_folder.processes import Process
+from hpc_train.run_folder.storage import retried
 
 #: ``interrupted``: stopped by a signal that its owner sent (Ctrl-C), with its progress saved.
 STATES = ("pending", "running", "requeued", "completed", "interrupted", "failed", "cancelled", "unknown")
@@ -67,6 +68,12 @@ def _is_valid(status: dict[str, Any]) -> bool:
 
 
 def write_status(paths: RunPaths, status: RunStatus) -> None:
+    """Replace ``status.json``; a transient error of a file server is waited out."""
+    retried(lambda: try_status(paths, status), paths.status)
+
+
+def try_status(paths: RunPaths, status: RunStatus) -> None:
+    """Replace ``status.json``, or raise OSError at once."""
     write_json(paths.status, status.to_json())
 
 

@@ -12,7 +12,7 @@ import sys
 
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
-from hpc_train.runtime import signals
+from hpc_train.runtime import log_stream, signals
 from hpc_train.runtime.ranks import RankFacts
 from hpc_train.worker.ends import report
 from hpc_train.worker.rank import joined
@@ -23,6 +23,7 @@ def run(paths: RunPaths, attempt: int) -> ExitCode:
     """Be one rank of one attempt, to its end. Returns what the process exits with; never raises."""
     flag = signals.install()
     facts = RankFacts()
+    log_stream.install()
     try:
         facts = RankFacts.from_environment(os.environ)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO if facts.rank == 0 else logging.WARNING)

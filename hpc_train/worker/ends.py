@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from hpc_train.engine.compiling import compile_error
-from hpc_train.engine.shards import storage_error
 from hpc_train.errors import (
     BadFileError,
     ExitCode,
@@ -24,6 +23,7 @@ from hpc_train.run_folder.checkpoints import committed
 from hpc_train.run_folder.creation import effective_experiment
 from hpc_train.run_folder.ends import tell_error
 from hpc_train.run_folder.micro_batch import kept_size
+from hpc_train.run_folder.storage import storage_error
 from hpc_train.runtime.process_group import nccl_words, peer_lost
 from hpc_train.runtime.ranks import RankFacts
 from hpc_train.runtime.signals import StopFlag

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +25,11 @@ from hpc_train.engine.meters import (
     SupersededError,
 )
 from hpc_train.engine.metrics_file import MetricsFile, read_rows
+from hpc_train.errors import HpcTrainError
 from hpc_train.paths import RunPaths
+from hpc_train.run_folder import status as status_module
+from hpc_train.run_folder import storage
+from hpc_train.run_folder.status import read_status
 
 
 @dataclass
@@ -298,3 +304,43 @@ def test_an_attempt_that_another_took_over_from_ends(tmp_path: Path) -> None:
     with pytest.raises(SupersededError, match="another attempt goes on with this run; attempt 1 ends"):
         writer.write("running", 1)
     assert not paths.status.exists()
+
+
+@pytest.mark.fault(9)
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOSPC])
+def test_a_status_that_can_not_be_written_is_a_warning(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    slept: list[float] = []
+    monkeypatch.setattr(storage.time, "sleep", slept.append)
+    writer = StatusWriter(RunPaths(tmp_path), attempt=1, total_steps=40, steps_per_epoch=10)
+    with monkeypatch.context() as patch:
+        patch.setattr("hpc_train.run_folder.status.write_json", refuse)
+        writer.write("running", 1)
+        writer.write("running", 2)
+        assert slept == [], "training does not wait for it"
+        [warning] = caplog.messages
+        assert "status.json can't be written now" in warning and "training continues" in warning
+        with pytest.raises(HpcTrainError, match=r"status\.json: the"):
+            writer.write("completed", 40)
+    writer.write("completed", 40)
+    assert read_status(RunPaths(tmp_path)).state == "completed"
+
+
+@pytest.mark.fault(9)
+def test_the_last_status_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really, left = status_module.write_json, [2]
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, "stale")
+        really(*arguments, **options)
+
+    monkeypatch.setattr(storage, "RETRY_AFTER_S", (0.0, 0.0))
+    monkeypatch.setattr(status_module, "write_json", refuse)
+    StatusWriter(RunPaths(tmp_path), attempt=1, total_steps=4, steps_per_epoch=1).write("completed", 4)
+    assert read_status(RunPaths(tmp_path)).state == "completed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tracemalloc
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from hpc_train.engine.metrics_file import MetricsFile, read_rows
+from hpc_train.errors import StorageError, TransientStorageError
+from hpc_train.run_folder import storage
 
 
 def row(step: int, split: str = "train", **more: Any) -> dict[str, Any]:
@@ -152,6 +155,95 @@ def test_it_tells_whether_rows_were_withdrawn(path: Path) -> None:
     assert not _closed(MetricsFile(path, 2)).has_withdrawn
     assert _closed(MetricsFile(path, 1)).has_withdrawn
     assert not _closed(MetricsFile(path, 1)).has_withdrawn
+
+
+@pytest.fixture
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "RETRY_AFTER_S", (0.0, 0.0))
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, name: str, number: int, times: int) -> list[int]:
+    """Let the next calls of a function of ``os`` fail, a write half-way; return how many are left to."""
+    really, left = getattr(os, name), [times]
+
+    def call(descriptor: int, *arguments: Any) -> Any:
+        if left[0] == 0:
+            return really(descriptor, *arguments)
+        left[0] -= 1
+        if arguments:
+            data, offset = arguments
+            really(descriptor, data[: len(data) // 2], offset)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, name, call)
+    return left
+
+
+@pytest.mark.fault(9)
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize("number", sorted(storage.TRANSIENT))
+def test_a_row_that_is_refused_for_a_moment_is_written_once(
+    number: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = MetricsFile(path, 0)
+    file.append(row(1))
+    left = refuse(monkeypatch, "pwrite", number, 2)
+    file.append(row(2))
+    file.append(row(3))
+    file.sync()
+    assert left == [0] and read_rows(path) == [row(1), row(2), row(3)]
+    file.close()
+
+
+@pytest.mark.fault(9)
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize("number", sorted(storage.TRANSIENT))
+def test_rows_that_an_fsync_did_not_write_are_written_again(
+    number: int, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = MetricsFile(path, 0)
+    file.append(row(1))
+    file.sync()
+    file.append(row(2))
+    file.append(row(3))
+    before = path.stat().st_ino
+    refuse(monkeypatch, "fsync", number, 1)
+    with path.open("r+b") as lost:  # what the failed fsync did to them
+        lost.seek(-20, os.SEEK_END)
+        lost.write(bytes(20))
+    file.sync()
+    assert read_rows(path) == [row(1), row(2), row(3)]
+    assert path.stat().st_ino != before, "another fsync of the same file proves nothing"
+    file.append(row(4))
+    file.sync()
+    assert read_rows(path)[-1] == row(4)
+    file.close()
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.EIO, TransientStorageError), (errno.ENOSPC, StorageError)]
+)
+def test_an_error_that_stays_names_the_file(
+    number: int, kind: type[Exception], path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = MetricsFile(path, 0)
+    refuse(monkeypatch, "pwrite", number, 99)
+    with pytest.raises(kind, match=r"metrics\.jsonl: the disk"):
+        file.append(row(1))
+    file.close()
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_a_later_attempts_file_is_not_written_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = MetricsFile(path, 0)
+    file.append(row(1))
+    _closed(MetricsFile(path, 0))
+    refuse(monkeypatch, "pwrite", errno.ESTALE, 1)
+    with pytest.raises(StorageError, match="another attempt has replaced the file"):
+        file.append(row(2))
+    assert path.read_bytes() == b""
+    file.close()
 
 
 def _closed(file: MetricsFile) -> MetricsFile:

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 
 from hpc_train.engine import shards, writing
-from hpc_train.engine.shards import storage_error
 from hpc_train.errors import (
     ExitCode,
     HpcTrainError,
@@ -24,7 +23,9 @@ from hpc_train.errors import (
     UserError,
 )
 from hpc_train.paths import RunPaths
+from hpc_train.run_folder import storage
 from hpc_train.run_folder.checkpoints import committed, verify
+from hpc_train.run_folder.storage import storage_error
 from hpc_train.runtime import signals
 from tests.engine.checkpoint_runs import (
     Trainee,
@@ -46,7 +47,7 @@ def run(tmp_path: Path) -> RunPaths:
 
 @pytest.fixture(autouse=True)
 def _retries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "RETRY_AFTER_S", (0.0, 0.0))
+    monkeypatch.setattr(storage, "RETRY_AFTER_S", (0.0, 0.0))
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_a_quota_is_named_and_not_tried_again(run: RunPaths, monkeypatch: pytest
 
 
 @pytest.mark.fault(9)
-@pytest.mark.parametrize("number", sorted(shards.TRANSIENT))
+@pytest.mark.parametrize("number", sorted(storage.TRANSIENT))
 def test_an_error_that_passes_is_tried_again(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
@@ -131,7 +132,7 @@ def test_an_error_that_passes_is_tried_again(
 
 
 @pytest.mark.fault(9)
-@pytest.mark.parametrize("number", sorted(shards.TRANSIENT))
+@pytest.mark.parametrize("number", sorted(storage.TRANSIENT))
 def test_an_error_that_stays_is_for_another_attempt(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

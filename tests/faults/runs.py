@@ -86,9 +86,15 @@ class LocalRun:
     """A run on this machine: ``submit --local``, and ``resume`` after each end."""
 
     def __init__(
-        self, folder: Path, text: str, *overrides: str, pace_s: float = 0.0, **environment: str
+        self,
+        folder: Path,
+        text: str,
+        *overrides: str,
+        pace_s: float = 0.0,
+        shim: Shim | None = None,
+        **environment: str,
     ) -> None:
-        self.shim: Shim | None = Shim(folder / "orders")
+        self.shim: Shim | None = shim or Shim(folder / "orders")
         self._environment = {
             "HPC_TRAIN_RUNS": str(folder / "runs"),
             "PACED_TRAIN_S": str(pace_s),

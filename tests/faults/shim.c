@@ -1,6 +1,6 @@
 /* LD_PRELOAD for ranks: fails, or kills the process at, the n-th touch of files under a part of a path.
  *
- * FAULTS_UNDER    a part of the path that is touched, like "/checkpoints/"
+ * FAULTS_UNDER    parts of the paths that are touched, any of them, with ":" between: "/checkpoints/"
  * FAULTS_FOLDER   where rank r finds its order as "rank-<r>": one line "NUMBER ERRNO TIMES CLASSES", written whole
  *                 by rename. ERRNO 0 kills. CLASSES is a sum of the values below.
  * Counting begins with the first touch that finds the order. Once it strikes it renames the order to
@@ -58,6 +58,20 @@ __attribute__((constructor)) static void start(void)
     under = getenv("FAULTS_UNDER");
 }
 
+static int is_under(const char *path)
+{
+    char part[PATH_MAX];
+    const char *next = under;
+    while (*next) {
+        size_t size = strcspn(next, ":");
+        snprintf(part, sizeof part, "%.*s", (int)size, next);
+        if (size && strstr(path, part))
+            return 1;
+        next += size + (next[size] == ':');
+    }
+    return 0;
+}
+
 /* By system calls: what this file does is not counted. */
 static int has_order(void)
 {
@@ -81,7 +95,7 @@ static int has_order(void)
 static int touch(int kind, const char *path)
 {
     int error = 0;
-    if (!under || !strstr(path, under))
+    if (!under || !is_under(path))
         return 0;
     pthread_mutex_lock(&lock);
     if (has_order() && (classes & kind) && times > 0 && --left <= 0) {

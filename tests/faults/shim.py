@@ -1,4 +1,4 @@
-"""The disk's own faults: a library before libc's, which strikes at a rank's n-th touch of a checkpoint."""
+"""The disk's own faults: a library before libc's, which strikes at a rank's n-th touch of its files."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ class Shim:
     """What ranks find in their environment, and the folder in which they look for orders."""
 
     folder: Path
+    #: Parts of the paths of the files that it strikes at.
+    under: tuple[str, ...] = ("/checkpoints/",)
 
     def environment(self) -> dict[str, str]:
         return {
             "LD_PRELOAD": str(library()),
             "FAULTS_FOLDER": str(self.folder),
-            "FAULTS_UNDER": "/checkpoints/",
+            "FAULTS_UNDER": ":".join(self.under),
         }
 
     def order(self, rank: int, number: int, error: int, times: int, touches: Touch) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from tests.faults.faults import Kill
 from tests.faults.on_slurm import SlurmRun, submitted
 from tests.faults.runs import LocalRun
 from tests.faults.schedule import Frame, Schedule, chosen_seeds
+from tests.faults.shim import Shim, Touch
 from tests.faults.soak import soak
 from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster
@@ -93,6 +95,18 @@ def test_no_room_and_no_quota(seed: int, quiet_runs: QuietRuns, tmp_path: Path, 
 @seeds
 def test_input_output_errors(seed: int, quiet_runs: QuietRuns, tmp_path: Path, shimmed: None) -> None:
     survive_here("input/output error", seed, quiet_runs, tmp_path)
+
+
+@pytest.mark.fault(9)
+def test_input_output_errors_beside_checkpoints(quiet_runs: QuietRuns, tmp_path: Path, shimmed: None) -> None:
+    """A file server that is away for a moment while rows, log and status are written ends no attempt."""
+    expected = quiet_runs.of(text=EXPERIMENT, ranks=LOCAL.ranks, environment=ENVIRONMENT)
+    shim = Shim(tmp_path / "orders", ("status.json", "metrics.jsonl", "rank-0.log"))
+    shim.order(0, 60, errno.ESTALE, 2, Touch.WRITE | Touch.SYNC | Touch.CREATE | Touch.RENAME)
+    run = LocalRun(tmp_path, EXPERIMENT, shim=shim)
+    complete(run)
+    assert shim.has_struck(0) and run.attempt() == 1, run.account()
+    assert_whole(run, expected)
 
 
 @pytest.mark.fault(7)

@@ -88,6 +88,14 @@ def test_other_files_ranks_and_programs_are_left_alone(shim: Shim, tmp_path: Pat
     assert not shim.has_struck(1)
 
 
+def test_it_strikes_at_any_of_the_parts_of_paths(tmp_path: Path) -> None:
+    for number, name in enumerate(("status", "rows")):
+        shim = Shim(tmp_path / f"orders-{number}", ("/status/", "/rows/"))
+        shim.order(1, 1, 0, 1, EVERY_TOUCH)
+        assert touch(shim, tmp_path / "other" / str(number)) == (0, WHOLE)
+        assert touch(shim, tmp_path / name / "x")[0] == -signal.SIGKILL
+
+
 def test_an_order_strikes_in_one_process_only(shim: Shim, tmp_path: Path) -> None:
     shim.order(1, 1, 0, 1, EVERY_TOUCH)
     assert touch(shim, tmp_path / "1" / "checkpoints" / "step")[0] == -signal.SIGKILL

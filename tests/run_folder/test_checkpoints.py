@@ -15,6 +15,7 @@ import xxhash
 from hpc_train.errors import BadFileError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run_folder import checkpoints as module
+from hpc_train.run_folder import storage
 from hpc_train.run_folder.checkpoints import (
     FileEntry,
     Manifest,
@@ -380,7 +381,7 @@ def test_a_file_server_that_is_away_does_not_make_a_checkpoint_damaged(
         return hash_file(path, algorithm)
 
     monkeypatch.setattr(module, "hash_file", stale)
-    monkeypatch.setattr(module, "_RETRY_AFTER_S", (0.0, 0.0))
+    monkeypatch.setattr(storage, "RETRY_AFTER_S", (0.0, 0.0))
     if is_whole:
         assert verify(checkpoint) == []
     else:
