@@ -141,12 +141,14 @@ class Attempt:
         assert self._logger._process is not None and self._logger._process.returncode == 0
 
     def kill(self, kills_wandb: bool) -> None:
+        assert came_true(lambda: self._logger._process is not None, limit_s=60)
         process = self._logger._process
         assert process is not None and process.stdin is not None
         if kills_wandb:
             os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.stdin.close()  # as where the rank dies
+        else:  # its input ends, as where the rank dies
+            with Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), process.stdin.fileno())
         process.wait()
 
 
