@@ -181,9 +181,10 @@ class ExperimentPaths:
 
     def submission_folders(self) -> list[SubmissionPaths]:
         """Return the submissions whose record stands, in no order."""
-        if not self.submissions.is_dir():
+        try:
+            found = [SubmissionPaths(path) for path in self.submissions.iterdir() if path.is_dir()]
+        except (FileNotFoundError, NotADirectoryError, PermissionError):  # the last: another user's
             return []
-        found = [SubmissionPaths(path) for path in self.submissions.iterdir() if path.is_dir()]
         return [submission for submission in found if submission.record.is_file()]
 
 

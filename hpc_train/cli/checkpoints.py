@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hpc_train.cli.children import run_child
 from hpc_train.cli.printing import put, say
+from hpc_train.cli.unreadable import say_unreadable
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run_folder import checkpoints
@@ -29,7 +30,9 @@ def export(word: str, output: Path, *, ema: bool = False) -> int:
 
 def verify(words: Sequence[str]) -> ExitCode:
     """Check every checkpoint; FAILED where one that counts is damaged."""
-    are_whole = [_verify_run(paths) for paths in find_runs(words)]
+    runs = find_runs(words)
+    say_unreadable(words)
+    are_whole = [_verify_run(paths) for paths in runs]
     return ExitCode.DONE if all(are_whole) else ExitCode.FAILED
 
 

@@ -17,6 +17,7 @@ from hpc_train.cli.restarts import Restart, newest_restart
 from hpc_train.cli.run_table import print_table
 from hpc_train.cli.run_times import elapsed_s, remaining_s, short_duration
 from hpc_train.cli.standing import standings
+from hpc_train.cli.unreadable import say_unreadable
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.tracebacks import shortened_traceback
 from hpc_train.paths import RunPaths
@@ -165,6 +166,7 @@ class RunRow:
 def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
     """Show the runs that are meant, or all."""
     runs = find_runs(words)
+    say_unreadable(words)
     rows = rows_of(runs)
     if as_json:
         put_json(rows_json(rows))

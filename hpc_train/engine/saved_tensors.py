@@ -18,9 +18,23 @@ from hpc_train.engine.shards import DTYPES, ShardReader, open_shard
 from hpc_train.errors import BadFileError
 from hpc_train.paths import CheckpointPaths
 from hpc_train.run_folder.checkpoints import Manifest, read_object
+from hpc_train.run_folder.shapes import is_a
 from hpc_train.strategies.base import Piece
 
 Shape = tuple[int, ...]
+#: What a checkpoint says besides tensors, where a resume reads it.
+_EXTRA = {
+    "position": dict[str, Any],
+    "skips": int,
+    "seed": int,
+    "data": dict[str, Any] | None,
+    "versions": dict[str, str],
+    "world_size": int,
+    "strategy": str,
+    "degrees": dict[str, int],
+}
+#: Beyond it torch can't describe a tensor, even one without elements.
+_MAX_ELEMENTS = 2**60
 
 
 @dataclass(frozen=True)
@@ -84,12 +98,27 @@ class SavedState:
         try:
             tensors = {name: _tensor(entry) for name, entry in data["tensors"].items()}
             state = cls(tensors, *(_object(data[key]) for key in ("tied", "optimizer", "scaler", "extra")))
+            _check_extra(state.extra)
             _check_against_files(checkpoint, manifest, tensors)
             if not all(name in tensors for name in state.tied.values()):
                 raise ValueError("tied names a tensor that is not there")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadFileError(f"{checkpoint.state} is not as hpc-train writes it: {error}") from error
         return state
+
+
+def _check_extra(extra: dict[str, Any]) -> None:
+    """Raise TypeError where a value that a resume reads is not of its type."""
+    for key, kind in _EXTRA.items():
+        if key in extra and not is_a(extra[key], kind):
+            raise TypeError(f"extra.{key} is of a wrong type")
+    position = extra.get("position")
+    if position is not None:
+        _shape([position.get("step")])
+        _shape(position.get("skipped"))
+    data = extra.get("data")
+    if data is not None and not (is_a(data.get("num_samples"), int) and is_a(data.get("classes"), str)):
+        raise TypeError("extra.data is of a wrong type")
 
 
 def _object(value: object) -> dict[str, Any]:
@@ -101,6 +130,9 @@ def _object(value: object) -> dict[str, Any]:
 def _tensor(entry: dict[str, Any]) -> SavedTensor:
     pieces = tuple(_piece(*piece) for piece in entry["pieces"])
     tensor = SavedTensor(entry["dtype"], _shape(entry["shape"]), pieces)
+    for shape in (tensor.shape, *(piece.shape for piece in pieces), *(piece.offset for piece in pieces)):
+        if math.prod(max(1, size) for size in shape) > _MAX_ELEMENTS:
+            raise ValueError(f"shape {shape} is too large")
     if tensor.dtype not in DTYPES:
         raise ValueError(f"dtype {tensor.dtype!r} is unknown")
     if sum(math.prod(piece.shape) for piece in pieces) != math.prod(tensor.shape):

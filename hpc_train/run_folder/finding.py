@@ -72,14 +72,50 @@ def _runs_in(experiment: Path) -> dict[str, RunPaths]:
 
 def _folders(parent: Path) -> list[Path]:
     """Return the folders in ``parent`` by name; hidden ones are runs that are only being made."""
-    if not parent.is_dir():
+    try:
+        return sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
-    return sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith("."))
 
 
 def is_run(paths: RunPaths) -> bool:
-    """Tell whether the folder is a run's."""
-    return paths.run.is_file() and paths.experiment.is_file()
+    """Tell whether the folder is a run's that this user may read."""
+    try:
+        is_there = paths.run.is_file() and paths.experiment.is_file()
+    except PermissionError:
+        return False
+    return is_there and is_readable(paths)
+
+
+def is_readable(paths: RunPaths) -> bool:
+    """Tell whether this user may read the run's own files; ranks' logs and checkpoints are not looked at."""
+    folders, files = (
+        (paths.folder, paths.attempts, paths.checkpoints),
+        (paths.run, paths.experiment, paths.status),
+    )
+    may_enter = all(_may(folder, os.R_OK | os.X_OK) for folder in folders)
+    return may_enter and all(_may(file, os.R_OK) for file in files)
+
+
+def unreadable() -> list[Path]:
+    """Return the experiments and runs below the runs folder that this user may not read."""
+    found = []
+    for experiment in _folders(runs_root()):
+        if not _may(experiment, os.R_OK | os.X_OK):
+            found.append(experiment)
+        found += [folder for folder in _folders(experiment) if not is_readable(RunPaths(folder))]
+    return found
+
+
+def _may(path: Path, mode: int) -> bool:
+    """Tell whether a file that is there may be used so, by this process's effective user."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    except PermissionError:
+        return False
+    return os.access(path, mode, effective_ids=True)
 
 
 def _meant(word: str, known: _Runs) -> list[RunPaths]:
@@ -115,6 +151,8 @@ def _in_folder(folder: Path) -> list[RunPaths]:
 
 def _hint(word: str, known: _Runs) -> str:
     names = [*known, *(run_id for runs in known.values() for run_id in runs)]
+    if hidden := [path for path in unreadable() if word in {path.name, f"{path.parent.name}/{path.name}"}]:
+        return f"{hidden[0]} is there, but you may not read it"
     if close := nearest(word, names):
         return f"did you mean {close}?"
     return "`hpc-train status` lists them" if names else "there are no runs yet"

@@ -536,6 +536,9 @@ def entry(**changes: Any) -> dict[str, Any]:
         entry(dtype="PICKLE"),
         entry(dtype=[]),
         entry(shape=[-8, -5]),
+        entry(shape=[0, 2**62, 2**62], pieces=[]),
+        entry(shape=[0, 2**62, 2**62], pieces=[[0, [0, 0, 0], [0, 2**62, 2**62]]]),
+        entry(shape=[2**70], pieces=[]),
         [],
         None,
     ],
@@ -657,3 +660,28 @@ def test_a_tensor_is_copied_whatever_its_layout(run: RunPaths) -> None:
     other.checkpointer(run).load_newest(other.state)
     assert torch.equal(other.model.conv.weight, weight)
     assert other.model.conv.weight.stride() == weight.stride()
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"position": 5},
+        {"position": {}},
+        {"position": {"step": "2", "skipped": []}},
+        {"position": {"step": -1, "skipped": []}},
+        {"position": {"step": 2, "skipped": 3}},
+        {"position": {"step": 2, "skipped": [[]]}},
+        {"skips": "1"},
+        {"versions": []},
+        {"versions": {"torch": 2}},
+        {"data": []},
+        {"data": {}},
+        {"world_size": "2"},
+        {"degrees": {"shard": []}},
+        [],
+    ],
+)
+def test_forged_facts_are_a_clear_error(run: RunPaths, saved: Trainee, extra: object) -> None:
+    forge(run.checkpoint(2), extra=extra)
+    with pytest.raises(BadFileError, match=r"state\.json is not as hpc-train writes it"):
+        SavedState.read(run.checkpoint(2))

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from hpc_train.errors import UsageError
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run_folder.finding import find_runs, run_name, run_names
+from hpc_train.run_folder.finding import find_runs, run_name, run_names, unreadable
 
 
 def _make_run(experiment: str, run_id: str) -> Path:
@@ -91,3 +94,43 @@ def test_the_name_of_a_run_finds_it_and_only_it(folders: list[Path], tmp_path: P
     assert names == [str(elsewhere), "one/bbbb", "two/bbbb", "cccc"]
     assert [find_runs([name]) for name in names] == [[paths] for paths in runs]
     assert run_names(runs) == dict(zip(runs, names, strict=True))
+
+
+@contextmanager
+def _without_privileges(*folders: Path) -> Iterator[None]:
+    """Let this process be a user who can read all runs but ``folders``; root may read everything."""
+    for folder in folders:
+        folder.chmod(0o000)
+    before = os.geteuid()
+    if before == 0:
+        for path in [runs_root(), *runs_root().parents]:
+            if path.stat().st_mode & 0o055 != 0o055 and path.is_relative_to(_temporary()):
+                path.chmod(0o755)
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+        for folder in folders:
+            folder.chmod(0o755)
+
+
+def _temporary() -> Path:
+    return Path(*runs_root().parts[:3])
+
+
+@pytest.mark.parametrize("which", ["experiment", "run"])
+def test_what_can_not_be_read_is_skipped_and_named(folders: list[Path], which: str) -> None:
+    hidden = folders[0].parent if which == "experiment" else folders[0]
+    with _without_privileges(hidden):
+        kept = folders[2:] if which == "experiment" else folders[1:]
+        assert _found() == kept
+        assert unreadable() == [hidden]
+        with pytest.raises(UsageError, match="is there, but you may not read it"):
+            find_runs([hidden.name])
+
+
+def test_a_run_whose_files_are_closed_is_skipped(folders: list[Path]) -> None:
+    with _without_privileges(folders[1] / "run.json"):
+        assert _found() == [folders[0], *folders[2:]]
+        assert unreadable() == [folders[1]]
