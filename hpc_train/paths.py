@@ -252,6 +252,11 @@ class RunPaths:
         return self.folder / "attempts"
 
     @property
+    def claim_lock(self) -> Path:
+        """Held while an attempt is claimed, and while ``clean`` removes files."""
+        return self.folder / ".claim.lock"
+
+    @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 

@@ -12,6 +12,7 @@ from hpc_train.cli.printing import say
 from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder import checkpoints
+from hpc_train.run_folder.attempts import no_claims
 from hpc_train.run_folder.files import remove_folder
 from hpc_train.run_folder.finding import find_runs, run_name
 from hpc_train.run_folder.liveness import lives, newest_record
@@ -53,9 +54,10 @@ def clean(words: Sequence[str], *, yes: bool) -> ExitCode:
         say("nothing was removed")
         return ExitCode.DONE
     for paths, found in surplus.items():
-        _refuse_living(paths)  # the answer may have taken an hour
-        for item in found:
-            _remove(item.path)
+        with no_claims(paths):
+            _refuse_living(paths)  # the answer may have taken an hour
+            for item in found:
+                _remove(item.path)
     _remove_code(folders, code)
     return ExitCode.DONE
 

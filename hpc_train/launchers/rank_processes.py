@@ -16,7 +16,7 @@ from pathlib import Path
 from hpc_train.launchers.entry import ATTEMPT_VARIABLE, FOLDER_VARIABLE, TOKEN_VARIABLE
 from hpc_train.paths import RunPaths
 from hpc_train.run_folder.processes import Process
-from hpc_train.run_folder.snapshot import check_owner, linked, search_path
+from hpc_train.run_folder.snapshot import check_owner, check_whole, linked, search_path
 from hpc_train.runtime import signals
 from hpc_train.runtime.ranks import THREADS_BY_SHARE
 
@@ -46,6 +46,7 @@ class RankProcesses:
         self._all: list[RankProcess] = []
         if (code := linked(paths)) is not None:
             check_owner(code)
+            check_whole(code)
         environment = common_environment(os.environ, paths, attempt, num_ranks)
         try:
             for rank in range(num_ranks):

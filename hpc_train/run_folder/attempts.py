@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -117,7 +120,23 @@ def claim_exactly(paths: RunPaths, number: int, launcher: str | None = None, **f
     listed = checkpoints.listing(paths, number)
     owner = {"launcher_process": Process.current(), "launcher": launcher}
     record = AttemptRecord(number, now(), listed, **owner | facts)
-    return _place(paths.attempt(number), record)
+    with no_claims(paths):
+        return _place(paths.attempt(number), record)
+
+
+@contextmanager
+def no_claims(paths: RunPaths) -> Iterator[None]:
+    """Keep others from claiming an attempt meanwhile: ``clean`` removes only of a run that nobody starts.
+
+    Waits while another command holds it. Ends with its process.
+    """
+    descriptor = os.open(paths.claim_lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _place(attempt: AttemptPaths, record: AttemptRecord) -> bool:

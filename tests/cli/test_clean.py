@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from hpc_train.cli import clean as clean_module
 from hpc_train.paths import RunPaths
+from hpc_train.run_folder.attempts import claim_attempt, newest_number, no_claims
 from hpc_train.run_folder.status import RunStatus, write_status
 from tests.cli.commands import Done, hpc_train
+from tests.end_to_end.runs import wait_for
 from tests.run_folder.runs import small_run
 from tests.run_folder.test_checkpoints import begin_attempt, write_checkpoint
 
@@ -52,6 +57,39 @@ def test_the_newest_whole_checkpoint_and_what_is_not_ours_stay(run: RunPaths) ->
     assert run.metrics.parent.exists() and run.experiment.exists()
     for name in ("step-00000005", "step-00000010", "tmp-1", ".bad", "cache"):
         assert name in done.err
+
+
+def test_nobody_can_start_a_run_while_it_is_cleaned(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resume would list a checkpoint that is gone a moment later."""
+    refused = []
+
+    def try_to_claim(path: Path) -> None:
+        with run.claim_lock.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                refused.append(path)
+
+    monkeypatch.setattr(clean_module, "_remove", try_to_claim)
+    assert hpc_train("clean", "abc", "--yes").code == 0
+    assert refused
+
+
+def test_a_claim_waits_for_who_cleans(run: RunPaths) -> None:
+    claimed: list[int] = []
+    thread = threading.Thread(target=lambda: claimed.append(claim_attempt(run)))
+    with no_claims(run):
+        thread.start()
+        wait_for(lambda: _waits_for_a_lock(thread), "the claim at the lock", 30)
+        assert not claimed and newest_number(run) == 1
+    thread.join(30)
+    assert claimed == [2]
+
+
+def _waits_for_a_lock(thread: threading.Thread) -> bool:
+    """Tell whether the thread is inside flock(2), whose number is 73 on x86-64 and 32 on arm64."""
+    state = Path(f"/proc/self/task/{thread.native_id}/syscall").read_text().split()[0]
+    return state in {"73", "32"}
 
 
 def test_a_damaged_newest_one_is_not_what_is_kept(run: RunPaths) -> None:

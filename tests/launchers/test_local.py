@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import ExitCode, UsageError, UserError
+from hpc_train.errors import ExitCode, StorageError, UsageError, UserError
 from hpc_train.launchers import local
 from hpc_train.launchers.local import choose_num_ranks
 from hpc_train.run_folder.processes import Process
@@ -97,6 +97,17 @@ print(json.dumps([found, os.environ["PYTHONPATH"].split(":"), sys.modules["hpc_t
     snapshot = request.paths.code.resolve()
     assert path == [*(str(snapshot / part) for part in ("package", "tree/sub", "tree")), "/elsewhere"]
     assert Path(package).is_relative_to(snapshot / "package")
+
+
+def test_damaged_code_is_not_run(tmp_path: Path) -> None:
+    request = new_request(tmp_path / "runs", devices=1)
+    code = take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py"), [])
+    link(request.paths, code)
+    (code / "tree/own.py").chmod(0o600)
+    (code / "tree/own.py").write_bytes(bytes((code / "tree/own.py").stat().st_size))
+    with pytest.raises(StorageError, match=r"tree/own\.py: is not what was put there"):
+        launch(request, "print('ran')")
+    assert not attempt_of(request).log(0).exists()
 
 
 def test_code_that_others_may_write_is_not_run(tmp_path: Path) -> None:

@@ -146,6 +146,30 @@ def test_a_damaged_snapshot_is_told_and_not_used(tree: Path, root: Path) -> None
         take(root, tree, [])
 
 
+def test_other_bytes_of_the_same_length_are_damage_too(tree: Path, root: Path) -> None:
+    """Blocks that a power cut left empty, or an edit of the snapshot."""
+    file = take(root, tree, []) / "tree" / "a.py"
+    file.chmod(0o600)
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(StorageError, match=r"tree/a\.py: is not what was put there"):
+        take(root, tree, [])
+
+
+def test_every_file_is_on_the_disk_before_the_snapshot_appears(
+    tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = set[str]()
+
+    def note(descriptor: int) -> None:
+        synced.add(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    folder = take(root, tree, [])
+    names = {path.rpartition(f"{folder.name}.")[2].partition("/")[2] for path in synced}
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_symlink()}
+    assert files - {"snapshot.json"} <= names
+
+
 def test_what_changes_while_it_is_read_is_read_again(
     tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

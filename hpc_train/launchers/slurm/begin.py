@@ -110,6 +110,7 @@ def _check_trusted(job: BatchJob) -> None:
     code = snapshot.linked(job.paths)
     if code is not None:
         snapshot.check_owner(code)
+        snapshot.check_whole(code)
 
 
 def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
