@@ -107,7 +107,9 @@ signal.pause()
 def test_ranks_that_do_not_go_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SAVE_LIMIT_S", 0.5)
     paths = small_run(tmp_path / "runs")
-    with subprocess.Popen([sys.executable, "-c", _DEAF], stdout=subprocess.PIPE) as deaf:
+    environment = os.environ | {"HPC_TRAIN_ATTEMPT": "1", "HPC_TRAIN_RUN_FOLDER": str(paths.folder)}
+    command = [sys.executable, "-c", _DEAF]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as deaf:
         assert deaf.stdout is not None and deaf.stdout.readline()
         rank = Process.of(deaf.pid)
         assert rank is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -155,7 +156,7 @@ def test_wrong_arguments_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -
     assert "RUN_FOLDER TARGET" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "device"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder", "socket"])
 def test_what_is_no_plain_file_is_not_replaced(run: RunPaths, tmp_path: Path, kind: str) -> None:
     target = tmp_path / "out"
     if kind == "pipe":
@@ -165,7 +166,8 @@ def test_what_is_no_plain_file_is_not_replaced(run: RunPaths, tmp_path: Path, ki
     elif kind == "folder":
         target.mkdir()
     else:
-        target = Path("/dev/full")
+        with socket.socket(socket.AF_UNIX) as server:  # stands for a device, which a failure would replace
+            server.bind(str(target))
     before = target.lstat()
     with pytest.raises(StorageError, match="not a plain file"):
         export(run, target)
