@@ -197,8 +197,11 @@ def test_a_rank_that_raises_ends_the_run_and_is_its_reason(tmp_path: Path) -> No
     done = end_of(process)
     assert done.code == 1
     assert stopped(paths) == ("failed", "rank 1: ValueError: this rank was told to fail")
+    assert "Traceback (most recent call last):" in error.read_text()
+    assert "Traceback of your code (most recent call last):" in done.err
+    assert "tests/end_to_end/parts.py" in done.err and "hpc_train/worker" not in done.err
+    assert f"the rest is in {paths.attempt(1).log(1)}" in done.err
     for text in (done.err, error.read_text()):
-        assert "Traceback (most recent call last):" in text
         assert "ValueError: this rank was told to fail" in text
     assert not paths.attempt(1).error(0).exists(), "rank 0 only lost its peer"
     assert not any(rank.is_alive() for rank in record_of(paths).rank_processes)
