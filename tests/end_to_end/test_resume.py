@@ -78,6 +78,18 @@ def test_a_loss_scale_survives_a_kill(quiet_runs: QuietRuns, tmp_path: Path) -> 
     assert_equal_to_the_bit(quiet, killed)
 
 
+@pytest.mark.fault(16, 43)
+def test_a_compiled_run_is_resumed_from_the_caches_in_its_folder(
+    quiet_runs: QuietRuns, tmp_path: Path
+) -> None:
+    """Bitwise identical, with evaluations on both sides of the kill; nothing is compiled into a home."""
+    overrides = ("compile=true", SLOW, "optimization.steps=45")
+    quiet = quiet_runs.of(*overrides, ranks=1)
+    killed = submit_with_kills(tmp_path / "killed", [24], *overrides, devices=1)
+    assert_equal_to_the_bit(quiet, killed)
+    assert any((killed.cache / "inductor").rglob("*.so"))
+
+
 @pytest.mark.fault(6)
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(quiet_runs: QuietRuns, tmp_path: Path) -> None:
     overrides = (SLOW, "optimization.schedule={name: constant}", "optimization.steps=20")
