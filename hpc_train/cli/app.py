@@ -302,10 +302,29 @@ def rm(runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't 
     return remove(runs, yes=yes)
 
 
+def _open_closed_streams() -> None:
+    """Lead standard streams that were closed (``hpc-train status >&-``) to the null device.
+
+    Otherwise the next file opened, here or in a rank, takes the number of the stream, and is printed into.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+
+
 def main() -> None:
     """Run the command line and exit."""
     # What others may write is not run (run_folder.trust), so nothing here or in a rank may create such files.
     os.umask(os.umask(0o077) | 0o022)
+    _open_closed_streams()
     try:
         app()
     except KeyboardInterrupt:  # while modules were being imported

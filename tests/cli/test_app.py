@@ -105,3 +105,19 @@ def test_a_reader_that_goes_away_causes_no_traceback() -> None:
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (74, b"")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_changes_nothing_but_what_is_shown(file: Path, closed: str) -> None:
+    command = f"{sys.executable} -m hpc_train"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} status {closed}; {command} validate {file} {closed}"],
+        cwd=file.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert ("fine" in done.stdout + done.stderr) == ("2>&-" not in closed)
