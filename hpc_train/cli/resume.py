@@ -320,9 +320,9 @@ def _refuse_versions(paths: RunPaths, differences: Differences, wish: _Wish) -> 
 
 
 def _refuse_other_inputs(paths: RunPaths, experiment: Experiment) -> None:
-    """Raise UsageError where a run that has saved something would continue on other data."""
+    """Raise BadFileError where a run that has saved something would continue on other data."""
     if DATA in inputs_differ(paths, experiment) and committed(paths):
-        raise UsageError(
+        raise BadFileError(
             f"{DATA}: the files are not those that {paths.folder.name} was trained on so far; put them "
             "back, or submit the file again with --new"
         )

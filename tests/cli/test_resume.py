@@ -383,7 +383,7 @@ def test_a_run_is_not_resumed_on_other_data(file: Path, tmp_path: Path) -> None:
     (paths,) = find_runs([])
     write_checkpoint(paths, 3, attempt=1)
     done = hpc_train("resume", paths.folder, f"data.root={two}", "--launcher", COMPLETING)
-    assert done.code == 2
+    assert done.code == 65
     assert f"data.root: the files are not those that {paths.folder.name} was trained on so far" in done.err
     copy = shutil.copytree(one, tmp_path / "copy")
     assert _resume(paths.folder, f"data.root={copy}", "--launcher", COMPLETING) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -97,6 +98,13 @@ def test_a_kill_changes_no_bit_and_other_text_is_refused(quiet: RunPaths, text: 
     root = Path(text.partition("root: ")[2].partition(",")[0])
     other = tmp_path / "other.txt"
     other.write_text(root.read_text().replace("a", "k"))  # as many letters: all shapes fit
+    done = hpc_train("resume", paths.folder, f"data.root={other}", **runs)
+    assert done.code == 65, done.err
+    assert "data.root: the files are not those that" in done.err
+    # A run of 0.1 does not say which files it was trained on; its ranks find out.
+    facts = json.loads(paths.run.read_text())
+    del facts["inputs"]
+    paths.run.write_text(json.dumps(facts))
     done = hpc_train("resume", paths.folder, f"data.root={other}", **runs)
     assert done.code == 65, done.err
     assert "data.root: the classes are not those that checkpoint" in done.err

@@ -101,7 +101,7 @@ def make_trainer(run: RunPaths, policy: str, *, evaluate_every: int = 100) -> Tr
     meters = Meters(1, 4, 4, 1000, None)
     checkpointer = trainee.checkpointer(run, keep=2)
     optimization = Optimization(trainee.optimizer, lambda step: 1.0, precision, CPU)
-    group = Group(0, 1, CPU, None, None, None, Timeouts())  # type: ignore[arg-type]
+    group = Group(0, 1, CPU, None, None, Timeouts())  # type: ignore[arg-type]
     return Trainer(
         experiment=cast(Any, SimpleNamespace(seed=0, compile=CompileConfig(), optimization=config)),
         device=CPU,

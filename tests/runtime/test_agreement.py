@@ -18,7 +18,7 @@ from tests.runtime.scripts import run_script
 @pytest.fixture
 def alone() -> Group:
     # One rank alone exchanges nothing: no process group is there to be used.
-    return Group(0, 1, torch.device("cpu"), None, None, None, Timeouts())  # type: ignore[arg-type]
+    return Group(0, 1, torch.device("cpu"), None, None, Timeouts())  # type: ignore[arg-type]
 
 
 def test_one_rank_agrees_with_itself(alone: Group) -> None:
