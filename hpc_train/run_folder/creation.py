@@ -147,9 +147,15 @@ def note_versions(paths: RunPaths, attempt: int, now: Mapping[str, str]) -> None
 
 
 def note_inputs(paths: RunPaths, experiment: Experiment, *, has_saved: bool) -> None:
-    """Note in ``run.json`` what the next attempt is trained on; what was trained on so far stays."""
+    """Note in ``run.json`` what the next attempt is trained on; what was trained on so far stays.
+
+    Of a run of 0.1 that has saved a checkpoint nothing is noted: what it was trained on is not known.
+    """
     run = _run_to_change(paths)
-    now, noted = fingerprints(experiment), run.get("inputs")
+    noted = run.get("inputs")
+    if has_saved and not isinstance(noted, dict):
+        return
+    now = fingerprints(experiment)
     kept = noted if has_saved and isinstance(noted, dict) else {}
     if now | kept != noted:
         write_json(paths.run, run | {"inputs": now | kept}, sync=True)
