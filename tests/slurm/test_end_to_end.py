@@ -126,7 +126,8 @@ def test_a_preemption_changes_no_bit_of_a_shared_model(
 def test_time_limits_change_no_bit(any_cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
     # Slurm tells a job that ends within the lead and a minute, at its next look each half a minute.
     slurm = ("slurm.time_limit=2min", "slurm.signal_lead_s=5")
-    paths = submit_one(tmp_path, *slurm, text=TWO_RANKS, pace_s=1.6)  # 192 s: more than two attempts can last
+    # 240 s: two attempts last at most two minutes each, their starts included.
+    paths = submit_one(tmp_path, *slurm, text=TWO_RANKS, pace_s=2.0)
     see_it_complete(paths, quiet.two(), limit_s=750)
     causes = [record.cause for record in records(paths)]
     assert causes.count("time limit") >= 2, causes
