@@ -33,7 +33,7 @@ class UnreadableFileError(ValueError):
 def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
     """Open a new file that replaces ``path`` in one step once the block has ended without an error.
 
-    With ``sync`` it is on the disk then.
+    With ``sync`` it is on the disk then. An OSError names ``path``; that of a write names nothing itself.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -43,8 +43,10 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+            error.filename = str(path)
         raise
     if sync:
         sync_folder(path.parent)

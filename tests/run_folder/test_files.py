@@ -66,3 +66,14 @@ def test_deep_nesting_is_unreadable(tmp_path: Path) -> None:
     assert read_json(tmp_path / "status.json") is None
     (tmp_path / "status.json").write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
     assert read_json(tmp_path / "status.json") is None
+
+
+def test_a_full_disk_is_reported_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_json(tmp_path / "run.json", {}, sync=True)
+    assert caught.value.filename == str(tmp_path / "run.json")
+    assert not [*tmp_path.iterdir()]
