@@ -256,7 +256,8 @@ def test_a_crash_is_requeued_three_times(any_cluster: Cluster, tmp_path: Path) -
     assert [record.cause for record in records(paths)] == ["crash"] * 4
     wait_for(lambda: not job_states(any_cluster, job_of(paths)), "the job's end", 60)
     shown = command(tmp_path, "status", paths.folder)
-    assert "Traceback (most recent call last)" in shown.out and "ValueError: on purpose" in shown.out
+    assert "Traceback of your code (most recent call last)" in shown.out
+    assert "tests/slurm/crashing.py" in shown.out and "ValueError: on purpose" in shown.out
     (run,) = standing(tmp_path)
     assert run["state"] == "failed" and "ValueError: on purpose" in run["reason"]
 
