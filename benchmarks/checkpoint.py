@@ -40,17 +40,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from hpc_train.config.degrees import Degrees
-from hpc_train.engine.checkpoint import Checkpointer, Save
-from hpc_train.engine.training_state import TrainingState
+from hpc_train.checkpoint.checkpointer import Checkpointer, Save
+from hpc_train.checkpoint.state import TrainingState
+from hpc_train.distributed.precision import Precision
 from hpc_train.paths import RunPaths
-from hpc_train.runtime.precision import Precision
-from hpc_train.strategies.base import Placement
+from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.ddp import DDPStrategy
+from hpc_train.topology.degrees import Degrees
 
 RESULTS = Path(__file__).parent / "results" / "checkpoint.json"
 _CHUNK_BYTES = 8 << 20
-#: Ratio → the most that issue 4 allows.
+#: Ratio → the maximum allowed.
 TARGETS = {
     "stall, ours / torch.save": 0.05,
     "stall, ours / DCP": 0.5,
@@ -105,7 +105,7 @@ class Training:
 
     def strategy(self) -> DDPStrategy:
         precision = Precision("fp32", torch.float32, torch.float32)
-        return DDPStrategy(Placement(0, Degrees(), self.device, precision))
+        return DDPStrategy(RankContext(0, Degrees(), self.device, precision))
 
     def settle(self) -> None:
         if self.device.type == "cuda":

@@ -39,11 +39,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hpc_train.config.degrees import Degrees
+from hpc_train.datasets.types import Batch
+from hpc_train.distributed.precision import Precision
 from hpc_train.registry import load
-from hpc_train.runtime.data_info import Batch
-from hpc_train.runtime.precision import Precision
-from hpc_train.strategies.base import Placement
+from hpc_train.strategies.base import RankContext
+from hpc_train.topology.degrees import Degrees
 from tests.forwards import PlainForward
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
@@ -81,7 +81,7 @@ class Rank:
     def __init__(self, rank: int, degrees: Degrees, name: str) -> None:
         torch.manual_seed(0)
         precision = Precision("fp32", torch.float32, torch.float32)
-        placement = Placement(rank, degrees, torch.device("cpu"), precision)
+        placement = RankContext(rank, degrees, torch.device("cpu"), precision)
         self.strategy: Any = load("strategies", name)(placement)  # type: ignore[operator]
         self.model = Transformer()
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())

@@ -1,4 +1,4 @@
-"""Open files and sockets of a rank by the number of ranks, beside what ``runtime.open_files`` demands.
+"""Open files and sockets of a rank by the number of ranks, beside what ``distributed.open_files`` demands.
 
     python -m benchmarks.open_files [--ranks 4 8 16]
 
@@ -21,10 +21,10 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
-from hpc_train.config.degrees import AXES
-from hpc_train.runtime import open_files
-from hpc_train.runtime.process_group import join
-from hpc_train.runtime.ranks import RankFacts
+from hpc_train.distributed import open_files
+from hpc_train.distributed.env import RankFacts
+from hpc_train.distributed.process_group import join
+from hpc_train.topology.degrees import AXES
 
 RESULTS = Path(__file__).parent / "results" / "open_files.json"
 

@@ -8,8 +8,9 @@ left of the step, from a barrier to the last rank's end, as a mean over ranks. T
 is shown, after two that are not counted. Both times are of the same step, so a slower machine changes neither
 side alone; one with fewer free cores than ranks does, and makes the bubble larger.
 
-What is measured holds the sends and the reduction of gradients at a step's end, too, which the formulas leave
-out (``hpc_train.config.pipelines.bubble``). Writes benchmarks/results/pipeline.json and prints the table.
+What is measured holds the sends and the reduction of gradients at a step's end, too, which the formulas
+leave out (``hpc_train.topology.pipeline_schedules.bubble``). Writes benchmarks/results/pipeline.json and
+prints the table.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from hpc_train.config.degrees import Degrees
-from hpc_train.config.pipelines import bubble, problem_of_schedule
 from hpc_train.config.training_sections import ParallelConfig
+from hpc_train.datasets.types import Batch
+from hpc_train.distributed.precision import Precision
 from hpc_train.registry import load
-from hpc_train.runtime.data_info import Batch
-from hpc_train.runtime.precision import Precision
-from hpc_train.strategies.base import Placement
-from hpc_train.strategies.pipeline_run import Chunks
+from hpc_train.strategies.base import RankContext
+from hpc_train.strategies.pipeline_run import MicroBatchStage
+from hpc_train.topology.degrees import Degrees
+from hpc_train.topology.pipeline_schedules import bubble, problem_of_schedule
 from tests.forwards import PlainForward
 
 RESULTS = Path(__file__).parent / "results" / "pipeline.json"
@@ -98,7 +99,7 @@ class Busy:
 def _waiting(rank: int, ranks: int, parallel: ParallelConfig, slots: int, steps: int, busy: Busy) -> float:
     """Return the median over steps of the mean over ranks of the part of a step that is not busy."""
     precision = Precision("fp32", torch.float32, torch.float32)
-    placement = Placement(rank, Degrees(pipeline=ranks), torch.device("cpu"), precision, parallel=parallel)
+    placement = RankContext(rank, Degrees(pipeline=ranks), torch.device("cpu"), precision, parallel=parallel)
     strategy: Any = load("strategies", parallel.strategy)(placement)  # type: ignore[operator]
     torch.manual_seed(0)
     model = Blocks()
@@ -126,7 +127,7 @@ def _rank_main(rank: int, ranks: int, steps: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     busy = Busy()
     for name in ("forward_one_chunk", "backward_one_chunk"):
-        setattr(Chunks, name, busy.timed(getattr(Chunks, name)))
+        setattr(MicroBatchStage, name, busy.timed(getattr(MicroBatchStage, name)))
     found: dict[str, dict[int, float]] = {}
     for name, keys in SCHEDULES.items():
         parallel = ParallelConfig(**keys)

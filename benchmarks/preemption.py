@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.submitit_training import SubmititTraining
-from hpc_train.run_folder.attempts import read_record
+from hpc_train.run.attempts import read_record
 from tests.end_to_end.runs import REPOSITORY, last_step
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import Settings

@@ -1,3 +1,3 @@
 """One YAML file in, a trained model out, on a laptop or on Slurm, whatever interrupts it."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

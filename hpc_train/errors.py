@@ -1,7 +1,7 @@
 """The exception tree and the exit codes that scripts around hpc-train rely on.
 
-Everything raises from here; the command line and the rank's entry turn an exception into its exit code.
-A ``UserError`` is a mistake that the user can mend: it prints its message and no traceback.
+Every error derives from here; the command line and the rank's entry turn an exception into its exit code. A
+``UserError`` is a mistake that the user can fix: it prints its message and no traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from functools import cache
 
 
 class ExitCode(IntEnum):
-    """What a process of hpc-train ends with. Those of 76 to 80 are told by a rank to its launcher only."""
+    """The exit codes of hpc-train's processes. Codes 76 to 80 are used between a rank and its
+    launcher only.
+    """
 
     DONE = 0
     FAILED = 1
@@ -25,35 +27,35 @@ class ExitCode(IntEnum):
     TRY_AGAIN = 75
     #: This rank ended because another one did.
     PEER_LOST = 76
-    #: The run failed, and would again: it is not requeued.
+    #: The run failed, and would fail again: it is not requeued.
     NO_RETRY = 77
     #: This rank's node failed its check.
     BAD_NODE = 78
-    #: This rank made no progress any more; its watchdog ended it.
+    #: This rank made no progress; its watchdog ended it.
     HUNG = 79
-    #: Its loader process was killed: once it may go better, twice it is the file's to change.
+    #: Its loader process was killed: the first time it is retried, the second time the file must change.
     WORKER_LOST = 80
     INTERRUPTED = 130
 
 
 class HpcTrainError(Exception):
-    """Base of all errors raised on purpose; ``exit_code`` is what the process ends with."""
+    """Base of all errors raised on purpose; ``exit_code`` is the exit code of the process."""
 
     exit_code = ExitCode.FAILED
 
 
 class UserError(HpcTrainError):
-    """Something the user can mend; shown without a traceback."""
+    """An error that the user can fix; shown without a traceback."""
 
 
 class UsageError(UserError):
-    """A command line that can't be taken: an unknown run, options that exclude each other."""
+    """An invalid command line: an unknown run, options that exclude each other."""
 
     exit_code = ExitCode.USAGE
 
 
 class BadFileError(UserError):
-    """An experiment file, or what it names, is wrong. ``problems`` holds every line to print."""
+    """An experiment file, or something that it names, is wrong. ``problems`` has every line to print."""
 
     exit_code = ExitCode.BAD_FILE
 
@@ -63,13 +65,13 @@ class BadFileError(UserError):
 
 
 class StorageError(UserError):
-    """The disk refused: full, over quota, read-only, or it returned other bytes than were written."""
+    """A disk error: full, over quota, read-only, or it returned other bytes than were written."""
 
     exit_code = ExitCode.IO
 
 
 class TransientStorageError(HpcTrainError):
-    """The disk refused in a way that may pass or that another node may not see: the run is requeued."""
+    """A disk error that may be temporary or may not affect another node: the run is requeued."""
 
 
 class NoSlurmError(UserError):
@@ -79,25 +81,25 @@ class NoSlurmError(UserError):
 
 
 class TryAgainError(UserError):
-    """Stopped early with its progress saved; running it again goes on."""
+    """Stopped early with its progress saved; running it again continues."""
 
     exit_code = ExitCode.TRY_AGAIN
 
 
 class NonFiniteError(HpcTrainError):
-    """A loss, a gradient or a weight became NaN or infinite; training again would lead there again."""
+    """A loss, a gradient or a weight became NaN or infinite; training again would repeat it."""
 
     exit_code = ExitCode.NO_RETRY
 
 
 class BadNodeError(HpcTrainError):
-    """The node that this rank is on can't do what training needs; another may."""
+    """The node of this rank can't do what training needs; another one may."""
 
     exit_code = ExitCode.BAD_NODE
 
 
 class PeerLostError(HpcTrainError):
-    """Another rank ended; this one can't go on and its own error says nothing of the cause."""
+    """Another rank ended; this one can't continue, and its own error does not name the cause."""
 
     exit_code = ExitCode.PEER_LOST
 
@@ -109,7 +111,7 @@ _UNUSUAL = re.compile(r"[^\n\t\x20-\x7e]")
 def printable(text: str) -> str:
     """Return ``text`` with control and format characters shown as escapes, line breaks and tabs kept.
 
-    For anything from a file or a log that goes to a terminal: escape sequences and right-to-left
+    For anything from a file or a log that is printed to a terminal: escape sequences and right-to-left
     overrides must not act there.
     """
     return _UNUSUAL.sub(

@@ -1,4 +1,4 @@
-"""Where everything lies: the one place that spells the name of a file of a run folder (DESIGN §6)."""
+"""The layout of all files: the only place that spells the names of a run folder's files."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 from hpc_train.errors import UsageError, printable
 
-#: What an experiment may be called: it names a folder, a Slurm job and a wandb group.
+#: Valid names of experiments: used for a folder, a Slurm job and a wandb group.
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
-#: ASCII digits: ``int`` takes others too, and some of what ``str.isdigit`` takes it refuses.
+#: ASCII digits: ``int`` accepts others too, and rejects some that ``str.isdigit`` accepts.
 _ATTEMPT_NAME = re.compile(r"[1-9][0-9]{0,8}")
 _CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,15})")
 
 
 def expanded(path: str) -> Path:
-    """Return the path with its ``~`` replaced; as it is where this machine knows no such home folder."""
+    """Return the path with its ``~`` expanded; unchanged if this machine knows no such home folder."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -32,38 +32,40 @@ def runs_root() -> Path:
     except RuntimeError as error:
         home = given.parts[0]
         raise UsageError(
-            f"HPC_TRAIN_RUNS: {printable(str(given))!r} begins with {printable(home)!r}, and this machine "
+            f"HPC_TRAIN_RUNS: {printable(str(given))!r} starts with {printable(home)!r}, and this machine "
             "knows no such home folder; write the folder's full path"
         ) from error
 
 
 @dataclass(frozen=True)
 class CheckpointPaths:
-    """The files of one checkpoint folder; it counts only once ``manifest`` is there."""
+    """The files of one checkpoint folder; it is valid only once ``manifest`` exists."""
 
     folder: Path
 
     @property
     def manifest(self) -> Path:
+        """Names, sizes and hashes of the files; written last."""
         return self.folder / "manifest.json"
 
     @property
     def state(self) -> Path:
-        """Everything that is not a tensor, and where each tensor's pieces lie."""
+        """Everything that is not a tensor, and where the pieces of each tensor are."""
         return self.folder / "state.json"
 
     def shard(self, rank: int) -> Path:
+        """The tensors that a rank wrote."""
         return self.folder / f"shard-{rank:05d}.safetensors"
 
     def shard_index(self, rank: int) -> Path:
-        """What one rank wrote into its shard; merged into ``state`` by rank 0, then removed."""
+        """One rank's entry for its shard; merged into ``state`` by rank 0, then removed."""
         return self.folder / f"shard-{rank:05d}.json"
 
     @property
     def step(self) -> int:
         match = _CHECKPOINT_NAME.fullmatch(self.folder.name)
         if match is None:
-            raise ValueError(f"{self.folder} is no checkpoint's folder")
+            raise ValueError(f"{self.folder} is not a checkpoint's folder")
         return int(match[1])
 
 
@@ -79,6 +81,7 @@ class AttemptPaths:
 
     @property
     def record(self) -> Path:
+        """``attempt.json``: who ran the attempt, where, and how it ended."""
         return self.folder / "attempt.json"
 
     @property
@@ -88,48 +91,50 @@ class AttemptPaths:
 
     @property
     def events(self) -> Path:
-        """When rank 0 did what; merged into ``record`` where that is read."""
+        """Timestamps of rank 0's events; merged into ``record`` when that is read."""
         return self.folder / "events.json"
 
     @property
     def notices(self) -> Path:
-        """Lines that rank 0 wants shown to who follows the run: which pretrained weights were loaded."""
+        """Lines from rank 0 for the command that follows the run: which pretrained weights were loaded."""
         return self.folder / "notices.json"
 
     @property
     def trial_rendezvous(self) -> Path:
-        """As ``rendezvous``, of the processes that try sizes of micro-batches."""
+        """Like ``rendezvous``, for the processes that try micro-batch sizes."""
         return self.folder / "trial-rendezvous.json"
 
     def log(self, rank: int) -> Path:
+        """The output of a rank."""
         return self.folder / f"rank-{rank}.log"
 
     def exit(self, rank: int) -> Path:
-        """A rank's exit code, where it is not 0; of those that were only asked to stop rank 0 alone tells."""
+        """A rank's exit code, if it is not 0; for requested stops only rank 0 writes it."""
         return self.folder / f"rank-{rank}.exit"
 
     def error(self, rank: int) -> Path:
+        """Why a rank ended, if that was its own fault."""
         return self.folder / f"rank-{rank}.error"
 
     def stacks(self, rank: int) -> Path:
-        """What every thread of a rank was doing when its watchdog took the attempt for hung."""
+        """The stacks of a rank's threads when its watchdog considered the attempt hung."""
         return self.folder / f"rank-{rank}.stacks"
 
     def flight_record(self, rank: int) -> Path:
-        """NCCL's last collectives, as its flight recorder has them, from the same moment."""
+        """NCCL's last collectives, from its flight recorder, at the same moment."""
         return self.folder / f"rank-{rank}.nccl.json"
 
     def heartbeat(self, node: str) -> Path:
-        """What the ranks of a node were last seen doing."""
+        """The last known activity of the ranks of a node."""
         return self.folder / f"heartbeat-{node}.json"
 
     @property
     def kept_nodes(self) -> Path:
-        """Nodes that the next attempt was to leave out, but would not start without; by the batch script."""
+        """Nodes that the next attempt should exclude but needs to start; written by the batch script."""
         return self.folder / "kept-nodes"
 
     def bad_samples(self, rank: int) -> Path:
-        """Samples that a rank could not read and left out, a line each."""
+        """Samples that a rank could not read and skipped, one per line."""
         return self.folder / f"rank-{rank}.bad_samples.jsonl"
 
 
@@ -150,7 +155,7 @@ class SubmissionPaths:
 
 @dataclass(frozen=True)
 class ExperimentPaths:
-    """What the runs of one experiment share. Hidden: it is no run."""
+    """The files shared by the runs of one experiment. Hidden: not a run."""
 
     folder: Path
 
@@ -160,12 +165,12 @@ class ExperimentPaths:
 
     @property
     def submission_lock(self) -> Path:
-        """Held by the one command that submits."""
+        """Locked by the one command that submits."""
         return self.submissions / "lock"
 
     @property
     def snapshots(self) -> Path:
-        """Code by content, shared by this user's experiments.
+        """Snapshots of code by content, shared by this user's experiments.
 
         In a shared runs folder ``.code`` belongs to its first user; others have ``.code-<uid>``.
         """
@@ -180,7 +185,7 @@ class ExperimentPaths:
         return SubmissionPaths(self.submissions / token)
 
     def submission_folders(self) -> list[SubmissionPaths]:
-        """Return the submissions whose record stands, in no order."""
+        """Return the submissions that have a record, in no order."""
         try:
             found = [SubmissionPaths(path) for path in self.submissions.iterdir() if path.is_dir()]
         except (FileNotFoundError, NotADirectoryError, PermissionError):  # the last: another user's
@@ -196,32 +201,42 @@ class RunPaths:
 
     @property
     def experiment(self) -> Path:
+        """The experiment for people, without defaults."""
         return self.folder / "experiment.yaml"
 
     @property
+    def resolved(self) -> Path:
+        """The experiment with every default; read by attempts."""
+        return self.folder / "resolved.json"
+
+    @property
     def run(self) -> Path:
+        """Facts that were recorded at the run's creation, and changes of later attempts."""
         return self.folder / "run.json"
 
     @property
     def status(self) -> Path:
+        """The state and progress of the run."""
         return self.folder / "status.json"
 
     @property
     def metrics(self) -> Path:
+        """One JSON object per row of metrics."""
         return self.folder / "metrics.jsonl"
 
     @property
     def code(self) -> Path:
+        """Link to the snapshot of the code."""
         return self.folder / "code"
 
     @property
     def micro_batch(self) -> Path:
-        """What ``micro_batch_size: auto`` came to, from the run's first attempt on."""
+        """The result of ``micro_batch_size: auto``, from the run's first attempt on."""
         return self.folder / "micro_batch.json"
 
     @property
     def cancelled(self) -> Path:
-        """Somebody cancelled the run: it is not requeued, whatever its ranks say. Gone after a resume."""
+        """The run was cancelled: it is not requeued, whatever its ranks report. Removed by a resume."""
         return self.folder / "cancelled.json"
 
     @property
@@ -231,20 +246,22 @@ class RunPaths:
 
     @property
     def wandb(self) -> Path:
+        """wandb's files."""
         return self.folder / "wandb"
 
     @property
     def wandb_sent(self) -> Path:
-        """Which rows wandb may have."""
+        """The rows that wandb may have."""
         return self.wandb / "sent.json"
 
     @property
     def wandb_lock(self) -> Path:
-        """Held by the process that talks to wandb for the run."""
+        """Locked by the process that talks to wandb for the run."""
         return self.wandb / ".lock"
 
     @property
     def cache(self) -> Path:
+        """Compile caches."""
         return self.folder / "cache"
 
     @property
@@ -253,7 +270,7 @@ class RunPaths:
 
     @property
     def claim_lock(self) -> Path:
-        """Held while an attempt is claimed, and while ``clean`` removes files."""
+        """Locked while an attempt is claimed, and while ``clean`` removes files."""
         return self.folder / ".claim.lock"
 
     @property
@@ -262,7 +279,7 @@ class RunPaths:
 
     @classmethod
     def entry_names(cls) -> set[str]:
-        """Return the names of everything that this tool puts into a run's folder: of the properties above."""
+        """Return the names of everything that this tool puts into a run's folder: the properties above."""
         run = cls(Path("run"))
         values = [getattr(run, name) for name, kind in vars(cls).items() if isinstance(kind, property)]
         return {value.name for value in values if isinstance(value, Path) and value.parent == run.folder}

@@ -1,6 +1,6 @@
-"""Names → ``module:attr``: the suite's own parts and those that pip packages add by entry points.
+"""Names → ``module:attr``: built-in parts and those that pip packages add by entry points.
 
-Importing this module, or asking which names there are, imports no part. ``load`` does.
+Importing this module, or listing the names, imports no part. ``load`` does.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from importlib.metadata import entry_points
 
 from hpc_train.errors import BadFileError
 
-#: What can be plugged in; the entry-point group of each is ``hpc_train.<kind>``.
+#: The kinds of plug-ins; the entry-point group of each is ``hpc_train.<kind>``.
 KINDS = ("models", "datasets", "tasks", "strategies", "loggers", "launchers")
 
-#: Where the file names a part of each kind; launchers are named on the command line.
+#: The key of the file that names a part of each kind; launchers are named on the command line.
 _KEYS = {
     "models": "model.name",
     "datasets": "data.name",
@@ -35,11 +35,11 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "gpt": "hpc_train.models.gpt:build",
     },
     "datasets": {
-        "torchvision": "hpc_train.datasets.torchvision:build",
-        "imagefolder": "hpc_train.datasets.imagefolder:build",
-        "digits": "hpc_train.datasets.digits:build",
-        "synthetic": "hpc_train.datasets.synthetic:build",
-        "text": "hpc_train.datasets.text:build",
+        "torchvision": "hpc_train.datasets.sources.torchvision:build",
+        "imagefolder": "hpc_train.datasets.sources.imagefolder:build",
+        "digits": "hpc_train.datasets.sources.digits:build",
+        "synthetic": "hpc_train.datasets.sources.synthetic:build",
+        "text": "hpc_train.datasets.sources.text:build",
     },
     "tasks": {
         "classification": "hpc_train.tasks.classification:Classification",
@@ -90,16 +90,36 @@ def is_factory(name: str) -> bool:
 def load(kind: str, name: str) -> object:
     """Import and return the part called ``name`` (a provider, an entry point or ``module:attr``).
 
-    Raises BadFileError where there is none of that name or it can't be imported.
+    Raises BadFileError if there is none of that name or it can't be imported.
     """
     target = name if is_factory(name) else parts(kind).get(name)
     if target is None:
         known = sorted(parts(kind))
         hint = nearest(name, known)
         meant = f"did you mean {hint!r}?" if hint else f"known: {', '.join(known)}"
-        raise BadFileError(f"{_KEYS[kind]}: nothing is called {name!r}; {meant}")
+        raise BadFileError(f"{_KEYS[kind]}: there is no {name!r}; {meant}")
     module, _, attr = target.partition(":")
     return _attribute(kind, name, module, attr)
+
+
+def load_traits(kind: str, name: str) -> object | None:
+    """Import and return a plug-in's torch-free description of its part; None if it has none.
+
+    It is the entry point of the part's name in the group ``hpc_train.strategy_traits`` (for "strategies"),
+    ``hpc_train.data_facts`` ("datasets") or ``hpc_train.task_facts`` ("tasks").
+    Raises BadFileError if it can't be imported.
+    """
+    target = _traits(kind).get(name)
+    if target is None:
+        return None
+    module, _, attr = target.partition(":")
+    return _attribute(kind, name, module, attr)
+
+
+@cache
+def _traits(kind: str) -> dict[str, str]:
+    groups = {"strategies": "strategy_traits", "datasets": "data_facts", "tasks": "task_facts"}
+    return {entry.name: entry.value for entry in entry_points(group=f"hpc_train.{groups[kind]}")}
 
 
 def _attribute(kind: str, name: str, module: str, attr: str) -> object:
@@ -109,14 +129,14 @@ def _attribute(kind: str, name: str, module: str, attr: str) -> object:
             found = getattr(found, step)
     except AttributeError as error:
         raise BadFileError(
-            f"{_KEYS[kind]}: module {module!r} has no {attr!r}; mend the name {name!r}"
+            f"{_KEYS[kind]}: module {module!r} has no {attr!r}; fix the name {name!r}"
         ) from error
     return found
 
 
 @contextmanager
 def refusing_exit(what: str) -> Iterator[None]:
-    """Raise BadFileError where a part ends the process: its exit code would pass for ours."""
+    """Raise BadFileError if a part exits the process: its exit code would be taken for ours."""
     try:
         yield
     except SystemExit as error:
@@ -132,8 +152,8 @@ def _imported(kind: str, name: str, module: str) -> object:
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (module + ".").startswith(error.name + "."):
-            raise  # the module was found; something that it imports was not
+            raise  # the module was found; a module that it imports was not
         raise BadFileError(
             f"{_KEYS[kind]}: {name!r} can't be imported: no module {error.name!r}; "
-            f"install its package for {sys.executable}, or mend the name"
+            f"install its package for {sys.executable}, or fix the name"
         ) from error

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from tests import durations, warm
 from tests.slurm.host import SLURM_VARIABLES
 
 #: The test clusters, and runs to compare with.
@@ -23,8 +25,16 @@ _LEFT_BEHIND = {
 
 @pytest.hookimpl(trylast=True)  # once tests/slurm has its marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what waits for Slurm most of its time, so that other workers use the cores meanwhile."""
-    items.sort(key=lambda item: item.get_closest_marker("slurm") is None)
+    """Order the tests so that all workers of pytest-xdist are busy to the end."""
+    files: dict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
+    quick = []
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("gpu"):
+            needs_slurm = item.get_closest_marker("slurm") is not None
+            files[item.nodeid.partition("::")[0], needs_slurm].append(item)
+        else:
+            quick.append(item)
+    items[:] = durations.in_order(files, quick, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 def pytest_collection_finish() -> None:
@@ -35,6 +45,10 @@ def pytest_collection_finish() -> None:
     """
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+def pytest_sessionfinish() -> None:
+    warm.close()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""``strategies.base.Forward`` for tests that need no task: a loss, and nothing around it."""
+"""Parts of a training step for tests: a ``Forward`` that needs no task, and the optimizer's part alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hpc_train.runtime.data_info import Batch
+from hpc_train.datasets.types import Batch
+from hpc_train.training.optimization import Optimization
 
 
 @dataclass(frozen=True)
@@ -36,3 +37,12 @@ class _Given(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self._outputs
+
+
+def optimizer_step(optimization: Optimization, clip: Callable[[], Tensor] | None = None) -> Tensor | None:
+    """Do what ``train_step`` does after backward; return what ``clip`` did."""
+    optimization.unscale_gradients()
+    norm = None if clip is None else clip()
+    optimization.step()
+    optimization.zero_grad()
+    return norm

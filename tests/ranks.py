@@ -1,15 +1,23 @@
-"""Run a function on real gloo ranks: one spawned process each."""
+"""Run a function on real gloo ranks: one process each, forked from a server that has imported torch."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+#: What the fork server imports: there is one in each process of pytest.
+IMPORTED = [
+    "tests.parallelism.training", "tests.parallelism.plain", "timm", "torch.distributed.fsdp",
+    "hpc_train.training.main",
+]  # fmt: skip
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:
@@ -18,13 +26,26 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, folder:
     ``function`` must be importable, its result picklable. ``folder`` takes the rendezvous file.
     """
     own = Path(tempfile.mkdtemp(dir=folder))
-    mp.spawn(_rank_main, (world_size, own, function, args), nprocs=world_size)
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    mp.start_processes(  # type: ignore[no-untyped-call]
+        _rank_main,
+        (world_size, own, dict(os.environ), function, args),
+        nprocs=world_size,
+        start_method="forkserver",
+    )
     return [torch.load(own / f"result-{rank}", weights_only=False) for rank in range(world_size)]
 
 
 def _rank_main(
-    rank: int, world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    folder: Path,
+    environment: Mapping[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
+    os.environ.clear()
+    os.environ.update(environment)  # the server has that of the first test
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)

@@ -7,9 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
-import venv
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-REPOSITORY = Path(__file__).parents[1]
+from tests.wheels import REPOSITORY, build, templates, templates_of_the_repository
+
 ENVS = REPOSITORY / "envs"
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
 IMAGES = pytest.mark.parametrize("image", ["Dockerfile", "apptainer.def"])
@@ -45,47 +44,27 @@ def pinned(constraints: str) -> dict[str, str]:
 def test_an_image_copies_all_that_the_package_is_made_of(image: str) -> None:
     paths = copied(image)
     assert [path for path in paths if not (REPOSITORY / path).exists()] == []
-    data_files = PROJECT["tool"]["setuptools"]["data-files"].values()
-    folders = {pattern.partition("/")[0] for patterns in data_files for pattern in patterns}
-    needed = {"pyproject.toml", "hpc_train", "envs", PROJECT["project"]["readme"], *folders}
+    links = [path.resolve() for path in (REPOSITORY / "hpc_train").rglob("*") if path.is_symlink()]
+    linked = {str(path.relative_to(REPOSITORY)) for path in links}
+    assert linked, "slurm_templates at least"
+    needed = {"pyproject.toml", "hpc_train", "envs", PROJECT["project"]["readme"], *linked}
     assert needed | set(PROJECT["project"]["license-files"]) <= set(paths)
 
 
 @pytest.mark.slow
 @IMAGES
-def test_an_image_finds_its_templates_and_profiles(image: str, tmp_path: Path) -> None:
-    """What pip installs from the copied files alone, in an environment of its own."""
+def test_an_image_installs_templates_and_profiles(image: str, tmp_path: Path) -> None:
+    """The wheel that pip builds from the copied files alone."""
     source = tmp_path / "source"
     source.mkdir()
     for path in copied(image):
-        copy = shutil.copytree if (REPOSITORY / path).is_dir() else shutil.copy
-        copy(REPOSITORY / path, source / path)
-    python = _environment(tmp_path / "image")
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
-    _run([*pip, "install", "--quiet", "--no-deps", "--no-build-isolation", str(source)])
-    code = (
-        "from hpc_train.launchers.slurm.profiles import templates_folder as f; "
-        "print(f()); print(*sorted(p.name for p in f().rglob('*.*')))"
-    )
-    folder, names = _run([str(python), "-c", code]).splitlines()
-    assert Path(folder) == tmp_path / "image/share/hpc-train/slurm_templates"
-    own = [path.name for path in (REPOSITORY / "slurm_templates").rglob("*.*") if path.suffix != ".md"]
-    assert names.split() == sorted(own)
-
-
-def _environment(folder: Path) -> Path:
-    """Make an environment that finds this one's packages after its own."""
-    venv.create(folder, symlinks=True)
-    packages = next(folder.glob("lib/python*/site-packages"))
-    paths = [sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("site-packages"))]
-    (packages / "others.pth").write_text("".join(f"{path}\n" for path in dict.fromkeys(paths)))
-    return folder / "bin/python"
-
-
-def _run(words: list[str]) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd="/", timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+        if (REPOSITORY / path).is_dir():
+            shutil.copytree(REPOSITORY / path, source / path, symlinks=True)
+        else:
+            shutil.copy(REPOSITORY / path, source / path)
+    build(source, tmp_path / "dist", "--wheel")
+    (wheel,) = (tmp_path / "dist").iterdir()
+    assert templates(wheel) == templates_of_the_repository()
 
 
 @pytest.mark.parametrize("constraints", CONSTRAINTS)

@@ -1,1 +1,1 @@
-"""What a person types. No torch: what needs it runs in a child process."""
+"""The command line. Imports no torch: what needs it runs in a child process."""

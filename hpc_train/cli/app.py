@@ -1,6 +1,7 @@
-"""The ``hpc-train`` command: what can be typed. What each command does is in its own module.
+"""The ``hpc-train`` command: its subcommands and options. Each command is implemented in its own module.
 
-Imported for ``--help`` too, so nothing heavy stands at the top: a body is imported when its command runs.
+Imported for ``--help`` too, so nothing heavy is imported at the top: a command's module is imported when it
+runs.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Annotated, ParamSpec
 import typer
 
 from hpc_train import __version__
+from hpc_train.console import redirect_to_devnull, say
 from hpc_train.errors import ExitCode, HpcTrainError, UserError
-from hpc_train.launchers.words import lead_nowhere, say
 
 _P = ParamSpec("_P")
 
@@ -34,7 +35,7 @@ app = typer.Typer(
 File = Annotated[Path, typer.Argument(metavar="FILE", help="The experiment file.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Keys of the file to change.", show_default=False),
+    typer.Argument(metavar="KEY=VALUE", help="Keys of the file to override.", show_default=False),
 ]
 Runs = Annotated[list[str], typer.Argument(metavar="RUN", help="Runs.", show_default=False)]
 MaybeRuns = Annotated[
@@ -42,15 +43,15 @@ MaybeRuns = Annotated[
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="One run.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
-Local = Annotated[bool, typer.Option("--local", help="On this machine, followed to the end.")]
+Local = Annotated[bool, typer.Option("--local", help="Run on this machine and follow the run to its end.")]
 Devices = Annotated[
-    int | None, typer.Option("--devices", min=1, help="Ranks on this machine; default: one a GPU, or one.")
+    int | None, typer.Option("--devices", min=1, help="Ranks on this machine; default: one per GPU, or one.")
 ]
-LauncherName = Annotated[str | None, typer.Option("--launcher", help="A launcher plug-in by name.")]
+LauncherName = Annotated[str | None, typer.Option("--launcher", help="Name of a launcher plug-in.")]
 
 
 def _command(body: Callable[_P, int]) -> Callable[_P, None]:
-    """Register a command whose body returns an exit code; a mistake of the user's prints no traceback."""
+    """Register a command whose body returns an exit code; a user error prints no traceback."""
 
     @functools.wraps(body)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
@@ -60,7 +61,7 @@ def _command(body: Callable[_P, int]) -> Callable[_P, None]:
 
 
 def exit_code_of(body: Callable[[], int]) -> int:
-    """Run a command's body and return the exit code of the process; what a person should know is said."""
+    """Run a command's body and return the exit code of the process; errors are printed."""
     try:
         return int(body())
     except UserError as error:
@@ -72,7 +73,7 @@ def exit_code_of(body: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        lead_nowhere(sys.stdout)  # whoever read our output has gone
+        redirect_to_devnull(sys.stdout)  # the reader of our output has gone
         return int(ExitCode.IO)
     except OSError as error:
         say(f"{error.filename or 'input/output'}: {error.strerror or error}")
@@ -82,11 +83,11 @@ def exit_code_of(body: Callable[[], int]) -> int:
 
 
 def _flush() -> None:
-    """Have nothing left that Python would flush, and fail on, at exit: the terminal may be gone."""
+    """Leave nothing that Python would flush, and fail on, at exit: the terminal may be gone."""
     try:
         sys.stdout.flush()
     except OSError:
-        lead_nowhere(sys.stdout)
+        redirect_to_devnull(sys.stdout)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -107,8 +108,8 @@ def _options(
 
 @_command
 def validate(file: File, overrides: Overrides = None) -> int:
-    """Say every error of a file, or that there is none."""
-    from hpc_train.cli.files import validate
+    """Check a file and report all errors."""
+    from hpc_train.cli.experiment_file import validate
 
     return validate(file, overrides or [])
 
@@ -116,7 +117,7 @@ def validate(file: File, overrides: Overrides = None) -> int:
 @_command
 def schema() -> int:
     """Print the file's JSON Schema, for editors."""
-    from hpc_train.cli.files import schema
+    from hpc_train.cli.experiment_file import schema
 
     return schema()
 
@@ -128,9 +129,9 @@ def plan(
     local: Local = False,
     devices: Devices = None,
     as_json: Json = False,
-    script: Annotated[bool, typer.Option("--script", help="Show the batch script of each job too.")] = False,
+    script: Annotated[bool, typer.Option("--script", help="Also show the batch script of each job.")] = False,
 ) -> int:
-    """Show runs, ranks, batches and GPU-hours; start nothing."""
+    """Show runs, ranks, batches and GPU-hours without starting anything."""
     from hpc_train.cli.plan import PlanOptions, plan
 
     return plan(file, overrides or [], PlanOptions(local, devices, as_json, script))
@@ -138,8 +139,8 @@ def plan(
 
 @_command
 def prepare(file: File, overrides: Overrides = None) -> int:
-    """Fetch data and weights here, for nodes without network."""
-    from hpc_train.cli.files import prepare
+    """Download data and weights here, for nodes without network."""
+    from hpc_train.cli.experiment_file import prepare
 
     return prepare(file, overrides or [])
 
@@ -151,13 +152,15 @@ def submit(
     local: Local = False,
     devices: Devices = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan and the batch scripts; start nothing.")
+        bool, typer.Option("--dry-run", help="Show the plan and the batch scripts without starting anything.")
     ] = False,
-    new: Annotated[bool, typer.Option("--new", help="Start again beside runs that exist.")] = False,
+    new: Annotated[
+        bool, typer.Option("--new", help="Train again in a new run, even if the run exists.")
+    ] = False,
     as_json: Json = False,
     launcher: LauncherName = None,
     jobs: Annotated[
-        int, typer.Option("--jobs", min=1, help="With --local: runs of a sweep to train at a time.")
+        int, typer.Option("--jobs", min=1, help="With --local: number of runs of a sweep to train at a time.")
     ] = 1,
 ) -> int:
     """Plan and start the runs of a file."""
@@ -169,7 +172,7 @@ def submit(
 
 @_command
 def status(runs: MaybeRuns = None, as_json: Json = False) -> int:
-    """Show where each run stands."""
+    """Show the status of runs."""
     from hpc_train.cli.status import status
 
     return status(runs or [], as_json=as_json)
@@ -178,17 +181,21 @@ def status(runs: MaybeRuns = None, as_json: Json = False) -> int:
 @_command
 def logs(
     run: Run,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run ends.")] = False,
-    rank: Annotated[int, typer.Option("--rank", min=0, help="Whose log.")] = 0,
-    attempt: Annotated[int | None, typer.Option("--attempt", min=1, help="Default: the newest.")] = None,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="Follow the log until the run ends.")
+    ] = False,
+    rank: Annotated[int, typer.Option("--rank", min=0, help="Rank whose log to print.")] = 0,
+    attempt: Annotated[
+        int | None, typer.Option("--attempt", min=1, help="Attempt. Default: the newest.")
+    ] = None,
     lines: Annotated[
         int | None,
-        typer.Option(
-            "-n", "--lines", min=0, help="Lines of the log's end; 0: all. Default: all, 20 with -f."
-        ),
+        typer.Option("-n", "--lines", min=0, help="Number of last lines; 0: all. Default: all, 20 with -f."),
     ] = None,
-    print_all: Annotated[bool, typer.Option("--all", help="The whole log, with -f too.")] = False,
-    last: Annotated[bool, typer.Option("--last", help="Of several runs the one that started last.")] = False,
+    print_all: Annotated[bool, typer.Option("--all", help="Print the whole log, also with -f.")] = False,
+    last: Annotated[
+        bool, typer.Option("--last", help="Of several runs, use the one that started last.")
+    ] = False,
 ) -> int:
     """Print a rank's log."""
     from hpc_train.cli.logs import logs
@@ -202,7 +209,7 @@ def resume(
         list[str],
         typer.Argument(
             metavar="RUN|KEY=VALUE",
-            help="Runs, and keys to change that leave each the same run.",
+            help="Runs, and keys to override that are not part of a run's id.",
             show_default=False,
         ),
     ],
@@ -212,17 +219,19 @@ def resume(
     launcher: LauncherName = None,
     code: Annotated[
         str | None,
-        typer.Option("--code", metavar="new", help="new: use the current code, not that of the submit."),
+        typer.Option(
+            "--code", metavar="new", help="new: use the current code instead of the run's snapshot."
+        ),
     ] = None,
     take_over: Annotated[
         bool,
-        typer.Option("--take-over", help="Also a run on a machine or in a container that is gone."),
+        typer.Option("--take-over", help="Also resume a run whose machine or container is gone."),
     ] = False,
     strict_env: Annotated[
-        bool, typer.Option("--strict-env", help="Refuse where versions are others than the run had.")
+        bool, typer.Option("--strict-env", help="Refuse to resume with other versions than the run had.")
     ] = False,
 ) -> int:
-    """Let unfinished runs go on from their newest valid checkpoint."""
+    """Resume unfinished runs from their newest valid checkpoint."""
     from hpc_train.cli.resume import resume
 
     return resume(
@@ -239,7 +248,7 @@ def resume(
 
 @_command
 def cancel(runs: Runs) -> int:
-    """End runs for good; what they saved stays."""
+    """Cancel runs for good; what they saved is kept."""
     from hpc_train.cli.cancel import cancel
 
     return cancel(runs)
@@ -250,27 +259,29 @@ def export(
     run: Run,
     output: Annotated[
         Path,
-        typer.Option("-o", "--output", metavar="FILE.safetensors", help="To write.", show_default=False),
+        typer.Option("-o", "--output", metavar="FILE.safetensors", help="File to write.", show_default=False),
     ],
-    ema: Annotated[bool, typer.Option("--ema", help="Their moving average instead.")] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="Export the EMA weights instead.")] = False,
 ) -> int:
-    """Write a run's full weights as one safetensors file."""
-    from hpc_train.cli.checkpoints import export
+    """Export a run's full weights as one safetensors file."""
+    from hpc_train.cli.checkpoint_commands import export
 
     return export(run, output, ema=ema)
 
 
 @_command
 def verify(runs: Runs) -> int:
-    """Check the hashes of every checkpoint and say which would load."""
-    from hpc_train.cli.checkpoints import verify
+    """Check the hashes of every checkpoint and report which ones would load."""
+    from hpc_train.cli.checkpoint_commands import verify
 
     return verify(runs)
 
 
 @_command
-def clean(runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False) -> int:
-    """Remove old checkpoints, caches and code that no run uses, after saying which."""
+def clean(
+    runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")] = False
+) -> int:
+    """Remove old checkpoints, caches and unused code, after confirmation."""
     from hpc_train.cli.clean import clean
 
     return clean(runs, yes=yes)
@@ -282,30 +293,36 @@ def compare(
     metric: Annotated[
         str | None,
         typer.Option(
-            "--metric", metavar="[SPLIT/]NAME", help="Default: val/accuracy, or loss.", show_default=False
+            "--metric",
+            metavar="[SPLIT/]NAME",
+            help="Metric to compare. Default: val/accuracy, or loss.",
+            show_default=False,
         ),
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV to stdout.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Show in which keys runs differ, and their last and best metrics, the best run first."""
+    """Compare runs: the keys in which they differ, and their last and best metrics, the best run first."""
     from hpc_train.cli.compare import compare
 
     return compare(runs, metric=metric, as_csv=as_csv, as_json=as_json)
 
 
 @_command
-def rm(runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False) -> int:
-    """Remove runs that have ended, and code that no run uses, after asking."""
+def rm(
+    runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")] = False
+) -> int:
+    """Remove runs that have ended, and unused code, after confirmation."""
     from hpc_train.cli.remove import remove
 
     return remove(runs, yes=yes)
 
 
 def _open_closed_streams() -> None:
-    """Lead standard streams that were closed (``hpc-train status >&-``) to the null device.
+    """Redirect closed standard streams (``hpc-train status >&-``) to the null device.
 
-    Otherwise the next file opened, here or in a rank, takes the number of the stream, and is printed into.
+    Otherwise the next file that is opened, here or in a rank, gets the number of the stream, and is printed
+    into.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -322,7 +339,7 @@ def _open_closed_streams() -> None:
 
 def main() -> None:
     """Run the command line and exit."""
-    # What others may write is not run (run_folder.trust), so nothing here or in a rank may create such files.
+    # Files that others may write are not executed (run.trust), so no process here may create such files.
     os.umask(os.umask(0o077) | 0o022)
     _open_closed_streams()
     try:

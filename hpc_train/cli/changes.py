@@ -1,4 +1,4 @@
-"""What one experiment says otherwise than another, key by key, and as KEY=VALUE for ``resume``."""
+"""The differences between two experiments, key by key, and as KEY=VALUE for ``resume``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hpc_train.config.problems import KeyPath, dotted, one_line, shortened
 from hpc_train.config.schema import Experiment
 from hpc_train.plan.identity import CHANGEABLE
 
-#: Means nothing to a run that is there already.
+#: Not relevant to an existing run.
 _IGNORED = ("sweep",)
-#: No part of the identity, but where the run lies.
+#: Not part of the id, but of the run's location.
 _FIXED = ("name",)
 
 
@@ -26,7 +26,7 @@ class Change:
     path: KeyPath
     before: Any
     after: Any
-    #: ``after`` as the file would have it, without defaults.
+    #: ``after`` as written in a file, without defaults.
     written: Any
 
     @property
@@ -39,7 +39,7 @@ class Change:
 
     @property
     def can_be_taken(self) -> bool:
-        """Tell whether a resume may take it: it leaves the run the same."""
+        """Tell whether a resume may change it: the run stays the same."""
         keys = [tuple(key.split(".")) for key in (*NOT_IDENTITY, *CHANGEABLE) if key not in _FIXED]
         return any(self.path[: len(key)] == key for key in keys)
 
@@ -50,12 +50,12 @@ class Change:
 
 
 def as_override(key: str, value: Any) -> str:
-    """Return ``KEY=VALUE`` as the command line reads it."""
+    """Return ``KEY=VALUE`` as the command line parses it."""
     return f"{key}={_text(value)}"
 
 
 def changes(before: Experiment, after: Experiment) -> list[Change]:
-    """Return the keys that differ, in the file's order, but for those of a sweep."""
+    """Return the keys that differ, in file order, except those of a sweep."""
     old, new = (experiment.model_dump(mode="json", exclude=set(_IGNORED)) for experiment in (before, after))
     short = after.model_dump(mode="json", exclude_defaults=True)
     return [
@@ -65,16 +65,16 @@ def changes(before: Experiment, after: Experiment) -> list[Change]:
 
 
 def changes_on_resume(frozen: Experiment, wanted: Experiment, *, with_slurm: bool = False) -> list[str]:
-    """Return ``KEY=VALUE`` of each key that a resume may change and that ``wanted`` says otherwise.
+    """Return ``KEY=VALUE`` of each key that a resume may change and that differs in ``wanted``.
 
-    ``with_slurm``: also of what is asked of Slurm, which means nothing on this machine.
+    ``with_slurm``: including the resources requested from Slurm, which don't matter on this machine.
     """
     found = [change for change in changes(frozen, wanted) if change.can_be_taken]
     return [change.override for change in found if with_slurm or not change.is_of_slurm]
 
 
 def value_at(data: Any, path: KeyPath, default: Any = None) -> Any:
-    """Return what a dumped experiment says at ``path``."""
+    """Return the value of a dumped experiment at ``path``."""
     for key in path:
         if not isinstance(data, dict) or key not in data:
             return default
@@ -88,17 +88,17 @@ def value_in_words(value: Any) -> str:
 
 
 def _differences(before: Any, after: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any, Any]]:
-    """Yield paths and both values; a mapping whose keys differ is one value, for no key can be taken out."""
+    """Yield paths and both values; a mapping whose keys differ is one value, since no key can be removed."""
     if isinstance(before, dict) and isinstance(after, dict) and before.keys() == after.keys():
         for key in after:
             yield from _differences(before[key], after[key], (*path, key))
-    # 1 and 1.0 make different runs.
+    # 1 and 1.0 are different runs.
     elif json.dumps(before, sort_keys=True) != json.dumps(after, sort_keys=True):
         yield path, before, after
 
 
 def _text(value: Any) -> str:
-    """Return the value as the command line reads it; text stands bare where it is read as itself."""
+    """Return the value as the command line parses it; text is unquoted if it is parsed as itself."""
     if isinstance(value, str) and read_value(value) == (value, []):
         return value
     return json.dumps(value, ensure_ascii=False)

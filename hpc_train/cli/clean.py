@@ -1,4 +1,4 @@
-"""``clean``: removes what a run does not need any more, after saying what."""
+"""``clean``: removes what a run no longer needs, after listing it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.cli.printing import say
+from hpc_train.console import say
 from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder import checkpoints
-from hpc_train.run_folder.attempts import no_claims
-from hpc_train.run_folder.files import remove_folder
-from hpc_train.run_folder.finding import find_runs, run_name
-from hpc_train.run_folder.liveness import lives, newest_record
-from hpc_train.run_folder.status import GOING_ON, current_status
-from hpc_train.run_folder.unused_code import unused_snapshots
+from hpc_train.run import checkpoints
+from hpc_train.run.attempts import newest_number, no_claims
+from hpc_train.run.code.unused_snapshots import unused_snapshots
+from hpc_train.run.files import remove_folder
+from hpc_train.run.find import find_runs, run_name
+from hpc_train.run.liveness import lives, newest_record
+from hpc_train.run.run_status import GOING_ON, current_status
 
 
 class LivingRunError(UserError):
-    """The run still writes into its folder."""
+    """The run still writes to its folder."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,13 @@ class _Surplus:
 
 
 def clean(words: Sequence[str], *, yes: bool) -> ExitCode:
-    """Say what would go, ask unless ``yes``, remove it. Refuses where any of the runs still goes on."""
+    """List what would be removed, ask unless ``yes``, remove it. Refuses if any of the runs is still
+    active.
+    """
     runs = find_runs(words)
     for paths in runs:
         _refuse_living(paths)
+    attempts = {paths: newest_number(paths) for paths in runs}
     surplus = {paths: _surplus(paths) for paths in runs}
     for paths, found in surplus.items():
         _say(found)
@@ -56,6 +59,8 @@ def clean(words: Sequence[str], *, yes: bool) -> ExitCode:
     for paths, found in surplus.items():
         with no_claims(paths):
             _refuse_living(paths)  # the answer may have taken an hour
+            if newest_number(paths) != attempts[paths]:
+                raise LivingRunError(f"{run_name(paths)} was resumed in the meantime; run clean again")
             for item in found:
                 _remove(item.path)
     _remove_code(folders, code)
@@ -75,7 +80,7 @@ def _refuse_living(paths: RunPaths) -> None:
 
 
 def _surplus(paths: RunPaths) -> list[_Surplus]:
-    """Return what hpc-train wrote and the run does not need any more; what links lead to stays."""
+    """Return what hpc-train wrote and the run no longer needs; targets of links are kept."""
     found = [_Surplus(paths.cache, "cache")] if paths.cache.exists() else []
     if not paths.checkpoints.is_dir() or paths.checkpoints.is_symlink():
         return found
@@ -87,7 +92,7 @@ def _surplus(paths: RunPaths) -> list[_Surplus]:
             found.append(_Surplus(path, "not finished"))
         elif not is_set_aside and (path not in folders or path.is_symlink() or not path.is_dir()):
             continue
-        # Without a whole one nothing says which of them somebody may want to mend.
+        # Without an intact one it is unknown which of them the user may want to repair.
         elif newest is not None and path != newest.folder:
             older = f"older than {newest.folder.name}, or does not count"
             found.append(_Surplus(path, "damaged, set aside" if is_set_aside else older))
@@ -99,19 +104,19 @@ def _unused(snapshots: Path) -> list[Path]:
         return unused_snapshots(snapshots)
     except OSError as error:
         why = f"{error.filename or 'a run'} can't be read: {error.strerror or error}"
-        say(f"{snapshots}: left alone, for {why}")
+        say(f"{snapshots}: kept, since {why}")
         return []
 
 
 def remove_unused_code(snapshots: Path) -> None:
-    """Remove the code that no run uses, and say which; a submit may have come for what is new."""
+    """Remove code that no run uses, and list it; a submit may have started using it meanwhile."""
     for path in _unused(snapshots):
         remove_folder(path)
         say(f"{path}  removed: code that no run uses")
 
 
 def _remove_code(folders: Collection[Path], told: Sequence[_Surplus]) -> None:
-    """Remove of what was told what is unused still: a submit may have come for it since."""
+    """Remove what was listed and is still unused: a submit may have started using it since."""
     unused = {path for folder in folders for path in _unused(folder)}
     for item in told:
         if item.path in unused:
@@ -120,7 +125,7 @@ def _remove_code(folders: Collection[Path], told: Sequence[_Surplus]) -> None:
 
 def _agreed() -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("clean: nobody is there to ask; add --yes")
+        raise UsageError("clean: no terminal to ask for confirmation; add --yes")
     print("Remove all of it? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in {"y", "yes"}
 

@@ -1,4 +1,4 @@
-"""Which code a run uses: the snapshot that ``submit`` takes, and what ``resume`` makes of it."""
+"""Which code a run uses: the snapshot that ``submit`` takes, and how ``resume`` changes it."""
 
 from __future__ import annotations
 
@@ -6,34 +6,35 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.cli.printing import say
 from hpc_train.config.schema import Experiment
+from hpc_train.console import say
 from hpc_train.errors import StorageError, UsageError, UserError
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.plan.planning import PlannedRun
-from hpc_train.run_folder import snapshot
-from hpc_train.run_folder.creation import note_code, was_submitted_here
-from hpc_train.run_folder.finding import run_name
-from hpc_train.run_folder.snapshot import Code
+from hpc_train.run.code import snapshot
+from hpc_train.run.code.snapshot import Code
+from hpc_train.run.create import note_code, was_submitted_here
+from hpc_train.run.find import run_name
 
 _NEW = "new"
-#: Of files that were left out, so many are named.
+#: Number of excluded files that are listed.
 _NAMED = 5
 
 
 def is_new(choice: str | None) -> bool:
-    """Tell whether ``--code`` asks for the current code. Raises UsageError where it says anything else."""
+    """Tell whether ``--code`` requests the current code. Raises UsageError for any other value."""
     if choice not in {None, _NEW}:
-        raise UsageError(f"--code: {choice!r} is nothing that is known; write --code new, or leave it out")
+        raise UsageError(f"--code: unknown value {choice!r}; write --code new, or omit it")
     return choice == _NEW
 
 
-def snapshot_for(folder: ExperimentPaths, runs: Sequence[PlannedRun], *, anew: bool) -> Path | None:
-    """Return the snapshot of the current code for those of ``runs`` that will be made; None where all are.
+def snapshot_for(folder: ExperimentPaths, runs: Sequence[PlannedRun], *, always_new: bool) -> Path | None:
+    """Return the snapshot of the current code for those of ``runs`` that will be created; None if all exist.
 
-    One for all runs of a submit, before the first is made. ``anew``: others will be made beside them.
+    One for all runs of a submit, before the first is created. ``always_new``: a run that exists gets a second
+    one beside it.
     """
-    if not anew and all((folder.folder / run.id).exists() for run in runs):
+    if not always_new and all((folder.folder / run.id).exists() for run in runs):
         return None
     return _place(folder, _current_code(folder, [run.experiment for run in runs]))
 
@@ -54,10 +55,10 @@ class CodeChange:
 
 
 def code_on_resume(paths: RunPaths, experiment: Experiment, *, new: bool) -> CodeChange | None:
-    """Say what has changed since the run's snapshot was taken; with ``new`` return the change to make.
+    """Report what has changed since the run's snapshot was taken; with ``new`` return the change to make.
 
-    A run without a snapshot gets one. Nothing of the run is changed before the caller has claimed an attempt
-    and applies what is returned. Raises UserError where the current code can't be taken.
+    A run without a snapshot gets one. Nothing of the run changes before the caller has claimed an attempt and
+    applies the returned change. Raises UserError if the current code can't be snapshotted.
     """
     used = _used(paths, may_be_gone=new)
     if used is None or new:
@@ -93,7 +94,7 @@ def _say_differences(paths: RunPaths, experiment: Experiment, used: Path) -> Non
     try:
         differences = snapshot.differences(used, _current_code(paths.siblings, [experiment]))
     except UserError:
-        return  # code that can't be taken now is none that this run needs
+        return  # code that can't be snapshotted now is not needed by this run
     if differences:
         say(
             f"{run_name(paths)}: code: {differences.words(' from the snapshot that this run uses')}; "
@@ -108,11 +109,11 @@ def _current_code(folder: ExperimentPaths, experiments: Iterable[Experiment]) ->
 
 
 def _place(folder: ExperimentPaths, code: Code) -> Path:
-    """Write the snapshot where there is none yet, and say what is not in it."""
+    """Write the snapshot if there is none yet, and report what is excluded from it."""
     is_known = (folder.snapshots / code.content).exists()
     placed = snapshot.place(folder.snapshots, code)
     if code.left_out and not is_known:
         named = [f"{path} ({why})" for path, why in code.left_out.items()]
         more = ", …" if len(named) > _NAMED else ""
-        say(f"code: left out of the snapshot: {', '.join(named[:_NAMED])}{more}")
+        say(f"code: excluded from the snapshot: {', '.join(named[:_NAMED])}{more}")
     return placed

@@ -1,4 +1,4 @@
-"""``compare``: the keys in which runs differ, and what they reached."""
+"""``compare``: the keys in which runs differ, and their metrics."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cli.changed_keys import changed_keys, short_names, value_text
-from hpc_train.cli.layout import ranks_of
-from hpc_train.cli.metrics import POSITION, number, rows_in
-from hpc_train.cli.printing import JSON_VERSION, put_json, say
-from hpc_train.cli.run_table import print_table
-from hpc_train.cli.run_times import elapsed_s, short_duration
-from hpc_train.cli.standing import standings
+from hpc_train.cli.unreadable import find_readable
+from hpc_train.console import JSON_VERSION, put_json, say
 from hpc_train.errors import ExitCode, UsageError
+from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.files import read_json
-from hpc_train.run_folder.finding import find_runs, run_names
-from hpc_train.run_folder.liveness import newest_record
+from hpc_train.report.changed_keys import changed_keys, short_names, value_text
+from hpc_train.report.metrics_reader import POSITION, number, rows_in
+from hpc_train.report.run_table import print_table
+from hpc_train.report.run_times import elapsed_s, short_duration
+from hpc_train.report.step_layout import ranks_of
+from hpc_train.run.files import read_json
+from hpc_train.run.find import run_names
+from hpc_train.run.liveness import newest_record
 
-#: Metrics of which less is better; of all others more is.
+#: Metrics for which lower is better; for all others higher is.
 _LESS_IS_BETTER = re.compile(r"(^|_)(loss|error|err|perplexity|ppl|mse|rmse|mae|nll|bpb|time|s)($|_)")
 _SPLITS = ("val", "train")
-#: Compared where no metric is named: the first one that a run has.
+#: Default metrics: the first one that a run has.
 _PREFERRED = ("accuracy", "loss")
 
 
@@ -58,7 +59,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Compared:
-    """One run: its values of the keys that differ, and what it reached."""
+    """One run: its values of the keys that differ, and its metrics."""
 
     paths: RunPaths
     name: str
@@ -73,7 +74,7 @@ def compare(words: Sequence[str], *, metric: str | None, as_csv: bool, as_json: 
     """Print the runs, the best one first. Raises UsageError for a metric that none of them has."""
     if as_csv and as_json:
         raise UsageError("--csv and --json exclude each other; use one of them")
-    runs = find_runs(words)
+    runs = find_readable(words)
     chosen = _chosen(runs, metric)
     compared = _sorted([*_compared(runs, chosen)], chosen)
     keys = list(dict.fromkeys(key for each in compared for key in each.values))
@@ -87,7 +88,7 @@ def compare(words: Sequence[str], *, metric: str | None, as_csv: bool, as_json: 
 
 
 def _chosen(runs: Sequence[RunPaths], wanted: str | None) -> Metric:
-    """Return the metric that is meant: of validation rows, or of training rows where those lack it."""
+    """Return the requested metric: of validation rows, or of training rows if those lack it."""
     found = {metric for paths in runs for metric in _metrics_of(paths.metrics)}
     names = _PREFERRED if wanted is None else (wanted,)
     for split in _SPLITS:
@@ -108,7 +109,7 @@ def _metrics_of(file: Path) -> set[Metric]:
 
 def _compared(runs: Sequence[RunPaths], metric: Metric) -> Iterator[Compared]:
     names, settings, facts = run_names(runs), changed_keys(runs), _facts(runs)
-    for paths, status in zip(runs, standings(runs), strict=True):
+    for paths, status in zip(runs, statuses(runs), strict=True):
         last, best = _last_and_best(paths.metrics, metric)
         values = settings[paths] | facts[paths]
         duration = elapsed_s(paths, status)
@@ -116,7 +117,7 @@ def _compared(runs: Sequence[RunPaths], metric: Metric) -> Iterator[Compared]:
 
 
 def _facts(runs: Sequence[RunPaths]) -> dict[RunPaths, dict[str, Any]]:
-    """Return ``ranks`` and ``code`` of each run where they differ: no keys of the file, but causes too."""
+    """Return ``ranks`` and ``code`` of each run if they differ: not keys of the file, but causes too."""
     found = {paths: read_json(paths.run) or {} for paths in runs}
     ranks = {paths: ranks_of(facts, newest_record(paths)) for paths, facts in found.items()}
     code = {paths: _code(facts) for paths, facts in found.items()}

@@ -1,4 +1,4 @@
-"""The run folders of a submit: made, or found there already and said how they stand."""
+"""The run folders of a submit: created, or the status of existing ones."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 
 from hpc_train.cli.changes import changes_on_resume, value_at
 from hpc_train.cli.next_steps import has_saved, next_steps
-from hpc_train.cli.printing import say
-from hpc_train.config.loading import Loaded
 from hpc_train.config.schema import Experiment
+from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.paths import RunPaths
 from hpc_train.plan.planning import PlannedRun
-from hpc_train.run_folder.attempts import newest_number
-from hpc_train.run_folder.creation import Origin, create_run, effective_experiment, inputs_differ
-from hpc_train.run_folder.finding import is_run, run_name
-from hpc_train.run_folder.status import GOING_ON, INTERRUPTED, RunStatus
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.create import Origin, create_run, effective_experiment, inputs_differ
+from hpc_train.run.find import is_run, run_name
+from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus
+from hpc_train.validate.loading import Loaded
 
 
 @dataclass(frozen=True)
-class Birth:
+class SubmitContext:
     """What all runs of a submit have in common."""
 
     loaded: Loaded
@@ -35,16 +35,16 @@ class Birth:
         return Origin(str(file), list(self.loaded.overrides))
 
 
-def create(paths: RunPaths, run: PlannedRun, birth: Birth) -> bool:
-    """Make the run's folder; False where there is one."""
+def create(paths: RunPaths, run: PlannedRun, context: SubmitContext) -> bool:
+    """Create the run's folder; False if it exists."""
     return create_run(
         paths,
         run.experiment,
         paths.folder.name,
         run.total_steps,
-        launcher=birth.launcher,
-        snapshot=birth.snapshot,
-        origin=birth.origin,
+        launcher=context.launcher,
+        snapshot=context.snapshot,
+        origin=context.origin,
         values=run.values,
         layout=run.layout,
     )
@@ -53,23 +53,23 @@ def create(paths: RunPaths, run: PlannedRun, birth: Birth) -> bool:
 def create_beside(
     paths: RunPaths,
     run: PlannedRun,
-    birth: Birth,
+    context: SubmitContext,
     make_free: Callable[[RunPaths], None] = lambda paths: None,
 ) -> RunPaths:
     """Create the run under the first free one of ``<id>-2``, ``<id>-3``, …
 
-    ``make_free`` may remove what a command that died has left there.
+    ``make_free`` may remove what a killed command has left there.
     """
     for number in itertools.count(2):
         other = RunPaths(paths.folder.with_name(f"{run.id}-{number}"))
         make_free(other)
-        if create(other, run, birth):
+        if create(other, run, context):
             return other
     raise AssertionError("itertools.count ends")
 
 
 def existing_run(paths: RunPaths, run: PlannedRun) -> RunPaths:
-    """Return the run of this id that is of the files that are there now; ``paths`` where none is."""
+    """Return the run of this id whose data files are the current ones; ``paths`` if there is none."""
     beside = (RunPaths(paths.folder.with_name(f"{run.id}-{number}")) for number in itertools.count(2))
     for each in itertools.chain([paths], itertools.takewhile(is_run, beside)):
         if not inputs_differ(each, run.experiment):
@@ -80,7 +80,7 @@ def existing_run(paths: RunPaths, run: PlannedRun) -> RunPaths:
 def say_existing(
     paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_queued: bool = False
 ) -> ExitCode:
-    """Say how the run that is there already stands, and what can be done to have it as ``wanted``."""
+    """Report the status of an existing run, and what can be done to get it as ``wanted``."""
     run_id = run_name(paths)
     if others := inputs_differ(paths, wanted):
         what = " and ".join(
@@ -88,7 +88,7 @@ def say_existing(
         )
         say(
             f"{run_id}: {status.state}, in {paths.folder}, but of other files than {what} has now; nothing "
-            "started: put the files back, or train on these beside it with --new"
+            "started: restore the files, or train on the new ones in a new run with --new"
         )
         return ExitCode.FAILED
     if status.state == "completed":
@@ -101,20 +101,21 @@ def say_existing(
     say(f"{run_id}: {status.state}{reason} at step {status.step}, in {paths.folder}; nothing started")
     for line in next_steps(paths, status, changes_since(paths, wanted, is_queued=is_queued)):
         say(f"  {line}")
-    say("  or train it again from step 0 in a folder beside it: add --new")
+    say("  or train it again from step 0 in a new run: add --new")
     return ExitCode.FAILED
 
 
 def starts_again(paths: RunPaths, status: RunStatus) -> bool:
     """Tell whether a submit starts the run again: it failed or was interrupted before it saved anything.
 
-    Nothing is lost by that, and the run takes the current code and file: it can't fail again over an error
-    that has been fixed. A cancelled run is started by ``resume`` alone.
+    Nothing is lost by that, and the run uses the current code and file: it can't fail again because of an
+    error that has been fixed. A cancelled run is only started by ``resume``.
     """
     return status.state in {"failed", INTERRUPTED} and not has_saved(paths)
 
 
 def say_starts_again(paths: RunPaths, status: RunStatus) -> None:
+    """Report that a submit starts the run again from step 0."""
     reason = f" ({status.reason})" if status.reason else ""
     say(
         f"{run_name(paths)}: {status.state}{reason} before it saved anything; "
@@ -127,5 +128,5 @@ def changes_since(paths: RunPaths, wanted: Experiment, *, is_queued: bool) -> li
     try:
         frozen = effective_experiment(paths, newest_number(paths) + 1)
     except BadFileError:
-        return []  # the frozen file is broken; resume tells how
+        return []  # the frozen file is broken; resume reports how
     return changes_on_resume(frozen, wanted, with_slurm=is_queued)

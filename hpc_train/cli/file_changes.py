@@ -1,4 +1,4 @@
-"""What the file that a run was made of says otherwise by now, which ``resume`` tells but does not take."""
+"""Changes of the file since a run was created from it, which ``resume`` reports but does not apply."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hpc_train.cli.changes import Change, changes, value_at, value_in_words
-from hpc_train.cli.printing import say
-from hpc_train.config import freezing
 from hpc_train.config.keys import split_key
-from hpc_train.config.loading import Loaded, load
 from hpc_train.config.schema import Experiment
+from hpc_train.console import say
 from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.creation import Origin, origin_of
-from hpc_train.run_folder.finding import run_name
+from hpc_train.run import frozen_experiment
+from hpc_train.run.create import Origin, origin_of
+from hpc_train.run.find import run_name
+from hpc_train.validate.loading import Loaded, load
 
-#: Of a file's changes so many are named.
+#: Number of changes that are listed.
 _NAMED = 10
 
 
 def say_file_changes(runs: Sequence[tuple[RunPaths, Experiment]], *, with_slurm: bool) -> None:
-    """Say for runs, each with the experiment that it will use, what their files say otherwise by now.
+    """Report for runs, each with the experiment that it will use, what has changed in their files.
 
-    ``with_slurm``: also what is asked of Slurm. Runs of which the same is to be said are told of together.
+    ``with_slurm``: including the resources requested from Slurm. Runs with the same changes are reported
+    together.
     """
     files: dict[str, _File] = {}
     told: dict[tuple[str, ...], list[str]] = {}
@@ -38,7 +39,7 @@ def say_file_changes(runs: Sequence[tuple[RunPaths, Experiment]], *, with_slurm:
 
 
 def either(ids: Sequence[str]) -> str:
-    """Return the run's id where there is one, else how many there are."""
+    """Return the run's id if there is one, else the number of runs."""
     return ids[0] if len(ids) == 1 else f"{len(ids)} runs"
 
 
@@ -57,7 +58,7 @@ def _say_lines(who: str, lines: Sequence[str]) -> None:
 
 
 class _File:
-    """A file that runs were made of, read once for all of them."""
+    """A file from which runs were created, read once for all of them."""
 
     def __init__(self, origin: Origin) -> None:
         file = Path(origin.file)
@@ -70,30 +71,34 @@ class _File:
             return
 
     def lines(self, paths: RunPaths, used: Experiment, with_slurm: bool) -> tuple[str, ...]:
-        """Return a heading and a line for each change, or that it can't be told; empty without changes."""
+        """Return a heading and a line for each change, or that they can't be determined; empty without
+        changes.
+        """
         try:
             if self._loaded is None:
                 return (self._unreadable(),)
-            frozen = freezing.read(paths.experiment)
+            frozen = frozen_experiment.read(paths)
             entries = list(_entries(frozen, _as_run(self._loaded, frozen), used, with_slurm))
         except BadFileError:
             return (self._unreadable(),)
         return (f"{self._name} has changed since:", *entries) if entries else ()
 
     def _unreadable(self) -> str:
-        why = "has errors by now" if self._is_there else "is not there any more"
-        return f"{self._name} {why}: what changed in it was not looked at; the run goes on with what it was"
+        why = "has errors now" if self._is_there else "no longer exists"
+        return f"{self._name} {why}, so its changes are unknown; the run continues with its own copy"
 
 
 def _as_run(loaded: Loaded, frozen: Experiment) -> Experiment:
-    """Return what the file says of a run that has the swept values of ``frozen``."""
+    """Return what the file says for a run that has the swept values of ``frozen``."""
     data = frozen.model_dump(mode="json")
     values = {key: value_at(data, split_key(key)) for key in loaded.experiment.sweep.grid}
     return loaded.variant(values) if values else loaded.experiment
 
 
 def _entries(frozen: Experiment, wanted: Experiment, used: Experiment, with_slurm: bool) -> Iterator[str]:
-    """Yield a line for each key that the file says otherwise than it did and than the run does by now."""
+    """Yield a line for each key that differs between the file then and now, and between the file and
+    the run.
+    """
     uses = used.model_dump(mode="json")
     for change in changes(frozen, wanted):
         value = value_at(uses, change.path)
@@ -105,4 +110,4 @@ def _entry(change: Change, used: object) -> str:
     goes_on = "without it" if used is None else f"with {value_in_words(used)}"
     remedy = f"; add {shlex.quote(change.override)} to take it over" if change.can_be_taken else ""
     before, after = value_in_words(change.before), value_in_words(change.written)
-    return f"{change.key} {before} → {after} (the run goes on {goes_on}{remedy})"
+    return f"{change.key} {before} → {after} (the run continues {goes_on}{remedy})"

@@ -1,4 +1,4 @@
-"""``logs``: what a rank wrote, now or until the run ends; before there are ranks, what the job printed."""
+"""``logs``: the output of a rank, now or until the run ends; before ranks start, the batch script's."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import sys
 import time
 from pathlib import Path
 
-from hpc_train.cli.changed_keys import changed_keys, in_words
-from hpc_train.cli.printing import columns, say
-from hpc_train.cli.standing import standing
+from hpc_train.cli.unreadable import find_readable
+from hpc_train.console import columns, say
 from hpc_train.errors import ExitCode, UsageError, printable
-from hpc_train.launchers.slurm.standing import batch_output, newest_job
+from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import newest_number
-from hpc_train.run_folder.files import read_json
-from hpc_train.run_folder.finding import find_runs, run_name, run_names
-from hpc_train.run_folder.liveness import newest_record
-from hpc_train.run_folder.status import GOING_ON, RunStatus, read_status
+from hpc_train.report.changed_keys import changed_keys, in_words
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.files import read_json
+from hpc_train.run.find import run_name, run_names
+from hpc_train.run.liveness import newest_record
+from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
 
 _POLL_S = 0.2
-#: Between questions that may go to the scheduler; its answers are kept for longer.
+#: Interval between questions that may go to the scheduler; its answers are cached for longer.
 _ASK_S = 1.0
 _CHUNK_BYTES = 1 << 16
-#: What ``logs -f`` prints of a log that is there already.
+#: Number of lines of an existing log that ``logs -f`` prints.
 FOLLOWED_LINES = 20
 
 
@@ -33,14 +33,14 @@ def logs(
 ) -> ExitCode:
     """Print one rank's log to stdout.
 
-    ``lines``: only so many at its end, 0 for all; None: all, or ``FOLLOWED_LINES`` with ``follow``. ``last``:
-    of several runs the one that started last.
+    ``lines``: only this many at its end, 0 for all; None: all, or ``FOLLOWED_LINES`` with ``follow``.
+    ``last``: of several runs the one that started last.
     """
     paths = _one_run(word, last=last)
     lines = lines if lines is not None else FOLLOWED_LINES if follow else 0
     if follow:
         _follow(paths, rank, attempt, lines)
-    elif attempt is None and (output := _output_instead(paths)):
+    elif attempt is None and (output := launcher_of(paths).output(paths)):
         _LogReader(output, lines).print_new()
     else:
         _LogReader(_existing(paths, rank, attempt or newest_number(paths)), lines).print_new()
@@ -48,7 +48,7 @@ def logs(
 
 
 def _one_run(word: str, *, last: bool) -> RunPaths:
-    found = find_runs([word])
+    found = find_readable([word])
     if len(found) == 1:
         return found[0]
     if last:
@@ -59,13 +59,13 @@ def _one_run(word: str, *, last: bool) -> RunPaths:
     rows = [[names[paths], read_status(paths).state, in_words(differences[paths])] for paths in found]
     listed = "\n".join(f"  {line}" for line in columns(rows))
     raise UsageError(
-        f"{word}: means {len(found)} runs, logs takes one; write its id, or add --last for the one that "
+        f"{word}: matches {len(found)} runs, logs takes one; write its id, or add --last for the one that "
         f"started last:\n{listed}"
     )
 
 
 def _started(paths: RunPaths) -> str:
-    """Return when the run's newest attempt started, or the run was made: UTC, ISO 8601."""
+    """Return when the run's newest attempt started, or the run was created: UTC, ISO 8601."""
     record = newest_record(paths)
     return record.start if record else str((read_json(paths.run) or {}).get("created"))
 
@@ -83,24 +83,8 @@ def _existing(paths: RunPaths, rank: int, attempt: int) -> Path:
     )
 
 
-def _output_instead(paths: RunPaths) -> Path | None:
-    """Return what the newest job's batch script printed, where no rank of it wrote anything."""
-    record = newest_record(paths)
-    job = newest_job(paths, record)
-    if job is None or (record is not None and record.slurm_job == job and _has_logs(paths)):
-        return None
-    output = batch_output(paths, job)
-    if output is not None:
-        say(f"{run_name(paths)}: no rank of job {job} has started; its batch script printed:")
-    return output
-
-
-def _has_logs(paths: RunPaths) -> bool:
-    return any(paths.attempt(newest_number(paths)).folder.glob("rank-*.log"))
-
-
 def _follow(paths: RunPaths, rank: int, attempt: int | None, lines: int) -> None:
-    """Print the last ``lines`` and what comes until the run, or the attempt asked for, has ended."""
+    """Print the last ``lines`` and new output until the run, or the requested attempt, has ended."""
     number = attempt or max(newest_number(paths), 1)
     reader, end = _LogReader(paths.attempt(number).log(rank), lines), _End(paths)
     while True:
@@ -110,18 +94,18 @@ def _follow(paths: RunPaths, rank: int, attempt: int | None, lines: int) -> None
         if reader.print_new():
             continue
         if newest > number and attempt is None:
-            say(f"attempt {newest} begins")
+            say(f"attempt {newest} starts")
             number, reader = newest, _LogReader(paths.attempt(newest).log(rank))
         elif has_ended:
             break
         else:
             time.sleep(_POLL_S)
-    if attempt is None and (output := _output_instead(paths)):
+    if attempt is None and (output := launcher_of(paths).output(paths)):
         _LogReader(output).print_new()
 
 
 class _End:
-    """Whether a run has ended: the folder's word at each call, the scheduler's once in a while."""
+    """Whether a run has ended: according to the folder at each call, to the scheduler once in a while."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -133,13 +117,13 @@ class _End:
             return True
         if time.monotonic() < self._next_question:
             return False
-        status = standing(self._paths)
+        (status,) = statuses([self._paths])
         self._next_question = time.monotonic() + _ASK_S
         self._tell(status)
         return status.state not in GOING_ON
 
     def _tell(self, status: RunStatus) -> None:
-        """Say what the run waits for, each time that this is something else."""
+        """Print what the run waits for, each time it changes."""
         words = f"{status.state}: {status.reason}" if status.reason and status.state != "running" else None
         if words and words != self._shown:
             say(f"{run_name(self._paths)}: {words}")
@@ -168,9 +152,9 @@ def _tail_offset(path: Path, lines: int) -> int:
 
 
 class _LogReader:
-    """Prints what a file that grows has more each time; one that is not there yet has nothing.
+    """Prints what is appended to a file; one that does not exist yet counts as empty.
 
-    ``lines``: how many of those that are there already are printed; 0: all.
+    ``lines``: how many of the existing lines are printed; 0: all.
     """
 
     def __init__(self, path: Path, lines: int = 0) -> None:
@@ -181,7 +165,7 @@ class _LogReader:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def print_new(self) -> bool:
-        """Return whether there was anything."""
+        """Return whether there was new output."""
         if not self._path.is_file():
             return False
         start = self._offset

@@ -1,4 +1,4 @@
-"""How a run that has ended continues, in words: for ``submit``, ``resume`` and the end of a run."""
+"""How a run that has ended can be continued, as text: for ``submit``, ``resume`` and the end of a run."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_train.cli.changes import as_override, value_at
-from hpc_train.config import freezing
 from hpc_train.config.keys import split_key
-from hpc_train.config.loading import load
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
-from hpc_train.launchers.slurm import LAUNCHER as SLURM
+from hpc_train.launchers.following import LOCAL
+from hpc_train.launchers.lookup import DEFAULT
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import AttemptRecord, newest_number
-from hpc_train.run_folder.checkpoints import committed
-from hpc_train.run_folder.creation import Origin, effective_experiment, origin_of, refused_changes
-from hpc_train.run_folder.files import read_json
-from hpc_train.run_folder.finding import run_name
-from hpc_train.run_folder.liveness import newest_record
-from hpc_train.run_folder.status import RunStatus
+from hpc_train.run import frozen_experiment
+from hpc_train.run.attempts import AttemptRecord, newest_number
+from hpc_train.run.checkpoints import committed
+from hpc_train.run.create import Origin, effective_experiment, origin_of, refused_changes
+from hpc_train.run.files import UnreadableFileError, open_regular, read_json
+from hpc_train.run.find import run_name
+from hpc_train.run.liveness import newest_record
+from hpc_train.run.run_status import RunStatus
+from hpc_train.validate.loading import load
 
-#: A frame of a traceback, in a file of the snapshot that the user wrote.
+#: A traceback frame in one of the user's files in the snapshot.
 _OWN_FRAME = re.compile(
     r'^ +File "[^"\n]*/(?:\.code/[0-9a-f]+|code)/tree/([^"\n]+)", line (\d+)', re.MULTILINE
 )
@@ -33,7 +34,7 @@ _LR = "optimization.optimizer.lr"
 
 
 def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) -> list[str]:
-    """Return what to do with a run that has ended as ``status`` says, one line per choice.
+    """Return what to do with a run that has ended with ``status``, one line per choice.
 
     ``changes``: ``KEY=VALUE`` to resume with, as the experiment file has changed since.
     """
@@ -45,7 +46,7 @@ def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) 
     if record is not None and record.cause == "diverged":
         return _after_divergence(paths)
     if refused := refused_changes(paths):
-        return [f"`{resume}` leaves out {' '.join(refused)} and {_continues(paths)}"]
+        return [f"`{resume}` omits {' '.join(refused)} and {_continues(paths)}"]
     if not has_saved(paths):
         return ["fix the cause and submit the file again: the run then uses the current code and file"]
     is_crash = record is None or record.cause in {None, "crash"}
@@ -57,7 +58,7 @@ def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) 
 
 
 def has_saved(paths: RunPaths) -> bool:
-    """Tell whether the run has a checkpoint, whole or damaged, that starting again would lose."""
+    """Tell whether the run has a checkpoint, intact or damaged, that starting again would lose."""
     return any(".tmp-" not in path.name for path in paths.checkpoints.glob("step-*"))
 
 
@@ -88,10 +89,10 @@ def _key(override: str) -> str:
 
 
 def _swept(paths: RunPaths, origin: Origin) -> list[str]:
-    """Return the values that a sweep gave the run, and the word that turns the sweep off."""
+    """Return the values that a sweep gave the run, and the argument that disables the sweep."""
     try:
         grid = load(Path(origin.file), origin.overrides, check_names=False).experiment.sweep.grid
-        data = freezing.read(paths.experiment).model_dump(mode="json")
+        data = frozen_experiment.read(paths).model_dump(mode="json")
     except BadFileError:
         return []
     values = [as_override(key, value_at(data, split_key(key))) for key in grid]
@@ -99,12 +100,12 @@ def _swept(paths: RunPaths, origin: Origin) -> list[str]:
 
 
 def _launcher_options(paths: RunPaths) -> list[str]:
-    launcher = str((read_json(paths.run) or {}).get("launcher") or "local")
-    if launcher == SLURM:
+    launcher = str((read_json(paths.run) or {}).get("launcher") or LOCAL)
+    if launcher == DEFAULT:
         return []
     record: AttemptRecord | None = newest_record(paths)
     devices = [] if record is None or record.devices is None else ["--devices", str(record.devices)]
-    return ["--local", *devices] if launcher == "local" else ["--launcher", launcher]
+    return ["--local", *devices] if launcher == LOCAL else ["--launcher", launcher]
 
 
 def next_attempt_words(paths: RunPaths, overrides: Sequence[str]) -> str:
@@ -123,8 +124,8 @@ def _continues(paths: RunPaths) -> str:
 
 
 def _after_divergence(paths: RunPaths) -> list[str]:
-    """The run is deterministic, so that resuming it as it is leads to the same NaN."""
-    steps = ["resuming it unchanged would diverge again; start a changed run beside it, for example with"]
+    """The run is deterministic, so resuming it unchanged leads to the same NaN."""
+    steps = ["resuming it unchanged would diverge again; start a changed run, for example with"]
     try:
         experiment: Experiment = effective_experiment(paths, newest_number(paths) + 1)
     except BadFileError:
@@ -142,6 +143,9 @@ def _after_divergence(paths: RunPaths) -> list[str]:
 
 
 def _end_of(path: Path) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _ERROR_BYTES))
-        return file.read().decode("utf-8", "replace")
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _ERROR_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except UnreadableFileError:
+        return ""

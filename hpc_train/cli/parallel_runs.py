@@ -1,6 +1,6 @@
-"""``submit --local --jobs N``: several runs of a sweep at a time, each with a launcher process of its own.
+"""``submit --local --jobs N``: several runs of a sweep at a time, each with its own launcher process.
 
-As a program it is that process: ``python -m hpc_train.cli.parallel_runs`` with the arguments of ``_main``.
+The program of that process is ``python -m hpc_train.cli.parallel_runs`` with the arguments of ``_main``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from hpc_train.distributed.parent_process import die_with
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.paths import RunPaths
-from hpc_train.runtime.parent_process import die_with
 
 _POLL_S = 0.1
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def devices_per_run(devices: int | None, jobs: int, device: str) -> int:
-    """Return the ranks of each run; ``device``: the file's. Raises UsageError where GPUs are too few."""
+    """Return the ranks of each run; ``device``: the file's. Raises UsageError if there are too few GPUs."""
     num_gpus = 0 if device == "cpu" else count_gpus(os.environ)
     each = devices or max(1, num_gpus // jobs)
     if num_gpus and each * jobs > num_gpus:
@@ -51,7 +51,7 @@ def slot_environment(
 
 
 class Slots:
-    """Runs that are being trained, each in a slot; a stop signal reaches all of them and ends the row."""
+    """Runs in training, each in a slot; a stop signal reaches all of them and ends the queue."""
 
     def __init__(self, jobs: int, launcher: str, devices: int, device: str) -> None:
         self._launcher, self._devices, self._device = launcher, devices, device
@@ -66,7 +66,7 @@ class Slots:
 
     @contextmanager
     def taking_signals(self) -> Iterator[None]:
-        """Within, stop signals of this process are passed on to the runs."""
+        """Within this context, stop signals of this process are passed on to the runs."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._noted.append(number)
@@ -134,15 +134,17 @@ def _main(folder: str, launcher: str, devices: str, parent: str, how: str, *chan
     die_with(int(parent))
     from hpc_train.cli.app import exit_code_of
     from hpc_train.cli.resume import start_again
-    from hpc_train.cli.starting import say_end, start_attempt
+    from hpc_train.cli.starting import polling, start
+    from hpc_train.launchers.base import StartRequest
+    from hpc_train.launchers.lookup import load_launcher
+    from hpc_train.run.create import effective_experiment
 
     def train() -> int:
         paths = RunPaths(Path(folder))
         if how == "again":
-            return start_again(paths, changes, launcher, int(devices))
-        code = start_attempt(paths, launcher, int(devices))
-        say_end(paths, code)
-        return code
+            return start_again([paths], changes, launcher, int(devices))
+        request = StartRequest(paths, effective_experiment(paths, 1), devices=int(devices), polling=polling)
+        return start(load_launcher(launcher), [request])
 
     sys.exit(exit_code_of(train))
 

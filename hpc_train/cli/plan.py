@@ -6,24 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.cli.micro_batch import with_found_sizes
-from hpc_train.cli.printing import columns, put, put_json, say
-from hpc_train.cli.starting import LOCAL, choose_devices, load_launcher
-from hpc_train.config.degrees import SHARING_LAYERS, in_words
-from hpc_train.config.loading import Loaded, load
-from hpc_train.config.rules import check_start
+from hpc_train.cli.found_sizes import with_found_sizes
+from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.launchers.base import QueueingLauncher
-from hpc_train.launchers.slurm import LAUNCHER as SLURM
-from hpc_train.paths import expanded
+from hpc_train.launchers.base import Launcher, StartRequest
+from hpc_train.launchers.following import LOCAL
+from hpc_train.launchers.lookup import DEFAULT, load_launcher
+from hpc_train.paths import ExperimentPaths, RunPaths, expanded, runs_root
 from hpc_train.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.plan.sweep import describe
+from hpc_train.topology.degrees import in_words
+from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.validate.loading import Loaded, load
+from hpc_train.validate.rules import check_start
 
 DEVICES_WITHOUT_LOCAL = "--devices: is for this machine; add --local"
 FETCH_DATA = "write the folder of the data, or fetch them with `hpc-train prepare FILE`"
-#: Strategies whose degrees don't go without saying.
-_WITH_DEGREES = ("hsdp", *SHARING_LAYERS)
-#: The part of a step that ranks wait from which on ``plan`` says what to do.
+#: Bubble above which ``plan`` says what to do.
 _LARGE_BUBBLE = 0.2  # assumed
 _HEADS = (
     "run",
@@ -31,7 +30,7 @@ _HEADS = (
     "micro-batches",
     "accumulation",
     "precision",
-    "steps an epoch",
+    "steps per epoch",
     "steps",
     "GPU-hours",
 )
@@ -54,13 +53,13 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
     loaded = load(file, overrides)
     devices = options.devices
     if options.local and devices is None:
-        devices = choose_devices(LOCAL, loaded.experiment, None)
+        devices = load_launcher(LOCAL).choose_devices(loaded.experiment, None)
     made = with_found_sizes(make_plan(loaded, devices, options.local))
     problems = start_problems(loaded, made)
     scripts: list[str] = []
     if loaded.experiment.slurm is not None and not options.local and not problems:
         try:
-            scripts = _slurm_scripts(loaded, made)
+            scripts = batch_scripts(load_launcher(DEFAULT), loaded, made)
         except BadFileError as error:
             problems += error.problems
     if options.script and loaded.experiment.slurm is None:
@@ -72,7 +71,7 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
 
 
 def submit_problems(loaded: Loaded, made: Plan) -> list[str]:
-    """Return every line that ``submit`` would refuse the plan with, for ``validate``.
+    """Return all lines with which ``submit`` would reject the plan, for ``validate``.
 
     A file without ``slurm:`` can be started with ``--local`` on any number of ranks, and reads its data here.
     """
@@ -81,26 +80,32 @@ def submit_problems(loaded: Loaded, made: Plan) -> list[str]:
     if problems := start_problems(loaded, made):
         return problems
     try:
-        _slurm_scripts(loaded, made)
+        batch_scripts(load_launcher(DEFAULT), loaded, made)
     except BadFileError as error:
         return error.problems
     return []
 
 
 def missing_data(loaded: Loaded, remedy: str) -> list[str]:
-    """Return the line that names a data root that is missing here; ranks find out after their imports."""
+    """Return the line that reports a data root that is missing here; ranks find out after their imports."""
     root = loaded.experiment.data.root
     if root is None or expanded(root).exists():
         return []
-    return [loaded.problem("data.root", f"there is no {root} here", remedy)]
+    return [loaded.problem("data.root", f"{root} does not exist on this machine", remedy)]
 
 
-def _slurm_scripts(loaded: Loaded, made: Plan) -> list[str]:
-    from hpc_train.cli.queueing import batch_scripts
+def launcher_problems(launcher: Launcher, loaded: Loaded) -> list[str]:
+    """Return the lines of what the file lacks for the launcher."""
+    return [loaded.problem(*problem) for problem in launcher.problems(loaded.experiment)]
 
-    launcher = load_launcher(SLURM)
-    assert isinstance(launcher, QueueingLauncher)
-    return batch_scripts(launcher, loaded, made)
+
+def batch_scripts(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]:
+    """Return the scripts of all runs of the plan. Raises BadFileError where none can be made."""
+    folder = ExperimentPaths(runs_root() / made.name)
+    requests = [
+        StartRequest(RunPaths(folder.folder / run.id), run.experiment, loaded.problem) for run in made.runs
+    ]
+    return launcher.scripts(folder, requests)
 
 
 def show(made: Plan, *, as_json: bool, scripts: Sequence[str] = ()) -> None:
@@ -119,9 +124,9 @@ def show(made: Plan, *, as_json: bool, scripts: Sequence[str] = ()) -> None:
 
 
 def _table(runs: Sequence[PlannedRun]) -> list[list[str]]:
-    """Return heads and cells; columns that say nothing of these runs are left out."""
+    """Return heads and cells; columns without information are omitted."""
     rows = [[*_HEADS], *map(_cells, runs)]
-    if any(run.experiment.parallel.strategy in _WITH_DEGREES for run in runs):
+    if any(len(traits_of(run.experiment.parallel.strategy).degrees) > 1 for run in runs):
         _append(rows, "degrees", ["misfit" if run.degrees is None else in_words(run.degrees) for run in runs])
     if any(run.stages for run in runs):
         _append(rows, "stages", [_stages(run) for run in runs])
@@ -149,14 +154,15 @@ def _bubble(run: PlannedRun) -> str:
 
 
 def _hint(run: PlannedRun) -> str | None:
-    """Return what makes a pipeline's ranks wait less, where they wait much."""
+    """Return how to shorten a pipeline's bubble, if it is long."""
     if run.bubble is None or run.bubble <= _LARGE_BUBBLE:
         return None
     waits = f"ranks wait {_bubble(run)} of a step"
-    if run.experiment.parallel.strategy == "split":
-        return f"parallel.strategy: under split {waits}; pipeline keeps several micro-batches going"
+    strategy = run.experiment.parallel.strategy
+    if not traits_of(strategy).has_schedule:
+        return f"parallel.strategy: under {strategy} {waits}; pipeline keeps several micro-batches going"
     return (
-        f"parallel.pipeline: {waits}, which has {run.accumulation} micro-batches of a pipeline; "
+        f"parallel.pipeline: {waits}, which has {run.accumulation} micro-batches per pipeline; "
         "a smaller micro_batch_size or a larger global_batch_size makes more of them"
     )
 
@@ -174,7 +180,7 @@ def _hours(run: PlannedRun) -> str:
 
 
 def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) -> list[str]:
-    """Return the lines of what keeps runs of the plan from being started."""
+    """Return the lines on what prevents runs of the plan from being started."""
     lines = [
         loaded.problem(problem.path, problem.message, problem.remedy)
         for run in made.runs

@@ -1,4 +1,4 @@
-"""``rm``: removes runs whole, after asking."""
+"""``rm``: removes runs completely, after confirmation."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hpc_train.cli.clean import LivingRunError, remove_unused_code
-from hpc_train.cli.printing import put, say
-from hpc_train.cli.standing import standing
+from hpc_train.cli.unreadable import find_readable
+from hpc_train.console import put, say
 from hpc_train.errors import ExitCode, NoSlurmError, TryAgainError, UsageError, UserError
+from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import claim_attempt, read_record
-from hpc_train.run_folder.files import read_json
-from hpc_train.run_folder.finding import find_runs, run_name, run_names
-from hpc_train.run_folder.liveness import living, newest_record
-from hpc_train.run_folder.status import GOING_ON, RunStatus, read_status
+from hpc_train.run.attempts import claim_attempt, read_record
+from hpc_train.run.files import read_json
+from hpc_train.run.find import run_name, run_names
+from hpc_train.run.liveness import living, newest_record
+from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
 
 
 class ForeignFolderError(UserError):
-    """The folder is not provably a run that this user's hpc-train made."""
+    """The folder is not provably a run that this user's hpc-train created."""
 
 
 def remove(words: Sequence[str], *, yes: bool) -> ExitCode:
-    """Say which runs would go, ask unless ``yes``, remove them.
+    """List the runs to remove, ask unless ``yes``, remove them.
 
-    Nothing is removed where any of the runs is running or queued, or its folder holds what is not ours.
+    Nothing is removed if any of the runs is running or queued, or its folder contains foreign files.
     """
-    runs = find_runs(words)
+    runs = find_readable(words)
     names = run_names(runs)
     rows = [(paths, _ended(paths)) for paths in runs]
     for paths in runs:
@@ -48,15 +49,15 @@ def remove(words: Sequence[str], *, yes: bool) -> ExitCode:
 
 
 def _ended(paths: RunPaths) -> RunStatus:
-    """Return where the run stands. Raises LivingRunError where it is not over."""
+    """Return the run's status. Raises LivingRunError if it is not over."""
     try:
-        status = standing(paths, is_fresh=True)
+        (status,) = statuses([paths], is_fresh=True)
     except NoSlurmError:
         status = read_status(paths)
-        if status.state != "completed":  # Slurm may have it in the queue again
+        if status.state != "completed":  # it may be in the queue again
             raise
     record = newest_record(paths)
-    is_living = record is not None and record.slurm_job is None and living(record) is not False
+    is_living = record is not None and record.job is None and living(record) is not False
     if status.state in GOING_ON or is_living:
         name = run_name(paths)
         raise LivingRunError(f"{name}: is {status.state}; end it with `hpc-train cancel {name}` first")
@@ -64,7 +65,7 @@ def _ended(paths: RunPaths) -> RunStatus:
 
 
 def _check_ours(paths: RunPaths) -> None:
-    """Raise ForeignFolderError unless everything says that the folder is a run which this user made."""
+    """Raise ForeignFolderError unless everything indicates that the folder is a run created by this user."""
     facts = read_json(paths.run) or {}
     if paths.folder.is_symlink():
         why = "is a link; remove the run where it is, or the link"
@@ -73,14 +74,16 @@ def _check_ours(paths: RunPaths) -> None:
     elif (facts.get("name"), facts.get("id")) != (paths.siblings.folder.name, paths.folder.name):
         why = f"says in {paths.run.name} that it is {facts.get('name')}/{facts.get('id')}: a copy or moved"
     elif foreign := sorted({path.name for path in paths.folder.iterdir()} - _entries(paths)):
-        why = f"holds what hpc-train did not put there: {', '.join(foreign)}; move that out first"
+        why = f"contains files that hpc-train did not write: {', '.join(foreign)}; move them out first"
     else:
         return
     raise ForeignFolderError(f"{paths.folder}: {why}; nothing was removed")
 
 
 def _entries(paths: RunPaths) -> set[str]:
-    """Return the names that are ours, files of an interrupted write among them: ``.status.json.0a1b2c3d``."""
+    """Return the names written by hpc-train, including files of an interrupted write:
+    ``.status.json.0a1b2c3d``.
+    """
     known = RunPaths.entry_names()
     half_written = {
         path.name for path in paths.folder.glob(".*.*") if path.name[1:].rpartition(".")[0] in known
@@ -89,12 +92,14 @@ def _entries(paths: RunPaths) -> set[str]:
 
 
 def _remove(paths: RunPaths) -> None:
-    """Remove the run; an attempt is claimed first, so that nobody starts one in a folder that goes."""
+    """Remove the run; an attempt is claimed first, so that nobody starts one in a folder that is being
+    removed.
+    """
     number = claim_attempt(paths, "rm")
     try:
         before = [read_record(each) for each in paths.attempt_folders() if each.number < number]
-        if before and before[-1] and before[-1].slurm_job is None and living(before[-1]) is not False:
-            raise TryAgainError(f"{run_name(paths)}: another command has just started it; it stays")
+        if before and before[-1] and before[-1].job is None and living(before[-1]) is not False:
+            raise TryAgainError(f"{run_name(paths)}: another command has just started it; it is kept")
         aside = paths.folder.with_name(f".{paths.folder.name}.removed-{os.getpid()}")
         paths.folder.rename(aside)
     except BaseException:
@@ -110,8 +115,8 @@ def _size(folder: Path) -> str:
 
 def _agreed(count: int) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("rm: nobody is there to ask; add --yes")
+        raise UsageError("rm: no terminal to ask for confirmation; add --yes")
     what = "this run" if count == 1 else f"these {count} runs"
-    question = f"Remove {what} with all checkpoints and logs, and code that no run uses then? [y/N] "
+    question = f"Remove {what} with all checkpoints and logs, and code that is then unused? [y/N] "
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in {"y", "yes"}

@@ -1,4 +1,4 @@
-"""``resume``: unfinished runs go on from their newest valid checkpoint."""
+"""``resume``: continues unfinished runs from their newest valid checkpoint."""
 
 from __future__ import annotations
 
@@ -9,46 +9,40 @@ from dataclasses import dataclass
 from hpc_train.cli.code import code_on_resume, is_new
 from hpc_train.cli.file_changes import either, say_file_changes
 from hpc_train.cli.next_steps import has_saved, new_run_command, next_attempt_words
-from hpc_train.cli.printing import say
-from hpc_train.cli.queueing import Queue, resume_all, section_problems
-from hpc_train.cli.standing import standing, standings
-from hpc_train.cli.starting import LOCAL, choose_devices, load_launcher, report, say_end, start_attempt
+from hpc_train.cli.plan import launcher_problems
+from hpc_train.cli.starting import polling, report, start
 from hpc_train.cli.status import rows_of
 from hpc_train.cli.version_changes import VersionChange, other_python, version_change
-from hpc_train.config.loading import Loaded, load
-from hpc_train.config.rules import check_start
 from hpc_train.config.schema import Experiment
+from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.launchers.base import QueueingLauncher
-from hpc_train.launchers.slurm import LAUNCHER as SLURM
+from hpc_train.launchers.base import Launcher, StartRequest
+from hpc_train.launchers.following import LOCAL
+from hpc_train.launchers.lookup import last_launcher, launcher_of, load_launcher, statuses
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.plan.identity import changes_identity
-from hpc_train.plan.inputs import DATA
-from hpc_train.plan.planning import fewest_slurm_ranks, slurm_ranks, slurm_ranks_per_node
-from hpc_train.run_folder.attempts import newest_number
-from hpc_train.run_folder.checkpoints import committed
-from hpc_train.run_folder.creation import (
+from hpc_train.plan.input_files import DATA
+from hpc_train.registry import is_factory
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.checkpoints import committed
+from hpc_train.run.create import (
     inputs_differ,
+    note_change,
     note_inputs,
     note_versions,
     noted_changes,
     refused_changes,
 )
-from hpc_train.run_folder.files import read_json
-from hpc_train.run_folder.finding import find_runs, run_name
-from hpc_train.run_folder.liveness import (
-    SILENT_LIMIT_S,
-    end_living,
-    lives,
-    living,
-    minutes,
-    newest_record,
-    silent_s,
-)
-from hpc_train.run_folder.micro_batch import kept_size
-from hpc_train.run_folder.status import GOING_ON, RunStatus, read_status
-from hpc_train.run_folder.trust import check_run
-from hpc_train.run_folder.versions import Differences, in_words
+from hpc_train.run.files import read_json
+from hpc_train.run.find import find_runs, run_name
+from hpc_train.run.found_micro_batch import kept_size
+from hpc_train.run.frozen_experiment import load_changed
+from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, lives, living, minutes, newest_record, silent_s
+from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
+from hpc_train.run.trust import check_run
+from hpc_train.run.versions import Differences, in_words
+from hpc_train.validate.loading import Loaded
+from hpc_train.validate.rules import check_start
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
 _STRICT = "environment.strict=true"
@@ -62,7 +56,7 @@ _FIXED: dict[str, Callable[[Experiment], object]] = {
 
 
 @dataclass(frozen=True)
-class _Wish:
+class _Request:
     """What the command line asks of every run."""
 
     overrides: list[str]
@@ -74,26 +68,20 @@ class _Wish:
     take_over: bool = False
 
 
-def start_again(paths: RunPaths, overrides: Sequence[str], launcher: str, devices: int | None) -> ExitCode:
-    """Train a run that has ended without a checkpoint again, with the current code; follow it."""
-    return _resume_one(paths, _Wish(list(overrides), launcher, devices, new_code=True, strict=False))
-
-
-def queue_again(
-    queue: Queue, folder: ExperimentPaths, runs: Sequence[RunPaths], overrides: Sequence[str]
+def start_again(
+    runs: Sequence[RunPaths], overrides: Sequence[str], launcher: str, devices: int | None
 ) -> ExitCode:
-    """Put runs that have ended without a checkpoint into the queue again, with the current code."""
-    wish = _Wish(list(overrides), queue.name, None, new_code=True, strict=False)
-    return max(_enqueue(queue, folder, runs, wish))
+    """Start runs that have ended without a checkpoint again, with the current code."""
+    request = _Request(list(overrides), launcher, devices, new_code=True, strict=False)
+    return max(_resume_batch(launcher, runs, request))
 
 
 @dataclass(frozen=True)
 class _Resumption:
-    """One run that goes on, all of it checked."""
+    """One run to resume, completely checked."""
 
     paths: RunPaths
     loaded: Loaded
-    launcher: str
     devices: int | None
     versions: VersionChange
     #: Changes of the attempt before, which was refused with them.
@@ -111,7 +99,7 @@ def resume(
     strict_env: bool = False,
     take_over: bool = False,
 ) -> ExitCode:
-    """Let the runs go on: those of a queue at once, the others one after the other; return the worst end.
+    """Resume the runs: those of a queue at once, the others one after the other; return the worst end.
 
     ``strict_env``: refuses, here and on the nodes, where versions are others than the run had.
     """
@@ -121,52 +109,83 @@ def resume(
         raise UsageError("resume: names no run; give a run id, a run's folder, or an experiment's name")
     overrides += [_STRICT] if strict_env else []
     launcher = LOCAL if local and launcher is None else launcher
-    wish = _Wish(overrides, launcher, devices, is_new(code), strict_env, take_over)
-    runs = find_runs(run_words)
-    codes, here = _enqueue_all(runs, wish)
-    for paths in here:
-        codes.append(_resume_one(paths, wish))
+    request = _Request(overrides, launcher, devices, is_new(code), strict_env, take_over)
+    runs, codes = find_runs(run_words), []
+    for name, some in _batches(runs, request):
+        codes += _resume_batch(name, some, request)
         if codes[-1] == ExitCode.INTERRUPTED:
             break
     report(rows_of(runs), as_json=as_json)
     return max(codes)
 
 
-def _enqueue_all(runs: Sequence[RunPaths], wish: _Wish) -> tuple[list[ExitCode], list[RunPaths]]:
-    """Put the runs of launchers with a queue into it; return how each went, and the other runs."""
-    groups: dict[tuple[str, ExperimentPaths], list[RunPaths]] = {}
-    here: list[RunPaths] = []
+def _batches(runs: Sequence[RunPaths], request: _Request) -> list[tuple[str, list[RunPaths]]]:
+    """Return which runs are started together by which launcher: those of a queue first, by experiment."""
+    queued: dict[tuple[str, ExperimentPaths], list[RunPaths]] = {}
+    followed: list[tuple[str, list[RunPaths]]] = []
     for paths in runs:
-        name = wish.launcher or _last_launcher(paths)
-        if isinstance(load_launcher(name), QueueingLauncher):
-            groups.setdefault((name, paths.siblings), []).append(paths)
+        name = request.launcher or last_launcher(paths)
+        if request.launcher is None and is_factory(name):
+            check_run(paths)  # others must not name the code that is imported here
+        if load_launcher(name).is_queue:
+            queued.setdefault((name, paths.siblings), []).append(paths)
         else:
-            here.append(paths)
-    if groups and wish.devices is not None:
-        raise UsageError("--devices: is for this machine; add --local, or change slurm.nodes and its like")
-    codes: list[ExitCode] = []
-    for (name, folder), some in groups.items():
-        launcher = load_launcher(name)
-        assert isinstance(launcher, QueueingLauncher)
-        codes += _enqueue(Queue(name, launcher), folder, some, wish)
-    return codes, here
+            followed.append((name, [paths]))
+    if queued and request.devices is not None:
+        raise UsageError(
+            "--devices: is for this machine; add --local, or change the nodes that the file requests"
+        )
+    return [*((name, some) for (name, _), some in queued.items()), *followed]
 
 
-def _enqueue(queue: Queue, folder: ExperimentPaths, runs: Sequence[RunPaths], wish: _Wish) -> list[ExitCode]:
-    with queue.launcher.submitting(folder):
-        codes: list[ExitCode] = []
-        ready: list[RunPaths] = []
-        for paths, status in zip(runs, standings(runs, is_fresh=True), strict=True):
-            code = _stays(paths, status, is_made_only=queue.launcher.is_unsubmitted(paths))
+def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> list[ExitCode]:
+    """Resume those of one experiment's runs that can be; say why the others can't."""
+    launcher, codes = load_launcher(name), list[ExitCode]()
+    with launcher.submitting(runs[0].siblings):
+        newest, ready = {paths: newest_number(paths) for paths in runs}, []
+        for paths, status in zip(runs, statuses(runs, is_fresh=True), strict=True):
+            is_made_only = launcher.is_unsubmitted(paths)
+            code = _stays(paths, status, is_made_only=is_made_only, take_over=request.take_over)
             codes += [] if code is None else [code]
             ready += [paths] if code is None else []
-        prepared = [_prepare(paths, wish, queue.name) for paths in ready]
-        if prepared:
-            _say_changes(prepared, with_slurm=True)
-            pairs = [(each.paths, each.loaded) for each in prepared]
-            versions = {each.paths: each.versions.now for each in prepared}
-            codes.append(resume_all(queue, pairs, wish.overrides, new_code=wish.new_code, versions=versions))
+        prepared = [_prepare(paths, request, name, launcher) for paths in ready]
+        living = [each.paths for each in prepared if _outlives(each.paths, request)]
+        codes += [_refuse_living(paths, read_status(paths)) for paths in living]
+        prepared = [each for each in prepared if each.paths not in living]
+        _say_changes(prepared, is_queued=launcher.is_queue)
+        starts = [_start_request(each, request, newest[each.paths]) for each in prepared]
+        for each in starts:
+            words = next_attempt_words(each.paths, request.overrides)
+            say(f"{run_name(each.paths)}: {words}; in {each.paths.folder}")
+        if starts:
+            codes.append(start(launcher, starts))
     return codes
+
+
+def _outlives(paths: RunPaths, request: _Request) -> bool:
+    """End ranks that outlived their launcher; tell whether the attempt may live where nobody here can see."""
+    record = newest_record(paths)
+    is_ours_to_end = record is not None and record.job is None
+    return is_ours_to_end and end_living(paths, take_over=request.take_over) is not None
+
+
+def _start_request(resumption: _Resumption, request: _Request, after: int) -> StartRequest:
+    paths, experiment = resumption.paths, resumption.loaded.experiment
+    new_code = code_on_resume(paths, experiment, new=request.new_code)
+
+    def prepare(attempt: int) -> None:
+        if new_code is not None:
+            new_code.apply(attempt)
+        if request.overrides:
+            # Beside those that an attempt of this number, which never began, was to have.
+            noted = ((read_json(paths.run) or {}).get("changes") or {}).get(str(attempt)) or []
+            note_change(paths, attempt, [*noted, *request.overrides])
+        if resumption.versions.now is not None:
+            note_versions(paths, attempt, resumption.versions.now)
+        note_inputs(paths, experiment, has_saved=bool(committed(paths)))
+
+    problem, devices = resumption.loaded.problem, resumption.devices
+    return StartRequest(paths, experiment, problem, devices, prepare, after, polling)
 
 
 def _stays(
@@ -182,52 +201,23 @@ def _stays(
     if is_made_only:
         return None
     record = newest_record(paths)
-    if take_over and record is not None and record.slurm_job is None and not living(record):
+    if take_over and record is not None and record.job is None and not living(record):
         return None
     if status.state in GOING_ON:
         return _refuse_living(paths, status)
-    # A failed run's launcher may still be ending, and ranks may outlive theirs. Of Slurm's Slurm was asked.
-    if record is not None and record.slurm_job is None and lives(paths, record) is not False:
+    # A failed run's launcher may still be ending, and ranks may outlive theirs. Of a job its queue was asked.
+    if record is not None and record.job is None and lives(paths, record) is not False:
         return _refuse_living(paths, status)
     return None
 
 
-def _resume_one(paths: RunPaths, wish: _Wish) -> ExitCode:
-    """Let one run go on and follow it."""
-    after = newest_number(paths)
-    code = _stays(paths, standing(paths, is_fresh=True), take_over=wish.take_over)
-    if code is not None:
-        return code
-    prepared = _prepare(paths, wish, wish.launcher or _last_launcher(paths))
-    record = newest_record(paths)
-    is_ours_to_end = record is not None and record.slurm_job is None
-    if is_ours_to_end and end_living(paths, take_over=wish.take_over) is not None:
-        return _refuse_living(paths, read_status(paths))
-    _say_changes([prepared], with_slurm=False)
-    new_code = code_on_resume(paths, prepared.loaded.experiment, new=wish.new_code)
-
-    def change(attempt: int) -> None:
-        if new_code is not None:
-            new_code.apply(attempt)
-        if prepared.versions.now is not None:
-            note_versions(paths, attempt, prepared.versions.now)
-        note_inputs(paths, prepared.loaded.experiment, has_saved=bool(committed(paths)))
-
-    say(f"{run_name(paths)}: {next_attempt_words(paths, wish.overrides)}; in {paths.folder}")
-    code = start_attempt(
-        paths, prepared.launcher, prepared.devices, wish.overrides, after=after, prepare=change
-    )
-    say_end(paths, code)
-    return code
-
-
-def _say_changes(runs: Sequence[_Resumption], *, with_slurm: bool) -> None:
+def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:
     """Say what the attempt before had otherwise, and what has changed since in files and versions."""
     for each in runs:
         if each.left_out:
             changes = " ".join(each.left_out)
-            say(f"{run_name(each.paths)}: leaves out {changes}, with which the last attempt was refused")
-    say_file_changes([(each.paths, each.loaded.experiment) for each in runs], with_slurm=with_slurm)
+            say(f"{run_name(each.paths)}: omits {changes}, with which the last attempt was refused")
+    say_file_changes([(each.paths, each.loaded.experiment) for each in runs], with_slurm=is_queued)
     told: dict[str, list[str]] = {}
     for each in runs:
         if words := each.versions.words:
@@ -243,9 +233,10 @@ def _refuse_living(paths: RunPaths, status: RunStatus) -> ExitCode:
 
 def _living_words(paths: RunPaths, status: RunStatus) -> str:
     record, state = newest_record(paths), status.state
-    if _last_launcher(paths) == SLURM:
+    launcher = launcher_of(paths)
+    if launcher.is_queue:
         reason = f" ({status.reason})" if status.reason else ""
-        return f"is {state} on Slurm{reason}; `hpc-train cancel {run_name(paths)}` ends it"
+        return f"is {state} on {launcher.title}{reason}; `hpc-train cancel {run_name(paths)}` ends it"
     if record is None or record.launcher_process is None:
         return f"is {state} already"
     process = record.launcher_process
@@ -268,50 +259,41 @@ def _take_over(paths: RunPaths) -> str:
     return f"hpc-train resume {run_name(paths)} --take-over"
 
 
-def _last_launcher(paths: RunPaths) -> str:
-    record = newest_record(paths)
-    noted = (read_json(paths.run) or {}).get("launcher")
-    return str(noted or (record and record.launcher) or LOCAL)
-
-
-def _prepare(paths: RunPaths, wish: _Wish, name: str) -> _Resumption:
+def _prepare(paths: RunPaths, request: _Request, name: str, launcher: Launcher) -> _Resumption:
     """Check everything before anything is changed."""
     check_run(paths)
-    before, loaded = _changed(paths, wish.overrides)
-    devices = _devices(paths, wish, name, loaded.experiment)
-    slurm = loaded.experiment.slurm
-    ranks = slurm_ranks(slurm) if name == SLURM else devices
-    per_node = slurm_ranks_per_node(slurm) if name == SLURM else devices
-    fewest = fewest_slurm_ranks(slurm) if name == SLURM else devices
+    before, loaded = _changed(paths, request.overrides)
+    devices = _devices(paths, request, name)
+    devices = launcher.choose_devices(loaded.experiment, devices)
+    ranks = launcher.ranks(loaded.experiment, devices)
     problems = [
         loaded.problem(problem.path, problem.message, problem.remedy)
-        for problem in check_start(loaded.experiment, ranks, per_node, fewest, kept_size(paths))
+        for problem in check_start(loaded.experiment, *ranks, kept_size(paths))
     ]
-    problems += section_problems(name, loaded)
+    problems += launcher_problems(launcher, loaded)
     if problems:
         raise BadFileError(problems)
     _refuse_other_inputs(paths, loaded.experiment)
-    load_launcher(name)
-    pythons = other_python(_last_launcher(paths), before.experiment), other_python(name, loaded.experiment)
-    versions = version_change(paths, *pythons, new_code=wish.new_code)
+    pythons = other_python(last_launcher(paths), before.experiment), other_python(name, loaded.experiment)
+    versions = version_change(paths, *pythons, new_code=request.new_code)
     if versions.differences and loaded.experiment.environment.strict:
-        _refuse_versions(paths, versions.differences, wish)
-    left_out = [override for override in refused_changes(paths) if override not in wish.overrides]
-    return _Resumption(paths, loaded, name, devices, versions, left_out)
+        _refuse_versions(paths, versions.differences, request)
+    left_out = [override for override in refused_changes(paths) if override not in request.overrides]
+    return _Resumption(paths, loaded, devices, versions, left_out)
 
 
-def _devices(paths: RunPaths, wish: _Wish, name: str, experiment: Experiment) -> int | None:
+def _devices(paths: RunPaths, request: _Request, name: str) -> int | None:
+    """Return the ``--devices`` of the command line, else of the last attempt by the same launcher."""
     record = newest_record(paths)
-    devices = wish.devices
-    if devices is None and record is not None and record.slurm_job is None and name == _last_launcher(paths):
-        devices = record.devices
-    return choose_devices(name, experiment, devices)
+    if request.devices is not None or record is None or name != last_launcher(paths):
+        return request.devices
+    return record.devices
 
 
-def _refuse_versions(paths: RunPaths, differences: Differences, wish: _Wish) -> None:
+def _refuse_versions(paths: RunPaths, differences: Differences, request: _Request) -> None:
     asked, remedy = "environment.strict: true", "add environment.strict=false"
-    if wish.strict:
-        asked, remedy = "--strict-env", "leave it out"
+    if request.strict:
+        asked, remedy = "--strict-env", "omit it"
     found = in_words(differences)
     raise UsageError(
         f"{run_name(paths)}: other versions than the run had: {found}; {asked} refuses that: "
@@ -331,10 +313,10 @@ def _refuse_other_inputs(paths: RunPaths, experiment: Experiment) -> None:
 def _changed(paths: RunPaths, overrides: Sequence[str]) -> tuple[Loaded, Loaded]:
     """Return the experiment as it is and as it would be. Raises UsageError where that is another run."""
     earlier = noted_changes(paths, newest_number(paths) + 1)
-    before = load(paths.experiment, earlier, check_names=False)
+    before = load_changed(paths, earlier)
     if not overrides:
         return before, before
-    after = load(paths.experiment, [*earlier, *overrides])
+    after = load_changed(paths, [*earlier, *overrides], check_names=True)
     refused = changes_identity(before.experiment, after.experiment)
     refused += [key for key, value in _FIXED.items() if value(before.experiment) != value(after.experiment)]
     if refused:

@@ -1,128 +1,53 @@
-"""What ``submit`` and ``resume`` share: an attempt handed to a launcher, and the account of how it ended."""
+"""What ``submit`` and ``resume`` share: runs handed to a launcher, and the account of how they ended."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import replace
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from hpc_train.cli.metrics import Row, told, validation_rows
 from hpc_train.cli.next_steps import next_steps
-from hpc_train.cli.printing import cell_text, put, put_json, say
-from hpc_train.cli.progress import Progress
 from hpc_train.cli.status import RunRow, rows_json
-from hpc_train.config.schema import Experiment
-from hpc_train.errors import ExitCode, TryAgainError, UsageError, UserError
-from hpc_train.launchers.base import Launcher, LaunchRequest, QueueingLauncher
-from hpc_train.launchers.outcome import one_line
+from hpc_train.console import cell_text, put, put_json, say
+from hpc_train.errors import ExitCode
+from hpc_train.launchers.base import Launcher, StartRequest
+from hpc_train.launchers.following import LOCAL
 from hpc_train.paths import RunPaths
-from hpc_train.registry import is_factory, load, nearest, parts, refusing_exit
-from hpc_train.run_folder.attempts import claim_exactly
-from hpc_train.run_folder.creation import effective_experiment, note_change
-from hpc_train.run_folder.files import read_json, write_json
-from hpc_train.run_folder.finding import run_name, run_names
-from hpc_train.run_folder.liveness import newest_record
-from hpc_train.run_folder.status import GOING_ON, INTERRUPTED, STOPPED_BY_CTRL_C, read_status, write_status
-from hpc_train.run_folder.trust import check_run
-
-LOCAL = "local"
+from hpc_train.report.metrics_reader import Row, told, validation_rows
+from hpc_train.report.progress_display import Progress
+from hpc_train.run.find import run_name, run_names
+from hpc_train.run.liveness import newest_record
+from hpc_train.run.run_status import GOING_ON, read_status
 
 
-def load_launcher(name: str) -> Launcher | QueueingLauncher:
-    """Return the launcher plug-in; raises UsageError where there is none of that name."""
-    if not is_factory(name) and name not in parts("launchers"):
-        known = sorted(parts("launchers"))
-        close = nearest(name, known)
-        meant = f"did you mean {close}?" if close else f"write one of {', '.join(known)}"
-        raise UsageError(f"--launcher: nothing is called {name!r}; {meant}")
-    make = cast(Callable[[], "Launcher | QueueingLauncher"], load("launchers", name))
-    with refusing_exit(f"--launcher: {name!r}: constructing it"):
-        return make()
-
-
-def choose_devices(launcher: str, experiment: Experiment, devices: int | None) -> int | None:
-    """Return how many ranks the local launcher will start; what was asked for with another one.
-
-    Raises UsageError where this machine can't start so many.
-    """
-    if launcher != LOCAL:
-        return devices
-    from hpc_train.launchers.local import choose_num_ranks
-
-    return choose_num_ranks(devices, experiment.device)
-
-
-def start_attempt(
-    paths: RunPaths,
-    launcher: str,
-    devices: int | None,
-    overrides: Sequence[str] = (),
-    *,
-    after: int = 0,
-    prepare: Callable[[int], None] = lambda attempt: None,
-) -> ExitCode:
-    """Claim the attempt after ``after`` and hand it to the launcher of that name; returns how it ended.
-
-    ``after``: the newest attempt when the caller saw that it had ended; 0: there was none. ``overrides`` are
-    noted for the attempt and later ones; ``prepare`` makes other changes to the run. Both happen after the
-    claim, so that a command that comes too late changes nothing. Raises TryAgainError there, UntrustedError
-    where another user could have written the run's files.
-    """
-    check_run(paths)
-    plugin = load_launcher(launcher)
-    assert not isinstance(plugin, QueueingLauncher), "its attempts are claimed where they start"
-    number = after + 1
-    if not claim_exactly(paths, number, launcher):
-        raise TryAgainError(f"{run_name(paths)}: another command has just started it; see `hpc-train status`")
-    try:
-        prepare(number)
-        _note_launcher(paths, launcher)
-        paths.cancelled.unlink(missing_ok=True)
-        write_status(paths, replace(read_status(paths), state="pending", attempt=number, reason=None))
-        if overrides:
-            note_change(paths, number, overrides)
-        request = LaunchRequest(paths, effective_experiment(paths, number), number, devices)
-        with refusing_exit(f"--launcher: {launcher!r}: launch()"):
-            code = _launch(plugin, request)
-    except BaseException as error:
-        _end(paths, number, *_reason(error))
-        raise
-    if code != ExitCode.DONE:
-        is_stopped = code in {ExitCode.INTERRUPTED, ExitCode.TRY_AGAIN}
-        state = INTERRUPTED if is_stopped else "failed"
-        _end(paths, number, state, f"launcher {launcher}: exit code {int(code)}")
+def start(launcher: Launcher, runs: Sequence[StartRequest]) -> ExitCode:
+    """Start the runs of one experiment, within the launcher's ``submitting``; print their status."""
+    folder = runs[0].paths.siblings
+    code = launcher.start(folder, runs)
+    if launcher.is_queue:
+        _say_queued([run.paths for run in runs])
+    else:
+        say_end(runs[0].paths, code)
     return code
 
 
-def _note_launcher(paths: RunPaths, launcher: str) -> None:
-    """Write down who has the run from now on, where that was another one: who is asked how it stands."""
-    facts = read_json(paths.run)
-    if facts is not None and facts.get("launcher") != launcher:
-        write_json(paths.run, facts | {"launcher": launcher}, sync=True)
-
-
-def _launch(launcher: Launcher, request: LaunchRequest) -> ExitCode:
-    progress = Progress(request.paths, request.attempt)
+@contextmanager
+def polling(paths: RunPaths, attempt: int) -> Iterator[Callable[[], None]]:
+    """Show the attempt's progress while its launcher follows it."""
+    progress = Progress(paths, attempt)
     try:
-        return launcher.launch(request, poll=progress.update)
+        yield progress.update
     finally:
         progress.close()
 
 
-def _end(paths: RunPaths, number: int, state: str, reason: str) -> None:
-    """Write down how the attempt ended, unless its launcher or its ranks have."""
-    with suppress(OSError):  # the disk that broke it, maybe; that is told already
-        status = read_status(paths)
-        if status.attempt == number and status.state in {"pending", "running"}:
-            write_status(paths, replace(status, state=state, reason=one_line(reason)))
-
-
-def _reason(error: BaseException) -> tuple[str, str]:
-    """Return the run's state and reason after an error that its launcher did not handle."""
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED, STOPPED_BY_CTRL_C
-    return "failed", str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+def _say_queued(runs: Sequence[RunPaths]) -> None:
+    first = runs[0]
+    which, folder = run_name(first), first.folder
+    if len(runs) > 1:
+        which, folder = first.siblings.folder.name, first.siblings.folder
+    say(f"{which}: queued, in {folder}")
+    say(f"  `hpc-train status {which}` shows its state, `hpc-train logs -f {run_name(first)}` follows")
+    say(f"  logs in {first.attempts}/<attempt>/rank-<rank>.log")
 
 
 def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
@@ -137,11 +62,11 @@ def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
 
 
 def say_end(paths: RunPaths, code: ExitCode) -> None:
-    """Say how the run stands, what it reached, where everything is, and how it goes on."""
+    """Print the run's status, its metrics, its folder, and how to continue it."""
     row, name = RunRow.of(paths), run_name(paths)
     if code == ExitCode.DONE and row.state in GOING_ON:
         state = "queued" if row.state == "pending" else row.state
-        say(f"{name}: {state}; `hpc-train status {name}` shows where it stands")
+        say(f"{name}: {state}; `hpc-train status {name}` shows its status")
         say(f"  everything {row.path}")
         return
     record = newest_record(paths)
@@ -160,7 +85,7 @@ def say_end(paths: RunPaths, code: ExitCode) -> None:
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
-    """Return the row of highest accuracy, or of least loss where there is none; None without either."""
+    """Return the row of highest accuracy, or else of lowest loss; None without either."""
     by_accuracy = [row for row in rows if isinstance(row.get("accuracy"), float)]
     if by_accuracy:
         return max(by_accuracy, key=lambda row: float(row["accuracy"]))

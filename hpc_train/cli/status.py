@@ -1,4 +1,4 @@
-"""``status``, and how the state of a run is shown anywhere."""
+"""``status``, and how the status of a run is printed."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cli.changed_keys import in_words
-from hpc_train.cli.layout import layout_of, ranks_of
-from hpc_train.cli.metrics import last_metric, newest_rows
-from hpc_train.cli.micro_batch import found_in_words
-from hpc_train.cli.printing import JSON_VERSION, columns, put, put_json, say
-from hpc_train.cli.recovery import recovery_of
-from hpc_train.cli.restarts import Restart, newest_restart
-from hpc_train.cli.run_table import print_table
-from hpc_train.cli.run_times import elapsed_s, remaining_s, short_duration
-from hpc_train.cli.standing import standings
-from hpc_train.cli.unreadable import say_unreadable
+from hpc_train.cli.found_sizes import found_in_words
+from hpc_train.cli.unreadable import find_readable
+from hpc_train.console import JSON_VERSION, columns, put, put_json, say
 from hpc_train.errors import ExitCode
+from hpc_train.launchers.lookup import statuses
 from hpc_train.launchers.tracebacks import shortened_traceback
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import newest_number
-from hpc_train.run_folder.budgets import Left
-from hpc_train.run_folder.files import read_json, read_text
-from hpc_train.run_folder.finding import find_runs, run_names
-from hpc_train.run_folder.liveness import newest_record
-from hpc_train.run_folder.micro_batch import kept_size
-from hpc_train.run_folder.status import RunStatus, read_status
+from hpc_train.recovery.budgets import Left
+from hpc_train.report.changed_keys import in_words
+from hpc_train.report.metrics_reader import last_metric, newest_rows
+from hpc_train.report.recovery_budget import recovery_of
+from hpc_train.report.restart_times import Restart, newest_restart
+from hpc_train.report.run_table import print_table
+from hpc_train.report.run_times import elapsed_s, remaining_s, short_duration
+from hpc_train.report.step_layout import layout_of, ranks_of
+from hpc_train.run.attempts import job_ids, newest_number
+from hpc_train.run.files import read_json, read_text
+from hpc_train.run.find import run_names
+from hpc_train.run.found_micro_batch import kept_size
+from hpc_train.run.liveness import newest_record
+from hpc_train.run.run_status import RunStatus, read_status
 
 _HEADS = ("run", "experiment", "state", "step", "job", "elapsed", "ETA", "last metric or reason")
 
 
 @dataclass(frozen=True)
 class RunRow:
-    """One entry of ``status --json`` (DESIGN §5, a contract)."""
+    """One entry of ``status --json`` (a contract)."""
 
     id: str
     name: str
@@ -46,17 +46,17 @@ class RunRow:
     path: str
     #: Of the newest job: ``12_3``, or ``12``.
     job: str | None = None
-    #: The newest interruption in its parts, in seconds.
+    #: The parts of the newest interruption, in seconds.
     restart: Restart | None = None
-    #: What the newest job has left before it gives up; None where nobody requeues.
+    #: The remaining budget of the newest job; None if nobody requeues.
     budget: Left | None = None
-    #: What ``micro_batch_size: auto`` came to; None where the file has a number, or it is not known yet.
+    #: The size that ``micro_batch_size: auto`` found; None if the file has a number, or it is not known yet.
     micro_batch_size: int | None = None
-    #: By node, why the run's next attempt leaves it out.
+    #: By node, why the run's next attempt excludes it.
     excluded_nodes: dict[str, str] = field(default_factory=dict)
-    #: The swept keys and their values; None where 0.1 made the run, which did not note them.
+    #: The swept keys and their values; None if the run is of 0.1, which did not record them.
     values: dict[str, Any] | None = None
-    #: Of the code that the run uses: ``commit``, ``dirty``, ``snapshot``; None where nothing is known of it.
+    #: Of the code that the run uses: ``commit``, ``dirty``, ``snapshot``; None if unknown.
     code: dict[str, Any] | None = None
     #: Of the newest attempt; before the first, as planned.
     ranks: int | None = None
@@ -64,22 +64,23 @@ class RunRow:
     micro_batches: int | None = None
     accumulation: int | None = None
     precision: str | None = None
-    #: Of all attempts, without what was waited in queues; None before the first.
+    #: Of all attempts, without the time in queues; None before the first.
     elapsed_s: float | None = None
-    #: Until the last step, at the pace of the newest rows; None where the run does not train.
+    #: Until the last step, at the rate of the newest rows; None if the run does not train.
     eta_s: float | None = None
     #: ``split``, ``name``, ``value`` and ``step`` of the newest evaluation, else of the newest row.
     last_metric: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, paths: RunPaths) -> RunRow:
-        """Read where the run stands now; one whose launcher has died is corrected."""
+        """Read the run's status; one whose launcher has died is corrected."""
         return rows_of([paths])[0]
 
     @classmethod
     def at(cls, paths: RunPaths, now: RunStatus) -> RunRow:
+        """Return the row of a run with the status ``now``."""
         facts = read_json(paths.run) or {}
-        jobs = facts.get("slurm_job_ids") or [None]
+        jobs = job_ids(facts)
         recovery = recovery_of(paths, now)
         record = newest_record(paths)
         layout = layout_of(paths, facts, record)
@@ -95,7 +96,7 @@ class RunRow:
             attempt=now.attempt,
             reason="; ".join(filter(None, (now.reason, *recovery.words))) or None,
             path=str(paths.folder.absolute()),
-            job=None if jobs[-1] is None else str(jobs[-1]),
+            job=jobs[-1] if jobs else None,
             restart=newest_restart(paths),
             budget=recovery.budget,
             micro_batch_size=kept_size(paths),
@@ -127,7 +128,7 @@ class RunRow:
         return f"{self.last_metric['name']} {'nan' if value is None else format(value, '.4g')}"
 
     def cells(self, name: str) -> list[str]:
-        """Return a line of the table; ``name``: what the run is printed as."""
+        """Return a line of the table; ``name``: the printed name of the run."""
         times = (short_duration(self.elapsed_s), short_duration(self.eta_s))
         return [
             name,
@@ -140,7 +141,7 @@ class RunRow:
         ]
 
     def details(self) -> list[tuple[str, str]]:
-        """Return what the table has no room for, as label and text."""
+        """Return details that don't fit the table, as label and text."""
         found = [
             ("attempt", str(self.attempt) if self.attempt else ""),
             ("reason", self.reason or ""),
@@ -164,9 +165,8 @@ class RunRow:
 
 
 def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
-    """Show the runs that are meant, or all."""
-    runs = find_runs(words)
-    say_unreadable(words)
+    """Show the given runs, or all."""
+    runs = find_readable(words)
     rows = rows_of(runs)
     if as_json:
         put_json(rows_json(rows))
@@ -186,11 +186,12 @@ def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
 
 
 def rows_of(runs: Sequence[RunPaths]) -> list[RunRow]:
-    """Read where the runs stand now; a scheduler is asked once for all of its runs."""
-    return [RunRow.at(paths, now) for paths, now in zip(runs, standings(runs), strict=True)]
+    """Read the status of the runs; a scheduler is asked once for all of its runs."""
+    return [RunRow.at(paths, now) for paths, now in zip(runs, statuses(runs), strict=True)]
 
 
 def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
+    """Return the content of ``status --json`` (a contract)."""
     return {"version": JSON_VERSION, "runs": [asdict(row) for row in rows]}
 
 
@@ -210,10 +211,10 @@ def _code(facts: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _print_error(paths: RunPaths) -> None:
-    """Print what the newest attempt's rank said as it failed; of a long traceback the user's own frames."""
+    """Print the error of the newest attempt's rank; of a long traceback the user's own frames."""
     newest = paths.attempt(newest_number(paths))
     errors = sorted(path for path in newest.folder.glob("rank-*.error") if path.is_file())
-    # The one that the reason names: the others' follow from it.
+    # The one named in the reason: the others follow from it.
     reason = read_status(paths).reason or ""
     told = [path for path in errors if reason.startswith(f"rank {path.stem.removeprefix('rank-')}:")]
     for path in (told or errors)[:1]:

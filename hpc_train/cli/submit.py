@@ -1,4 +1,4 @@
-"""``submit``: plans a file and starts its runs, one after the other here, or all at once in a queue."""
+"""``submit``: plans a file and starts its runs: all at once in a queue, one after the other elsewhere."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.cli.changed_keys import in_words
 from hpc_train.cli.code import snapshot_for
 from hpc_train.cli.creating import (
-    Birth,
+    SubmitContext,
     changes_since,
     create,
     create_beside,
@@ -18,23 +17,32 @@ from hpc_train.cli.creating import (
     say_starts_again,
     starts_again,
 )
-from hpc_train.cli.micro_batch import say_layouts
+from hpc_train.cli.found_sizes import say_layouts
 from hpc_train.cli.parallel_runs import Slots, devices_per_run
-from hpc_train.cli.plan import DEVICES_WITHOUT_LOCAL, FETCH_DATA, missing_data, show, start_problems
-from hpc_train.cli.printing import say
-from hpc_train.cli.queueing import Queue, batch_scripts, section_problems, submit_all
-from hpc_train.cli.resume import queue_again, start_again
-from hpc_train.cli.standing import standing, standings
-from hpc_train.cli.starting import LOCAL, choose_devices, load_launcher, report, say_end, start_attempt
+from hpc_train.cli.plan import (
+    DEVICES_WITHOUT_LOCAL,
+    FETCH_DATA,
+    batch_scripts,
+    launcher_problems,
+    missing_data,
+    show,
+    start_problems,
+)
+from hpc_train.cli.resume import start_again
+from hpc_train.cli.starting import polling, report, start
 from hpc_train.cli.status import rows_of
-from hpc_train.config.loading import Loaded, load
+from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.launchers.base import QueueingLauncher
-from hpc_train.launchers.slurm import LAUNCHER as SLURM
+from hpc_train.launchers.base import Launcher, StartRequest
+from hpc_train.launchers.following import LOCAL
+from hpc_train.launchers.lookup import DEFAULT, load_launcher, statuses
 from hpc_train.loggers.wandb_key import has_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
-from hpc_train.plan.planning import PlannedRun, make_plan
-from hpc_train.run_folder.finding import run_name
+from hpc_train.plan.planning import Plan, PlannedRun, make_plan
+from hpc_train.report.changed_keys import in_words
+from hpc_train.run.files import remove_folder
+from hpc_train.run.find import run_name
+from hpc_train.validate.loading import Loaded, load
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,7 @@ class Choices:
 
     @property
     def launcher_name(self) -> str:
-        return self.launcher or (LOCAL if self.local else SLURM)
+        return self.launcher or (LOCAL if self.local else DEFAULT)
 
     @property
     def on_this_machine(self) -> bool:
@@ -64,72 +72,41 @@ def submit(file: Path, overrides: Sequence[str], choices: Choices) -> ExitCode:
     _check(choices)
     loaded = load(file, overrides)
     launcher = load_launcher(choices.launcher_name)
-    if isinstance(launcher, QueueingLauncher):
-        return _submit_to(Queue(choices.launcher_name, launcher), loaded, choices)
-    devices = choices.devices
-    if choices.on_this_machine and (devices is None or not choices.dry_run):
-        if choices.jobs > 1:
-            devices = devices_per_run(devices, choices.jobs, loaded.experiment.device)
-        devices = choose_devices(choices.launcher_name, loaded.experiment, devices)
+    if launcher.is_queue and choices.on_this_machine:
+        option, name = "--local" if choices.local else "--devices", choices.launcher_name
+        raise UsageError(f"{option}: is for this machine, launcher {name} is not; leave one of them out")
+    devices = _devices(launcher, loaded, choices)
     plan = make_plan(loaded, devices, choices.on_this_machine)
-    problems = start_problems(loaded, plan)
+    problems = start_problems(loaded, plan) + launcher_problems(launcher, loaded)
     if choices.on_this_machine:
         problems += missing_data(loaded, FETCH_DATA)
-    if choices.dry_run:
-        show(plan, as_json=choices.as_json)
-    if problems:
-        raise BadFileError(problems)
-    _say_no_key(loaded)
-    if choices.dry_run:
-        return ExitCode.DONE
-    return _start_all(loaded, plan.runs, devices, choices)
-
-
-def _submit_to(queue: Queue, loaded: Loaded, choices: Choices) -> ExitCode:
-    """Check all, then put the runs into the queue; with ``--dry-run`` show what would be sent."""
-    if choices.on_this_machine:
-        option = "--local" if choices.local else "--devices"
-        raise UsageError(
-            f"{option}: is for this machine, launcher {queue.name} is not; leave one of them out"
-        )
-    plan = make_plan(loaded)
-    problems = start_problems(loaded, plan) + section_problems(queue.name, loaded)
     scripts: list[str] = []
     if not problems:
         try:
-            scripts = batch_scripts(queue.launcher, loaded, plan)
+            scripts = batch_scripts(launcher, loaded, plan)
         except BadFileError as error:
             problems += error.problems
     if choices.dry_run:
         show(plan, as_json=choices.as_json, scripts=scripts)
     if problems:
         raise BadFileError(problems)
-    for line in missing_data(loaded, "see that the nodes have it; goes on"):
-        say(line)
+    if launcher.is_queue:
+        for line in missing_data(loaded, "make sure that the nodes have it; submitting nevertheless"):
+            say(line)
     _say_no_key(loaded)
     if choices.dry_run:
         return ExitCode.DONE
-    submitted = submit_all(queue, loaded, plan, new=choices.new)
-    code = max(submitted.code, _handle_existing(queue, submitted.existing))
-    report(rows_of(submitted.runs), as_json=choices.as_json)
-    return code
+    return _Submission(launcher, loaded, plan, devices, choices).start_all()
 
 
-def _handle_existing(queue: Queue, runs: Sequence[tuple[RunPaths, PlannedRun]]) -> ExitCode:
-    """Queue those again that ended before they saved anything; say how the others stand."""
-    codes = [ExitCode.DONE]
-    #: By the changes of the file that they take: one array each.
-    again: dict[tuple[str, ...], list[RunPaths]] = {}
-    for (paths, run), status in zip(runs, standings([paths for paths, _ in runs]), strict=True):
-        if starts_again(paths, status):
-            say_starts_again(paths, status)
-            changes = tuple(changes_since(paths, run.experiment, is_queued=True))
-            again.setdefault(changes, []).append(paths)
-        else:
-            codes.append(say_existing(paths, status, run.experiment, is_queued=True))
-    for changes, some in again.items():
-        codes.append(queue_again(queue, some[0].siblings, some, changes))
-    return max(codes)
+def _devices(launcher: Launcher, loaded: Loaded, choices: Choices) -> int | None:
+    """Return how many ranks each run has on this machine; None where that is not for this command to say."""
+    devices = choices.devices
+    if not choices.on_this_machine or (devices is not None and choices.dry_run):
+        return devices
+    if choices.jobs > 1:
+        devices = devices_per_run(devices, choices.jobs, loaded.experiment.device)
+    return launcher.choose_devices(loaded.experiment, devices)
 
 
 def _say_no_key(loaded: Loaded) -> None:
@@ -147,108 +124,118 @@ def _check(choices: Choices) -> None:
         raise UsageError(DEVICES_WITHOUT_LOCAL)
     if choices.jobs > 1 and not choices.local:
         raise UsageError(
-            "--jobs: is for this machine; add --local (on Slurm sweep.max_parallel is the number of runs "
+            "--jobs: is for this machine; add --local (in a queue sweep.max_parallel is the number of runs "
             "at a time)"
         )
 
 
-def _start_all(loaded: Loaded, runs: Sequence[PlannedRun], devices: int | None, choices: Choices) -> ExitCode:
-    """Start one run after the other; Ctrl-C ends the row."""
-    folder = ExperimentPaths(runs_root() / loaded.experiment.name)
-    birth = Birth(loaded, choices.launcher_name, snapshot_for(folder, runs, anew=choices.new))
-    if choices.jobs > 1:
-        assert devices is not None, "devices_per_run chose them"
-        begun, codes = _start_in_slots(runs, devices, choices, birth)
-    else:
-        begun, codes = _start_in_turn(runs, devices, choices, birth)
-    if left := len(runs) - len(begun):
-        say(f"{left} more runs were not started; submit the file again to start them")
-    report(rows_of(begun), as_json=choices.as_json)
-    return max(codes)
+class _Submission:
+    """The runs of a plan on their way: created, then started in batches as large as the launcher takes."""
 
+    def __init__(
+        self, launcher: Launcher, loaded: Loaded, plan: Plan, devices: int | None, choices: Choices
+    ) -> None:
+        self._launcher, self._loaded, self._plan = launcher, loaded, plan
+        self._devices, self._choices = devices, choices
+        self._folder = ExperimentPaths(runs_root() / plan.name)
+        self._context: SubmitContext | None = None
+        self._slots: Slots | None = None
+        self._runs: list[RunPaths] = []
+        self._codes = [ExitCode.DONE]
 
-def _start_in_turn(
-    runs: Sequence[PlannedRun], devices: int | None, choices: Choices, birth: Birth
-) -> tuple[list[RunPaths], list[ExitCode]]:
-    codes, begun = [], []
-    for number, run in enumerate(runs, start=1):
-        _say_number(number, runs)
-        paths, code = _start(run, devices, choices, birth)
-        begun.append(paths)
-        codes.append(code)
-        if code == ExitCode.INTERRUPTED:
-            break
-    return begun, codes
+    def start_all(self) -> ExitCode:
+        """Start all runs; Ctrl-C ends the series. Return the worst exit code."""
+        if self._choices.jobs > 1:
+            assert self._devices is not None, "devices_per_run chose them"
+            device = self._loaded.experiment.device
+            self._slots = Slots(self._choices.jobs, self._choices.launcher_name, self._devices, device)
+            with self._slots.taking_signals():
+                self._start_batches()
+                self._slots.wait_for_all()
+            self._codes += self._slots.codes
+        else:
+            self._start_batches()
+        if left := len(self._plan.runs) - len(self._runs):
+            say(f"{left} more runs were not started; submit the file again to start them")
+        report(rows_of(self._runs), as_json=self._choices.as_json)
+        return max(self._codes)
 
+    def _start_batches(self) -> None:
+        runs = self._plan.runs
+        batches = [runs] if self._launcher.is_queue else [[run] for run in runs]
+        for number, batch in enumerate(batches, start=1):
+            if self._slots is not None:
+                self._slots.wait_for_slot()
+                if self._slots.is_stopped:
+                    return
+            if len(batches) > 1:
+                values = in_words(batch[0].values)
+                say(f"run {number} of {len(batches)}: {batch[0].id}  {values}".rstrip())
+            self._start_batch(batch)
+            if self._codes[-1] == ExitCode.INTERRUPTED:
+                return
 
-def _start_in_slots(
-    runs: Sequence[PlannedRun], devices: int, choices: Choices, birth: Birth
-) -> tuple[list[RunPaths], list[ExitCode]]:
-    """Train ``choices.jobs`` runs at a time; a stop signal stops all of them and starts no more."""
-    slots = Slots(choices.jobs, choices.launcher_name, devices, runs[0].experiment.device)
-    codes, begun = [], []
-    with slots.taking_signals():
-        for number, run in enumerate(runs, start=1):
-            slots.wait_for_slot()
-            if slots.is_stopped:
-                break
-            _say_number(number, runs)
-            paths, code = _start_in_slot(run, slots, choices, birth)
-            begun.append(paths)
-            codes += [] if code is None else [code]
-        slots.wait_for_all()
-    return begun, codes + slots.codes
+    def _start_batch(self, batch: Sequence[PlannedRun]) -> None:
+        new: list[tuple[RunPaths, PlannedRun]] = []
+        existing: list[tuple[RunPaths, PlannedRun]] = []
+        with self._launcher.submitting(self._folder):
+            context = self._submit_context()
+            for run in batch:
+                paths = RunPaths(self._folder.folder / run.id)
+                is_new = create(paths, run, context)
+                if not is_new and self._choices.new:
+                    paths, is_new = create_beside(paths, run, context, self._make_free), True
+                elif not is_new:
+                    paths = existing_run(paths, run)
+                (new if is_new else existing).append((paths, run))
+                self._runs.append(paths)
+            if new:
+                self._start_new(new)
+        self._handle_existing(existing)
 
+    def _submit_context(self) -> SubmitContext:
+        """Return what all runs have in common; the first time a snapshot of the code is taken."""
+        if self._context is None:
+            for run in self._plan.runs:
+                self._make_free(RunPaths(self._folder.folder / run.id))
+            snapshot = snapshot_for(self._folder, self._plan.runs, always_new=self._choices.new)
+            self._context = SubmitContext(self._loaded, self._choices.launcher_name, snapshot)
+        return self._context
 
-def _start_in_slot(
-    run: PlannedRun, slots: Slots, choices: Choices, birth: Birth
-) -> tuple[RunPaths, ExitCode | None]:
-    paths = RunPaths(runs_root() / run.experiment.name / run.id)
-    is_new = create(paths, run, birth)
-    if not is_new and not choices.new:
-        status = standing(paths)
-        if not starts_again(paths, status):
-            return paths, say_existing(paths, status, run.experiment)
-        say_starts_again(paths, status)
-        slots.start(paths, changes_since(paths, run.experiment, is_queued=False))
-        return paths, None
-    if not is_new:
-        paths = create_beside(paths, run, birth)
-    _say_start(paths, run)
-    slots.start(paths)
-    return paths, None
+    def _make_free(self, paths: RunPaths) -> None:
+        """Remove a run that was only created: its submitter died before anybody was asked to start it."""
+        if paths.run.is_file() and self._launcher.is_unsubmitted(paths):
+            remove_folder(paths.folder)
 
+    def _start_new(self, runs: Sequence[tuple[RunPaths, PlannedRun]]) -> None:
+        if not self._launcher.is_queue:
+            say(f"{run_name(runs[0][0])}: starting in {runs[0][0].folder}")
+            say_layouts([run for _, run in runs])
+        if self._slots is not None:
+            self._slots.start(runs[0][0])
+            return
+        requests = [
+            StartRequest(paths, run.experiment, self._loaded.problem, self._devices, polling=polling)
+            for paths, run in runs
+        ]
+        self._codes.append(start(self._launcher, requests))
+        if self._launcher.is_queue:
+            say_layouts([run for _, run in runs])
 
-def _say_number(number: int, runs: Sequence[PlannedRun]) -> None:
-    """Say which of a sweep's runs comes now, and its values."""
-    if len(runs) > 1:
-        run = runs[number - 1]
-        say(f"run {number} of {len(runs)}: {run.id}  {in_words(run.values)}".rstrip())
-
-
-def _say_start(paths: RunPaths, run: PlannedRun) -> None:
-    say(f"{run_name(paths)}: starting in {paths.folder}")
-    say_layouts([run])
-
-
-def _start(run: PlannedRun, devices: int | None, choices: Choices, birth: Birth) -> tuple[RunPaths, ExitCode]:
-    paths = RunPaths(runs_root() / run.experiment.name / run.id)
-    is_new = create(paths, run, birth)
-    if not is_new and not choices.new:
-        paths = existing_run(paths, run)
-        return paths, _existing(paths, run, devices, choices)
-    if not is_new:
-        paths = create_beside(paths, run, birth)
-    _say_start(paths, run)
-    code = start_attempt(paths, choices.launcher_name, devices)
-    say_end(paths, code)
-    return paths, code
-
-
-def _existing(paths: RunPaths, run: PlannedRun, devices: int | None, choices: Choices) -> ExitCode:
-    status = standing(paths)
-    if not starts_again(paths, status):
-        return say_existing(paths, status, run.experiment)
-    say_starts_again(paths, status)
-    changes = changes_since(paths, run.experiment, is_queued=False)
-    return start_again(paths, changes, choices.launcher_name, devices)
+    def _handle_existing(self, runs: Sequence[tuple[RunPaths, PlannedRun]]) -> None:
+        """Start runs again that ended before they saved anything; print the status of the others."""
+        is_queued = self._launcher.is_queue
+        #: By the changes of the file that they take: a queue takes those with the same ones at once.
+        again: dict[tuple[str, ...], list[RunPaths]] = {}
+        for (paths, run), status in zip(runs, statuses([paths for paths, _ in runs]), strict=True):
+            if starts_again(paths, status):
+                say_starts_again(paths, status)
+                changes = tuple(changes_since(paths, run.experiment, is_queued=is_queued))
+                again.setdefault(changes, []).append(paths)
+            else:
+                self._codes.append(say_existing(paths, status, run.experiment, is_queued=is_queued))
+        for changes, some in again.items():
+            if self._slots is not None:
+                self._slots.start(some[0], changes)
+            else:
+                self._codes.append(start_again(some, changes, self._choices.launcher_name, self._devices))

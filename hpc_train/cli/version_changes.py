@@ -1,4 +1,4 @@
-"""Which versions a resumed run will use, beside those that it had."""
+"""The versions that a resumed run will use, compared with those that it had."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_train.cli.starting import LOCAL
 from hpc_train.config.schema import Experiment
+from hpc_train.launchers.following import LOCAL
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.creation import noted_versions
-from hpc_train.run_folder.versions import Differences, differences, in_words, versions
+from hpc_train.run.create import noted_versions
+from hpc_train.run.versions import Differences, differences, in_words, versions
 
 
 @dataclass(frozen=True)
 class VersionChange:
-    """How the versions that ranks will use differ from those that they had."""
+    """The differences between the versions that ranks will use and those that they had."""
 
-    #: None where the ranks use an interpreter that can't be asked here.
+    #: None if the ranks use an interpreter that can't be queried here.
     now: dict[str, str] | None
     differences: Differences = field(default_factory=dict)
-    #: Whose versions are not known.
+    #: The interpreter whose versions are unknown.
     not_looked_at: str | None = None
 
     @property
     def words(self) -> str | None:
-        """Return what to say, None where all is as it was."""
+        """Return the message, None if nothing has changed."""
         if self.not_looked_at:
-            return f"versions: not looked at, because of {self.not_looked_at}"
+            return f"versions: not compared, because of {self.not_looked_at}"
         if self.differences:
             return f"versions: {in_words(self.differences)}; the weights may differ in the last bit"
         return None
 
 
 def other_python(launcher: str, experiment: Experiment) -> str | None:
-    """Return the key that has ranks use another interpreter than this one, with its value."""
+    """Return the key that makes ranks use another interpreter than this one, with its value."""
     environment = experiment.environment
     if launcher == LOCAL:
         return None
@@ -65,6 +65,6 @@ def version_change(
 
 def _is_this(python: str) -> bool:
     """Tell whether ``python`` is this interpreter, by whatever name of the same folder."""
-    # Links stay: that of a virtual environment leads to another Python's folder.
+    # Links are kept: that of a virtual environment leads to another Python's folder.
     path, this = Path(python).expanduser(), Path(sys.executable)
     return path.parent == this.parent and path.resolve() == this.resolve()

@@ -1,1 +1,3 @@
-"""The experiment file: its schema, its reading with marks, its rules. Nothing here imports torch."""
+"""The experiment file: its schema, a YAML reader that records positions, and error messages. Imports no
+torch.
+"""

@@ -1,4 +1,4 @@
-"""The sections of the experiment file that say where it runs: ``slurm:`` and ``environment:``."""
+"""The sections of the experiment file that say where a run is executed: ``slurm:`` and ``environment:``."""
 
 from __future__ import annotations
 
@@ -23,59 +23,63 @@ from hpc_train.config.fields import (
 
 
 class SlurmConfig(Section):
-    """What is asked of Slurm. Leaves the mathematics alone."""
+    """The resources to request from Slurm. They do not change the training result."""
 
     profile: Annotated[
         str,
         pattern(r"[a-z0-9][a-z0-9_-]{0,63}", "1 to 64 lower-case letters, digits, '_' or '-', like generic"),
     ] = "generic"
-    """A site profile by name: what this cluster wants, in a file of its own."""
+    """Name of the site profile to use, a file with the settings of this cluster. Default: ``generic``."""
     partition: SlurmWord | None = None
-    """Partition; absent: the site's default."""
+    """Partition to submit to. Default: the site's default partition."""
     nodes: PositiveInt | NodeRange = 1
-    """Nodes, or ``2-8`` for any number between (the run goes on with as many as each start gets)."""
+    """Number of nodes, or a range such as ``2-8``: each attempt then uses as many nodes as Slurm allocates.
+    """
     gpus_per_node: Annotated[int, Field(ge=0, le=64)] = 0
-    """GPUs of each node; 0: none."""
+    """GPUs to request per node. 0: no GPUs."""
     gpu_type: Annotated[str, pattern(GPU_TYPE_PATTERN, "one word like a100 or nvidia_h100")] | None = None
-    """Kind of GPU as the site calls it; absent: any."""
+    """GPU type as the site names it. Default: any type."""
     ranks_per_node: PositiveInt | None = None
-    """Processes on each node; absent: one a GPU, or one."""
+    """Number of ranks (processes) per node. Default: one per GPU, or one per node without GPUs."""
     cpus_per_gpu: PositiveInt | None = None
-    """Cores a GPU (a rank, without GPUs), dealt out evenly to the ranks; absent: the site's default."""
+    """CPU cores to request per GPU (per rank without GPUs), divided evenly among the ranks. Default: the
+    site's default."""
     mem_gb: PositiveInt | None = None
-    """Memory of each node in GB; absent: the site's default."""
+    """Memory to request per node, in GB. Default: the site's default."""
     time_limit: DurationMin | None = None
-    """``90min``, ``24h``, ``2-12:00:00``; absent: the partition's."""
+    """Time limit of the job, such as ``90min``, ``24h`` or ``2-12:00:00``. Default: the partition's limit."""
     signal_lead_s: SignalLead | None = None
-    """Seconds between the warning and the time limit, for the last save; absent: three times the longest
-    save so far and a minute, 120 before there is one; never more than half the time limit."""
+    """Seconds before the time limit at which Slurm signals the ranks to save and stop. Default: 120; once a
+    save has been measured, three times the longest save plus one minute. Never more than half the time limit.
+    """
     account: SlurmWord | None = None
-    """Account that is charged."""
+    """Account to charge. Default: the user's default account."""
     qos: SlurmWord | None = None
-    """Quality of service."""
+    """Quality of service. Default: the site's default."""
     constraint: SlurmWord | None = None
-    """Node features."""
+    """Node features that are required (``--constraint``). Default: none."""
     exclude: SlurmWord | None = None
-    """Nodes to leave out."""
+    """Nodes to exclude from the allocation. Default: none."""
     reservation: SlurmWord | None = None
-    """Reservation."""
+    """Reservation to use. Default: none."""
     dependency: SlurmWord | None = None
-    """Dependency, as sbatch takes it."""
+    """Job dependency, in sbatch's syntax. Default: none."""
     mail: Annotated[str, pattern(MAIL_PATTERN, "an address like ada@example.org")] | None = None
-    """Address that Slurm writes to at the end or failure; absent: no mail."""
+    """Address that Slurm notifies when the job ends or fails. Default: no mail."""
     extra: dict[PlainName, str | int | bool] = {}
-    """More options of sbatch by long name; those that hpc-train owns are refused."""
+    """Further sbatch options by their long names. Options that hpc-train sets itself are rejected."""
 
 
 class EnvironmentConfig(Section):
-    """What stands ready on the nodes before Python starts."""
+    """The software environment on the nodes, set up before Python starts."""
 
     python: ScriptPath | None = None
-    """The interpreter; absent: the one that submits, or in a container its ``python3``."""
+    """Python interpreter on the nodes. Default: the one that runs ``submit``; in a container, its
+    ``python3``."""
     modules: list[Annotated[str, pattern(MODULE_PATTERN, "a module's name like cuda/12.8")]] = []
-    """``module load`` these, in this order."""
+    """Modules to load with ``module load``, in this order. Default: none."""
     container: ScriptPath | None = None
-    """An Apptainer image to run in; absent: none."""
+    """Apptainer image to run in. Default: no container."""
     strict: bool = False
-    """Refuse to go on with other versions of Python, torch or this package than a checkpoint was saved with;
-    ``false``: warn."""
+    """Refuse to resume with other versions of Python, torch or this package than the checkpoint was saved
+    with. ``false``: warn only."""

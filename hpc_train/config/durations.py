@@ -21,7 +21,9 @@ FORMS = "90min, 24h, 2d, 24:00:00 or 2-12:00:00"
 
 
 def parse_duration_min(text: str) -> int:
-    """Return whole minutes, seconds rounded up. Raises ValueError, naming the forms allowed."""
+    """Return the duration in whole minutes, seconds rounded up. Raises ValueError, which lists the valid
+    forms.
+    """
     if match := _WITH_UNIT.fullmatch(text.strip()):
         minutes = int(match[1]) * _UNITS_MIN[match[2]]
     elif match := _CLOCK.fullmatch(text.strip()):
@@ -32,9 +34,9 @@ def parse_duration_min(text: str) -> int:
     else:
         seconds = seconds_in(text)
         meant = format_duration(math.ceil(seconds / 60)) if seconds else FORMS
-        raise ValueError(f"{text!r} is no duration; write {meant}")
+        raise ValueError(f"{text!r} is not a duration; write {meant}")
     if minutes < 1:
-        raise ValueError(f"{text!r} is no time at all; write at least 1min")
+        raise ValueError(f"{text!r} is zero; write at least 1min")
     return minutes
 
 

@@ -1,4 +1,4 @@
-"""Turns pydantic's errors into problems in plain words, which it reads off the schema."""
+"""Translates pydantic's errors into problems in plain words, based on the schema."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from hpc_train.registry import nearest
 
 
 def explain(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
-    """Return one problem a key that ``error`` is about; ``data`` is what was validated."""
+    """Return one problem per key that ``error`` is about; ``data`` is the validated input."""
     found: dict[KeyPath, Problem] = {}
     for entry in islice(error.errors(include_url=False), MAX_PROBLEMS + 1):
         problem = _problem(entry["type"], entry["loc"], entry.get("ctx", {}), data)
         found.setdefault(problem.path, problem)
     meant = {meant_path(path) for path, problem in found.items() if _is_unknown(problem)}
-    # A key that was misspelt is not reported as missing too.
+    # A misspelt key is not reported as missing as well.
     return [problem for path, problem in found.items() if path not in meant or not _is_missing(problem)]
 
 
 def failed_paths(problems: list[Problem]) -> set[KeyPath]:
-    """Return the schema's keys that rules can't rely on: failed ones and those meant by unknown ones."""
+    """Return the keys that the rules can't rely on: invalid keys and those that an unknown key probably
+    means.
+    """
     failed: set[KeyPath] = set()
     for problem in problems:
         path = problem.path
@@ -44,12 +46,12 @@ def failed_paths(problems: list[Problem]) -> set[KeyPath]:
 
 
 def _is_free(path: KeyPath) -> bool:
-    """Tell whether the key is the user's own, in a mapping whose other keys can be judged without it."""
+    """Tell whether the user chose the key's name, in a mapping whose other keys can be checked without it."""
     return not isinstance(path[-1], int) and not known_keys(path[:-1])
 
 
 def _is_unknown(problem: Problem) -> bool:
-    return problem.on_key and problem.message == "is no key of the file"
+    return problem.on_key and problem.message == "unknown key"
 
 
 def _is_missing(problem: Problem) -> bool:
@@ -64,7 +66,7 @@ def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, A
         return Problem(path, "is missing", f"write {path[-1]}: {_example_at(path)}")
     if loc[-1] == "[key]":
         rule = (node_at(path[:-1]) or {}).get("propertyNames", {}).get("patternErrorMessage", "a name")
-        return Problem(path, f"needs {rule}", "mend the name", on_key=True)
+        return Problem(path, f"needs {rule}", "fix the name", on_key=True)
     if isinstance(path[-1], int) and kind == "missing":
         path = path[:-1]
     if kind == "value_error":
@@ -74,7 +76,7 @@ def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, A
 
 
 def _key_path(loc: KeyPath) -> KeyPath:
-    """Return ``loc`` without what pydantic adds behind a union's or a mapping's key."""
+    """Return ``loc`` without the segments that pydantic appends after a union or a mapping key."""
     path: KeyPath = ()
     node = node_at(())
     for segment in loc:
@@ -95,7 +97,7 @@ def _value_at(data: Any, path: KeyPath) -> Any:
 
 
 def _example_at(path: KeyPath) -> str:
-    """Return a value that the required key takes, as a file has it."""
+    """Return an example value for the required key, as written in a file."""
     node = node_at(path) or {}
     if "examples" not in node:
         return wanted(node)
@@ -141,7 +143,9 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
 
 
 def in_unit_of(path: KeyPath, text: str, node: Node) -> str | None:
-    """Return what to write for ``10min`` or ``64G`` where the key takes a number in a unit; else None."""
+    """Return what to write for ``10min`` or ``64G`` where the key takes a number with a fixed unit; else
+    None.
+    """
     number = next((each for each in members(node) if each.get("type") in {"integer", "number"}), None)
     if number is None:
         return None
@@ -157,7 +161,7 @@ def in_unit_of(path: KeyPath, text: str, node: Node) -> str | None:
 
 @dataclass(frozen=True)
 class _Unit:
-    """What a key's number counts. ``amount`` reads it from a person's text, None for another kind of text."""
+    """The unit of a key's number. ``amount`` parses a value with a unit; it returns None for other text."""
 
     name: str
     amount: Callable[[str], float | None]
@@ -178,10 +182,10 @@ def _in_gb(text: str) -> float | None:
 
 _GB = {"k": 1 / 1024**2, "m": 1 / 1024, "g": 1.0, "t": 1024.0}
 _MEMORY = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([kmgt])i?b?", re.ASCII)
-#: Whole numbers that a float tells apart; above it what to write is anybody's guess.
+#: Integers that a float represents exactly; above it the intended value is unknown.
 _LARGE = 2**53
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,9})?)\s*%", re.ASCII)
-#: How a key ends → what it is in.
+#: Suffix of a key → its unit.
 _UNITS = {
     "_min": _Unit("minutes", _in_time(60)),
     "_s": _Unit("seconds", _in_time(1)),
@@ -191,14 +195,14 @@ _UNITS = {
 
 
 def _example(node: Node, types: set[object]) -> str:
-    """Return what to write where the message already says what is needed."""
+    """Return what to write where the message already says what the key takes."""
     if types == {"boolean"} or (types == {"string"} and _choices(node)):
         return "write one of them"
     if numbers := [member for member in members(node) if member.get("type") in {"integer", "number"}]:
         number = numbers[0].get("minimum", 1 if numbers[0]["type"] == "integer" else 0.1)
         default = node.get("default")
         return f"write a number like {number if default is None else default}"
-    return "write such text" if "string" in types else "write such a list"
+    return "write text of this form" if "string" in types else "write a list of this form"
 
 
 def _remedy_for_text(value: str, node: Node, types: set[object]) -> str:
@@ -240,7 +244,7 @@ def _is_required(path: KeyPath) -> bool:
 
 
 def wanted(node: Node) -> str:
-    """Return in words what a node of the schema takes: ``a whole number of 0 to 64``."""
+    """Describe the values that a schema node accepts: ``a whole number of 0 to 64``."""
     return " or ".join(dict.fromkeys(_wanted(member) for member in members(node)))
 
 

@@ -1,4 +1,4 @@
-"""The kinds of values that keys of the experiment file have, and what every section is."""
+"""The value types of the experiment file's keys, and the base class of its sections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpc_train.paths import NAME_PATTERN
 PART_NAME_PATTERN = (
     r"[A-Za-z0-9_][A-Za-z0-9_./+-]*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 )
-# What follows stands in a batch script. None begins with a sign that could make an option of it.
+# The values below appear in a batch script. None starts with a character that could make it an option.
 #: A word that may stand in a ``#SBATCH`` line: no blank, quote, dollar, backquote, control character.
 SLURM_WORD_PATTERN = r"[A-Za-z0-9_.,:@+*&|()\[\]=/~%^?][A-Za-z0-9_.,:@+*&|()\[\]=/~%^?-]{0,255}"
 GPU_TYPE_PATTERN = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}"
@@ -23,7 +23,7 @@ SCRIPT_PATH_PATTERN = r"""[^-\s'"\\$`;&|<>\x00-\x1f\x7f][^\s'"\\$`;&|<>\x00-\x1f
 
 
 def pattern(regex: str, rule: str) -> Any:
-    """Accept text of this form; ``rule`` is the form in words with an example, for editors and errors."""
+    """Accept text that matches the pattern; ``rule`` describes it with an example, for editors and errors."""
     # Anchored at the very end: "$" would let a newline through.
     return Field(pattern=rf"\A(?:{regex})\z", json_schema_extra={"patternErrorMessage": rule})
 
@@ -37,7 +37,7 @@ def _duration(value: object) -> object:
 
 
 def _pair(value: object) -> object:
-    # YAML has lists only, and strict validation takes no list for a tuple.
+    # YAML has only lists, and strict validation accepts no list for a tuple.
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -45,7 +45,8 @@ Name = Annotated[
     str,
     pattern(
         NAME_PATTERN,
-        "1 to 64 lower-case letters, digits, '.', '_' or '-', not first a sign, like cifar10-resnet50",
+        "1 to 64 lower-case letters, digits, '.', '_' or '-', starting with a letter or digit, like "
+        "cifar10-resnet50",
     ),
 ]
 PartName = Annotated[
@@ -54,7 +55,7 @@ PartName = Annotated[
 SlurmWord = Annotated[
     str, pattern(SLURM_WORD_PATTERN, "one word without blanks, quotes, '$' or ';', like gpu-long")
 ]
-#: Slurm keeps it in 16 bits.
+#: Slurm stores it in 16 bits.
 SignalLead = Annotated[int, Field(ge=1, le=65535)]
 DurationMin = Annotated[
     int,
@@ -65,7 +66,7 @@ DurationMin = Annotated[
 Probability = Annotated[float, Field(ge=0, le=1)]
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
-#: Bounds that keep deadlines within what threads and process groups can wait for.
+#: Keep deadlines within the longest time-out of threads and process groups.
 Minutes = Annotated[float, Field(gt=0, le=1_000_000)]
 Hours = Annotated[float, Field(ge=0, le=1_000_000)]
 NotNegativeInt = Annotated[int, Field(ge=0)]
@@ -75,21 +76,21 @@ PlainName = Annotated[
     str,
     pattern(
         r"[a-z][a-z0-9_-]{0,63}",
-        "1 to 64 lower-case letters, digits, '_' or '-', the first a letter, like my_part",
+        "1 to 64 lower-case letters, digits, '_' or '-', starting with a letter, like my_part",
     ),
 ]
 OptimizerName = Annotated[
     str,
     pattern(
         r"[A-Za-z][A-Za-z0-9_/]{0,63}",
-        "1 to 64 letters, digits, '_' or '/', the first a letter, like adamw or timm/lamb",
+        "1 to 64 letters, digits, '_' or '/', starting with a letter, like adamw or timm/lamb",
     ),
 ]
 ScheduleName = Annotated[
     str,
     pattern(
         r"[A-Za-z][A-Za-z0-9_/]{0,63}",
-        "1 to 64 letters, digits, '_' or '/', the first a letter, like cosine or torch/OneCycleLR",
+        "1 to 64 letters, digits, '_' or '/', starting with a letter, like cosine or torch/OneCycleLR",
     ),
 ]
 ScriptPath = Annotated[
@@ -100,7 +101,7 @@ Arguments = dict[str, Any]
 
 
 class Section(BaseModel):
-    """A mapping of the file: no unknown keys, no conversions, no inf or nan, never changed afterwards."""
+    """A mapping of the file. Rejects unknown keys, conversions, inf and nan; immutable."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True

@@ -1,4 +1,4 @@
-"""The JSON Schema (draft 2020-12) of the experiment file, for editors; our own messages read it too."""
+"""The JSON Schema (draft 2020-12) of the experiment file, for editors and for the error messages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Node = dict[str, Any]
 
 
 def json_schema() -> Node:
-    """Return the schema; a copy that the caller may change."""
+    """Return a copy of the schema, which the caller may change."""
     return deepcopy(cached_schema())
 
 
 @cache
 def cached_schema() -> Node:
-    """Return the schema itself, not to be changed."""
+    """Return the cached schema, which must not be changed."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Experiment.model_json_schema()
     _allow_plain_bool(schema["properties"]["compile"])
     _allow_weights(schema["$defs"]["DataConfig"]["properties"]["normalize"])
@@ -36,7 +36,7 @@ def _allow_weights(node: Node) -> None:
 
 
 def _for_editors(node: Any) -> None:
-    """Write patterns as ECMA 262 has them, and patterns of keys so that other keys are refused."""
+    """Convert patterns to ECMA 262, and patterns of keys so that other keys are rejected."""
     if isinstance(node, list):
         for item in node:
             _for_editors(item)

@@ -1,4 +1,4 @@
-"""Key paths against the schema: which keys there are, which part of it a path leads to, what was meant."""
+"""Key paths and the schema: which keys exist, which node a path refers to, suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpc_train.config.problems import KeyPath, Problem, dotted
 from hpc_train.config.synonyms import advice_for, key_for
 from hpc_train.registry import nearest
 
-#: What the id of a run leaves out (DESIGN §6), so what a sweep can't vary.
+#: Sections and keys that do not enter a run's id, so a sweep can't vary them.
 NOT_IDENTITY = (
     "name",
     "slurm",
@@ -24,8 +24,8 @@ NOT_IDENTITY = (
     "data.root",
     "data.workers",
 )
-#: Keys outside of the identity that a grid may vary all the same, to train one experiment on several sizes
-#: of job: where they are swept, a run's id includes their values.
+#: Keys outside the id that a grid may vary nevertheless, to train one experiment on several job sizes: where
+#: they are swept, the run's id includes their values.
 SCALING: tuple[KeyPath, ...] = (
     ("slurm", "nodes"),
     ("slurm", "gpus_per_node"),
@@ -36,7 +36,7 @@ GRID: KeyPath = ("sweep", "grid")
 
 
 class BadKeyError(Exception):
-    """A dotted key that the schema does not know."""
+    """A dotted key that is not in the schema."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
@@ -44,7 +44,7 @@ class BadKeyError(Exception):
 
 
 def members(node: Node) -> list[Node]:
-    """Return what a value may be by one node: references followed, unions opened, null left out."""
+    """Return the alternatives of a node: references resolved, unions expanded, null removed."""
     if "$ref" in node:
         return members(cached_schema()["$defs"][node["$ref"].rpartition("/")[2]])
     if "anyOf" in node:
@@ -58,7 +58,7 @@ def as_mapping(node: Node) -> Node | None:
 
 
 def child(node: Node, segment: str | int) -> Node | None:
-    """Return the node below ``segment``; None where there is none or values are free."""
+    """Return the child node for ``segment``; None where there is none or any value is allowed."""
     if isinstance(segment, int):
         array = next((member for member in members(node) if member.get("type") == "array"), {})
         by_place = array.get("prefixItems", [])
@@ -84,7 +84,7 @@ def known_keys(path: KeyPath) -> list[str]:
 
 
 def meant_path(path: KeyPath) -> KeyPath | None:
-    """Return the key of the file that the unknown key ``path`` likely stands for."""
+    """Return the key that the unknown key ``path`` most likely means."""
     if called := key_for(path):
         meant = tuple(called.partition(" ")[0].split("."))
         return meant if meant != path else None
@@ -98,16 +98,16 @@ def meant_path(path: KeyPath) -> KeyPath | None:
 
 
 def _elsewhere(path: KeyPath) -> list[KeyPath]:
-    """Return the keys of other sections that are called like the last key of ``path``."""
+    """Return the keys of other sections that have the same name as the last key of ``path``."""
     return [found for found in all_keys() if found[-1] == path[-1]]
 
 
 def unknown_key(path: KeyPath, rest: Sequence[str] = ()) -> Problem:
-    """Return the problem of a key that the schema does not know, with what was likely meant.
+    """Return the problem of an unknown key, with the key that was probably meant.
 
     ``rest``: the keys below it, where a dotted path names it.
     """
-    return Problem(path, "is no key of the file", _remedy(path, rest), on_key=True)
+    return Problem(path, "unknown key", _remedy(path, rest), on_key=True)
 
 
 def _remedy(path: KeyPath, rest: Sequence[str]) -> str:
@@ -139,13 +139,13 @@ def all_keys(path: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def split_key(text: str) -> KeyPath:
-    """Split ``optimization.optimizer.lr`` along the schema. Raises BadKeyError where there is no such key.
+    """Split ``optimization.optimizer.lr`` along the schema. Raises BadKeyError for an unknown key.
 
-    Below ``sweep.grid`` the rest is one key; below ``args`` any names go.
+    Below ``sweep.grid`` the rest is one key; below ``args`` any name is valid.
     """
     segments = text.split(".")
     if not all(segments) or len(segments) > MAX_DEPTH:
-        raise BadKeyError(Problem((text,), "is no key path", "write one like optimization.optimizer.lr"))
+        raise BadKeyError(Problem((text,), "is not a key path", "write one like optimization.optimizer.lr"))
     path: KeyPath = ()
     node: Node | None = cached_schema()
     for place, segment in enumerate(segments):
@@ -173,9 +173,11 @@ def _step(node: Node | None, path: KeyPath, segments: Sequence[str]) -> Node | N
 
 
 def replaced(data: dict[str, Any], path: KeyPath, value: object) -> dict[str, Any]:
-    """Return ``data`` with ``value`` at ``path``; sections are made where absent, the rest is shared."""
+    """Return a copy of ``data`` with ``value`` at ``path``; missing sections are created, the rest is
+    shared.
+    """
     key, rest = path[0], path[1:]
-    assert isinstance(key, str), "a key path of split_key has no indices"
+    assert isinstance(key, str), "a key path from split_key has no indices"
     if not rest:
         return data | {key: value}
     below = data.get(key)

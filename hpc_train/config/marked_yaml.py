@@ -1,7 +1,12 @@
-"""Reads YAML as YAML 1.2's core schema does, keeps every key's place, and runs nothing.
+"""Reads YAML by the YAML 1.2 core schema, records the position of every key, and runs no code.
 
-PyYAML's pure-Python scanner and parser give events (the C one crashes on deep nesting); this module makes the
-values itself, so there is no constructor that a tag could reach.
+PyYAML's pure-Python scanner and parser produce events (the C parser crashes on deep nesting); this module
+builds the values itself, so there is no constructor that a tag could reach.
+
+``yaml.compose()`` would return nodes with the same positions, but only after reading the whole file: it
+recurses without a depth limit (a mebibyte of ``[`` ends in a RecursionError), counts nothing, replaces
+aliases by the nodes they refer to, so that aliases and anchors can't be refused, and raises at the first
+error instead of listing all.
 """
 
 from __future__ import annotations
@@ -32,9 +37,9 @@ from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Marks, Place, Probl
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 64
-#: Keys, items and values of all levels; reading so many takes a second or two.
+#: Keys, items and values of all levels; reading this many takes a second or two.
 MAX_VALUES = 50_000
-#: Python refuses to print or read integers of over 4300 digits.
+#: Python refuses to print or read integers of more than 4300 digits.
 MAX_NUMBER_LENGTH = 100
 
 _NULL = {"", "~", "null", "Null", "NULL"}
@@ -45,8 +50,8 @@ _HEX = re.compile(r"0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INFINITY = re.compile(r"[-+]?\.(inf|Inf|INF)")
 _NAN = {".nan", ".NaN", ".NAN"}
-#: Control characters, line breaks that editors don't count, and halves of surrogate pairs.
-_FORBIDDEN = re.compile(
+#: Control characters, line breaks that editors don't count, and lone surrogates.
+FORBIDDEN = re.compile(
     "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
 )
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -68,7 +73,7 @@ _REMEDIES = (
 
 @dataclass
 class Document:
-    """What a file says. ``data`` is None where it can't be read on; ``problems`` then says why."""
+    """The content of a file. ``data`` is None if it can't be parsed; ``problems`` then says why."""
 
     data: dict[str, Any] | None = None
     marks: dict[KeyPath, Marks] = field(default_factory=dict)
@@ -76,7 +81,7 @@ class Document:
 
 
 class _UnreadableError(Exception):
-    """Reading can't go on."""
+    """Parsing can't continue."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.message)
@@ -93,11 +98,11 @@ class _EventParser(Reader, Scanner, Parser):
 
 
 def read_document(content: bytes) -> Document:
-    """Read a file's content; never raises."""
+    """Parse a file's content; never raises."""
     document = Document()
     try:
         if len(content) > MAX_BYTES:
-            message = f"the file is over {MAX_BYTES // 2**20} MiB"
+            message = f"the file is larger than {MAX_BYTES // 2**20} MiB"
             raise _UnreadableError(Problem((), message, "give an experiment file", place=Place(1, 1)))
         data = _Reading(_decoded(content), document).top()
         if data is None:
@@ -114,18 +119,18 @@ def read_document(content: bytes) -> Document:
 
 
 def read_value(text: str) -> tuple[Any, list[Problem]]:
-    """Read one value by the same rules, as it stands on the command line."""
+    """Parse one value from the command line by the same rules."""
     document = Document()
     try:
         if len(text.encode("utf-8", "replace")) > MAX_BYTES:
-            raise _UnreadableError(Problem((), "the value is over 1 MiB", "write it into the file"))
+            raise _UnreadableError(Problem((), "the value is larger than 1 MiB", "write it in the file"))
         return _Reading(_checked(text), document).top(), document.problems
     except _UnreadableError as error:
         return None, [*document.problems, error.problem]
 
 
 def resolve_scalar(text: str) -> object:
-    """Return what an unquoted scalar means in YAML 1.2's core schema. Raises ValueError on huge numbers."""
+    """Return the value of an unquoted scalar in YAML 1.2's core schema. Raises ValueError on huge numbers."""
     if text in _NULL:
         return None
     if text in _BOOL:
@@ -142,7 +147,7 @@ def resolve_scalar(text: str) -> object:
 
 def _bounded(text: str) -> str:
     if len(text) > MAX_NUMBER_LENGTH:
-        raise ValueError(f"is a number of over {MAX_NUMBER_LENGTH} digits")
+        raise ValueError(f"is a number of more than {MAX_NUMBER_LENGTH} digits")
     return text
 
 
@@ -159,8 +164,8 @@ def _decoded(content: bytes) -> str:
 
 
 def _checked(text: str) -> str:
-    if found := _FORBIDDEN.search(text):
-        message = f"character U+{ord(found[0]):04X} may not stand in a file"
+    if found := FORBIDDEN.search(text):
+        message = f"character U+{ord(found[0]):04X} is not allowed in the file"
         remedy = 'take it out, or write it as an escape in double quotes ("\\x1b")'
         raise _UnreadableError(Problem((), message, remedy, place=_place_after(text[: found.start()])))
     return text
@@ -176,7 +181,7 @@ def _place(mark: Any) -> Place:
 
 
 class _Reading:
-    """One pass over the events; fills ``document`` with places and problems."""
+    """One pass over the events; records positions and problems in ``document``."""
 
     def __init__(self, text: str, document: Document) -> None:
         self.marks = document.marks
@@ -195,7 +200,7 @@ class _Reading:
         next(self.events)
         more = next(self.events)
         if isinstance(more, DocumentStartEvent):
-            self._refuse((), more, "a second document begins here", "write one experiment a file")
+            self._refuse((), more, "a second document begins here", "write one experiment per file")
         return data
 
     def _events(self) -> Iterator[Event]:
@@ -207,14 +212,16 @@ class _Reading:
         except (yaml.YAMLError, ValueError, OverflowError) as error:  # chr() of an escape out of range
             place = _place(self.parser.get_mark())
             raise _UnreadableError(
-                Problem((), "is no YAML", "mend the escape or directive here", place=place)
+                Problem((), "is not valid YAML", "fix the escape or directive here", place=place)
             ) from error
 
     def _refuse(self, path: KeyPath, event: Event, message: str, remedy: str) -> None:
         self.problems.append(Problem(path, message, remedy, place=_place(event.start_mark)))
         if len(self.problems) > MAX_PROBLEMS:
             raise _UnreadableError(
-                Problem((), "it is not read on", "mend what is above first", place=_place(event.start_mark))
+                Problem(
+                    (), "the rest was not read", "fix the errors above first", place=_place(event.start_mark)
+                )
             )
 
     def _value(self, event: Event, path: KeyPath, depth: int) -> Any:
@@ -225,8 +232,8 @@ class _Reading:
         if isinstance(event, AliasEvent):
             return None
         if depth > MAX_DEPTH:
-            message, place = f"nests over {MAX_DEPTH} deep", _place(event.start_mark)
-            raise _UnreadableError(Problem((), message, "write it flatter", place=place))
+            message, place = f"is nested more than {MAX_DEPTH} levels deep", _place(event.start_mark)
+            raise _UnreadableError(Problem((), message, "use fewer levels", place=place))
         if isinstance(event, SequenceStartEvent):
             return self._sequence(path, depth)
         assert isinstance(event, MappingStartEvent)
@@ -249,12 +256,14 @@ class _Reading:
     def _count(self, event: Event) -> None:
         self.num_values += 1
         if self.num_values > MAX_VALUES:
-            message, place = f"holds over {MAX_VALUES:,} values", _place(event.start_mark)
-            raise _UnreadableError(Problem((), message, "write an experiment's own", place=place))
+            message, place = f"has more than {MAX_VALUES:,} values", _place(event.start_mark)
+            raise _UnreadableError(
+                Problem((), message, "write only the values of an experiment", place=place)
+            )
 
     def _scalar(self, event: ScalarEvent, path: KeyPath) -> object:
         if _SURROGATE.search(event.value):
-            self._refuse(path, event, "has half of a surrogate pair", "write the whole character")
+            self._refuse(path, event, "has a lone surrogate", "write the whole character")
             return None
         if not event.implicit[0]:
             return event.value
@@ -286,7 +295,7 @@ class _Reading:
             marks = Marks(_place(event.start_mark), _place(value_event.start_mark))
             if key is not None and key in values:
                 first_line = self.marks[key_path].key.line
-                message = f"stands twice, on lines {first_line} and {marks.key.line}"
+                message = f"is given twice, on lines {first_line} and {marks.key.line}"
                 self._refuse(key_path, event, message, "keep one of them")
             elif key is not None:
                 self.marks[key_path] = marks
@@ -296,9 +305,9 @@ class _Reading:
         return values
 
     def _key(self, event: Event, path: KeyPath, depth: int) -> str | None:
-        """Return the key, or None, its problem noted, where it is none."""
+        """Return the key; None, with its problem recorded, if it is invalid."""
         if isinstance(event, ScalarEvent) and event.implicit[0] and event.value == "<<":
-            self._refuse((*path, "<<"), event, "merge keys are not read", "write the keys out")
+            self._refuse((*path, "<<"), event, "merge keys are not supported", "write the keys out")
             return None
         key = self._value(event, path, depth + 1)
         if isinstance(key, str):
@@ -312,5 +321,9 @@ class _Reading:
 
 def _syntax_problem(error: yaml.MarkedYAMLError) -> Problem:
     said = ", ".join(part for part in (error.context, error.problem) if part)
-    remedy = next((text for part, text in _REMEDIES if part in said), "mend the indentation or quotes here")
-    return Problem((), f"is no YAML: {said}", remedy, place=_place(error.problem_mark or error.context_mark))
+    remedy = next(
+        (text for part, text in _REMEDIES if part in said), "correct the indentation or quotes here"
+    )
+    return Problem(
+        (), f"is not valid YAML: {said}", remedy, place=_place(error.problem_mark or error.context_mark)
+    )

@@ -1,6 +1,7 @@
-"""Problems of an experiment file: what is wrong, where it stands, and the line that says so.
+"""Problems of an experiment file: what is wrong, its position in the file, and the line that reports it.
 
-The reader, the schema, the rules and the planner all make ``Problem``s; a ``Source`` knows the places.
+The YAML reader, the schema, the rules and the planner all create ``Problem``s; a ``Source`` knows the
+positions.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hpc_train.config.schema import Experiment
-from hpc_train.errors import printable
+from hpc_train.errors import BadFileError, printable
 
 #: Keys from the top of the file; an int is an index into a list.
 KeyPath = tuple[str | int, ...]
 SHOWN_LENGTH = 60
-#: Of a file's problems so many are told; a file made to have more costs no more time and memory.
+#: At most this many problems of a file are reported, so that a hostile file costs no more time and memory.
 MAX_PROBLEMS = 100
 
 
@@ -27,13 +28,13 @@ class Place:
     column: int
 
 
-#: Behind every place of the file, so that problems sort after them.
+#: After every position of the file, so that problems without one sort last.
 COMMAND_LINE = Place(sys.maxsize, 0)
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Where a key and its value begin; an item of a list has its value's place for both."""
+    """Where a key and its value start; for a list item both are the value's position."""
 
     key: Place
     value: Place
@@ -41,27 +42,31 @@ class Marks:
 
 @dataclass(frozen=True)
 class Problem:
-    """``on_key``: the key itself is wrong. ``place``: where it stands if not at ``path``."""
+    """``on_key``: the key itself is wrong. ``place``: its position if not that of ``path``."""
 
     path: KeyPath
     message: str
     remedy: str
     on_key: bool = False
     place: Place | None = None
-    #: The keys that a rule judged together.
+    #: The keys that a rule checked together.
     reads: tuple[KeyPath, ...] = ()
+
+    def as_error(self) -> BadFileError:
+        """Return the error of a rank, or of a command without places: ``key.path: what is wrong; remedy``."""
+        return BadFileError(f"{dotted(self.path)}: {self.message}; {self.remedy}")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file as it was named by the user, the places of its keys, and the keys that the command line gave."""
+    """A file as the user named it, the positions of its keys, and the keys given on the command line."""
 
     name: str
     marks: Mapping[KeyPath, Marks] = field(default_factory=dict)
     command_line: frozenset[KeyPath] = frozenset()
 
     def place(self, problem: Problem) -> Place:
-        """Return the place of the value or key; of the nearest parent's key where there is none."""
+        """Return the position of the value or key, else that of the nearest parent's key."""
         if problem.place is not None:
             return problem.place
         path = problem.path
@@ -83,12 +88,14 @@ class Source:
         return one_line(": ".join(part for part in parts if part))
 
     def render_all(self, problems: Iterable[Problem]) -> list[str]:
-        """Return the lines in the file's order, each once; after ``MAX_PROBLEMS`` that there are more."""
+        """Return the lines in file order without duplicates; after ``MAX_PROBLEMS``, a line that says there
+        are more.
+        """
         ordered = sorted(problems, key=self.place)
         lines = list(dict.fromkeys(self.render(problem) for problem in ordered[: 2 * MAX_PROBLEMS]))
         if len(lines) <= MAX_PROBLEMS:
             return lines
-        more = Problem((), "there are more problems", "mend those above first", place=self.place(ordered[-1]))
+        more = Problem((), "there are more problems", "fix those above first", place=self.place(ordered[-1]))
         return [*lines[:MAX_PROBLEMS], self.render(more)]
 
 
@@ -97,22 +104,23 @@ Find = Callable[[Experiment], Iterator[Problem]]
 
 @dataclass(frozen=True)
 class Rule:
-    """What keys may not say together. Not asked where one of the keys that it ``reads`` failed."""
+    """A rule across keys. Skipped where one of the keys that it ``reads`` is invalid."""
 
     reads: tuple[KeyPath, ...]
     find: Find
 
     def can_judge(self, failed: Collection[KeyPath]) -> bool:
+        """Tell whether none of the keys that the rule reads is invalid."""
         return not any(related(read, path) for read in self.reads for path in failed)
 
 
 def rule(*reads: str) -> Callable[[Find], Rule]:
-    """Make a rule of a function that yields problems; ``reads`` are the dotted key paths that it looks at."""
+    """Make a rule of a function that yields problems; ``reads`` are the dotted key paths that it reads."""
     return lambda find: Rule(tuple(tuple(key.split(".")) for key in reads), find)
 
 
 def related(one: KeyPath, other: KeyPath) -> bool:
-    """Tell whether one path is the other or lies on the way to it."""
+    """Tell whether one path is equal to the other or is its parent."""
     shorter = min(len(one), len(other))
     return one[:shorter] == other[:shorter]
 
@@ -131,11 +139,12 @@ def one_line(text: str) -> str:
 
 
 def shortened(text: str) -> str:
+    """Return ``text`` as one printable line of at most ``SHOWN_LENGTH`` characters."""
     return text if len(text) <= SHOWN_LENGTH else f"{text[: SHOWN_LENGTH - 1]}…"
 
 
 def shown(value: object) -> str:
-    """Return a value of the file as an error shows it: ``the text 'abc'``, ``64``, ``a list``."""
+    """Return a value of the file as error messages show it: ``the text 'abc'``, ``64``, ``a list``."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):

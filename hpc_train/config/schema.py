@@ -1,7 +1,7 @@
-"""Every key of the experiment file, its type, bounds, unit and "off" value (DESIGN §4, a contract).
+"""Every key of the experiment file, with its type, bounds, unit and "off" value (a contract).
 
-Only shapes and bounds of single values stand here and in the modules of sections; what two keys may not say
-together is in ``rules``. Each field's docstring is its help text in the JSON Schema and the reference.
+Here and in the modules of the sections are only the types and bounds of single values; ``rules`` has the
+constraints between keys. Each field's docstring is its help text in the JSON Schema and the reference.
 """
 
 from __future__ import annotations
@@ -35,54 +35,59 @@ __all__ = ["DataConfig", "Experiment", "ModelConfig"]
 
 
 class CheckpointConfig(Section):
-    """When the run is saved. The last step always is."""
+    """When checkpoints are saved. The last step is always saved."""
 
     every_min: Minutes | None = None
-    """Minutes between checkpoints; absent: 10 unless ``every_steps`` is given."""
+    """Minutes between checkpoints. Default: 10, or off if ``every_steps`` is given."""
     every_steps: PositiveInt | None = None
-    """Steps between checkpoints; absent: by time."""
+    """Optimizer steps between checkpoints. Default: by time only."""
     keep: PositiveInt = 3
-    """Checkpoints that stay; the newest two always do."""
+    """Number of checkpoints to keep. The newest two are always kept."""
 
 
 class RecoveryConfig(Section):
-    """How often a run comes back by itself, and from what. Leaves the mathematics alone."""
+    """How often, and after which failures, a run resumes automatically. Does not change the training
+    result.
+    """
 
     max_preemptions: NotNegativeInt | None = None
-    """Preemptions and time limits that a job comes back from; absent: without end."""
+    """Number of preemptions and time limits after which a job is requeued. Default: unlimited."""
     max_crashes: NotNegativeInt = 3
-    """Crashes, hangs and bad nodes that a job comes back from."""
+    """Number of crashes, hangs and bad nodes after which a job is requeued."""
     max_without_progress: NotNegativeInt = 2
-    """Attempts in a row that trained but saved nothing new, which a job comes back from."""
+    """Number of consecutive attempts that trained without saving a new checkpoint after which a job is
+    requeued."""
     hang_after_min: Minutes = 5.0
-    """Minutes without progress of any rank until the stacks of all are saved and the attempt ends;
-    six times as long before the first step."""
+    """Minutes without progress of any rank after which the stacks of all ranks are saved and the attempt
+    ends. Before the first step it is six times as long."""
     check_nodes: bool = True
-    """Before the first step each rank proves device, memory, arithmetic, network and disk; ``false``: not."""
+    """Check device, memory, arithmetic, network and disk of every rank before the first step. ``false``: skip
+    the check."""
     exclude_nodes_for_h: Hours = 24.0
-    """Hours for which a node that failed its check, or ended two attempts, is left out; 0: never left out."""
+    """Hours for which a node that failed its check, or ended two attempts, is excluded. 0: never exclude
+    nodes."""
 
 
 class EvaluationConfig(Section):
-    """When the validation data are evaluated. At the end they always are."""
+    """When the validation data are evaluated. They are always evaluated at the end."""
 
     every_epochs: PositiveInt | None = None
-    """Epochs between evaluations; absent: 1 unless ``every_steps`` is given."""
+    """Epochs between evaluations. Default: 1, or off if ``every_steps`` is given."""
     every_steps: PositiveInt | None = None
-    """Steps between evaluations; absent: by epochs."""
+    """Optimizer steps between evaluations. Default: by epochs."""
 
 
 class SweepConfig(Section):
-    """Many runs from one file."""
+    """A sweep: many runs from one file."""
 
     grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
-    """Key path → values; the runs are all combinations, the last key varying fastest."""
+    """Lists of values by key path. The runs are all combinations; the last key varies fastest."""
     max_parallel: PositiveInt | None = None
-    """Runs at a time; absent: no limit."""
+    """Number of runs that may be active at the same time. Default: no limit."""
 
 
 class WandbConfig(Section):
-    """Where wandb keeps the run."""
+    """Logging to Weights & Biases."""
 
     project: Annotated[
         str,
@@ -92,42 +97,43 @@ class WandbConfig(Section):
         ),
         Field(examples=["my-project"]),
     ]
-    """Project."""
+    """Name of the wandb project."""
     entity: (
         Annotated[str, pattern(r"[A-Za-z0-9_.-]{1,128}", "letters, digits, '_', '.' or '-', like my-team")]
         | None
     ) = None
-    """User or team; absent: the account's default."""
+    """User or team that owns the project. Default: the account's default entity."""
     mode: Literal["auto", "online", "offline"] = "auto"
-    """``auto``: online where a key is set, else offline."""
+    """``online``, ``offline``, or ``auto``: online if an API key is set, otherwise offline."""
     tags: list[Annotated[str, Field(min_length=1, max_length=64)]] = []
-    """Tags."""
+    """Tags of the wandb run. Default: none."""
 
 
 class LoggingConfig(Section):
-    """What is written down. metrics.jsonl always is."""
+    """What is logged. ``metrics.jsonl`` is always written."""
 
     every_steps: PositiveInt = 10
-    """Steps between two training rows."""
+    """Optimizer steps between training rows."""
     wandb: WandbConfig | None = None
-    """wandb; absent: off."""
+    """Logging to Weights & Biases. Default: off."""
     loggers: dict[PlainName, Arguments] = {}
-    """Plug-in loggers by name, each with its keyword arguments."""
+    """Plug-in loggers by name, each with its keyword arguments. Default: none."""
 
 
 class Experiment(Section):
     """One experiment file."""
 
     name: Annotated[Name, Field(examples=["my-experiment"])]
-    """Names the folder, the Slurm job and the wandb group."""
+    """Name of the experiment: of its folder, its Slurm jobs and its wandb group."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """All randomness comes from it."""
+    """Seed of all random numbers."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """``auto``: CUDA where there is one; on Slurm it must be there if GPUs were asked for."""
+    """``cuda``, ``cpu``, or ``auto``: CUDA if available. On Slurm, ``auto`` fails if GPUs were requested and
+    none is available."""
     deterministic: bool | None = None
-    """Equal to the bit when run again on the same devices; absent: true on CPU, false on CUDA."""
+    """Make the results bitwise reproducible on the same devices. Default: true on CPU, false on CUDA."""
     task: Annotated[PlainName, Field(examples=["classification"])]
-    """classification, or a plug-in's."""
+    """Training task: ``classification``, ``causal_lm`` or a plug-in's name."""
     model: Annotated[ModelConfig, Field(examples=[{"name": "timm/resnet18"}])]
     data: Annotated[DataConfig, Field(examples=[{"name": "digits"}])]
     optimization: Annotated[
@@ -145,19 +151,21 @@ class Experiment(Section):
     ]
     parallel: ParallelConfig = ParallelConfig()
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64"] = "fp32"
-    """Number format of the forward and backward pass; ``fp8``: bf16, the blocks' linear layers in float8."""
+    """Precision of the forward and backward pass. ``bf16``, ``fp16``: mixed precision; ``fp8``: bf16 with the
+    blocks' linear layers in float8."""
     compile: Annotated[
         CompileConfig, BeforeValidator(lambda v: {"enabled": v} if isinstance(v, bool) else v)
     ] = CompileConfig(enabled=False)
-    """``false``, ``true``, or torch.compile's settings."""
+    """Compile the model with torch.compile: ``false``, ``true`` (default settings) or a section of settings.
+    """
     activation_checkpointing: Annotated[
         str,
         pattern(
             "off|blocks|selective|every [1-9][0-9]{0,3}", "off, blocks, selective or every n, like every 2"
         ),
     ] = "off"
-    """Compute activations again in backward instead of keeping them: of all ``blocks``, of ``every n``-th
-    block, or ``selective``: of all but matrix products and attention; ``off``: keep them."""
+    """Recompute activations in the backward pass to save memory: of all ``blocks``, of ``every n``-th block,
+    or ``selective``: all but matrix products and attention. ``off``: keep all activations."""
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
@@ -168,12 +176,12 @@ class Experiment(Section):
 
     @property
     def micro_batches(self) -> int:
-        """M: micro-batches of a step. Not for ``micro_batch_size: auto``."""
+        """M: micro-batches per step. Undefined for ``micro_batch_size: auto``."""
         size = self.optimization.micro_batch_size
-        assert isinstance(size, int), "micro_batch_size: auto is resolved before it is used"
+        assert isinstance(size, int), "micro_batch_size: auto must be resolved first"
         return self.optimization.global_batch_size // size
 
     def with_micro_batch_size(self, size: int) -> Experiment:
-        """Return the same with a number: what ``auto`` came to."""
+        """Return a copy with the number that ``auto`` was resolved to."""
         optimization = self.optimization.model_copy(update={"micro_batch_size": size})
         return self.model_copy(update={"optimization": optimization})

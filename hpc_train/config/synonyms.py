@@ -1,15 +1,42 @@
-"""Names that other tools give to keys and values of the experiment file, and what to write here instead.
+"""Names of keys and values in other tools, and what to write here instead.
 
-Read by ``keys`` and ``explanations`` for the remedies of unknown keys and values. Each target is a key
-path of the schema; a test compares them with it.
+``keys`` and ``explanations`` read it to suggest replacements for unknown keys and values. Each target is a
+key path of the schema, which a test checks.
 """
 
 from __future__ import annotations
 
 from hpc_train.config.problems import KeyPath
-from hpc_train.config.slurm_rules import HAVE_A_KEY
 
-#: Key of the file → names of it in other tools, wherever in the file they are written.
+#: sbatch option → the equivalent key of the file.
+SBATCH_KEYS = {
+    "nodes": "slurm.nodes",
+    "ntasks": "slurm.ranks_per_node",
+    "ntasks-per-node": "slurm.ranks_per_node",
+    "ntasks-per-gpu": "slurm.ranks_per_node",
+    "gpus": "slurm.gpus_per_node",
+    "gpus-per-node": "slurm.gpus_per_node",
+    "gpus-per-task": "slurm.gpus_per_node",
+    "gres": "slurm.gpus_per_node and slurm.gpu_type",
+    "cpus-per-task": "slurm.cpus_per_gpu",
+    "cpus-per-gpu": "slurm.cpus_per_gpu",
+    "mem": "slurm.mem_gb",
+    "mem-per-cpu": "slurm.mem_gb",
+    "mem-per-gpu": "slurm.mem_gb",
+    "time": "slurm.time_limit",
+    "partition": "slurm.partition",
+    "account": "slurm.account",
+    "qos": "slurm.qos",
+    "constraint": "slurm.constraint",
+    "exclude": "slurm.exclude",
+    "reservation": "slurm.reservation",
+    "dependency": "slurm.dependency",
+    "mail-user": "slurm.mail",
+    "mail-type": "slurm.mail",
+    "container": "environment.container",
+}
+
+#: Key of the file → its names in other tools, wherever in the file they are written.
 _ALSO_CALLED = {
     "name": "experiment experiment_name exp_name run_name job_name",
     "seed": "random_seed manual_seed rng_seed",
@@ -120,7 +147,7 @@ _ALSO_CALLED = {
     "logging.wandb.entity": "wandb_entity",
     "logging.loggers": "logger report_to tensorboard",
 }
-#: Section → a key of it → names of it that mean something else in other sections.
+#: Section → key → names that mean something else in other sections.
 _WITHIN: dict[KeyPath, dict[str, str]] = {
     ("model",): {"name": "type id class kind model", "pretrained": "checkpoint path file"},
     ("data",): {"name": "type id class kind", "root": "path dir folder location", "image_size": "size"},
@@ -131,7 +158,7 @@ _WITHIN: dict[KeyPath, dict[str, str]] = {
     ("parallel",): {"strategy": "type name kind"},
     ("slurm",): {"mail": "mail_user mail_type"},
 }
-#: Names of other tools that no key has → what to do here.
+#: Names in other tools without an equivalent key → what to do instead.
 _ADVICE = {
     "gradient_accumulation_steps gradient_accumulation accumulate_grad_batches accumulate_gradients "
     "grad_accum_steps grad_accumulation_steps grad_accum accumulation_steps accumulation grad_accumulation "
@@ -157,12 +184,12 @@ _ADVICE = {
         "model.name and data.name take package.module:factory (docs/plugins.md)"
     ),
     "pin_memory persistent_workers prefetch_factor shuffle drop_last": (
-        "take it out; the loader does this by itself, and data.workers is the number of its processes"
+        "take it out; the loader handles this automatically, and data.workers is the number of its processes"
     ),
     "find_unused_parameters": "write parallel.args.find_unused_parameters",
     "num_samples": "write data.args.num_samples",
 }
-#: Key of the file → value in other tools' words → value here.
+#: Key of the file → its value → the value's names in other tools.
 _VALUES: dict[str, dict[str, str]] = {
     "device": {"cuda": "gpu gpus nvidia"},
     "precision": {
@@ -203,14 +230,14 @@ def _table(also_called: dict[str, str]) -> dict[str, str]:
     return {name: key for key, names in also_called.items() for name in names.split()}
 
 
-KEYS = {option.replace("-", "_"): key for option, key in HAVE_A_KEY.items()} | _table(_ALSO_CALLED)
+KEYS = {option.replace("-", "_"): key for option, key in SBATCH_KEYS.items()} | _table(_ALSO_CALLED)
 KEYS_WITHIN = {section: _table(keys) for section, keys in _WITHIN.items()}
 ADVICE = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 VALUES = {key: _table(values) for key, values in _VALUES.items()}
 
 
 def key_for(path: KeyPath) -> str | None:
-    """Return the dotted key (or keys: ``a and b``) that says what the unknown key ``path`` says elsewhere."""
+    """Return the dotted key (or two keys: ``a and b``) that is equivalent to the unknown key ``path``."""
     name = _plain(path[-1])
     for section, keys in KEYS_WITHIN.items():
         if path[:-1] == section and name in keys:
@@ -219,7 +246,7 @@ def key_for(path: KeyPath) -> str | None:
 
 
 def advice_for(path: KeyPath) -> str | None:
-    """Return what to do instead of writing ``path``, where no key says the same."""
+    """Return what to do instead of writing ``path``, where no key is equivalent."""
     return ADVICE.get(_plain(path[-1]))
 
 

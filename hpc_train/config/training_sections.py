@@ -1,4 +1,4 @@
-"""The sections of the experiment file that say the mathematics, and how ranks share it."""
+"""The sections of the experiment file that define what is trained, and how ranks share the work."""
 
 from __future__ import annotations
 
@@ -22,217 +22,232 @@ from hpc_train.config.fields import (
 
 
 class ModelConfig(Section):
-    """What is trained."""
+    """The model to train."""
 
     name: Annotated[PartName, Field(examples=["timm/resnet18"])]
-    """``timm/<name>``, ``torchvision/<name>``, ``gpt``, another ``provider/<name>`` or
+    """Model: ``timm/<name>``, ``torchvision/<name>``, ``gpt``, a plug-in's ``provider/<name>``, or
     ``package.module:factory``."""
     pretrained: bool | str = False
-    """``true`` (the hub's weights), or a path to .safetensors or .pth; ``false``: random weights."""
+    """Initial weights: ``true`` (pretrained weights from the hub), or the path of a .safetensors or .pth
+    file. ``false``: random initialization."""
     args: Arguments = {}
-    """Keyword arguments of the factory. ``num_classes`` is given by the data set unless it stands here."""
+    """Keyword arguments of the model factory. ``num_classes`` comes from the data set unless it is given
+    here."""
     channels_last: bool = False
-    """Keep images and weights in NHWC memory order (faster convolutions); ``false``: NCHW."""
+    """Keep images and weights in NHWC memory format, which makes convolutions faster. ``false``: NCHW."""
 
 
 class AugmentConfig(Section):
-    """Random changes of a training image, each from the sample's own counter-based random numbers."""
+    """Random augmentation of training images, computed from counter-based random numbers per sample."""
 
     hflip: Probability = 0.0
-    """Probability of a left-right flip; 0: off."""
+    """Probability of a horizontal flip. 0: off."""
     vflip: Probability = 0.0
-    """Probability of an upside-down flip; 0: off."""
+    """Probability of a vertical flip. 0: off."""
     crop_padding: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Pad by so many pixels of zeros and crop back at random; 0: off."""
+    """Pixels of zero padding on each side before a random crop to the original size. 0: off."""
     random_resized_crop: RandomResizedCropConfig | None = None
-    """Crop a random part and resize it to ``data.image_size``; absent: off."""
+    """Crop a random part and resize it to ``data.image_size``. Default: off."""
     randaugment: RandAugmentConfig | None = None
-    """Apply random operations of RandAugment (arXiv:1909.13719); absent: off."""
+    """Apply random operations of RandAugment (arXiv:1909.13719). Default: off."""
     erasing: Probability = 0.0
-    """Probability of erasing a random rectangle (arXiv:1708.04896); 0: off."""
+    """Probability of erasing a random rectangle (arXiv:1708.04896). 0: off."""
 
 
 class RandomResizedCropConfig(Section):
-    """Bounds of the random crop, as torchvision's RandomResizedCrop has them."""
+    """Bounds of the random crop, as in torchvision's RandomResizedCrop."""
 
     scale: Bounds = (0.08, 1.0)
-    """Least and greatest part of the image's area."""
+    """Minimum and maximum fraction of the image's area."""
     ratio: Bounds = (0.75, 1.3333333333333333)
-    """Least and greatest width / height."""
+    """Minimum and maximum aspect ratio (width / height)."""
 
 
 class RandAugmentConfig(Section):
-    """RandAugment's two numbers."""
+    """Settings of RandAugment."""
 
     num_ops: Annotated[int, Field(ge=1, le=8)] = 2
-    """Operations an image."""
+    """Operations per image."""
     magnitude: Annotated[int, Field(ge=0, le=30)] = 9
-    """Strength, of 0 to 30."""
+    """Strength of the operations, from 0 to 30."""
 
 
 class NormalizeConfig(Section):
-    """Mean and standard deviation per channel, of values in 0…1.
+    """Mean and standard deviation per channel, for values in the range 0 to 1.
 
     ``normalize: weights`` is short for ``{from_weights: true}``.
     """
 
     mean: Annotated[list[float], Field(examples=[[0.485, 0.456, 0.406]])] = []
-    """Mean of each channel."""
+    """Mean per channel."""
     std: Annotated[list[PositiveFloat], Field(examples=[[0.229, 0.224, 0.225]])] = []
-    """Standard deviation of each channel."""
+    """Standard deviation per channel."""
     from_weights: bool = False
-    """``true``: those that the pretrained weights were trained with, and their interpolation and crop."""
+    """Use the mean, standard deviation, interpolation and crop that the pretrained weights were trained with.
+    """
 
 
 class DataConfig(Section):
-    """What it is trained on."""
+    """The data set to train on."""
 
     name: Annotated[PartName, Field(examples=["digits"])]
-    """``torchvision/<class>``, ``imagefolder``, ``digits``, ``synthetic``, ``text``, a plug-in's,
-    or ``package.module:factory``."""
+    """Data set: ``torchvision/<class>``, ``imagefolder``, ``digits``, ``synthetic``, ``text``, a plug-in's
+    name, or ``package.module:factory``."""
     root: str | None = None
-    """Folder of the data, or a text file; absent: for data that needs none."""
+    """Folder of the data, or a text file. Not needed by data sets without files."""
     args: Arguments = {}
     """Keyword arguments of the data set."""
     image_size: Annotated[int, Field(ge=1, le=8192)] | None = None
-    """Side of the square that images are brought to, in pixels; absent: as they are (all must be equal)."""
+    """Height and width to which images are resized, in pixels. Default: no resizing; all images must then
+    have the same size."""
     eval_crop: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Part of the shorter side that evaluation's centre crop keeps with ``image_size`` (ImageNet: 0.875)."""
+    """Fraction of the shorter side that the centre crop of the evaluation keeps with ``image_size``
+    (ImageNet: 0.875)."""
     augment: AugmentConfig = AugmentConfig()
-    """Random changes of training images; absent: none."""
+    """Random augmentation of training images. Default: none."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """How images are resized, always with antialiasing."""
+    """Interpolation for resizing images, always with antialiasing."""
     normalize: Annotated[
         NormalizeConfig | None,
         BeforeValidator(lambda v: {"from_weights": True} if v == "weights" else v),
     ] = None
-    """Mean and standard deviation per channel, or ``weights``: as the pretrained weights were trained, with
-    their interpolation, and their crop as ``eval_crop`` unless that is given; default: the data set's own."""
+    """Mean and standard deviation per channel; or ``weights``: those of the pretrained weights, with their
+    interpolation, and their crop unless ``eval_crop`` is given. Default: those of the data set."""
     workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Loader processes a rank; 0: load in the rank itself."""
+    """Data loader processes per rank. 0: load in the rank's own process."""
     on_bad_sample: Literal["fail", "skip"] = "fail"
-    """A sample that can't be read: ``fail`` ends the run, ``skip`` names it and takes another instead."""
+    """What to do with a sample that can't be read: ``fail`` ends the run, ``skip`` reports it and replaces it
+    by another sample."""
     max_bad_samples: PositiveInt = 10
-    """With ``on_bad_sample: skip``: different samples of the whole run that may be bad; one more ends it."""
+    """With ``on_bad_sample: skip``: maximum number of different bad samples in the whole run. One more ends
+    it."""
 
 
 class OptimizerConfig(Section):
-    """The optimizer: a name of torch.optim in lower case (``sgd``, ``adamw``), or else of timm (``lamb``)."""
+    """The optimizer: one of torch.optim (``sgd``, ``adamw``) or, if torch has none of that name, of timm
+    (``lamb``).
+    """
 
     name: Annotated[OptimizerName, Field(examples=["adamw"])]
-    """torch.optim's class in any case, or timm's name; ``torch/…`` and ``timm/…`` say which."""
+    """A class of torch.optim in any case, or a name of timm. ``torch/…`` and ``timm/…`` choose explicitly."""
     lr: Annotated[PositiveFloat, Field(examples=[0.001])]
-    """Learning rate at its peak, for G samples a step or, with ``lr_per_batch``, for that many."""
+    """Peak learning rate, for a global batch of G samples or, with ``lr_per_batch``, of that many samples."""
     lr_per_batch: PositiveInt | None = None
-    """The batch that ``lr`` is meant for: the rate used is lr * G / lr_per_batch; absent: ``lr`` as it is."""
+    """Batch size that ``lr`` refers to: the learning rate is lr * G / lr_per_batch. Default: ``lr`` is used
+    unscaled."""
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Momentum of optimizers that have one; absent: their default."""
+    """Momentum, for optimizers that have one. Default: the optimizer's default."""
     weight_decay: NotNegativeFloat | None = None
-    """Weight decay; absent: the optimizer's default."""
+    """Weight decay. Default: the optimizer's default."""
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Layer-wise learning rates: each layer's is so many times that of the one behind it; absent: off."""
+    """Layer-wise learning rate decay: each layer's rate is this factor times that of the next layer. Default:
+    off."""
     decay_norm_and_bias: bool = True
-    """``false``: no weight decay for tensors of fewer than two dims (norms, biases)."""
+    """Apply weight decay to norms and biases (tensors of fewer than two dimensions) too."""
     args: Arguments = {}
-    """More keyword arguments (betas, eps, nesterov, …)."""
+    """Further keyword arguments of the optimizer (betas, eps, nesterov, …)."""
 
 
 class ScheduleConfig(Section):
-    """How the learning rate goes over the steps, as a factor of its peak."""
+    """Learning rate schedule: a factor of the peak learning rate per step."""
 
     name: ScheduleName = "constant"
-    """constant, cosine, linear, poly, step, multistep, exponential, ``timm/<name>`` or ``torch/<class>``."""
+    """``constant``, ``cosine``, ``linear``, ``poly``, ``step``, ``multistep``, ``exponential``,
+    ``timm/<name>`` or ``torch/<class>``."""
     warmup_epochs: NotNegativeFloat | None = None
-    """Epochs of linear warm-up (parts of one allowed); absent: see ``warmup_steps``."""
+    """Epochs of linear warm-up; may be fractional. Default: ``warmup_steps``."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    """Steps of linear warm-up; absent: ``warmup_epochs``, else none."""
+    """Steps of linear warm-up. Default: ``warmup_epochs``, otherwise no warm-up."""
     min_factor: Probability = 0.0
-    """What the factor ends at (cosine, linear, poly) or never falls below (the others)."""
+    """Final factor (cosine, linear, poly) or minimum factor (other schedules)."""
     args: Arguments = {}
-    """Of the schedule: power (poly); every_epochs or every_steps, gamma (step, exponential);
-    milestones_epochs or milestones_steps, gamma (multistep); or the class's own."""
+    """Arguments of the schedule: power (poly); every_epochs or every_steps, gamma (step, exponential);
+    milestones_epochs or milestones_steps, gamma (multistep); or the class's own arguments."""
 
 
 class EmaConfig(Section):
-    """An exponential moving average of the weights."""
+    """An exponential moving average (EMA) of the weights."""
 
     decay: Annotated[float, Field(gt=0, lt=1, examples=[0.9999])]
-    """Part of the average that stays at each step."""
+    """Decay: the fraction of the average that is kept at each step."""
 
 
 class OptimizationConfig(Section):
-    """The mathematics of a step, the same on any hardware."""
+    """How the model is optimized. The result does not depend on the hardware."""
 
     epochs: PositiveInt | None = None
-    """Passes over the data, of ⌊N/G⌋ steps each; exactly one of ``epochs`` and ``steps``."""
+    """Passes over the data, of ⌊N/G⌋ steps each. Give exactly one of ``epochs`` and ``steps``."""
     steps: PositiveInt | None = None
-    """Optimizer steps."""
+    """Number of optimizer steps. Give exactly one of ``epochs`` and ``steps``."""
     global_batch_size: Annotated[PositiveInt, Field(examples=[256])]
-    """G: samples that one optimizer step sees, over all ranks."""
+    """G: samples per optimizer step, over all ranks."""
     micro_batch_size: Annotated[PositiveInt | Literal["auto"], Field(examples=[64])]
-    """Samples of one forward pass of one rank; divides G; or ``auto``."""
+    """Samples per forward pass of one rank; must divide the global batch size. ``auto``: the largest size
+    that fits into memory. Gradients are accumulated over the micro-batches of a step."""
     optimizer: Annotated[OptimizerConfig, Field(examples=[{"name": "adamw", "lr": 0.001}])]
     """The optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """The learning rate over the steps; absent: constant."""
+    """The learning rate schedule. Default: constant."""
     clip_grad_norm: PositiveFloat | None = None
-    """Greatest global L2 norm of the gradient; absent: no clipping."""
+    """Maximum global L2 norm of the gradient. Default: no clipping."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Part of the target that is spread over all classes; 0: off."""
+    """Label smoothing: the fraction of the target that is spread over all classes. 0: off."""
     on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
-    """A loss or gradient that is NaN or infinite on any rank: ``stop`` ends the run; ``skip`` leaves the
-    weights as they are; ``rollback`` goes back to the newest checkpoint and leaves that step's data out."""
+    """What to do when a loss or gradient is NaN or infinite on any rank: ``stop`` ends the run; ``skip``
+    skips the weight update; ``rollback`` returns to the newest checkpoint and skips the data of that step."""
     max_non_finite: PositiveInt = 10
-    """With ``skip`` or ``rollback``: how often in the whole run; once more ends it."""
+    """With ``skip`` or ``rollback``: maximum number of such steps in the whole run. One more ends it."""
     ema: EmaConfig | None = None
-    """Average of the weights; absent: off."""
+    """Exponential moving average of the weights. Default: off."""
     mixup: NotNegativeFloat = 0.0
-    """Alpha of mixup (arXiv:1710.09412); 0: off."""
+    """Alpha of mixup (arXiv:1710.09412). 0: off."""
     cutmix: NotNegativeFloat = 0.0
-    """Alpha of CutMix (arXiv:1905.04899); 0: off."""
+    """Alpha of CutMix (arXiv:1905.04899). 0: off."""
 
 
 class ParallelConfig(Section):
-    """How ranks share the work. None of it changes the mathematics, but for ``sync_batchnorm``."""
+    """How ranks share the work. Only ``sync_batchnorm`` changes the training result."""
 
     strategy: PlainName = "ddp"
-    """ddp, fsdp, hsdp, zero1, zero2, tensor, pipeline, split, or a plug-in's."""
+    """``ddp``, ``fsdp``, ``hsdp``, ``zero1``, ``zero2``, ``tensor``, ``pipeline``, ``split``, or a plug-in's
+    name."""
     shard: PositiveInt | None = None
-    """Ranks that share one copy of the parameters; absent: by strategy."""
+    """Number of ranks that shard one copy of the parameters. Default: depends on the strategy."""
     replicate: PositiveInt | None = None
-    """Copies of a sharded model (hsdp); absent: by strategy."""
+    """Number of copies of a sharded model (hsdp). Default: depends on the strategy."""
     tensor: PositiveInt | None = None
-    """Ranks that share each layer; absent: 1, or by strategy."""
+    """Tensor parallel degree: number of ranks that share each layer. Default: 1, or by strategy."""
     pipeline: PositiveInt | None = None
-    """Stages; absent: 1, or by strategy."""
+    """Number of pipeline stages. Default: 1, or by strategy."""
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """In which order a pipeline's ranks run forward and backward: ``gpipe`` (all forward first), ``1f1b`` (by
-    turns: less memory) or ``interleaved`` (1f1b with several stages a rank: less waiting)."""
+    """Pipeline schedule: ``gpipe`` (all forward passes first), ``1f1b`` (one forward, one backward: needs
+    less memory) or ``interleaved`` (1f1b with several stages per rank: shorter bubble)."""
     stages_per_rank: PositiveInt | None = None
-    """Stages that a rank of a pipeline has; absent: 2 with ``interleaved``, else 1."""
+    """Pipeline stages per rank. Default: 2 with ``interleaved``, otherwise 1."""
     sync_batchnorm: bool = False
-    """Normalise over one micro-batch of each rank together, so that results depend on the number of ranks;
-    ``false``: over one micro-batch."""
+    """Compute BatchNorm statistics over one micro-batch of every rank, so that results depend on the number
+    of ranks. ``false``: over one micro-batch."""
     args: Arguments = {}
     """Keyword arguments of the strategy: ``find_unused_parameters`` of ddp and zero1, or a plug-in's own."""
 
 
 class CompileConfig(Section):
-    """torch.compile."""
+    """Settings of torch.compile."""
 
     enabled: bool = True
-    """``compile: false`` is short for ``{enabled: false}``, ``compile: true`` for all defaults."""
+    """Whether to compile. ``compile: false`` is short for ``{enabled: false}``, ``compile: true`` for all
+    defaults."""
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-    """torch.compile's mode."""
+    """Mode of torch.compile."""
     scope: Literal["blocks", "model"] = "blocks"
-    """Compile each repeated block (compiles once, fast), or the whole model."""
+    """Compile each repeated block (one short compilation), or the whole model."""
     dynamic: bool | None = False
-    """Symbolic shapes; ``null``: torch decides, by the order of batch sizes, so not where the run is
-    deterministic. All batches of a run have one size, so there is no need."""
+    """Compile with symbolic shapes. ``null``: torch decides by the order of batch sizes, which is rejected
+    for deterministic runs. All batches of a run have the same size, so it is rarely needed."""
     fullgraph: bool = False
-    """Fail at a graph break instead of going on in Python."""
+    """Fail at a graph break instead of falling back to eager execution there."""
     fallback: bool = False
-    """Where the compiler fails go on without it, and say so; ``false``: the run ends."""
+    """Continue without compilation if the compiler fails, and log it. ``false``: the run ends."""
 
 
 AugmentConfig.model_rebuild()

@@ -1,1 +1,1 @@
-"""Data set plug-ins, and how samples reach a rank: sampler, augmentation, loading."""
+"""Data set plug-ins, and the path of samples to a rank: sampler, augmentation, loading."""

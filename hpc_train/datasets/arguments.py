@@ -1,4 +1,4 @@
-"""``data.args`` against what a data set takes: a section of its own, or a function's signature."""
+"""Checks ``data.args`` against what a data set takes: its own section, or a function's signature."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 
 
 def parse_args(section: type[AnySection], args: Arguments) -> AnySection:
-    """Return ``args`` as a checked section. Raises BadFileError with a line for every mistake."""
+    """Return ``args`` as a checked section. Raises BadFileError with one line per mistake."""
     try:
         return section.model_validate(args)
     except ValidationError as error:
@@ -36,19 +36,20 @@ def _line(problem: Any, section: type[Section]) -> str:
 
 
 def refuse_rest(rest: str, config: DataConfig) -> None:
-    """Raise BadFileError where a name goes on after the slash but its data set has no parts."""
+    """Raise BadFileError if a name has a part after the slash but its data set has no parts."""
     if rest:
-        raise BadFileError(f"data.name: {config.name!r} says {rest!r} after the slash; leave it out")
+        raise BadFileError(f"data.name: {config.name!r} has {rest!r} after the slash; remove it")
 
 
 def call(name: str, function: Callable[..., _Result], *given: Any, **args: Any) -> _Result:
-    """Call ``function``. Raises BadFileError where the arguments don't fit its signature."""
+    """Call ``function``. Raises BadFileError if the arguments don't fit its signature."""
     try:
         inspect.signature(function).bind(*given, **args)
     except TypeError as error:
         raise BadFileError(
-            f"data.args: {name} can't be called so: {error}; it is {name}{inspect.signature(function)}"
+            f"data.args: {name} can't be called with these arguments: {error}; "
+            f"its signature is {name}{inspect.signature(function)}"
         ) from error
-    except ValueError:  # no signature is known: the call itself will tell
+    except ValueError:  # the signature is unknown: the call itself reports errors
         pass
     return function(*given, **args)

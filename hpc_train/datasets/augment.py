@@ -1,9 +1,9 @@
 # ruff: noqa: N803, N806  (shape suffixes)
-"""Random changes of training images, every one from the sample's own counter-based numbers.
+"""Random augmentation of training images, computed from counter-based random numbers per sample.
 
-Called by the readers of training data. Parameters are computed for a whole batch, and what can be (flips,
-crops of padded images, erasing) is applied to it as a whole. A sample comes out the same alone or in any
-batch, in any process.
+Called by the readers of training data. Parameters are computed for a whole batch, and where possible (flips,
+crops of padded images, erasing) applied to it as a whole. A sample's result does not depend on its batch or
+process.
 
 Legend: B samples, C channels, H rows, W columns, p pixels of padding.
 """
@@ -24,7 +24,7 @@ from hpc_train.errors import BadFileError
 
 
 class Augmentation:
-    """``data.augment`` made callable: resizing or random crop, padded crop, flips, RandAugment, erasing."""
+    """``data.augment`` as a callable: resizing or random crop, padded crop, flips, RandAugment, erasing."""
 
     def __init__(
         self, config: AugmentConfig, image_size: int | None, seed: int, interpolation: str = "bilinear"
@@ -37,7 +37,7 @@ class Augmentation:
     def __call__(
         self, images: Tensor | Sequence[Tensor], epoch: int, samples_B: Tensor, repeat: int = 0
     ) -> Tensor:
-        """Return (B, C, H, W) of the dtype that came in, from (B, C, H, W) or B images (C, H, W).
+        """Return (B, C, H, W) of the input's dtype, from (B, C, H, W) or B images (C, H, W).
 
         ``samples_B`` (B,) int64 are the indices in the data set. Never changes its input.
         """
@@ -89,7 +89,7 @@ def _resized_crops(
 
 
 def padded_crop(images_BCHW: Tensor, keys: Keys, padding: int) -> Tensor:
-    """Pad by zeros on all sides and cut the size that was back out at a random place."""
+    """Pad with zeros on all sides and crop the original size at a random position."""
     height, width = images_BCHW.shape[-2:]
     tops_B = keys.integers("crop_padding.top", 0, 2 * padding + 1)
     lefts_B = keys.integers("crop_padding.left", 0, 2 * padding + 1)
@@ -116,7 +116,7 @@ def _randaugment(images_BCHW: Tensor, keys: Keys, config: RandAugmentConfig) -> 
 
 
 def erase(images_BCHW: Tensor, keys: Keys, probability: float) -> Tensor:
-    """Set a random rectangle of each image that is chosen to zero."""
+    """Set a random rectangle of each selected image to zero."""
     height, width = images_BCHW.shape[-2:]
     parts = erased_parts(keys, height, width, probability)
     rows_H = torch.arange(height, device=images_BCHW.device)

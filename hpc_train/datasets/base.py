@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,39 +12,46 @@ from PIL import Image
 from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.runtime.data_info import DataInfo
+from hpc_train.datasets.structures import Tensors
+from hpc_train.datasets.types import DataInfo
 
-#: What a split may give as an image: PIL, uint8 (C, H, W), or float (C, H, W) that is normalised already; or
-#: a row of features, float (F,).
+#: The type of an image: PIL, uint8 (C, H, W), or float (C, H, W) that is already normalised; or a row of
+#: features, float (F,).
 RawImage = Image.Image | Tensor | np.ndarray[Any, Any]
 
+#: What the model takes of one sample: an image, a row of features, or several inputs as a dict or tuple.
+RawInput = RawImage | dict[str, Any] | tuple[Any, ...]
 
-#: A number, or an array of one shape for all samples. Dtype and shape reach the task as they are.
-RawTarget = Tensor | np.ndarray[Any, Any] | np.generic | Image.Image | int | float | Sequence[Any]
+#: A number, or an array of the same shape for all samples, or a dict or tuple of these. Dtype and shape reach
+#: the task unchanged. If samples differ in shape (boxes), the task's ``target_spec`` says ``is_ragged``.
+RawTarget = (
+    Tensor | np.ndarray[Any, Any] | np.generic | Image.Image | int | float | Sequence[Any] | Mapping[str, Any]
+)
 
 
 class Split(Protocol):
-    """One part of a data set: sample i is always the same (image, target), or (tokens, those that follow)."""
+    """One part of a data set: sample i is always the same (inputs, target)."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> tuple[RawImage, RawTarget]: ...
+    def __getitem__(self, index: int, /) -> tuple[RawInput, RawTarget]: ...
 
 
 @runtime_checkable
 class ArraySplit(Protocol):
-    """A split that is read as whole batches, several times faster than sample by sample.
+    """A split that is read in whole batches, several times faster than sample by sample.
 
-    It needs no ``__getitem__``. Sequences are read only this way.
+    It needs no ``__getitem__``. Sequences can only be read this way.
     """
 
     def __len__(self) -> int: ...
 
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs (B, …) and targets (B, …) of ``indices`` (B,) int64.
+    def batch(self, indices: Tensor) -> tuple[Tensors, Tensors]:
+        """Return inputs (B, …) and targets (B, …) of ``indices`` (B,) int64, tensors or structures of them.
 
-        Inputs are images (B, C, H, W) uint8 or float, rows of features (B, F) float, or tokens (B, T) int64.
-        Targets have the dtype and shape that the task needs.
+        A single tensor of inputs is images (B, C, H, W) uint8 or float, rows of features (B, F) float, or
+        tokens (B, T) int64. Targets have the dtype and shape that the task needs; a list of B tensors where
+        it takes targets that differ in shape.
         """
 
 
@@ -82,10 +89,10 @@ class DataSource:
 
 
 class DatasetBuilder(Protocol):
-    """The plug-in itself: a function. ``rest`` is what the name says after ``provider/``.
+    """The plug-in itself: a function. ``rest`` is the part of the name after ``provider/``.
 
-    ``download`` is true in ``hpc-train prepare`` alone: only then may it use the network. Raises
-    BadFileError, beginning with a key path (``data.root: …; …``), where the file asks for what is not there.
+    ``download`` is true only in ``hpc-train prepare``: only then may it use the network. Raises BadFileError,
+    starting with a key path (``data.root: …; …``), if the file requests something that does not exist.
     """
 
     def __call__(self, rest: str, config: DataConfig, *, download: bool) -> DataSource: ...

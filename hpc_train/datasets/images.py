@@ -1,4 +1,4 @@
-"""Images of any kind → tensors (C, H, W) with the channels asked for; the sizes of evaluation.
+"""Converts images of any kind to tensors (C, H, W) with the requested channels; resizing for evaluation.
 
 torchvision, which takes a third of a second to import, is imported where an image needs it.
 
@@ -17,24 +17,26 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hpc_train.datasets.base import RawImage, RawTarget, Split
+from hpc_train.datasets.base import RawImage, RawInput, RawTarget, Split
+from hpc_train.datasets.structures import Tensors, collate
+from hpc_train.datasets.targets import as_target
 from hpc_train.errors import BadFileError
 
 _PIL_MODE = {1: "L", 3: "RGB", 4: "RGBA"}
-#: What a tensor or an array must hold.
+#: The types of images that are accepted.
 _RULE = (
-    "an image is PIL, or uint8 or float of (C, H, W) as a tensor, (H, W, C) as an array; a row of features "
-    "is float of (F,)"
+    "an image must be PIL, or uint8 or float of (C, H, W) as a tensor, (H, W, C) as an array; a row of "
+    "features must be float of (F,)"
 )
 
 
 def as_tensor(image: RawImage, channels: int | None = None) -> Tensor:
-    """Return (C, H, W) uint8, or float as it came, with ``channels`` channels (None: as many as it has).
+    """Return (C, H, W) uint8, or float unchanged, with ``channels`` channels (None: as many as it has).
 
-    A row of features, float (F,), is returned as it came.
+    A row of features, float (F,), is returned unchanged.
 
-    Gray becomes colour by repetition, colour gray by luminance, alpha is dropped. 16-bit gray keeps
-    its upper eight bits. Raises BadFileError for what is no image.
+    Gray becomes colour by repetition, colour gray by luminance, alpha is dropped. 16-bit gray keeps its upper
+    eight bits. Raises BadFileError for anything else.
     """
     if isinstance(image, Image.Image):
         return _from_pil(image, channels)
@@ -51,8 +53,28 @@ def as_tensor(image: RawImage, channels: int | None = None) -> Tensor:
     return image if channels is None else _with_channels(image, channels)
 
 
+def as_inputs(sample: RawInput, channels: int | None = None) -> Tensors:
+    """Return a sample's inputs: ``as_tensor`` of an image or features, or a dict or tuple of tensors.
+
+    In a structure a PIL image or uint8 (C, H, W) becomes an image with as many channels as it has, and
+    anything else keeps its dtype and shape.
+    """
+    if isinstance(sample, dict):
+        return {str(key): _as_part(value) for key, value in sample.items()}
+    if isinstance(sample, tuple):
+        return tuple(map(_as_part, sample))
+    return as_tensor(sample, channels)
+
+
+def _as_part(part: Any) -> Tensors:
+    if isinstance(part, (dict, tuple)):
+        return as_inputs(part)
+    is_bytes = str(getattr(part, "dtype", "")).endswith("uint8") and part.ndim == 3
+    return as_tensor(part) if is_bytes or isinstance(part, Image.Image) else as_target(part)
+
+
 def _from_array(image: np.ndarray[Any, Any]) -> Tensor:
-    if not (image.flags.writeable and image.flags.c_contiguous):  # torch refuses flipped views
+    if not (image.flags.writeable and image.flags.c_contiguous):  # torch rejects flipped views
         image = np.array(image)
     tensor = torch.from_numpy(image)
     return tensor.permute(2, 0, 1) if tensor.dim() == 3 else tensor
@@ -60,7 +82,9 @@ def _from_array(image: np.ndarray[Any, Any]) -> Tensor:
 
 def _from_pil(image: Image.Image, channels: int | None) -> Tensor:
     if image.mode == "F":
-        raise BadFileError("data: a float image (PIL mode F) says no range; store 8 or 16 bits a channel")
+        raise BadFileError(
+            "data: a float image (PIL mode F) has no defined range; store 8 or 16 bits per channel"
+        )
     if image.mode.startswith("I"):  # 16-bit gray, which Pillow would clip at 255
         image = Image.fromarray((np.asarray(image).clip(0, 2**16 - 1) >> 8).astype(np.uint8))
     if channels is None:
@@ -93,7 +117,7 @@ def _with_channels(image: Tensor, channels: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ImageSplit:
-    """A split whose samples are turned into tensors with ``channels`` channels."""
+    """A split whose samples are converted to tensors with ``channels`` channels."""
 
     split: Split
     channels: int
@@ -101,23 +125,23 @@ class ImageSplit:
     def __len__(self) -> int:
         return len(self.split)
 
-    def __getitem__(self, index: int, /) -> tuple[Tensor, RawTarget]:
-        image, target = self.split[index]
-        return as_tensor(image, self.channels), target
+    def __getitem__(self, index: int, /) -> tuple[Tensors, RawTarget]:
+        inputs, target = self.split[index]
+        return as_inputs(inputs, self.channels), target
 
     def path(self, index: int) -> Path | None:
-        """Return the file of a sample, where the split knows it."""
+        """Return the file of a sample, if the split knows it."""
         return sample_path(self.split, index)
 
 
 def sample_path(split: Any, index: int) -> Path | None:
-    """Return the file of a sample of a split that has a ``path`` method, else None."""
+    """Return the file of a sample if the split has a ``path`` method, else None."""
     method = getattr(split, "path", None)
     return method(index) if callable(method) else None
 
 
 def resize(image: Tensor, height: int, width: int, interpolation: str = "bilinear") -> Tensor:
-    """Resize (C, H, W) with antialiasing, in uint8 where it is uint8."""
+    """Resize (C, H, W) with antialiasing; uint8 stays uint8."""
     if tuple(image.shape[-2:]) == (height, width):
         return image
     from torchvision.transforms import InterpolationMode
@@ -141,20 +165,36 @@ def centre_square(image: Tensor, side: int, kept: float = 1.0, interpolation: st
     return square
 
 
+def stack_inputs(samples: Sequence[Tensors]) -> Tensors:
+    """Return the inputs of several samples as those of a batch. Raises BadFileError where they differ."""
+    return collate(samples, lambda parts, name: stack(parts) if name == "" else _stack_part(parts, name))
+
+
+def _stack_part(parts: Sequence[Tensor], name: str) -> Tensor:
+    first = parts[0]
+    other = next((part for part in parts if (part.dtype, part.shape) != (first.dtype, first.shape)), None)
+    if other is not None:
+        raise BadFileError(
+            f"data: samples have the input '{name}' of {first.dtype}, shape {tuple(first.shape)}, and of "
+            f"{other.dtype}, shape {tuple(other.shape)}; return one dtype and shape"
+        )
+    return torch.stack(list(parts))
+
+
 def stack(images: Sequence[Tensor]) -> Tensor:
-    """Return (B, C, H, W). Raises BadFileError where shapes differ."""
+    """Return (B, C, H, W). Raises BadFileError if shapes differ."""
     shapes = {tuple(image.shape) for image in images}
     if len(shapes) > 1 and len(images[0].shape) == 1:
         lengths = sorted(shapes)[:2]
         raise BadFileError(
             f"data: rows of features differ in length ({lengths[0][0]} and {lengths[1][0]}); "
-            "return as many for each sample"
+            "return the same number for each sample"
         )
     if len(shapes) > 1:
         (_, *one), (_, *other) = sorted(shapes)[:2]
         raise BadFileError(
             f"data.image_size: images differ in shape ({_sides(one)} and {_sides(other)}); "
-            "write the side in pixels that all are brought to"
+            "write the size in pixels to which all are resized"
         )
     return torch.stack(list(images))
 

@@ -1,5 +1,5 @@
 # ruff: noqa: N803  (shape suffixes)
-"""Bytes → normalised numbers, on the device. Legend: B images, C channels, H rows, W columns."""
+"""Converts bytes to normalised floats, on the device. Legend: B images, C channels, H rows, W columns."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.structures import Tensors, is_structured, map_tensors
+from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.runtime.data_info import DataInfo
 
 
 class Normalize:
-    """Maps uint8 images to (x / 255 - mean) / std; float images count as normalised already, and tokens
-    (int64) are no images.
+    """Maps uint8 images to (x / 255 - mean) / std. Float images count as already normalised; tokens (int64)
+    are returned unchanged.
 
     ``dtype`` is float64 under fp64, else float32: autocast or the strategy casts further.
     """
@@ -37,8 +38,21 @@ class Normalize:
         self._dtype = dtype
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
-    def __call__(self, images_BCHW: Tensor) -> Tensor:
-        """Return (B, C, H, W) on the device that the images are on; tokens as they came."""
+    def __call__(self, inputs: Tensors) -> Tensors:
+        """Return the inputs on their device. In a structure uint8 (B, C, H, W) are images and
+        only they are normalised; other integers and bool are unchanged.
+        """
+        return map_tensors(self._part if is_structured(inputs) else self._images, inputs)
+
+    def _part(self, part: Tensor) -> Tensor:
+        if not part.is_floating_point() and not (part.dtype == torch.uint8 and part.dim() == 4):
+            return part
+        if part.dtype == torch.uint8:
+            _check_length("mean", self._mean.flatten().tolist(), part.shape[1])
+        return self._images(part)
+
+    def _images(self, images_BCHW: Tensor) -> Tensor:
+        """Return (B, C, H, W); tokens and features unchanged."""
         if images_BCHW.dtype == torch.int64:
             return images_BCHW
         if images_BCHW.is_floating_point():

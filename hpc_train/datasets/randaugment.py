@@ -1,4 +1,4 @@
-"""RandAugment (arXiv:1909.13719) with torchvision's operations, each chosen by the sample's own numbers.
+"""RandAugment (arXiv:1909.13719) with torchvision's operations, selected by the sample's own random numbers.
 
 Operations, ranges and the order of both are those of ``torchvision.transforms.v2.RandAugment`` with 31 bins.
 """
@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional as tvf
 from hpc_train.datasets.random_numbers import Keys
 
 _BINS = 31
-#: Operations that move by a part of the image's side: torchvision's greatest shift.
+#: torchvision's maximum shift, as a fraction of the image's side.
 _SHIFT = 150.0 / 331.0
 
 

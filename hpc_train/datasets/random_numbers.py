@@ -6,7 +6,7 @@ https://prng.di.unimi.it/splitmix64.c): output n of the stream with state s is `
 Each word of the key takes one step down such a tree. All of it is int64 arithmetic that wraps, so a number
 is the same computed one by one, in a batch, on the CPU or on a GPU.
 
-Legend: B samples, K numbers a sample.
+Legend: B samples, K numbers per sample.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _mix(word: int) -> int:
 
 
 def _shift_right(words: Tensor, bits: int) -> Tensor:
-    # Torch shifts int64 arithmetically; the mask takes the copies of the sign away.
+    # Torch shifts int64 arithmetically; the mask removes the copies of the sign bit.
     return (words >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -49,7 +49,7 @@ def _mix_tensor(words: Tensor) -> Tensor:
 
 
 def hash_words(*words: int) -> int:
-    """Return a hash in 0…2⁶⁴-1 of a sequence of whole numbers, each taken modulo 2⁶⁴."""
+    """Return a hash in 0…2⁶⁴-1 of a sequence of integers, each taken modulo 2⁶⁴."""
     state = _ROOT
     for word in words:
         state = _mix((state + (word + 1) * _GOLDEN) & _MASK_64)
@@ -66,8 +66,8 @@ def _draw_word(draw: int | str) -> int:
 class Keys:
     """The random numbers of B samples in one epoch.
 
-    A ``draw`` is the purpose of a number: the same draw gives the same numbers again, another one gives
-    independent ones. ``repeat`` tells apart the times that a sample is seen within an epoch.
+    A ``draw`` names the purpose of a number: the same draw gives the same numbers, another one gives
+    independent ones. ``repeat`` distinguishes repeated uses of a sample within an epoch.
     """
 
     def __init__(self, seed: int, epoch: int, samples_B: Tensor, repeat: int = 0) -> None:
@@ -76,12 +76,12 @@ class Keys:
         self._keys_B = _mix_tensor(steps_B + _signed((state + _GOLDEN) & _MASK_64))
 
     def words(self, draw: int | str) -> Tensor:
-        """Return 64 random bits a sample, (B,) int64."""
+        """Return 64 random bits per sample, (B,) int64."""
         step = _signed(((_draw_word(draw) + 1) * _GOLDEN) & _MASK_64)
         return _mix_tensor(self._keys_B + step)
 
     def words_many(self, draw: int | str, count: int) -> Tensor:
-        """Return ``count`` * 64 random bits a sample, (B, K) int64."""
+        """Return ``count`` * 64 random bits per sample, (B, K) int64."""
         numbers_K = torch.arange(1, count + 1, device=self._keys_B.device)
         return _mix_tensor(self.words(draw)[:, None] + numbers_K * _signed(_GOLDEN))
 
@@ -90,11 +90,11 @@ class Keys:
         return _unit_interval(self.words(draw))
 
     def uniform_many(self, draw: int | str, count: int) -> Tensor:
-        """Return ``count`` numbers a sample in [0, 1), (B, K) float64."""
+        """Return ``count`` numbers per sample in [0, 1), (B, K) float64."""
         return _unit_interval(self.words_many(draw, count))
 
     def integers(self, draw: int | str, low: int | Tensor, high: int | Tensor) -> Tensor:
-        """Return whole numbers in [low, high), (B,) int64; bounds may differ by sample, high - low < 2³¹."""
+        """Return integers in [low, high), (B,) int64; bounds may differ by sample, high - low < 2³¹."""
         return low + ((_shift_right(self.words(draw), 32) * (high - low)) >> 32)
 
     def flags(self, draw: int | str, probability: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Slots → batches: reads a slot's samples of a split and prepares them. Runs in the loader's workers.
+"""Reads the samples of a slot and prepares them as a batch. Runs in the loader processes.
 
 Legend: B samples.
 """
@@ -19,36 +19,39 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from hpc_train.datasets.bad_samples import stand_ins
 from hpc_train.datasets.base import AnySplit, ArraySplit
-from hpc_train.datasets.images import as_tensor, sample_path
+from hpc_train.datasets.images import as_inputs, sample_path
 from hpc_train.datasets.random_numbers import hash_words
 from hpc_train.datasets.sampler import Slot
-from hpc_train.datasets.targets import MisfitError, TargetCheck, stack_targets
+from hpc_train.datasets.skipping import stand_ins
+from hpc_train.datasets.structures import Tensors, is_structured
+from hpc_train.datasets.targets import MisfitError, TargetCheck
+from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError, TransientStorageError
-from hpc_train.run_folder.bad_samples import BadSample, Part
-from hpc_train.runtime.data_info import Batch
+from hpc_train.run.bad_samples import BadSample, Part
 
-#: Errors of a disk or file server, which may be over soon; they say nothing of the sample. Assumed.
+#: Errors of a disk or file server that may be temporary; they do not mean that the sample is bad. Assumed.
 _NOT_THE_SAMPLES = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _PAUSES_S = (0.1, 1.0)
-#: Images (B, C, H, W) or B of (C, H, W), their targets (B, …) and slot → (B, C, H, W).
-Prepare = Callable[[Tensor | Sequence[Tensor], Tensor, Slot], Tensor]
+#: The inputs of a batch, or of B samples one by one, its targets and slot → the batch's inputs.
+Prepare = Callable[[Tensors | Sequence[Tensors], Tensors, Slot], Tensors]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a worker returns in place of a batch; raised as BadFileError or TransientStorageError by the rank.
+    """Returned by a loader process in place of a batch; the rank raises it as BadFileError or
+    TransientStorageError.
 
-    An exception that crosses the loader loses its type's fields and gains a worker's traceback.
+    An exception that crosses the loader loses its type's fields and gets the loader process's traceback.
     """
 
     message: str
-    #: The disk's, or memory's, and gone the next time maybe; else the data are wrong.
+    #: A temporary error of the disk or of memory; otherwise the data are wrong.
     is_transient: bool = False
 
     @property
     def error(self) -> BadFileError | TransientStorageError:
+        """Return the exception to raise on the rank."""
         return (TransientStorageError if self.is_transient else BadFileError)(self.message)
 
 
@@ -60,16 +63,16 @@ class Read:
     bad: tuple[BadSample, ...] = ()
 
     def pin_memory(self) -> Read:
-        """Return the same with the batch in pinned memory; called by the loader."""
+        """Return a copy with the batch in pinned memory; called by the loader."""
         return replace(self, batch=self.batch.pin_memory())
 
 
 class SlotReader(Dataset[Read | Failure]):
-    """A split as a loader's data set: it is indexed by slots.
+    """A split as a loader's data set, indexed by slots.
 
-    With ``skip_bad`` another sample stands in for one that can't be read: with its own class, but augmented
-    as the place was meant to be, by the bad one's index. In validation data it only fills the place and is
-    not valid. Data sets that are read as whole batches (``ArraySplit``) have no bad samples.
+    With ``skip_bad`` a sample that can't be read is replaced by another one: with its own class, but with the
+    augmentation of the bad sample's index. In validation data the replacement is padding and not valid. Data
+    sets that are read in whole batches (``ArraySplit``) have no bad samples.
     """
 
     def __init__(
@@ -95,11 +98,11 @@ class SlotReader(Dataset[Read | Failure]):
         return len(self._split)
 
     def __getitems__(self, slot: Slot) -> Read | Failure:
-        """Return the slot's batch; what a user can mend comes back as a Failure, not as an exception."""
+        """Return the slot's batch; an error that the user can fix is returned as a Failure, not raised."""
         bad: dict[int, BadSample] = {}
         try:
-            images, targets = self._read(slot, bad)
-            inputs = self._prepare(images, targets, slot)
+            given, targets = self._read(slot, bad)
+            inputs = self._prepare(given, targets, slot)
         except BadFileError as error:
             return Failure(str(error))
         except TransientStorageError as error:
@@ -110,29 +113,31 @@ class SlotReader(Dataset[Read | Failure]):
         batch = Batch(slot.step, slot.number, slot.weight, inputs, targets, valid)
         return Read(batch, tuple(bad.values()))
 
-    def _read(self, slot: Slot, bad: dict[int, BadSample]) -> tuple[Tensor | list[Tensor], Tensor]:
-        """Return images and targets; what is bad is added to ``bad`` by index."""
+    def _read(self, slot: Slot, bad: dict[int, BadSample]) -> tuple[Tensors | list[Tensors], Tensors]:
+        """Return inputs and targets; bad samples are added to ``bad`` by index."""
         if isinstance(self._split, ArraySplit):
             return self._whole_batch(self._split, slot)
         with _own_generators():
             samples = [
-                # What only fills up is somebody else's to name.
+                # Another rank reports bad samples in the padding.
                 self._sample(slot.epoch, index, bad if place < slot.num_valid else {})
                 for place, index in enumerate(slot.indices.tolist())
             ]
-        images, targets = zip(*samples, strict=True)
-        return list(images), stack_targets(targets, slot.indices.tolist())
+        inputs, targets = zip(*samples, strict=True)
+        return list(inputs), self._targets.stacked(targets, slot.indices.tolist())
 
-    def _whole_batch(self, split: ArraySplit, slot: Slot) -> tuple[Tensor, Tensor]:
+    def _whole_batch(self, split: ArraySplit, slot: Slot) -> tuple[Tensors, Tensors]:
         read: Any = split.batch(slot.indices)
         count = len(slot.indices)
-        if not (isinstance(read, tuple) and len(read) == 2 and all(_has_rows(part, count) for part in read)):
+        is_pair = isinstance(read, tuple) and len(read) == 2 and not isinstance(read[0], list)
+        if not (is_pair and all(_has_rows(part, count) for part in read)):
             raise BadFileError(
                 f"data.name: {type(split).__name__}.batch must return (inputs, targets), tensors of {count} "
                 f"samples for {count} indices"
             )
         inputs, targets = read
-        self._check_inputs(inputs, type(split).__name__)
+        if not is_structured(inputs):
+            self._check_inputs(inputs, type(split).__name__)
         try:
             return inputs, self._targets.batch(targets)
         except MisfitError as error:
@@ -152,7 +157,7 @@ class SlotReader(Dataset[Read | Failure]):
                 f"has channels={self._channels}; make them the same"
             )
 
-    def _sample(self, epoch: int, index: int, bad: dict[int, BadSample]) -> tuple[Tensor, Tensor]:
+    def _sample(self, epoch: int, index: int, bad: dict[int, BadSample]) -> tuple[Tensors, Tensors]:
         try:
             return self._try_sample(index, hash_words(self._seed, epoch, index))
         except TransientStorageError:
@@ -169,21 +174,23 @@ class SlotReader(Dataset[Read | Failure]):
                 raise
             except Exception as error:
                 bad[other] = self._bad_sample(other, error)
-        raise BadFileError(f"{_unreadable(first)}; nor can any that would stand in for it")
+        raise BadFileError(f"{_unreadable(first)}; nor can any of its replacements")
 
-    def _try_sample(self, index: int, seed: int) -> tuple[Tensor, Tensor]:
+    def _try_sample(self, index: int, seed: int) -> tuple[Tensors, Tensors]:
         for pause_s in (*_PAUSES_S, None):
             seed_generators(seed)
             try:
-                assert not isinstance(self._split, ArraySplit), "whole batches are read elsewhere"
-                image, target = self._split[index]
-                return as_tensor(image, self._channels), self._targets.one(target)
+                assert not isinstance(self._split, ArraySplit), "ArraySplit is read in whole batches"
+                inputs, target = self._split[index]
+                return as_inputs(inputs, self._channels), self._targets.one(target)
             except (OSError, MemoryError) as error:
                 if isinstance(error, OSError) and error.errno not in _NOT_THE_SAMPLES:
                     raise
                 if pause_s is None:
                     bad = self._bad_sample(index, error)
-                    raise TransientStorageError(f"data: {bad.title} can't be read now: {bad.why}") from error
+                    raise TransientStorageError(
+                        f"data: {bad.title} can't be read at the moment: {bad.why}"
+                    ) from error
                 time.sleep(pause_s)
         raise AssertionError("the last try returns or raises")
 
@@ -193,7 +200,12 @@ class SlotReader(Dataset[Read | Failure]):
         return BadSample(self._part, index, name, _cause(error))
 
 
-def _has_rows(part: object, count: int) -> bool:
+def _has_rows(part: Any, count: int) -> bool:
+    """Whether all tensors are of ``count`` samples."""
+    if is_structured(part):
+        return all(_has_rows(value, count) for value in (part.values() if isinstance(part, dict) else part))
+    if isinstance(part, list):
+        return len(part) == count and all(isinstance(value, Tensor) for value in part)
     return isinstance(part, Tensor) and part.dim() > 0 and len(part) == count
 
 
@@ -218,7 +230,9 @@ def _cause(error: Exception) -> str:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed what a plug-in's ``__getitem__`` may draw from: Python's, NumPy's and torch's CPU stream."""
+    """Seed the generators that a plug-in's ``__getitem__`` may draw from: Python's, NumPy's and torch's on
+    the CPU.
+    """
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed >> 1)
@@ -226,7 +240,7 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def _own_generators() -> Iterator[None]:
-    """Leave the generators as they were, in the rank itself; a worker's belong to nobody else."""
+    """Restore the generators, if in the rank itself; a loader process's are used by nobody else."""
     if get_worker_info() is not None:
         yield
         return

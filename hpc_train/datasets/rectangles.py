@@ -1,9 +1,9 @@
 # ruff: noqa: N803, N806  (shape suffixes)
-"""Random rectangles of images: where RandomResizedCrop crops and where RandomErasing erases.
+"""Random rectangles: what RandomResizedCrop crops and what RandomErasing erases.
 
-Parameters only, as arithmetic over a whole batch. Both follow torchvision's transforms of these names (ten
-tries, rounding half to even), with a log-uniform aspect ratio that is quantised: the table is made
-once with Python's ``math``, so no batch depends on how a device computes a logarithm.
+Only parameters, as arithmetic over a whole batch. Both follow torchvision's transforms of these names (ten
+tries, rounding half to even), with a log-uniform aspect ratio that is quantised: the table is computed once
+with Python's ``math``, so no batch depends on how a device computes a logarithm.
 
 Legend: B samples, T tries.
 """
@@ -25,7 +25,7 @@ _ASPECT_BINS = 4096
 
 @dataclass(frozen=True)
 class Rectangles:
-    """One rectangle an image, in pixels, each (B,) int64. ``found`` is false where no try fitted."""
+    """One rectangle per image, in pixels, each (B,) int64. ``found`` is false if no try fitted."""
 
     tops: Tensor
     lefts: Tensor
@@ -36,7 +36,7 @@ class Rectangles:
 
 @cache
 def _aspect_table(low: float, high: float) -> Tensor:
-    """Return ratios spread evenly in the logarithm, (bins,) float64."""
+    """Return ratios spaced evenly in the logarithm, (bins,) float64."""
     start, span = math.log(low), math.log(high) - math.log(low)
     ratios = [math.exp(start + span * (k + 0.5) / _ASPECT_BINS) for k in range(_ASPECT_BINS)]
     return torch.tensor(ratios, dtype=torch.float64)
@@ -69,7 +69,7 @@ def resized_crops(
     scale: tuple[float, float],
     ratio: tuple[float, float],
 ) -> Rectangles:
-    """Return the part of each image that RandomResizedCrop keeps; a centre crop where no try fits."""
+    """Return the part of each image that RandomResizedCrop keeps; a centre crop if no try fits."""
     areas_B = image_heights_B * image_widths_B
     widths_BT, heights_BT = _tries(keys, "crop", areas_B, scale, ratio)
     fits_BT = (
@@ -89,19 +89,19 @@ def resized_crops(
 
 
 def _centre_sides(heights_B: Tensor, widths_B: Tensor, ratio: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """Return the greatest sides whose aspect lies within ``ratio``."""
+    """Return the maximum sides whose aspect ratio is within ``ratio``."""
     least, greatest = ratio
     aspects_B = widths_B.to(torch.float64) / heights_B.to(torch.float64)
     too_tall_B, too_wide_B = aspects_B < least, aspects_B > greatest
     shorter_B = (widths_B.to(torch.float64) / least).round().to(torch.int64)
     narrower_B = (heights_B.to(torch.float64) * greatest).round().to(torch.int64)
-    # Extreme ratios could round a side to nothing, or past the image.
+    # Extreme ratios could round a side to zero, or past the image.
     shorter_B = torch.minimum(shorter_B.clamp(min=1), heights_B)
     narrower_B = torch.minimum(narrower_B.clamp(min=1), widths_B)
     return torch.where(too_tall_B, shorter_B, heights_B), torch.where(too_wide_B, narrower_B, widths_B)
 
 
-#: Part of the area that is erased, and the rectangle's height / width: torchvision's defaults.
+#: Fraction of the area that is erased, and the rectangle's height / width: torchvision's defaults.
 ERASED_SCALE = (0.02, 0.33)
 ERASED_RATIO = (0.3, 3.3)
 

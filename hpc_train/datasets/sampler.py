@@ -1,15 +1,15 @@
-"""Which samples a rank reads, in which order: a pure function of (seed, position, rank, ranks) (DESIGN §1).
+"""Which samples each rank reads, in which order: a pure function of (seed, position, rank, ranks).
 
-Called by ``loading``. One worked example: N = 10 samples, G = 8, m = 2, so M = 4 micro-batches and E = 1
-step an epoch; R = 3 ranks. Step 0 is window 0: the first 8 indices of epoch 0's permutation p. Each rank
-has ⌈4/3⌉ = 2 slots:
+Called by ``loading``. One worked example: N = 10 samples, G = 8, m = 2, so M = 4 micro-batches and E = 1 step
+per epoch; R = 3 ranks. Step 0 is window 0: the first 8 indices of epoch 0's permutation p. Each rank has
+⌈4/3⌉ = 2 slots:
 
     rank 0: micro-batch 0 = p[0:2], micro-batch 3 = p[6:8]
     rank 1: micro-batch 1 = p[2:4], then spare: micro-batch 1 again, weight 0
     rank 2: micro-batch 2 = p[4:6], then spare: micro-batch 2 again, weight 0
 
-Legend: N samples, G global batch, m micro-batch, M = G / m micro-batches a step, R ranks, S = ⌈M/R⌉ slots of
-a rank a step, E = ⌊N/G⌋ windows an epoch.
+Legend: N samples, G global batch, m micro-batch, M = G / m micro-batches per step, R ranks, S = ⌈M/R⌉ slots
+per rank and step, E = ⌊N/G⌋ windows per epoch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from hpc_train.errors import BadFileError
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands: ``step`` steps are done; ``skipped`` windows are left out, sorted, each once."""
+    """The position of training: ``step`` steps are done; ``skipped`` windows are skipped, sorted, without
+    duplicates.
+    """
 
     step: int
     skipped: tuple[int, ...] = ()
@@ -41,7 +43,7 @@ class Position:
         assert list(self.skipped) == sorted(set(self.skipped)), f"not sorted or not unique: {self.skipped}"
 
     def windows(self) -> Iterator[int]:
-        """Yield the window of step ``step``, then those of the steps after it, without end."""
+        """Yield the window of step ``step``, then those of the following steps, without end."""
         window = self.step
         for skipped in self.skipped:
             window += skipped <= window
@@ -54,10 +56,10 @@ class Position:
 
 @dataclass(frozen=True)
 class Slot:
-    """One micro-batch to read: what a sampler yields and a loader's worker is sent.
+    """One micro-batch to read: yielded by a sampler and sent to a loader process.
 
-    ``step`` counts from 0, ``number`` is the micro-batch's place in the step (or in the evaluation),
-    ``indices`` (m,) int64. Of them the first ``num_valid`` count, the rest only fill up.
+    ``step`` counts from 0, ``number`` is the micro-batch's index in the step (or in the evaluation),
+    ``indices`` (m,) int64. The first ``num_valid`` of them count, the rest is padding.
     """
 
     step: int
@@ -69,7 +71,7 @@ class Slot:
     num_valid: int
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A tensor would travel as shared memory: a file descriptor each, and here a view of a whole epoch.
+        # A tensor would be sent as shared memory: one file descriptor each, and here a view of a whole epoch.
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return _unpickle_slot, (values | {"indices": self.indices.numpy().tobytes()},)
 
@@ -82,8 +84,8 @@ def _unpickle_slot(values: dict[str, Any]) -> Slot:
 class MicroBatchSampler(DistributedSampler[Slot]):
     """Yields this rank's slots, step by step, from ``position`` to ``total_steps``, over epochs.
 
-    For ``DataLoader(batch_sampler=…)``. ``set_epoch`` is not needed and changes nothing: the epoch follows
-    from the position. Raises BadFileError where a global batch does not fit the data or the ranks.
+    For ``DataLoader(batch_sampler=…)``. ``set_epoch`` is not needed and has no effect: the epoch follows from
+    the position. Raises BadFileError if a global batch does not fit the data or the ranks.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class MicroBatchSampler(DistributedSampler[Slot]):
         world_size: int = 1,
     ) -> None:
         _check_sizes(num_samples, global_batch_size, micro_batch_size, world_size)
-        # The base class asks its data set for a length alone, so a range stands for the data.
+        # The base class only needs the length of its data set, so a range replaces the data.
         super().__init__(
             cast(Any, range(num_samples)), num_replicas=world_size, rank=rank, shuffle=True, seed=seed
         )
@@ -131,7 +133,7 @@ class MicroBatchSampler(DistributedSampler[Slot]):
 
     def _slot(self, step: int, window: int, place: int) -> Slot:
         number, weight = self.rank + place * self.num_replicas, 1 / self.micro_batches
-        if number >= self.micro_batches:  # spare: takes part in the collectives only
+        if number >= self.micro_batches:  # spare: only takes part in the collectives
             number, weight = self.rank, 0.0
         size = self._micro_batch_size
         epoch, slice_number = divmod(window, self._count // self._global_batch_size)
@@ -167,9 +169,9 @@ def _check_sizes(num_samples: int, global_batch_size: int, micro_batch_size: int
 
 
 class EvaluationSampler(Sampler[Slot]):
-    """Yields batches of m samples in index order: rank r takes r, r + R, …; all ranks as many.
+    """Yields batches of m samples in index order: rank r reads r, r + R, …; the same number on all ranks.
 
-    What fills up the last batches repeats sample 0 and is not valid, so sums over valid samples count each
+    Padding of the last batches repeats sample 0 and is not valid, so sums over valid samples count each
     sample exactly once.
     """
 

@@ -1,5 +1,5 @@
 # ruff: noqa: N803, N806  (shape suffixes)
-"""Targets: of one sample as a tensor, of several as a batch, and whether they are what the task needs.
+"""Targets: of one sample as a tensor, of several as a batch, and whether they fit the task.
 
 Called by ``reading``, on the ranks and in ``hpc-train prepare`` alike.
 
@@ -8,7 +8,8 @@ Legend: B samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,92 +18,165 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from hpc_train.datasets.structures import Tensors, collate, is_structured, map_tensors, tensors_of
+from hpc_train.datasets.types import TargetSpec, TargetSpecs
 from hpc_train.errors import BadFileError
-from hpc_train.runtime.data_info import TargetSpec
 
 _FIX_DATA = "fix the data set, or name a task that takes such targets"
 _FIX_VALUE = "fix the target, or the data set's num_classes"
 
 
 class MisfitError(Exception):
-    """The target at ``place`` of a batch is not what the task needs; the message is for ``of_sample``."""
+    """The target at index ``place`` of a batch does not fit the task; the message is for ``of_sample``."""
 
     def __init__(self, place: int, why: str) -> None:
         super().__init__(why)
         self.place = place
 
     def of_sample(self, title: str) -> BadFileError:
-        """Return the user's error; ``title`` names the sample."""
+        """Return the user error; ``title`` names the sample."""
         return BadFileError(f"data: {title} has the target {self}")
 
 
 @dataclass(frozen=True)
 class TargetCheck:
-    """Checks targets for the task that the file names. Without ``spec`` any numbers will do."""
+    """Checks targets for the task that the file names. Without ``spec`` any numbers are accepted."""
 
     task: str
-    spec: TargetSpec | None = None
+    spec: TargetSpecs = None
 
-    def batch(self, targets_B: Tensor) -> Tensor:
-        """Return (B, …) targets as the task reads them. Raises MisfitError for the first misfit."""
-        spec = self.spec
-        if spec is None:
-            return targets_B
+    def batch(self, targets: Tensors) -> Tensors:
+        """Return the targets of a batch as the task reads them. Raises MisfitError for the first misfit."""
+        return self._each_part(targets, self._whole)
+
+    def one(self, target: Any) -> Tensors:
+        """Return one sample's target as the task reads it. Raises MisfitError if it does not fit."""
+        try:
+            tensors = as_targets(target)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise self._misfit(0, f"{target!r:.60} ({type(target).__name__})", _FIX_DATA) from error
+        return self._each_part(tensors, lambda part, *spec: self._fitting(part[None], *spec)[0])
+
+    def stacked(self, targets: Sequence[Tensors], indices: Sequence[int]) -> Tensors:
+        """Return the targets of several samples as those of a batch.
+
+        Raises BadFileError, naming two samples, if dtypes or shapes differ that may not.
+        """
+
+        def stack(parts: Sequence[Tensor], name: str) -> Tensors:
+            spec = self.spec.get(name) if isinstance(self.spec, dict) else self.spec
+            return list(parts) if spec is not None and spec.is_ragged else _stack(parts, indices, name)
+
+        return collate(targets, stack)
+
+    def _each_part(self, targets: Tensors, check: Callable[[Any, TargetSpec, str], Any]) -> Tensors:
+        """Return ``targets`` with ``check`` of each part that the task has a spec for."""
+        if self.spec is None:
+            return targets
+        if isinstance(self.spec, TargetSpec):
+            if is_structured(targets):
+                raise self._misfit(0, _structure_in_words(targets), _FIX_DATA)
+            return check(targets, self.spec, "")
+        if not (isinstance(targets, dict) and self.spec.keys() <= targets.keys()):
+            raise self._misfit(0, _structure_in_words(targets), _FIX_DATA)
+        return targets | {name: check(targets[name], spec, name) for name, spec in self.spec.items()}
+
+    def _whole(self, targets: Tensors, spec: TargetSpec, name: str) -> Tensors:
+        """Return a batch's targets, (B, …) or a list of B."""
+        if is_structured(targets) or (isinstance(targets, list) and not spec.is_ragged):
+            raise self._misfit(0, f"{_named(name)}{_structure_in_words(targets)}", _FIX_DATA, spec)
+        if not spec.is_ragged:
+            return self._fitting(targets, spec, name)
+        return [
+            self._fitting(target[None], spec, name, place)[0] for place, target in enumerate(list(targets))
+        ]
+
+    def _fitting(self, targets_B: Tensor, spec: TargetSpec, name: str, first: int = 0) -> Tensor:
+        """Return (B, …) targets of the samples from place ``first`` on."""
         if not (_has_kind(targets_B, spec) and _has_shape(targets_B, spec)):
-            raise self._misfit(0, _in_words(targets_B[0]), _FIX_DATA)
+            raise self._misfit(first, f"{_named(name)}{_in_words(targets_B[0])}", _FIX_DATA, spec)
         converted_B = targets_B.to(torch.int64) if spec.kind == "integer" else targets_B
         wrong_B = _out_of_bounds(converted_B, spec)
         if wrong_B.any():
             place = int(wrong_B.to(torch.int8).argmax())
-            raise self._misfit(place, _in_words(targets_B[place]), _FIX_VALUE)
+            raise self._misfit(
+                first + place, f"{_named(name)}{_in_words(targets_B[place])}", _FIX_VALUE, spec
+            )
         return converted_B
 
-    def one(self, target: Any) -> Tensor:
-        """Return one sample's target as the task reads it. Raises MisfitError where it does not fit."""
-        try:
-            tensor = as_target(target)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise self._misfit(0, f"{target!r:.60} ({type(target).__name__})", _FIX_DATA) from error
-        return self.batch(tensor[None])[0]
-
-    def _misfit(self, place: int, found: str, remedy: str) -> MisfitError:
-        if self.spec is None:
+    def _misfit(self, place: int, found: str, remedy: str, spec: TargetSpec | None = None) -> MisfitError:
+        needed = spec or self.spec
+        if needed is None:
             return MisfitError(place, f"{found}; return a number, a tensor, an array or a PIL image")
-        return MisfitError(place, f"{found}, and task {self.task} needs {self.spec}; {remedy}")
+        words = f"a dict with {', '.join(needed)}" if isinstance(needed, dict) else str(needed)
+        return MisfitError(place, f"{found}, and task {self.task} needs {words}; {remedy}")
+
+
+def as_targets(target: Any) -> Tensors:
+    """Return a sample's target as a tensor, or as a structure of tensors.
+
+    A dict is a structure, and so is a tuple with a tensor, an array, an image or a structure in it; one of
+    numbers is a tensor. Raises TypeError, ValueError or RuntimeError for what is not made of numbers.
+    """
+    if isinstance(target, Mapping):
+        return {str(key): as_targets(value) for key, value in target.items()}
+    if isinstance(target, tuple) and any(map(_has_dimensions, target)):
+        return tuple(as_targets(value) for value in target)
+    return as_target(target)
+
+
+def _has_dimensions(part: Any) -> bool:
+    if isinstance(part, (Tensor, np.ndarray)):
+        return part.ndim > 0
+    return isinstance(part, (Image.Image, Mapping, tuple))
 
 
 def as_target(target: Any) -> Tensor:
-    """Return a target as a tensor that keeps its dtype and shape.
+    """Return a target as a tensor with its dtype and shape.
 
-    A Python int becomes int64, a bool bool, a float torch's default dtype (float32); lists of them alike.
-    Raises TypeError, ValueError or RuntimeError for what is not made of numbers.
+    A Python int becomes int64, a bool bool, a float torch's default dtype (float32); so do lists of them.
+    Raises TypeError, ValueError or RuntimeError for anything that does not consist of numbers.
     """
     if isinstance(target, Tensor):
         return target
     if isinstance(target, (np.ndarray, np.generic, Image.Image)):
-        return torch.from_numpy(np.array(target))  # a copy: torch refuses read-only and flipped arrays
+        return torch.from_numpy(np.array(target))  # a copy: torch rejects read-only and flipped arrays
     return torch.tensor(target)
 
 
-def stack_targets(targets: Sequence[Tensor], indices: Sequence[int]) -> Tensor:
-    """Return (B, …). Raises BadFileError, naming two samples, where dtypes or shapes differ."""
+def _stack(targets: Sequence[Tensor], indices: Sequence[int], name: str) -> Tensor:
     first = targets[0]
     for index, target in zip(indices, targets, strict=True):
         if (target.dtype, target.shape) != (first.dtype, first.shape):
             raise BadFileError(
-                f"data: sample {indices[0]} has the target {_in_words(first)}, and sample {index} "
-                f"{_in_words(target)}; return targets of one dtype and shape"
+                f"data: sample {indices[0]} has the target {_named(name)}{_in_words(first)}, and sample "
+                f"{index} {_in_words(target)}; return targets of the same dtype and shape"
             )
     return torch.stack(list(targets))
 
 
-def refuse_moved_masks(images: Sequence[Tensor] | Tensor, targets_B: Tensor, key: str | None) -> None:
-    """Raise BadFileError where ``key`` flips, crops or resizes images but not their masks."""
+def refuse_moved_masks(images: Sequence[Tensor] | Tensor, targets: Tensors, key: str | None) -> None:
+    """Raise BadFileError if ``key`` flips, crops or resizes images but not their masks or boxes.
+
+    In a structure any part with two dimensions or more per sample may be one.
+    """
+    if key is None:
+        return
     sides = images[0].shape[-2:]
-    if key is not None and targets_B.dim() > 2 and targets_B.shape[-2:] == sides:
+    remedy = "take it out, and transform image and target together in the data set"
+    if isinstance(targets, Tensor):
+        if targets.dim() > 2 and targets.shape[-2:] == sides:
+            raise BadFileError(
+                f"{key}: moves the pixels of the image, but not those of its {sides[0]}x{sides[1]} target; "
+                f"{remedy}"
+            )
+        return
+    samples = map_tensors(lambda part: part[0], targets, of_list=lambda parts: parts[0])
+    moved = next((part for part in tensors_of(samples) if part.dim() > 1), None)
+    if moved is not None:
         raise BadFileError(
-            f"{key}: moves the pixels of the image, but not those of its {sides[0]}x{sides[1]} target; "
-            "take it out, and change image and target alike in the data set"
+            f"{key}: moves the pixels of the image, but not its target of shape {tuple(moved.shape)}; "
+            f"{remedy}"
         )
 
 
@@ -122,13 +196,25 @@ def _has_shape(targets_B: Tensor, spec: TargetSpec) -> bool:
 
 
 def _out_of_bounds(targets_B: Tensor, spec: TargetSpec) -> Tensor:
-    """Return for each sample, (B,) bool, whether a value is out of the bounds; NaN always is."""
+    """Return for each sample, (B,) bool, whether a value is out of bounds; NaN always is."""
     fits = torch.ones_like(targets_B, dtype=torch.bool)
     if spec.minimum is not None:
         fits &= targets_B >= spec.minimum
     if spec.maximum is not None:
         fits &= targets_B <= spec.maximum
-    return ~fits.reshape(len(targets_B), -1).all(dim=1)
+    return ~fits.reshape(len(targets_B), math.prod(targets_B.shape[1:])).all(dim=1)
+
+
+def _named(name: str) -> str:
+    return f"'{name}' " if name else ""
+
+
+def _structure_in_words(targets: Tensors) -> str:
+    if isinstance(targets, Tensor):
+        return _in_words(targets)
+    if isinstance(targets, dict):
+        return f"a dict with {', '.join(targets) or 'nothing'}"
+    return f"a {type(targets).__name__}"
 
 
 def _in_words(target: Tensor) -> str:

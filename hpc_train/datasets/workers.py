@@ -1,6 +1,6 @@
 """Loader processes: how they start, ignore the job's signals, die with their rank and are shut down.
 
-``BatchStream`` is what the rank sees of them.
+``BatchStream`` is the rank's view of them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch.utils.data import DataLoader, Sampler
 
 from hpc_train.datasets.reading import Failure, Read, SlotReader, unchanged
 from hpc_train.datasets.sampler import Slot
+from hpc_train.distributed import parent_process
 from hpc_train.errors import ExitCode, UserError
-from hpc_train.runtime import parent_process
 
 #: Slurm and terminals send these to all processes of a job; only the rank may act on them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 _PREFETCHED_BATCHES = 2
-#: A worker that was killed is soon known as dead; it may break a connection a little earlier.
+#: A killed loader process is soon known to be dead; it may break a connection slightly earlier.
 _DEATH_LIMIT_S = 2.0
-#: What ``_has_come`` needs of torch's private iterator; there since torch 1.2, in 2.15 still.
+#: What ``_has_come`` needs of torch's private iterator; present from torch 1.2 to 2.15.
 _LOADER_PARTS = ("_task_info", "_rcvd_idx", "_send_idx", "_tasks_outstanding", "_try_get_data")
 
 
@@ -43,10 +43,10 @@ class WorkerLostError(UserError):
 
 
 class BatchStream(Iterator[Read]):
-    """The batches of a sampler, in its order, read ahead by ``workers`` processes, or here where that is 0.
+    """The batches of a sampler, in order, prefetched by ``workers`` processes, or read here if that is 0.
 
-    Workers start at once. ``close`` ends them; it is called at the end, and at exit whatever happened.
-    Python's signal handlers run while ``next`` waits.
+    Loader processes start at once. ``close`` ends them; it is called at the end, and always at exit. Python's
+    signal handlers run while ``next`` waits.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class BatchStream(Iterator[Read]):
             num_workers=workers,
             collate_fn=unchanged,
             pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # else each iterator draws from the global one
+            generator=torch.Generator(),  # otherwise each iterator draws from the global one
             **multiprocess,
         )
         with _quiet_start():
             self._iterator: Any = iter(loader)
         self._can_tell = all(hasattr(self._iterator, part) for part in _LOADER_PARTS)
-        #: Taken from the loader and not yet asked for; what ended it stands last.
+        #: Received from the loader and not yet requested; the exception that ended it comes last.
         self._taken: deque[Read | Failure | Exception] = deque()
         _open_streams.add(self)
 
@@ -86,9 +86,9 @@ class BatchStream(Iterator[Read]):
         return taken
 
     def holds(self, count: int, within_s: float = 0.0) -> bool:
-        """Whether the next ``count`` batches, or whatever ends them earlier, are here ``within_s``.
+        """Whether the next ``count`` batches, or the exception that ends them earlier, arrive ``within_s``.
 
-        True where nothing is read ahead, or torch's loader does not let itself be asked.
+        True if nothing is prefetched, or torch's loader can't be polled.
         """
         end = time.monotonic() + within_s
         while self._can_tell and self._iterator is not None and len(self._taken) < count:
@@ -99,9 +99,9 @@ class BatchStream(Iterator[Read]):
         return True
 
     def _take(self, *, until: float | None = None) -> Read | Failure | Exception | None:
-        """Return what the loader gives next, or the exception that ends it, for ``__next__`` to raise.
+        """Return the loader's next batch, or the exception that ends it, for ``__next__`` to raise.
 
-        Waits for it, or until that monotonic time: then it is None.
+        Waits for it, or until that monotonic time: then returns None.
         """
         if self._iterator is None:
             return StopIteration()
@@ -114,7 +114,7 @@ class BatchStream(Iterator[Read]):
             return self._explained(error)
 
     def _explained(self, error: Exception) -> Exception:
-        """Return a lost worker's error in words; it comes as torch's own or as a broken connection."""
+        """Return the error message for a lost loader process, reported by torch or as a broken connection."""
         workers = {worker.sentinel: worker for worker in getattr(self._iterator, "_workers", [])}
         if not workers or not isinstance(error, (RuntimeError, OSError, EOFError)):
             return error
@@ -132,7 +132,7 @@ class BatchStream(Iterator[Read]):
         return [worker.pid for worker in getattr(self._iterator, "_workers", [])]
 
     def close(self) -> None:
-        """End the workers and forget what they read. May be called again."""
+        """End the loader processes and drop what they read. May be called again."""
         self._taken.clear()
         self._end_workers()
 
@@ -142,7 +142,7 @@ class BatchStream(Iterator[Read]):
             return
         iterator._shutdown_workers()
         for worker in iterator._workers:
-            if worker.is_alive():  # busy, and deaf to the SIGTERM that torch sends
+            if worker.is_alive():  # busy, and ignoring the SIGTERM that torch sends
                 worker.kill()
 
 
@@ -158,18 +158,19 @@ def _lost(worker: Any) -> WorkerLostError:
 
 
 def _has_come(iterator: Any, until: float) -> bool:
-    """Whether torch's loader would give its next batch, or its end, without waiting; takes in what came.
+    """Whether torch's loader would return its next batch, or its end, without waiting; receives what has
+    arrived.
 
-    As ``_MultiProcessingDataLoaderIter._next_data`` does, but it waits only ``until`` that monotonic time. A
-    thread that waits in ``next`` would need none of torch's private names; but evaluation forks its workers
-    beside training's loader, and whatever lock such a thread holds at that moment stays held in the child for
-    ever. Here all happens in the thread that forks.
+    Works like ``_MultiProcessingDataLoaderIter._next_data``, but waits only ``until`` that monotonic time. A
+    thread that waits in ``next`` would need none of torch's private names; but evaluation forks its loader
+    processes next to training's loader, and any lock that such a thread holds at that moment stays locked in
+    the child forever. Here everything happens in the thread that forks.
     """
     tasks = iterator._task_info
     while iterator._rcvd_idx < iterator._send_idx and len(tasks[iterator._rcvd_idx]) == 1:
         came, item = iterator._try_get_data(timeout=max(0.0, until - time.monotonic()))
         if not came:
-            # Once torch's thread for pinned memory has ended nothing comes: ``next`` says so.
+            # Once torch's pin-memory thread has ended nothing arrives: ``next`` reports it.
             pinning = getattr(iterator, "_pin_memory_thread", None)
             return pinning is not None and not pinning.is_alive()
         number, read = item
@@ -181,7 +182,7 @@ def _has_come(iterator: Any, until: float) -> bool:
 _open_streams: weakref.WeakSet[BatchStream] = weakref.WeakSet()
 
 
-@atexit.register  # after multiprocessing.util's own handler, so it runs before that one waits for the workers
+@atexit.register  # after multiprocessing.util's own handler, so it runs before that one waits for them
 def _close_streams() -> None:
     for stream in list(_open_streams):
         stream.close()
@@ -192,11 +193,11 @@ assert multiprocessing.util, "its exit handler must be registered before ours"
 
 @contextmanager
 def _quiet_start() -> Iterator[None]:
-    """Start workers with the job's signals blocked, and keep torch's SIGCHLD handler out.
+    """Start loader processes with the job's signals blocked, and keep torch's SIGCHLD handler out.
 
-    Blocked: a signal between a worker's fork and its ``_prepare_worker`` would run the rank's handler there.
-    SIGCHLD: torch's handler raises wherever the rank happens to be, in the middle of a save too. Without it
-    a lost worker is noticed when its batch is waited for, which is soon enough.
+    Blocked: a signal between a fork and its ``_prepare_worker`` would run the rank's handler there. SIGCHLD:
+    torch's handler raises wherever the rank happens to be, even in the middle of a save. Without it a lost
+    loader process is noticed when its batch is waited for, which is soon enough.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     on_child = signal.getsignal(signal.SIGCHLD) if in_main_thread else None
@@ -210,9 +211,9 @@ def _quiet_start() -> Iterator[None]:
 
 
 def _prepare_worker(rank: int, worker: int) -> None:
-    """Begin as loader process number ``worker`` of the process ``rank``."""
+    """Prepare loader process number ``worker`` of the process ``rank``."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # Torch's own watch over it stops where a read does: on a file system that hangs, for ever.
+    # Torch's own watchdog is blocked with a read: on a file system that hangs, forever.
     parent_process.die_with(rank)
     torch.set_num_threads(1)

@@ -1,16 +1,21 @@
-"""The protocol of a launcher plug-in."""
+"""The protocol of launchers: how the ranks of a run come to be processes, here or through a queue.
+
+Commands know launchers by ``Launcher`` alone. A plug-in that starts one attempt and follows it needs
+``AttemptLauncher`` only: ``following.FollowingLauncher`` does the rest.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import ExitCode
 from hpc_train.paths import ExperimentPaths, RunPaths
-from hpc_train.run_folder.status import RunStatus
+from hpc_train.run.run_status import RunStatus
 
 
 @dataclass(frozen=True)
@@ -20,13 +25,16 @@ class LaunchRequest:
     paths: RunPaths
     experiment: Experiment
     attempt: int
-    #: Ranks on this machine (``--devices``); None: one a GPU, or one.
+    #: Ranks on this machine (``--devices``); None: one per GPU, or one.
     devices: int | None = None
     args: dict[str, Any] = field(default_factory=dict)
 
 
-class Launcher(Protocol):
-    """Constructed without arguments."""
+class AttemptLauncher(Protocol):
+    """Starts one attempt. Constructed without arguments.
+
+    Optional: ``choose_devices(devices, experiment)`` returns how many ranks it will start for ``--devices``.
+    """
 
     def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
         """Start the attempt's ranks. A launcher that follows to the end calls ``poll`` a few times a
@@ -37,49 +45,94 @@ class Launcher(Protocol):
         """
 
 
+def _no_poll(paths: RunPaths, attempt: int) -> AbstractContextManager[Callable[[], None]]:
+    return nullcontext(lambda: None)
+
+
 @dataclass(frozen=True)
-class QueuedRun:
-    """A run to put into a queue."""
+class StartRequest:
+    """A run to start. Its folder and the snapshot of its code exist."""
 
     paths: RunPaths
-    #: With the changes of its attempts so far, and those noted for the next.
+    #: With the changes of its attempts so far, and those of the next.
     experiment: Experiment
-    #: The experiment file's own text for ``file:line:col``, where there is one.
+    #: Renders a problem of a key with ``file:line:col`` of the experiment file, where there is one.
     problem: Callable[[str, str, str], str] | None = None
+    #: Ranks on this machine (``--devices``), where they were asked for.
+    devices: int | None = None
+    #: Changes the run for the attempt of this number. Called once no other command can start it.
+    prepare: Callable[[int], None] = lambda attempt: None
+    #: The newest attempt when the command saw that it had ended; 0: there was none.
+    after: int = 0
+    #: Shows progress: a context that gives what a launcher calls while it follows the attempt.
+    polling: Callable[[RunPaths, int], AbstractContextManager[Callable[[], None]]] = _no_poll
+
+
+class Ranks(NamedTuple):
+    """How many ranks a run has, at most on one node, and at least; None where that is not known yet."""
+
+    most: int | None
+    per_node: int | None
+    fewest: int | None
+
+
+class KeyProblem(NamedTuple):
+    """A key of the experiment file without which a launcher can't start the run."""
+
+    key: str
+    message: str
+    remedy: str
 
 
 @runtime_checkable
-class QueueingLauncher(Protocol):
-    """A launcher that hands runs to a scheduler, many at once; attempts are claimed where they start.
+class Launcher(Protocol):
+    """Constructed without arguments."""
 
-    Commands look for it by these methods; ``Launcher.launch`` is not needed then.
-    """
+    #: Takes all runs of a command at once and returns when they are queued; their attempts are claimed where
+    #: they start. Otherwise it takes one run at a time and follows it to its end.
+    is_queue: bool
 
-    def scripts(self, folder: ExperimentPaths, runs: Sequence[QueuedRun]) -> list[str]:
-        """Return the batch scripts that ``enqueue`` would submit; nothing is written, no scheduler asked."""
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+
+    def problems(self, experiment: Experiment) -> list[KeyProblem]:
+        """Return what the experiment file lacks for this launcher."""
+
+    def choose_devices(self, experiment: Experiment, devices: int | None) -> int | None:
+        """Return how many ranks ``--devices`` starts. Raises UsageError where this machine has too few."""
+
+    def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
+        """Return how many ranks a run will have."""
+
+    def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
+        """Return the batch scripts that ``start`` would submit; nothing is written, no scheduler asked."""
 
     def submitting(self, folder: ExperimentPaths) -> AbstractContextManager[None]:
         """Hold the experiment's submission lock; first finish what a command that died left half done."""
 
     def is_unsubmitted(self, paths: RunPaths) -> bool:
-        """Tell whether the run was made but never reached a queue. Only within ``submitting``."""
+        """Tell whether the run was created but never reached a queue. Only within ``submitting``."""
 
-    def enqueue(self, folder: ExperimentPaths, runs: Sequence[QueuedRun]) -> ExitCode | None:
-        """Submit runs whose folders and snapshots exist. Only within ``submitting``.
+    def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
+        """Start the runs. Only within ``submitting``; one run where ``is_queue`` is false.
 
-        Return TRY_AGAIN where the scheduler has accepted a job that it can never start, and say why; else
-        DONE or None.
+        Return how it ended; for a queue DONE, or TRY_AGAIN where the scheduler has accepted a job that it can
+        never start, and say why.
 
         Raises NoSlurmError where the scheduler does not answer (the next ``submitting`` finishes it),
-        BadFileError where it refuses: then nothing of these runs is queued.
+        BadFileError where it refuses: then nothing of these runs is queued, and they are as before.
         """
 
-    def standings(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
-        """Return where runs stand, by folder and scheduler; correct ``status.json`` where they differ.
+    def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
+        """Return the status of runs, by folder and scheduler; correct ``status.json`` where they differ.
 
         Where the scheduler does not answer, the folders' word; ``is_fresh``, which takes no answer of a
         moment ago either, raises NoSlurmError then.
         """
 
-    def cancel(self, runs: Sequence[RunPaths]) -> None:
-        """End the runs' jobs for good and write them down as ``cancelled``."""
+    def cancel(self, runs: Sequence[RunPaths]) -> list[RunPaths]:
+        """End the runs for good and write them down as ``cancelled``; return those that it can't end."""
+
+    def output(self, paths: RunPaths) -> Path | None:
+        """Return what the newest job printed, where none of its ranks has written a log; else None."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from hpc_train.distributed import signals
+from hpc_train.distributed.timm_imports import keep_wandb_out
 from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.ends import tell_end, tell_error
-from hpc_train.run_folder.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE
-from hpc_train.runtime import signals
-from hpc_train.runtime.timm_imports import keep_wandb_out
+from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE
+from hpc_train.run.rank_ends import tell_end, tell_error
 
 __all__ = ["ATTEMPT_VARIABLE", "FOLDER_VARIABLE", "TOKEN_VARIABLE", "Entry"]
 
@@ -51,9 +51,9 @@ class Entry:
         try:
             keep_wandb_out()
             with _without_collecting():
-                from hpc_train import worker  # here alone: it imports torch
+                from hpc_train.training import main  # here alone: it imports torch
 
-            code = int(worker.run(paths, number))
+            code = int(main.run(paths, number))
         except BaseException:  # the worker itself lets nothing through: this environment can't import it
             code = int(ExitCode.FAILED)
             traceback.print_exc()
@@ -68,7 +68,7 @@ class Entry:
 def _without_collecting() -> Iterator[None]:
     """A while in which nothing is looked through for garbage: an import of torch makes little but what stays.
 
-    Later collections leave out what was made in it.
+    Later collections skip objects created in it.
     """
     gc.disable()
     try:

@@ -12,17 +12,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 
+from hpc_train.config.schema import Experiment
+from hpc_train.console import say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.outcome import Outcome, is_failure, judge
 from hpc_train.launchers.rank_processes import RankProcess, RankProcesses, default_command
-from hpc_train.launchers.words import say
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder import checkpoints
-from hpc_train.run_folder.attempts import AttemptRecord, newest_number, now, read_record, write_record
-from hpc_train.run_folder.processes import Process
-from hpc_train.run_folder.status import RunStatus, read_status, write_status
+from hpc_train.run import checkpoints
+from hpc_train.run.attempts import AttemptRecord, newest_number, now, read_record, write_record
+from hpc_train.run.processes import Process
+from hpc_train.run.run_status import RunStatus, read_status, write_status
 
 _POLL_S = 0.05
 #: From a rank's failure to the end of all: long enough for survivors to say why they end. Assumed.
@@ -43,7 +44,7 @@ class LocalLauncher:
 
         Main thread only, for the signals' sake; elsewhere nobody can interrupt it.
         """
-        num_ranks = choose_num_ranks(request.devices, request.experiment.device)
+        num_ranks = self.choose_devices(request.devices, request.experiment)
         record = _begin(request, num_ranks)
         command = self.command or default_command(request.paths)
         with _noted_signals() as interrupts:
@@ -69,9 +70,13 @@ class LocalLauncher:
             return outcome.exit_code or ExitCode.IO
         return outcome.exit_code
 
+    def choose_devices(self, devices: int | None, experiment: Experiment) -> int:
+        """Return how many ranks ``launch`` will start. Raises UsageError if there are too few GPUs."""
+        return choose_num_ranks(devices, experiment.device)
+
 
 def choose_num_ranks(wanted: int | None, device: str) -> int:
-    """Return how many ranks to start for ``--devices`` (None: one a GPU, or one) and the file's ``device``.
+    """Return how many ranks to start for ``--devices`` (None: one per GPU, or one) and the file's ``device``.
 
     Raises UsageError where there are too few GPUs; with ``auto`` and none at all ranks run on the CPU.
     """
@@ -92,7 +97,7 @@ def choose_num_ranks(wanted: int | None, device: str) -> int:
 
 
 class _Follower:
-    """Watches the ranks of one attempt and ends those that have no reason to go on."""
+    """Watches the ranks of one attempt and ends those that have no reason to continue."""
 
     def __init__(self, request: LaunchRequest, ranks: RankProcesses, interrupts: list[int]) -> None:
         self._request = request
@@ -106,7 +111,7 @@ class _Follower:
         """Return once all ranks have ended: those that did so by themselves, first one first."""
         while self._ranks.are_running:
             time.sleep(_POLL_S)
-            with suppress(OSError):  # showing where it stands must not end it
+            with suppress(OSError):  # showing progress must not end the run
                 poll()
             self._ranks.collect()
             self._heed_interrupts()

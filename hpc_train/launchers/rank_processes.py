@@ -13,12 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc_train.distributed import signals
+from hpc_train.distributed.env import THREADS_BY_SHARE
 from hpc_train.launchers.entry import ATTEMPT_VARIABLE, FOLDER_VARIABLE, TOKEN_VARIABLE
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.processes import Process
-from hpc_train.run_folder.snapshot import check_owner, check_whole, linked, search_path
-from hpc_train.runtime import signals
-from hpc_train.runtime.ranks import THREADS_BY_SHARE
+from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
+from hpc_train.run.processes import Process
 
 _PR_SET_PDEATHSIG = 1
 #: Left over from a job, an agent or another rank that this launcher runs inside of.
@@ -58,7 +58,7 @@ class RankProcesses:
             raise
 
     def identities(self) -> list[Process]:
-        """Return who the ranks are; one that has ended already is left out."""
+        """Return the processes of the ranks, without those that have ended."""
         return [found for rank in self._all if (found := Process.of(rank.popen.pid))]
 
     @property
@@ -169,4 +169,5 @@ def _die_with(launcher: int) -> Callable[[], None]:
 
 
 def default_command(paths: RunPaths) -> list[str]:
+    """Return the command that starts a rank of the run."""
     return [sys.executable, "-m", "hpc_train.launchers.entry", str(paths.folder)]

@@ -7,12 +7,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from hpc_train.config.schema import Experiment
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.metric_rows import Row as Row
+from hpc_train.run.metric_rows import Row as Row
 
 
 @dataclass(frozen=True)
 class LoggerContext:
-    """What a logger is told at its start."""
+    """Information for a logger at its start."""
 
     experiment: Experiment
     paths: RunPaths
@@ -26,7 +26,7 @@ class LoggerContext:
 class Logger(Protocol):
     """Constructed as ``Logger(context)`` at the start of each attempt.
 
-    Rows arrive in the order of their steps. A row is provisional until a checkpoint holds its step: a
+    Rows arrive in the order of their steps. A row is provisional until a checkpoint contains its step: a
     rollback, or a resume after a crash, continues from the newest checkpoint and logs the later steps again.
     A logger that must not show rows twice implements ``WithdrawsRows`` or ``AwaitsCommit`` too.
     """
@@ -40,7 +40,7 @@ class Logger(Protocol):
 
 @runtime_checkable
 class WithdrawsRows(Protocol):
-    """Optional: a logger that takes rows back."""
+    """Optional: a logger that can take rows back."""
 
     def rows_withdrawn(self, after_step: int) -> None:
         """Rows of steps past ``after_step``, of this attempt or an earlier one, no longer count."""

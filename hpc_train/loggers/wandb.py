@@ -1,7 +1,7 @@
-"""wandb as a logger: a process of its own sends rows, where nothing that wandb does can touch the run.
+"""The wandb logger: a separate process sends the rows, so that nothing that wandb does can affect the run.
 
-wandb replaces ``sys.exit`` and ``sys.excepthook``, waits for its server at exit and blocks for minutes where
-there is none. So this module never imports it; ``loggers.wandb_process`` does. What one attempt does not send
+wandb replaces ``sys.exit`` and ``sys.excepthook``, waits for its server at exit and blocks for minutes
+without one. So this module never imports it; ``loggers.wandb_process`` does. What one attempt does not send
 the next one does: ``metrics.jsonl`` has every row, ``loggers.wandb_history`` knows which were sent.
 """
 
@@ -22,24 +22,24 @@ import hpc_train
 from hpc_train.config.schema import WandbConfig
 from hpc_train.loggers.base import LoggerContext, Row
 
-#: How long ``close`` waits for wandb to send what it has.
+#: How long ``close`` waits for wandb to send the remaining rows.
 _CLOSE_LIMIT_S = 10.0
 _KILLED_LIMIT_S = 1.0
 
 
 class WandbLogger:
-    """Tells the process that talks to wandb which rows of ``metrics.jsonl`` are final; it reads them itself.
+    """Tells the wandb process which rows of ``metrics.jsonl`` are final; that process reads them itself.
 
     Only the newest state waits for that process, so that a slow one costs neither memory nor rows.
     """
 
     def __init__(self, context: LoggerContext) -> None:
         settings = context.experiment.logging.wandb
-        assert settings is not None, "the wandb logger is made only where the file has logging.wandb"
+        assert settings is not None, "the wandb logger needs logging.wandb"
         self._start_message = _start_message(context, settings)
         self._warned = threading.Event()
         self._process: subprocess.Popen[str] | None = None
-        #: What the process does not know yet: ``committed``, ``newest``, ``end``.
+        #: Not yet known to the process: ``committed``, ``newest``, ``end``.
         self._news: dict[str, Any] = {}
         self._has_news = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
@@ -50,7 +50,7 @@ class WandbLogger:
         self._tell(newest=row)
 
     def rows_committed(self, up_to_step: int) -> None:
-        """Have the rows up to this step sent."""
+        """Send the rows up to this step."""
         self._tell(committed=up_to_step)
 
     def close(self, state: str) -> None:
@@ -80,7 +80,7 @@ class WandbLogger:
         return news
 
     def _run(self) -> None:
-        """Write what is new to the process until the end, or until it is gone."""
+        """Send changes to the process until the end, or until it is gone."""
         try:
             self._process = process = _start_process()
         except OSError as error:
@@ -98,7 +98,7 @@ class WandbLogger:
         except OSError:
             if process.wait() != 0:
                 self._warn("its process ended")
-            self._warned.set()  # else it has said why itself
+            self._warned.set()  # otherwise it has reported the reason itself
         finally:
             with suppress(OSError):
                 process.stdin.close()
@@ -116,21 +116,21 @@ def _start_process() -> subprocess.Popen[str]:
         stdout=subprocess.DEVNULL,
         text=True,
         env=_environment(),
-        start_new_session=True,  # Ctrl-C and a launcher's signals are the rank's business
+        start_new_session=True,  # Ctrl-C and a launcher's signals are handled by the rank
     )
 
 
 def warning(what: str) -> str:
-    """Return the one line that tells of wandb's failure."""
-    return f"wandb: {what}; the run goes on, and metrics.jsonl has every row"
+    """Return the line that reports wandb's failure."""
+    return f"wandb: {what}; the run continues, and metrics.jsonl has every row"
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment in which the process finds this very hpc_train, wherever it runs."""
+    """Return an environment in which the process finds this copy of hpc_train, wherever it runs."""
     package = str(Path(hpc_train.__file__).parent.parent)
     before = os.environ.get("PYTHONPATH")
     path = f"{package}{os.pathsep}{before}" if before else package
-    # A service that an outer wandb run started is not ours.
+    # A service started by an outer wandb run is not ours.
     own = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
     return own | {"PYTHONPATH": path}
 

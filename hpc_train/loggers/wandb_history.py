@@ -1,9 +1,9 @@
 """Which rows of ``metrics.jsonl`` wandb has and which come next, so that its history equals the file.
 
-wandb's history can only grow. So a row is sent once a checkpoint holds its step, when no rollback and no
-resume withdraws it any more, and its number in the file is its step in wandb: a resumed run continues behind
-the last row that the server has. Where rows that were sent are withdrawn all the same (the checkpoint that
-held them is damaged), the whole file goes to another wandb run, ``<id>-2``.
+wandb's history is append-only. So a row is sent once a checkpoint contains its step, when no rollback and no
+resume withdraws it any more, and its number in the file is its step in wandb: a resumed run continues after
+the last row that the server has. If rows that were sent are withdrawn nevertheless (the checkpoint that
+contained them is damaged), the whole file goes to another wandb run, ``<id>-2``.
 
 ``wandb/sent.json`` is written before rows are sent, so that it names at least those that wandb may have.
 """
@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.files import read_json, write_json
-from hpc_train.run_folder.metric_rows import Row, parse_row
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.metric_rows import Row, parse_row
 
-#: Sent between two writes of the record (assumed).
+#: Rows sent between two writes of the record (assumed).
 _BATCH_ROWS = 1000
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What wandb may have of the file: ``rows`` of them; ``last`` is the last one, ending at byte ``end``."""
+    """The rows that wandb may have: ``rows`` of them; ``last`` is the last one, ending at byte ``end``."""
 
     segment: int
     rows: int
@@ -48,7 +48,7 @@ class Sent:
 
 
 class History:
-    """The rows of one run folder's ``metrics.jsonl`` on their way to wandb. One process at a time uses it."""
+    """The rows of a run folder's ``metrics.jsonl`` to send. Used by one process at a time."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._metrics = paths.metrics
@@ -61,7 +61,7 @@ class History:
 
     @property
     def suffix(self) -> str:
-        """What the wandb run's id and name end with."""
+        """The suffix of the wandb run's id and name."""
         return "" if self._segment == 1 else f"-{self._segment}"
 
     def has_withdrawn(self) -> bool:
@@ -77,13 +77,13 @@ class History:
             return True
 
     def begin_segment(self) -> None:
-        """Turn to another wandb run, which receives the file from its first row."""
+        """Switch to another wandb run, which receives the file from its first row."""
         self._segment += 1
         self._sent = None
         self._rows = self._end = 0
 
     def skip(self, count: int) -> bool:
-        """Continue behind the first ``count`` rows; False where they can't be rows that were sent."""
+        """Continue after the first ``count`` rows; False if they can't be rows that were sent."""
         if count == 0:
             return True
         if self._sent is None or count > self._sent.rows:
@@ -106,7 +106,7 @@ class History:
             self._sent.write(self._record)
 
     def _read(self, step: int | None = None) -> Iterator[tuple[bytes, Row]]:
-        """Yield the next (line, row), up to ``step``, and move behind each."""
+        """Yield the next (line, row), up to ``step``, and advance past each."""
         try:
             file = self._metrics.open("rb")
         except FileNotFoundError:

@@ -1,4 +1,6 @@
-"""Whether wandb's server would let this user in; asked by ``submit`` too, so wandb itself is not imported."""
+"""Whether this user has an API key for wandb's server; also called by ``submit``, so wandb is not
+imported.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from urllib.parse import urlparse
 
 
 def has_key() -> bool:
-    """Tell whether an API key is set for the server: in the environment or in netrc, as wandb looks."""
+    """Tell whether an API key is set for the server: in the environment or in netrc, where wandb looks."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL", "")).hostname or "api.wandb.ai"

@@ -1,8 +1,8 @@
 """``python -m hpc_train.loggers.wandb_process``: the process that talks to wandb for ``loggers.wandb``.
 
-Reads one JSON object per line from stdin: first what to start with, then any of ``committed`` (the step up to
-which rows are final), ``newest`` (a row that is not final yet) and, last, ``end`` (wandb's exit code). Ends
-with its input. Where anything fails it prints one line on stderr and ends with 0.
+Reads one JSON object per line from stdin: first the settings, then any of ``committed`` (the step up to which
+rows are final), ``newest`` (a row that is not final yet) and, last, ``end`` (wandb's exit code). Ends with
+its input. If anything fails it prints one line on stderr and exits with 0.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hpc_train.paths import RunPaths
 
 #: How long to wait for the server at the start; wandb's own 90 s would outlive short runs.
 _INIT_TIMEOUT_S = 30.0
-#: After the input has ended without a word (the rank was killed), no longer than this.
+#: After the input has ended without ``end`` (the rank was killed), at most this long.
 _ORPHAN_LIMIT_S = 10
 _LOCK_POLL_S = 0.1
-#: Nothing of the machine, the code or the terminal goes to wandb. Names that this wandb lacks are left out.
+#: Nothing about the machine, the code or the terminal goes to wandb. Names that this wandb lacks are omitted.
 _QUIET = {
     "silent": True,
     "console": "off",
@@ -46,12 +46,12 @@ _QUIET = {
 
 
 def main() -> int:
-    """Send what stdin says; stdout and stderr are wandb's from here on, and go nowhere."""
+    """Send what stdin says; stdout and stderr are redirected to /dev/null for wandb."""
     ours = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.dup2(null, sys.stderr.fileno())
-    # A job's signals reach every process of it; this one ends with its input.
+    # A job's signals reach all of its processes; this one ends with its input.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
@@ -59,7 +59,7 @@ def main() -> int:
     except Exception as error:
         first_line = printable(str(error)).strip().partition("\n")[0]
         print(warning(f"{type(error).__name__}: {first_line}"), file=ours, flush=True)
-    # wandb's exit handlers would wait for what could not be sent.
+    # wandb's exit handlers would wait for unsent data.
     ours.close()
     os._exit(0)
 
@@ -99,14 +99,14 @@ class _Mirror:
             self._run.log(_named(row) | _time(row), step=number)
 
     def show(self, row: Row) -> None:
-        """Show a row that may still be withdrawn: as the run's newest values, which can be replaced."""
+        """Show a row that may still be withdrawn as the run's newest values, which can be replaced."""
         self._run.summary.update(_named(row))
 
     def finish(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
 
     def _open(self) -> Any:
-        """Return the wandb run that continues the file; another one where its rows are not the file's."""
+        """Return the wandb run that continues the file; a new one if its rows are not the file's."""
         while True:
             run = _start(self._start, self._history.suffix)
             if self._history.skip(run.starting_step):
@@ -120,7 +120,7 @@ class _Mirror:
 
 
 def _locked(paths: RunPaths) -> IO[bytes] | None:
-    """Wait until the process of an attempt that was killed has sent what it had, where locks work."""
+    """Wait until the process of a killed attempt has sent its rows, if locks work."""
     with suppress(OSError):
         paths.wandb.mkdir(exist_ok=True)
         file = paths.wandb_lock.open("wb")
@@ -145,7 +145,7 @@ def _named(row: Row) -> Row:
 
 
 def _time(row: Row) -> Row:
-    """Return when the row was taken, under wandb's name."""
+    """Return the time of the row, under wandb's name."""
     return {"_timestamp": row["time"]} if "time" in row else {}
 
 
@@ -158,7 +158,7 @@ def _start(message: dict[str, Any], suffix: str) -> Any:
     known = wandb.Settings.model_fields
     quiet = {name: value for name, value in _QUIET.items() if name in known}
     settings = wandb.Settings(init_timeout=_INIT_TIMEOUT_S, **quiet)
-    # wandb makes the folder ``wandb`` in ``dir`` by itself.
+    # wandb creates the folder ``wandb`` in ``dir`` itself.
     return wandb.init(
         dir=message["folder"],
         mode=mode,

@@ -1,1 +1,5 @@
-"""Model plug-ins: a name of the file becomes an ``nn.Module``."""
+"""Model plug-ins: build an ``nn.Module`` from a name of the file."""
+
+from hpc_train.distributed.timm_imports import keep_wandb_out
+
+keep_wandb_out()  # here, since ranks and the children of commands import it before timm

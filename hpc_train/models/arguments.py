@@ -1,4 +1,4 @@
-"""What ``model.args`` may say, and the error where it says something else. Used by every model plug-in."""
+"""The arguments in ``model.args``, and the errors for invalid ones. Used by every model plug-in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parameter_names(function: Callable[..., object]) -> list[str]:
 
 
 def takes(function: Callable[..., object], name: str) -> bool:
-    """Tell whether ``function`` takes a keyword argument ``name``, by itself or through ``**kwargs``."""
+    """Tell whether ``function`` takes a keyword argument ``name``, directly or through ``**kwargs``."""
     parameters = inspect.signature(function).parameters.values()
     return name in parameter_names(function) or any(p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -37,9 +37,9 @@ def unknown_argument(config: ModelConfig, name: str, known: Iterable[str]) -> Ba
 
 
 def wrong_arguments(config: ModelConfig, error: Exception, known: Callable[[], Iterable[str]]) -> Exception:
-    """Return ``error``, raised while building, as a BadFileError; itself where ``args`` are empty.
+    """Return ``error``, raised while building, as a BadFileError; unchanged if ``args`` are empty.
 
-    ``known`` is asked for the arguments that there are only where one of them is unknown.
+    ``known`` is called for the available arguments only if one is unknown.
     """
     args: Arguments = config.args
     match = _UNEXPECTED.search(str(error))
@@ -49,5 +49,5 @@ def wrong_arguments(config: ModelConfig, error: Exception, known: Callable[[], I
         return error
     return BadFileError(
         f"model.args: {config.name} can't be built with {args}: {type(error).__name__}: {error}; "
-        "mend or leave out the argument"
+        "fix or omit the argument"
     )

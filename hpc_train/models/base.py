@@ -7,16 +7,16 @@ from typing import Protocol
 from torch import nn
 
 from hpc_train.config.training_sections import ModelConfig
-from hpc_train.runtime.data_info import DataInfo
+from hpc_train.datasets.types import DataInfo
 
 
 class ModelBuilder(Protocol):
-    """The plug-in itself: a function. ``rest`` is what the name says after ``provider/``.
+    """The plug-in itself: a function. ``rest`` is the part of the name after ``provider/``.
 
-    Returns the model on the CPU in float32, with random weights drawn from torch's default generator
-    (seeded by the caller) or, with ``config.pretrained``, loaded and the head swapped for
-    ``info.num_classes``. ``download`` is true in ``hpc-train prepare`` alone. Raises BadFileError,
-    beginning with a key path (``model.args: …; …``).
+    Returns the model on the CPU in float32, with random weights drawn from torch's default generator (seeded
+    by the caller) or, with ``config.pretrained``, loaded and the head replaced for ``info.num_classes``.
+    ``download`` is true only in ``hpc-train prepare``. Raises BadFileError, starting with a key path
+    (``model.args: …; …``).
     """
 
     def __call__(self, rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module: ...

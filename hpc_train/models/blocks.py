@@ -1,6 +1,6 @@
-"""The repeated blocks of a model: what is compiled, sharded and checkpointed as a unit.
+"""The repeated blocks of a model: the unit of compilation, sharding and activation checkpointing.
 
-Called by the worker between building and placing the model.
+Called between building and placing the model.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks in the order in which the model holds them; [] where it has none.
+    """Return the repeated blocks in the order in which the model contains them; [] if there are none.
 
-    A model class may say them itself by a method ``blocks()``. Otherwise a block's class has children,
-    lies in nn.Sequential or nn.ModuleList, comes at least twice and holds at least half of all
-    parameters; of several such classes (stages, their blocks) the one with the most instances. Raises
-    BadFileError where the method's are no submodules, or overlap.
+    A model class may define them by a method ``blocks()``. Otherwise a block's class has children, is in an
+    nn.Sequential or nn.ModuleList, occurs at least twice and contains at least half of all parameters; of
+    several such classes (stages, their blocks) the one with the most instances. Raises BadFileError if the
+    method returns modules that are not submodules, or that overlap.
     """
     if (own := own_modules(model, "blocks")) is not None:
         _refuse_overlaps(model, own)
@@ -35,9 +35,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def own_modules(model: nn.Module, method: str) -> list[nn.Module] | None:
-    """Return the submodules that the class of ``model`` names by ``method``; None where it has none.
+    """Return the submodules that ``method`` of the model's class returns; None if it has no such method.
 
-    Raises BadFileError where it returns anything else.
+    Raises BadFileError if it returns anything else.
     """
     found = own_list(model, method, nn.Module, "a list of submodules, like list(self.layers)")
     known = set(model.modules()) - {model}
@@ -45,18 +45,18 @@ def own_modules(model: nn.Module, method: str) -> list[nn.Module] | None:
         if module not in known:
             kind = type(module).__name__
             raise BadFileError(
-                f"model.name: {method}() returned a {kind} that is none of its submodules; "
-                "let it return those that __init__ gave it"
+                f"model.name: {method}() returned a {kind} that is not one of its submodules; "
+                "return those that __init__ created"
             )
     return found
 
 
 def own_list(model: nn.Module, method: str, kind: type[_T], wanted: str) -> list[_T] | None:
-    """Return what the method of the model's class returns, each of ``kind``; None where it has no such one.
+    """Return what the method of the model's class returns, each of ``kind``; None if there is no such method.
 
-    Raises BadFileError, which says to write what is ``wanted``, where it is something else.
+    Raises BadFileError, which says to write what is ``wanted``, if it returns something else.
     """
-    # Looked up on the class: an attribute ``blocks`` that is an nn.Sequential can be called, too.
+    # Looked up on the class: an attribute ``blocks`` that is an nn.Sequential is callable, too.
     if not callable(own := getattr(type(model), method, None)):
         return None
     returned = own(model)
@@ -74,13 +74,13 @@ def _refuse_overlaps(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     names = {module: name for name, module in model.named_modules()}
     inside = {inner: block for block in blocks for inner in block.modules() if inner is not block}
     for i, block in enumerate(blocks):
-        why = f"lies in {names[inside[block]]}" if block in inside else "stands there twice"
+        why = f"is inside {names[inside[block]]}" if block in inside else "is listed twice"
         if block in inside or block in blocks[:i]:
             raise BadFileError(f"model.name: blocks() returned {names[block]}, which {why}; take one out")
 
 
 def _by_class(model: nn.Module) -> list[list[nn.Module]]:
-    """Return the elements of the model's containers, a list a class, none inside another of its list."""
+    """Return the elements of the model's containers, one list per class, none inside another of its list."""
     found: dict[type[nn.Module], list[nn.Module]] = {}
     inside: dict[type[nn.Module], set[nn.Module]] = {}
     for container in model.modules():
@@ -88,7 +88,7 @@ def _by_class(model: nn.Module) -> list[list[nn.Module]]:
             continue
         for element in container:
             kind = type(element)
-            # A Sequential's subclass (torchvision's Conv2dNormActivation) is a layer, not a block.
+            # A subclass of Sequential (torchvision's Conv2dNormActivation) is a layer, not a block.
             if issubclass(kind, _CONTAINERS) or not any(element.children()):
                 continue
             if element not in inside.setdefault(kind, set()):

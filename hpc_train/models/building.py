@@ -1,4 +1,4 @@
-"""From ``model:`` of the file to an ``nn.Module`` on the CPU in float32; called by the worker."""
+"""Builds an ``nn.Module`` on the CPU in float32 from the ``model:`` section."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import nn
 
 from hpc_train.config.training_sections import ModelConfig
+from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models import factory
 from hpc_train.models.base import ModelBuilder
 from hpc_train.registry import is_factory, load, split_name
-from hpc_train.runtime.data_info import DataInfo
 
 
 def build_model(config: ModelConfig, info: DataInfo, *, download: bool = False) -> nn.Module:
-    """Build what ``config`` names for the data set's classes and channels.
+    """Build the model that ``config`` names for the data set's classes and channels.
 
-    Random weights come from torch's default generator: seed it before. Only with ``download`` is the
-    network used. Raises BadFileError where the file asks for what is not there.
+    Random weights come from torch's default generator: seed it before. Uses the network only with
+    ``download``. Raises BadFileError if the file requests something that does not exist.
     """
     if is_factory(config.name):
         return _plain(factory.build(config.name, config, info, download=download), config)
@@ -29,7 +29,9 @@ def build_model(config: ModelConfig, info: DataInfo, *, download: bool = False) 
 
 
 def _plain(model: object, config: ModelConfig) -> nn.Module:
-    """Bring a plug-in's model to float32 and, unless it was built on the meta device, to the CPU."""
+    """Convert a plug-in's model to float32 and, unless it was built on the meta device, move it to
+    the CPU.
+    """
     if not isinstance(model, nn.Module):
         raise BadFileError(
             f"model.name: {config.name} made a {type(model).__name__}; it must return an nn.Module"

@@ -1,7 +1,7 @@
-"""Where to cut the steps of a model's forward: called by ``splitting``.
+"""Where to cut the steps of a model's forward into stages: called by ``splitting``.
 
-The class of a model may have a method ``split_points() -> list[str]``: names of submodules. It is then cut
-right before what these do, and nowhere else.
+The class of a model may have a method ``split_points() -> list[str]``: names of submodules. The model is then
+cut only directly before these.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ _SIZES = (
     *("device", "dtype", "item", "tolist"),
 )
 _SEVERAL = ("chunk", "split", "tensor_split", "unbind")
-#: Costs of a value that passes a cut; what can't be told before it runs, only where nothing else is left.
+#: Costs of a value that crosses a cut; unknown ones are only used where nothing else is possible.
 _NO_TENSOR, _TENSOR, _UNKNOWN = 0, 1, 1000
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the forward, and the cut behind it."""
+    """A step of the forward, and the cut after it."""
 
-    #: Up to here. Where the model names its split points, what lies between two of them is a block.
+    #: Index of the block so far. If the model names its split points, the steps between two of them are a
+    #: block.
     num_parameters: int
     num_blocks: int
-    #: How many values pass this cut; None: one of them must not.
+    #: How many values cross this cut; None: one of them must not.
     num_passing: int | None
     #: Names of a tensor that is used on both sides.
     tied: str | None
@@ -60,7 +61,7 @@ def steps_of(model: nn.Module, graph: fx.Graph, units: set[nn.Module]) -> list[S
 
 
 def _split_points(model: nn.Module, nodes: Sequence[fx.Node]) -> set[int] | None:
-    """Return the steps that the model may be cut before; None where it does not name any."""
+    """Return the steps before which the model may be cut; None if it names no split points."""
     names = own_list(model, "split_points", str, "a list of names, like ['layers.2']")
     if names is None:
         return None
@@ -69,14 +70,16 @@ def _split_points(model: nn.Module, nodes: Sequence[fx.Node]) -> set[int] | None
     for name in names:
         first = next((i for i, target in enumerate(targets) if target.startswith(f"{name}.")), None)
         if first is None:
-            why = f"split_points() names {name}, which is no submodule that its forward calls"
-            raise cant_be_cut(why, "let it name submodules, as named_modules() does")
+            why = f"split_points() names {name}, which is not a submodule that its forward calls"
+            raise cant_be_cut(why, "name submodules as in named_modules()")
         points.add(first)
     return _between_parameters(model, nodes, points)
 
 
 def _between_parameters(model: nn.Module, nodes: Sequence[fx.Node], points: Iterable[int]) -> set[int]:
-    """Return ``points`` without those that leave a stage no parameters: it has nothing to train."""
+    """Return ``points`` without those that leave a stage without parameters: it would have nothing to
+    train.
+    """
     holds = [any(isinstance(value, nn.Parameter) for value in _held(model, node)) for node in nodes]
     kept = [0]
     for point in sorted(points):
@@ -102,12 +105,14 @@ def _tensor(model: nn.Module, node: fx.Node) -> Tensor:
     module, _, name = str(node.target).rpartition(".")
     owner = model.get_submodule(module)
     if name not in owner._parameters and name not in owner._buffers:
-        raise cant_be_cut(f"{node.target} is no parameter and no buffer", "register_buffer() makes it one")
+        raise cant_be_cut(
+            f"{node.target} is neither a parameter nor a buffer", "register_buffer() makes it one"
+        )
     return cast(Tensor, getattr(owner, name))
 
 
 def _tied(model: nn.Module, nodes: Sequence[fx.Node]) -> dict[int, str]:
-    """Return, by cut, the names of a tensor that is saved and used on both sides of it."""
+    """Return, per cut, the names of a tensor that is saved and used on both sides of it."""
     names: dict[int, list[str]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(name)
@@ -121,9 +126,10 @@ def _tied(model: nn.Module, nodes: Sequence[fx.Node]) -> dict[int, str]:
 
 
 def _is_changed_next(model: nn.Module, graph: fx.Graph, nodes: Sequence[fx.Node], cut: int) -> bool:
-    """Tell whether steps behind the cut change in place what passes it, which autograd refuses of an input.
+    """Tell whether steps after the cut change in place a value that crosses it, which autograd rejects for
+    inputs.
 
-    Of a step without parameters (flatten, an identity) the result may be a view of what it takes.
+    The result of a step without parameters (flatten, an identity) may be a view of its input.
     """
     views = set(passing_values(graph, nodes, cut))
     for node in nodes[cut + 1 :]:
@@ -137,7 +143,7 @@ def _is_changed_next(model: nn.Module, graph: fx.Graph, nodes: Sequence[fx.Node]
 
 def _is_in_place(model: nn.Module, node: fx.Node) -> bool:
     if node.op == "call_module":
-        # What has parameters applies them first, and changes the result of that.
+        # A step with parameters applies them first, and changes that result.
         modules = _modules(model, node)[: 1 if _held(model, node) else None]
         return any(getattr(module, "inplace", False) for module in modules)
     name = getattr(node.target, "__name__", str(node.target))
@@ -145,7 +151,7 @@ def _is_in_place(model: nn.Module, node: fx.Node) -> bool:
 
 
 def _kinds(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return what it costs to let a step's result pass a cut: 0 where it is no tensor."""
+    """Return the cost of passing a step's result across a cut: 0 if it is not a tensor."""
     kinds: dict[fx.Node, int] = {}
     for node in graph.nodes:
         kinds[node] = _kind(node, kinds)
@@ -174,12 +180,12 @@ def _is_element(node: fx.Node) -> bool:
     return node.target is operator.getitem and isinstance(node.args[1], int)
 
 
-#: (parameters of the largest stage, costs of what passes, behind which steps): the smaller the better.
+#: (parameters of the largest stage, costs of crossing values, steps to cut after): the smaller the better.
 _Cuts = tuple[int, int, tuple[int, ...]]
 
 
 def balanced_cuts(steps: Sequence[Step], num_stages: int) -> tuple[int, ...]:
-    """Return behind which steps to cut, so that the largest stage has as few parameters as can be."""
+    """Return the steps after which to cut, so that the largest stage has as few parameters as possible."""
     num_blocks = steps[-1].num_blocks if steps else 0
     if num_blocks < num_stages:
         remedy = f"write at most {num_blocks}" if num_blocks > 1 else "write another parallel.strategy"
@@ -187,17 +193,19 @@ def balanced_cuts(steps: Sequence[Step], num_stages: int) -> tuple[int, ...]:
             f"parallel.pipeline: {num_stages} stages need a block, or a part between split_points(), each, "
             f"and this model has {num_blocks}; {remedy}"
         )
-    # Of one stage there are none.
+    # One stage has no cuts.
     if (found := _best(steps, num_stages, are_tied_kept=True)) is not None:
         return found
     if found := _best(steps, num_stages, are_tied_kept=False):
         name = next(name for cut in found if (name := steps[cut].tied))
         raise cant_be_cut(
-            f"{name} would fall into two of {num_stages} stages",
+            f"{name} would be in two of {num_stages} stages",
             "make them two tensors (gpt: model.args: {tie_embeddings: false}), or write another "
             "parallel.strategy, like fsdp",
         )
-    raise cant_be_cut(f"between too many of its blocks passes what is no tensor, for {num_stages} stages")
+    raise cant_be_cut(
+        f"values other than tensors pass between too many of its blocks for {num_stages} stages"
+    )
 
 
 def _best(steps: Sequence[Step], num_stages: int, *, are_tied_kept: bool) -> tuple[int, ...] | None:
@@ -217,7 +225,9 @@ def _best(steps: Sequence[Step], num_stages: int, *, are_tied_kept: bool) -> tup
 def _ways(
     reached: dict[int, _Cuts], steps: Sequence[Step], start: Step, place: int, step: Step
 ) -> list[_Cuts]:
-    """Return what one more stage, which ends at ``place``, makes of each beginning that leaves it a block."""
+    """Extend each partial solution by one more stage, which ends at ``place``, if it leaves that stage a
+    block.
+    """
     ways: list[_Cuts] = []
     for before, (most, costs, cuts) in reached.items():
         last = steps[before] if before >= 0 else start
@@ -228,7 +238,9 @@ def _ways(
 
 
 def _candidates(steps: Sequence[Step], *, are_tied_kept: bool) -> list[int]:
-    """Return where a cut may be; of places that share parameters out alike, the first with least to pass."""
+    """Return the possible cuts; of those that divide the parameters alike, the first at which the fewest
+    values cross.
+    """
     best: dict[tuple[int, int], tuple[int, int]] = {}
     for place, step in enumerate(steps):
         if step.num_passing is None or (are_tied_kept and step.tied):

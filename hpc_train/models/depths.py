@@ -1,6 +1,6 @@
-"""How deep each parameter lies in a model: what layer-wise learning rates are made of.
+"""The depth of each parameter in a model, for layer-wise learning rates.
 
-Called by the worker before the model is placed.
+Called before the model is placed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _KEY = "optimization.optimizer.layer_decay"
 def layer_depths(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
     """Return name → depth of every parameter, 0 at the input; a shared one by its first name.
 
-    The model's class may say it by a method ``layer_depths()``; then timm's ``group_matcher`` is asked, as
-    timm's own layer decay does; then ``blocks`` count: 0 before the first, i + 1 in the i-th (from 0) and
-    in what leads to it, n + 1 behind the last. Raises BadFileError where nothing tells.
+    The depths come from a method ``layer_depths()`` of the model's class; else from timm's ``group_matcher``,
+    as in timm's own layer decay; else from the ``blocks``: 0 before the first, i + 1 in the i-th (from 0) and
+    in what leads to it, n + 1 after the last. Raises BadFileError if none of these exists.
     """
     names = [name for name, _ in model.named_parameters()]
     if callable(method := getattr(type(model), "layer_depths", None)):
@@ -28,11 +28,11 @@ def layer_depths(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int
         from timm.models import group_parameters
 
         found: dict[str, int] = group_parameters(model, matcher(coarse=False), reverse=True)
-        deepest = max(found.values(), default=0)  # timm: what its matcher leaves out is of the head
+        deepest = max(found.values(), default=0)  # timm: what its matcher omits belongs to the head
         return {name: found.get(name, deepest) for name in names}
     if not blocks:
         raise BadFileError(
-            f"{_KEY}: nothing tells the layers of this model: it has no repeated blocks; take it out, or "
+            f"{_KEY}: the layers of this model are unknown: it has no repeated blocks; take it out, or "
             "give the model a method layer_depths(), parameter's name → depth"
         )
     return _by_blocks(model, blocks)
@@ -42,7 +42,7 @@ def _complete(said: Mapping[str, int], names: Sequence[str]) -> dict[str, int]:
     missing = [name for name in names if name not in said]
     if missing:
         raise BadFileError(
-            f"{_KEY}: the model's layer_depths() leaves out {missing[0]}; it must name every parameter"
+            f"{_KEY}: the model's layer_depths() omits {missing[0]}; it must name every parameter"
         )
     return {name: said[name] for name in names}
 
@@ -50,12 +50,12 @@ def _complete(said: Mapping[str, int], names: Sequence[str]) -> dict[str, int]:
 def _by_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, int]:
     in_block = {id(value): place for place, block in enumerate(blocks) for value in block.parameters()}
     depths: dict[str, int] = {}
-    behind = 0  # blocks that have begun
+    behind = 0  # blocks that have started
     for name, value in model.named_parameters():
         if id(value) in in_block:
             behind = max(behind, in_block[id(value)] + 1)
             depths[name] = in_block[id(value)] + 1
         else:
-            # Between two blocks lies what makes the next one's input.
+            # Layers between two blocks produce the next one's input.
             depths[name] = 0 if behind == 0 else behind + 1
     return depths

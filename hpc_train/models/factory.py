@@ -1,4 +1,4 @@
-"""Models of the user's own: ``package.module:factory``, called as ``factory(num_classes=…, **args)``."""
+"""The user's own models: ``package.module:factory``, called as ``factory(num_classes=…, **args)``."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import nn
 
 from hpc_train.config.fields import Arguments
 from hpc_train.config.training_sections import ModelConfig
+from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import parameter_names, takes, unknown_argument
 from hpc_train.models.weights import load_weights
 from hpc_train.registry import load
-from hpc_train.runtime.data_info import DataInfo
 
 Factory = Callable[..., nn.Module]
 
@@ -24,7 +24,7 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     if config.pretrained is True:
         raise BadFileError(
             f"model.pretrained: true means a hub's weights, and {rest} has none; "
-            "give a path, or let the factory load them"
+            "give a path, or load them in the factory"
         )
     make = cast(Factory, load("models", rest))
     if not callable(make):
@@ -36,7 +36,7 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
 
 
 def _arguments(make: Factory, config: ModelConfig, info: DataInfo) -> Arguments:
-    """Return what the factory is called with; checked before, so that its own TypeErrors stay its own."""
+    """Return the factory's arguments; checked before, so that its own TypeErrors are not hidden."""
     arguments = dict(config.args)
     if takes(make, "num_classes"):
         arguments.setdefault("num_classes", info.num_classes)

@@ -1,8 +1,8 @@
 # ruff: noqa: N803, N806  (shape suffixes)
-"""``gpt``: a decoder-only transformer as GPT-2 has it (Radford et al. 2019, Language Models are Unsupervised
-Multitask Learners), its norms before attention and MLP, positions learned.
+"""``gpt``: a decoder-only transformer like GPT-2 (Radford et al. 2019, Language Models are Unsupervised
+Multitask Learners), with pre-norm and learned positions.
 
-Queries, keys and values have a linear layer each, so that tensor parallelism can split them by heads.
+Queries, keys and values have one linear layer each, so that tensor parallelism can split them by heads.
 
 Legend: B sequences, T tokens, D width, H heads, K width of a head, V size of the vocabulary.
 """
@@ -19,10 +19,10 @@ from torch.nn import functional
 
 from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.training_sections import ModelConfig
+from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import unknown_argument
 from hpc_train.models.weights import load_weights
-from hpc_train.runtime.data_info import DataInfo
 
 _STD = 0.02
 
@@ -31,17 +31,17 @@ class GPTArgs(Section):
     """``model.args`` of gpt."""
 
     num_layers: PositiveInt = 4
-    """Blocks."""
+    """Number of blocks."""
     num_heads: PositiveInt = 4
-    """Heads of a block's attention; divide ``dim``."""
+    """Number of attention heads per block; must divide ``dim``."""
     dim: PositiveInt = 128
     """Width of the residual stream."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Of embeddings, of attention's weights, and of what each branch adds to the residual stream."""
+    """Dropout of embeddings, of attention weights, and of the output of each residual branch."""
     tie_embeddings: bool = True
-    """Whether the head's weight is the token embedding's."""
+    """Whether the head shares the weight of the token embedding."""
     num_classes: PositiveInt | None = None
-    """V; absent: the data set's."""
+    """V. Default: the data set's."""
 
 
 class Attention(nn.Module):
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim) for _ in range(4))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        # The number of heads is what a rank's share of the width makes it.
+        # The number of heads follows from the rank's share of the width.
         q_BHTK, k_BHTK, v_BHTK = (
             layer(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for layer in (self.wq, self.wk, self.wv)
@@ -72,7 +72,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers, four times as wide between them."""
+    """Two linear layers with four times the width in between."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each added to what came in."""
+    """Attention, then the MLP, each with a residual connection."""
 
     def __init__(self, dim: int, num_heads: int, dropout: float) -> None:
         super().__init__()
@@ -131,18 +131,20 @@ class GPT(nn.Module):
         return self.logits(x_BTD)
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
-        """Return what the first block takes, (B, T, D)."""
+        """Return the input of the first block, (B, T, D)."""
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD: Tensor = self.dropout(self.token_embedding(tokens_BT) + self.position_embedding(positions_T))
         return x_BTD
 
     def logits(self, x_BTD: Tensor) -> Tensor:
-        """Return (B, T, V) of what the last block gives."""
+        """Return the logits (B, T, V) from the last block's output."""
         logits_BTV: Tensor = self.head(self.norm(x_BTD))
         return logits_BTV
 
     def _initialise(self, num_layers: int) -> None:
-        """Draw weights as GPT-2 does: layers that add to the residual stream by 1/√(their number) smaller."""
+        """Initialize weights like GPT-2: layers that add to the residual stream are scaled by 1/√(their
+        number).
+        """
         added_std = _STD / math.sqrt(2 * num_layers)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -153,9 +155,9 @@ class GPT(nn.Module):
 
 
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
-    """Build the model for the data's vocabulary and length of sequences."""
+    """Build the model for the data's vocabulary and sequence length."""
     if rest:
-        raise BadFileError(f"model.name: gpt takes nothing behind it; write gpt, and {rest!r} as model.args")
+        raise BadFileError(f"model.name: gpt takes no name after it; write gpt, and {rest!r} as model.args")
     if info.sequence_length is None:
         raise BadFileError(
             "model.name: gpt reads sequences of tokens, and these data are images; write data.name: text, "
@@ -183,7 +185,7 @@ def _parse(config: ModelConfig) -> GPTArgs:
     if args.dim % args.num_heads:
         below = args.dim // args.num_heads * args.num_heads
         raise BadFileError(
-            f"model.args.dim: {args.dim} is no multiple of num_heads {args.num_heads}; "
+            f"model.args.dim: {args.dim} is not a multiple of num_heads {args.num_heads}; "
             f"write {below + args.num_heads}"
         )
     return args
@@ -194,4 +196,4 @@ def _mistake(config: ModelConfig, error: ValidationError) -> BadFileError:
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return unknown_argument(config, key, GPTArgs.model_fields)
-    return BadFileError(f"model.args.{key}: {first['msg']}; it is {first['input']!r}; mend or leave it out")
+    return BadFileError(f"model.args.{key}: {first['msg']}; it is {first['input']!r}; fix or omit it")

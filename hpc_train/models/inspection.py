@@ -1,4 +1,4 @@
-"""Questions about a model that strategies, the trainer and ``plan`` ask before it is placed."""
+"""Questions about a model that strategies, training and ``plan`` ask before it is placed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m hpc_train.models.names``: what commands, which don't import torch, ask of timm and torchvision.
+"""``python -m hpc_train.models.names``: names in timm and torchvision, for commands that don't import torch.
 
 Prints one JSON object: the names of models and data sets, for hints in ``validate``.
 """
@@ -12,7 +12,7 @@ import torch
 
 
 def list_names() -> dict[str, list[str]]:
-    """Return the names that the built-in providers know, and what can optimise and schedule."""
+    """Return the names of the built-in providers, optimizers and schedules."""
     import timm
     import timm.optim
 
@@ -34,7 +34,7 @@ def _dataset_names() -> list[str]:
 
 
 def _has_splits(kind: object) -> bool:
-    """Tell whether a class of torchvision.datasets has targets, and parts training from test data."""
+    """Tell whether a class of torchvision.datasets has targets, and separates training from test data."""
     if not inspect.isclass(kind):
         return False
     parameters = inspect.signature(kind).parameters

@@ -14,10 +14,10 @@ _REMEDY = "write {mean: […], std: […]}"
 
 
 def with_preprocessing(experiment: Experiment) -> Experiment:
-    """Return the experiment with what ``data.normalize: weights`` stands for written out.
+    """Return the experiment with ``data.normalize: weights`` resolved to explicit values.
 
-    That is ``normalize.mean``, ``normalize.std``, ``interpolation`` and, unless the file gives one other
-    than 1, ``eval_crop``. Uses no network. Raises BadFileError where the model's weights say none of it.
+    These are ``normalize.mean``, ``normalize.std``, ``interpolation`` and, unless the file gives one other
+    than 1, ``eval_crop``. Uses no network. Raises BadFileError if the model's weights define none of them.
     """
     data = experiment.data
     if data.normalize is None or not data.normalize.from_weights:
@@ -42,10 +42,12 @@ def _of_timm(name: str) -> tuple[Any, Any, str, float]:
 
     try:
         found = timm.get_pretrained_cfg(name)
-    except RuntimeError:  # no such tag: building the model names it
+    except RuntimeError:  # no such tag: building the model reports it
         found = None
     if found is None or not found.has_weights:
-        raise BadFileError(f"{_KEY}: timm/{name} has no pretrained weights that say mean and std; {_REMEDY}")
+        raise BadFileError(
+            f"{_KEY}: timm/{name} has no pretrained weights that define mean and std; {_REMEDY}"
+        )
     if found.crop_mode != "center":
         raise BadFileError(
             f"{_KEY}: the weights of timm/{name} want crop_mode {found.crop_mode}, and only center is "

@@ -1,11 +1,12 @@
-"""A model cut into the stages of a pipeline: modules that, one after the other, are the model.
+"""Splits a model into the stages of a pipeline: modules that, called in sequence, are equivalent to the
+model.
 
-Called by the strategies that share out layers, before they place what a rank holds. The model's outer forward
-is traced down to its repeated blocks, which stay what they are, and cut between two of its steps.
+Called by strategies that distribute layers, before they place a rank's part. The model's outer forward is
+traced down to its repeated blocks, which remain unchanged, and cut between two of its steps.
 
 The class of a model that can't be traced may have a method ``pipeline_parts() -> list[nn.Module]``:
-submodules that are its forward when each is called with what the one before returned. It is cut between
-these alone. One that names ``split_points()`` is cut there (``cuts``).
+submodules that are equivalent to its forward when each is called with the result of the previous one. The
+model is then cut only between these. A model that names ``split_points()`` is cut there (``cuts``).
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ Graphs = dict[bool, fx.Graph]
 
 
 class Stage(nn.Module):
-    """Consecutive layers of a model: its own submodules, under the names that they have there.
+    """Consecutive layers of a model: its own submodules, under their names in the model.
 
-    Takes what the stage before returned, a tensor or several; the first the batch's inputs. The last returns
-    what the model does.
+    Takes the result of the previous stage, one tensor or several; the first stage takes the batch's inputs.
+    The last one returns the model's output.
     """
 
     def __init__(self, *, is_last: bool) -> None:
         super().__init__()
         self._is_last = is_last
-        #: By ``training``.
+        #: One per value of ``training``.
         self._run: dict[bool, Callable[..., Any]] = {}
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -45,11 +46,12 @@ class Stage(nn.Module):
 
 
 def split_model(model: nn.Module, blocks: Sequence[nn.Module], num_stages: int) -> list[Stage]:
-    """Cut ``model`` so that the largest stage has as few parameters as can be, and each at least one block.
+    """Split ``model`` so that the largest stage has as few parameters as possible, and each at least one
+    block.
 
     Without ``blocks``, a layer with parameters counts as one. The stages share the model's submodules and
-    tensors, which may lie on the meta device; what no step of the forward uses is the last one's. Raises
-    BadFileError where it can't be cut so.
+    tensors, which may be on the meta device; modules that no step of the forward uses go to the last stage.
+    Raises BadFileError if it can't be split.
     """
     units = units_of(model, blocks)
     graphs = traced_in_both_modes(model, units)
@@ -65,7 +67,7 @@ def split_model(model: nn.Module, blocks: Sequence[nn.Module], num_stages: int) 
 
 
 def most_stages(model: nn.Module, blocks: Sequence[nn.Module]) -> int:
-    """Return the largest ``num_stages`` that ``split_model`` takes; 1 where the model can't be cut."""
+    """Return the largest ``num_stages`` that ``split_model`` accepts; 1 if the model can't be split."""
     units = units_of(model, blocks)
     try:
         steps = steps_of(model, traced_in_both_modes(model, units)[True], units)
@@ -91,7 +93,9 @@ def _pieces(graph: fx.Graph, cuts: Sequence[int]) -> list[fx.Graph]:
 def _piece(
     given: Sequence[fx.Node], nodes: Sequence[fx.Node], passing: Sequence[fx.Node] | None, output: fx.Node
 ) -> fx.Graph:
-    """Copy ``nodes``, which take ``given`` and return what passes on; the last ones what ``output`` says."""
+    """Copy ``nodes``, which take ``given`` and return what crosses the cut; the last ones return
+    ``output``.
+    """
     piece = fx.Graph()
     copies = {node: piece.placeholder(node.name) for node in given}
 
@@ -103,7 +107,7 @@ def _piece(
 
     for node in nodes:
         copies[node] = piece.node_copy(node, copy_of)
-        # Else the code made of it has fx look for "torch.arange" in its globals at each later trace.
+        # Otherwise the generated code makes fx look for "torch.arange" in its globals at each later trace.
         copies[node].meta.pop("is_wrapped", None)
     if passing is None:
         piece.output(map_arg(output.args[0], copy_of))
@@ -114,7 +118,7 @@ def _piece(
 
 
 def _dealt_out(model: nn.Module, pieces: Sequence[fx.Graph]) -> list[set[str]]:
-    """Return, by stage, the names of modules and tensors that it holds whole."""
+    """Return, per stage, the names of modules and tensors that it owns completely."""
     held = [
         {str(node.target) for node in piece.nodes if node.op in ("call_module", "get_attr")}
         for piece in pieces
@@ -144,7 +148,9 @@ def _stage(model: nn.Module, names: set[str], graphs: Graphs, *, is_last: bool) 
 
 
 def _share(source: nn.Module, target: nn.Module, names: set[str], prefix: str) -> None:
-    """Give ``target`` what ``source`` has of ``names``, in the same order and under the same names."""
+    """Give ``target`` the modules and tensors ``names`` of ``source``, in the same order and under the same
+    names.
+    """
     for name, parameter in source._parameters.items():
         if prefix + name in names:
             target.register_parameter(name, parameter)
@@ -171,4 +177,4 @@ def _share_hooks(model: nn.Module, stages: Sequence[Stage]) -> None:
 def _refuse_non_tensors(outputs: Any) -> None:
     for value in outputs if isinstance(outputs, tuple) else (outputs,):
         if not isinstance(value, Tensor):
-            raise cant_be_cut(f"a {type(value).__name__}, which is no tensor, passes between its blocks")
+            raise cant_be_cut(f"a {type(value).__name__}, which is not a tensor, passes between its blocks")

@@ -15,22 +15,22 @@ from torch import nn
 
 from hpc_train.config.fields import Arguments
 from hpc_train.config.training_sections import ModelConfig
+from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import parameter_names, wrong_arguments
 from hpc_train.models.weights import StateDict, head_keys, hub_report, keep_report, load_weights
 from hpc_train.registry import nearest
-from hpc_train.runtime.data_info import DataInfo
 
-#: Arguments of timm.create_model that name files to read, or say what the file says elsewhere.
+#: Arguments of timm.create_model that name files to read, or have keys of their own.
 _OWNED = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 
 
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
-    """Build timm's model ``rest`` (``name`` or ``name.tag``); classes and channels are the data set's."""
+    """Build timm's model ``rest`` (``name`` or ``name.tag``) for the data set's classes and channels."""
     _refuse_unknown(rest)
     for name in _OWNED:
         if name in config.args:
-            raise BadFileError(f"model.args: {name} may not stand here; write model.pretrained")
+            raise BadFileError(f"model.args: {name} is not allowed here; write model.pretrained")
     arguments = _arguments(config, info)
     if config.pretrained is True:
         return _with_hub_weights(rest, config, arguments, download=download)
@@ -78,9 +78,9 @@ def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, d
             model: nn.Module = timm.create_model(name, pretrained=True, **arguments)
     except TypeError as error:
         raise wrong_arguments(config, error, lambda: _known_arguments(name)) from error
-    except Exception as error:  # the hub client's errors have no common class, and no network has many
+    except Exception as error:  # the hub client's errors have no common class, and network errors have many
         raise BadFileError(
-            f"model.pretrained: the weights of timm/{name} can't be had: {error}; "
+            f"model.pretrained: the weights of timm/{name} are not available: {error}; "
             "run `hpc-train prepare FILE` on a machine with network, or give a path"
         ) from error
     keep_report(model, hub_report(model, f"the hub (timm/{name})", _random_head(model), _resized(model)))
@@ -88,14 +88,14 @@ def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, d
 
 
 def _random_head(model: nn.Module) -> set[str]:
-    """Return what timm left random because the weights have another number of classes."""
+    """Return what timm initialized randomly because the weights have another number of classes."""
     pretrained: Any = getattr(model, "pretrained_cfg", {})
     is_same = pretrained.get("num_classes") == getattr(model, "num_classes", None)
     return set() if is_same else head_keys(model)
 
 
 def _resized(model: nn.Module) -> set[str]:
-    """Return what timm brought from three channels to others, or to another image size."""
+    """Return what timm converted from three channels to others, or to another image size."""
     pretrained: Any = getattr(model, "pretrained_cfg", {})
     channels, *size = pretrained.get("input_size", (3,))
     state = model.state_dict()
@@ -112,13 +112,13 @@ def _resized(model: nn.Module) -> set[str]:
 
 @contextmanager
 def _network(download: bool) -> Iterator[None]:
-    """Without ``download``, let the hub's client look into its cache alone: it never waits for a network."""
+    """Without ``download``, make the hub's client use only its cache: it never waits for a network."""
     if download:
         yield
         return
     from huggingface_hub import constants
 
-    # What HF_HUB_OFFLINE=1 sets; the client read that variable at its import, which timm has done.
+    # Equivalent to HF_HUB_OFFLINE=1; the client read that variable at its import, which timm has done.
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = True
     try:
@@ -128,17 +128,19 @@ def _network(download: bool) -> Iterator[None]:
 
 
 def _refuse_uncached_url(name: str, *, download: bool) -> None:
-    """Raise where timm would fetch a bare URL: torch.hub has no offline mode."""
+    """Raise if timm would fetch a bare URL: torch.hub has no offline mode."""
     hub = timm.get_pretrained_cfg(name)
     if download or hub is None or hub.hf_hub_id or not hub.url:
         return
     cached = Path(torch.hub.get_dir(), "checkpoints", Path(hub.url).name)
     if not cached.exists():
-        raise FileNotFoundError(f"{cached} is not there")
+        raise FileNotFoundError(f"{cached} does not exist")
 
 
 def _converted(model: nn.Module, weights: StateDict) -> StateDict:
-    """Convert weights for other channels, and for another image or patch size, as timm does with its own."""
+    """Convert weights for other channels, and for another image or patch size, like timm does with
+    its own.
+    """
     adapted = _adapt_channels(model, weights)
     expected, head = model.state_dict(), head_keys(model)
     misfits = {key for key in adapted.keys() & expected.keys() if adapted[key].shape != expected[key].shape}
@@ -149,7 +151,7 @@ def _converted(model: nn.Module, weights: StateDict) -> StateDict:
     try:
         return dict(convert(dict(adapted), model))
     except (AttributeError, KeyError, TypeError, ValueError, RuntimeError):
-        return adapted  # what does not fit is then named as it is in the file
+        return adapted  # mismatches are then reported as in the file
 
 
 def _first_convolutions(model: nn.Module) -> tuple[str, ...]:
@@ -158,7 +160,7 @@ def _first_convolutions(model: nn.Module) -> tuple[str, ...]:
 
 
 def _adapt_channels(model: nn.Module, weights: StateDict) -> StateDict:
-    """Convert the first convolution of weights for other channels, as timm does with its own."""
+    """Convert the first convolution of weights for other channels, like timm does with its own."""
     adapted = dict(weights)
     for name in _first_convolutions(model):
         expected = model.state_dict().get(f"{name}.weight")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.fields import Arguments
 from hpc_train.config.training_sections import ModelConfig
+from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import parameter_names, wrong_arguments
 from hpc_train.models.weights import (
@@ -23,9 +24,8 @@ from hpc_train.models.weights import (
     load_weights,
 )
 from hpc_train.registry import nearest
-from hpc_train.runtime.data_info import DataInfo
 
-#: In training these return auxiliary logits besides, which a classification loss can't take.
+#: In training these also return auxiliary logits, which a classification loss can't use.
 _WITH_AUXILIARY_LOGITS = ("googlenet", "inception_v3")
 
 
@@ -41,7 +41,7 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     if info.channels not in (1, 3):
         raise BadFileError(
             f"model.name: torchvision's models take 1 or 3 channels and the data have {info.channels}; "
-            f"name timm's (timm/{rest}), which take any number"
+            f"use timm's (timm/{rest}), which take any number"
         )
     arguments = _arguments(rest, config)
     num_classes = arguments.pop("num_classes", info.num_classes)
@@ -94,7 +94,7 @@ def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, d
     weights: Any = torchvision.models.get_model_weights(name).DEFAULT
     cached = Path(torch.hub.get_dir(), "checkpoints", Path(weights.url).name)
     if not (download or cached.exists()):
-        raise _no_weights(name, f"{cached} is not there")
+        raise _no_weights(name, f"{cached} does not exist")
     try:
         model: nn.Module = torchvision.models.get_model(name, weights=weights, **arguments)
     except (TypeError, ValueError) as error:
@@ -106,13 +106,13 @@ def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, d
 
 def _no_weights(name: str, why: str) -> BadFileError:
     return BadFileError(
-        f"model.pretrained: the weights of torchvision/{name} can't be had: {why}; "
+        f"model.pretrained: the weights of torchvision/{name} are not available: {why}; "
         "run `hpc-train prepare FILE` on a machine with network, or give a path"
     )
 
 
 def _resampled(model: nn.Module, weights: StateDict) -> StateDict:
-    """Resample the position embeddings of a ViT for another image size, as timm does."""
+    """Resample the position embeddings of a ViT for another image size, like timm."""
     name = "encoder.pos_embedding"
     given, expected = weights.get(name), model.state_dict().get(name)
     if given is None or expected is None or given.dim() != 3 or given.shape == expected.shape:
@@ -126,7 +126,7 @@ def _resampled(model: nn.Module, weights: StateDict) -> StateDict:
 
 
 def _swap_head(model: nn.Module, num_classes: int) -> bool:
-    """Replace the layer that makes the logits by a random one, unless it has the right size already."""
+    """Replace the layer that produces the logits by a random one, unless it already has the right size."""
     name = head_name(model)
     assert name is not None, "every model of torchvision has a linear layer or a convolution"
     old = model.get_submodule(name)

@@ -1,6 +1,6 @@
-"""The outer forward of a model as a graph of steps: what ``splitting`` cuts.
+"""The outer forward of a model as a graph of steps, for ``splitting``.
 
-A step is a call of a module or a function; the repeated blocks, and what lies beside them, are one step each.
+A step is a call of a module or a function; each repeated block, and each module next to them, is one step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.models.blocks import own_modules
 
 _REMEDY = "give its class a method pipeline_parts(), or write another parallel.strategy, like fsdp"
-#: Become steps of the graph where they are called with sizes of a traced tensor.
+#: Become steps of the graph when they are called with sizes of a traced tensor.
 FACTORIES = (torch.arange, torch.empty, torch.full, torch.ones, torch.zeros)
 
 
@@ -29,21 +29,21 @@ def cant_be_cut(why: str, remedy: str = _REMEDY) -> BadFileError:
 
 
 def units_of(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Module]:
-    """Return the modules that a stage must have one of."""
+    """Return the modules of which each stage must have at least one."""
     if blocks:
         return set(blocks)
     return {m for m in model.modules() if m is not model and any(True for _ in m.parameters(recurse=False))}
 
 
 class _Tracer(fx.Tracer):
-    """Looks into the modules around ``units`` alone: all others are one step each."""
+    """Traces only into the modules around ``units``: all others are one step each."""
 
     def __init__(self, units: set[nn.Module], leaves: set[nn.Module]) -> None:
         timm = sys.modules.get("timm.layers")
         opaque = tuple(timm.get_notrace_functions()) if timm else ()
         super().__init__(autowrap_functions=(*FACTORIES, *filter(callable, opaque)))
-        self._autowrap_search.append(torch)  # where models look the factories up
-        self.proxy_buffer_attributes = True  # else what is computed of buffers becomes a constant
+        self._autowrap_search.append(torch)  # where models look up the factory functions
+        self.proxy_buffer_attributes = True  # otherwise what is computed from buffers becomes a constant
         self.units, self.leaves = units, leaves
         #: The innermost module whose forward raised; None: the model's own.
         self.failed: nn.Module | None = None
@@ -61,7 +61,7 @@ class _Tracer(fx.Tracer):
             raise
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """Let the forward have one argument, the batch's inputs; the others keep their defaults."""
+        """Leave only one argument of the forward, the batch's inputs; the others keep their defaults."""
         inputs = self.create_proxy("placeholder", "inputs", (), {})
         return _outer_forward(self.root), [inputs]
 
@@ -88,15 +88,16 @@ def _parts(model: nn.Module) -> list[nn.Module]:
         if parameter.requires_grad and parameter not in held:
             raise cant_be_cut(
                 f"no module that pipeline_parts() returned holds {name}, which would not be trained",
-                "let it return all of the forward's, or let that parameter not require gradients",
+                "return all modules of the forward, or set requires_grad=False for that parameter",
             )
     return parts
 
 
 def traced_in_both_modes(model: nn.Module, units: set[nn.Module]) -> dict[bool, fx.Graph]:
-    """Return, by ``training``, the steps of the model's forward, whose one argument are the batch's inputs.
+    """Return, per value of ``training``, the steps of the model's forward, whose only argument is the batch's
+    inputs.
 
-    The same steps in both, but for constants. Raises BadFileError where there is no such graph.
+    The steps are the same for both, except for constants. Raises BadFileError if there is no such graph.
     """
     modes = {module: module.training for module in model.modules()}
     graphs: dict[bool, fx.Graph] = {}
@@ -110,7 +111,7 @@ def traced_in_both_modes(model: nn.Module, units: set[nn.Module]) -> dict[bool, 
         for module, mode in modes.items():
             module.training = mode
     if [(n.op, n.target) for n in graphs[True].nodes] != [(n.op, n.target) for n in graphs[False].nodes]:
-        raise cant_be_cut("its forward takes other steps in training than in evaluation")
+        raise cant_be_cut("its forward differs between training and evaluation")
     return graphs
 
 
@@ -121,7 +122,7 @@ def _traced(model: nn.Module, units: set[nn.Module]) -> fx.Graph:
         tracer = _Tracer(units, leaves)
         try:
             graph = tracer.trace(model)
-        except Exception as error:  # whatever a forward raises that is given no tensor
+        except Exception as error:  # whatever a forward raises without real tensors
             if tracer.failed is None or tracer.failed in leaves:
                 raise cant_be_cut(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
             leaves.add(tracer.failed)
@@ -132,14 +133,14 @@ def _traced(model: nn.Module, units: set[nn.Module]) -> fx.Graph:
                 delattr(model, name)
         if constants:
             raise cant_be_cut(
-                "its forward makes a tensor that does not depend on the batch, outside of modules"
+                "its forward creates a tensor that does not depend on the batch, outside of modules"
             )
         return graph
 
 
 @contextmanager
 def _refused_randomness() -> Iterator[None]:
-    """Refuse a forward that draws numbers itself: traced, they would be the same at each step."""
+    """Reject a forward that draws random numbers itself: traced, they would be the same at each step."""
     before = _random_states()
     yield
     if _random_states() != before:
@@ -152,11 +153,11 @@ def _random_states() -> tuple[str, ...]:
 
 
 def own_steps(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes that are dealt out; parameters and buffers are fetched where they are used."""
+    """Return the nodes to distribute; parameters and buffers are fetched where they are used."""
     return [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
 
 
 def passing_values(graph: fx.Graph, nodes: Sequence[fx.Node], cut: int) -> list[fx.Node]:
-    """Return what is computed up to step ``cut`` and used behind it, in order of computation."""
+    """Return the values computed up to step ``cut`` and used after it, in order of computation."""
     before = {node for node in graph.nodes if node.op == "placeholder"} | set(nodes[: cut + 1])
     return [node for node in graph.nodes if node in before and any(user not in before for user in node.users)]

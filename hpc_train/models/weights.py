@@ -1,4 +1,4 @@
-"""Weights from a file: read without running anything in it, matched by name, the head swapped.
+"""Loads weights from a file: read without executing code, matched by name, the head replaced.
 
 What was loaded into a model, from a file or a hub, is kept as its ``LoadReport``.
 """
@@ -23,11 +23,11 @@ from hpc_train.errors import BadFileError
 StateDict = dict[str, Tensor]
 
 _KEY = "model.pretrained"
-#: Where a .pth keeps the weights beside other things, by convention of timm and others.
+#: The keys of the weights in a .pth that has other entries too, by convention of timm and others.
 _NESTED_UNDER = ("state_dict", "model")
-#: What wrappers put before each name: DDP, torch.compile.
+#: Prefixes that wrappers add to each name: DDP, torch.compile.
 _PREFIXES = ("module.", "_orig_mod.")
-#: Names that one message lists before it says how many more there are.
+#: Number of names that a message lists.
 _MOST_NAMES = 5
 
 _log = logging.getLogger(__name__)
@@ -35,21 +35,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What of a model's tensors came from pretrained weights, by name."""
+    """Which of a model's tensors came from pretrained weights, by name."""
 
-    #: The file or the hub, in words.
+    #: Description of the file or the hub.
     source: str
     num_loaded: int
     num_tensors: int
-    #: Missing in the weights, so random: the head of another number of classes.
+    #: Missing in the weights, so random: the head for another number of classes.
     missing: tuple[str, ...] = ()
-    #: In the weights and not used by the model.
+    #: In the weights but not used by the model.
     unexpected: tuple[str, ...] = ()
     #: Converted to another shape, such as position embeddings.
     resized: tuple[str, ...] = ()
 
     def line(self, most_names: int = 3) -> str:
-        """Return one line with counts, and so many names of each kind."""
+        """Return one line with counts, and up to this many names of each kind."""
         parts = [
             f"{len(names)} {what} ({_listed(names, most_names)})"
             for what, names in (
@@ -67,12 +67,12 @@ _reports: WeakKeyDictionary[nn.Module, LoadReport] = WeakKeyDictionary()
 
 
 def report_of(model: nn.Module) -> LoadReport | None:
-    """Return what was loaded into ``model``; None where nothing was, or its own code did it."""
+    """Return what was loaded into ``model``; None if nothing was, or its own code did it."""
     return _reports.get(model)
 
 
 def keep_report(model: nn.Module, report: LoadReport) -> None:
-    """Remember what was loaded into ``model``, and log it with all names."""
+    """Store the report of ``model``, and log it with all names."""
     _reports[model] = report
     _log.info("%s", report.line(most_names=len(model.state_dict()) + len(report.unexpected)))
 
@@ -80,7 +80,7 @@ def keep_report(model: nn.Module, report: LoadReport) -> None:
 def hub_report(
     model: nn.Module, source: str, missing: Iterable[str], resized: Iterable[str] = ()
 ) -> LoadReport:
-    """Return the report of a library that loaded its own weights, all but those that are ``missing``."""
+    """Return the report of a library that loaded its own weights, all except those that are ``missing``."""
     total, random = len(_weights_of(model)), tuple(sorted(missing))
     return LoadReport(source, total - len(random), total, random, (), tuple(sorted(resized)))
 
@@ -90,9 +90,9 @@ def load_weights(
 ) -> None:
     """Load the weights in the file ``path`` (.safetensors or a .pth of tensors) into ``model``.
 
-    A head of another number of classes is left out and stays random: ``report_of`` says which names.
-    ``convert`` may change the weights before they are matched. Raises BadFileError where the file can't be
-    read, names anything that the model has not, lacks something or has it in another shape.
+    A head for another number of classes is skipped and stays random: ``report_of`` says which names.
+    ``convert`` may change the weights before they are matched. Raises BadFileError if the file can't be read,
+    or its names or shapes do not match the model's.
     """
     given = read_weights(path)
     weights = convert(given)
@@ -121,22 +121,22 @@ def _weights_of(model: nn.Module) -> set[str]:
 
 
 def read_weights(path: str) -> StateDict:
-    """Return the tensors in ``path`` under the names that a bare model has, on the CPU."""
+    """Return the tensors in ``path`` under the names of the unwrapped model, on the CPU."""
     if not Path(path).is_file():
         raise BadFileError(
-            f"{_KEY}: there is no file {path}; write true for the hub's weights, or a path that is"
+            f"{_KEY}: there is no file {path}; write true for the hub's weights, or an existing path"
         )
     try:
         found: object = load_file(path) if path.endswith(".safetensors") else _read_pickled(path)
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise BadFileError(
-            f"{_KEY}: {path} is damaged or no file of weights: {error}; give another"
+            f"{_KEY}: {path} is damaged or not a file of weights: {error}; give another file"
         ) from error
     return {_bare(name): tensor for name, tensor in _tensors(path, found).items()}
 
 
 def head_name(model: nn.Module) -> str | None:
-    """Return the name of the layer that makes the logits: the last nn.Linear, else the last nn.Conv2d."""
+    """Return the name of the layer that produces the logits: the last nn.Linear, else the last nn.Conv2d."""
     for kind in (nn.Linear, nn.Conv2d):
         names = [name for name, module in model.named_modules() if isinstance(module, kind)]
         if names:
@@ -149,19 +149,19 @@ def _read_pickled(path: str) -> object:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise BadFileError(
-            f"{_KEY}: {path} is no file of plain tensors: it is damaged, or holds Python objects, "
-            "which could run code when read, so it is not; save the state_dict() alone, best as .safetensors"
+            f"{_KEY}: {path} is not a file of plain tensors: it is damaged, or contains Python objects, "
+            "which could run code when loaded; save only the state_dict(), best as .safetensors"
         ) from error
 
 
 def _tensors(path: str, found: object) -> StateDict:
-    """Return the state dict in what a file held, which may lie one level down."""
+    """Return the state dict in a loaded file, which may be one level down."""
     for key in _NESTED_UNDER:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     if not isinstance(found, Mapping) or not found or not all(_is_weight(k, v) for k, v in found.items()):
         raise BadFileError(
-            f"{_KEY}: {path} holds no state dict (names → tensors); save the model's state_dict()"
+            f"{_KEY}: {path} contains no state dict (names → tensors); save the model's state_dict()"
         )
     return dict(found)
 
@@ -173,11 +173,11 @@ def _is_weight(name: object, value: object) -> bool:
 def _bare(name: str) -> str:
     while prefix := next((p for p in _PREFIXES if name.startswith(p)), None):
         name = name.removeprefix(prefix)
-    return name.replace("._orig_mod.", ".")  # blocks that were compiled one by one
+    return name.replace("._orig_mod.", ".")  # blocks that were compiled individually
 
 
 def head_keys(model: nn.Module) -> set[str]:
-    """Return the names of the head's tensors; timm's models say their own heads."""
+    """Return the names of the head's tensors; timm's models define their own heads."""
     timm_config: Any = getattr(model, "pretrained_cfg", None) or {}
     classifier = timm_config.get("classifier") or head_name(model) or ()
     names = (classifier,) if isinstance(classifier, str) else tuple(classifier)
@@ -189,7 +189,7 @@ def _other_classes(found: Tensor, expected: Tensor) -> bool:
 
 
 def _refuse_mismatch(path: str, kept: StateDict, expected: Mapping[str, Tensor], absent: set[str]) -> None:
-    """Raise BadFileError that says every way in which the file is not this model's."""
+    """Raise BadFileError that lists all mismatches between the file and this model."""
     shapes = [
         f"{key} {tuple(value.shape)} instead of {tuple(expected[key].shape)}"
         for key, value in kept.items()

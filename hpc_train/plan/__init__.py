@@ -1,1 +1,3 @@
-"""A file becomes runs: sweep, run ids, batch arithmetic. Everything here pickles; no torch."""
+"""Turns a file into runs: sweep, run ids, batch arithmetic. Everything here can be pickled; imports
+no torch.
+"""

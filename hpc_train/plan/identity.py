@@ -1,4 +1,4 @@
-"""The run id: a hash of the settings that decide what is learnt (DESIGN §6, a contract)."""
+"""The run id: a hash of the settings that determine the trained weights (a contract)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hpc_train.config.problems import KeyPath, dotted
 from hpc_train.config.schema import Experiment
 
 RUN_ID_LENGTH = 10
-#: Part of the identity, but no part of the mathematics: a run that is resumed may change it and keeps its id.
+#: Part of the id, but not of the training result: a resume may change them and keeps the id.
 CHANGEABLE = ("parallel",)
 
 
 def content_hash(experiment: Experiment, scaled_by: Iterable[KeyPath] = ()) -> str:
     """Return the SHA-256 of the settings that matter, in hexadecimal.
 
-    Defaults count as left out, so that writing one out, or a later version's new key, changes nothing.
-    ``scaled_by``: keys outside of the identity that a sweep varies, whose values count in its runs.
+    Defaults are omitted, so that writing one out, or a new key of a later version, changes nothing.
+    ``scaled_by``: keys outside the id that a sweep varies, whose values are included in its runs' ids.
     """
     settings = _identity(experiment, exclude_defaults=True)
     if scaled := {dotted(path): _value(experiment, path) for path in scaled_by}:
@@ -42,7 +42,7 @@ def _value(experiment: Experiment, path: KeyPath) -> Any:
 
 
 def changes_identity(old: Experiment, new: Experiment) -> list[str]:
-    """Return the dotted keys that ``new`` may not change in a run of ``old``, in the file's order."""
+    """Return the dotted keys that ``new`` may not change in a run of ``old``, in file order."""
     before, after = (_identity(experiment, exclude_defaults=False) for experiment in (old, new))
     for key in CHANGEABLE:
         before.pop(key, None)
@@ -62,7 +62,7 @@ def _identity(experiment: Experiment, *, exclude_defaults: bool) -> dict[str, An
 
 
 def _differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """Yield where two dumps differ; ``1`` and ``1.0`` do, as they do in the hash."""
+    """Yield where two dumps differ; ``1`` and ``1.0`` do, as in the hash."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in before | after:
             yield from _differences(before.get(key), after.get(key), f"{path}.{key}" if path else str(key))

@@ -1,6 +1,6 @@
-"""From a checked file to what would be started: runs, ranks, batches and what they cost.
+"""From a checked file to the runs to start: ranks, batches and cost.
 
-Called by ``plan``, ``submit`` and whatever starts runs; a plan is picklable and knows nothing of torch.
+Called by ``plan``, ``submit`` and the launchers; a plan can be pickled and does not depend on torch.
 """
 
 from __future__ import annotations
@@ -10,52 +10,54 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.config.degrees import AXES, Degrees, find_degrees
 from hpc_train.config.keys import GRID, SCALING
-from hpc_train.config.loading import Loaded
-from hpc_train.config.pipelines import bubble, stages_per_rank
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
-from hpc_train.config.slurm_rules import least_nodes, most_nodes, ranks_a_node
-from hpc_train.config.sweep_rules import swept_paths
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.facts import training_samples
 from hpc_train.errors import BadFileError
-from hpc_train.plan.batches import (
+from hpc_train.plan.sweep import Variant, expand
+from hpc_train.topology.batch_arithmetic import (
     StepLayout,
     accumulation,
     count_micro_batches,
     count_total_steps,
+    count_warmup_steps,
     too_few_samples,
     too_long_warmup,
 )
-from hpc_train.plan.dataset_size import training_samples
-from hpc_train.plan.sweep import Variant, expand
+from hpc_train.topology.degrees import AXES, Degrees, find_degrees
+from hpc_train.topology.pipeline_schedules import bubble, stages_per_rank
+from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.validate.loading import Loaded
+from hpc_train.validate.slurm_rules import max_nodes, min_nodes, ranks_on_each_node
+from hpc_train.validate.sweep_rules import swept_paths
 
 JSON_VERSION = 1
-#: The sampler's permutation counts in signed 64-bit integers; no data set comes near.
+#: The sampler's permutation uses signed 64-bit integers; no data set comes close.
 MAX_SAMPLES = 2**40
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run as it would start; None where a number is not known before it does."""
+    """One planned run; None where a number is not known before the start."""
 
     id: str
     values: dict[str, Any]
     experiment: Experiment
     ranks: int
     ranks_per_node: int
-    #: Of a range of nodes; ``ranks`` are the most.
+    #: Of a range of nodes; ``ranks`` is the maximum.
     fewest_ranks: int
-    #: None where they do not fit the ranks, which ``check_start`` tells.
+    #: None where they don't fit the ranks, which ``check_start`` reports.
     degrees: Degrees | None
     micro_batches: int | None
     accumulation: int | None
     steps_per_epoch: int | None
     total_steps: int | None
-    #: Of the fullest device.
+    #: Of the device with the most.
     peak_memory_gb: float | None
-    #: At most, of one attempt: all its GPUs for the whole time limit.
+    #: Upper bound for one attempt: all its GPUs for the whole time limit.
     gpu_hours: float | None
 
     @property
@@ -69,20 +71,22 @@ class PlannedRun:
 
     @property
     def stages(self) -> int | None:
-        """Of a pipeline, on all its ranks; None where there is none."""
+        """The number of stages on all ranks of a pipeline; None without a pipeline."""
         if self.degrees is None or self.degrees.pipeline == 1:
             return None
         return self.degrees.pipeline * stages_per_rank(self.experiment.parallel)
 
     @property
     def schedule(self) -> str | None:
-        """Of a pipeline."""
+        """The schedule of a pipeline; None without one."""
         parallel = self.experiment.parallel
-        return parallel.schedule if self.stages and parallel.strategy == "pipeline" else None
+        return parallel.schedule if self.stages and traits_of(parallel.strategy).has_schedule else None
 
     @property
     def bubble(self) -> float | None:
-        """The part of a step that a pipeline's ranks wait, 0…1; None without one, or where not known."""
+        """The fraction of a step, 0…1, in which a pipeline's ranks wait; None without a pipeline or if
+        unknown.
+        """
         if self.degrees is None or self.stages is None or self.accumulation is None:
             return None
         return bubble(self.experiment.parallel, self.degrees.pipeline, self.accumulation)
@@ -114,15 +118,15 @@ class Plan:
     runs: list[PlannedRun]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``plan --json`` prints (DESIGN §5, a contract)."""
+        """Return what ``plan --json`` prints (a contract)."""
         return {"version": JSON_VERSION, "name": self.name, "runs": [run.to_json() for run in self.runs]}
 
 
 def make_plan(loaded: Loaded, devices: int | None = None, local: bool = False) -> Plan:
     """Plan all runs of the file. ``devices``: ranks on this machine, for ``local``.
 
-    Raises BadFileError where the sweep can't be run, the data are smaller than a batch, or the warm-up is
-    as long as the run.
+    Raises BadFileError where the sweep is invalid, the data are smaller than a batch, or the warm-up is as
+    long as the run.
     """
     if local:
         _refuse_scaling(loaded)
@@ -131,7 +135,8 @@ def make_plan(loaded: Loaded, devices: int | None = None, local: bool = False) -
     for variant in expand(loaded):
         num_samples = sizes.of(variant.experiment.data)
         if num_samples is not None:
-            problems += [loaded.problem(*problem) for problem in _misfits(variant, num_samples)]
+            misfits = _misfits(variant, num_samples)
+            problems += [loaded.problem(each.path, each.message, each.remedy) for each in misfits]
         runs.append(_planned(variant, num_samples, devices, local))
     if problems:
         raise BadFileError(list(dict.fromkeys(problems)))
@@ -139,8 +144,8 @@ def make_plan(loaded: Loaded, devices: int | None = None, local: bool = False) -
 
 
 def _refuse_scaling(loaded: Loaded) -> None:
-    """Raise BadFileError where a grid varies the size of a Slurm job, which is nothing to this machine."""
-    message = "changes nothing on this machine, so its runs would be one"
+    """Raise BadFileError where a grid varies the size of a Slurm job, which has no effect on this machine."""
+    message = "has no effect on this machine, so all values would give the same run"
     remedy = "take it out of the grid, or submit it to Slurm"
     swept = swept_paths(loaded.experiment)
     problems = [
@@ -150,22 +155,27 @@ def _refuse_scaling(loaded: Loaded) -> None:
         raise BadFileError(problems)
 
 
-def _misfits(variant: Variant, num_samples: int) -> Iterator[tuple[str, str, str]]:
-    """Yield key, message and remedy of what can't be with so many training samples."""
+def _misfits(variant: Variant, num_samples: int) -> Iterator[Problem]:
+    """Yield what is impossible with this many training samples."""
     optimization = variant.experiment.optimization
     if num_samples > MAX_SAMPLES:
         message = f"has {float(num_samples):.3g} training samples; {MAX_SAMPLES:,} can be indexed"
-        yield "data.args.num_samples", message, f"write at most {MAX_SAMPLES}"
+        yield Problem(("data", "args", "num_samples"), message, f"write at most {MAX_SAMPLES}")
     elif num_samples == 0:
-        yield "data.root", "holds no training images", "write the folder that train/<class>/ lies in"
+        remedy = "write the folder that contains train/<class>/"
+        yield Problem(("data", "root"), "contains no training images", remedy)
     elif too_few := too_few_samples(optimization, num_samples):
-        yield "optimization.global_batch_size", *too_few
-    elif too_long := too_long_warmup(optimization, num_samples // optimization.global_batch_size):
-        yield too_long
+        yield too_few
+    else:
+        steps_per_epoch = num_samples // optimization.global_batch_size
+        warmup = count_warmup_steps(optimization.schedule, steps_per_epoch)
+        total = count_total_steps(optimization, steps_per_epoch)
+        if total is not None and (too_long := too_long_warmup(optimization.schedule, warmup, total)):
+            yield too_long
 
 
 class _Sizes:
-    """Remembers sizes: a sweep's runs mostly share their data, and a folder of images is slow to count."""
+    """Caches sizes: the runs of a sweep mostly share their data, and a folder of images is slow to count."""
 
     def __init__(self) -> None:
         self._known: dict[str, int | None] = {}
@@ -205,18 +215,20 @@ def _planned(variant: Variant, num_samples: int | None, devices: int | None, loc
 
 
 def slurm_ranks(slurm: SlurmConfig | None) -> int:
-    """Return the ranks that the file asks of Slurm, the most of a range of nodes; 1 without ``slurm:``."""
-    return 1 if slurm is None else most_nodes(slurm) * ranks_a_node(slurm)
+    """Return the ranks that the file requests from Slurm, the maximum of a range of nodes; 1 without
+    ``slurm:``.
+    """
+    return 1 if slurm is None else max_nodes(slurm) * ranks_on_each_node(slurm)
 
 
 def fewest_slurm_ranks(slurm: SlurmConfig | None) -> int:
     """Return the ranks at the lower end of a range of nodes."""
-    return 1 if slurm is None else least_nodes(slurm) * ranks_a_node(slurm)
+    return 1 if slurm is None else min_nodes(slurm) * ranks_on_each_node(slurm)
 
 
 def slurm_ranks_per_node(slurm: SlurmConfig | None) -> int:
-    """Return the ranks that the file asks for on each node; 1 without ``slurm:``."""
-    return 1 if slurm is None else ranks_a_node(slurm)
+    """Return the ranks that the file requests per node; 1 without ``slurm:``."""
+    return 1 if slurm is None else ranks_on_each_node(slurm)
 
 
 def _slurm_gpu_hours(slurm: SlurmConfig | None) -> float | None:
@@ -224,7 +236,7 @@ def _slurm_gpu_hours(slurm: SlurmConfig | None) -> float | None:
         return 0.0
     if slurm.time_limit is None:
         return None
-    return most_nodes(slurm) * slurm.gpus_per_node * slurm.time_limit / 60
+    return max_nodes(slurm) * slurm.gpus_per_node * slurm.time_limit / 60
 
 
 def _local_gpu_hours(experiment: Experiment) -> float | None:

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.config.keys import SCALING, split_key
-from hpc_train.config.loading import Loaded
-from hpc_train.config.names import one_child
 from hpc_train.config.problems import KeyPath
 from hpc_train.config.schema import Experiment, SweepConfig
 from hpc_train.errors import BadFileError
 from hpc_train.plan.identity import run_id
+from hpc_train.validate.loading import Loaded
+from hpc_train.validate.model_facts import one_child
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One run of a sweep; ``values`` are the swept keys with what they are in it."""
+    """One run of a sweep; ``values`` are the swept keys and their values."""
 
     id: str
     values: dict[str, Any]
@@ -28,7 +28,7 @@ class Variant:
 def expand(loaded: Loaded) -> list[Variant]:
     """Return the runs: all combinations of the grid, the last key varying fastest; one run without a grid.
 
-    Raises BadFileError with every problem of every combination, and where two of them are the same run.
+    Raises BadFileError with all problems of all combinations, and where two of them are the same run.
     """
     variants, problems = [], []
     scaled_by = _scaled_by(loaded.experiment.sweep.grid)
@@ -47,12 +47,12 @@ def expand(loaded: Loaded) -> list[Variant]:
 
 
 def _single(experiment: Experiment) -> Experiment:
-    """Return one run's experiment without the sweep that it came from, but for what a queue has to know."""
+    """Return one run's experiment without the sweep, except for what a queue needs."""
     return experiment.model_copy(update={"sweep": SweepConfig(max_parallel=experiment.sweep.max_parallel)})
 
 
 def _scaled_by(grid: Iterable[str]) -> list[KeyPath]:
-    """Return the grid's keys that change only the size of the job."""
+    """Return the grid's keys that only change the size of the job."""
     return sorted(path for key in grid if (path := split_key(key)) in SCALING)
 
 
@@ -69,7 +69,7 @@ def _twice(loaded: Loaded, variants: list[Variant]) -> list[str]:
         if other is not variant:
             message = f"{describe(other.values)} and {describe(variant.values)} are the same run {variant.id}"
             problems.append(
-                loaded.problem("sweep.grid", message, "leave one of the two out: a run trains once")
+                loaded.problem("sweep.grid", message, "remove one of the two: a run trains only once")
             )
     return problems
 

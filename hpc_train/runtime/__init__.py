@@ -1,1 +1,1 @@
-"""What a rank stands on: its facts, process group, device, precision, signals and agreement."""
+"""Where 0.1 had what plug-ins import; the same objects as in ``hpc_train.datasets.types``."""

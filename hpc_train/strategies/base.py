@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.degrees import Degrees
 from hpc_train.config.training_sections import ParallelConfig
-from hpc_train.runtime.data_info import Batch
-from hpc_train.runtime.precision import Precision
+from hpc_train.datasets.types import Batch
+from hpc_train.distributed.precision import Precision
+from hpc_train.topology.degrees import Degrees
 
 
 class Forward(Protocol):
@@ -34,14 +34,14 @@ class Forward(Protocol):
         """Return the batch on the device, its inputs as the model takes them."""
 
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the mean loss of what the model made of the batch, shape ()."""
+        """Return the mean loss of the model's outputs for the batch, shape (). Moves the targets alone."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return what backward begins at: ``loss``, multiplied by the scaler's factor under fp16."""
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankContext:
     """What a strategy is told: the rank's place, its device and the numbers' format."""
 
     rank: int
@@ -62,7 +62,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of one tensor: ``local`` holds what lies at ``offset`` in a tensor of ``shape``.
+    """A part of one tensor: ``local`` is the part at ``offset`` in a tensor of ``shape``.
 
     ``is_writer`` is true on exactly one of the ranks that hold the same part: that one saves it.
     """
@@ -74,13 +74,13 @@ class Piece:
 
 
 class Strategy(Protocol):
-    """How ranks share one model. Constructed as ``Strategy(placement)``. Collective unless said."""
+    """How ranks share one model. Constructed as ``Strategy(context)``. Collective unless said."""
 
     #: Whether the strategy casts to the compute dtype by itself; otherwise the loop uses autocast.
-    casts: bool
+    handles_mixed_precision: bool
     #: Of the ranks that share one copy of the model exactly one reports: its losses and its sums of an
     #: evaluation count.
-    reports: bool
+    owns_loss: bool
     #: After ``place``: what this rank holds of the model, under the names that it has there.
     model: nn.Module
 
@@ -94,7 +94,7 @@ class Strategy(Protocol):
 
     def optimized(self) -> dict[str, nn.Parameter]:
         """Return name → what the optimizer is to hold: the parameters that are trained and that this rank
-        has a part of, or what stands for them here, under their names and in their order. Not collective;
+        has a part of, or what represents them here, under their names and in their order. Not collective;
         after ``place``.
         """
 
@@ -120,7 +120,7 @@ class Strategy(Protocol):
         """
 
     def pieces(self, tensor: Tensor, like: Tensor) -> list[Piece]:
-        """Tell which parts of which global tensor this rank holds: of the parameter or buffer ``like``, or
+        """Tell which parts of which global tensor this rank owns: of the parameter or buffer ``like``, or
         of what the optimizer or an average keeps for it. Always as many for tensors of one shape.
 
         Not collective. ``local`` shares memory with ``tensor``: copying into it changes the tensor.

@@ -87,7 +87,7 @@ class Buffers:
 
     @torch.no_grad()
     def put_back(self, copies: Sequence[Tensor]) -> None:
-        """Let the buffers be what ``copies`` returned, whatever is in their places by now."""
+        """Let the buffers be what ``copies`` returned, whatever has replaced them."""
         for place in self._places:
             place.module._buffers[place.key] = place.tensor
         for tensor, value in zip(self.tensors(), copies, strict=True):

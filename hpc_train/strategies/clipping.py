@@ -1,4 +1,4 @@
-"""Clipping where ranks hold different parts of different tensors, of one mesh or of several."""
+"""Gradient clipping where ranks own different parts of different tensors, on one mesh or several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hpc_train.strategies.base import Piece, Placement
+from hpc_train.strategies.base import Piece, RankContext
 
 #: torch's own, of ``clip_grad_norm_``.
 _EPS = 1e-6
@@ -20,7 +20,7 @@ def clip_over_ranks(
     parameters: Iterable[Tensor],
     pieces: Callable[[Tensor, Tensor], Sequence[Piece]],
     max_norm: float,
-    placement: Placement,
+    context: RankContext,
 ) -> Tensor:
     """Scale gradients so that their L2 norm over all ranks is at most ``max_norm``.
 
@@ -32,13 +32,13 @@ def clip_over_ranks(
     counted = [
         piece.local for like, gradient in trained for piece in pieces(gradient, like) if piece.is_writer
     ]
-    squares = torch.zeros((), dtype=torch.float64, device=placement.device)
+    squares = torch.zeros((), dtype=torch.float64, device=context.device)
     if counted:
         # In float64 the square of a float32 norm can't overflow.
         squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
-    if placement.world_size > 1:
+    if context.world_size > 1:
         dist.all_reduce(squares)
-    norm = squares.sqrt().to(placement.precision.param_dtype)
+    norm = squares.sqrt().to(context.precision.param_dtype)
     scale = torch.clamp(max_norm / (norm + _EPS), max=1.0)
     if trained:
         torch._foreach_mul_([_local(gradient) for _, gradient in trained], scale)

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError
-from hpc_train.runtime.data_info import Batch
-from hpc_train.strategies.base import Forward, Piece, Placement
+from hpc_train.strategies.base import Forward, Piece, RankContext
 from hpc_train.strategies.buffers import Buffers, broadcast_from_rank_0, buffers_kept, persistent_buffers
 from hpc_train.strategies.pieces import piece_of
 from hpc_train.strategies.running_statistics import RunningStatistics
@@ -25,18 +25,18 @@ from hpc_train.strategies.running_statistics import RunningStatistics
 class DataParallel(ABC):
     """Every rank runs the whole forward on its own micro-batches. See ``strategies.base.Strategy``."""
 
-    casts = False
-    reports = True
+    handles_mixed_precision = False
+    owns_loss = True
 
-    def __init__(self, placement: Placement) -> None:
-        self.placement = placement
+    def __init__(self, context: RankContext) -> None:
+        self.context = context
         self.model: nn.Module
         self.wrapped: nn.Module
 
     def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         refuse_complex(model)
-        move(model, self.placement)
-        if self.placement.channels_last:
+        move(model, self.context)
+        if self.context.channels_last:
             model.to(memory_format=torch.channels_last)
         self.model = model
         self.wrapped = self.wrap(model, blocks)
@@ -48,7 +48,7 @@ class DataParallel(ABC):
         self, model: nn.Module, group: dist.ProcessGroup | None = None
     ) -> RunningStatistics:
         """Return those of ``model``, or of a stage that the ranks of ``group`` train."""
-        rank, degrees = self.placement.rank, self.placement.degrees
+        rank, degrees = self.context.rank, self.context.degrees
         return RunningStatistics(
             model,
             data_rank=degrees.data_rank(rank),
@@ -66,7 +66,7 @@ class DataParallel(ABC):
         """Return the context of one slot; gradients are averaged over ranks in the last slot's backward."""
 
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
-        total = torch.zeros((), device=self.placement.device, dtype=torch.float64)
+        total = torch.zeros((), device=self.context.device, dtype=torch.float64)
         with self._statistics.step(len(batches)):
             for slot, batch in enumerate(batches):
                 is_spare = batch.weight == 0
@@ -75,7 +75,7 @@ class DataParallel(ABC):
                 with self.synchronised(slot == len(batches) - 1), kept, statistics:
                     loss = forward.loss(self.wrapped, batch)
                     # Averaging over ranks divides by R; the mean over M micro-batches is what is wanted.
-                    forward.scale(loss * (batch.weight * self.placement.degrees.data_ranks)).backward()
+                    forward.scale(loss * (batch.weight * self.context.degrees.data_ranks)).backward()
                     self._buffers.settle()
                 total += loss.detach() * batch.weight
         return total
@@ -88,7 +88,7 @@ class DataParallel(ABC):
 
     def share_buffers(self, *, all_persistent: bool) -> None:
         buffers = self._buffers.tensors(all_persistent=all_persistent)
-        if buffers and self.placement.world_size > 1:
+        if buffers and self.context.world_size > 1:
             broadcast_from_rank_0(buffers)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
@@ -96,11 +96,11 @@ class DataParallel(ABC):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def pieces(self, tensor: Tensor, like: Tensor) -> list[Piece]:
-        """Return this rank's part of a DTensor, and the whole of any other, which every rank holds."""
+        """Return this rank's part of a DTensor, and any other tensor whole, since every rank has it."""
         if isinstance(tensor, DTensor):
             return [piece_of(tensor)]
         shape = tuple(tensor.shape)
-        return [Piece(shape, (0,) * len(shape), tensor.detach(), is_writer=self.placement.rank == 0)]
+        return [Piece(shape, (0,) * len(shape), tensor.detach(), is_writer=self.context.rank == 0)]
 
     def empty_like(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None) -> Tensor:
         if like is not None and tuple(shape) == tuple(like.shape):
@@ -108,17 +108,17 @@ class DataParallel(ABC):
         return torch.empty(tuple(shape), dtype=dtype)
 
 
-def move(model: nn.Module, placement: Placement) -> None:
+def move(model: nn.Module, context: RankContext) -> None:
     """Put ``model``, or a stage of one, on the rank's device, in place, in the precision's format.
 
     ``Module.to`` with a dtype would make real numbers of complex ones (rotary embeddings' ``freqs_cis``).
     """
-    real = placement.precision.param_dtype
+    real = context.precision.param_dtype
 
     def moved(tensor: Tensor) -> Tensor:
         if tensor.is_complex() and real == torch.float64:
-            return tensor.to(placement.device, torch.complex128)
-        return tensor.to(placement.device, real if tensor.is_floating_point() else None)
+            return tensor.to(context.device, torch.complex128)
+        return tensor.to(context.device, real if tensor.is_floating_point() else None)
 
     model._apply(moved)
 

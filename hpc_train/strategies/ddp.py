@@ -1,4 +1,4 @@
-"""``strategy: ddp``: every rank holds the whole model; gradients are averaged in buckets during backward."""
+"""``strategy: ddp``: every rank has the whole model; gradients are averaged in buckets during backward."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError
-from hpc_train.runtime.data_info import Batch
-from hpc_train.strategies.base import Forward, Placement
+from hpc_train.strategies.base import Forward, RankContext
 from hpc_train.strategies.buffers import buffers_kept
 from hpc_train.strategies.data_parallel import DataParallel
 
@@ -30,9 +30,9 @@ class DDPStrategy(DataParallel):
     #: Named in errors.
     name = "ddp"
 
-    def __init__(self, placement: Placement) -> None:
-        super().__init__(placement)
-        arguments = dict(placement.args)
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        arguments = dict(context.args)
         #: For models that leave parameters out of some forward passes; searching the graph costs time.
         self._finds_unused = bool(arguments.pop("find_unused_parameters", False))
         if arguments:
@@ -41,12 +41,12 @@ class DDPStrategy(DataParallel):
                 "it takes find_unused_parameters"
             )
         # With that search on DDP keeps its first layout.
-        self._is_rehearsed = placement.world_size == 1 or self._finds_unused
+        self._is_rehearsed = context.world_size == 1 or self._finds_unused
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        if self.placement.world_size == 1:
+        if self.context.world_size == 1:
             return model
-        device = self.placement.device
+        device = self.context.device
         return DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
@@ -67,7 +67,7 @@ class DDPStrategy(DataParallel):
         return super().accumulate(batches, forward)
 
     def _rehearse(self, batch: Batch, forward: Forward) -> None:
-        """Let DDP lay its buckets in the order in which gradients come, before any gradient counts.
+        """Let DDP build its buckets in the order in which gradients come, before any gradient counts.
 
         It does so after its first backward. On three ranks and more the order of additions depends on
         that layout, so without this a resumed run would differ in the last bit from one never stopped.

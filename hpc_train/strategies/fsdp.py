@@ -14,5 +14,5 @@ class FSDPStrategy(FullySharded):
 
     def mesh(self) -> DeviceMesh:
         return init_device_mesh(
-            self.placement.device.type, (self.placement.degrees.shard,), mesh_dim_names=("shard",)
+            self.context.device.type, (self.context.degrees.shard,), mesh_dim_names=("shard",)
         )

@@ -10,36 +10,37 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from hpc_train.distributed.precision import Precision
 from hpc_train.errors import BadFileError
-from hpc_train.runtime.precision import Precision
-from hpc_train.strategies.base import Placement
+from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.clipping import clip_over_ranks
 from hpc_train.strategies.data_parallel import DataParallel
+from hpc_train.validate.compatibility import sharded_batchnorm
 
 
 class FullySharded(DataParallel):
-    """Parameters, gradients and optimizer state lie in shards; a block's are gathered while it computes."""
+    """Parameters, gradients and optimizer state are sharded; a block's are gathered while it computes."""
 
-    casts = True
+    handles_mixed_precision = True
     #: Named in errors.
     name: str
     #: Whether a block's parameters are let go between its forward and its backward.
     reshard_after_forward = True
 
-    def __init__(self, placement: Placement) -> None:
-        if placement.args:
+    def __init__(self, context: RankContext) -> None:
+        if context.args:
             raise BadFileError(
-                f"parallel.args: {self.name} takes none; take {next(iter(placement.args))!r} out"
+                f"parallel.args: {self.name} takes none; take {next(iter(context.args))!r} out"
             )
-        super().__init__(placement)
+        super().__init__(context)
 
     @abstractmethod
     def mesh(self) -> DeviceMesh:
         """Return the mesh of the ranks that share parameters; a first axis, if any, holds copies of that."""
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        refuse_unshardable(model, blocks, self.placement.precision, self.name)
-        shard(model, blocks, self.mesh(), self.placement.precision, self.reshard_after_forward)
+        refuse_unshardable(model, blocks, self.context.precision, self.name)
+        shard(model, blocks, self.mesh(), self.context.precision, self.reshard_after_forward)
         return model
 
     def synchronised(self, is_last: bool) -> AbstractContextManager[object]:
@@ -48,7 +49,7 @@ class FullySharded(DataParallel):
         return nullcontext()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        return clip_over_ranks(self.model.parameters(), self.pieces, max_norm, self.placement)
+        return clip_over_ranks(self.model.parameters(), self.pieces, max_norm, self.context)
 
 
 def shard(
@@ -77,10 +78,7 @@ def refuse_unshardable(
     """Raise BadFileError for what ``fully_shard`` can't do. ``strategy``: its name in the file."""
     has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     if precision.is_mixed and has_batchnorm:
-        raise BadFileError(
-            f"precision: {precision.name} does not work with BatchNorm under {strategy}; "
-            "write fp32, or parallel.strategy: ddp"
-        )
+        raise sharded_batchnorm(precision.name, strategy, "this model").as_error()
     numbers = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if numbers:
         raise BadFileError(
@@ -105,7 +103,7 @@ def _refuse_tied_apart(model: nn.Module, blocks: Sequence[nn.Module], strategy: 
 def _uses(
     module: nn.Module, blocks: set[nn.Module], prefix: str = "", block: nn.Module | None = None
 ) -> Iterator[tuple[str, nn.Parameter, nn.Module | None]]:
-    """Yield each place of each parameter: its name, the parameter, and the block that it lies in."""
+    """Yield each place of each parameter: its name, the parameter, and the block that contains it."""
     block = module if module in blocks else block
     for key, parameter in module._parameters.items():
         if parameter is not None:

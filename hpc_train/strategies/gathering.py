@@ -1,4 +1,4 @@
-"""Slices of whole tensors, one a rank, and how all ranks come to hold all of them again.
+"""Slices of whole tensors, one per rank, and gathering all of them on all ranks.
 
 Used by ``zero1``. Legend: R ranks; slice r of a tensor of d rows is rows r⌈d/R⌉ … (r+1)⌈d/R⌉, as
 ``torch.chunk`` and DTensor's ``Shard(0)`` have it: the last ones may be shorter, or empty.
@@ -74,7 +74,7 @@ def _copy(flat: Tensor, rows: Tensor, *, into_flat: bool) -> None:
 
 
 def _buckets(tensors: Sequence[Tensor], world_size: int, bucket_bytes: int) -> Iterator[list[_Rows]]:
-    """Yield rows of one dtype and device that all ranks' slices together need so many bytes for, at most.
+    """Yield rows of one dtype and device that fit into this number of bytes over all ranks' slices.
 
     One row of each rank is never split.
     """

@@ -14,4 +14,4 @@ class HSDPStrategy(FullySharded):
     name = "hsdp"
 
     def mesh(self) -> DeviceMesh:
-        return mesh_of(self.placement, ("replicate", "shard"))
+        return mesh_of(self.context, ("replicate", "shard"))

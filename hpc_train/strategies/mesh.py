@@ -1,4 +1,4 @@
-"""The one DeviceMesh of a run, its axes those of ``config.degrees``: who shares what with whom.
+"""The one DeviceMesh of a run, its axes those of ``topology.degrees``: who shares what with whom.
 
 Made once a process group, however often the model is built: each NCCL communicator holds device memory until
 the process group is destroyed.
@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hpc_train.config.degrees import AXES
-from hpc_train.strategies.base import Placement
+from hpc_train.strategies.base import RankContext
+from hpc_train.topology.degrees import AXES
 
 T = TypeVar("T")
 #: By process group of all ranks, of which there is one at a time: what ``made_once`` has made of it.
@@ -35,18 +35,18 @@ def made_once(key: Hashable, make: Callable[[], T]) -> T:
     return found
 
 
-def mesh_of(placement: Placement, axes: tuple[str, ...] = AXES) -> DeviceMesh:
-    """Return the mesh of all ranks with these axes of ``config.degrees``. Collective."""
-    sizes = tuple(getattr(placement.degrees, axis) for axis in axes)
-    device_type = placement.device.type
+def mesh_of(context: RankContext, axes: tuple[str, ...] = AXES) -> DeviceMesh:
+    """Return the mesh of all ranks with these axes of ``topology.degrees``. Collective."""
+    sizes = tuple(getattr(context.degrees, axis) for axis in axes)
+    device_type = context.device.type
     return made_once(
         (device_type, sizes, axes), lambda: init_device_mesh(device_type, sizes, mesh_dim_names=axes)
     )
 
 
-def device_mesh(placement: Placement) -> DeviceMesh:
+def device_mesh(context: RankContext) -> DeviceMesh:
     """Return the mesh of all ranks, of all four axes. Collective."""
-    return mesh_of(placement)
+    return mesh_of(context)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

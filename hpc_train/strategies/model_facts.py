@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from hpc_train.config.training_sections import ModelConfig
+from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import UserError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.models.inspection import has_batchnorm
 from hpc_train.models.splitting import most_stages
-from hpc_train.runtime.data_info import DataInfo
 from hpc_train.strategies.tensor_layers import numbers_shared, shareable_in
 
 #: What models are made for that don't say it.
@@ -31,10 +31,11 @@ _CHANNELS = 3
 def facts(name: str, args: dict[str, Any], image_size: int | None = None) -> dict[str, Any]:
     """Build the model and return what decides whether it can be trained as the file says.
 
-    ``has_batchnorm``; and for ranks that share layers what ``config.layer_rules.LayerFacts`` has: ``shared``,
-    of equal numbers the first alone, ``dropout_key`` and ``most_stages``. With ``image_size`` (pixels) also
-    ``size_refusal``: why the model can't take such images, ``fitting_size``: one that it takes, and
-    ``takes_img_size``: whether it can be built for another. Raises BadFileError where there is no such model.
+    ``has_batchnorm``; and for ranks that share layers what ``validate.layer_rules.LayerFacts`` has:
+    ``shared``, of equal numbers the first alone, ``dropout_key`` and ``most_stages``. With ``image_size``
+    (pixels) also ``size_refusal``: why the model can't take such images, ``fitting_size``: one that it
+    takes, and ``takes_img_size``: whether it can be built for another. Raises BadFileError where there is
+    no such model.
     """
     values = (0.5,) * _CHANNELS
     info = DataInfo(num_classes=10, channels=_CHANNELS, mean=values, std=values)

@@ -1,4 +1,4 @@
-"""Which part of a global tensor a DTensor's rank holds: for checkpoints of every strategy that shards."""
+"""Which part of a global tensor a DTensor's rank owns: for checkpoints of every sharding strategy."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def dealt_out(tensor: Tensor, parts: int, ranks: int) -> Tensor:
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """Return this rank's part as it lies in memory."""
+    """Return this rank's part in its memory layout."""
     with torch.no_grad():
         return tensor.to_local()
 

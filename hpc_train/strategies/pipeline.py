@@ -18,20 +18,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 
-from hpc_train.config.pipelines import problem_of_schedule, problem_of_stages, stages_per_rank
-from hpc_train.config.problems import Problem, dotted
+from hpc_train.config.problems import Problem
+from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError
 from hpc_train.models.splitting import Stage, split_model
-from hpc_train.runtime.data_info import Batch
-from hpc_train.strategies.base import Forward, Piece, Placement
+from hpc_train.strategies.base import Forward, Piece, RankContext
 from hpc_train.strategies.buffers import Buffers, broadcast_from_rank_0, buffers_kept
 from hpc_train.strategies.clipping import clip_over_ranks
 from hpc_train.strategies.data_parallel import move, refuse_complex
 from hpc_train.strategies.fully_sharded import FullySharded, refuse_unshardable, shard
 from hpc_train.strategies.mesh import data_mesh, device_mesh, made_once, part_of
-from hpc_train.strategies.pipeline_run import Chunks, Run
-from hpc_train.strategies.stages import Forms, HeldStages, Passage, let_go, make_contiguous
+from hpc_train.strategies.pipeline_run import MicroBatchStage, Run
+from hpc_train.strategies.stages import (
+    HeldStages,
+    OutputSpecs,
+    PipelineForward,
+    drop_other_stages,
+    make_contiguous,
+    only_tensor,
+)
 from hpc_train.strategies.tensor_plan import TensorPlan, even_out, refuse_unshared, share_layers
+from hpc_train.topology.pipeline_schedules import problem_of_schedule, problem_of_stages, stages_per_rank
+from hpc_train.validate.compatibility import compiled_whole
 
 
 class PipelineStrategy(FullySharded):
@@ -44,15 +52,15 @@ class PipelineStrategy(FullySharded):
     name = "pipeline"
     reshard_after_forward = False
 
-    def __init__(self, placement: Placement) -> None:
-        super().__init__(placement)
-        if problem := problem_of_stages(placement.parallel):
-            raise _as_error(problem)
-        degrees = placement.degrees
-        is_on_last = degrees.stage_rank(placement.rank) == degrees.pipeline - 1
-        self.reports = is_on_last and degrees.tensor_rank(placement.rank) == 0
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        if problem := problem_of_stages(context.parallel):
+            raise problem.as_error()
+        degrees = context.degrees
+        is_on_last = degrees.stage_rank(context.rank) == degrees.pipeline - 1
+        self.owns_loss = is_on_last and degrees.tensor_rank(context.rank) == 0
         # One rank alone has nobody to take turns with, and an older torch would have it send to itself.
-        per_rank = stages_per_rank(placement.parallel) if degrees.pipeline > 1 else 1
+        per_rank = stages_per_rank(context.parallel) if degrees.pipeline > 1 else 1
         self._num_stages = degrees.pipeline * per_rank
         #: id of a parameter → what its stage's ranks share.
         self._plans: dict[int, TensorPlan] = {}
@@ -62,14 +70,14 @@ class PipelineStrategy(FullySharded):
         """Keep this rank's stages of ``model``; the tensors of all others are freed. Collective."""
         # On all ranks alike, whichever stage it is of.
         refuse_complex(model)
-        refuse_unshardable(model, blocks, self.placement.precision, self.name)
+        refuse_unshardable(model, blocks, self.context.precision, self.name)
         self._refuse_compiled(model)
-        refuse_unshared(model, self.placement.degrees.tensor, "take it out")
+        refuse_unshared(model, self.context.degrees.tensor, "take it out")
         names = list(model.state_dict())
-        self._mesh = device_mesh(self.placement)
+        self._mesh = device_mesh(self.context)
         self._first_of_stage, self._same_stage = self._make_stage_groups()
         self._held = self._own_stages(split_model(model, blocks, self._num_stages))
-        let_go(model, list(self._held.values()))
+        drop_other_stages(model, list(self._held.values()))
         for stage in self._held.values():
             self._place_stage(model, stage, [block for block in blocks if block in set(stage.modules())])
         held = list(self._held.values())
@@ -82,20 +90,17 @@ class PipelineStrategy(FullySharded):
             index: self._running_statistics(stage, self._same_stage) for index, stage in self._held.items()
         }
         group = part_of(self._mesh, "pipeline").get_group()
-        passage = Passage(self.model, dict(self._held), self._num_stages, group, self.placement.device)
+        passage = PipelineForward(self.model, dict(self._held), self._num_stages, group, self.context.device)
         self.wrapped = self._passage = passage
         return passage
 
     def _refuse_compiled(self, model: nn.Module) -> None:
         if model._compiled_call_impl is not None:
-            raise BadFileError(
-                f"compile.scope: {self.name} runs stages, and what would be compiled is the whole model; "
-                "write blocks, or compile: false for a model that has none"
-            )
+            raise compiled_whole(self.name).as_error()
 
     def _own_stages(self, stages: Sequence[Stage]) -> dict[int, Stage]:
         """Return index → stage; BadFileError, on all ranks alike, where one has nothing to optimise."""
-        num_ranks = self.placement.degrees.pipeline
+        num_ranks = self.context.degrees.pipeline
         by_rank = [dict(list(enumerate(stages))[rank::num_ranks]) for rank in range(num_ranks)]
         for held in by_rank:
             if not any(value.requires_grad for stage in held.values() for value in stage.parameters()):
@@ -103,29 +108,29 @@ class PipelineStrategy(FullySharded):
                     f"parallel.pipeline: all parameters of stage {next(iter(held))} of {len(stages)} are "
                     "frozen; write fewer stages, or parallel.strategy: fsdp"
                 )
-        return by_rank[self.placement.degrees.stage_rank(self.placement.rank)]
+        return by_rank[self.context.degrees.stage_rank(self.context.rank)]
 
     def mesh(self) -> DeviceMesh:
         return data_mesh(self._mesh)
 
     def _place_stage(self, model: nn.Module, stage: Stage, blocks: Sequence[nn.Module]) -> None:
-        move(stage, self.placement)
+        move(stage, self.context)
         make_contiguous(stage)
         plan = share_layers(stage, part_of(self._mesh, "tensor"), within=model)
-        shard(stage, blocks, self.mesh(), self.placement.precision, self.reshard_after_forward)
+        shard(stage, blocks, self.mesh(), self.context.precision, self.reshard_after_forward)
         plan.note_parameters()
         self._plans.update((id(parameter), plan) for parameter in stage.parameters())
 
     def _make_stage_groups(self) -> tuple[int, dist.ProcessGroup | None]:
         """Return the first of the ranks that have this one's stages, and their group; None if it is alone."""
-        placement = self.placement
-        size = placement.world_size // placement.degrees.pipeline
+        context = self.context
+        size = context.world_size // context.degrees.pipeline
         if size == 1:
-            return placement.rank, None
+            return context.rank, None
         # torch wants every rank to make all of them.
-        stages = [tuple(range(first, first + size)) for first in range(0, placement.world_size, size)]
+        stages = [tuple(range(first, first + size)) for first in range(0, context.world_size, size)]
         groups = made_once(tuple(stages), lambda: [dist.new_group(list(ranks)) for ranks in stages])
-        own = placement.rank // size
+        own = context.rank // size
         return own * size, cast(dist.ProcessGroup, groups[own])
 
     def optimized(self) -> dict[str, nn.Parameter]:
@@ -138,27 +143,27 @@ class PipelineStrategy(FullySharded):
                 steps.enter_context(statistics.step(len(batches)))
             total = run.step(batches, forward)
             self._buffers.settle()
-        if self.placement.degrees.tensor > 1:
+        if self.context.degrees.tensor > 1:
             even_out(self._optimized.values(), part_of(self._mesh, "tensor"))
-        return total if self.reports else torch.zeros_like(total)
+        return total if self.owns_loss else torch.zeros_like(total)
 
     def _run_for(self, batches: Sequence[Batch], forward: Forward) -> Run:
-        """Return the schedule for so many micro-batches of such a shape; made at the first step."""
-        inputs = batches[0].inputs
+        """Return the schedule for these micro-batches; created at the first step."""
+        inputs = only_tensor(batches[0].inputs)
         key = (len(batches), tuple(inputs.shape), inputs.dtype)
         if self._prepared is None or self._prepared[0] != key:
             if problem := self.problem(len(batches)):
-                raise _as_error(problem)
-            forms = self._rehearse(batches[0], forward)
-            stages = [self._chunks_of(index, forms) for index in self._held]
+                raise problem.as_error()
+            specs = self._rehearse(batches[0], forward)
+            stages = [self._chunks_of(index, specs) for index in self._held]
             self._prepared = key, self.new_run(stages, len(batches))
         return self._prepared[1]
 
     def problem(self, slots: int) -> Problem | None:
-        """Return what keeps the file's schedule from so many micro-batches."""
-        return problem_of_schedule(self.placement.parallel, self.placement.degrees.pipeline, slots)
+        """Return why the file's schedule can't run this number of micro-batches, or None."""
+        return problem_of_schedule(self.context.parallel, self.context.degrees.pipeline, slots)
 
-    def _rehearse(self, batch: Batch, forward: Forward) -> list[Forms]:
+    def _rehearse(self, batch: Batch, forward: Forward) -> list[OutputSpecs]:
         """Run a forward whose result does not count; return what each stage takes, and what the last returns.
 
         Else torch would run one of its own, in which layers draw from other streams.
@@ -170,26 +175,26 @@ class PipelineStrategy(FullySharded):
                 yield
 
         inputs = forward.to_input(batch).inputs
-        _, forms = self._passage.run(inputs, around=around)
-        return [Forms.of(inputs), *forms]
+        _, specs = self._passage.run(inputs, around=around)
+        return [OutputSpecs.of(inputs), *specs]
 
-    def _chunks_of(self, index: int, forms: list[Forms]) -> Chunks:
-        return Chunks(
+    def _chunks_of(self, index: int, specs: list[OutputSpecs]) -> MicroBatchStage:
+        return MicroBatchStage(
             self._held[index],
             index,
             self._num_stages,
-            self.placement.device,
-            input_args=tuple(form.on_meta() for form in forms[index].values),
-            output_args=tuple(form.on_meta() for form in forms[index + 1].values),
+            self.context.device,
+            input_args=tuple(form.on_meta() for form in specs[index].values),
+            output_args=tuple(form.on_meta() for form in specs[index + 1].values),
             group=part_of(self._mesh, "pipeline").get_group(),
             statistics=self._stage_statistics[index],
         )
 
-    def new_run(self, stages: list[Chunks], slots: int) -> Run:
-        return Run(stages, self._schedule_class(slots), slots, self.placement.degrees.data_ranks)
+    def new_run(self, stages: list[MicroBatchStage], slots: int) -> Run:
+        return Run(stages, self._schedule_class(slots), slots, self.context.degrees.data_ranks)
 
     def _schedule_class(self, slots: int) -> type[Any]:
-        schedule = self.placement.parallel.schedule
+        schedule = self.context.parallel.schedule
         if schedule == "interleaved" and len(self._held) > 1:
             return ScheduleInterleaved1F1B
         # With fewer slots than stages no rank comes to its turns: all forward first, then all backward.
@@ -202,16 +207,12 @@ class PipelineStrategy(FullySharded):
             broadcast_from_rank_0(buffers, self._same_stage, self._first_of_stage)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        return clip_over_ranks(self._optimized.values(), self.pieces, max_norm, self.placement)
+        return clip_over_ranks(self._optimized.values(), self.pieces, max_norm, self.context)
 
     def pieces(self, tensor: Tensor, like: Tensor) -> list[Piece]:
-        """Return this rank's part of a DTensor, and the whole of any other, which its stage's ranks hold."""
+        """Return this rank's part of a DTensor, and any other tensor whole: its stage's ranks have it."""
         if isinstance(tensor, DTensor):
             return self._plans[id(like)].pieces(tensor, like)
         shape = tuple(tensor.shape)
-        is_writer = self.placement.rank == self._first_of_stage
+        is_writer = self.context.rank == self._first_of_stage
         return [Piece(shape, (0,) * len(shape), tensor.detach(), is_writer)]
-
-
-def _as_error(problem: Problem) -> BadFileError:
-    return BadFileError(f"{dotted(problem.path)}: {problem.message}; {problem.remedy}")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
-from hpc_train.runtime.data_info import Batch
+from hpc_train.datasets.types import Batch
 from hpc_train.strategies.base import Forward
 from hpc_train.strategies.buffers import buffers_kept
 from hpc_train.strategies.running_statistics import RunningStatistics
@@ -22,7 +22,9 @@ from hpc_train.strategies.running_statistics import RunningStatistics
 class Run:
     """A schedule, and the step that it runs: its batches, and what they come to."""
 
-    def __init__(self, stages: list[Chunks], schedule: type[Any], in_flight: int, data_ranks: int) -> None:
+    def __init__(
+        self, stages: list[MicroBatchStage], schedule: type[Any], in_flight: int, data_ranks: int
+    ) -> None:
         """``in_flight``: micro-batches that the schedule takes at a time."""
         self._in_flight = in_flight
         self._data_ranks = data_ranks
@@ -58,7 +60,7 @@ class Run:
         return self._first + self._in_flight >= len(self._batches)
 
     @contextmanager
-    def begun(self, chunk: int, stage: Chunks) -> Iterator[Batch]:
+    def begun(self, chunk: int, stage: MicroBatchStage) -> Iterator[Batch]:
         """Enter what a stage's forward runs in; yield the batch."""
         slot = self._first + chunk
         batch = self._batches[slot]
@@ -78,7 +80,7 @@ class Run:
         return self._forward.scale(loss * (batch.weight * self._data_ranks))
 
 
-class Chunks(PipelineStage):
+class MicroBatchStage(PipelineStage):
     """torch's stage, whose micro-batches (its chunks) run forward as the loop has it."""
 
     run: Run

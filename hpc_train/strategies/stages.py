@@ -1,6 +1,6 @@
-"""The stages of a model that a rank holds, and a batch's way through the stages of all ranks.
+"""The stages of a model that a rank owns, and a batch's way through the stages of all ranks.
 
-Used by ``pipeline`` and ``split``. Legend: K ranks of a pipeline; stage s lies on its rank s mod K.
+Used by ``pipeline`` and ``split``. Legend: K ranks of a pipeline; stage s is on its rank s mod K.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hpc_train.errors import BadFileError
 from hpc_train.models.splitting import Stage
 from hpc_train.models.tracing import cant_be_cut
 
@@ -45,7 +46,7 @@ class HeldStages(nn.Module):
         }
 
 
-def let_go(model: nn.Module, held: Sequence[Stage]) -> None:
+def drop_other_stages(model: nn.Module, held: Sequence[Stage]) -> None:
     """Free the memory of all parameters and buffers of ``model`` that are of no held stage."""
     kept = {id(value) for stage in held for value in (*stage.parameters(), *stage.buffers())}
     for module in model.modules():
@@ -59,7 +60,7 @@ def let_go(model: nn.Module, held: Sequence[Stage]) -> None:
 
 
 def make_contiguous(stage: nn.Module) -> None:
-    """Have ``stage`` return what can be sent: a send takes what lies in one piece, in order."""
+    """Have ``stage`` return what can be sent: a send takes contiguous tensors."""
 
     def in_order(module: nn.Module, inputs: Any, outputs: Any) -> Any:
         if isinstance(outputs, tuple):
@@ -70,7 +71,7 @@ def make_contiguous(stage: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Form:
+class OutputSpec:
     """What a rank must know of a tensor to receive it."""
 
     shape: tuple[int, ...]
@@ -78,7 +79,7 @@ class Form:
     requires_grad: bool
 
     @classmethod
-    def of(cls, value: Tensor) -> Form:
+    def of(cls, value: Tensor) -> OutputSpec:
         return cls(tuple(value.shape), value.dtype, value.requires_grad)
 
     def zeros(self, device: torch.device | str) -> Tensor:
@@ -90,23 +91,33 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Forms:
+class OutputSpecs:
     """What a stage returns."""
 
-    values: tuple[Form, ...]
+    values: tuple[OutputSpec, ...]
     is_tuple: bool
 
     @classmethod
-    def of(cls, outputs: Any) -> Forms:
+    def of(cls, outputs: Any) -> OutputSpecs:
         """Raises BadFileError where it is neither a tensor nor several."""
         is_tuple = isinstance(outputs, tuple)
         values = outputs if is_tuple else (outputs,)
         if not all(isinstance(value, Tensor) for value in values):
             raise cant_be_cut(f"it returns a {type(outputs).__name__}, not a tensor or a tuple of tensors")
-        return cls(tuple(Form.of(value) for value in values), is_tuple)
+        return cls(tuple(OutputSpec.of(value) for value in values), is_tuple)
 
     def joined(self, values: Sequence[Tensor]) -> Any:
         return tuple(values) if self.is_tuple else values[0]
+
+
+def only_tensor(inputs: Any) -> Tensor:
+    """Return the inputs of a batch. Raises BadFileError where they are a structure."""
+    if isinstance(inputs, Tensor):
+        return inputs
+    raise BadFileError(
+        "parallel.strategy: stages of a model take one tensor of inputs, and the data have several "
+        f"({type(inputs).__name__}); write ddp, fsdp or zero1"
+    )
 
 
 Around = Callable[[int], AbstractContextManager[object]]
@@ -116,7 +127,7 @@ def _nothing_around(stage: int) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-class Passage(nn.Module):
+class PipelineForward(nn.Module):
     """The whole model's forward, one batch from stage to stage: for evaluation, and to see what passes.
 
     ``held``: index → stage of this rank, in order, of which ``model`` has the tensors. ``group``: the ranks
@@ -137,64 +148,65 @@ class Passage(nn.Module):
         self._num_stages = num_stages
         self._group = group
         self._device = device
-        self._known: dict[tuple[Any, ...], list[Forms]] = {}
+        self._known: dict[tuple[Any, ...], list[OutputSpecs]] = {}
 
     def forward(self, inputs: Tensor) -> Any:
         """Return the outputs on the ranks of the last stage, zeros like them on the others.
 
         Collective within the pipeline; all its ranks pass the same inputs.
         """
+        inputs = only_tensor(inputs)
         key = (tuple(inputs.shape), inputs.dtype, self.training)
-        outputs, forms = self.run(inputs, self._known.get(key))
-        self._known[key] = forms
+        outputs, specs = self.run(inputs, self._known.get(key))
+        self._known[key] = specs
         if outputs is not None:
             return outputs
-        return forms[-1].joined([form.zeros(self._device) for form in forms[-1].values])
+        return specs[-1].joined([spec.zeros(self._device) for spec in specs[-1].values])
 
     def run(
-        self, inputs: Tensor, known: list[Forms] | None = None, around: Around = _nothing_around
-    ) -> tuple[Any, list[Forms]]:
+        self, inputs: Tensor, known: list[OutputSpecs] | None = None, around: Around = _nothing_around
+    ) -> tuple[Any, list[OutputSpecs]]:
         """Return the outputs, None but on the last stage's ranks, and what each stage returns.
 
         What it returns is told to all where it is not ``known``. ``around`` a stage's forward is entered.
         """
         held = dict(self._held)
-        forms = list(known or ())
+        specs = list(known or ())
         values: Values = (inputs,)
         outputs = None
         for index in range(self._num_stages):
             if index in held:
                 if index > 0:
-                    values = self._received(index, values, forms[index - 1])
+                    values = self._received(index, values, specs[index - 1])
                 with around(index):
                     outputs = held[index](*values)
             if known is None:
-                forms.append(self._told(index, outputs if index in held else None))
+                specs.append(self._told(index, outputs if index in held else None))
             if index in held:
                 values = outputs if isinstance(outputs, tuple) else (outputs,)
                 self._send(index, values)
-        return (outputs if self._num_stages - 1 in held else None), forms
+        return (outputs if self._num_stages - 1 in held else None), specs
 
     def _rank_of(self, stage: int) -> int:
         return dist.get_global_rank(self._group, stage % self._group.size())
 
-    def _told(self, stage: int, outputs: Any) -> Forms:
-        box = [None if outputs is None else Forms.of(outputs)]
+    def _told(self, stage: int, outputs: Any) -> OutputSpecs:
+        box = [None if outputs is None else OutputSpecs.of(outputs)]
         if self._group.size() > 1:
             dist.broadcast_object_list(box, src=self._rank_of(stage), group=self._group, device=self._device)
         assert box[0] is not None
         return box[0]
 
-    def _received(self, stage: int, before: Values, forms: Forms) -> Values:
+    def _received(self, stage: int, before: Values, specs: OutputSpecs) -> Values:
         """Return what ``stage`` takes: leaves of a graph of its own."""
         if self._is_here(stage - 1):
             values = [value.detach() for value in before]
         else:
-            values = [form.zeros(self._device) for form in forms.values]
+            values = [spec.zeros(self._device) for spec in specs.values]
             for value in values:
                 dist.recv(value, src=self._rank_of(stage - 1), group=self._group)
-        pairs = zip(values, forms.values, strict=True)
-        return tuple(value.requires_grad_(form.requires_grad) for value, form in pairs)
+        pairs = zip(values, specs.values, strict=True)
+        return tuple(value.requires_grad_(spec.requires_grad) for value, spec in pairs)
 
     def _send(self, stage: int, values: Values) -> None:
         if stage < self._num_stages - 1 and not self._is_here(stage + 1):

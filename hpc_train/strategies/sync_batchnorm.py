@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpc_train.errors import BadFileError
+from hpc_train.validate.compatibility import uneven_sync_batchnorm
 
 
 def sync_batchnorm(model: nn.Module, device: torch.device, micro_batches: int) -> nn.Module:
@@ -24,11 +25,8 @@ def sync_batchnorm(model: nn.Module, device: torch.device, micro_batches: int) -
     Raises BadFileError where ``micro_batches`` of a step leave spare slots, whose samples would count twice.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if micro_batches % ranks:
-        raise BadFileError(
-            f"parallel.sync_batchnorm: needs a number of ranks that divides {micro_batches} micro-batches, "
-            f"got {ranks}; start another number, or write false"
-        )
+    if problem := uneven_sync_batchnorm(micro_batches, ranks):
+        raise problem.as_error()
     if ranks == 1:
         return model
     replaced: dict[nn.Module, nn.Module] = {}  # one layer under two names stays one
@@ -52,7 +50,7 @@ def _synced(layer: _BatchNorm, name: str, device: torch.device) -> nn.Module:
 
 
 def _kind(layer: _BatchNorm, name: str, device: torch.device) -> Callable[..., nn.Module]:
-    """Return the class that stands in for the layer's; BadFileError for one with a forward of its own."""
+    """Return the class that replaces the layer's; raises BadFileError for one with its own forward."""
     is_timms = is_timm_batchnorm(layer)
     if not is_timms and type(layer).forward is not _BatchNorm.forward:
         raise BadFileError(

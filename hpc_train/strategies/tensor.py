@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hpc_train.runtime.data_info import Batch
-from hpc_train.strategies.base import Forward, Piece, Placement
+from hpc_train.datasets.types import Batch
+from hpc_train.strategies.base import Forward, Piece, RankContext
 from hpc_train.strategies.fully_sharded import FullySharded
 from hpc_train.strategies.mesh import data_mesh, device_mesh, part_of
 from hpc_train.strategies.tensor_plan import even_out, refuse_unshared, share_layers
@@ -26,13 +26,13 @@ class TensorStrategy(FullySharded):
 
     name = "tensor"
 
-    def __init__(self, placement: Placement) -> None:
-        super().__init__(placement)
-        self.reports = placement.degrees.tensor_rank(placement.rank) == 0
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        self.owns_loss = context.degrees.tensor_rank(context.rank) == 0
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        self._mesh = device_mesh(self.placement)
-        refuse_unshared(model, self.placement.degrees.tensor, "write strategy: fsdp")
+        self._mesh = device_mesh(self.context)
+        refuse_unshared(model, self.context.degrees.tensor, "write strategy: fsdp")
         self._plan = share_layers(model, part_of(self._mesh, "tensor"))
         wrapped = super().wrap(model, blocks)
         self._plan.note_parameters()
@@ -43,9 +43,9 @@ class TensorStrategy(FullySharded):
 
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         total = super().accumulate(batches, forward)
-        if self.placement.degrees.tensor > 1:
+        if self.context.degrees.tensor > 1:
             even_out(self.optimized().values(), part_of(self._mesh, "tensor"))
-        return total if self.reports else torch.zeros_like(total)
+        return total if self.owns_loss else torch.zeros_like(total)
 
     def pieces(self, tensor: Tensor, like: Tensor) -> list[Piece]:
         """Of a layer whose rows are q, k and v, a range of each."""

@@ -6,7 +6,7 @@ timm's and torchvision's by their class; a plug-in's, and gpt's, by a method of 
         return {"up": "columns", "down": "rows"}
 
 submodule → "columns" for linear layers that take what all ranks have, "rows" for those that take what the
-former computed. What lies between has no weights, treats columns (or heads) alike, and finds their number in
+former computed. What is between has no weights, treats columns (or heads) alike, and finds their number in
 the tensors; ``num_heads``, if the module has it, becomes the number of a rank's own heads.
 
 Left whole: attention whose norms have weights (a rank's heads would give only its part of their gradient),
@@ -121,7 +121,7 @@ def _declared(module: nn.Module) -> Shareable:
     for name, inner in held.items():
         if isinstance(inner, nn.Dropout) and inner.p > 0 and name not in plan:
             raise BadFileError(
-                f"{where} does not name {name}, a dropout; write dropout where it lies between columns and "
+                f"{where} does not name {name}, a dropout; write dropout where it is between columns and "
                 "rows, whole where it does not"
             )
     dropout = getattr(module, "dropout", 0.0)

@@ -59,7 +59,7 @@ class TensorPlan:
 
 
 def refuse_unshared(model: nn.Module, ranks: int, otherwise: str) -> None:
-    """Raise BadFileError where so many ranks can share nothing of ``model``, or not what they would share.
+    """Raise BadFileError where this number of ranks can't share ``model``, or not evenly.
 
     Of the whole model, so that all ranks refuse alike, whichever stage they have. Not collective.
     ``otherwise``: what to write then in place of ``parallel.tensor``.

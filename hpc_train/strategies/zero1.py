@@ -1,4 +1,4 @@
-"""``strategy: zero1``: as ddp, but each rank holds the optimizer's state of its own slice of each parameter.
+"""``strategy: zero1``: as ddp, but each rank owns the optimizer state of its own slice of each parameter.
 
 Legend: R ranks; a slice is what ``Shard(0)`` of a DTensor gives a rank (``strategies.gathering``).
 """
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hpc_train.runtime.data_info import Batch
+from hpc_train.datasets.types import Batch
 from hpc_train.strategies.base import Forward
 from hpc_train.strategies.ddp import DDPStrategy
 from hpc_train.strategies.gathering import gather_slices, own_slice
@@ -31,9 +31,9 @@ class ZeRO1Strategy(DDPStrategy):
         wrapped = super().wrap(model, blocks)
         self._whole = super().optimized()
         self._slices = self._whole
-        if self.placement.world_size > 1:
+        if self.context.world_size > 1:
             mesh = init_device_mesh(
-                self.placement.device.type, (self.placement.world_size,), mesh_dim_names=("shard",)
+                self.context.device.type, (self.context.world_size,), mesh_dim_names=("shard",)
             )
             self._slices = {name: nn.Parameter(_sliced(value, mesh)) for name, value in self._whole.items()}
         return wrapped
@@ -53,7 +53,7 @@ class ZeRO1Strategy(DDPStrategy):
     def weights_changed(self) -> None:
         sharded = [whole for whole, part in self._pairs() if part.placements == (Shard(0),)]
         if sharded:
-            gather_slices(sharded, self.placement.rank, self.placement.world_size)
+            gather_slices(sharded, self.context.rank, self.context.world_size)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Clip the slices: the whole gradients are as fp16's scaler left them, and nobody reads them."""
@@ -70,7 +70,7 @@ class ZeRO1Strategy(DDPStrategy):
 
 @torch.no_grad()
 def _sliced(whole: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a DTensor over a view of this rank's slice, or of all where no slice lies in one piece."""
+    """Return a DTensor over a view of this rank's slice, or of all where no slice is contiguous."""
     placement: Placement = Shard(0) if _has_rows(whole) else Replicate()
     is_sharded = placement.is_shard()
     local = own_slice(whole, mesh.get_local_rank(), mesh.size()) if is_sharded else whole.detach()

@@ -15,5 +15,5 @@ class ZeRO2Strategy(FullySharded):
 
     def mesh(self) -> DeviceMesh:
         return init_device_mesh(
-            self.placement.device.type, (self.placement.degrees.shard,), mesh_dim_names=("shard",)
+            self.context.device.type, (self.context.degrees.shard,), mesh_dim_names=("shard",)
         )

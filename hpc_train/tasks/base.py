@@ -1,30 +1,44 @@
-"""The protocol of a task."""
+"""The protocol of a task, and how one is made of its name."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import warnings
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 
+from hpc_train import registry
+from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.facts import DataFacts, Modality, task_facts, task_misfit
+from hpc_train.datasets.types import Batch, DataInfo, TargetSpec, TargetSpecs
 from hpc_train.errors import BadFileError
-from hpc_train.runtime.data_info import Batch, TargetSpec
+
+_METHODS = ("forward", "loss", "sums", "metrics")
 
 
 class Task(Protocol):
-    """What is learnt: the loss of a micro-batch, and sums that evaluation adds up over ranks.
+    """What is learnt, in three steps: the model's outputs, their loss, and sums that evaluation merges.
 
     Constructed as ``Task(experiment, info)`` from the file and the data set's ``DataInfo``. It may have an
-    attribute ``target_spec``, a ``TargetSpec``: the loader then refuses other targets and names the sample.
-    Without one the task receives targets as the data set gives them.
+    attribute ``target_spec``, a ``TargetSpec`` or a dict of them: the loader then refuses other targets and
+    names the sample. Without one the task receives targets as the data set gives them.
     """
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        """Return the model's outputs, a tensor or a structure of tensors.
+
+        Calls ``model`` exactly once. ``batch`` is on the device and its images are normalised. A pipeline
+        calls the stages itself and not this method: there outputs are ``model(batch.inputs)``.
+        """
+        return model(batch.inputs)
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the mean loss over the micro-batch, shape (), float32 or float64, with its graph.
 
-        Runs the model's forward exactly once, with ``batch.inputs`` on the device and normalised.
+        Reads ``batch.targets``; on the last stage of a pipeline ``batch.inputs`` is None.
         """
 
-    def evaluation_sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return sums over the samples where ``batch.valid`` is true: name → shape (), float64.
 
         ``count`` is always among them. The names never depend on the data. Runs without gradients.
@@ -34,11 +48,82 @@ class Task(Protocol):
         """Turn the sums over all validation data into what a ``val`` row says (``loss``, ``accuracy``, …)."""
 
 
-def target_spec(task: Task) -> TargetSpec | None:
+class WholeTask:
+    """Adapts a task that was written for 0.1, whose ``loss`` and ``evaluation_sums`` call the model."""
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+        self.target_spec = getattr(task, "target_spec", None)
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        """Return the model itself: the task calls it when it is asked for a loss or for sums."""
+        return model
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        return self._task.loss(_as_model(outputs), batch)
+
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        return self._task.evaluation_sums(_as_model(outputs), batch)
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return self._task.metrics(sums)
+
+
+class _Outputs(nn.Module):
+    """A model that has run already."""
+
+    def __init__(self, outputs: Any) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def forward(self, *inputs: Any) -> Any:
+        return self._outputs
+
+
+def _as_model(outputs: Any) -> nn.Module:
+    return outputs if isinstance(outputs, nn.Module) else _Outputs(outputs)
+
+
+def make_task(experiment: Experiment, info: DataInfo) -> Task:
+    """Return the task that the file names; one written for 0.1 is adapted, with a DeprecationWarning.
+
+    Raises BadFileError where a method is missing or ``target_spec`` is none.
+    """
+    _refuse_other_data(experiment, info)
+    task = cast(Any, registry.load("tasks", experiment.task))(experiment, info)
+    name = type(task).__name__
+    if hasattr(task, "evaluation_sums"):
+        warnings.warn(
+            f"task {name} has the methods of hpc-train 0.1 (evaluation_sums); write forward(model, batch), "
+            "loss(outputs, batch) and sums(outputs, batch)",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        task = WholeTask(task)
+    missing = [method for method in _METHODS if not hasattr(task, method)]
+    if missing:
+        raise BadFileError(f"task: {name} has no method {missing[0]}; write it, as tasks.base.Task describes")
+    target_spec(task)
+    return cast(Task, task)
+
+
+def _refuse_other_data(experiment: Experiment, info: DataInfo) -> None:
+    """Raise BadFileError where the task reads tokens and the data have none, or the other way round."""
+    modality: Modality = "tokens"
+    if info.sequence_length is None:  # images and features are alike in a DataInfo
+        modality = "features" if "features" in task_facts(experiment.task).modalities else "images"
+    if misfit := task_misfit(experiment.task, experiment.data.name, DataFacts(modality)):
+        raise BadFileError(f"task: {'; '.join(misfit)}")
+
+
+def target_spec(task: Task) -> TargetSpecs:
     """Return what the task needs as targets; None where it does not say."""
     spec = getattr(task, "target_spec", None)
-    if spec is not None and not isinstance(spec, TargetSpec):
+    specs = list(spec.values()) if isinstance(spec, dict) else [spec]
+    wrong = next((each for each in specs if each is not None and not isinstance(each, TargetSpec)), None)
+    if wrong is not None or (isinstance(spec, dict) and None in specs):
         raise BadFileError(
-            f"task: {type(task).__name__}.target_spec is {type(spec).__name__}; make it a TargetSpec or None"
+            f"task: {type(task).__name__}.target_spec is {type(wrong).__name__}; make it a TargetSpec, a "
+            "dict of TargetSpecs, or None"
         )
     return spec

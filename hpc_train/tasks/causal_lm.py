@@ -12,19 +12,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
-from hpc_train.errors import BadFileError
-from hpc_train.runtime.data_info import Batch, DataInfo, TargetSpec
+from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 
 
 class CausalLM:
     """Logits (B, T, V) against the tokens that follow, (B, T) int64."""
 
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
-        if info.sequence_length is None:
-            raise BadFileError(
-                f"task: causal_lm reads sequences of tokens, and {experiment.data.name} gives images; "
-                "write classification, or data.name: text"
-            )
+        assert info.sequence_length is not None, "make_task has refused other data"
         num_tokens = experiment.model.args.get("num_classes") or info.num_classes
         self.target_spec = TargetSpec(
             "the next token at each place",
@@ -35,14 +30,17 @@ class CausalLM:
         )
         self._label_smoothing = experiment.optimization.label_smoothing
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch.inputs)
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the mean cross entropy over all tokens of the micro-batch, with label smoothing."""
-        logits, targets = _flat(model(batch.inputs), batch.targets)
+        logits, targets = _flat(outputs, batch.targets)
         return functional.cross_entropy(logits, targets, label_smoothing=self._label_smoothing)
 
-    def evaluation_sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return ``count`` (of tokens), and the sums ``loss`` (without smoothing) and ``correct``."""
-        logits, targets = _flat(model(batch.inputs), batch.targets)
+        logits, targets = _flat(outputs, batch.targets)
         losses = functional.cross_entropy(logits, targets, reduction="none")
         valid = batch.valid.repeat_interleave(batch.targets.shape[1])
         # No product with ``valid``: what a filled-up sequence gives may be nan.

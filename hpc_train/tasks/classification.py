@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
-from hpc_train.errors import BadFileError
-from hpc_train.runtime.data_info import Batch, DataInfo, TargetSpec
+from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 
 #: What ``accuracy_top5`` is; with fewer classes it would always be 1.
 _TOP = 5
@@ -18,11 +17,6 @@ class Classification:
     """Logits (B, num_classes) against classes (B,) int64."""
 
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
-        if info.sequence_length is not None:
-            raise BadFileError(
-                f"task: classification reads samples of one class each, and {experiment.data.name} gives "
-                "sequences of tokens; write causal_lm"
-            )
         self._label_smoothing = experiment.optimization.label_smoothing
         num_classes = experiment.model.args.get("num_classes", info.num_classes)
         self._has_top5 = num_classes > _TOP
@@ -30,14 +24,17 @@ class Classification:
             "a class number", kind="integer", shape=(), minimum=0, maximum=num_classes - 1
         )
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch.inputs)
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the mean cross entropy with label smoothing (arXiv:1512.00567, section 7)."""
-        logits = _at_least_float32(model(batch.inputs))
+        logits = _at_least_float32(outputs)
         return functional.cross_entropy(logits, batch.targets, label_smoothing=self._label_smoothing)
 
-    def evaluation_sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return ``count``, and the sums ``loss`` (without smoothing), ``correct`` and ``correct5``."""
-        logits = _at_least_float32(model(batch.inputs))
+        logits = _at_least_float32(outputs)
         losses = functional.cross_entropy(logits, batch.targets, reduction="none")
         hits = logits.argmax(dim=1) == batch.targets
         # No product with ``valid``: what a filled-up sample gives may be nan.

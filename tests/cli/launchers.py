@@ -8,13 +8,16 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
+from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError, ExitCode
-from hpc_train.launchers.base import LaunchRequest, QueuedRun
+from hpc_train.launchers.base import KeyProblem, LaunchRequest, Ranks, StartRequest
 from hpc_train.launchers.local import LocalLauncher
+from hpc_train.launchers.queue_changes import prepared
 from hpc_train.paths import ExperimentPaths, RunPaths
-from hpc_train.run_folder.attempts import read_record, write_record
-from hpc_train.run_folder.status import RunStatus, read_status, write_status
+from hpc_train.run.attempts import read_record, write_record
+from hpc_train.run.run_status import RunStatus, read_status, write_status
 
 COMPLETING = "tests.cli.launchers:Completing"
 FAILING = "tests.cli.launchers:Failing"
@@ -31,7 +34,7 @@ REFUSING = "tests.cli.launchers:Refusing"
 #: What was asked for, newest last; tests clear it.
 requests: list[LaunchRequest] = []
 #: What went into the queue, a list each time; and why it takes nothing.
-queued: list[list[QueuedRun]] = []
+queued: list[list[StartRequest]] = []
 refusals: list[str] = []
 
 
@@ -80,7 +83,18 @@ class Queueing:
 class Queue:
     """A scheduler that takes all and starts nothing; tests read ``queued``, and may have it refuse."""
 
-    def scripts(self, folder: ExperimentPaths, runs: Sequence[QueuedRun]) -> list[str]:
+    title, is_queue = "a queue", True
+
+    def problems(self, experiment: Experiment) -> list[KeyProblem]:
+        return []
+
+    def choose_devices(self, experiment: Experiment, devices: int | None) -> int | None:
+        return devices
+
+    def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
+        return Ranks(devices, devices, devices)
+
+    def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
         return [f"#!/bin/bash\n# {len(runs)} runs\n"]
 
     def submitting(self, folder: ExperimentPaths) -> AbstractContextManager[None]:
@@ -89,18 +103,25 @@ class Queue:
     def is_unsubmitted(self, paths: RunPaths) -> bool:
         return (paths.folder / "unsubmitted").exists()
 
-    def enqueue(self, folder: ExperimentPaths, runs: Sequence[QueuedRun]) -> None:
-        if refusals:
-            raise BadFileError(refusals)
-        queued.append(list(runs))
-        for run in runs:
-            write_status(run.paths, replace(read_status(run.paths), state="pending", reason=None))
+    def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
+        with prepared(runs):
+            if refusals:
+                raise BadFileError(refusals)
+            queued.append(list(runs))
+            for run in runs:
+                write_status(run.paths, replace(read_status(run.paths), state="pending", reason=None))
+        return ExitCode.DONE
 
-    def standings(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
+    def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
         return [read_status(paths) for paths in runs]
 
-    def cancel(self, runs: Sequence[RunPaths]) -> None:
-        raise NotImplementedError
+    def cancel(self, runs: Sequence[RunPaths]) -> list[RunPaths]:
+        for paths in runs:
+            write_status(paths, replace(read_status(paths), state="cancelled"))
+        return []
+
+    def output(self, paths: RunPaths) -> Path | None:
+        return None
 
 
 class Broken:
@@ -134,8 +155,8 @@ _SCRIPT = """
 import os, sys, time
 from pathlib import Path
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.status import RunStatus, write_status
-from hpc_train.runtime import signals
+from hpc_train.run.run_status import RunStatus, write_status
+from hpc_train.distributed import signals
 flag = signals.install()
 run = RunPaths(Path(sys.argv[1]))
 attempt = int(os.environ["HPC_TRAIN_ATTEMPT"])
@@ -166,7 +187,7 @@ _REFUSAL = """
 import os, sys
 from pathlib import Path
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.ends import tell_end, tell_error
+from hpc_train.run.rank_ends import tell_end, tell_error
 attempt = RunPaths(Path(sys.argv[1])).attempt(int(os.environ["HPC_TRAIN_ATTEMPT"]))
 tell_error(attempt, 0, "model.name: this model can't be cut")
 tell_end(attempt, 0, 65)

@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli import cancel as module
 from hpc_train.errors import ExitCode
+from hpc_train.launchers import following as module
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run_folder.attempts import claim_attempt, read_record, write_record
-from hpc_train.run_folder.files import read_json, write_json
-from hpc_train.run_folder.processes import Process
-from hpc_train.run_folder.status import RunStatus, read_status, write_status
+from hpc_train.run.attempts import claim_attempt, read_record, write_record
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.processes import Process
+from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import REPOSITORY, hpc_train
 from tests.cli.launchers import SCRIPTED
 from tests.end_to_end.runs import wait_for
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
-from tests.run_folder.runs import small_run
+from tests.run.runs import small_run
 
 _LIMIT_S = 120.0
 

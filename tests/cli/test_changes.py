@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli.changes import changes_on_resume
-from hpc_train.config.loading import load
+from hpc_train.validate.loading import load
 from tests.plan.files import loaded
-from tests.run_folder.runs import small_experiment
+from tests.run.runs import small_experiment
 
 
 @pytest.mark.parametrize(

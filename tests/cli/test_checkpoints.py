@@ -6,8 +6,8 @@ import pytest
 
 from hpc_train.paths import RunPaths
 from tests.cli.commands import hpc_train
-from tests.run_folder.runs import small_run
-from tests.run_folder.test_checkpoints import begin_attempt, write_checkpoint
+from tests.run.runs import small_run
+from tests.run.test_checkpoints import begin_attempt, write_checkpoint
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ import pytest
 
 from hpc_train.cli import clean as clean_module
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import claim_attempt, newest_number, no_claims
-from hpc_train.run_folder.status import RunStatus, write_status
+from hpc_train.run.attempts import claim_attempt, newest_number, no_claims
+from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import Done, hpc_train
 from tests.end_to_end.runs import wait_for
-from tests.run_folder.runs import small_run
-from tests.run_folder.test_checkpoints import begin_attempt, write_checkpoint
+from tests.run.runs import small_run
+from tests.run.test_checkpoints import begin_attempt, write_checkpoint
 
 
 @pytest.fixture
@@ -115,6 +115,24 @@ def test_nothing_goes_without_an_answer(run: RunPaths, monkeypatch: pytest.Monke
     assert _names(run) != before
 
 
+@pytest.mark.parametrize(("state", "message"), [("running", "is running"), ("failed", "was resumed")])
+def test_a_run_that_was_resumed_before_the_answer_is_left_alone(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, state: str, message: str
+) -> None:
+    """Another attempt may need a checkpoint that was surplus when the question was asked."""
+
+    def resume() -> bool:
+        begin_attempt(run, 2)
+        write_status(run, RunStatus(state=state, step=15, attempt=2))
+        return True
+
+    before = _names(run)
+    monkeypatch.setattr(clean_module, "_agreed", resume)
+    done = hpc_train("clean", "abc")
+    assert (done.code, message in done.err) == (1, True), done.err
+    assert _names(run) == before
+
+
 def test_a_living_run_is_left_alone(run: RunPaths, tmp_path: Path) -> None:
     paths = small_run(tmp_path / "runs" / "other")  # pending, made by this living process
     paths.cache.mkdir()
@@ -163,6 +181,13 @@ def test_code_that_no_run_uses_goes(run: RunPaths, tmp_path: Path) -> None:
         assert f"{gone}  0.0 MB  code that no run uses" in done.err
 
 
+def test_a_link_to_itself_uses_no_code(run: RunPaths, tmp_path: Path) -> None:
+    unused = _snapshot(tmp_path / "runs", "unused")
+    run.code.symlink_to(run.code.name)
+    done = hpc_train("clean", "abc", "--yes")
+    assert (done.code, unused.exists()) == (0, False)
+
+
 def test_code_that_a_submit_came_for_meanwhile_stays(
     run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,9 +216,9 @@ def test_code_stays_where_not_all_runs_can_be_seen(
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("hpc_train.run_folder.unused_code._folders", refuse)
+    monkeypatch.setattr("hpc_train.run.code.unused_snapshots._folders", refuse)
     done = hpc_train("clean", "abc", "--yes")
-    assert f"left alone, for {tmp_path / 'runs'} can't be read: Permission denied" in done.err
+    assert f"kept, since {tmp_path / 'runs'} can't be read: Permission denied" in done.err
     assert unused.exists()
     assert not run.cache.exists(), "the rest is cleaned"
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run_folder import code_files
-from hpc_train.run_folder.finding import find_runs
-from hpc_train.run_folder.snapshot import linked
+from hpc_train.run.code import code_files
+from hpc_train.run.code.snapshot import linked
+from hpc_train.run.find import find_runs
 from tests.cli.commands import Done, hpc_train
 from tests.cli.launchers import COMPLETING, FAILING, requests
-from tests.run_folder.test_checkpoints import write_checkpoint
-from tests.run_folder.trees import work_tree, write
+from tests.run.code.trees import work_tree, write
+from tests.run.test_checkpoints import write_checkpoint
 
 
 @pytest.fixture
@@ -52,12 +52,12 @@ def test_all_runs_of_a_submit_use_one_snapshot(tree: Path, file: Path) -> None:
     assert [linked(paths) for paths in find_runs([])] == [snapshot] * 2
     assert {path.name for path in (snapshot / "tree").iterdir()} == {"model.py"}, "runs/ is none of it"
     assert [_code(paths)["snapshot"] for paths in find_runs([])] == [snapshot.name] * 2
-    assert "code: left out of the snapshot: .env (may hold a secret)\n" in done.err
+    assert "code: excluded from the snapshot: .env (may contain a secret)\n" in done.err
 
 
 def test_what_is_left_out_is_told_once(tree: Path, file: Path) -> None:
-    assert "left out" in _submit(file).err
-    assert "left out" not in _submit(file, "--new").err
+    assert "excluded" in _submit(file).err
+    assert "excluded" not in _submit(file, "--new").err
     assert len(_snapshots()) == 1
 
 
@@ -76,7 +76,7 @@ def test_too_much_code_is_refused_before_a_run_is_made(
     monkeypatch.setattr(code_files, "MAX_FILES", 1)
     write(tree, "b.py")
     done = _submit(file)
-    assert (done.code, "write what is no code into .gitignore" in done.err) == (2, True)
+    assert (done.code, "add what is not code to .gitignore" in done.err) == (2, True)
     assert find_runs([]) == []
 
 

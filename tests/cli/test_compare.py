@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import claim_attempt
-from hpc_train.run_folder.creation import create_run
-from hpc_train.run_folder.files import read_json, write_json
-from hpc_train.run_folder.status import RunStatus, write_status
+from hpc_train.run.attempts import claim_attempt
+from hpc_train.run.create import create_run
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import hpc_train
-from tests.run_folder.runs import small_experiment
+from tests.run.runs import small_experiment
 
 _HISTORY = {
     "aaa": [(5, 0.5, 0.7), (10, 0.6, 0.9)],
@@ -113,7 +113,7 @@ def test_other_ranks_other_code_and_changes_of_a_resume_are_shown(runs: list[Run
 
 
 def test_a_frozen_file_that_cannot_be_read_hides_no_other_run(runs: list[RunPaths]) -> None:
-    runs[0].experiment.write_text("{")
+    runs[0].resolved.write_text("{")
     data = _json()
     assert {run["id"]: run["values"] for run in data["runs"]} == {
         "aaa": {"seed": None},

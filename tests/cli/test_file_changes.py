@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.finding import find_runs
-from hpc_train.run_folder.status import RunStatus, write_status
+from hpc_train.run.find import find_runs
+from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import Done, hpc_train
 from tests.cli.launchers import FAILING, QUEUE, queued, requests
 
@@ -44,7 +44,7 @@ def test_the_frozen_copy_runs_and_the_difference_is_said(file: Path, monkeypatch
     monkeypatch.chdir(file.parent)
     (run,) = _submit(Path(file.name))
     _edit(file, "lr: 0.1", "lr: 0.2")
-    told = "optimization.optimizer.lr 0.1 → 0.2 (the run goes on with 0.1)"
+    told = "optimization.optimizer.lr 0.1 → 0.2 (the run continues with 0.1)"
     assert f"{run.folder.name}: exp.yaml has changed since: {told}\n" in _resume().err
     assert requests[-1].experiment.optimization.optimizer.lr == 0.1
 
@@ -54,9 +54,12 @@ def test_what_a_resume_can_take_over_is_said_as_it_takes_it(file: Path) -> None:
     _edit(file, "device: cpu\n", "device: auto\ncheckpoint: {keep: 5}\nparallel: {strategy: fsdp}\n")
     done = _resume()
     for line in (
-        "device cpu → auto (the run goes on with cpu; add device=auto to take it over)",
-        "checkpoint.keep 3 → 5 (the run goes on with 3; add checkpoint.keep=5 to take it over)",
-        "parallel.strategy ddp → fsdp (the run goes on with ddp; add parallel.strategy=fsdp to take it over)",
+        "device cpu → auto (the run continues with cpu; add device=auto to take it over)",
+        "checkpoint.keep 3 → 5 (the run continues with 3; add checkpoint.keep=5 to take it over)",
+        (
+            "parallel.strategy ddp → fsdp "
+            "(the run continues with ddp; add parallel.strategy=fsdp to take it over)"
+        ),
     ):
         assert f"\n  {line}\n" in done.err
     done = _resume("device=auto", "checkpoint.keep=5")
@@ -70,7 +73,7 @@ def test_what_an_earlier_resume_changed_is_no_change_of_the_file(file: Path) -> 
     _resume("data.workers=2")
     assert "has changed" not in _resume().err
     _edit(file, "data: {name", "data: {workers: 4, name")
-    assert "data.workers 0 → 4 (the run goes on with 2; add data.workers=4" in _resume().err
+    assert "data.workers 0 → 4 (the run continues with 2; add data.workers=4" in _resume().err
 
 
 def test_many_changes_are_counted(file: Path) -> None:
@@ -87,7 +90,7 @@ def test_many_changes_are_counted(file: Path) -> None:
     assert "\n  and 3 more\n" in done.err
 
 
-@pytest.mark.parametrize(("text", "why"), [(None, "is not there any more"), ("name: [", "has errors by now")])
+@pytest.mark.parametrize(("text", "why"), [(None, "no longer exists"), ("name: [", "has errors now")])
 def test_a_file_that_can_not_be_compared_is_said_in_a_line(file: Path, text: str | None, why: str) -> None:
     _submit(file)
     if text is None:
@@ -95,7 +98,7 @@ def test_a_file_that_can_not_be_compared_is_said_in_a_line(file: Path, text: str
     else:
         file.write_text(text)
     done = _resume()
-    assert f"{file} {why}: what changed in it was not looked at" in done.err
+    assert f"{file} {why}, so its changes are unknown" in done.err
     assert len(requests) == 2, "it goes on all the same"
 
 
@@ -114,9 +117,10 @@ def test_runs_of_a_sweep_are_compared_with_their_own_values(file: Path) -> None:
     file.write_text(file.read_text() + "slurm: {nodes: 2}\n")
     done = _resume()
     assert f"2 runs: {file} has changed since:\n" in done.err
-    assert "  optimization.epochs 3 → 4 (the run goes on with 3)\n" in done.err
+    assert "  optimization.epochs 3 → 4 (the run continues with 3)\n" in done.err
     assert (
-        '  slurm absent → {"nodes": 2} (the run goes on without it; add \'slurm={"nodes": 2}\' to' in done.err
+        '  slurm absent → {"nodes": 2} (the run continues without it; add \'slurm={"nodes": 2}\' to'
+        in done.err
     )
 
 

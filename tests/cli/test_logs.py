@@ -11,15 +11,15 @@ import pytest
 
 from hpc_train.cli.logs import FOLLOWED_LINES, _tail_offset
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import claim_attempt, read_record, write_record
-from hpc_train.run_folder.files import write_json
-from hpc_train.run_folder.finding import find_runs
-from hpc_train.run_folder.status import RunStatus, write_status
+from hpc_train.run.attempts import claim_attempt, read_record, write_record
+from hpc_train.run.files import write_json
+from hpc_train.run.find import find_runs
+from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import REPOSITORY, hpc_train, python
 from tests.cli.launchers import COMPLETING
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
-from tests.run_folder.runs import small_run
+from tests.run.runs import small_run
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_of_several_runs_each_is_told_apart_and_the_last_can_be_chosen(file: Pat
     runs = find_runs([])
     by_seed = {json.loads(paths.run.read_text())["values"]["seed"]: paths for paths in runs}
     refused = hpc_train("logs", "tiny")
-    assert refused.code == 2 and "tiny: means 3 runs" in refused.err and "--last" in refused.err
+    assert refused.code == 2 and "tiny: matches 3 runs" in refused.err and "--last" in refused.err
     listed = [line.split() for line in refused.err.splitlines()[1:]]
     expected = [[paths.folder.name, "completed", f"seed={seed}"] for seed, paths in by_seed.items()]
     assert sorted(listed) == sorted(expected)
@@ -183,4 +183,4 @@ def test_following_goes_on_through_a_requeue(tmp_path: Path, monkeypatch: pytest
     write_status(paths, RunStatus(state="completed", attempt=2))
     _, err = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert "attempt 2 begins" in err
+    assert "attempt 2 starts" in err

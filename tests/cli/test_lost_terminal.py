@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run_folder.checkpoints import committed
-from hpc_train.run_folder.liveness import newest_record
-from hpc_train.run_folder.status import RunStatus, read_status
+from hpc_train.run.checkpoints import committed
+from hpc_train.run.liveness import newest_record
+from hpc_train.run.run_status import RunStatus, read_status
 from tests.cli.commands import REPOSITORY, hpc_train
 from tests.cli.launchers import SCRIPTED
 from tests.end_to_end import paced

@@ -22,7 +22,7 @@ def _texts() -> Iterator[Path]:
     # One lists what is still missing, the other draws ``hpc-train submit ─ sbatch --hold``.
     skipped = {"reliability.md", "architecture.md"}
     yield from (page for page in (_REPOSITORY / "docs").glob("*.md") if page.name not in skipped)
-    yield _REPOSITORY / "README.md"
+    yield from _REPOSITORY.glob("*.md")
 
 
 def _unknown(text: str) -> list[str]:

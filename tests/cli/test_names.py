@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.finding import find_runs
-from hpc_train.run_folder.status import read_status, write_status
+from hpc_train.run.find import find_runs
+from hpc_train.run.run_status import read_status, write_status
 from tests.cli.commands import hpc_train
 from tests.cli.launchers import COMPLETING, FAILING
-from tests.run_folder.test_checkpoints import write_checkpoint
+from tests.run.test_checkpoints import write_checkpoint
 
 
 @pytest.fixture

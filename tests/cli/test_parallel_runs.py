@@ -11,8 +11,8 @@ import pytest
 from hpc_train.cli.parallel_runs import devices_per_run, slot_environment
 from hpc_train.errors import UsageError
 from hpc_train.paths import runs_root
-from hpc_train.run_folder.finding import find_runs
-from hpc_train.run_folder.status import read_status
+from hpc_train.run.find import find_runs
+from hpc_train.run.run_status import read_status
 from tests.cli.commands import REPOSITORY, hpc_train
 from tests.cli.launchers import COMPLETING, SCRIPTED
 from tests.end_to_end.runs import wait_for

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import claim_attempt, read_record, write_record
-from hpc_train.run_folder.finding import find_runs
-from hpc_train.run_folder.status import RunStatus, write_status
+from hpc_train.run.attempts import claim_attempt, read_record, write_record
+from hpc_train.run.find import find_runs
+from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import Done, hpc_train
 from tests.cli.launchers import COMPLETING
 from tests.cli.test_clean import answer
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import queued_run
-from tests.run_folder.runs import small_run
+from tests.run.runs import small_run
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_without_slurm_only_a_completed_run_of_slurm_goes(
 
 def test_a_folder_that_holds_something_else_is_refused(run: RunPaths) -> None:
     (run.folder / "notes.txt").write_text("mine")
-    _refused(hpc_train("rm", "abc", "--yes"), run, "holds what hpc-train did not put there: notes.txt")
+    _refused(hpc_train("rm", "abc", "--yes"), run, "contains files that hpc-train did not write: notes.txt")
 
 
 def test_a_copy_and_a_link_are_refused(run: RunPaths, tmp_path: Path) -> None:

@@ -11,18 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli.starting import start_attempt
 from hpc_train.errors import TryAgainError
+from hpc_train.launchers.base import StartRequest
+from hpc_train.launchers.lookup import load_launcher
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import claim_attempt, newest_number, read_record, write_record
-from hpc_train.run_folder.ends import tell_end
-from hpc_train.run_folder.finding import find_runs
-from hpc_train.run_folder.processes import Process
-from hpc_train.run_folder.status import RunStatus, read_status, write_status
+from hpc_train.run.attempts import claim_attempt, newest_number, read_record, write_record
+from hpc_train.run.create import effective_experiment
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.find import find_runs
+from hpc_train.run.processes import Process
+from hpc_train.run.rank_ends import tell_end
+from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train, python
 from tests.cli.files import write_images
 from tests.cli.launchers import COMPLETING, FAILING, QUEUE, QUEUEING, REFUSING, queued, refusals, requests
-from tests.run_folder.test_checkpoints import write_checkpoint
+from tests.run.test_checkpoints import write_checkpoint
 
 
 @pytest.fixture
@@ -101,18 +104,18 @@ def test_changes_that_leave_the_run_what_it_is_are_noted_and_stay(failed: RunPat
 def test_changes_that_ranks_refused_are_left_out_of_what_follows(failed: RunPaths) -> None:
     done = hpc_train("resume", failed.folder, "parallel.strategy=fsdp", "--launcher", REFUSING)
     assert done.code == 65
-    way_on = f"`hpc-train resume {failed.folder.name}` leaves out parallel.strategy=fsdp and starts at step 0"
+    way_on = f"`hpc-train resume {failed.folder.name}` omits parallel.strategy=fsdp and starts at step 0"
     assert way_on in done.err
     assert done.err.count("this model can't be cut") == 1, "not a second time in its state"
     done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
-    assert "leaves out parallel.strategy=fsdp, with which the last attempt was refused" in done.err
+    assert "omits parallel.strategy=fsdp, with which the last attempt was refused" in done.err
     assert [request.experiment.parallel.strategy for request in requests] == ["ddp", "fsdp", "ddp"]
 
 
 def test_changes_that_ranks_refused_can_be_asked_for_again(failed: RunPaths) -> None:
     _resume(failed.folder, "parallel.strategy=fsdp", "--launcher", REFUSING)
     done = hpc_train("resume", failed.folder, "parallel.strategy=fsdp", "--launcher", COMPLETING)
-    assert (done.code, "leaves out" in done.err) == (0, False)
+    assert (done.code, "omits" in done.err) == (0, False)
     assert requests[-1].experiment.parallel.strategy == "fsdp"
 
 
@@ -173,10 +176,25 @@ def test_a_run_that_others_may_write_is_not_resumed(
     assert _resume(failed.folder, "--launcher", COMPLETING) == 0
 
 
+def test_the_launcher_of_a_run_that_others_may_write_is_not_imported(
+    failed: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "planted_launcher.py").write_text("raise SystemExit('planted')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    facts = read_json(failed.run)
+    assert facts is not None
+    write_json(failed.run, facts | {"launcher": "planted_launcher:Launcher"})
+    failed.folder.chmod(0o770)
+    ended = hpc_train("resume", failed.folder)
+    assert (ended.code, "`chmod go-w" in ended.err) == (1, True), ended.err
+    assert "planted_launcher" not in sys.modules
+
+
 def test_of_two_that_start_at_once_the_later_gives_way(failed: RunPaths) -> None:
     claim_attempt(failed)
     with pytest.raises(TryAgainError, match="another command has just started it"):
-        start_attempt(failed, COMPLETING, None, after=1)
+        request = StartRequest(failed, effective_experiment(failed, 1), after=1)
+        load_launcher(COMPLETING).start(failed.siblings, [request])
     assert newest_number(failed) == 2
 
 
@@ -317,11 +335,11 @@ def test_changes_of_an_attempt_that_never_began_stay(cancelled: list[RunPaths]) 
 def test_changes_that_ranks_of_a_queue_refused_are_left_out(cancelled: list[RunPaths]) -> None:
     run = cancelled[0]
     assert _resume(run.folder, "parallel.strategy=fsdp") == 0
-    number = claim_attempt(run, QUEUE, slurm_job="7")
+    number = claim_attempt(run, QUEUE, job="7")
     tell_end(run.attempt(number), 1, 65)
     write_status(run, RunStatus("failed", attempt=number))
     done = hpc_train("resume", run.folder)
-    assert "leaves out parallel.strategy=fsdp" in done.err
+    assert "omits parallel.strategy=fsdp" in done.err
     assert [entered[0].experiment.parallel.strategy for entered in queued[-2:]] == ["fsdp", "ddp"]
 
 
@@ -364,7 +382,7 @@ def test_devices_are_none_of_a_queue(cancelled: list[RunPaths]) -> None:
 def test_slurm_needs_a_section_that_says_what_to_ask_for(
     failed: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpc_train.launchers.slurm.sending.check_programs", lambda: None)
+    monkeypatch.setattr("hpc_train.launchers.slurm.sbatch.check_programs", lambda: None)
     done = hpc_train("resume", failed.folder, "--launcher", "slurm")
     assert (done.code, "slurm: is missing" in done.err) == (65, True)
 
@@ -399,3 +417,10 @@ def test_a_run_that_saved_nothing_may_begin_on_other_data(file: Path, tmp_path: 
     again = ("submit", file, "--local", "--launcher", COMPLETING)
     assert "completed already" in hpc_train(*again, data.format(two)).err
     assert "of other files than data.root" in hpc_train(*again, data.format(one)).err
+
+
+def test_a_run_in_a_queue_is_not_resumed(file: Path) -> None:
+    assert hpc_train("submit", file, "--launcher", QUEUE).code == 0
+    done = hpc_train("resume", "tiny", "--launcher", QUEUE)
+    assert (done.code, "is pending on a queue; `hpc-train cancel" in done.err) == (1, True), done.err
+    assert len(queued) == 1

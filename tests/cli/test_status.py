@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import claim_attempt, now, read_record, write_record
-from hpc_train.run_folder.creation import create_run
-from hpc_train.run_folder.ends import tell_end
-from hpc_train.run_folder.files import read_json, write_json
-from hpc_train.run_folder.status import RunStatus, write_status
+from hpc_train.run.attempts import claim_attempt, now, read_record, write_record
+from hpc_train.run.create import create_run
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.rank_ends import tell_end
+from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import REPOSITORY, hpc_train
-from tests.run_folder.runs import small_experiment, small_run
+from tests.run.runs import small_experiment, small_run
 
 
 def _run(tmp_path: Path) -> RunPaths:
@@ -128,7 +128,7 @@ def test_several_runs_have_a_line_each(tmp_path: Path) -> None:
 
 
 def _attempt(paths: RunPaths, cause: str | None, **events: str) -> None:
-    number = claim_attempt(paths, "slurm", slurm_job="12_3")
+    number = claim_attempt(paths, "slurm", job="12_3")
     record = read_record(paths.attempt(number))
     assert record is not None
     times = {name: f"2026-11-21T06:{minute}+00:00" for name, minute in events.items()}
@@ -194,7 +194,7 @@ def _on_slurm(tmp_path: Path, **recovery: int) -> RunPaths:
 
 
 def _ended(paths: RunPaths, cause: str, job: str = "9", **facts: Any) -> None:
-    number = claim_attempt(paths, "slurm", slurm_job=job)
+    number = claim_attempt(paths, "slurm", job=job)
     record = read_record(paths.attempt(number))
     assert record is not None
     told = replace(record, end=now(), cause=cause, saved_step=0, events={"first_step": "…"}, **facts)
@@ -225,7 +225,7 @@ def test_the_budget_is_what_the_file_and_later_changes_say(tmp_path: Path) -> No
     assert _row()["budget"] == {"crashes_left": 1, "preemptions_left": 4, "without_progress_left": 1}
     write_json(paths.run, {**(read_json(paths.run) or {}), "changes": {"2": ["recovery.max_crashes=7"]}})
     assert _row()["budget"]["crashes_left"] == 7
-    tell_end(paths.attempt(claim_attempt(paths, "slurm", slurm_job="9")), 0, 65)
+    tell_end(paths.attempt(claim_attempt(paths, "slurm", job="9")), 0, 65)
     assert _row()["budget"]["crashes_left"] == 1, "the ranks refused what was changed"
 
 
@@ -238,10 +238,10 @@ def test_nodes_that_are_left_out_are_named(tmp_path: Path, monkeypatch: pytest.M
     write_status(paths, RunStatus(state="requeued", attempt=1, reason="crash 1 of 3: so it was"))
     run = _row()
     assert run["excluded_nodes"] == {"n2": how}
-    assert run["reason"] == f"crash 1 of 3: so it was; leaves out n2 ({how})"
-    assert f"leaves out n2 ({how})" in hpc_train("status").out
+    assert run["reason"] == f"crash 1 of 3: so it was; excludes n2 ({how})"
+    assert f"excludes n2 ({how})" in hpc_train("status").out
     paths.attempt(1).kept_nodes.write_text("n2\n")
-    assert "can't leave out what it would, for too few nodes are left: " in _row()["reason"]
+    assert "can't exclude these nodes, since too few would be left: " in _row()["reason"]
     write_status(paths, RunStatus(state="completed", attempt=1))
     assert _row()["reason"] is None, "nothing comes after"
 

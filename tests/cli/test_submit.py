@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli.status import RunRow
-from hpc_train.config.freezing import read
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.plan.identity import run_id
-from hpc_train.run_folder.attempts import read_record, write_record
-from hpc_train.run_folder.creation import create_run
-from hpc_train.run_folder.ends import tell_error
-from hpc_train.run_folder.finding import find_runs
-from hpc_train.run_folder.status import RunStatus, read_status, write_status
+from hpc_train.run.attempts import read_record, write_record
+from hpc_train.run.create import create_run
+from hpc_train.run.find import find_runs
+from hpc_train.run.frozen_experiment import read
+from hpc_train.run.rank_ends import tell_error
+from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import Done, hpc_train, python
 from tests.cli.files import write_images
 from tests.cli.launchers import (
@@ -35,7 +35,7 @@ from tests.cli.launchers import (
     requests,
 )
 from tests.plan.files import loaded
-from tests.run_folder.test_checkpoints import write_checkpoint
+from tests.run.test_checkpoints import write_checkpoint
 
 
 def _submit(file: Path, *arguments: str, launcher: str = COMPLETING) -> Done:
@@ -112,7 +112,7 @@ def test_a_run_that_never_reached_the_queue_is_made_anew(file: Path, option: lis
 def test_data_that_only_the_nodes_have_are_a_warning_in_a_queue(file: Path) -> None:
     done = _queue(file, "data.root=/nowhere")
     assert done.code == 0
-    assert "data.root: there is no /nowhere here; see that the nodes have it" in done.err
+    assert "data.root: /nowhere does not exist on this machine; make sure that the nodes have it" in done.err
 
 
 def test_a_failed_run_of_a_queue_names_what_the_file_asks_of_slurm_by_now(file: Path) -> None:
@@ -219,16 +219,13 @@ def test_runs_of_a_queue_that_failed_before_they_saved_enter_it_again(file: Path
     assert (first.code / "tree/model.py").exists() and not (third.code / "tree/model.py").exists()
 
 
-@pytest.mark.parametrize("option", [[], ["--local"]])
-def test_a_failure_in_the_users_code_names_the_way_to_take_the_fixed_code(
-    file: Path, option: list[str]
-) -> None:
+def test_a_failure_in_the_users_code_names_the_way_to_take_the_fixed_code(file: Path) -> None:
     _submit(file, launcher=FAILING)
     (paths,) = find_runs([])
     write_checkpoint(paths, 4, attempt=1)
     code = paths.code.resolve()
     frames = f"""Traceback (most recent call last):
-  File "{code}/package/hpc_train/engine/forward.py", line 3, in forward
+  File "{code}/package/hpc_train/training/forward.py", line 3, in forward
     return self.model(images)
   File "{code}/tree/nets/small.py", line 12, in forward
     return torch.cat([x, y])
@@ -272,7 +269,7 @@ def test_a_diverged_run_names_what_to_change_in_commands_that_can_be_pasted(file
     assert rates == [0.25, 0.5, 0.5]
     assert requests[-2].experiment.optimization.clip_grad_norm == 1.0
     assert requests[-1].experiment.optimization.on_non_finite == "skip"
-    assert {request.experiment.seed for request in requests[-3:]} == {read(paths.experiment).seed}
+    assert {request.experiment.seed for request in requests[-3:]} == {read(paths).seed}
     assert len({request.paths for request in requests}) == 5
 
 
@@ -301,7 +298,7 @@ def test_the_runs_of_a_sweep_follow_each_other(file: Path) -> None:
     data = json.loads(done.out)
     assert data["version"] == 1
     assert [run["id"] for run in data["runs"]] == [request.paths.folder.name for request in requests]
-    assert read(requests[1].paths.experiment).seed == 8
+    assert read(requests[1].paths).seed == 8
 
 
 def test_a_sweep_ends_as_its_worst_run_and_starts_only_what_is_missing(file: Path) -> None:

@@ -11,13 +11,13 @@ import pytest
 
 from hpc_train.cli.version_changes import other_python
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import newest_number
-from hpc_train.run_folder.finding import find_runs
-from hpc_train.run_folder.status import RunStatus, write_status
-from hpc_train.run_folder.versions import versions
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.find import find_runs
+from hpc_train.run.run_status import RunStatus, write_status
+from hpc_train.run.versions import versions
 from tests.cli.commands import hpc_train
 from tests.cli.launchers import FAILING, QUEUE, queued, requests
-from tests.run_folder.runs import small_experiment
+from tests.run.runs import small_experiment
 
 pytestmark = pytest.mark.fault(41)
 
@@ -102,13 +102,13 @@ def test_runs_of_a_queue_are_told_of_together_and_noted(cancelled: list[RunPaths
 @pytest.mark.parametrize("override", ["environment.python=/opt/bin/python", "environment.container=/a.sif"])
 def test_another_interpreter_is_not_asked(cancelled: list[RunPaths], override: str) -> None:
     done = hpc_train("resume", "tiny", override, "--strict-env")
-    assert f"versions: not looked at, because of {override.replace('=', ' ')}" in done.err
+    assert f"versions: not compared, because of {override.replace('=', ' ')}" in done.err
     assert done.code == 0
     assert _noted(cancelled[0]) == {}
     for paths in cancelled:
         write_status(paths, RunStatus("cancelled"))
     done = hpc_train("resume", "tiny", "environment={}")
-    assert "not looked at, because of environment." in done.err and "which the run had" in done.err
+    assert "not compared, because of environment." in done.err and "which the run had" in done.err
 
 
 def test_this_interpreter_is_known_by_any_name_in_its_folder(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_train.config.loading import load
 from hpc_train.errors import BadFileError
+from hpc_train.validate.loading import load
 
 GOOD = """\
 name: digits-test

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.loading import load
 from hpc_train.errors import BadFileError, UsageError
 from hpc_train.paths import expanded, runs_root
 from hpc_train.plan.planning import make_plan
-
-from .files import GOOD, problems_of
+from hpc_train.validate.loading import load
+from tests.config.files import GOOD, problems_of
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hpc_train.config.marked_yaml import MAX_VALUES, read_document, read_value
 from hpc_train.config.problems import Place
 from tests.calls import count_calls
-
-from .files import GOOD, problems_of
+from tests.config.files import GOOD, problems_of
 
 
 @pytest.mark.parametrize(
@@ -117,7 +116,7 @@ def test_deep_nesting_ends_in_a_clear_error(tmp_path: Path, opening: str) -> Non
 
     # The scanner looks up to 1024 characters ahead for the colon of a key.
     deep, deeper = (200, 1000) if opening == "a:\n" else (2000, 20_000)
-    assert "nests over 64 deep; write it flatter" in problems_of(tmp_path, nested(deeper))[-1]
+    assert "is nested more than 64 levels deep; use fewer levels" in problems_of(tmp_path, nested(deeper))[-1]
     calls_deep, calls_deeper = (
         count_calls(partial(problems_of, tmp_path, nested(n))) for n in (deep, deeper)
     )
@@ -132,7 +131,7 @@ def test_sixty_four_levels_are_read() -> None:
 @pytest.mark.fault(25)
 def test_a_file_of_two_mebibytes_is_refused(tmp_path: Path) -> None:
     lines = problems_of(tmp_path, "# " + "x" * 2**21)
-    assert lines == ["exp.yaml:1:1: the file is over 1 MiB; give an experiment file"]
+    assert lines == ["exp.yaml:1:1: the file is larger than 1 MiB; give an experiment file"]
 
 
 @pytest.mark.slow
@@ -141,7 +140,7 @@ def test_more_values_than_an_experiment_has_are_not_read(tmp_path: Path) -> None
     fitting, too_many = (f"a: [{'1,' * number}]" for number in (MAX_VALUES - 3, MAX_VALUES - 2))
     assert not any("values" in line for line in problems_of(tmp_path, fitting))
     (line,) = problems_of(tmp_path, too_many)
-    assert line.startswith("exp.yaml:1:") and "holds over 50,000 values" in line
+    assert line.startswith("exp.yaml:1:") and "has more than 50,000 values" in line
 
 
 @pytest.mark.parametrize("line", ["sed{}: 1\n", "a{}: &x 1\n"])
@@ -151,7 +150,7 @@ def test_of_very_many_problems_the_first_are_told(tmp_path: Path, line: str) -> 
     )
     assert len(few) == 20 and len(many) == 101
     assert many[:20] == few[:20]
-    assert re.fullmatch(r"exp\.yaml:\d+:\d+: there are more problems; mend those above first", many[-1])
+    assert re.fullmatch(r"exp\.yaml:\d+:\d+: there are more problems; fix those above first", many[-1])
 
 
 @settings(deadline=None)

@@ -10,10 +10,8 @@ from hpc_train.config.explanations import in_flow
 from hpc_train.config.json_schema import Node, cached_schema
 from hpc_train.config.keys import all_keys, as_mapping, members, node_at, split_key
 from hpc_train.config.schema import Experiment
-from hpc_train.config.slurm_rules import HAVE_A_KEY
-from hpc_train.config.synonyms import ADVICE, KEYS, KEYS_WITHIN, VALUES
-
-from .files import GOOD, problems_of
+from hpc_train.config.synonyms import ADVICE, KEYS, KEYS_WITHIN, SBATCH_KEYS, VALUES
+from tests.config.files import GOOD, problems_of
 
 
 @pytest.mark.parametrize(
@@ -39,7 +37,7 @@ from .files import GOOD, problems_of
 )
 def test_names_of_other_tools_lead_to_the_key(tmp_path: Path, line: str, key: str, remedy: str) -> None:
     (said,) = problems_of(tmp_path, f"{GOOD}{line}\n")
-    assert f": {key}: is no key of the file; " in said and remedy in said
+    assert f": {key}: unknown key; " in said and remedy in said
 
 
 @pytest.mark.parametrize(
@@ -113,7 +111,7 @@ def test_every_target_is_a_key_and_no_name_is_a_key_where_it_is_read() -> None:
 
 
 def test_every_option_of_sbatch_with_a_key_leads_to_it() -> None:
-    assert {option.replace("-", "_"): key for option, key in HAVE_A_KEY.items()}.items() <= KEYS.items()
+    assert {option.replace("-", "_"): key for option, key in SBATCH_KEYS.items()}.items() <= KEYS.items()
 
 
 def test_every_value_that_is_recommended_is_one() -> None:

@@ -11,9 +11,9 @@ import torch
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.base import DataSource, TensorSplit
-from hpc_train.datasets.loading import training_batches
+from hpc_train.datasets.batches import training_batches
 from hpc_train.datasets.sampler import Position
-from hpc_train.runtime.data_info import Batch, DataInfo
+from hpc_train.datasets.types import Batch, DataInfo
 
 CPU = torch.device("cpu")
 AUGMENT = {"hflip": 0.5, "crop_padding": 2, "erasing": 0.3}

@@ -108,10 +108,14 @@ def test_a_data_source_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("name", "args", "words"),
     [
-        ("nameless", {}, r"^data: Listed does not say how many classes .* num_classes, classes .* targets"),
+        (
+            "nameless",
+            {},
+            r"^data: Listed does not define the number of classes.* num_classes, classes .* targets",
+        ),
         ("empty_val", {}, r"^data: the validation data are empty"),
         ("wrong", {}, r"^data\.name: .*:wrong returned int; return a DataSource"),
-        ("pair", {"clases": 3}, r"^data\.args: .*:pair can't be called so: .*'clases'"),
+        ("pair", {"clases": 3}, r"^data\.args: .*:pair can't be called with these arguments: .*'clases'"),
         ("unreadable", {}, r"^data\.name: Unreadable has neither __getitem__ nor batch"),
         ("NO_FUNCTION", {}, r"^data\.name: .* is int; name a function"),
         ("missing", {}, r"has no 'missing'"),

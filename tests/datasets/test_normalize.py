@@ -5,8 +5,8 @@ import torch
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.normalize import Normalize
+from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.runtime.data_info import DataInfo
 from tests.datasets.samples import random_images
 
 INFO = DataInfo(10, 3, (0.4, 0.5, 0.6), (0.2, 0.3, 0.4))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.datasets.loading import TrainingBatches, evaluation_batches, training_batches
+from hpc_train.datasets.batches import TrainingBatches, evaluation_batches, training_batches
 from hpc_train.datasets.sampler import Position
 from hpc_train.datasets.workers import WorkerLostError
 from hpc_train.errors import BadFileError

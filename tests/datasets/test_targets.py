@@ -12,11 +12,11 @@ from torch import Tensor
 
 from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.datasets.base import TensorSplit
-from hpc_train.datasets.in_memory import in_memory
-from hpc_train.datasets.loading import evaluation_batches, training_batches
+from hpc_train.datasets.batches import evaluation_batches, training_batches
 from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.sources.in_memory import in_memory
+from hpc_train.datasets.types import TargetSpec
 from hpc_train.errors import BadFileError
-from hpc_train.runtime.data_info import TargetSpec
 from tests.datasets.samples import CPU, experiment, random_images, source
 
 CLASS = TargetSpec("a class number", kind="integer", shape=(), minimum=0, maximum=9)
@@ -126,7 +126,7 @@ NEEDS = (
         (MASK, r"of uint8, shape \(4, 4\), values 0 to 15"),
         ("cat", r"'cat' \(str\)"),
         (None, r"None \(NoneType\)"),
-        ({"boxes": 1}, r"\{'boxes': 1\} \(dict\)"),
+        ({"boxes": 1}, "a dict with boxes"),
     ],
     ids=lambda value: type(value).__name__,
 )

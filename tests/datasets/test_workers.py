@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 RANK = """
 import os, sys, time, torch
-from hpc_train.datasets.loading import training_batches
+from hpc_train.datasets.batches import training_batches
 from hpc_train.datasets.sampler import Position
 from tests.datasets.samples import CPU, experiment, source
 

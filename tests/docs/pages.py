@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [
+    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+]
 LIMIT_S = 120.0
 #: On the test cluster ranks share this machine's cores, and ``logs -f`` follows them to their end.
 SLURM_LIMIT_S = 400.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.checkpoints import committed
+from hpc_train.run.checkpoints import committed
+from tests import warm
 from tests.waiting import came_true
 
 REPOSITORY = Path(__file__).parents[2]
@@ -44,6 +46,9 @@ logging: {every_steps: 1}
 
 #: For ``end_what_is_left``.
 _started: list[subprocess.Popen[str]] = []
+#: In the environment of a run, and in none of its files. Random, since snapshots hold this file.
+PLANTED = f"planted-{secrets.token_hex(8)}"
+SECRETS = dict.fromkeys(("AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "MY_OWN_VARIABLE"), PLANTED)
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ def start(
     *arguments: str | Path, cwd: Path = REPOSITORY, max_files: int | None = None, **environment: str
 ) -> subprocess.Popen[str]:
     limited = [] if max_files is None else ["prlimit", f"--nofile={max_files}:{max_files}"]
-    process = subprocess.Popen(
+    process = warm.start(
         [*limited, sys.executable, "-m", "hpc_train", *map(str, arguments)],
         cwd=cwd,
         env=os.environ | environment,
@@ -113,6 +118,13 @@ def found_runs(folder: Path) -> list[RunPaths]:
 def only_run(folder: Path) -> RunPaths:
     (found,) = found_runs(folder)
     return found
+
+
+def files_that_hold(folder: Path, text: str) -> list[Path]:
+    """Return the files below ``folder``, hidden ones too, whose bytes hold ``text``."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert files
+    return [path for path in files if text.encode() in path.read_bytes()]
 
 
 def wait_for(condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.runs import EXPERIMENT, LIMIT_S, only_run, status, write_experiment
-from tests.run_folder.trees import work_tree
+from tests.run.code.trees import work_tree
 
 pytestmark = pytest.mark.slow
 

@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.run_folder.checkpoints import committed
-from tests.end_to_end.runs import REPOSITORY, found_runs, hpc_train, rows, status
+from hpc_train.run.checkpoints import committed
+from tests.end_to_end.runs import (
+    PLANTED,
+    REPOSITORY,
+    SECRETS,
+    files_that_hold,
+    found_runs,
+    hpc_train,
+    rows,
+    status,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +41,9 @@ def make_data(folder: Path) -> None:
     (folder / "tinyshakespeare.txt").write_text("To be, or not to be. " * 50_000)
 
 
+@pytest.mark.fault(45)
 def test_digits_are_learnt_on_two_cpu_ranks(tmp_path: Path) -> None:
-    runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+    runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs"), **SECRETS}
     example = EXAMPLES / "digits.yaml"
     done = hpc_train("submit", example, "--local", "--devices", "2", "--json", "device=cpu", **runs)
     assert done.code == 0, done.err
@@ -44,3 +54,5 @@ def test_digits_are_learnt_on_two_cpu_ranks(tmp_path: Path) -> None:
     val = rows(paths, "val")
     assert [row["epoch"] for row in val] == list(range(1, 11))
     assert val[-1]["accuracy"] >= 0.95
+    assert paths.attempt(1).log(0).stat().st_size
+    assert files_that_hold(tmp_path, PLANTED) == []

@@ -18,9 +18,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import AttemptRecord, read_record
-from hpc_train.run_folder.checkpoints import committed
-from hpc_train.run_folder.ends import exit_codes
+from hpc_train.run.attempts import AttemptRecord, read_record
+from hpc_train.run.checkpoints import committed
+from hpc_train.run.rank_ends import exit_codes
 from tests.end_to_end import paced
 from tests.end_to_end.runs import (
     EXPERIMENT,
@@ -150,7 +150,7 @@ def test_after_ctrl_c_a_resume_changes_no_bit(
     assert done.code == 0, done.err
     assert status(paths)["state"] == "completed"
     assert_equal_to_the_bit(quiet, paths)
-    assert "going on with" not in paths.attempt(2).log(0).read_text(), "the same ranks go on"
+    assert "continuing with" not in paths.attempt(2).log(0).read_text(), "the same ranks go on"
 
 
 @pytest.mark.fault(2, 47)
@@ -199,7 +199,7 @@ def test_a_rank_that_raises_ends_the_run_and_is_its_reason(tmp_path: Path) -> No
     assert stopped(paths) == ("failed", "rank 1: ValueError: this rank was told to fail")
     assert "Traceback (most recent call last):" in error.read_text()
     assert "Traceback of your code (most recent call last):" in done.err
-    assert "tests/end_to_end/parts.py" in done.err and "hpc_train/worker" not in done.err
+    assert "tests/end_to_end/parts.py" in done.err and "hpc_train/training" not in done.err
     assert f"the rest is in {paths.attempt(1).log(1)}" in done.err
     for text in (done.err, error.read_text()):
         assert "ValueError: this rank was told to fail" in text
@@ -249,7 +249,7 @@ def image_folder(folder: Path) -> str:
 def test_images_that_are_not_there_are_the_files_mistake(tmp_path: Path) -> None:
     done = end_of(begin(tmp_path, image_folder(tmp_path)), 120)
     assert done.code == 65, done.err
-    assert f"data.root: there is no {tmp_path / 'images'} here" in done.err
+    assert f"data.root: {tmp_path / 'images'} does not exist on this machine" in done.err
     assert not found_runs(tmp_path), "found before anything was started"
     assert "Traceback" not in done.err
 
@@ -276,6 +276,7 @@ def test_a_file_that_is_no_image_ends_the_run_and_is_named(tmp_path: Path) -> No
 
 
 @pytest.mark.fault(48)
+@pytest.mark.usefixtures("fresh_ranks")
 def test_ranks_die_with_a_launcher_that_was_killed(quiet: RunPaths, tmp_path: Path) -> None:
     process = begin(tmp_path, PACED, **SLOW_TRAINING)
     paths = wait_for_run(tmp_path, process)
@@ -424,7 +425,7 @@ def test_where_every_checkpoint_is_damaged_training_does_not_begin_anew_in_silen
         assert done.code == 74, done.err
         state, reason = stopped(paths)
         assert state == "failed"
-        assert "no checkpoint is whole any more" in reason
+        assert "every checkpoint is damaged" in reason
         assert "--new" in reason and ".bad" in reason
         assert "Traceback" not in done.err
         assert paths.metrics.read_text() == before
@@ -530,10 +531,10 @@ def test_a_run_goes_on_in_another_way_with_the_same_losses(
     assert status(paths)["state"] == "completed"
     assert [row["step"] for row in rows(paths)] == [row["step"] for row in rows(quiet_plain)]
     torch.testing.assert_close(losses(paths), losses(quiet_plain), rtol=0, atol=1e-5)
-    said = f"going on with {who} from checkpoint {at} of 2 ranks under ddp"
+    said = f"continuing with {who} from checkpoint {at} of 2 ranks under ddp"
     logs = [path.read_text() for path in sorted(paths.attempt(2).folder.glob("rank-*.log"))]
     assert [log.count(said) for log in logs] == [1] + [0] * (len(logs) - 1)
-    assert "not to the bit" in logs[0] and "BatchNorm" not in logs[0]
+    assert "not bitwise" in logs[0] and "BatchNorm" not in logs[0]
 
 
 def test_channels_last_is_another_layout_of_the_same_numbers(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.micro_batch import Found, kept
+from hpc_train.run.found_micro_batch import Found, kept
 from tests.end_to_end.runs import (
     assert_equal_to_the_bit,
     found_runs,
@@ -29,7 +29,7 @@ EXPERIMENT = """\
 name: hungry
 seed: 3
 task: classification
-model: {name: "tests.worker.hungry:hungry"}
+model: {name: "tests.training.hungry:hungry"}
 data: {name: digits, augment: {hflip: 0.5, crop_padding: 2}}
 optimization:
   steps: 12
@@ -41,7 +41,7 @@ evaluation: {every_steps: 5}
 checkpoint: {every_steps: 4}
 logging: {every_steps: 1}
 """
-SCARCE = ("--local", "--launcher", "tests.worker.hungry:ScarceLauncher")
+SCARCE = ("--local", "--launcher", "tests.training.hungry:ScarceLauncher")
 SLOW = "model.args={pause_s: 0.05}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import subprocess
 import sys
@@ -16,9 +17,10 @@ EXAMPLE = Path(__file__).parents[1] / "plugin_example"
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Install the package into a folder of its own; return a PYTHONPATH on which it is found."""
+    tmp_path = tmp_path_factory.mktemp("plugins")
     target = tmp_path / "site"
     source = tmp_path / "source"
     subprocess.run(["cp", "-r", EXAMPLE, source], check=True)  # a build leaves files in its source
@@ -52,6 +54,25 @@ def test_a_file_that_names_plug_ins_of_every_kind_trains(installed: str, tmp_pat
     built_in = "parallel={strategy: ddp}"
     again = hpc_train("submit", experiment, built_in, "--local", "--devices", "2", **found)
     assert again.code == 0, again.err
+
+
+def test_commands_of_the_login_node_know_a_plug_ins_degrees_and_number_of_samples(installed: str) -> None:
+    experiment = EXAMPLE / "example.yaml"
+    planned = hpc_train("plan", experiment, "--local", "--devices", "2", "--json", PYTHONPATH=installed)
+    [run] = json.loads(planned.out)["runs"]
+    assert run["degrees"] == {"pipeline": 1, "replicate": 2, "shard": 1, "tensor": 1}
+    assert run["steps_per_epoch"] == 240 // 24
+    one_rank = hpc_train("plan", experiment, "--local", "--devices", "1", PYTHONPATH=installed)
+    assert "parallel.replicate: replicate 2" in one_rank.err
+    overrides = ("parallel.tensor=2", "parallel.args.average=2")
+    refused = hpc_train("validate", experiment, *overrides, PYTHONPATH=installed)
+    assert refused.code == 65
+    for said in (
+        "parallel.tensor: 2",
+        "parallel.args.average:",
+        "strategy by_parameter; write average_in_double",
+    ):
+        assert said in refused.err
 
 
 def test_without_the_package_its_names_are_unknown() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hpc_train.loggers.wandb_process import _named
-from hpc_train.run_folder.checkpoints import committed
-from hpc_train.run_folder.metric_rows import iter_rows
+from hpc_train.run.checkpoints import committed
+from hpc_train.run.metric_rows import iter_rows
 from tests.end_to_end.runs import (
     final_tensors,
     found_runs,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import read_record
-from hpc_train.run_folder.checkpoints import committed
+from hpc_train.run.attempts import read_record
+from hpc_train.run.checkpoints import committed
 from tests.end_to_end.parts import POISON
 from tests.end_to_end.runs import (
     EXPERIMENT,
@@ -28,7 +28,7 @@ from tests.end_to_end.runs import (
     write_experiment,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault(2)]
+pytestmark = [pytest.mark.slow, pytest.mark.fault(2), pytest.mark.usefixtures("fresh_ranks")]
 
 #: Far beyond what a stop may take on a busy machine, and far below what is being waited for.
 SOON_S, LONG_S = 60.0, 600

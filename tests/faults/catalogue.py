@@ -21,7 +21,7 @@ class Row:
     number: int
     fault: str
     promise: str
-    #: The later issue that brings the rest, and what is shown until then.
+    #: What brings the rest and is not built yet, and what is shown until then.
     waits_for: str = ""
     #: What can't be caused on the machines that tests run on.
     not_here: str = ""

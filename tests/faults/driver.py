@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import AttemptRecord, read_record
-from hpc_train.run_folder.checkpoints import verify
-from hpc_train.run_folder.status import read_status
+from hpc_train.run.attempts import AttemptRecord, read_record
+from hpc_train.run.checkpoints import verify
+from hpc_train.run.run_status import read_status
 from tests.end_to_end.runs import assert_equal_to_the_bit
 from tests.faults.faults import STEPS_AFTER, Fault
 from tests.faults.on_slurm import SlurmRun

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import AttemptRecord, newest_number, read_record
-from hpc_train.run_folder.status import read_status
+from hpc_train.run.attempts import AttemptRecord, newest_number, read_record
+from hpc_train.run.run_status import read_status
 from tests.end_to_end.runs import Done, hpc_train, write_experiment
 from tests.faults.runs import wait
 from tests.faults.shim import Shim

@@ -23,11 +23,11 @@ from tests.faults.soak import RESULTS
 REPOSITORY = TESTS.parent
 PAGE = REPOSITORY / "docs" / "reliability.md"
 _HEAD = """\
-# What can go wrong, and what was seen to happen
+# Reliability: faults and the tests that cause them
 
 Written by `make reliability`, which causes each fault for real (signals, SIGKILL, full disks, a real Slurm of
-four nodes on one machine) and sees the run behave as promised. Most tests end in the same check: weights,
-buffers, optimizer state and metrics equal those of a run that nothing happened to, to the bit.
+four nodes on one machine) and checks that the run behaves as promised. Most tests end in the same check:
+weights, buffers, optimizer state and metrics are bitwise identical to those of an uninterrupted run.
 A quota, and a file server that fails, are injected at the call. All ranks are CPU ranks over gloo.
 """
 
@@ -106,8 +106,8 @@ def _soak() -> list[str]:
     strikes = sum(len(run["faults"]) for run in told["runs"])
     said = (
         f"`make soak` ({told['date']}): {told['equal']} of {told['seeds']} runs under DDP and FSDP, on one "
-        f"and two nodes of a real Slurm, were equal to the bit after {strikes} random faults: SIGKILL of a "
-        "rank or of a node's ranks, SIGTERM, USR2, preemption, `scontrol requeue`."
+        f"and two nodes of a real Slurm, were bitwise identical to uninterrupted ones after {strikes} random "
+        "faults: SIGKILL of a rank or of a node's ranks, SIGTERM, USR2, preemption, `scontrol requeue`."
     )
     return [" ".join(filter(None, [said, told.get("note")])), ""]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import AttemptRecord, newest_number, read_record
+from hpc_train.run.attempts import AttemptRecord, newest_number, read_record
 from tests.end_to_end.runs import found_runs, only_run, start, write_experiment
 from tests.faults.shim import Shim, why_not
 from tests.waiting import came_true

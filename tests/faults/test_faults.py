@@ -135,16 +135,21 @@ def test_clocks_that_disagree(quiet_runs: QuietRuns, tmp_path: Path, shimmed: No
 
 @pytest.mark.fault(43)
 def test_a_full_home(quiet_runs: QuietRuns, tmp_path: Path, small_disk: Path) -> None:
-    """Caches lie elsewhere, and what else wants a home does without."""
+    """Caches lie elsewhere, that of compiled code too, and what else wants a home does without."""
+    short = EXPERIMENT.replace("steps: 40", "steps: 8").replace("warmup_steps: 20", "warmup_steps: 2")
+    text = short + "compile: true\n"
     ballast = small_disk / "ballast"
     with ballast.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(small_disk).free)
     homes = ("HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HPC_TRAIN_CACHE")
-    environment = {name: str(small_disk) for name in homes} | {"HPC_TRAIN_RUNS": str(tmp_path / "elsewhere")}
-    experiment = write_experiment(tmp_path, EXPERIMENT)
-    done = hpc_train("submit", experiment, "--local", "--devices", "2", "--json", **environment)
+    environment = {name: str(small_disk) for name in homes} | ENVIRONMENT
+    environment["HPC_TRAIN_RUNS"] = str(tmp_path / "elsewhere")
+    experiment = write_experiment(tmp_path, text)
+    done = hpc_train("submit", experiment, "--local", "--devices", "1", "--json", **environment)
     assert done.code == 0, done.err
-    assert_equal_to_the_bit(quiet_runs.of(text=EXPERIMENT, environment=ENVIRONMENT), submitted(done))
+    run = submitted(done)
+    assert list((run.cache / "inductor").rglob("*.cpp")), "nothing was compiled"
+    assert_equal_to_the_bit(quiet_runs.of(text=text, ranks=1, environment=ENVIRONMENT), run)
     assert list(small_disk.iterdir()) == [ballast]
 
 

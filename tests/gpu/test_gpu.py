@@ -20,28 +20,27 @@ from safetensors.torch import load_file
 from torch import nn
 
 from benchmarks.gpu import merged
-from hpc_train.config.compatibility import FULLY_SHARDED, STRATEGIES
-from hpc_train.config.degrees import SHARING_LAYERS, Degrees
-from hpc_train.config.loading import load
+from hpc_train.checkpoint.checkpointer import Checkpointer
+from hpc_train.checkpoint.state import TrainingState
+from hpc_train.datasets.batches import evaluation_batches, training_batches
 from hpc_train.datasets.building import build_source
-from hpc_train.datasets.loading import evaluation_batches, training_batches
 from hpc_train.datasets.sampler import Position
-from hpc_train.engine.checkpoint import Checkpointer
-from hpc_train.engine.fp8 import use_float8
-from hpc_train.engine.meters import Meters, Recorder
-from hpc_train.engine.metrics_file import MetricsFile, read_rows
-from hpc_train.engine.non_finite import FiniteWatch
-from hpc_train.engine.training_state import TrainingState
+from hpc_train.distributed.env import RankFacts
+from hpc_train.distributed.precision import choose_precision
+from hpc_train.distributed.process_group import join
 from hpc_train.errors import BadFileError
+from hpc_train.health import node_check
 from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.run_folder.checkpoints import committed
-from hpc_train.run_folder.micro_batch import kept
-from hpc_train.runtime import node_check
-from hpc_train.runtime.precision import choose_precision
-from hpc_train.runtime.process_group import join
-from hpc_train.runtime.ranks import RankFacts
-from hpc_train.strategies.base import Placement
+from hpc_train.run.checkpoints import committed
+from hpc_train.run.found_micro_batch import kept
+from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.ddp import DDPStrategy
+from hpc_train.topology.degrees import Degrees
+from hpc_train.training.fp8 import use_float8
+from hpc_train.training.meters import Meters, MetricsWriter
+from hpc_train.training.metrics_file import MetricsFile, read_rows
+from hpc_train.training.non_finite import FiniteWatch
+from hpc_train.validate.loading import load
 from tests.end_to_end import paced
 from tests.end_to_end.runs import (
     EXPERIMENT,
@@ -59,6 +58,7 @@ from tests.end_to_end.runs import (
     wait_for,
     write_experiment,
 )
+from tests.parallelism.cases import MODEL_PARALLEL, SHARDED, STRATEGIES
 
 Test = TypeVar("Test", bound=Callable[..., None])
 #: torch says once that its debug mode does not find every wait.
@@ -159,13 +159,13 @@ def test_every_strategy_trains_in_half_precision(
 
 @on_gpu
 @pytest.mark.parametrize("compiled", ["false", "true", "{mode: max-autotune}"])
-@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in SHARING_LAYERS])
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name not in MODEL_PARALLEL])
 def test_fp8_trains_as_fp32_does_but_for_rounding(
     strategy: str, compiled: str, vit_on_cpu: RunPaths, tmp_path: Path
 ) -> None:
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("this GPU has no float8 products")
-    if strategy in FULLY_SHARDED and "mode" in compiled:
+    if strategy in SHARDED and "mode" in compiled:
         pytest.skip("refused: the mode replays CUDA graphs")
     overrides = (*VIT_SHORT, EMA, f"parallel.strategy={strategy}", "precision=fp8", f"compile={compiled}")
     paths = submit_on_gpu(tmp_path, *overrides, text=VIT)
@@ -251,7 +251,7 @@ def test_channels_last_is_another_layout_of_the_same_numbers(on_cpu: RunPaths, t
 
 
 @on_gpu
-@pytest.mark.parametrize("strategy", SHARING_LAYERS)
+@pytest.mark.parametrize("strategy", MODEL_PARALLEL)
 def test_compiled_blocks_train_where_ranks_share_layers(
     strategy: str, vit_on_cpu: RunPaths, tmp_path: Path
 ) -> None:
@@ -371,8 +371,8 @@ def test_batches_come_in_pinned_memory(tmp_path: Path) -> None:
 @debug_mode
 def test_a_row_is_taken_without_waiting_for_the_device(device: torch.device, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    recorder = Recorder(MetricsFile(path, 0), [], io.StringIO())
-    meters = Meters(1, 48, 10, 1, recorder)
+    metrics_writer = MetricsWriter(MetricsFile(path, 0), [], io.StringIO())
+    meters = Meters(1, 48, 10, 1, metrics_writer)
     loss = torch.ones((), dtype=torch.float64, device=device)
     norm = torch.full((), 2.0, device=device)
     # NCCL waits once, when it makes its communicator, and the driver when it pins memory.
@@ -392,7 +392,7 @@ def test_a_row_is_taken_without_waiting_for_the_device(device: torch.device, tmp
     row = read_rows(path)[-1]
     assert row["step"] == 2
     assert (row["loss"], row["grad_norm"]) == (1.0, 2.0)
-    recorder.close()
+    metrics_writer.close()
 
 
 @on_gpu
@@ -455,7 +455,7 @@ def test_a_save_beside_training_waits_for_nothing_and_holds_the_step_it_was_begu
     layers = [nn.Linear(2048, 2048, device=device) for _ in range(8)]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    strategy = DDPStrategy(Placement(0, Degrees(), device, choose_precision("fp32", device)))
+    strategy = DDPStrategy(RankContext(0, Degrees(), device, choose_precision("fp32", device)))
     strategy.place(model, [])
     state, checkpointer = TrainingState(model, optimizer), Checkpointer(run, 1, strategy)
     inputs = torch.randn(256, 2048, device=device)
@@ -480,7 +480,7 @@ def test_a_save_beside_training_waits_for_nothing_and_holds_the_step_it_was_begu
 _SAVES_ON_ITS_OWN_GPU = """
 import threading
 import torch
-from hpc_train.engine.staging import Staging
+from hpc_train.checkpoint.staging import Staging
 torch.cuda.set_device(1)
 sources = {"weight": torch.ones(3, device="cuda")}
 staging = Staging(sources)

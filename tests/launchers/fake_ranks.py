@@ -13,8 +13,8 @@ from hpc_train.errors import ExitCode
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.launchers.local import LocalLauncher
 from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.run_folder.attempts import AttemptRecord, claim_attempt, read_record
-from tests.run_folder.runs import small_experiment, small_run
+from hpc_train.run.attempts import AttemptRecord, claim_attempt, read_record
+from tests.run.runs import small_experiment, small_run
 
 REPOSITORY = Path(__file__).parents[2]
 _LIMIT_S = 30.0
@@ -23,8 +23,8 @@ PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.status import RunStatus, write_status
-from hpc_train.runtime import signals
+from hpc_train.run.run_status import RunStatus, write_status
+from hpc_train.distributed import signals
 rank = int(os.environ["RANK"])
 run = RunPaths(Path(sys.argv[1]))
 attempt = run.attempt(int(os.environ["HPC_TRAIN_ATTEMPT"]))
@@ -79,7 +79,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.launchers.base import LaunchRequest
 from hpc_train.paths import RunPaths
 from tests.launchers.fake_ranks import launcher
-from tests.run_folder.runs import small_experiment
+from tests.run.runs import small_experiment
 run = RunPaths(Path({str(request.paths.folder)!r}))
 request = LaunchRequest(run, small_experiment(device="cpu"), {request.attempt}, {request.devices})
 sys.exit(launcher({script!r}, run).launch(request, lambda: None))

@@ -13,7 +13,7 @@ import pytest
 from hpc_train.errors import UsageError
 from hpc_train.launchers.entry import Entry, attempt_number
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.ends import exit_codes
+from hpc_train.run.rank_ends import exit_codes
 
 
 def test_it_is_pickled_with_the_folder_and_nothing_else(tmp_path: Path) -> None:
@@ -40,13 +40,13 @@ WORKER = """
 import pickle, sys, types
 from pathlib import Path
 from hpc_train.launchers.entry import Entry
-import hpc_train
-worker = types.ModuleType("hpc_train.worker")
+import hpc_train.training
+worker = types.ModuleType("hpc_train.training.main")
 def run(paths, attempt):
     print(paths.folder, attempt)
     return {end}
 worker.run = run
-sys.modules["hpc_train.worker"] = hpc_train.worker = worker
+sys.modules["hpc_train.training.main"] = hpc_train.training.main = worker
 pickle.loads(pickle.dumps(Entry(Path(sys.argv[1]))))()
 print("never reached")
 """
@@ -84,12 +84,12 @@ def test_a_code_is_left_for_whoever_judges_the_attempt(
 
 
 def test_a_worker_that_can_not_be_imported_leaves_its_traceback(tmp_path: Path) -> None:
-    broken = WORKER.replace("= hpc_train.worker = worker", "= None")
+    broken = WORKER.replace("= hpc_train.training.main = worker", "= None")
     done = run_rank(tmp_path, "0", broken, SLURM_PROCID="2")
     assert done.returncode == 1
     attempt = RunPaths(tmp_path).attempt(3)
     for text in (done.stderr, attempt.error(2).read_text()):
-        assert "Traceback" in text and "hpc_train.worker" in text
+        assert "Traceback" in text and "hpc_train.training.main" in text
     assert exit_codes(attempt) == {2: 1}
 
 
@@ -101,7 +101,8 @@ def test_garbage_is_collected_again_once_the_worker_is_imported(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_rank_imports_no_library_of_models_or_images_before_it_needs_it() -> None:
-    script = "import sys, hpc_train.worker; print({'torchvision', 'timm', 'wandb'} & sys.modules.keys())"
+    libraries = "{'torchvision', 'timm', 'wandb'}"
+    script = f"import sys, hpc_train.training.main; print({libraries} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

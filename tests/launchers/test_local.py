@@ -12,11 +12,11 @@ import pytest
 from hpc_train.errors import ExitCode, StorageError, UsageError, UserError
 from hpc_train.launchers import local
 from hpc_train.launchers.local import choose_num_ranks
-from hpc_train.run_folder.processes import Process
-from hpc_train.run_folder.snapshot import link, take
-from hpc_train.run_folder.status import RunStatus, read_status, write_status
+from hpc_train.run.code.snapshot import link, take
+from hpc_train.run.processes import Process
+from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.fake_ranks import attempt_of, launch, new_request, record_of
-from tests.run_folder.trees import work_tree
+from tests.run.code.trees import work_tree
 
 #: Rank 0 loses its peer, once it has been told to end.
 ELSE_LOSE_PEER = """
@@ -105,7 +105,7 @@ def test_damaged_code_is_not_run(tmp_path: Path) -> None:
     link(request.paths, code)
     (code / "tree/own.py").chmod(0o600)
     (code / "tree/own.py").write_bytes(bytes((code / "tree/own.py").stat().st_size))
-    with pytest.raises(StorageError, match=r"tree/own\.py: is not what was put there"):
+    with pytest.raises(StorageError, match=r"tree/own\.py: differs from what was written there"):
         launch(request, "print('ran')")
     assert not attempt_of(request).log(0).exists()
 
@@ -148,7 +148,7 @@ def test_a_launcher_that_was_given_up_leaves_the_state_to_the_attempt_after(tmp_
     """It may come back: a machine that slept, or was cut off."""
     request = new_request(tmp_path, devices=1)
     script = """
-from hpc_train.run_folder.attempts import claim_attempt
+from hpc_train.run.attempts import claim_attempt
 claim_attempt(run)
 sys.exit(1)
 """
@@ -237,12 +237,18 @@ def test_what_diverged_is_told_without_a_traceback(
     assert capsys.readouterr().err == "loss is NaN at step 7\n"
 
 
-@pytest.mark.parametrize("code", [ExitCode.BAD_NODE, ExitCode.HUNG])
-def test_a_node_that_is_not_fit_is_told_in_its_own_words(tmp_path: Path, code: ExitCode) -> None:
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (ExitCode.BAD_NODE, "the node of rank 1 failed its check: its memory is held by another"),
+        (ExitCode.HUNG, "rank 1: its memory is held by another"),
+    ],
+)
+def test_a_node_that_is_not_fit_is_told_in_its_own_words(tmp_path: Path, code: ExitCode, words: str) -> None:
     request = new_request(tmp_path)
     script = f"if rank == 1: fail('BadNodeError: its memory is held by another', {int(code)})"
     assert launch(request, script + ELSE_LOSE_PEER) == ExitCode.FAILED
-    assert read_status(request.paths).reason == "rank 1: its memory is held by another"
+    assert read_status(request.paths).reason == words
 
 
 @pytest.mark.fault(17)
@@ -267,7 +273,7 @@ def test_a_rank_that_says_nothing_shows_the_end_of_its_log(
     request = new_request(tmp_path, devices=1)
     assert launch(request, "print('\\n'.join(map(str, range(1000)))); sys.exit(3)") == ExitCode.FAILED
     shown = capsys.readouterr().err
-    assert "\n998\n999\nrank 0: ended with exit code 3; see " in shown
+    assert "\n998\n999\nrank 0: ended with exit code 3: 999\n" in shown
     assert "\n900\n" not in shown
 
 

@@ -26,8 +26,8 @@ def lines_of(*parts: str) -> list[str]:
 
 
 def test_frames_of_the_users_code_come_first_and_the_rest_stays_in_the_log() -> None:
-    ours = frame(str(Path(package_file).parent / "engine/trainer.py"))
-    copied = frame("/runs/x/.code/ab12/package/hpc_train/engine/forward.py")
+    ours = frame(str(Path(package_file).parent / "training/loop.py"))
+    copied = frame("/runs/x/.code/ab12/package/hpc_train/training/forward.py")
     user = frame("/runs/x/.code/ab12/tree/models/net.py", 41)
     assert lines_of(BEGIN, ours, copied, *torch_frames(9), user, *torch_frames(3), "ValueError: bad") == [
         "Traceback of your code (most recent call last):",

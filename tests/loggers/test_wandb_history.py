@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from hpc_train.engine.meters import Recorder
-from hpc_train.engine.metrics_file import MetricsFile
 from hpc_train.loggers.wandb import WandbLogger
 from hpc_train.loggers.wandb_history import History
 from hpc_train.loggers.wandb_process import _named
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.metric_rows import iter_rows
+from hpc_train.run.metric_rows import iter_rows
+from hpc_train.training.meters import MetricsWriter
+from hpc_train.training.metrics_file import MetricsFile
 from tests.loggers.wandb_files import context, offline_rows, plain, row
 from tests.loggers.wandb_server import WandbServer, wandb_server
 from tests.waiting import came_true
@@ -117,7 +117,7 @@ class Attempt:
         self._number = number
         self._salt = number * 10
         self._logger = WandbLogger(context(run.folder, number, mode))
-        self._recorder = Recorder(MetricsFile(run.metrics, resumed_step), [self._logger], io.StringIO())
+        self._recorder = MetricsWriter(MetricsFile(run.metrics, resumed_step), [self._logger], io.StringIO())
         self._recorder.begin(resumed_step)
 
     def train(self, *steps: int, saved: int | None = None) -> None:

@@ -96,10 +96,10 @@ def test_a_models_own_blocks_may_be_any_sequence_of_them(said: Any) -> None:
         (lambda m: m.layers[0][0], r"returned a Linear; write a list of submodules"),
         (lambda _: "layers.0", r"returned a str; write"),
         (lambda _: ["layers.0"], r"returned a list with a str in it; write"),
-        (lambda _: [nn.Linear(2, 2)], r"returned a Linear that is none of its submodules"),
-        (lambda m: [m], r"returned a _Own that is none of its submodules"),
-        (lambda m: [*m.layers, m.layers[0]], r"returned layers\.0, which stands there twice"),
-        (lambda m: [m.layers[0], m.layers[0][0]], r"returned layers\.0\.0, which lies in layers\.0"),
+        (lambda _: [nn.Linear(2, 2)], r"returned a Linear that is not one of its submodules"),
+        (lambda m: [m], r"returned a _Own that is not one of its submodules"),
+        (lambda m: [*m.layers, m.layers[0]], r"returned layers\.0, which is listed twice"),
+        (lambda m: [m.layers[0], m.layers[0][0]], r"returned layers\.0\.0, which is inside layers\.0"),
     ],
 )
 def test_a_models_own_blocks_that_are_none_are_refused(said: Any, words: str) -> None:

@@ -12,12 +12,12 @@ import torchvision
 from safetensors.torch import save_file
 
 from hpc_train.config.training_sections import ModelConfig
+from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.building import build_model
 from hpc_train.models.factory import build as build_factory
 from hpc_train.models.torchvision import _resampled
 from hpc_train.models.weights import LoadReport, keep_report, report_of
-from hpc_train.runtime.data_info import DataInfo
 
 
 def info(num_classes: int = 10, channels: int = 3) -> DataInfo:
@@ -60,7 +60,7 @@ def test_grey_images_keep_the_names_of_parameters_and_compile() -> None:
 
 
 def test_five_channels_are_refused_by_torchvision() -> None:
-    with pytest.raises(BadFileError, match=r"^model.name: .*have 5; name timm's"):
+    with pytest.raises(BadFileError, match=r"^model.name: .*have 5; use timm's"):
         build("torchvision/resnet18", info(channels=5))
 
 
@@ -266,7 +266,7 @@ class _Hostile:
 def test_a_hostile_pth_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"1.weight": _Hostile()}, "hostile.pth")
-    with pytest.raises(BadFileError, match=r"^model.pretrained: hostile.pth .*could run code when read"):
+    with pytest.raises(BadFileError, match=r"^model.pretrained: hostile.pth .*could run code when loaded"):
         build("tests.models.factories:mlp", pretrained="hostile.pth")
     assert not Path("ran").exists()
 
@@ -283,5 +283,5 @@ def test_a_damaged_or_missing_file_is_the_files_error(name: str, tmp_path: Path)
 
 def test_a_file_named_by_the_arguments_is_never_read(tmp_path: Path) -> None:
     """``validate`` builds models in a child process: no argument may make timm read a file there."""
-    with pytest.raises(BadFileError, match="checkpoint_path may not stand here"):
+    with pytest.raises(BadFileError, match="checkpoint_path is not allowed here"):
         build("timm/test_resnet", args={"checkpoint_path": str(tmp_path / "weights.pth")})

@@ -10,10 +10,10 @@ from timm.optim import param_groups_layer_decay
 from torch import nn
 
 from hpc_train.config.training_sections import OptimizerConfig
-from hpc_train.engine.optimization import make_optimizer
 from hpc_train.errors import BadFileError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.depths import layer_depths
+from hpc_train.training.optimization import make_optimizer
 from tests.models.factories import mlp
 
 DECAY = 0.75
@@ -90,10 +90,12 @@ def test_a_models_own_word_counts_first() -> None:
 
 
 def test_an_own_word_that_leaves_a_parameter_out_is_refused() -> None:
-    with pytest.raises(BadFileError, match=r"layer_decay: the model's .* leaves out early\.weight"):
+    with pytest.raises(BadFileError, match=r"layer_decay: the model's .* omits early\.weight"):
         depths_of(Marked({"late.weight": 1}))
 
 
 def test_a_model_of_which_nothing_tells_layers_is_refused() -> None:
-    with pytest.raises(BadFileError, match=r"^optimization\.optimizer\.layer_decay: nothing tells"):
+    with pytest.raises(
+        BadFileError, match=r"^optimization\.optimizer\.layer_decay: the layers of this model are unknown"
+    ):
         depths_of(mlp(10))

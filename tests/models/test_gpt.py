@@ -10,13 +10,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hpc_train.checkpoint.state import NamedTensors
 from hpc_train.config.training_sections import ModelConfig
-from hpc_train.engine.training_state import NamedTensors
+from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.models.gpt import GPT, Attention, Block
-from hpc_train.runtime.data_info import DataInfo
 
 TEXT = DataInfo(11, 0, (), (), sequence_length=8)
 SMALL = {"num_layers": 2, "num_heads": 2, "dim": 12}
@@ -132,7 +132,7 @@ def test_dropout_is_off_in_evaluation_alone() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"dim": 13}, r"^model.args.dim: 13 is no multiple of num_heads 2; write 14"),
+        ({"dim": 13}, r"^model.args.dim: 13 is not a multiple of num_heads 2; write 14"),
         ({"dim": 3, "num_heads": 5}, r"^model.args.dim: .*; write 5"),
         ({"dropout": 1.0}, r"^model.args.dropout: .*it is 1.0"),
         ({"num_layers": 0}, r"^model.args.num_layers: .*it is 0"),
@@ -152,6 +152,6 @@ def test_what_gpt_can_not_be_is_said() -> None:
         gpt(DataInfo(10, 3, (0.5,) * 3, (0.5,) * 3))
     with pytest.raises(BadFileError, match=r"^model.pretrained: gpt has no weights on a hub"):
         gpt(pretrained=True)
-    with pytest.raises(BadFileError, match=r"^model.name: gpt takes nothing behind it"):
+    with pytest.raises(BadFileError, match=r"^model.name: gpt takes no name after it"):
         build_model(ModelConfig(name="gpt/2"), TEXT)
     assert gpt(num_classes=64).head.out_features == 64, "the file wins over the data"

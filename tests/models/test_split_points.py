@@ -84,7 +84,7 @@ def test_of_more_points_those_are_taken_that_balance_best() -> None:
 @pytest.mark.parametrize(
     ("points", "num_stages", "words"),
     [
-        (("groups.1", "tail"), 2, "model.name: .*names tail, .*; let it name submodules"),
+        (("groups.1", "tail"), 2, "model.name: .*names tail, .*; name submodules"),
         (("groups.1", "head"), 4, "parallel.pipeline: 4 stages .* has 3; write at most 3"),
         (("stem",), 2, "parallel.pipeline: 2 stages .* has 1; write another"),
     ],

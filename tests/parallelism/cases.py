@@ -1,7 +1,8 @@
 """Which settings are trained together and compared with plain PyTorch: all pairs that the table allows.
 
 Without torch. A case is one choice of each factor. Under every strategy the cases hold each pair of choices
-that ``config.compatibility`` lets stand together, so that a feature meets each other one under each strategy.
+that ``validate.compatibility`` lets stand together, so that a feature meets each other one under each
+strategy.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from functools import cache
 from itertools import combinations, product
 from typing import Any
 
-from hpc_train.config import compatibility, rules
-from hpc_train.config.compatibility import FEATURES, STRATEGIES
-from hpc_train.config.degrees import Degrees, find_degrees
 from hpc_train.config.keys import replaced, split_key
 from hpc_train.config.marked_yaml import read_value
 from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
+from hpc_train.topology.degrees import Degrees, find_degrees
+from hpc_train.topology.strategy_traits import BUILT_IN
+from hpc_train.validate import compatibility, rules
+from hpc_train.validate.compatibility import FEATURES
 
+STRATEGIES = tuple(BUILT_IN)
+MODEL_PARALLEL = tuple(name for name, traits in BUILT_IN.items() if traits.is_model_parallel)
+SHARDED = tuple(name for name, traits in BUILT_IN.items() if traits.shards_parameters)
 STEPS = 20
 MICRO_BATCH_SIZE = 4
 

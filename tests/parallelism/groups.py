@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_IMPORTED = ["tests.parallelism.training", "tests.parallelism.plain", "timm", "torch.distributed.fsdp"]
+from tests.ranks import IMPORTED
+
 #: A collective whose peer is gone would be waited for this long.
 LIMIT_S = 300.0
 _LIMIT_AFTER_FAILURE_S = 10.0
@@ -33,7 +34,7 @@ class Group:
         self._limit_s = limit_s
         self._folder = tempfile.TemporaryDirectory(prefix="hpc-train-group-")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_IMPORTED)
+        context.set_forkserver_preload(IMPORTED)
         self._ends: list[Connection] = []
         self._processes = []
         for rank in range(world_size):

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
+from hpc_train.distributed.seeds import seed_build, seed_forward
 from hpc_train.models.building import build_model
-from hpc_train.runtime.seeds import seed_build, seed_forward
 from tests.parallelism.batches import INFO, micro_batch
 from tests.parallelism.cases import STEPS
 from tests.parallelism.training import Trained

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.compatibility import FEATURES, STRATEGIES
 from hpc_train.config.problems import Problem
+from hpc_train.validate.compatibility import FEATURES
 from tests.commits import commit
-from tests.parallelism.cases import all_cases, batchnorm_cases, refusals, refused_with_batchnorm
+from tests.parallelism.cases import STRATEGIES, all_cases, batchnorm_cases, refusals, refused_with_batchnorm
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE = REPOSITORY / "docs" / "parallelism.md"

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.config.compatibility import STRATEGIES
-from hpc_train.engine.checkpoint import Checkpointer
+from hpc_train.checkpoint.checkpointer import Checkpointer
 from hpc_train.paths import RunPaths
-from tests.engine.checkpoint_runs import begin_attempt, differences
-from tests.parallelism.cases import ADAMW, RESNET, VIT, Case, Choice, Shape
+from tests.checkpoint.checkpoint_runs import begin_attempt, differences
+from tests.parallelism.cases import ADAMW, RESNET, STRATEGIES, VIT, Case, Choice, Shape
 from tests.parallelism.groups import Groups
 from tests.parallelism.training import Trainee, whole
 
@@ -37,31 +36,31 @@ def case_of(strategy: str, model: str = RESNET) -> Case:
 
 def everything(trainee: Trainee) -> dict[str, Tensor]:
     """Return weights, buffers, averages and the optimizer's state, whole. Collective."""
-    learner = trainee.learner
+    train_state = trainee.train_state
     optimizer, likes = {}, {}
-    for name, parameter in learner.strategy.optimized().items():
-        for key, value in learner.optimization.optimizer.state[parameter].items():
+    for name, parameter in train_state.strategy.optimized().items():
+        for key, value in train_state.optimization.optimizer.state[parameter].items():
             if isinstance(value, Tensor):
                 optimizer[f"optimizer.{name}.{key}"], likes[f"optimizer.{name}.{key}"] = value, parameter
     averages = {f"ema.{name}": value for name, value in trainee.average().items()}
-    return trainee.weights() | averages | whole(learner.strategy, optimizer, likes)
+    return trainee.weights() | averages | whole(train_state.strategy, optimizer, likes)
 
 
 def save(rank: int, ranks: int, case: Case, folder: Path) -> dict[str, Tensor]:
     trainee = Trainee(case.experiment, rank, ranks)
-    trainee.learner.wrapped.train()
+    trainee.train_state.wrapped.train()
     for step in range(STEPS):
         trainee.step(step)
     found = everything(trainee)
-    checkpointer(trainee, rank, ranks, folder).save(trainee.learner.state, STEPS, {})
+    checkpointer(trainee, rank, ranks, folder).save(trainee.train_state.state, STEPS, {})
     return found
 
 
 def load(rank: int, ranks: int, case: Case, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return what came back, and what one more step made of it."""
     trainee = Trainee(case.experiment, rank, ranks)
-    trainee.learner.wrapped.train()
-    loaded = checkpointer(trainee, rank, ranks, folder).load_newest(trainee.learner.state)
+    trainee.train_state.wrapped.train()
+    loaded = checkpointer(trainee, rank, ranks, folder).load_newest(trainee.train_state.state)
     assert loaded is not None and loaded.step == STEPS
     found = everything(trainee)
     trainee.step(STEPS)
@@ -71,7 +70,7 @@ def load(rank: int, ranks: int, case: Case, folder: Path) -> tuple[dict[str, Ten
 def checkpointer(trainee: Trainee, rank: int, ranks: int, folder: Path) -> Checkpointer:
     group = dist.new_group(backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
-    return Checkpointer(RunPaths(folder), 1, trainee.learner.strategy, rank, ranks, group)
+    return Checkpointer(RunPaths(folder), 1, trainee.train_state.strategy, rank, ranks, group)
 
 
 @pytest.mark.timeout(900)
@@ -126,7 +125,7 @@ def test_what_is_compared_does_differ(tmp_path: Path) -> None:
 
 def without_a_load(rank: int, ranks: int, case: Case) -> dict[str, Tensor]:
     trainee = Trainee(case.experiment, rank, ranks)
-    trainee.learner.wrapped.train()
+    trainee.train_state.wrapped.train()
     for step in range(STEPS):
         trainee.step(step)
     return everything(trainee)

@@ -14,11 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.config.compatibility import FEATURES, STRATEGIES
-from hpc_train.engine.optimization import Optimization
+from hpc_train.training.optimization import Optimization
+from hpc_train.validate.compatibility import FEATURES
 from tests.parallelism import cases as cases_module
 from tests.parallelism import training
-from tests.parallelism.cases import Case, Choice, Shape, allowed_cases, factors, problems_of, sample
+from tests.parallelism.cases import (
+    STRATEGIES,
+    Case,
+    Choice,
+    Shape,
+    allowed_cases,
+    factors,
+    problems_of,
+    sample,
+)
 from tests.parallelism.comparing import Comparison
 from tests.parallelism.groups import Groups, RankError
 

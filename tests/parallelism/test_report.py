@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hpc_train.config.compatibility import FEATURES, FULLY_SHARDED, STRATEGIES
 from hpc_train.config.problems import Problem
+from hpc_train.validate.compatibility import FEATURES
 from tests.parallelism import report
-from tests.parallelism.cases import refusals
+from tests.parallelism.cases import SHARDED, STRATEGIES, refusals
 from tests.parallelism.report import Result
 
 
@@ -51,7 +51,7 @@ def says(line: str, strategy: str, problem: Problem) -> bool:
 def test_the_page_says_what_batchnorm_is_refused_in() -> None:
     (row,) = [line for line in shown().splitlines() if line.startswith("| bf16 |")]
     cells = dict(zip(STRATEGIES, row.removesuffix(" |").split(" | ")[1:], strict=True))
-    placed = [name for name in FULLY_SHARDED if name != "tensor"]  # which shares no layer of such a model
+    placed = [name for name in SHARDED if name != "tensor"]  # which shares no layer of such a model
     assert [name for name in STRATEGIES if "with BatchNorm refused" in cells[name]] == placed
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpc_train.config.degrees import Degrees, find_degrees
+from hpc_train.checkpoint.state import NamedTensors
 from hpc_train.config.schema import Experiment
-from hpc_train.engine.forward import TrainingForward
-from hpc_train.engine.optimization import Optimization
-from hpc_train.engine.training_state import NamedTensors
-from hpc_train.plan.batches import BatchArithmetic
-from hpc_train.runtime.precision import choose_precision
+from hpc_train.distributed.precision import choose_precision
 from hpc_train.strategies.base import Strategy
 from hpc_train.tasks.classification import Classification
-from hpc_train.worker.learner import Learner, build, placement
+from hpc_train.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.topology.degrees import Degrees, find_degrees
+from hpc_train.training.forward import TrainingForward
+from hpc_train.training.non_finite import Guard
+from hpc_train.training.step import train_step
+from hpc_train.training.train_state import TrainState, build, context
 from tests.parallelism.batches import INFO, slots
 from tests.parallelism.cases import STEPS, Case
 
@@ -44,7 +44,7 @@ class Trained:
 
 
 class Trainee:
-    """A learner on this rank and what it is fed with."""
+    """A train state on this rank and what it is fed with."""
 
     def __init__(self, config: Experiment, rank: int, ranks: int) -> None:
         torch.compiler.reset()
@@ -56,65 +56,55 @@ class Trainee:
         self.place = (degrees.data_rank(rank), degrees.data_ranks)
         self.batches = BatchArithmetic.of(config.optimization, 10_000, degrees.data_ranks)
         self.task = Classification(config, INFO)
-        self.learner = self._build(rank, degrees)
+        self.train_state = self._build(rank, degrees)
 
-    def _build(self, rank: int, degrees: Degrees) -> Learner:
-        """Call what the worker calls, told of a rank that is only what ``placement`` asks for."""
+    def _build(self, rank: int, degrees: Degrees) -> TrainState:
+        """Call what the worker calls, told of a rank that is only what ``context`` asks for."""
         facts = SimpleNamespace(rank=rank, world_size=degrees.world_size)
         told: Any = SimpleNamespace(
             experiment=self.config, facts=facts, degrees=degrees, device=_CPU, precision=self.precision
         )
-        return build(self.config, INFO, self.batches, placement(told))
+        return build(self.config, INFO, self.batches, context(told))
 
     def step(self, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """Train one step as ``Trainer._train_step`` does; return this rank's loss, and gradients."""
-        strategy, optimization = self.learner.strategy, self.learner.optimization
-        optimization.set_learning_rate(step)
-        strategy.share_buffers(all_persistent=False)
-        own = slots(step, *self.place, self.batches.micro_batches, self.precision.param_dtype)
-        loss = strategy.accumulate(own, self._forward(strategy, optimization))
+        """Train one step as the loop does; return this rank's loss, and gradients before clipping."""
+        config, state = self.config, self.train_state
         gradients: dict[str, Tensor] = {}
 
-        def clip() -> Tensor | None:
+        def note_gradients() -> None:
             if step == STEPS - 1:
-                held = {name: p for name, p in strategy.optimized().items() if p.grad is not None}
-                gradients.update(whole(strategy, {name: p.grad for name, p in held.items()}, held))
-            most = self.config.optimization.clip_grad_norm
-            return None if most is None else strategy.clip_gradients(most)
+                held = {name: p for name, p in state.strategy.optimized().items() if p.grad is not None}
+                gradients.update(whole(state.strategy, {name: p.grad for name, p in held.items()}, held))
 
-        optimization.step(clip)
-        strategy.weights_changed()
-        if self.learner.ema is not None:
-            self.learner.ema.update()
-        return loss, gradients
+        class Noting(Guard):
+            """Sees the gradients once they are unscaled."""
 
-    def _forward(self, strategy: Strategy, optimization: Optimization) -> TrainingForward:
-        return TrainingForward(
-            seed=self.config.seed,
-            task=self.task,
-            device=_CPU,
-            compile=self.config.compile,
-            context=nullcontext if strategy.casts else lambda: self.precision.autocast(_CPU),
-            to_input=lambda batch: batch,
-            scale=optimization.scale,
-        )
+            def clip(self, *arguments: Any) -> Tensor | None:
+                note_gradients()
+                return super().clip(*arguments)
+
+        guard = Noting(config.optimization, state.model, norm_counts=False)
+        own = slots(step, *self.place, self.batches.micro_batches, self.precision.param_dtype)
+        forward = TrainingForward.of(config, state, self.task, self.precision, _CPU, lambda batch: batch)
+        done = train_step(state, step, own, forward, guard, config.optimization.clip_grad_norm)
+        return done.loss, gradients
 
     def weights(self) -> dict[str, Tensor]:
         """Return parameters and buffers; asserts that buffers are the same on all ranks. Collective."""
         held = self.held()
-        return whole(self.learner.strategy, held, held)
+        return whole(self.train_state.strategy, held, held)
 
     def held(self) -> dict[str, Tensor]:
         """Return parameters and buffers that this rank has a part of."""
-        return NamedTensors.of(self.learner.model).tensors
+        return NamedTensors.of(self.train_state.model).tensors
 
     def average(self) -> dict[str, Tensor]:
         """Return EMA's weights. Collective."""
-        ema = self.learner.ema
+        ema = self.train_state.ema
         if ema is None:
             return {}
-        ema.share_buffers(self.learner.strategy)
-        return whole(self.learner.strategy, ema.averages, self.held())
+        ema.share_buffers(self.train_state.strategy)
+        return whole(self.train_state.strategy, ema.averages, self.held())
 
 
 def whole(
@@ -148,10 +138,10 @@ def whole(
 def train(rank: int, ranks: int, case: Case) -> Trained:
     """Train on this rank. Collective."""
     trainee = Trainee(case.experiment, rank, ranks)
-    trainee.learner.wrapped.train()
+    trainee.train_state.wrapped.train()
     losses, skipped = [], []
     gradients: dict[str, Tensor] = {}
-    scaler = trainee.learner.optimization.scaler
+    scaler = trainee.train_state.optimization.scaler
     for step in range(STEPS):
         scale = None if scaler is None else scaler.get_scale()
         loss, gradients = trainee.step(step)

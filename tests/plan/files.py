@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_train.config.loading import Loaded, load
+from hpc_train.validate.loading import Loaded, load
 
 EXPERIMENT = """\
 name: tiny

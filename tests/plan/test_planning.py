@@ -109,7 +109,7 @@ def test_a_warmup_as_long_as_the_run_is_told_at_its_place(tmp_path: Path) -> Non
     with pytest.raises(BadFileError) as error:
         make_plan(loaded(tmp_path, *one_epoch, "optimization.epochs=null", "optimization.steps=10"))
     (line,) = error.value.problems
-    assert line.startswith("command line: optimization.schedule.warmup_epochs: a warm-up of 10 steps fills")
+    assert line.startswith("command line: optimization.schedule.warmup_epochs: a warm-up of 10 steps is not")
     make_plan(loaded(tmp_path, *one_epoch, "optimization.epochs=null", "optimization.steps=11"))
 
 

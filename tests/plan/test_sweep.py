@@ -76,7 +76,10 @@ def test_this_machine_has_no_nodes_to_vary(tmp_path: Path) -> None:
     with pytest.raises(BadFileError) as error:
         make_plan(loaded(tmp_path, more=SCALING), 1, local=True)
     (line,) = error.value.problems
-    assert "sweep.grid.slurm.nodes: changes nothing on this machine, so its runs would be one; " in line
+    assert (
+        "sweep.grid.slurm.nodes: has no effect on this machine, so all values would give the same run; "
+        in line
+    )
     assert line.endswith("take it out of the grid, or submit it to Slurm")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import AttemptRecord, read_record
+from hpc_train.run.attempts import AttemptRecord, read_record
 from tests.end_to_end.runs import EXPERIMENT as ON_ONE_MACHINE
 from tests.end_to_end.runs import Done, hpc_train, last_step, only_run, wait_for, write_experiment
 from tests.slurm.cluster import Cluster

@@ -12,8 +12,16 @@ import pytest
 
 from hpc_train.loggers.wandb_process import _named
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.metric_rows import iter_rows
-from tests.end_to_end.runs import assert_equal_to_the_bit, found_runs, last_step, wait_for
+from hpc_train.run.metric_rows import iter_rows
+from tests.end_to_end.runs import (
+    PLANTED,
+    SECRETS,
+    assert_equal_to_the_bit,
+    files_that_hold,
+    found_runs,
+    last_step,
+    wait_for,
+)
 from tests.loggers.wandb_files import offline_rows
 from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster
@@ -100,7 +108,7 @@ def test_three_preemptions_change_no_bit(
             wait_for(lambda number=number: len(paths.attempt_folders()) > number, account(paths), LIMIT_S)
     see_it_complete(paths, trained(f"parallel.strategy={strategy}"))
     assert [record.cause for record in records(paths)] == [*["preemption"] * 3, "completed"]
-    assert len({record.slurm_job for record in records(paths)}) == 1
+    assert len({record.job for record in records(paths)}) == 1
     events = records(paths)[0].events
     order = ["begin", "rank", "joined", "loaded", "first_step", "signal", "agreed", "saved", "end", "requeue"]
     assert list(events) and sorted(events, key=lambda name: events[name]) == order
@@ -324,10 +332,12 @@ def test_an_ordinary_user_is_preempted_and_edits_code_meanwhile(
     assert paths.folder.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.fault(30)
+@pytest.mark.fault(30, 45)
 def test_wandb_keeps_one_run_over_attempts_without_a_network(
-    cluster: Cluster, quiet: Quiet, tmp_path: Path
+    cluster: Cluster, quiet: Quiet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
     wandb = "logging={every_steps: 1, wandb: {project: slurm}}"
     paths = submit_one(tmp_path, wandb, text=TWO_RANKS, pace_s=0.2)
     wait_for_step(paths, 5)
@@ -339,3 +349,5 @@ def test_wandb_keeps_one_run_over_attempts_without_a_network(
     assert len(offline) == 2 and all(name.endswith(f"-{run_id}") for name in offline), offline
     file = paths.wandb / offline[-1] / f"run-{run_id}.wandb"
     assert offline_rows(file) == [_named(row) for row in iter_rows(paths.metrics)]
+    assert {path.suffix for path in paths.siblings.submissions.rglob("*")} >= {".pkl", ".sh", ".out"}
+    assert files_that_hold(paths.siblings.folder.parent, PLANTED) == []

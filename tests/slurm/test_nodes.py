@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import EVENTS, AttemptRecord
-from hpc_train.run_folder.checkpoints import Manifest, committed
-from hpc_train.run_folder.ends import exit_codes
+from hpc_train.run.attempts import EVENTS, AttemptRecord
+from hpc_train.run.checkpoints import Manifest, committed
+from hpc_train.run.rank_ends import exit_codes
 from tests.end_to_end.runs import assert_equal_to_the_bit, status, wait_for
 from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster
@@ -91,7 +91,7 @@ def test_a_killed_rank_takes_the_others_with_it_and_nothing_is_saved(
     record = wait_for_attempt_end(paths, 1)
     assert record.cause == "crash", account(paths)
     assert record.reason is not None
-    assert "rank 2 on" in record.reason and "Killed" in record.reason
+    assert "rank 2 on" in record.reason and "killed by SIGKILL" in record.reason
     codes = exit_codes(paths.attempt(1))
     assert codes == {0: 76, 1: 76, 3: 76}
     # SIGTERM reached the survivors, and they took it for what it was: a peer's end.
@@ -147,7 +147,7 @@ def test_ranks_of_a_node_that_was_given_up_end_once_others_go_on(cluster: Cluste
     wait_for(lambda: not set(old) & set(ranks_of(paths)), f"the old ranks' end\n{account(paths)}", LIMIT_S)
     error = paths.attempt(1).error(0).read_text()
     # Told by the next row or by the next save, whichever came first.
-    assert re.search("attempt( 2)? goes on with this run; attempt 1 (ends|saves nothing more)", error), error
+    assert re.search("attempt( 2)? continues this run; attempt 1 (ends|saves nothing more)", error), error
     assert records(paths)[0].cause == "lost"
     first = int(records(paths)[1].checkpoints[0].removeprefix("step-"))
     wait_for(lambda: committed(paths)[0].step > first + 5, f"its own saves\n{account(paths)}", LIMIT_S)

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import ExitCode
-from hpc_train.launchers.slurm import commands, jobs
+from hpc_train.launchers.slurm import commands, queue
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import read_record
-from hpc_train.run_folder.files import write_json
-from hpc_train.run_folder.status import read_status
+from hpc_train.run.attempts import read_record
+from hpc_train.run.files import write_json
+from hpc_train.run.run_status import read_status
 from tests.cli.commands import hpc_train, python
 from tests.launchers.slurm.queued import add_job, begin, queued_run
 from tests.slurm.cluster import Cluster
@@ -90,9 +90,9 @@ def _status(*words: str | Path) -> list[dict[str, Any]]:
 
 
 def _fresh(*words: str | Path) -> list[dict[str, Any]]:
-    from hpc_train.launchers.slurm import answers
+    from hpc_train.launchers.slurm import queue_cache
 
-    answers.forget()
+    queue_cache.forget()
     return _status(*words)
 
 
@@ -170,7 +170,7 @@ def test_scancel_and_requeue_by_hand_are_seen(any_cluster: Cluster, runs: Path) 
     any_cluster.run("scontrol", "requeue", _job(paths))
     _wait_for(any_cluster, paths, "PENDING")
     assert _fresh(paths.folder)[0]["state"] == "requeued"
-    words = "ended by Slurm without a word at step 4; starts "
+    words = "ended without a word at step 4; starts "
     # For a moment Slurm says Priority, before it has put the start off.
     _wait(lambda: _fresh(paths.folder)[0]["reason"].startswith(words), "reason")
     _start_soon(any_cluster, paths)
@@ -194,7 +194,7 @@ def test_a_node_that_dies_makes_the_run_wait_and_never_fail(cluster: Cluster, ru
     try:
         _wait(lambda: _fresh(paths.folder)[0]["state"] != "running", "verdict")
         assert read_status(paths).state == "requeued"
-        assert read_status(paths).reason == "ended by Slurm without a word at step 4"
+        assert read_status(paths).reason == "ended without a word at step 4"
     finally:
         cluster.start_node(node)
 
@@ -217,7 +217,7 @@ def test_cancel_is_final_in_every_state(any_cluster: Cluster, runs: Path) -> Non
     assert (done.code, done.out) == (0, ""), done.err
     for paths in (held, waiting, running, requeued, last):
         assert (read_status(paths).state, read_status(paths).reason) == ("cancelled", "hpc-train cancel")
-        assert jobs.ask([_job(paths)])[_job(paths)].state == "CANCELLED"
+        assert queue.ask([_job(paths)])[_job(paths)].state == "CANCELLED"
     record = read_record(last.attempt(1))
     assert record is not None and record.cause == "cancelled"
     assert _state(any_cluster, _job(sibling)) == "RUNNING"
@@ -269,7 +269,7 @@ def test_what_slurmctld_has_dropped_is_known_by_accounting(cluster: Cluster, run
     ids = {_job(ran), _job(waited), f"{_job(ran).partition('_')[0]}_3"}
 
     def ended() -> dict[str, str]:
-        return {job: state.state for job, state in jobs._sacct(ids)[0].items()}
+        return {job: state.state for job, state in queue._sacct(ids)[0].items()}
 
     # Accounting hears of the cancelled ones a moment later.
     _wait(lambda: sorted(ended().values()) == ["CANCELLED", "CANCELLED", "FAILED"], "word of accounting")

@@ -17,7 +17,7 @@ from submitit.core.utils import DelayedSubmission
 
 from hpc_train.launchers.entry import Entry
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.status import read_status
+from hpc_train.run.run_status import read_status
 from tests.end_to_end.runs import wait_for
 from tests.slurm.cluster import Cluster, running
 from tests.slurm.configuration import Settings
@@ -181,7 +181,7 @@ _STEPS = [
     ("hpc_train.cli.creating:create_run", 1),
     ("hpc_train.cli.creating:create_run", 2),
     ("hpc_train.launchers.slurm.submission:write", 1),
-    ("hpc_train.launchers.slurm.sending:sbatch", 1),
+    ("hpc_train.launchers.slurm.sbatch:sbatch", 1),
     ("hpc_train.launchers.slurm.submission:place_pickle", 2),
     ("hpc_train.launchers.slurm.submission:note_job", 2),
     ("hpc_train.launchers.slurm.submission:write", 2),
@@ -216,7 +216,7 @@ def test_a_submitter_killed_inside_sbatch_leaves_one_array_to_the_next(place: Pl
 
 
 def test_a_killed_submitter_whose_held_job_somebody_cancelled_is_done_again(place: Place) -> None:
-    place.submit(_SWEEP, halt=Halt("hpc_train.launchers.slurm.sending:sbatch", 1, "after"))
+    place.submit(_SWEEP, halt=Halt("hpc_train.launchers.slurm.sbatch:sbatch", 1, "after"))
     place.cluster.run("scancel", *place.queue("%F"))
     code, said = place.submit(_SWEEP)
     assert code == 0, said
@@ -225,7 +225,7 @@ def test_a_killed_submitter_whose_held_job_somebody_cancelled_is_done_again(plac
 
 def test_a_waiting_submit_says_for_whom(place: Place, tmp_path: Path) -> None:
     go = tmp_path / "go"
-    halt = Halt("hpc_train.launchers.slurm.sending:sbatch", 1, "before", str(go))
+    halt = Halt("hpc_train.launchers.slurm.sbatch:sbatch", 1, "before", str(go))
     first = start(place.folder, "submit", "exp.yaml", _SWEEP, halt=halt)
     wait_for(Path(f"{go}.there").exists, "the first submit")
     second = start(place.folder, "submit", "exp.yaml", _SWEEP)
@@ -246,7 +246,7 @@ def test_a_controller_that_goes_and_comes_back_makes_one_array(
 ) -> None:
     """Frozen, it hears sbatch and makes the job later, when nobody waits for its answer any more."""
     go = tmp_path / "go"
-    halt = Halt("hpc_train.launchers.slurm.sending:sbatch", 1, "before", str(go))
+    halt = Halt("hpc_train.launchers.slurm.sbatch:sbatch", 1, "before", str(go))
     submit = start(any_place.folder, "submit", "exp.yaml", _SWEEP, halt=halt)
     wait_for(Path(f"{go}.there").exists, "the submit before sbatch")
     assert submit.stderr is not None
@@ -337,7 +337,7 @@ def test_a_refused_resume_leaves_runs_as_they_were(place: Place) -> None:
 def test_a_resume_killed_before_sbatch_is_finished_by_the_next_command(place: Place) -> None:
     assert place.submit(_SWEEP)[0] == 0
     assert place.run("cancel", "tiny")[0] == 0
-    sbatch = "hpc_train.launchers.slurm.sending:sbatch"
+    sbatch = "hpc_train.launchers.slurm.sbatch:sbatch"
     assert place.run("resume", "tiny", halt=Halt(sbatch, 1, "before"))[0] == -9
     code, said = place.submit(_SWEEP)
     assert (code, said.count("pending already")) == (0, 3), said

@@ -13,17 +13,17 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from hpc_train.config.degrees import Degrees
 from hpc_train.config.training_sections import ParallelConfig
-from hpc_train.engine.ema import Ema
+from hpc_train.datasets.types import Batch
+from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
 from hpc_train.registry import load
-from hpc_train.runtime.data_info import Batch
-from hpc_train.runtime.precision import choose_precision
-from hpc_train.strategies.base import Placement
+from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.buffers import Buffers, buffers_kept
 from hpc_train.strategies.fully_sharded import refuse_unshardable
 from hpc_train.strategies.mesh import made_once, part_of
+from hpc_train.topology.degrees import Degrees
+from hpc_train.training.ema import Ema
 from tests.forwards import PlainForward
 from tests.ranks import run_ranks
 
@@ -82,8 +82,8 @@ def make_model(kind: str = "plain") -> nn.Module:
 def place(rank: int, world_size: int, name: str, model: nn.Module, precision: str = "fp64") -> Any:
     """Return the strategy; each Sequential of ``model`` is a block."""
     device = torch.device("cpu")
-    placement = Placement(rank, degrees_of(name, world_size), device, choose_precision(precision, device))
-    strategy: Any = load("strategies", name)(placement)  # type: ignore[operator]
+    context = RankContext(rank, degrees_of(name, world_size), device, choose_precision(precision, device))
+    strategy: Any = load("strategies", name)(context)  # type: ignore[operator]
     strategy.place(model, [child for child in model.children() if isinstance(child, nn.Sequential)])
     return strategy
 
@@ -324,7 +324,7 @@ def test_a_parameter_of_two_places_in_one_group_is_none_of_two() -> None:
 def test_batchnorm_under_fsdp_in_bf16_is_refused() -> None:
     device = torch.device("cpu")
     strategy: Any = load("strategies", "fsdp")(  # type: ignore[operator]
-        Placement(0, Degrees(), device, choose_precision("bf16", device))
+        RankContext(0, Degrees(), device, choose_precision("bf16", device))
     )
     with pytest.raises(Exception, match=r"write fp32, or parallel\.strategy: ddp"):
         strategy.place(make_model("batchnorm"), [])
@@ -332,14 +332,14 @@ def test_batchnorm_under_fsdp_in_bf16_is_refused() -> None:
 
 def train_with_an_unused_parameter(rank: int, world_size: int, args: dict[str, Any]) -> str | list[Tensor]:
     device = torch.device("cpu")
-    placement = Placement(
+    context = RankContext(
         rank,
         Degrees(replicate=world_size),
         device,
         choose_precision("fp64", device),
         parallel=ParallelConfig(args=args),
     )
-    strategy: Any = load("strategies", "ddp")(placement)  # type: ignore[operator]
+    strategy: Any = load("strategies", "ddp")(context)  # type: ignore[operator]
     model = make_model()
     model.register_parameter("unused", nn.Parameter(torch.zeros(3)))
     strategy.place(model, [])
@@ -365,11 +365,11 @@ def test_an_unused_parameter_is_named_and_can_be_allowed(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", NAMES)
 def test_unknown_arguments_of_a_strategy_are_refused(name: str) -> None:
     device = torch.device("cpu")
-    placement = Placement(
+    context = RankContext(
         0, Degrees(), device, choose_precision("fp32", device), parallel=ParallelConfig(args={"bucket": 3})
     )
     with pytest.raises(BadFileError, match=r"parallel\.args: .*'bucket'"):
-        load("strategies", name)(placement)  # type: ignore[operator]
+        load("strategies", name)(context)  # type: ignore[operator]
 
 
 def groups_after_builds(rank: int, world_size: int) -> list[int]:

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from hpc_train.config.training_sections import ModelConfig
+from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.models.splitting import split_model
-from hpc_train.runtime.data_info import DataInfo
 from hpc_train.strategies.model_facts import _facts_of_size, facts
 from hpc_train.strategies.tensor_plan import refuse_unshared
 

@@ -12,17 +12,17 @@ import torch
 from timm import optim
 from torch import Tensor, nn
 
-from hpc_train.config.compatibility import NEED_WHOLE_PARAMETERS
-from hpc_train.config.degrees import Degrees
-from hpc_train.config.part_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
+from hpc_train.checkpoint.state import optimizer_tensors
 from hpc_train.config.training_sections import OptimizerConfig
-from hpc_train.engine.optimization import Optimization, make_optimizer
-from hpc_train.engine.training_state import optimizer_tensors
+from hpc_train.datasets.types import Batch
+from hpc_train.distributed.precision import choose_precision
 from hpc_train.registry import load
-from hpc_train.runtime.data_info import Batch
-from hpc_train.runtime.precision import choose_precision
-from hpc_train.strategies.base import Placement
-from tests.forwards import PlainForward
+from hpc_train.strategies.base import RankContext
+from hpc_train.topology.degrees import Degrees
+from hpc_train.training.optimization import Optimization, make_optimizer
+from hpc_train.validate.compatibility import NEED_WHOLE_PARAMETERS
+from hpc_train.validate.part_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
+from tests.forwards import PlainForward, optimizer_step
 from tests.ranks import run_ranks
 from tests.strategies.test_data_parallel import full
 
@@ -60,7 +60,7 @@ def trained(rank: int, world_size: int, name: str, strategy_name: str) -> dict[s
     precision = choose_precision("fp64", CPU)
     degrees = Degrees(replicate=world_size) if strategy_name == "ddp" else Degrees(shard=world_size)
     strategy: Any = load("strategies", strategy_name)(  # type: ignore[operator]
-        Placement(rank, degrees, CPU, precision)
+        RankContext(rank, degrees, CPU, precision)
     )
     torch.manual_seed(0)
     model = Net()
@@ -75,7 +75,7 @@ def trained(rank: int, world_size: int, name: str, strategy_name: str) -> dict[s
         strategy.accumulate(
             [batch], PlainForward(lambda net, each: net(each.inputs).square().mean(), optimization.scale)
         )
-        optimization.step()
+        optimizer_step(optimization)
         strategy.weights_changed()
     optimizer_tensors(optimizer, {id(value): key for key, value in strategy.optimized().items()})
     return {key: full(value).detach().clone() for key, value in model.named_parameters()}

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hpc_train.config.degrees import Degrees
+from hpc_train.checkpoint.state import NamedTensors
 from hpc_train.config.training_sections import ParallelConfig
-from hpc_train.engine.ema import Ema
-from hpc_train.engine.training_state import NamedTensors
+from hpc_train.datasets.types import Batch
+from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.gpt import GPT, GPTArgs
 from hpc_train.models.splitting import split_model
 from hpc_train.registry import load
-from hpc_train.runtime.data_info import Batch
-from hpc_train.runtime.precision import choose_precision
-from hpc_train.strategies.base import Placement
+from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.buffers import buffers_kept
+from hpc_train.topology.degrees import Degrees
+from hpc_train.training.ema import Ema
 from tests.forwards import PlainForward
 from tests.parallelism.groups import Groups
 
@@ -119,8 +119,8 @@ def slots(case: Case, step: int, data_rank: int) -> list[Batch]:
 def strategy_of(rank: int, case: Case) -> Any:
     parallel = ParallelConfig(**{"strategy": "pipeline", **case.parallel})
     precision = choose_precision(case.precision, CPU)
-    placement = Placement(rank, case.degrees, CPU, precision, parallel=parallel)
-    return load("strategies", case.name)(placement)  # type: ignore[operator]
+    context = RankContext(rank, case.degrees, CPU, precision, parallel=parallel)
+    return load("strategies", case.name)(context)  # type: ignore[operator]
 
 
 def train(rank: int, world_size: int, case: Case) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def train(rank: int, world_size: int, case: Case) -> dict[str, Any]:
         "weights": {name: strategy.pieces(value, value) for name, value in tensors.items()},
         "gradients": {name: strategy.pieces(value, parameters[name]) for name, value in gradients.items()},
         "outputs": torch.stack(outputs),
-        "reports": strategy.reports,
+        "owns_loss": strategy.owns_loss,
         "forwards": forwards,
         "elements": sum(value.numel() for value in model.parameters() if not value.is_meta),
     }
@@ -215,10 +215,10 @@ def assert_equals_plain_training(case: Case, ranks: Sequence[dict[str, Any]], wi
             torch.testing.assert_close(found[name], value, msg=lambda m, n=name: f"{n}: {m}", **close)
     for rank in ranks:
         torch.testing.assert_close(rank["norms"], expected["norms"], **close)
-    assert sum(rank["reports"] for rank in ranks) == case.degrees.data_ranks
+    assert sum(rank["owns_loss"] for rank in ranks) == case.degrees.data_ranks
     for rank in ranks:
         assert rank["outputs"].shape == expected["outputs"].shape
-        if rank["reports"]:
+        if rank["owns_loss"]:
             torch.testing.assert_close(rank["outputs"], expected["outputs"], **close)
 
 
@@ -332,7 +332,7 @@ def names_and_average(rank: int, world_size: int) -> dict[str, Any]:
         "same": all(shown[name] is value for name, value in strategy.optimized().items()),
         "sharded": sum(isinstance(module, FSDPModule) for module in strategy.model.modules()),
         "training": {module.training for module in strategy.model.modules()},
-        "is_like_before": torch.equal(before, averaged) and bool(before.any() or not strategy.reports),
+        "is_like_before": torch.equal(before, averaged) and bool(before.any() or not strategy.owns_loss),
     }
 
 
@@ -415,7 +415,7 @@ def test_what_a_forward_raises_reaches_the_user_as_it_is(groups: Groups, paralle
 def test_slots_that_make_no_equal_rounds_are_refused_by_all_ranks(groups: Groups) -> None:
     for said in groups.run(2, said_by, Case("gpt", TWO, INTERLEAVED, micro_batches=5), 2):
         assert said.startswith(
-            "parallel.schedule: interleaved takes 2 ranks' micro-batches in 2 equal rounds"
+            "parallel.schedule: interleaved runs micro-batches of 2 ranks in 2 equal rounds"
         )
 
 
@@ -437,7 +437,8 @@ def test_a_stage_without_anything_to_train_and_a_model_compiled_whole_are_refuse
     for said in groups.run(2, refused, "frozen"):
         assert said.startswith("parallel.pipeline: all parameters of stage 1 of 2 are frozen; write fewer")
     for said in groups.run(2, refused, "compiled"):
-        assert said.startswith("compile.scope: pipeline runs stages") and "write blocks" in said
+        assert said.startswith("compile.scope: model compiles the forward of the whole model")
+        assert "write blocks" in said
 
 
 def gpt_of_uneven_heads() -> nn.Module:
@@ -469,9 +470,9 @@ def test_what_ranks_of_a_stage_cant_share_is_refused_by_those_of_all(
 @pytest.mark.parametrize(
     ("parallel", "said"),
     [
-        ({"stages_per_rank": 2}, "parallel.stages_per_rank: 1f1b has one stage a rank; take it out"),
-        ({"strategy": "split", "stages_per_rank": 2}, "split has one stage a rank; take it out"),
-        ({**INTERLEAVED, "stages_per_rank": 1}, "interleaved takes at least 2 stages by turns; write 2"),
+        ({"stages_per_rank": 2}, "parallel.stages_per_rank: 1f1b has one stage per rank; take it out"),
+        ({"strategy": "split", "stages_per_rank": 2}, "split has one stage per rank; take it out"),
+        ({**INTERLEAVED, "stages_per_rank": 1}, "interleaved needs at least 2 stages per rank; write 2"),
         ({"args": {"chunks": 2}}, "parallel.args: pipeline takes none; take 'chunks' out"),
     ],
 )

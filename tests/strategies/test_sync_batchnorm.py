@@ -11,13 +11,13 @@ import torch.distributed as dist
 from timm.layers.norm_act import BatchNormAct2d, SyncBatchNormAct
 from torch import Tensor, nn
 
-from hpc_train.config.degrees import Degrees
+from hpc_train.datasets.types import Batch
+from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
 from hpc_train.registry import load
-from hpc_train.runtime.data_info import Batch
-from hpc_train.runtime.precision import choose_precision
-from hpc_train.strategies.base import Placement
+from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.sync_batchnorm import SyncedBatchNorm, sync_batchnorm
+from hpc_train.topology.degrees import Degrees
 from tests.forwards import PlainForward
 from tests.ranks import run_ranks
 from tests.strategies.test_data_parallel import degrees_of, full
@@ -54,11 +54,11 @@ def slots_of(rank: int, world_size: int) -> list[Batch]:
 
 
 def train(rank: int, world_size: int, name: str, momentum: float | None, precision: str) -> dict[str, Any]:
-    placement = Placement(rank, degrees_of(name, world_size), CPU, choose_precision(precision, CPU))
+    context = RankContext(rank, degrees_of(name, world_size), CPU, choose_precision(precision, CPU))
     model = sync_batchnorm(make_model(momentum), CPU, MICRO_BATCHES)
-    strategy: Any = load("strategies", name)(placement)  # type: ignore[operator]
+    strategy: Any = load("strategies", name)(context)  # type: ignore[operator]
     strategy.place(model, [model[0]])
-    dtype = placement.precision.param_dtype
+    dtype = context.precision.param_dtype
     optimizer = torch.optim.SGD(strategy.optimized().values(), lr=0.1)
     gradients: dict[str, Tensor] = {}
     for _ in range(3):

@@ -14,23 +14,23 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from hpc_train.config.degrees import Degrees
 from hpc_train.config.training_sections import OptimizerConfig, ScheduleConfig
-from hpc_train.engine.activation_checkpointing import checkpoint_activations
-from hpc_train.engine.ema import Ema
-from hpc_train.engine.optimization import Optimization, _in_groups, make_optimizer
-from hpc_train.engine.schedules import make_schedule
+from hpc_train.datasets.types import Batch
+from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.gpt import GPT, GPTArgs
 from hpc_train.registry import load
-from hpc_train.runtime.data_info import Batch
-from hpc_train.runtime.precision import choose_precision
-from hpc_train.strategies.base import Placement
+from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.pieces import dealt_out
 from hpc_train.strategies.tensor_layers import find_shareable
 from hpc_train.strategies.tensor_plan import refuse_unshared
-from tests.forwards import PlainForward
+from hpc_train.topology.degrees import Degrees
+from hpc_train.training.activation_checkpointing import checkpoint_activations
+from hpc_train.training.ema import Ema
+from hpc_train.training.optimization import Optimization, _in_groups, make_optimizer
+from hpc_train.training.schedules import make_schedule
+from tests.forwards import PlainForward, optimizer_step
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def build(make: Callable[[], nn.Module]) -> nn.Module:
 
 def place(rank: int, training: Training, precision: str = "fp64") -> tuple[Any, nn.Module]:
     strategy: Any = load("strategies", "tensor")(  # type: ignore[operator]
-        Placement(rank, training.degrees, CPU, choose_precision(precision, CPU))
+        RankContext(rank, training.degrees, CPU, choose_precision(precision, CPU))
     )
     model = build(training.make)
     blocks = find_blocks(model)
@@ -322,7 +322,7 @@ def overflow_on_one_part(rank: int) -> tuple[float, bool]:
         optimization.scale(torch.ones(()))
         if rank == 2 and not is_finite:
             parameters["blocks.1.mlp.fc2.weight"].grad.to_local().fill_(torch.inf)
-        optimization.step(lambda: strategy.clip_gradients(1.0))
+        optimizer_step(optimization, lambda: strategy.clip_gradients(1.0))
         after = [p.to_local() for p in model.parameters()]
         has_moved = not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert has_moved == is_finite
@@ -400,7 +400,7 @@ def test_a_plug_in_says_where_its_dropouts_lie(how: str | None) -> None:
     plan = {"up": "columns", "down": "rows"} | ({} if how is None else {"drop": how})
     module = Declared(plan, dropout=0.5)
     if how is None:
-        with pytest.raises(BadFileError, match=r"does not name drop, a dropout; write dropout where it lies"):
+        with pytest.raises(BadFileError, match=r"does not name drop, a dropout; write dropout where it is"):
             find_shareable(module)
         return
     found = find_shareable(module)
@@ -440,7 +440,7 @@ def test_layers_that_need_all_columns_or_are_tied_stay_whole(model: nn.Module) -
 
 
 def test_a_model_without_layers_to_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_train.strategies.tensor.device_mesh", lambda placement: None)
+    monkeypatch.setattr("hpc_train.strategies.tensor.device_mesh", lambda context: None)
     with pytest.raises(BadFileError, match=r"Linear has no layers .*; write strategy: fsdp, or give"):
         place(0, Training(lambda: nn.Linear(4, 4), SGD, TWO))
 

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpc_train.config.degrees import Degrees
 from hpc_train.config.training_sections import OptimizerConfig
-from hpc_train.engine.optimization import Optimization, make_optimizer
+from hpc_train.datasets.types import Batch
+from hpc_train.distributed.precision import choose_precision
 from hpc_train.registry import load
-from hpc_train.runtime.data_info import Batch
-from hpc_train.runtime.precision import choose_precision
-from hpc_train.strategies.base import Placement
+from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.gathering import _buckets, gather_slices, own_slice
-from tests.forwards import PlainForward
+from hpc_train.topology.degrees import Degrees
+from hpc_train.training.optimization import Optimization, make_optimizer
+from tests.forwards import PlainForward, optimizer_step
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -57,24 +57,24 @@ class Training:
 
     def __init__(self, rank: int, world_size: int, name: str, precision: str = "fp64") -> None:
         degrees = Degrees(replicate=world_size) if name == "ddp" else Degrees(shard=world_size)
-        placement = Placement(rank, degrees, CPU, choose_precision(precision, CPU))
-        self.strategy: Any = load("strategies", name)(placement)  # type: ignore[operator]
-        self.model, self.placement = Odd(), placement
+        context = RankContext(rank, degrees, CPU, choose_precision(precision, CPU))
+        self.strategy: Any = load("strategies", name)(context)  # type: ignore[operator]
+        self.model, self.context = Odd(), context
         self.strategy.place(self.model, [])
         self.optimizer = torch.optim.AdamW(self.strategy.optimized().values(), lr=0.1)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6) if precision == "fp16" else None
 
     def accumulate(self, scale: float = 1.0) -> None:
-        ranks = self.placement.world_size
+        ranks = self.context.world_size
 
         def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-            with self.placement.precision.autocast(CPU):
-                return model(batch.inputs.to(self.placement.precision.param_dtype)) * scale
+            with self.context.precision.autocast(CPU):
+                return model(batch.inputs.to(self.context.precision.param_dtype)) * scale
 
         def scaled(loss: Tensor) -> Tensor:
             return loss if self.scaler is None else self.scaler.scale(loss)
 
-        slots = [batch(self.placement.rank + ranks * slot, 1 / (2 * ranks)) for slot in range(2)]
+        slots = [batch(self.context.rank + ranks * slot, 1 / (2 * ranks)) for slot in range(2)]
         self.strategy.accumulate(slots, PlainForward(loss_of, scaled))
 
     def step(self, max_norm: float | None = None, scale: float = 1.0) -> Tensor | None:
@@ -164,7 +164,7 @@ class Numbered(nn.Module):
 def optimized(rank: int, world_size: int, name: str, precision: str) -> tuple[Any, nn.Module, Optimization]:
     degrees = Degrees(replicate=world_size) if name == "ddp" else Degrees(shard=world_size)
     chosen = choose_precision(precision, CPU)
-    strategy: Any = load("strategies", name)(Placement(rank, degrees, CPU, chosen))  # type: ignore[operator]
+    strategy: Any = load("strategies", name)(RankContext(rank, degrees, CPU, chosen))  # type: ignore[operator]
     model = Numbered()
     strategy.place(model, [])
     config = OptimizerConfig(name="adamw", lr=0.1, args={"fused": True})
@@ -183,7 +183,7 @@ def numbers_and_gaps(rank: int, world_size: int) -> bool:
         for _ in range(3):
             forward = PlainForward(lambda net, each: net(each.inputs), optimization.scale)
             strategy.accumulate([batch(rank, 1 / world_size)], forward)
-            optimization.step()
+            optimizer_step(optimization)
             strategy.weights_changed()
         found.append({key: value.detach().clone() for key, value in model.named_parameters()})
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
@@ -204,7 +204,7 @@ def overflow_in_one_slice(rank: int, world_size: int) -> float:
     if rank == world_size - 1:
         strategy.optimized()["rows"].grad.to_local().fill_(torch.inf)
     strategy.optimized()["scale"].grad.to_local().fill_(1.0)
-    optimization.step()
+    optimizer_step(optimization)
     assert float(model.get_parameter("scale")) == 1.5, "a rank took the step"
     return optimization.scaler.get_scale()
 

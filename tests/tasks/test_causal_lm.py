@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
+from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.runtime.data_info import Batch, DataInfo
+from hpc_train.tasks.base import make_task
 from hpc_train.tasks.causal_lm import CausalLM
-from hpc_train.tasks.classification import Classification
 
 TEXT = DataInfo(7, 0, (), (), sequence_length=5)
 IMAGES = DataInfo(10, 1, (0.5,), (0.5,))
@@ -40,7 +40,7 @@ def task(label_smoothing: float = 0.0) -> CausalLM:
 
 
 def batch(logits: Tensor, targets: Tensor, valid: Tensor | None = None) -> Batch:
-    """Return a batch whose inputs are the logits: with nn.Identity as the model they come out again."""
+    """Return a batch whose inputs are the logits."""
     valid = torch.ones(len(targets), dtype=torch.bool) if valid is None else valid
     return Batch(0, 0, 1.0, logits, targets, valid)
 
@@ -51,14 +51,14 @@ def logits_and_targets(size: int) -> tuple[Tensor, Tensor]:
 
 
 def sums(given: Batch, label_smoothing: float = 0.0) -> dict[str, float]:
-    found = task(label_smoothing).evaluation_sums(nn.Identity(), given)
+    found = task(label_smoothing).sums(given.inputs, given)
     assert all(value.dtype == torch.float64 and value.shape == () for value in found.values())
     return {name: value.item() for name, value in found.items()}
 
 
 def test_loss_is_the_mean_over_all_tokens_written_out() -> None:
     logits, targets = logits_and_targets(3)
-    found = task().loss(nn.Identity(), batch(logits, targets))
+    found = task().loss(logits, batch(logits, targets))
     by_hand = [
         -logits[b, t].double().log_softmax(0)[targets[b, t]].item() for b in range(3) for t in range(5)
     ]
@@ -67,7 +67,7 @@ def test_loss_is_the_mean_over_all_tokens_written_out() -> None:
 
 def test_label_smoothing_is_torchs() -> None:
     logits, targets = logits_and_targets(3)
-    found = task(0.1).loss(nn.Identity(), batch(logits, targets))
+    found = task(0.1).loss(logits, batch(logits, targets))
     expected = functional.cross_entropy(logits.transpose(1, 2), targets, label_smoothing=0.1)
     torch.testing.assert_close(found, expected)
 
@@ -78,7 +78,7 @@ def test_label_smoothing_is_torchs() -> None:
 )
 def test_loss_is_computed_in_at_least_float32(given: torch.dtype, computed: torch.dtype) -> None:
     logits, targets = logits_and_targets(3)
-    assert task().loss(nn.Identity(), batch(logits.to(given), targets)).dtype == computed
+    assert task().loss(logits.to(given), batch(logits, targets)).dtype == computed
 
 
 def test_sums_are_those_of_counting_tokens_by_hand() -> None:
@@ -122,7 +122,7 @@ def test_targets_are_tokens_of_the_vocabulary() -> None:
 
 
 def test_tasks_refuse_each_others_data() -> None:
-    with pytest.raises(BadFileError, match=r"^task: causal_lm .*digits gives images; write classification"):
-        CausalLM(experiment(data="digits"), IMAGES)
+    with pytest.raises(BadFileError, match=r"^task: causal_lm .*digits has images; write classification"):
+        make_task(experiment(data="digits"), IMAGES)
     with pytest.raises(BadFileError, match=r"^task: classification .*write causal_lm"):
-        Classification(experiment(task="classification"), TEXT)
+        make_task(experiment(task="classification"), TEXT)

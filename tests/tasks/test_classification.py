@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
-from hpc_train.runtime.data_info import Batch, DataInfo
+from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.tasks.classification import Classification
 
 
@@ -32,7 +32,7 @@ def task(num_classes: int = 7, label_smoothing: float = 0.0, **model: Any) -> Cl
 
 
 def batch(logits: Tensor, targets: Tensor, valid: Tensor | None = None) -> Batch:
-    """Return a batch whose inputs are the logits: with nn.Identity as the model they come out again."""
+    """Return a batch whose inputs are the logits."""
     valid = torch.ones(len(targets), dtype=torch.bool) if valid is None else valid
     return Batch(0, 0, 1.0, logits, targets, valid)
 
@@ -44,12 +44,12 @@ def logits_and_targets(size: int, num_classes: int = 7) -> tuple[Tensor, Tensor]
 
 
 def sums(of: Classification, given: Batch) -> dict[str, float]:
-    return {name: value.item() for name, value in of.evaluation_sums(nn.Identity(), given).items()}
+    return {name: value.item() for name, value in of.sums(given.inputs, given).items()}
 
 
 def test_loss_is_cross_entropy_with_label_smoothing() -> None:
     logits, targets = logits_and_targets(6)
-    found = task(label_smoothing=0.1).loss(nn.Identity(), batch(logits, targets))
+    found = task(label_smoothing=0.1).loss(logits, batch(logits, targets))
     assert torch.equal(found, functional.cross_entropy(logits, targets, label_smoothing=0.1))
 
 
@@ -60,7 +60,7 @@ def test_loss_is_cross_entropy_with_label_smoothing() -> None:
 def test_loss_is_computed_in_at_least_float32(given: torch.dtype, computed: torch.dtype) -> None:
     logits, targets = logits_and_targets(6)
     logits = logits.to(given).requires_grad_()
-    found = task().loss(nn.Identity(), batch(logits, targets))
+    found = task().loss(logits, batch(logits, targets))
     assert found.dtype == computed
     assert torch.equal(found, functional.cross_entropy(logits.to(computed), targets))
     found.backward()
@@ -80,7 +80,7 @@ def test_sums_are_those_of_counting_by_hand() -> None:
 
 def test_all_sums_are_float64_scalars() -> None:
     given = batch(*logits_and_targets(4))
-    found = task().evaluation_sums(nn.Identity(), given)
+    found = task().sums(given.inputs, given)
     assert all(value.dtype == torch.float64 and value.shape == () for value in found.values())
 
 

@@ -1,7 +1,7 @@
-"""What the batch script calls after srun, on the first node: why the attempt ended, and whether it goes on.
+"""What the batch script calls after srun, on the first node: why the attempt ended, and what follows.
 
 ``python -m hpc_train.launchers.slurm.after SUBMISSION CODE`` (srun's exit code) writes that down and prints
-``requeue 75 [NODES]`` (those to leave out then) or ``stop CODE``; the script does the rest, for in a
+``requeue 75 [NODES]`` (those to exclude then) or ``stop CODE``; the script does the rest, for in a
 container nobody can ask Slurm.
 """
 
@@ -17,23 +17,17 @@ from datetime import datetime
 from pathlib import Path
 
 from hpc_train.errors import HpcTrainError
-from hpc_train.launchers.outcome import log_tail, one_line
+from hpc_train.launchers.outcome import log_tail
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
-from hpc_train.launchers.slurm.recovery import effective_recovery, nodes_to_leave_out, saved_step
-from hpc_train.launchers.slurm.verdict import Facts, Verdict, judge
+from hpc_train.launchers.slurm.evidence import Facts, Verdict, judge
 from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.run_folder import budgets
-from hpc_train.run_folder.attempts import (
-    AttemptRecord,
-    newest_number,
-    now,
-    now_ms,
-    read_record,
-    write_record,
-)
-from hpc_train.run_folder.ends import exit_codes, rank_ends
-from hpc_train.run_folder.events import noted_signal
-from hpc_train.run_folder.status import read_status, write_status
+from hpc_train.recovery import budgets
+from hpc_train.recovery.diagnosis import one_line
+from hpc_train.recovery.history import effective_recovery, nodes_to_leave_out, saved_step
+from hpc_train.run.attempts import AttemptRecord, newest_number, now, now_ms, read_record, write_record
+from hpc_train.run.events import noted_signal
+from hpc_train.run.rank_ends import exit_codes, rank_ends
+from hpc_train.run.run_status import read_status, write_status
 
 _OUTPUT_BYTES = 1 << 16
 #: A traceback's last lines say what it is; more is in the file.
@@ -47,7 +41,9 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     job = BatchJob.of(folder, environ)
     number = int(environ["HPC_TRAIN_ATTEMPT"])
     if newest_number(job.paths) > number:
-        say(f"attempt {newest_number(job.paths)} of run {job.paths.folder.name} goes on instead of {number}")
+        say(
+            f"attempt {newest_number(job.paths)} of run {job.paths.folder.name} continues instead of {number}"
+        )
         return GIVEN_UP
     record = read_record(job.paths.attempt(number))
     if record is None:
@@ -87,7 +83,7 @@ def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
 
     Some sites send the warning's signal at preemption.
     """
-    from hpc_train.run_folder.creation import effective_experiment  # 0.3 s, which a requeue seldom needs
+    from hpc_train.run.create import effective_experiment  # 0.3 s, which a requeue seldom needs
 
     slurm = effective_experiment(paths, record.attempt).slurm
     if slurm is None or slurm.time_limit is None or not {"begin", "signal"} <= record.events.keys():

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.errors import BadFileError, UsageError
-from hpc_train.launchers.slurm.recovery import records
 from hpc_train.paths import RunPaths, SubmissionPaths
-from hpc_train.run_folder.attempts import AttemptRecord
-from hpc_train.run_folder.files import read_json
+from hpc_train.recovery.history import records
+from hpc_train.run.attempts import AttemptRecord
+from hpc_train.run.files import read_json
 
 #: Begins an attempt's part of the batch script's output, which all attempts of a job append to.
 MARK = "hpc-train: attempt"
@@ -44,7 +44,7 @@ class BatchJob:
         )
 
     def owns(self, record: AttemptRecord | None) -> bool:
-        return record is not None and record.slurm_job == self.job
+        return record is not None and record.job == self.job
 
     def earlier(self, number: int) -> list[AttemptRecord]:
         """Return this job's attempts before that one, the first one first."""
@@ -68,4 +68,5 @@ def _run_id(submission: SubmissionPaths, task: int) -> str:
 
 
 def say(text: str) -> None:
+    """Print a line to the batch script's output."""
     print(f"hpc-train: {text}", file=sys.stderr, flush=True)

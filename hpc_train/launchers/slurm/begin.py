@@ -1,7 +1,7 @@
-"""What the batch script calls before srun, on the first node: claims the attempt and says where it lies.
+"""What the batch script calls before srun, on the first node: claims the attempt and prints its folder.
 
 ``python -m hpc_train.launchers.slurm.begin SUBMISSION`` prints attempt, token and run folder, tab-separated;
-nothing where the run must not start; with exit code 78 the nodes to leave out, where it found itself on one
+nothing where the run must not start; with exit code 78 the nodes to exclude, where it found itself on one
 of them and asks for another start. What goes wrong is told on stderr and by the exit code.
 """
 
@@ -16,29 +16,23 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from hpc_train.distributed.env import parse_tasks_per_node
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
-from hpc_train.launchers.outcome import one_line
 from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
-from hpc_train.launchers.slurm.recovery import (
-    effective_recovery,
-    lost,
-    meets,
-    nodes_to_leave_out,
-)
+from hpc_train.launchers.slurm.dead_nodes import gone
+from hpc_train.launchers.slurm.evidence import stop_by
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder import bad_nodes, budgets, snapshot, trust
-from hpc_train.run_folder.attempts import (
-    AttemptRecord,
-    claim_attempt,
-    now,
-    now_ms,
-    write_record,
-)
-from hpc_train.run_folder.liveness import end_living, living, newest_record
-from hpc_train.run_folder.processes import Process
-from hpc_train.run_folder.status import read_status, write_status
-from hpc_train.runtime.ranks import parse_tasks_per_node
+from hpc_train.recovery import bad_nodes, budgets
+from hpc_train.recovery.diagnosis import one_line
+from hpc_train.recovery.history import diagnose_record, effective_recovery, ended_unseen, nodes_to_leave_out
+from hpc_train.run import trust
+from hpc_train.run.attempts import AttemptRecord, claim_attempt, now, now_ms, write_record
+from hpc_train.run.code import snapshot
+from hpc_train.run.events import noted_signal
+from hpc_train.run.liveness import end_living, living, newest_record
+from hpc_train.run.processes import Process
+from hpc_train.run.run_status import read_status, write_status
 
 _SCONTROL_LIMIT_S = 60.0
 #: So often a job asks for other nodes at one start; then it takes what it gets.
@@ -54,7 +48,7 @@ class BudgetSpentError(UserError):
 
 
 class WrongNodeError(UserError):
-    """The job is on a node that the run leaves out; ``nodes``: all of these."""
+    """The job is on a node that the run excludes; ``nodes``: all excluded nodes."""
 
     exit_code = ExitCode.BAD_NODE
 
@@ -66,7 +60,7 @@ class WrongNodeError(UserError):
 def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
     """Claim the attempt; return the line to print, or None where the run must not start.
 
-    Raises TryAgainError where another attempt goes on, BudgetSpentError where none may follow, WrongNodeError
+    Raises TryAgainError where another attempt runs, BudgetSpentError where none may follow, WrongNodeError
     where it is to be asked for other nodes, UserError where others could have written its code.
     """
     job = BatchJob.of(folder, environ)
@@ -127,7 +121,7 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
     return claim_attempt(
         job.paths,
         LAUNCHER,
-        slurm_job=job.job,
+        job=job.job,
         restart=job.restart,
         hosts=hosts,
         ranks=_num_ranks(environ),
@@ -146,20 +140,34 @@ def _batch_script(environ: Mapping[str, str]) -> Process:
 def _end_earlier(job: BatchJob, record: AttemptRecord) -> None:
     """See to it that the attempt before, which has no end on record, is over. Raises TryAgainError."""
     is_own = job.owns(record) and record.restart != job.restart
-    # What Slurm has given up and started anew is over, though its processes may still live on a lost node:
+    # What Slurm has given up and started again is over, though its processes may still live on a lost node:
     # they commit nothing once this attempt stands.
     if not is_own and (living(record) or _is_running(record)):
         raise TryAgainError(
-            f"attempt {record.attempt} of run {job.paths.folder.name} goes on "
+            f"attempt {record.attempt} of run {job.paths.folder.name} is running "
             f"({record.launcher or 'its launcher'} on {', '.join(record.hosts) or 'another machine'}); "
             "this job ends"
         )
     if not is_own:
         end_living(job.paths)
-    told = lost(job.paths, record, is_requeued=is_own or not job.owns(record))
+    told = _diagnosed(job.paths, record, is_requeued=is_own or not job.owns(record))
     write_record(job.paths.attempt(record.attempt), told)
     if job.owns(record):
         _check_budget(job, told)
+
+
+def _diagnosed(paths: RunPaths, record: AttemptRecord, *, is_requeued: bool) -> AttemptRecord:
+    """Return the record of an attempt that ended before its batch script could say why."""
+    name = noted_signal(paths.attempt(record.attempt))
+    found = diagnose_record(
+        paths,
+        record,
+        step=read_status(paths).step,
+        stop=stop_by(name) if name else None,
+        dead_nodes=gone(record.hosts),
+        is_requeued=is_requeued,
+    )
+    return ended_unseen(paths, record, found)
 
 
 def _check_budget(job: BatchJob, told: AttemptRecord) -> None:
@@ -177,15 +185,15 @@ def _check_budget(job: BatchJob, told: AttemptRecord) -> None:
 
 
 def _check_nodes(job: BatchJob, hosts: Iterable[str]) -> None:
-    """Raise WrongNodeError on a node that the run leaves out; not without end."""
+    """Raise WrongNodeError on a node that the run excludes; only a limited number of times."""
     nodes = nodes_to_leave_out(job.paths)
-    unwanted = meets(list(hosts), nodes)
+    unwanted = sorted(set(hosts) & nodes.keys())
     if not unwanted:
         return
     words = bad_nodes.left_out({node: nodes[node] for node in unwanted})
     asked = len(job.asked.read_text().splitlines()) if job.asked.exists() else 0
     if asked >= _MOST_ASKED:
-        say(f"{words}, but Slurm gives nothing else; goes on there")
+        say(f"{words}, but Slurm allocates no other; continuing there")
         return
     with job.asked.open("a") as file:
         file.write(f"{now()} {' '.join(unwanted)}\n")
@@ -194,10 +202,10 @@ def _check_nodes(job: BatchJob, hosts: Iterable[str]) -> None:
 
 def _is_running(record: AttemptRecord) -> bool:
     """Tell whether Slurm surely runs the job of another submission."""
-    if record.launcher != LAUNCHER or record.slurm_job is None:
+    if record.launcher != LAUNCHER or record.job is None:
         return False
     with suppress(HpcTrainError):  # where Slurm does not answer, ownership keeps the run whole
-        listed = commands.run(["squeue", "--noheader", "--format=%T", f"--jobs={record.slurm_job}"])
+        listed = commands.run(["squeue", "--noheader", "--format=%T", f"--jobs={record.job}"])
         return listed.strip() in {"RUNNING", "COMPLETING", "SUSPENDED"}
     return False
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from hpc_train.errors import NoSlurmError, UserError, printable
-from hpc_train.launchers.slurm import answers
+from hpc_train.launchers.slurm import queue_cache
 
 #: Above Slurm's own patience: a command that finds no slurmctld gives up after 9 to 18 s (measured, 22.05).
 LIMIT_S = 60.0
@@ -144,7 +144,7 @@ def _order(argv: Sequence[str], *, retry: bool = False) -> None:
     try:
         run(argv, retry=retry)
     finally:
-        answers.forget()
+        queue_cache.forget()
 
 
 @cache

@@ -8,39 +8,48 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
+from hpc_train.config.schema import Experiment
+from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, NoSlurmError
-from hpc_train.launchers.base import QueuedRun
+from hpc_train.launchers.base import KeyProblem, Ranks, StartRequest
+from hpc_train.launchers.queue_changes import prepared
 from hpc_train.launchers.slurm import (
-    cancelling,
     commands,
-    grace,
     options,
+    pending_reasons,
     profiles,
-    recovery,
-    refusals,
+    queue_status,
+    save_window,
+    sbatch,
+    sbatch_errors,
+    scancel,
     script,
-    sending,
-    standing,
     unsatisfiable,
-    waiting,
 )
 from hpc_train.launchers.slurm import submission as steps
-from hpc_train.launchers.slurm.answers import MAX_AGE_S
+from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S
 from hpc_train.launchers.slurm.script import Batch
 from hpc_train.launchers.slurm.submission import Submission
-from hpc_train.launchers.words import say
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
-from hpc_train.run_folder import snapshot
-from hpc_train.run_folder.attempts import newest_number
-from hpc_train.run_folder.creation import effective_experiment
-from hpc_train.run_folder.files import remove_folder
-from hpc_train.run_folder.status import RunStatus
+from hpc_train.plan.planning import fewest_slurm_ranks, slurm_ranks, slurm_ranks_per_node
+from hpc_train.recovery.history import nodes_to_leave_out
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.code import snapshot
+from hpc_train.run.create import effective_experiment
+from hpc_train.run.files import remove_folder
+from hpc_train.run.run_status import RunStatus
 
 #: Measured: four idle nodes take 1.4 s to judge a job after its release; a busy site's scheduler longer.
 _REASON_LOOKS = 2
 _REASON_PAUSE_S = 1.5
 _FINISH = "what is made stays: submit the file again, or resume a run of it, to finish this"
+_NO_SECTION = KeyProblem(
+    "slurm",
+    "is missing: the file says nothing of what to ask Slurm for",
+    "write `slurm: {}` for one node as the site gives it, or add --local to train on this machine",
+)
 #: What stands in a script that is only shown for names that a submission gives.
 _SHOWN_TOKEN, _SHOWN_SNAPSHOT = "TOKEN", "SNAPSHOT"
 
@@ -51,13 +60,25 @@ class _Job:
 
     paths: SubmissionPaths
     record: Submission
-    runs: list[QueuedRun]
+    runs: list[StartRequest]
 
 
 class SlurmLauncher:
-    """A ``QueueingLauncher`` over sbatch, squeue, scontrol and sacct."""
+    """A ``Launcher`` over sbatch, squeue, scontrol and sacct."""
 
-    def scripts(self, folder: ExperimentPaths, runs: Sequence[QueuedRun]) -> list[str]:
+    title, is_queue = "Slurm", True
+
+    def problems(self, experiment: Experiment) -> list[KeyProblem]:
+        return [] if experiment.slurm is not None else [_NO_SECTION]
+
+    def choose_devices(self, experiment: Experiment, devices: int | None) -> int | None:
+        return None
+
+    def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
+        slurm = experiment.slurm
+        return Ranks(slurm_ranks(slurm), slurm_ranks_per_node(slurm), fewest_slurm_ranks(slurm))
+
+    def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
         """Return the batch scripts; the arrays' sizes are not bounded, for Slurm is not asked."""
         shown = folder.submission(_SHOWN_TOKEN)
         groups = _groups(runs, len(runs))
@@ -66,12 +87,12 @@ class SlurmLauncher:
     @contextmanager
     def submitting(self, folder: ExperimentPaths) -> Iterator[None]:
         """Hold the lock; finish what a command that died left half done."""
-        sending.check_programs()
+        sbatch.check_programs()
         with steps.locked(folder):
             for paths, record in steps.unfinished(folder):
                 if steps.may_be_at_work(record.creator, record.created):
                     assert record.creator is not None
-                    say(f"submission {record.token}: left to {record.creator.host}, where it may go on still")
+                    say(f"submission {record.token}: left to {record.creator.host}, where it may still run")
                 else:
                     _finish(folder, paths, record)
             yield
@@ -79,8 +100,12 @@ class SlurmLauncher:
     def is_unsubmitted(self, paths: RunPaths) -> bool:
         return steps.is_unsubmitted(paths)
 
-    def enqueue(self, folder: ExperimentPaths, runs: Sequence[QueuedRun]) -> ExitCode:
-        """Submit all, held; release them once every one stands. TRY_AGAIN where one can never start."""
+    def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
+        """Submit all, held; release them once all are recorded. TRY_AGAIN where one can never start."""
+        with prepared(runs):
+            return self._submit(folder, runs)
+
+    def _submit(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
         try:
             groups = _groups(runs, _array_limit())
             jobs = [_prepared(folder, group) for group in groups]
@@ -96,27 +121,31 @@ class SlurmLauncher:
             raise
         return _tell(jobs)
 
-    def standings(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
-        return standing.standings(runs, max_age_s=0 if is_fresh else MAX_AGE_S)
+    def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
+        return queue_status.standings(runs, max_age_s=0 if is_fresh else MAX_AGE_S)
 
-    def cancel(self, runs: Sequence[RunPaths]) -> None:
-        cancelling.cancel(runs)
+    def cancel(self, runs: Sequence[RunPaths]) -> list[RunPaths]:
+        scancel.cancel(runs)
+        return []
+
+    def output(self, paths: RunPaths) -> Path | None:
+        return queue_status.output_without_logs(paths)
 
 
-def _groups(runs: Sequence[QueuedRun], limit: int) -> list[list[QueuedRun]]:
+def _groups(runs: Sequence[StartRequest], limit: int) -> list[list[StartRequest]]:
     """Return the runs of each job: alike in all that the script says, at most ``limit``, in order."""
-    alike: dict[Hashable, list[QueuedRun]] = {}
+    alike: dict[Hashable, list[StartRequest]] = {}
     for run in runs:
         alike.setdefault(_likeness(run), []).append(run)
     return [group[start : start + limit] for group in alike.values() for start in range(0, len(group), limit)]
 
 
-def _likeness(run: QueuedRun) -> Hashable:
+def _likeness(run: StartRequest) -> Hashable:
     slurm, code = run.experiment.slurm, run.paths.code
     assert slurm is not None
     profile = _profile(slurm.profile, run.problem)
     place = code.readlink() if code.is_symlink() else None
-    return options.shape(run.experiment, profile), place, tuple(recovery.nodes_to_leave_out(run.paths))
+    return options.shape(run.experiment, profile), place, tuple(nodes_to_leave_out(run.paths))
 
 
 #: A sweep's runs share theirs.
@@ -124,7 +153,7 @@ _profile = cache(profiles.find)
 
 
 def _array_limit() -> int:
-    """Return how many runs one array may hold; the greatest index is one less."""
+    """Return how many runs one array may hold; the maximum index is one less."""
     if not commands.config().get("MaxArraySize", "").isdigit():
         return 1
     at_most = [int(commands.config()["MaxArraySize"])]
@@ -135,7 +164,7 @@ def _array_limit() -> int:
     return max(1, min(at_most))
 
 
-def _prepared(folder: ExperimentPaths, runs: list[QueuedRun]) -> _Job:
+def _prepared(folder: ExperimentPaths, runs: list[StartRequest]) -> _Job:
     paths = steps.new_paths(folder)
     slurm = runs[0].experiment.slurm
     record = steps.prepare(
@@ -148,23 +177,23 @@ def _prepared(folder: ExperimentPaths, runs: list[QueuedRun]) -> _Job:
     return _Job(paths, record, runs)
 
 
-def _throttle(runs: Sequence[QueuedRun]) -> int | None:
+def _throttle(runs: Sequence[StartRequest]) -> int | None:
     return min((most for run in runs if (most := run.experiment.sweep.max_parallel)), default=None)
 
 
-def _possible_batch(paths: SubmissionPaths, runs: Sequence[QueuedRun]) -> Batch:
-    """Return the script, without the nodes that the runs leave out where they could not start without these.
+def _possible_batch(paths: SubmissionPaths, runs: Sequence[StartRequest]) -> Batch:
+    """Return the script, without the nodes that the runs exclude, unless they could not start without these.
 
     A held job is taken whatever it asks for, and would wait for ever once it is released.
     """
-    batch, nodes = _batch(paths, runs), recovery.nodes_to_leave_out(runs[0].paths)
-    if not nodes or sending.could_start(batch):
+    batch, nodes = _batch(paths, runs), nodes_to_leave_out(runs[0].paths)
+    if not nodes or sbatch.could_start(batch):
         return batch
-    say(f"can't leave out {', '.join(nodes)}: Slurm has too few other nodes for what the file asks")
+    say(f"can't exclude {', '.join(nodes)}: Slurm has too few other nodes for what the file requests")
     return _batch(paths, runs, on_any_node=True)
 
 
-def _batch(paths: SubmissionPaths, runs: Sequence[QueuedRun], *, on_any_node: bool = False) -> Batch:
+def _batch(paths: SubmissionPaths, runs: Sequence[StartRequest], *, on_any_node: bool = False) -> Batch:
     """Return the script of the runs' job; runs that are not there have no code yet."""
     run = runs[0]
     code = snapshot.linked(run.paths)
@@ -175,7 +204,7 @@ def _batch(paths: SubmissionPaths, runs: Sequence[QueuedRun], *, on_any_node: bo
         snapshot=code or shown,
         search_path=snapshot.search_path(run.paths) if code else [f"{shown}/package", f"{shown}/tree"],
         max_parallel=_throttle(runs),
-        leave_out=[] if on_any_node else list(recovery.nodes_to_leave_out(run.paths)),
+        leave_out=[] if on_any_node else list(nodes_to_leave_out(run.paths)),
         problem=run.problem,
     )
 
@@ -194,7 +223,7 @@ def _send_all(jobs: Sequence[_Job]) -> None:
 def _send(job: _Job) -> None:
     assert job.record.batch is not None
     folders = [run.paths.folder for run in job.runs]
-    job.record = replace(job.record, job_id=sending.send(job.paths, job.record.batch, folders))
+    job.record = replace(job.record, job_id=sbatch.send(job.paths, job.record.batch, folders))
 
 
 def _take_back(job: _Job, runs: Sequence[RunPaths], reason: str) -> None:
@@ -205,15 +234,15 @@ def _take_back(job: _Job, runs: Sequence[RunPaths], reason: str) -> None:
     remove_folder(job.paths.folder)
 
 
-def _refusal(run: QueuedRun, words: str) -> str:
-    advice = refusals.advice(words, run.experiment)
+def _refusal(run: StartRequest, words: str) -> str:
+    advice = sbatch_errors.advice(words, run.experiment)
     problem = run.problem or (lambda key, message, remedy: f"{run.paths.folder}: {key}: {message}; {remedy}")
     said = re.sub(r"sbatch: (error: |fatal: )?", "", words)
     return problem(advice.key, f"Slurm refuses it: {said}", advice.remedy)
 
 
 def _finish(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission) -> None:
-    """Go on with a submission where it was left."""
+    """Continue an interrupted submission."""
     if record.state == steps.PREPARED:
         placed = _sent_again(folder, paths, record)
         if placed is None:
@@ -225,14 +254,14 @@ def _finish(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission)
 
 def _sent_again(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission) -> Submission | None:
     """Find the job of a prepared record or submit it; None where nothing can be submitted of it."""
-    job_id = sending.own_job(paths)
+    job_id = sbatch.own_job(paths)
     if job_id is not None:
         return steps.place(folder, paths, replace(record, job_id=job_id))
     runs = [run for run_id in record.runs if (run := RunPaths(folder.folder / run_id)).run.is_file()]
     job = _Job(paths, replace(record, runs=[run.folder.name for run in runs]), [])
     reason = "its submission was cut short, and can't be done again"
     try:
-        job.runs = [QueuedRun(run, effective_experiment(run, newest_number(run) + 1)) for run in runs]
+        job.runs = [StartRequest(run, effective_experiment(run, newest_number(run) + 1)) for run in runs]
         if runs and record.batch is not None:
             steps.write(paths, job.record)
             _send(job)
@@ -262,7 +291,7 @@ def _short_times(job: _Job) -> list[str]:
     run = job.runs[0]
     assert run.experiment.slurm is not None
     profile = _profile(run.experiment.slurm.profile, run.problem)
-    return grace.warnings(profile.applied(run.experiment), run.paths.siblings)
+    return save_window.warnings(profile.applied(run.experiment), run.paths.siblings)
 
 
 def _job_words(record: Submission) -> str:
@@ -283,12 +312,12 @@ def _say_stuck(jobs: Sequence[_Job]) -> bool:
     is_stuck = False
     for job_id, reasons in _judged(list(by_id)).items():
         for reason in sorted(reasons):
-            if words := waiting.never_starts(reason):
+            if words := pending_reasons.never_starts(reason):
                 is_stuck = True
                 say(f"  job {job_id} {words}")
                 for line in _causes(by_id[job_id], reason):
                     say(f"    {line}")
-            elif refusals.may_never_start(reason):
+            elif sbatch_errors.may_never_start(reason):
                 say(f"  job {job_id} waits: {reason}; if it alone exceeds that limit, it never starts")
     return is_stuck
 

@@ -16,11 +16,11 @@ from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.fields import GPU_TYPE_PATTERN, MAIL_PATTERN, SLURM_WORD_PATTERN
 from hpc_train.config.problems import is_clean, shown
 from hpc_train.config.schema import Experiment
-from hpc_train.config.slurm_rules import OWNED, least_nodes, ranks_a_node, sbatch_option
 from hpc_train.errors import BadFileError
 from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.paths import NAME_PATTERN, ExperimentPaths, RunPaths
-from hpc_train.run_folder.attempts import read_record
+from hpc_train.run.attempts import read_record
+from hpc_train.validate.slurm_rules import OWNED, min_nodes, ranks_on_each_node, sbatch_option
 
 #: Seconds before the time limit, while nobody knows how long a save takes.
 FIRST_LEAD_S = 120
@@ -61,8 +61,8 @@ def sbatch_parameters(
             "job_name": experiment.name,
             "partition": slurm.partition,
             # Of a range submitit gets the lower end, since it multiplies; sbatch gets the range below.
-            "nodes": least_nodes(slurm),
-            "ntasks_per_node": None if isinstance(slurm.nodes, str) else ranks_a_node(slurm),
+            "nodes": min_nodes(slurm),
+            "ntasks_per_node": None if isinstance(slurm.nodes, str) else ranks_on_each_node(slurm),
             "cpus_per_task": cpus,
             "mem": None if slurm.mem_gb is None else f"{slurm.mem_gb}G",
             "account": slurm.account,
@@ -96,9 +96,10 @@ def excluded(slurm: SlurmConfig, leave_out: Sequence[str]) -> str | None:
 
 
 def cpus_per_rank(slurm: SlurmConfig) -> int | None:
+    """Return the cores per rank, None for the site's default."""
     if slurm.cpus_per_gpu is None or slurm.gpus_per_node == 0:
         return slurm.cpus_per_gpu
-    cores, ranks = slurm.cpus_per_gpu * slurm.gpus_per_node, ranks_a_node(slurm)
+    cores, ranks = slurm.cpus_per_gpu * slurm.gpus_per_node, ranks_on_each_node(slurm)
     if cores % ranks:  # a profile's default, which the file's rules have not seen
         message = f"{cores} cores of a node can't be shared evenly by {ranks} ranks"
         raise BadFileError(f"slurm.cpus_per_gpu: {message}; write a number that makes a multiple of {ranks}")
@@ -162,7 +163,7 @@ def _additional(slurm: SlurmConfig, profile: Profile, lead_s: int, held: bool) -
     if isinstance(slurm.nodes, str):
         own["nodes"] = slurm.nodes
         # With tasks per node a job has the least nodes' tasks, and gets no more nodes than tasks (22.05).
-        cores["mincpus"] = ranks_a_node(slurm) * (cpus_per_rank(slurm) or 1)
+        cores["mincpus"] = ranks_on_each_node(slurm) * (cpus_per_rank(slurm) or 1)
     more = cores | {
         key.replace("_", "-"): value
         for options in (profile.sbatch, slurm.extra)
@@ -183,7 +184,7 @@ def _refuse_unsafe(parameters: Mapping[str, Any]) -> None:
     for key, value in parameters.items():
         pattern = _PATTERNS.get(key, SLURM_WORD_PATTERN)
         if isinstance(value, str) and not (re.fullmatch(pattern, value) and is_clean(value)):
-            message = f"{shown(value)} can't stand in a batch script"
+            message = f"{shown(value)} is not allowed in a batch script"
             raise BadFileError(f"slurm.{key.replace('-', '_')}: {message}; write one word")
 
 

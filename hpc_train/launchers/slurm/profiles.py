@@ -1,6 +1,6 @@
 """Site profiles: how one cluster wants its jobs, each a small file ``<name>.yaml`` of a site or user.
 
-Its lines are run as they stand, so a file that others could change is refused.
+Its lines are run unchanged, so a file that others could change is refused.
 """
 
 from __future__ import annotations
@@ -8,9 +8,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-import sysconfig
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,9 +22,9 @@ from hpc_train.config.keys import as_mapping, child
 from hpc_train.config.marked_yaml import MAX_BYTES, read_document
 from hpc_train.config.problems import KeyPath, Problem, Source, is_clean, one_line, shown
 from hpc_train.config.schema import Experiment
-from hpc_train.config.slurm_rules import bad_option_values, taken_options
 from hpc_train.errors import BadFileError
 from hpc_train.registry import nearest
+from hpc_train.validate.slurm_rules import bad_option_values, taken_options
 
 #: Keys of ``slurm:`` that a profile may fill in: they leave alone how many ranks there are and what they do.
 DEFAULTS = (
@@ -40,8 +38,8 @@ _OPTION_NAME = re.compile(r"[a-z][a-z0-9_-]{0,63}")
 _INTERFACES = r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}(,[A-Za-z0-9][A-Za-z0-9_.:-]{0,31}){0,15}"
 _COMMAND = r"[A-Za-z0-9_./=:,@%+-]+( [A-Za-z0-9_./=:,@%+-]+){0,31}"
 _OPTION = r"--[a-z][a-z0-9-]{0,63}(=[A-Za-z0-9_.,:@+*/%-]{1,256})?"
-_LOCAL_TEMPLATES = Path(__file__).parents[3] / "slurm_templates"
-_INSTALLED_TEMPLATES = "share/hpc-train/slurm_templates"
+#: Package data; in a checkout a link to the repository's ``slurm_templates/``.
+TEMPLATES = Path(__file__).with_name("templates")
 
 
 def _text(pattern: str, rule: str) -> Any:
@@ -56,20 +54,20 @@ class Profile(Section):
     gpus: Literal["gpus_per_node", "gres"] = "gpus_per_node"
     """How GPUs are asked for: ``--gpus-per-node=a100:4``, or ``--gres=gpu:a100:4``."""
     defaults: SlurmConfig = SlurmConfig()
-    """Keys of ``slurm:`` for files that leave them out: partition, account, qos, constraint, exclude,
+    """Keys of ``slurm:`` for files without them: partition, account, qos, constraint, exclude,
     reservation, gpu_type, cpus_per_gpu, mem_gb, time_limit, signal_lead_s, mail."""
     sbatch: dict[str, str | int | bool] = {}
     """More options of sbatch by long name, as in ``slurm.extra``, which goes before."""
     srun_args: list[Annotated[str, _text(_OPTION, "one long option like --mpi=none")]] = []
     """More options of srun."""
     module_init: ScriptPath | None = None
-    """File that defines ``module`` for bash; absent: the usual places are tried."""
+    """File that defines ``module`` for bash; default: the usual places."""
     setup: list[str] = []
     """Lines of bash, run on the first node before anything else."""
     environment: dict[str, str | int] = {}
-    """Variables of all ranks, as they stand (nothing is expanded): NCCL_IB_HCA and its kind."""
+    """Variables of all ranks, unchanged (nothing is expanded): NCCL_IB_HCA and its kind."""
     network_interface: Annotated[str, _text(_INTERFACES, "interfaces like ib0 or eth0,eth1")] | None = None
-    """Interface through which nodes talk, for NCCL and gloo; absent: they choose."""
+    """Interface through which nodes talk, for NCCL and gloo; default: their own choice."""
     container_command: Annotated[str, _text(_COMMAND, "words like apptainer exec --nv")] = (
         "apptainer exec --nv"
     )
@@ -98,7 +96,7 @@ def find(name: str, problem: Callable[[str, str, str], str] | None = None) -> Pr
     for folder in folders():
         path = folder / f"{name}.yaml"
         if path.is_file():
-            if folder != templates_folder() / "profiles":
+            if folder != TEMPLATES / "profiles":
                 _refuse_writable_by_others(path)
             return read(path)
     message = f"no profile is called '{name}'"
@@ -110,36 +108,15 @@ def find(name: str, problem: Callable[[str, str, str], str] | None = None) -> Pr
 
 
 def folders() -> list[Path]:
-    """Return where profiles lie: ``$HPC_TRAIN_PROFILES``, the user's, the machine's, the suite's own."""
+    """Return the folders of profiles: ``$HPC_TRAIN_PROFILES``, the user's, the machine's, the package's."""
     given = [Path(part) for part in os.environ.get("HPC_TRAIN_PROFILES", "").split(os.pathsep) if part]
     usual = [platformdirs.user_config_path("hpc-train") / "profiles", Path("/etc/hpc-train/profiles")]
-    return [path.expanduser().absolute() for path in (*given, *usual, templates_folder() / "profiles")]
+    return [path.expanduser().absolute() for path in (*given, *usual, TEMPLATES / "profiles")]
 
 
 def known_names() -> list[str]:
     """Return the names of all profiles that can be found."""
     return sorted({path.stem for folder in folders() for path in folder.glob("*.yaml")})
-
-
-def templates_folder() -> Path:
-    """Return ``slurm_templates``: beside the package in a checkout, else where it was installed to."""
-    for folder in _template_folders():
-        if (folder / "setup.sh.j2").is_file():
-            return folder
-    raise FileNotFoundError("slurm_templates are not installed with hpc-train; install it again")
-
-
-def _template_folders() -> Iterator[Path]:
-    yield _LOCAL_TEMPLATES
-    yield Path(sysconfig.get_path("data")) / _INSTALLED_TEMPLATES
-    yield _LOCAL_TEMPLATES.parent / _INSTALLED_TEMPLATES  # pip install --target
-    try:
-        files = distribution("hpc-train").files or []
-    except PackageNotFoundError:
-        return
-    for file in files:
-        if str(file).endswith(f"{_INSTALLED_TEMPLATES}/setup.sh.j2"):
-            yield Path(str(file.locate())).resolve().parent
 
 
 def read(path: Path) -> Profile:
@@ -148,7 +125,7 @@ def read(path: Path) -> Profile:
         with path.open("rb") as file:
             document = read_document(file.read(MAX_BYTES + 1))
     except OSError as error:
-        raise BadFileError(one_line(f"{path}: can't be read ({error.strerror}); mend the profile")) from error
+        raise BadFileError(one_line(f"{path}: can't be read ({error.strerror}); fix the profile")) from error
     problems, data = document.problems, document.data or {}
     if document.data is None and problems[0].message == "the file is empty":
         problems = []
@@ -206,7 +183,7 @@ def _known_part(schema: dict[str, Any], loc: KeyPath) -> tuple[KeyPath, dict[str
 def _unknown(path: KeyPath, known: list[str]) -> Problem:
     close = nearest(str(path[-1]), known)
     remedy = f"did you mean {close}?" if close else f"take it out, or write one of {', '.join(known)}"
-    return Problem(path, "is no key of a profile", remedy, on_key=True)
+    return Problem(path, "unknown key of a profile", remedy, on_key=True)
 
 
 def _value(data: Any, path: KeyPath) -> object:

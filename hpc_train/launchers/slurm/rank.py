@@ -1,7 +1,7 @@
 """What srun executes for each rank: hold back signals, open the rank's log, become Python.
 
 ``python -I -S …/rank.py PYTHON ARGUMENT…``. A file of its own with nothing but the standard library, so that
-it stands before the first signal can come: a signal during Python's imports would end the job unsaved.
+it is installed before the first signal can come: a signal during Python's imports would end the job unsaved.
 Whatever fails here must not lose the rank.
 """
 
@@ -22,7 +22,7 @@ def main(command: list[str]) -> None:
     try:
         redirect()
     except (OSError, KeyError) as error:
-        sys.stderr.write(f"rank.py: no log of its own, goes on without: {error!r}\n")
+        sys.stderr.write(f"rank.py: no log of its own, continuing without: {error!r}\n")
     try:
         os.execvp(command[0], command)
     except (OSError, IndexError) as error:

@@ -16,11 +16,11 @@ from typing import Any
 
 from hpc_train.config.problems import is_clean, shown
 from hpc_train.config.schema import Experiment
-from hpc_train.config.slurm_rules import ranks_a_node
 from hpc_train.errors import UsageError
 from hpc_train.launchers.slurm import options, profiles
-from hpc_train.launchers.slurm.profiles import Profile, templates_folder
+from hpc_train.launchers.slurm.profiles import TEMPLATES, Profile
 from hpc_train.paths import ExperimentPaths
+from hpc_train.validate.slurm_rules import ranks_on_each_node
 
 #: The user's own defaults of sbatch → submitit's name of what the file says instead. For sbatch its variables
 #: go before the script's lines, so all others are hidden from it.
@@ -126,7 +126,7 @@ def executor(batch: Batch) -> Any:
 
 
 def script_text(batch: Batch, runs: int = 1) -> str:
-    """Return the script that submitit writes for so many runs."""
+    """Return the script that submitit writes for this number of runs."""
     made = executor(batch)
     if runs > 1:
         made.parameters["map_count"] = runs
@@ -156,7 +156,7 @@ def _setup(
         "submission": submission,
         "python": python,
         "exclude": _excluded(experiment),
-        "ranks_per_node": ranks_a_node(slurm) if isinstance(slurm.nodes, str) else None,
+        "ranks_per_node": ranks_on_each_node(slurm) if isinstance(slurm.nodes, str) else None,
         "search_path": os.pathsep.join(search_path),
         "modules": experiment.environment.modules,
         "container": experiment.environment.container,
@@ -170,7 +170,7 @@ def _setup(
 
 
 def _excluded(experiment: Experiment) -> str:
-    """Return the file's own word on nodes to leave out; what a run adds to it passes with time."""
+    """Return the nodes that the file excludes; those that a run adds are temporary."""
     assert experiment.slurm is not None
     return experiment.slurm.exclude or ""
 
@@ -180,7 +180,7 @@ def _rendered(template: str, values: Mapping[str, Any]) -> list[str]:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(templates_folder()),
+        loader=FileSystemLoader(TEMPLATES),
         undefined=StrictUndefined,
         finalize=quoted,
         trim_blocks=True,
@@ -227,7 +227,7 @@ def _refuse_characters(path: Path | str, bad: str, remedy: str) -> None:
     for char in str(path):
         if char in bad or not is_clean(char):
             what = f"character U+{ord(char):04X}" if not is_clean(char) else f"'{char}'"
-            raise UsageError(f"{shown(str(path))}: {what} can't stand in a batch script's paths; {remedy}")
+            raise UsageError(f"{shown(str(path))}: {what} is not allowed in a batch script's paths; {remedy}")
 
 
 @contextmanager

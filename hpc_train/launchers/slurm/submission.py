@@ -14,15 +14,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from hpc_train.console import say
 from hpc_train.launchers.entry import Entry
 from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.launchers.slurm.script import Batch
-from hpc_train.launchers.words import say
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
-from hpc_train.run_folder.files import read_json, remove_folder, sync_folder, write_json
-from hpc_train.run_folder.processes import Process
-from hpc_train.run_folder.status import read_status, write_status
-from hpc_train.run_folder.trust import check_holder, make_experiment_folder
+from hpc_train.run.attempts import job_ids
+from hpc_train.run.files import read_json, remove_folder, sync_folder, write_json
+from hpc_train.run.processes import Process
+from hpc_train.run.run_status import read_status, write_status
+from hpc_train.run.trust import check_holder, make_experiment_folder
 
 #: ``prepared``: the record stands, sbatch may have run. ``submitted``: job id known, pickles placed, ids in
 #: each ``run.json``. ``released``: Slurm may start it.
@@ -67,6 +68,7 @@ class Submission:
 
 
 def read(paths: SubmissionPaths) -> Submission | None:
+    """Return the record of a submission, None if there is none."""
     data = read_json(paths.record)
     try:
         return None if data is None else Submission.from_json(data)
@@ -75,6 +77,7 @@ def read(paths: SubmissionPaths) -> Submission | None:
 
 
 def write(paths: SubmissionPaths, submission: Submission) -> None:
+    """Replace the record of a submission atomically."""
     write_json(paths.record, submission.to_json(), sync=True)
 
 
@@ -105,7 +108,7 @@ def _holder_words(holder: Path) -> str:
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder that its owner alone can enter: what lies in it is run. Raises UntrustedError."""
+    """Make a folder that only its owner can enter: its content is executed. Raises UntrustedError."""
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     check_holder(folder)
@@ -119,7 +122,7 @@ def unfinished(folder: ExperimentPaths) -> list[tuple[SubmissionPaths, Submissio
 
 
 def may_be_at_work(creator: Process | None, created: str) -> bool:
-    """Tell whether a command of another host that holds no lock of ours may still go on with it.
+    """Tell whether a command of another host that holds no lock of ours may still continue it.
 
     One of this host would hold the lock that we hold.
     """
@@ -131,6 +134,7 @@ def may_be_at_work(creator: Process | None, created: str) -> bool:
 
 
 def new_paths(folder: ExperimentPaths) -> SubmissionPaths:
+    """Return the paths of a new submission with a random token."""
     return folder.submission(secrets.token_hex(6))
 
 
@@ -184,7 +188,7 @@ def note_job(run: RunPaths, job: str) -> None:
     facts = read_json(run.run)
     if facts is None:
         return
-    jobs = [str(each) for each in facts.get("slurm_job_ids") or []]
+    jobs = job_ids(facts)
     if job not in jobs:
         write_json(run.run, facts | {"slurm_job_ids": [*jobs, job], "launcher": LAUNCHER}, sync=True)
     write_status(run, replace(read_status(run), state="pending", reason=None))
@@ -231,7 +235,7 @@ def reasons(job_ids: Sequence[str]) -> dict[str, set[str]]:
 def is_unsubmitted(paths: RunPaths) -> bool:
     """Tell whether the run was made for Slurm by a command that died before it wrote down a submission."""
     facts = read_json(paths.run) or {}
-    if facts.get("launcher") != LAUNCHER or facts.get("slurm_job_ids") or paths.attempt_folders():
+    if facts.get("launcher") != LAUNCHER or job_ids(facts) or paths.attempt_folders():
         return False
     if may_be_at_work(Process.from_json(facts.get("creator")), str(facts.get("created"))):
         return False
@@ -244,7 +248,7 @@ def withdraw(paths: RunPaths, reason: str) -> None:
     facts = read_json(paths.run)
     if facts is None:
         return
-    if facts.get("slurm_job_ids") or paths.attempt_folders():
+    if job_ids(facts) or paths.attempt_folders():
         write_status(paths, replace(read_status(paths), state="failed", reason=reason))
         return
     remove_folder(paths.folder)

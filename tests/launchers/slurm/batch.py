@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.run_folder.attempts import AttemptRecord, read_record
-from hpc_train.run_folder.files import write_json
-from tests.run_folder.runs import small_run
+from hpc_train.run.attempts import AttemptRecord, read_record
+from hpc_train.run.files import write_json
+from tests.run.runs import small_run
 
 ENVIRON = {
     "SLURM_ARRAY_JOB_ID": "12",

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_train.launchers.slurm.jobs import JobState
+from hpc_train.launchers.slurm.queue import JobState
 from hpc_train.paths import RunPaths
-from hpc_train.run_folder.attempts import claim_attempt, read_record, write_record
-from hpc_train.run_folder.creation import create_run
-from hpc_train.run_folder.files import read_json, write_json
-from hpc_train.run_folder.processes import Process
-from hpc_train.run_folder.status import RunStatus, write_status
-from tests.run_folder.runs import small_experiment
+from hpc_train.run.attempts import claim_attempt, read_record, write_record
+from hpc_train.run.create import create_run
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.processes import Process
+from hpc_train.run.run_status import RunStatus, write_status
+from tests.run.runs import small_experiment
 
 #: The batch script's process as the login node sees it: on another machine.
 _ELSEWHERE = Process("n1", "another boot", "pid:[1]", 1, 1)
@@ -36,7 +36,7 @@ def add_job(paths: RunPaths, job: str) -> None:
 
 def begin(paths: RunPaths, job: str, restart: int = 0, *, step: int = 0, **facts: Any) -> int:
     """Claim an attempt as the batch script does; the run is ``running`` then."""
-    number = claim_attempt(paths, "slurm", slurm_job=job, restart=restart)
+    number = claim_attempt(paths, "slurm", job=job, restart=restart)
     record = read_record(paths.attempt(number))
     assert record is not None
     write_record(paths.attempt(number), replace(record, launcher_process=_ELSEWHERE, **facts))

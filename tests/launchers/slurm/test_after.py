@@ -14,12 +14,12 @@ import pytest
 from hpc_train.launchers.slurm.after import after
 from hpc_train.launchers.slurm.begin import begin
 from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.run_folder.attempts import write_record
-from hpc_train.run_folder.events import EventLog
-from hpc_train.run_folder.files import write_json
-from hpc_train.run_folder.status import RunStatus, read_status, write_status
+from hpc_train.run.attempts import write_record
+from hpc_train.run.events import EventLog
+from hpc_train.run.files import write_json
+from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.batch import record_of, restarted, submitted_run
-from tests.run_folder.test_checkpoints import write_checkpoint
+from tests.run.test_checkpoints import write_checkpoint
 
 TRACEBACK = "Traceback (most recent call last):\n  File …\nValueError: too hot\n"
 
@@ -198,7 +198,7 @@ def test_only_what_this_attempt_printed_is_read(batch: Batch) -> None:
     )
     batch.begin(restart=1)
     assert batch.after(139) == "requeue 75"
-    assert read_status(batch.paths).reason == "crash 1 of 3: rank 0 on n1: Segmentation fault"
+    assert read_status(batch.paths).reason == "crash 1 of 3: rank 0 on n1: killed by SIGSEGV"
 
 
 @pytest.mark.fault(46)

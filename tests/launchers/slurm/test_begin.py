@@ -14,15 +14,15 @@ import pytest
 from hpc_train.errors import BadFileError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.slurm.batch_job import MARK
 from hpc_train.launchers.slurm.begin import BudgetSpentError, WrongNodeError, begin
-from hpc_train.run_folder.attempts import claim_attempt, now_ms, write_record
-from hpc_train.run_folder.checkpoints import committed
-from hpc_train.run_folder.events import EventLog
-from hpc_train.run_folder.files import write_json
-from hpc_train.run_folder.processes import Process
-from hpc_train.run_folder.status import RunStatus, read_status, write_status
+from hpc_train.run.attempts import claim_attempt, now_ms, write_record
+from hpc_train.run.checkpoints import committed
+from hpc_train.run.events import EventLog
+from hpc_train.run.files import write_json
+from hpc_train.run.processes import Process
+from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.batch import ENVIRON, record_of, restarted, submitted_run
 from tests.launchers.slurm.programs import put_programs_first
-from tests.run_folder.test_checkpoints import write_checkpoint
+from tests.run.test_checkpoints import write_checkpoint
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_it_claims_an_attempt_and_says_where_it_lies(
     assert (number, folder) == (1, paths.folder)
     assert len(token) == 32
     record = record_of(paths.attempt(1))
-    assert (record.slurm_job, record.restart, record.launcher) == ("12_0", 0, "slurm")
+    assert (record.job, record.restart, record.launcher) == ("12_0", 0, "slurm")
     assert (record.hosts, record.ranks, record.end) == (["n1", "n2"], 4, None)
     assert record.events.keys() == {"begin"}
     status = read_status(paths)
@@ -62,7 +62,7 @@ def test_a_job_that_is_no_array_is_its_own_name(tmp_path: Path) -> None:
     paths, submission = submitted_run(tmp_path)
     begun(submission, {"SLURM_JOB_ID": "13", "SLURM_NTASKS": "3", "HPC_TRAIN_HOSTS": "n1"})
     record = record_of(paths.attempt(1))
-    assert (record.slurm_job, record.ranks) == ("13", 3)
+    assert (record.job, record.ranks) == ("13", 3)
 
 
 def test_the_same_batch_script_claims_once(tmp_path: Path) -> None:
@@ -212,9 +212,9 @@ def test_on_a_node_that_it_leaves_out_it_asks_for_another_twice(
         assert raised.value.nodes == ["n2"]
         status = read_status(paths)
         assert status.state == "requeued"
-        assert status.reason == "asks for other nodes: leaves out n2 (failed its check: hot)"
+        assert status.reason == "asks for other nodes: excludes n2 (failed its check: hot)"
     assert begun(submission, restarted(3))[0] == 2
-    assert "Slurm gives nothing else; goes on there" in capfd.readouterr().err
+    assert "Slurm allocates no other; continuing there" in capfd.readouterr().err
     write_record(paths.attempt(2), replace(record_of(paths.attempt(2)), end=now_ms()))
     with pytest.raises(WrongNodeError):
         begin(submission, restarted(4))
@@ -238,7 +238,7 @@ def test_it_does_not_start_beside_another_attempt(tmp_path: Path, other: Process
     write_status(paths, RunStatus("running", 3, 10, attempt=1))
     number = claim_attempt(paths, "local")
     write_record(paths.attempt(number), replace(record_of(paths.attempt(1)), launcher_process=other))
-    with pytest.raises(TryAgainError, match="attempt 1 of run abc goes on"):
+    with pytest.raises(TryAgainError, match="attempt 1 of run abc is running"):
         begin(submission, ENVIRON)
     assert len(paths.attempt_folders()) == 1
     assert read_status(paths) == RunStatus("running", 3, 10, attempt=1), "it belongs to the other"

@@ -142,9 +142,9 @@ def test_config_is_asked_once(programs: Programs) -> None:
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_what_was_said_before_an_order_counts_no_more(programs: Programs, tmp_path: Path, code: int) -> None:
-    from hpc_train.launchers.slurm import answers
+    from hpc_train.launchers.slurm import queue_cache
 
-    answers.shared(10, lambda answer: True, lambda: {"jobs": {}})
+    queue_cache.shared(10, lambda answer: True, lambda: {"jobs": {}})
     (file,) = (tmp_path / "cache").glob("slurm-*.json")
     assert json.loads(file.read_text())["jobs"] == {}
     programs.put("scontrol", f"exit {code}")

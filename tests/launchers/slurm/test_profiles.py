@@ -9,8 +9,7 @@ import pytest
 
 from hpc_train.errors import BadFileError
 from hpc_train.launchers.slurm import profiles
-
-from .scripts import experiment
+from tests.launchers.slurm.scripts import experiment
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def lines_of(folder: Path, text: str) -> list[str]:
 
 
 def test_the_suites_own_profiles_are_sound() -> None:
-    names = [path.stem for path in (profiles.templates_folder() / "profiles").glob("*.yaml")]
+    names = [path.stem for path in (profiles.TEMPLATES / "profiles").glob("*.yaml")]
     assert "generic" in names and len(names) > 2
     assert all(profiles.find(name).description for name in names)
 
@@ -91,7 +90,7 @@ def test_an_empty_profile_says_nothing(own: Path) -> None:
         ("defaults: {partitoin: gpu}\n", "1:12: defaults.partitoin", "did you mean partition?"),
         ("defaults: {time_limit: 24}\n", "1:24: defaults.time_limit", "write 24min or 24h"),
         ("defaults: {account: 'a b'}\n", "1:21: defaults.account", "needs one word"),
-        ("sbatch: {array: 1-3}\n", "1:10: sbatch.array", "belongs to hpc-train"),
+        ("sbatch: {array: 1-3}\n", "1:10: sbatch.array", "is set by hpc-train"),
         ("sbatch: {comment: $(id)}\n", "1:19: sbatch.comment", "one word"),
         ("sbatch: {No Name: 1}\n", "1:10: sbatch.No Name", "long name"),
         ("sbatch: {comment: [1]}\n", "1:19: sbatch.comment", "got a list"),
@@ -100,7 +99,7 @@ def test_an_empty_profile_says_nothing(own: Path) -> None:
         ("network_interface: 'ib0; id'\n", "1:20: network_interface", "interfaces like ib0"),
         ("container_command: docker run; id\n", "1:20: container_command", "words like"),
         ("module_init: a b\n", "1:14: module_init", "a path without blanks"),
-        ("gpus: [\n", "2:1: ", "no YAML"),
+        ("gpus: [\n", "2:1: ", "not valid YAML"),
         ("- a\n", "1:1: ", "the file holds a list"),
     ],
 )

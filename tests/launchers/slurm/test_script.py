@@ -15,9 +15,8 @@ from hpc_train.errors import UsageError
 from hpc_train.launchers.slurm import script
 from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.launchers.slurm.script import Batch, script_text
-
-from .programs import Programs
-from .scripts import experiment, fake_batch
+from tests.launchers.slurm.programs import Programs
+from tests.launchers.slurm.scripts import experiment, fake_batch
 
 #: Drops its own options and runs what is left, as task 0.
 SRUN = """\
@@ -171,7 +170,7 @@ def test_a_script_of_a_lost_node_leaves_the_jobs_next_start_alone(tmp_path: Path
     (batch.submission / "rank").write_text("75")
     programs.put("scontrol", "echo 'JobId=7 Requeue=1 Restarts=1 BatchFlag=1'")
     done = run(batch, programs)
-    assert "goes on as its restart 1" in done.stderr
+    assert "continues as its restart 1" in done.stderr
     assert asked(programs) == []
 
 
@@ -335,7 +334,7 @@ def test_a_job_that_would_not_start_without_its_nodes_keeps_them(
     assert asked(programs)[0] == "requeue 7"
     kept = batch.submission / "the run/attempts/1/kept-nodes"
     assert kept.exists() != is_left_out
-    assert ("can't leave out n2,n3" in done.stderr) != is_left_out
+    assert ("can't exclude n2,n3" in done.stderr) != is_left_out
 
 
 def test_slurms_refusal_to_leave_nodes_out_is_told_and_harmless(tmp_path: Path, programs: Programs) -> None:
@@ -345,7 +344,7 @@ def test_slurms_refusal_to_leave_nodes_out_is_told_and_harmless(tmp_path: Path, 
     )
     done = run(batch, programs)
     assert done.returncode == 75
-    assert "Slurm refuses to leave out n2,n3: Access denied" in done.stderr
+    assert "Slurm refuses to exclude n2,n3: Access denied" in done.stderr
     assert asked(programs)[-1] == "update JobId=7 StartTime=now+5"
 
 

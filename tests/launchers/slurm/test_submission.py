@@ -11,19 +11,19 @@ import pytest
 from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.marked_yaml import read_value
 from hpc_train.errors import BadFileError, ExitCode, NoSlurmError
-from hpc_train.launchers.base import QueuedRun
-from hpc_train.launchers.slurm import commands, launcher, refusals, sending
+from hpc_train.launchers.base import StartRequest
+from hpc_train.launchers.slurm import commands, launcher, sbatch, sbatch_errors
 from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.launcher import SlurmLauncher
 from hpc_train.launchers.slurm.script import Batch
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.plan.planning import make_plan
-from hpc_train.run_folder import snapshot
-from hpc_train.run_folder.attempts import claim_attempt, now, read_record, write_record
-from hpc_train.run_folder.creation import create_run
-from hpc_train.run_folder.files import read_json, write_json
-from hpc_train.run_folder.processes import Process
-from hpc_train.run_folder.status import RunStatus, read_status, write_status
+from hpc_train.run.attempts import claim_attempt, now, read_record, write_record
+from hpc_train.run.code import snapshot
+from hpc_train.run.create import create_run
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.processes import Process
+from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.programs import Programs, put_programs_first
 from tests.plan.files import loaded
 
@@ -53,7 +53,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
     return found
 
 
-def _runs(tmp_path: Path, folder: ExperimentPaths, seeds: str = "[1, 2, 3]") -> list[QueuedRun]:
+def _runs(tmp_path: Path, folder: ExperimentPaths, seeds: str = "[1, 2, 3]") -> list[StartRequest]:
     """Make the runs of a sweep, with their code."""
     (tmp_path / "here").mkdir(exist_ok=True)
     code = snapshot.take(folder.snapshots, tmp_path / "here", [])
@@ -62,14 +62,14 @@ def _runs(tmp_path: Path, folder: ExperimentPaths, seeds: str = "[1, 2, 3]") -> 
     for run in make_plan(file).runs:
         paths = RunPaths(folder.folder / run.id)
         create_run(paths, run.experiment, run.id, run.total_steps, launcher="slurm", snapshot=code)
-        queued.append(QueuedRun(paths, run.experiment, file.problem))
+        queued.append(StartRequest(paths, run.experiment, file.problem))
     return queued
 
 
-def _enqueue(folder: ExperimentPaths, runs: list[QueuedRun]) -> None:
+def _enqueue(folder: ExperimentPaths, runs: list[StartRequest]) -> None:
     slurm = SlurmLauncher()
     with slurm.submitting(folder):
-        slurm.enqueue(folder, runs)
+        slurm.start(folder, runs)
 
 
 def test_a_record_is_read_as_it_was_written(folder: ExperimentPaths) -> None:
@@ -155,7 +155,7 @@ def test_runs_are_grouped_by_what_their_script_says(tmp_path: Path, folder: Expe
     assert launcher._groups([runs[0], runs[2]], 1) == [[runs[0]], [runs[2]]]
 
 
-def _with_a_bad_node(run: QueuedRun) -> None:
+def _with_a_bad_node(run: StartRequest) -> None:
     claim_attempt(run.paths)
     record = read_record(run.paths.attempt(1))
     assert record is not None
@@ -182,7 +182,7 @@ def test_a_run_that_goes_on_leaves_out_its_bad_nodes_where_it_can(
     batches = [record.batch for paths in folder.submission_folders() if (record := steps.read(paths))]
     excluded = [batch.parameters.get("exclude") for batch in batches if batch]
     assert sorted(excluded, key=str) == ([None, "n2"] if is_left_out else [None, None])
-    assert ("can't leave out n2" in capsys.readouterr().err) != is_left_out
+    assert ("can't exclude n2" in capsys.readouterr().err) != is_left_out
     assert len([call for call in programs.calls("sbatch") if "--test-only" in call]) == 1
 
 
@@ -225,7 +225,7 @@ def test_an_array_is_bounded_by_what_slurm_says(programs: Programs, config: str,
 )
 def test_what_slurm_refuses_is_about_a_key(tmp_path: Path, words: str, key: str) -> None:
     experiment = loaded(tmp_path, more="slurm: {extra: {foo_bar: 1, begin: now}}\n").experiment
-    assert refusals.advice(words, experiment).key == key
+    assert sbatch_errors.advice(words, experiment).key == key
 
 
 def test_a_refusal_stands_where_the_key_stands_and_leaves_nothing(
@@ -257,7 +257,7 @@ def test_when_the_second_array_is_refused_the_first_is_cancelled(
 def test_a_slurm_that_never_answers_leaves_all_to_the_next_command(
     tmp_path: Path, folder: ExperimentPaths, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "LIMIT_S", 0.0)
+    monkeypatch.setattr(sbatch, "LIMIT_S", 0.0)
     programs.put("sbatch", "echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1")
     runs = _runs(tmp_path, folder)
     with pytest.raises(NoSlurmError, match="gave up after 0 s; what is made stays: submit the file again"):
@@ -320,7 +320,7 @@ def test_a_job_that_can_never_start_is_told_with_the_request_at_fault(
     experiment = run.experiment.model_copy(update={"slurm": section})
     launcher = SlurmLauncher()
     with launcher.submitting(folder):
-        assert launcher.enqueue(folder, [replace(run, experiment=experiment)]) == ExitCode.TRY_AGAIN
+        assert launcher.start(folder, [replace(run, experiment=experiment)]) == ExitCode.TRY_AGAIN
     said = capsys.readouterr().err
     assert "job 12 never starts: BadConstraints" in said
     assert told in said
@@ -373,7 +373,7 @@ def test_without_slurm_nothing_is_made(
 def test_what_is_shown_names_no_file_that_is_there(tmp_path: Path, folder: ExperimentPaths) -> None:
     file = loaded(tmp_path, "sweep={grid: {seed: [1, 2]}, max_parallel: 1}", more=_SLURM)
     runs = [
-        QueuedRun(RunPaths(folder.folder / run.id), run.experiment, file.problem)
+        StartRequest(RunPaths(folder.folder / run.id), run.experiment, file.problem)
         for run in make_plan(file).runs
     ]
     (script,) = SlurmLauncher().scripts(folder, runs)

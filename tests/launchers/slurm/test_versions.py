@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hpc_train.launchers.slurm import commands, jobs
+from hpc_train.launchers.slurm import commands, queue
 from hpc_train.launchers.slurm.commands import NoAnswerError
-from hpc_train.launchers.slurm.jobs import JobState
+from hpc_train.launchers.slurm.queue import JobState
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("recorded.json").read_text())
 VERSIONS = pytest.mark.parametrize("version", RECORDED)
@@ -20,8 +20,8 @@ VERSIONS = pytest.mark.parametrize("version", RECORDED)
 @VERSIONS
 def test_an_array_of_which_two_tasks_were_cancelled(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Task 0 while it ran; task 4, which waited, leaves no trace. An exit code is 15 or 0:15."""
-    monkeypatch.setattr(jobs, "run", lambda *_, **__: "\n".join(RECORDED[version]["squeue"]))
-    found = {job: replace(state, ended=None) for job, state in jobs._squeue("--user=0").items()}
+    monkeypatch.setattr(queue, "run", lambda *_, **__: "\n".join(RECORDED[version]["squeue"]))
+    found = {job: replace(state, ended=None) for job, state in queue._squeue("--user=0").items()}
     shared = {"restarts": 0, "exit_code": "0:0", "name": "exp", "script": "(null)"}
     running = {job: JobState(job, "RUNNING", nodes="n1", **shared) for job in ("1_1", "1_2")}
     assert found == running | {

@@ -1,10 +1,11 @@
-"""``example/stripes``: images of horizontal or vertical stripes, made on the fly."""
+"""``example/stripes``: images of horizontal or vertical stripes and their brightness, made on the fly."""
 
 import torch
+from torch import Tensor
 
 from hpc_train.config.schema import DataConfig
-from hpc_train.datasets.base import DataSource, TensorSplit
-from hpc_train.runtime.data_info import DataInfo
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.types import DataInfo
 
 SIDE = 8
 
@@ -14,16 +15,25 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     info = DataInfo(
         num_classes=2, channels=1, mean=(0.5,), std=(0.5,), class_names=("horizontal", "vertical")
     )
-    return DataSource(train=_split(count, 0), val=_split(count // 4, 1), info=info)
+    return DataSource(train=Stripes(count, 0), val=Stripes(count // 4, 1), info=info)
 
 
-def _split(count: int, seed: int) -> TensorSplit:
-    generator = torch.Generator().manual_seed(seed)
-    classes = torch.randint(2, (count,), generator=generator)
-    stripes = torch.randint(2, (count, 1, SIDE), generator=generator)
-    rows, columns = (
-        stripes[..., None].expand(-1, 1, SIDE, SIDE),
-        stripes[:, :, None].expand(-1, 1, SIDE, SIDE),
-    )
-    images = torch.where(classes[:, None, None, None] == 0, rows, columns)
-    return TensorSplit((images * 255).to(torch.uint8), classes)
+class Stripes:
+    """Batches of two inputs, an image and a number, and one target, each by its name."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.classes = torch.randint(2, (count,), generator=generator)
+        stripes = torch.randint(2, (count, 1, SIDE), generator=generator)
+        rows = stripes[..., None].expand(-1, 1, SIDE, SIDE)
+        columns = stripes[:, :, None].expand(-1, 1, SIDE, SIDE)
+        images = torch.where(self.classes[:, None, None, None] == 0, rows, columns)
+        self.images = (images * 255).to(torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def batch(self, indices: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        images = self.images[indices]
+        brightness = images.float().mean((1, 2, 3)) / 255
+        return {"image": images, "brightness": brightness}, {"class": self.classes[indices]}

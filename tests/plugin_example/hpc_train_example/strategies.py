@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpc_train.runtime.data_info import Batch
+from hpc_train.datasets.types import Batch
 from hpc_train.strategies.base import Forward
 from hpc_train.strategies.data_parallel import DataParallel
 
@@ -22,8 +22,8 @@ class ByParameter(DataParallel):
         total = super().accumulate(batches, forward)
         for parameter in self.model.parameters():
             assert parameter.grad is not None
-            double = self.placement.args.get("average_in_double", False)
+            double = self.context.args.get("average_in_double", False)
             gradient = parameter.grad.double() if double else parameter.grad
             dist.all_reduce(gradient)
-            parameter.grad.copy_(gradient / self.placement.world_size)
+            parameter.grad.copy_(gradient / self.context.world_size)
         return total

@@ -5,20 +5,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
-from hpc_train.runtime.data_info import Batch, DataInfo
+from hpc_train.datasets.types import Batch, DataInfo
 
 
 class Margin:
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
         pass
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return functional.multi_margin_loss(model(batch.inputs).float(), batch.targets)
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch.inputs)
 
-    def evaluation_sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        scores = model(batch.inputs).float()
-        losses = functional.multi_margin_loss(scores, batch.targets, reduction="none")
-        hits = scores.argmax(1) == batch.targets
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return functional.multi_margin_loss(outputs.float(), batch.targets["class"])
+
+    def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        scores = outputs.float()
+        losses = functional.multi_margin_loss(scores, batch.targets["class"], reduction="none")
+        hits = scores.argmax(1) == batch.targets["class"]
         sums = {
             "count": batch.valid,
             "loss": torch.where(batch.valid, losses, 0),

@@ -1,0 +1,1 @@
+"""Asynchronous checkpoints: staged in memory, written by a thread, committed by a rename."""

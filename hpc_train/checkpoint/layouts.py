@@ -1,0 +1,136 @@
+"""Which rank writes what of a checkpoint: agreed on by all ranks, which may own different tensors.
+
+``checkpoint.checkpointer`` calls it. The layout is the union over ranks: each stage of a pipeline owns its
+layers and reports them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hpc_train.checkpoint.control_group import ControlGroup, digest
+from hpc_train.checkpoint.saved_tensors import SavedPiece, SavedTensor, Shape
+from hpc_train.checkpoint.shards import DTYPES
+from hpc_train.checkpoint.staging import Contents, Kinds
+from hpc_train.checkpoint.state import DIFFERENT
+from hpc_train.errors import HpcTrainError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rank writes what, as long as the tensors' names, shapes and dtypes do not change."""
+
+    kinds: Kinds
+    #: The tensors of all ranks; the same on each of them.
+    digest: int
+    #: The content of this rank's shard.
+    table: dict[str, SavedTensor]
+    #: Name in this rank's shard → the tensor, and the index of this rank's piece of it.
+    keys: dict[str, tuple[str, int]]
+    #: Over all ranks' shards.
+    total_nbytes: int
+    #: Whether this rank is the first of those with the same tensors, and reports them in addition to rank 0.
+    describes: bool
+
+    def sources(self, contents: Contents) -> dict[str, Tensor]:
+        """Return the tensors that this rank's shard is copied from, by name in the shard."""
+        return {key: contents.pieces[name][which].local for key, (name, which) in self.keys.items()}
+
+    def names_of(self, tensors: Iterable[str]) -> dict[str, str]:
+        """Return name in this rank's shard → tensor, for those in ``tensors``."""
+        chosen = frozenset(tensors)
+        return {key: name for key, (name, _) in self.keys.items() if name in chosen}
+
+
+@dataclass(frozen=True)
+class _Global:
+    """A tensor as all its owners describe it; ``dtype`` is safetensors' name."""
+
+    dtype: str
+    shape: Shape
+    holders: Sequence[int]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+def agree(ranks: ControlGroup, contents: Contents, kinds: Kinds) -> Layout:
+    """Choose what each rank writes: its own pieces, and its share of tensors that several ranks own whole.
+
+    Collective. If all ranks own the same tensors, no table of them is sent. Raises HpcTrainError, on all
+    ranks, if ranks have different tensors of one name.
+    """
+    texts = ranks.texts(ranks.together(contents.table))
+    held = _union(texts)
+    is_whole = ranks.smallest([name not in contents.pieces or contents.is_whole(name) for name in held])
+    shared = [name for name, whole in zip(held, is_whole, strict=True) if whole]
+    writers = deal(
+        {name: held[name].nbytes for name in shared}, {name: held[name].holders for name in shared}
+    )
+    table, keys = _own_part(ranks.rank, contents, writers, held)
+    nbytes = sum(contents.pieces[name][which].local.nbytes for name, which in keys.values())
+    return Layout(
+        kinds,
+        digest("\n".join(dict.fromkeys(texts))),
+        table,
+        keys,
+        total_nbytes=ranks.total([nbytes])[0],
+        describes=texts.index(texts[ranks.rank]) == ranks.rank != 0,
+    )
+
+
+def _union(texts: Sequence[str]) -> dict[str, _Global]:
+    """Return the union of what the ranks report; in the same order on every rank."""
+    speakers: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        speakers.setdefault(text, []).append(rank)
+    found: dict[str, _Global] = {}
+    for text, ranks in speakers.items():
+        for name, dtype, shape in json.loads(text):
+            known = found.get(name, _Global(dtype, tuple(shape), ()))
+            if (known.dtype, known.shape) != (dtype, tuple(shape)):
+                raise HpcTrainError(DIFFERENT)
+            holders = [*known.holders, *ranks] if known.holders else ranks
+            found[name] = _Global(dtype, known.shape, holders)
+    return found
+
+
+def _own_part(
+    rank: int, contents: Contents, writers: Mapping[str, int], held: Mapping[str, _Global]
+) -> tuple[dict[str, SavedTensor], dict[str, tuple[str, int]]]:
+    """Return ``Layout.table`` and ``Layout.keys``."""
+    table: dict[str, SavedTensor] = {}
+    keys: dict[str, tuple[str, int]] = {}
+    for name, pieces in contents.pieces.items():
+        if name in writers:
+            chosen = [0] if writers[name] == rank else []
+        else:
+            chosen = [at for at, piece in enumerate(pieces) if piece.is_writer and piece.local.numel()]
+        saved = tuple(
+            SavedPiece(rank, pieces[at].offset, tuple(pieces[at].local.shape), number)
+            for number, at in enumerate(chosen)
+        )
+        if saved:
+            table[name] = SavedTensor(held[name].dtype, held[name].shape, saved)
+            keys |= {piece.key(name): (name, at) for piece, at in zip(saved, chosen, strict=True)}
+    return table, keys
+
+
+def deal(sizes: Mapping[str, int], holders: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Distribute names over their owners so that all ranks get about as many bytes; the same on every
+    rank.
+    """
+    load: dict[int, int] = defaultdict(int)
+    owner: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        rank = min(holders[name], key=load.__getitem__)
+        owner[name] = rank
+        load[rank] += sizes[name]
+    return owner

@@ -1,0 +1,199 @@
+"""A rank's part of a checkpoint, and its asynchronous copy in memory.
+
+``checkpoint.checkpointer`` calls it. The buffers are allocated once and reused: allocating their pages, and
+on a GPU pinning them, costs several times as much as a copy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import weakref
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpc_train.checkpoint.shards import dtype_name
+from hpc_train.checkpoint.state import (
+    MODEL,
+    NamedTensors,
+    TrainingState,
+    describe_optimizer,
+    optimizer_tensors,
+)
+from hpc_train.strategies.base import Piece, Strategy
+
+#: Alignment of the tensors: a cache line.
+_ALIGNMENT = 64
+#: NumPy has no bfloat16 and no float8; a copy only needs the element size.
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: Names, global shapes, dtypes, offsets and local shapes: if these are equal, two saves have one layout.
+Kinds = tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A training state, taken apart: this rank's pieces of each tensor, still in use by training, and the
+    rest.
+    """
+
+    #: At least one per tensor; it may be empty.
+    pieces: dict[str, list[Piece]]
+    #: Names of the tensors that a forward or backward pass may change: the model's buffers.
+    buffers: frozenset[str]
+    rest: dict[str, Any]
+
+    @classmethod
+    def of(cls, state: TrainingState, strategy: Strategy, extra: Mapping[str, Any]) -> Contents:
+        named = NamedTensors.of(state.model)
+        names = state.parameter_names(named)
+        weights = state.weights(named)
+        buffers = frozenset(
+            MODEL + name for name, tensor in named.tensors.items() if not isinstance(tensor, nn.Parameter)
+        )
+        tensors = weights | optimizer_tensors(state.optimizer, names)
+        rest = {
+            "tied": {MODEL + name: MODEL + first for name, first in named.tied.items()},
+            "optimizer": describe_optimizer(state.optimizer, names),
+            "scaler": state.scaler.state_dict() if state.scaler else {},
+            "extra": deepcopy(dict(extra)),
+        }
+        pieces = {name: strategy.pieces(kept.tensor, kept.like) for name, kept in tensors.items()}
+        return cls(pieces, buffers, rest)
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """Names of the trained tensors. Their EMA is finite if they are."""
+        return frozenset(name for name in self.pieces if name.startswith(MODEL)) - self.buffers
+
+    def kinds(self) -> Kinds:
+        return tuple(
+            (name, piece.shape, piece.local.dtype, piece.offset, tuple(piece.local.shape))
+            for name, pieces in self.pieces.items()
+            for piece in pieces
+        )
+
+    def table(self) -> str:
+        """Return names, dtypes and global shapes as JSON; raises BadFileError if a dtype is not supported."""
+        return json.dumps(
+            [
+                (name, dtype_name(name, pieces[0].local.dtype), pieces[0].shape)
+                for name, pieces in self.pieces.items()
+            ]
+        )
+
+    def is_whole(self, name: str) -> bool:
+        """Tell whether this rank owns the tensor in one piece."""
+        pieces = self.pieces[name]
+        return len(pieces) == 1 and tuple(pieces[0].local.shape) == pieces[0].shape
+
+
+class Staging:
+    """Buffers for a rank's part of a checkpoint. One copy at a time: ``begin``, ``copy`` in the writing
+    thread, and ``wait`` in the training loop before anything passed to ``begin`` changes.
+    """
+
+    def __init__(self, pieces: Mapping[str, Tensor]) -> None:
+        device = next((tensor.device for tensor in pieces.values() if tensor.is_cuda), None)
+        block, self.tensors = _allocate(pieces)
+        if device is not None and _pin(block, device):
+            weakref.finalize(self, _unpin, block, device)
+        self._device = device
+        self._stream = None if device is None else torch.cuda.Stream(device)
+        self._event: torch.cuda.Event | None = None
+        self._left: dict[str, Tensor] = {}
+        self._is_copied = threading.Event()
+        self._is_copied.set()
+
+    def begin(self, sources: Mapping[str, Tensor], at_once: Collection[str]) -> None:
+        """Copy those ``at_once``, and on a GPU start copying the rest. Main thread."""
+        on_device = self._stream is not None
+        now = {name for name in sources if name in at_once or sources[name].is_cuda != on_device}
+        for name in now:
+            _copy(self.tensors[name], sources[name])
+        self._left = {name: tensor for name, tensor in sources.items() if name not in now}
+        if self._stream is not None:
+            self._begin_on_stream(self._stream)
+        self._is_copied.clear()
+
+    def _begin_on_stream(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for name, tensor in self._left.items():
+                _copy(self.tensors[name], tensor)
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+
+    def copy(self) -> dict[str, Tensor]:
+        """Return the buffers once the copy is complete. Writing thread; on the CPU it does the copy."""
+        try:
+            if self._event is not None:
+                # A thread starts with device 0, on which waiting would create a context for this rank.
+                torch.cuda.set_device(self._device)
+                self._event.synchronize()
+            else:
+                for name, tensor in self._left.items():
+                    _copy(self.tensors[name], tensor)
+            return self.tensors
+        finally:
+            self._left = {}
+            self._is_copied.set()
+
+    def wait(self) -> None:
+        """Return when everything passed to ``begin`` may change; on a GPU later kernels wait, not the
+        caller.
+        """
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+        else:
+            self._is_copied.wait()
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if source.is_cuda:
+        target.copy_(source.detach(), non_blocking=True)
+        return
+    # With NumPy, not torch: NumPy releases the interpreter too, but uses a single core, while torch would
+    # start threads that compete with training.
+    width = _SAME_WIDTH[source.element_size()]
+    np.copyto(target.view(width).numpy(), source.detach().view(width).numpy())
+
+
+def _allocate(pieces: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a block of touched pages, and contiguous tensors like ``pieces`` in it, not initialized."""
+    begins, end = {}, 0
+    for name, tensor in pieces.items():
+        begins[name] = end
+        end += math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
+    block = torch.empty(end, dtype=torch.uint8).fill_(0)
+    return block, {
+        name: block[begins[name] : begins[name] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for name, tensor in pieces.items()
+    }
+
+
+def _pin(block: Tensor, device: torch.device) -> bool:
+    """Pin the block's pages; if that is refused, copies are slower but correct.
+
+    torch's own pinned memory would be rounded up to a power of two.
+    """
+    if not block.nbytes:
+        return False
+    if int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0)) == 0:
+        return True
+    with suppress(RuntimeError):  # CUDA raises the error again at the next kernel launch
+        torch.zeros(1, device=device)
+    return False
+
+
+def _unpin(block: Tensor, device: torch.device) -> None:
+    with torch.cuda.device(device):  # whichever thread collects it
+        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())

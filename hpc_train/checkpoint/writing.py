@@ -1,0 +1,259 @@
+"""Writes a staged checkpoint: files, hashes, and the rename that makes it valid; and the thread that does it.
+
+``checkpoint.checkpointer`` calls it. All ranks write together and agree through ``checkpoint.control_group``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from hpc_train.checkpoint.control_group import ControlGroup
+from hpc_train.checkpoint.saved_tensors import SavedTensor
+from hpc_train.checkpoint.shards import Entry, write_safetensors
+from hpc_train.checkpoint.state import united
+from hpc_train.distributed import signals
+from hpc_train.errors import BadFileError, NonFiniteError, StorageError, UserError
+from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run.checkpoints import (
+    FORMAT_VERSION,
+    FileEntry,
+    Manifest,
+    hash_file,
+    move_away,
+    newest_attempt,
+    prune,
+    read_object,
+)
+from hpc_train.run.files import sync_folder, write_text
+from hpc_train.run.storage_errors import retried, storage_error
+
+#: For the files besides the tensors, and the file system's own bookkeeping (assumed).
+_SPARE_BYTES = 1 << 20
+
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Save:
+    """A completed save, and its cost."""
+
+    step: int
+    #: From ``begin`` to the rename.
+    duration_s: float
+    #: Time that the training thread spent on it.
+    stall_s: float
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A checkpoint in memory: this rank's part of the tensors, and everything that is not a tensor."""
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    #: Content of this rank's shard, and of all shards together.
+    table: Mapping[str, SavedTensor]
+    total_nbytes: int
+    #: Those of ``tensors`` that are parameters → their names: NaN or infinity in one of them would persist in
+    #: all later checkpoints.
+    parameters: Mapping[str, str]
+    #: Rank 0's, and those parts of another rank's that are to be added; empty if there are none.
+    rest: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckpointWriter:
+    """The checkpoints of one attempt as files, as seen by one rank. ``write`` is collective over
+    ``ranks``.
+    """
+
+    paths: RunPaths
+    attempt: int
+    ranks: ControlGroup
+    keep: int
+    #: Failures to remove old checkpoints that were already logged: each save meets them again.
+    _told: set[int | None] = field(default_factory=set)
+
+    def write(self, staged: Staged, before_commit: Callable[[], None] | None = None) -> None:
+        """Write and commit. Raises an error of the same kind on all ranks; then nothing is left."""
+        name = f"step-{staged.step:08d}.tmp-{self.attempt}"
+        temporary = CheckpointPaths(self.paths.checkpoints / name)
+        try:
+            self.together(temporary.folder, lambda: _refuse_non_finite(staged))
+            self.together(temporary.folder, lambda: self._make_room(temporary, staged.total_nbytes))
+            self.together(temporary.folder, lambda: self._write_shard(temporary, staged))
+            if before_commit is not None:
+                self.together(self.paths.folder, before_commit)
+            self.together(temporary.folder, lambda: self._commit(temporary, staged))
+        except Exception:
+            if self.ranks.rank == 0:
+                shutil.rmtree(temporary.folder, ignore_errors=True)
+            raise
+
+    def together(self, folder: Path, work: Callable[[], Result]) -> Result:
+        """Run ``work`` on every rank; a disk error becomes an error that names ``folder``."""
+
+        def named_errors() -> Result:
+            try:
+                return work()
+            except (OSError, BadFileError) as error:
+                self.refuse_if_fenced()  # the later attempt has removed what this one wrote
+                if isinstance(error, OSError):
+                    raise storage_error(error, folder) from error
+                raise
+
+        return self.ranks.together(named_errors)
+
+    def refuse_if_fenced(self) -> None:
+        """Raise UserError if a later attempt owns the run: this one commits and removes nothing more."""
+        owner = newest_attempt(self.paths)
+        if owner > self.attempt:
+            raise UserError(f"attempt {owner} continues this run; attempt {self.attempt} saves nothing more")
+
+    def _make_room(self, temporary: CheckpointPaths, nbytes: int) -> None:
+        if self.ranks.rank != 0:
+            return
+        self.refuse_if_fenced()
+        self.paths.checkpoints.mkdir(parents=True, exist_ok=True)
+        if temporary.folder.exists():  # this attempt failed before and could not clean up
+            shutil.rmtree(temporary.folder)
+        free = shutil.disk_usage(self.paths.checkpoints).free
+        if free < nbytes + _SPARE_BYTES:
+            raise StorageError(
+                f"{temporary.folder}: the disk is full: {nbytes + _SPARE_BYTES} bytes are needed, "
+                f"{free} are free; make room there, then resume"
+            )
+        temporary.folder.mkdir()
+
+    def _write_shard(self, temporary: CheckpointPaths, staged: Staged) -> None:
+        """Write this rank's shard, restarting if the file server rejects it."""
+        retried(lambda: self._try_shard(temporary, staged), temporary.shard(self.ranks.rank))
+
+    def _try_shard(self, temporary: CheckpointPaths, staged: Staged) -> None:
+        temporary.folder.mkdir(exist_ok=True)
+        rank = self.ranks.rank
+        # A new file: what an fsync failed to write, the next one on the same file considers written.
+        temporary.shard(rank).unlink(missing_ok=True)
+        entries = {name: Entry.of(tensor) for name, tensor in staged.tensors.items()}
+        file = write_safetensors(temporary.shard(rank), entries, {"step": str(staged.step)})
+        index = {
+            "file": file.to_json(),
+            "tensors": {name: entry.to_json() for name, entry in staged.table.items()},
+            "rest": staged.rest if rank else {},
+        }
+        write_text(temporary.shard_index(rank), json.dumps(index))
+
+    def _commit(self, temporary: CheckpointPaths, staged: Staged) -> None:
+        """Turn the shards, all on disk now, into a checkpoint. Only rank 0 acts."""
+        if self.ranks.rank != 0:
+            return
+        files, tensors, others = self._merge_indices(temporary)
+        rest = united({0: staged.rest, **others}, tensors)
+        state = {"version": FORMAT_VERSION, "step": staged.step, "tensors": tensors, **rest}
+        write_text(temporary.state, json.dumps(state, allow_nan=False), sync=True)
+        files[temporary.state.name] = FileEntry(temporary.state.stat().st_size, hash_file(temporary.state))
+        Manifest(staged.step, self.attempt, self.ranks.world_size, files).write(temporary)
+        self.refuse_if_fenced()
+        folder = self.paths.checkpoint(staged.step).folder
+        if folder.exists():
+            move_away(folder)
+        temporary.folder.rename(folder)
+        sync_folder(self.paths.checkpoints)
+
+    def _merge_indices(
+        self, temporary: CheckpointPaths
+    ) -> tuple[dict[str, FileEntry], dict[str, dict[str, Any]], dict[int, dict[str, Any]]]:
+        files: dict[str, FileEntry] = {}
+        tensors: dict[str, dict[str, Any]] = {}
+        others: dict[int, dict[str, Any]] = {}
+        for rank in range(self.ranks.world_size):
+            index = read_object(temporary.shard_index(rank))
+            files[temporary.shard(rank).name] = FileEntry.from_json(index["file"])
+            for name, entry in index["tensors"].items():
+                merged = tensors.setdefault(name, {**entry, "pieces": []})
+                merged["pieces"] += entry["pieces"]
+            if index["rest"]:
+                others[rank] = index["rest"]
+            temporary.shard_index(rank).unlink()
+        return files, tensors, others
+
+    def clear_up(self) -> None:
+        """Remove what is not kept. Only rank 0 acts; never raises, since the save is valid."""
+        if self.ranks.rank != 0:
+            return
+        try:
+            prune(self.paths, self.keep, self.attempt)
+        except OSError as error:  # the next save tries again
+            if error.errno not in self._told:
+                self._told.add(error.errno)
+                _log.warning("old checkpoints could not be removed (%s); each save tries again", error)
+
+
+def _refuse_non_finite(staged: Staged) -> None:
+    for key, name in staged.parameters.items():
+        tensor = staged.tensors[key]
+        if tensor.is_floating_point() and tensor.numel():
+            least, greatest = tensor.aminmax()  # NaN appears in both
+            if not (least.isfinite() and greatest.isfinite()):
+                raise NonFiniteError(
+                    f"a weight is NaN or infinite after step {staged.step} ({name}), which is not saved; "
+                    "lower the learning rate, clip gradients, or use bf16 or fp32"
+                )
+
+
+@dataclass
+class UnderWay:
+    """One save, run by its own thread: it has ended once ``write`` has; then ``clear_up``."""
+
+    step: int
+    began_at: float
+    write: Callable[[], None]
+    clear_up: Callable[[], None]
+    stall_s: float = 0.0
+    error: BaseException | None = None
+    _committed_at: float = 0.0
+    _written: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        signals.block()  # they are for the training thread
+        try:
+            self.write()
+            self._committed_at = time.monotonic()
+        except BaseException as error:
+            self.error = error
+        self._written.set()
+        if self.error is None:
+            self.clear_up()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._written.is_set()
+
+    def wait(self) -> None:
+        """Return once it has ended, successfully or not."""
+        self._written.wait()
+
+    def wait_cleared(self) -> None:
+        """Return once its thread has ended."""
+        self._thread.join()
+
+    def result(self) -> Save:
+        """Return its result, or raise its error. After it ended."""
+        if self.error is not None:
+            raise self.error
+        return Save(self.step, self._committed_at - self.began_at, self.stall_s)

@@ -1,0 +1,40 @@
+"""``validate``, ``schema`` and ``prepare``: the commands on a file alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_train.cli.children import run_child
+from hpc_train.cli.found_sizes import say_layouts, with_found_sizes
+from hpc_train.cli.plan import submit_problems
+from hpc_train.console import put_json, say
+from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.plan.planning import make_plan
+from hpc_train.validate.loading import load
+
+
+def validate(file: Path, overrides: Sequence[str]) -> ExitCode:
+    """Report that the file is valid; raises BadFileError with all problems."""
+    loaded = load(file, overrides)
+    plan = with_found_sizes(make_plan(loaded))
+    if problems := submit_problems(loaded, plan):
+        raise BadFileError(problems)
+    runs = "1 run" if len(plan.runs) == 1 else f"{len(plan.runs)} runs"
+    say(f"{file}: fine: {runs} of {plan.name}")
+    say_layouts(plan.runs)
+    return ExitCode.DONE
+
+
+def schema() -> ExitCode:
+    """Print the JSON Schema of the file."""
+    from hpc_train.config.json_schema import json_schema
+
+    put_json(json_schema())
+    return ExitCode.DONE
+
+
+def prepare(file: Path, overrides: Sequence[str]) -> int:
+    """Download what the file names, in a child process, which imports torch."""
+    make_plan(load(file, overrides))
+    return run_child("hpc_train.training.prepare", str(file), *overrides)

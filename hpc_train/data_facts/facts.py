@@ -1,0 +1,210 @@
+"""What has to be known of a data set or a task without importing torch: one row for each.
+
+Validation and planning read these rows; none of them names a data set. A plug-in exports a row of its own as
+the entry point of its data set's or task's name, in the groups ``hpc_train.data_facts`` and
+``hpc_train.task_facts``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from hpc_train.config.problems import Problem, shortened
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.image_count import count_images
+from hpc_train.data_facts.text_size import count_sequences
+from hpc_train.errors import BadFileError
+from hpc_train.paths import expanded
+from hpc_train.registry import is_factory, load_traits, split_name
+
+#: What the model reads of a sample.
+Modality = Literal["images", "tokens", "features"]
+#: What the target of a sample is.
+Target = Literal["class", "classes", "number", "mask", "boxes", "next tokens"]
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """The defaults describe a data set of which nothing is known, like ``package.module:factory``."""
+
+    modality: Modality | None = None
+    target: Target | None = None
+    #: Whether ``data.root`` must be given, except for the names ``rootless``.
+    needs_root: bool = False
+    rootless: tuple[str, ...] = ()
+    #: What ``data.root`` is, in words.
+    root: str = "the folder of the data"
+    #: Whether the data are what the files of ``data.root`` hold, so that changed files are other data.
+    is_in_root: bool = False
+    #: A full name, where a name must continue after the slash; empty: it must not; None: either.
+    example: str | None = None
+    #: Whether ``model_facts.known_names("datasets")`` lists what may follow the slash.
+    is_listed: bool = False
+    #: The key of ``data.args`` that is the side of the images in pixels.
+    image_size_argument: str | None = None
+    #: N of the training data; None where only the data set's own code knows it.
+    num_samples: Callable[[DataConfig], int | None] = lambda data: None
+
+
+@dataclass(frozen=True)
+class TaskFacts:
+    """What a task needs of the data. The defaults describe a task that takes any."""
+
+    #: What it reads; empty: anything.
+    modalities: tuple[Modality, ...] = ()
+    targets: tuple[Target, ...] = ()
+
+    def fits(self, data: DataFacts) -> bool:
+        """Tell whether the data have what the task needs, as far as is known."""
+        reads = data.modality is None or not self.modalities or data.modality in self.modalities
+        return reads and (data.target is None or not self.targets or data.target in self.targets)
+
+
+#: scikit-learn's 1,797 digits without every fifth, which is validation.
+_DIGITS = 1438
+#: What ``synthetic`` makes where ``data.args`` does not say it.
+_SYNTHETIC_DEFAULT = 1024
+#: Training parts of torchvision's data sets, as their authors publish them.
+_TORCHVISION = {
+    "CIFAR10": 50_000,
+    "CIFAR100": 50_000,
+    "Country211": 31_650,
+    "DTD": 1_880,
+    "FGVCAircraft": 3_334,
+    "FashionMNIST": 60_000,
+    "Flowers102": 1_020,
+    "Food101": 75_750,
+    "GTSRB": 26_640,
+    "ImageNet": 1_281_167,
+    "KMNIST": 60_000,
+    "MNIST": 60_000,
+    "OxfordIIITPet": 3_680,
+    "PCAM": 262_144,
+    "QMNIST": 60_000,
+    "RenderedSST2": 6_920,
+    "STL10": 5_000,
+    "SVHN": 73_257,
+    "StanfordCars": 8_144,
+    "USPS": 7_291,
+}
+
+
+def _synthetic_samples(data: DataConfig) -> int | None:
+    given = data.args.get("num_samples", _SYNTHETIC_DEFAULT)
+    return given if type(given) is int else None
+
+
+def _torchvision_samples(data: DataConfig) -> int | None:
+    # An argument may choose another part of the data.
+    return None if data.args else _TORCHVISION.get(split_name(data.name)[1])
+
+
+def _image_folder_samples(data: DataConfig) -> int | None:
+    return count_images(expanded(data.root) / "train") if data.root else None
+
+
+#: The data sets of this package.
+DATA_SETS = {
+    "digits": DataFacts("images", "class", example="", num_samples=lambda data: _DIGITS),
+    "synthetic": DataFacts(
+        "images", "class", example="", image_size_argument="image_size", num_samples=_synthetic_samples
+    ),
+    "imagefolder": DataFacts(
+        "images",
+        "class",
+        needs_root=True,
+        root="the folder that contains train/<class>/ and val/<class>/",
+        is_in_root=True,
+        example="",
+        num_samples=_image_folder_samples,
+    ),
+    "torchvision": DataFacts(
+        "images",
+        needs_root=True,
+        rootless=("torchvision/FakeData",),
+        root="the folder of torchvision's files, for example data/cifar10",
+        example="torchvision/CIFAR10",
+        is_listed=True,
+        num_samples=_torchvision_samples,
+    ),
+    "text": DataFacts(
+        "tokens",
+        "next tokens",
+        needs_root=True,
+        root="a text file, or the folder that contains train.txt",
+        is_in_root=True,
+        example="",
+        num_samples=count_sequences,
+    ),
+}
+
+#: The tasks of this package.
+TASKS = {
+    "classification": TaskFacts(("images", "features"), ("class",)),
+    "causal_lm": TaskFacts(("tokens",), ("next tokens",)),
+}
+
+_Row = TypeVar("_Row", DataFacts, TaskFacts)
+
+
+def data_facts(name: str) -> DataFacts:
+    """Return the facts of the data set that the file calls ``name``; the defaults for one without a row.
+
+    Raises BadFileError where a plug-in's row can't be imported or is not a ``DataFacts``.
+    """
+    if is_factory(name):
+        return DataFacts()
+    provider = split_name(name)[0]
+    return DATA_SETS.get(provider) or _exported("datasets", "data.name", provider, DataFacts())
+
+
+def task_facts(name: str) -> TaskFacts:
+    """Return what the task called ``name`` needs. Raises BadFileError like ``data_facts``."""
+    return TASKS.get(name) or _exported("tasks", "task", name, TaskFacts())
+
+
+def _exported(kind: str, key: str, name: str, default: _Row) -> _Row:
+    row = load_traits(kind, name)
+    if row is None:
+        return default
+    if not isinstance(row, type(default)):
+        raise BadFileError(
+            f"{key}: the facts of {name!r} are a {type(row).__name__}; "
+            f"export a hpc_train.data_facts.facts.{type(default).__name__}"
+        )
+    return row
+
+
+def training_samples(data: DataConfig) -> int | None:
+    """Return N; None where only the data set's own code knows it."""
+    return data_facts(data.name).num_samples(data)
+
+
+def missing_root(data: DataConfig) -> Problem | None:
+    """Return what is wrong where the data set needs ``data.root`` and the file has none."""
+    facts, name = data_facts(data.name), data.name
+    is_no_name = facts.example == "" and "/" in name
+    if not facts.needs_root or name in facts.rootless or data.root is not None or is_no_name:
+        return None
+    return Problem(("data", "root"), f"is missing, and {shortened(name)} needs it", f"write {facts.root}")
+
+
+def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] | None:
+    """Return what keeps ``task`` from the data, and what to write instead; None where they fit."""
+    needs = task_facts(task)
+    if needs.fits(data):
+        return None
+    target = () if data.target is None else (data.target,)
+    modality = () if data.modality is None else (data.modality,)
+    tasks = [name for name, each in TASKS.items() if each.fits(data)]
+    others = [name for name, each in DATA_SETS.items() if needs.fits(each) and each.example == ""]
+    remedies = [*tasks, f"data.name: {' or '.join(others)}"] if others else tasks
+    wanted, found = _in_words(needs.modalities, needs.targets), _in_words(modality, target)
+    message = f"{task} reads {wanted}, and {data_name} has {found}"
+    return message, f"write {', or '.join(remedies) or 'another data set'}"
+
+
+def _in_words(modalities: Sequence[str], targets: Sequence[str]) -> str:
+    return (" or ".join(modalities) or "samples") + (f" (target: {' or '.join(targets)})" if targets else "")

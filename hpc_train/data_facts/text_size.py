@@ -1,0 +1,87 @@
+"""``data.args`` of ``text`` and the number of sequences of a text: for planning and for the data set.
+
+Legend: T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationError
+
+from hpc_train.config.fields import PositiveInt, Section
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.image_count import COUNT_LIMIT_S
+from hpc_train.paths import expanded
+
+#: Default, for a single file.
+_VAL_FRACTION = 0.1
+_READ_BYTES = 1 << 22
+#: UTF-8 continuation bytes, which start no character.
+_CONTINUATION = bytes(range(0x80, 0xC0))
+
+
+class TextArgs(Section):
+    """``data.args`` of text."""
+
+    sequence_length: PositiveInt = 128
+    """T: tokens per sequence."""
+    val_fraction: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """Fraction at the end of a single file used for validation. 0: none. Default: 0.1."""
+    tokens: Literal["characters", "bytes"] = "characters"
+    """The unit of tokenization."""
+
+
+def train_file(root: Path) -> Path:
+    """Return the file of the training text."""
+    return root / "train.txt" if root.is_dir() else root
+
+
+def val_tokens(num_tokens: int, args: TextArgs) -> int:
+    """Return how many tokens at the end of a single file are for validation."""
+    return int(num_tokens * (_VAL_FRACTION if args.val_fraction is None else args.val_fraction))
+
+
+def num_sequences(num_tokens: int, sequence_length: int) -> int:
+    """Return the number of whole sequences, each with the token that follows it, in this many tokens."""
+    return max(0, num_tokens - 1) // sequence_length
+
+
+def count_sequences(data: DataConfig) -> int | None:
+    """Return N of ``text``; None where there is no sequence: why not is the data set's to say."""
+    if data.root is None:
+        return None
+    try:
+        args = TextArgs.model_validate(data.args)
+    except ValidationError:
+        return None
+    return training_sequences(expanded(data.root), args, COUNT_LIMIT_S) or None
+
+
+def training_sequences(root: Path, args: TextArgs, limit_s: float) -> int | None:
+    """Return N without loading the text; None where it is not here, or takes too long to count."""
+    try:
+        num_tokens = _count_tokens(train_file(root), args, limit_s)
+        if num_tokens is None:
+            return None
+        is_single = not root.is_dir()
+    except OSError:
+        return None
+    return num_sequences(
+        num_tokens - (val_tokens(num_tokens, args) if is_single else 0), args.sequence_length
+    )
+
+
+def _count_tokens(path: Path, args: TextArgs, limit_s: float) -> int | None:
+    if args.tokens == "bytes":
+        return path.stat().st_size
+    deadline = time.monotonic() + limit_s
+    count = 0
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            if time.monotonic() > deadline:
+                return None
+            count += len(block.translate(None, _CONTINUATION))
+    return count

@@ -1,0 +1,274 @@
+"""The batches of training and evaluation, as CPU tensors. Called by the training loop and evaluation.
+
+Legend: m micro-batch, M micro-batches of a step, R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from hpc_train.config.schema import Experiment
+from hpc_train.config.training_sections import AugmentConfig, DataConfig
+from hpc_train.datasets.augment import Augmentation
+from hpc_train.datasets.base import AnySplit, DataSource
+from hpc_train.datasets.images import centre_square, stack_inputs
+from hpc_train.datasets.reading import Failure, SlotReader
+from hpc_train.datasets.sampler import EvaluationSampler, MicroBatchSampler, Position, Slot
+from hpc_train.datasets.skipping import BadSamples
+from hpc_train.datasets.structures import Tensors, is_structured
+from hpc_train.datasets.targets import TargetCheck, refuse_moved_masks
+from hpc_train.datasets.types import Batch, TargetSpecs
+from hpc_train.datasets.workers import BatchStream
+from hpc_train.errors import BadFileError
+from hpc_train.run.bad_samples import BadSample
+
+#: How soon a rank that waits for its data notices a stop request (assumed).
+_LOOK_EVERY_S = 0.2
+#: Samples of each split that ``prepare`` reads, evenly spaced (assumed).
+_TRIED_SAMPLES = 16
+
+
+class TrainingBatches(Iterator[tuple[int, list[Batch]]]):
+    """Yields (step, this rank's micro-batches); steps count from 0, the first is the position's.
+
+    ``close`` ends the loader processes early; so does a ``with`` block.
+    """
+
+    def __init__(self, stream: BatchStream, slots_per_step: int, bad_samples: BadSamples | None) -> None:
+        self._stream = stream
+        self._slots_per_step = slots_per_step
+        self._bad_samples = bad_samples
+
+    def __next__(self) -> tuple[int, list[Batch]]:
+        reads = [next(self._stream) for _ in range(self._slots_per_step)]
+        if self._bad_samples is not None:
+            self._bad_samples.note(sample for read in reads for sample in read.bad)
+        return reads[0].batch.step, [read.batch for read in reads]
+
+    def is_ready(self, within_s: float = 0.0) -> bool:
+        """Whether all of the next step (or its error, or the end) has arrived, so that ``next`` would not
+        wait.
+
+        Waits up to ``within_s`` for it, so that a rank that polls takes no time from its loader processes.
+        Always true without them: then reading is the rank's own work.
+        """
+        return self._stream.holds(self._slots_per_step, within_s)
+
+    @property
+    def worker_pids(self) -> list[int]:
+        return self._stream.worker_pids
+
+    def close(self) -> None:
+        """End the loader processes."""
+        self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def training_batches(
+    source: DataSource,
+    experiment: Experiment,
+    position: Position,
+    total_steps: int,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    bad_samples: BadSamples | None = None,
+    target_spec: TargetSpecs = None,
+) -> TrainingBatches:
+    """Return this rank's steps from ``position`` to ``total_steps``; loader processes start at once.
+
+    Batches are on the CPU, pinned if ``device`` is CUDA; uint8, not normalised, unless the data are float. A
+    sample that can't be read, or whose target does not fit ``target_spec``, is recorded in ``bad_samples``
+    and replaced; without ``bad_samples`` it is an error.
+    """
+    sampler = MicroBatchSampler(
+        len(source.train),
+        global_batch_size=experiment.optimization.global_batch_size,
+        micro_batch_size=_micro_batch_size(experiment),
+        seed=experiment.seed,
+        position=position,
+        total_steps=total_steps,
+        rank=rank,
+        world_size=world_size,
+    )
+    reader = _training_reader(source, experiment, target_spec, skip_bad=bad_samples is not None)
+    stream = BatchStream(reader, sampler, workers=experiment.data.workers, device=device)
+    return TrainingBatches(stream, sampler.slots_per_step, bad_samples)
+
+
+class EvaluationBatches:
+    """This rank's share of a split, restarted by each ``iter``; loader processes live for one pass."""
+
+    def __init__(
+        self,
+        reader: SlotReader,
+        sampler: EvaluationSampler,
+        workers: int,
+        device: torch.device,
+        bad_samples: BadSamples | None,
+    ) -> None:
+        self._reader = reader
+        self._sampler = sampler
+        self._workers = workers
+        self._device = device
+        self._bad_samples = bad_samples
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.until(lambda: False):
+            assert batch is not None
+            yield batch
+
+    def until(self, gives_up: Callable[[], bool]) -> Iterator[Batch | None]:
+        """Yield the batches; None, and no more, if one does not arrive and ``gives_up`` returns true."""
+        workers = min(self._workers, len(self))
+        stream = BatchStream(self._reader, self._sampler, workers=workers, device=self._device)
+        try:
+            for _ in range(len(self)):
+                while not stream.holds(1, within_s=_LOOK_EVERY_S):
+                    if gives_up():
+                        yield None
+                        return
+                read = next(stream)
+                if self._bad_samples is not None:
+                    self._bad_samples.note(read.bad)
+                yield read.batch
+        finally:
+            stream.close()
+
+
+def evaluation_batches(
+    split: AnySplit,
+    experiment: Experiment,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    bad_samples: BadSamples | None = None,
+    target_spec: TargetSpecs = None,
+) -> EvaluationBatches:
+    """Return this rank's batches of ``split``: the same number on every rank, each of exactly m samples.
+
+    Each sample is valid in exactly one batch of one rank, or in none if it can't be read and is recorded in
+    ``bad_samples``. ``step`` is 0, ``weight`` 1 and ``number`` the batch's index in the whole evaluation.
+    """
+    reader = _evaluation_reader(split, experiment, target_spec, skip_bad=bad_samples is not None)
+    sampler = EvaluationSampler(len(split), _micro_batch_size(experiment), rank, world_size)
+    return EvaluationBatches(reader, sampler, experiment.data.workers, device, bad_samples)
+
+
+def evaluation_batch_count(split: AnySplit, micro_batch_size: int) -> int:
+    """Return the number of batches of the whole evaluation, over all ranks, without padding batches."""
+    return math.ceil(len(split) / micro_batch_size)
+
+
+def _micro_batch_size(experiment: Experiment) -> int:
+    size = experiment.optimization.micro_batch_size
+    assert isinstance(size, int), "micro_batch_size: auto must be resolved first"
+    return size
+
+
+def try_samples(
+    source: DataSource, experiment: Experiment, target_spec: TargetSpecs
+) -> tuple[Batch, list[BadSample]]:
+    """Read some samples of each split exactly as ranks do, without loader processes.
+
+    Returns the training samples as a batch, and the samples that ``data.on_bad_sample: skip`` would replace.
+    Raises BadFileError or TransientStorageError, as training would.
+    """
+    skip_bad = experiment.data.on_bad_sample == "skip"
+    readers = [_training_reader(source, experiment, target_spec, skip_bad=skip_bad)]
+    if source.val is not None:
+        readers.append(_evaluation_reader(source.val, experiment, target_spec, skip_bad=skip_bad))
+    batches: list[Batch] = []
+    bad: list[BadSample] = []
+    for reader in readers:
+        count = min(len(reader), _TRIED_SAMPLES)
+        indices = torch.linspace(0, len(reader) - 1, count, dtype=torch.float64).round().to(torch.int64)
+        read = reader.__getitems__(Slot(0, 0, 0, 0, 1.0, indices, count))
+        if isinstance(read, Failure):
+            raise read.error
+        batches.append(read.batch)
+        bad += read.bad
+    return batches[0], bad
+
+
+def _training_reader(
+    source: DataSource, experiment: Experiment, target_spec: TargetSpecs, *, skip_bad: bool
+) -> SlotReader:
+    data, seed = experiment.data, experiment.seed
+    augmentation = Augmentation(data.augment, data.image_size, seed, data.interpolation)
+    moving_key = _moving_key(data)
+
+    def prepare(inputs: Tensors | Sequence[Tensors], targets: Tensors, slot: Slot) -> Tensors:
+        _refuse_image_keys(inputs, data)
+        if is_structured(_first(inputs)):
+            return inputs if is_structured(inputs) else stack_inputs(inputs)
+        refuse_moved_masks(inputs, targets, moving_key or _resizing_key(inputs, data))
+        return augmentation(inputs, slot.epoch, slot.indices)
+
+    targets = TargetCheck(experiment.task, target_spec)
+    return SlotReader(source.train, source.info.channels, seed, prepare, targets, skip_bad=skip_bad)
+
+
+def _evaluation_reader(
+    split: AnySplit, experiment: Experiment, target_spec: TargetSpecs, *, skip_bad: bool
+) -> SlotReader:
+    data, size = experiment.data, experiment.data.image_size
+
+    def prepare(inputs: Tensors | Sequence[Tensors], targets: Tensors, slot: Slot) -> Tensors:
+        _refuse_image_keys(inputs, data)
+        if not is_structured(_first(inputs)):
+            refuse_moved_masks(inputs, targets, _resizing_key(inputs, data))
+        if size is not None:
+            inputs = [centre_square(image, size, data.eval_crop, data.interpolation) for image in inputs]
+        return stack_inputs(inputs) if isinstance(inputs, list) else inputs
+
+    targets = TargetCheck(experiment.task, target_spec)
+    return SlotReader(split, None, experiment.seed, prepare, targets, part="val", skip_bad=skip_bad)
+
+
+def _moving_key(data: DataConfig) -> str | None:
+    """Return the first key of ``data.augment`` that moves pixels."""
+    keys = ("random_resized_crop", "crop_padding", "hflip", "vflip", "randaugment")
+    return next((f"data.augment.{key}" for key in keys if getattr(data.augment, key)), None)
+
+
+def _resizing_key(images: Tensor | Sequence[Tensor], data: DataConfig) -> str | None:
+    """Return ``data.image_size`` if it changes the first image."""
+    size = data.image_size
+    is_same = size is None or (images[0].shape[-2:] == (size, size) and data.eval_crop == 1)
+    return None if is_same else "data.image_size"
+
+
+def _first(inputs: Tensors | Sequence[Tensors]) -> Tensors:
+    """Return the inputs of one sample; of a structure of whole batches, that itself."""
+    return inputs if is_structured(inputs) else inputs[0]
+
+
+def _refuse_image_keys(inputs: Tensors | Sequence[Tensors], data: DataConfig) -> None:
+    """Raise BadFileError if a sample is not one image and the file resizes or augments images."""
+    sample = _first(inputs)
+    if is_structured(sample):
+        found = "have several inputs"
+    elif sample.dim() != 3:
+        found = f"have shape {tuple(sample.shape)}"
+    else:
+        return
+    for key, is_set in (
+        ("augment", data.augment != AugmentConfig()),
+        ("image_size", data.image_size is not None),
+    ):
+        if is_set:
+            raise BadFileError(f"data.{key}: is for images, and samples {found}; take it out")

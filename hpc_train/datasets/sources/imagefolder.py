@@ -1,0 +1,137 @@
+"""``imagefolder``: ``root/train/<class>/*`` and ``root/val`` or ``root/test``, the layout of ImageNet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from PIL import Image
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from hpc_train.config.fields import Section
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.arguments import parse_args, refuse_rest
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.sources.statistics import mean_and_std
+from hpc_train.datasets.types import DataInfo
+from hpc_train.errors import BadFileError
+
+_EXTENSIONS = tuple(IMG_EXTENSIONS)
+
+
+class ImageFolderArgs(Section):
+    """``data.args`` of imagefolder."""
+
+    channels: Literal[1, 3] = 3
+    """Number of channels to which every image is converted."""
+
+
+class FolderSplit:
+    """The images below ``folder/<class>``, classes and files in alphabetical order."""
+
+    def __init__(self, folder: Path, class_names: tuple[str, ...]) -> None:
+        self._folder = folder
+        paths: list[bytes] = []
+        counts: list[int] = []
+        for name in class_names:
+            found = [os.fsencode(path.relative_to(folder)) for path in _images(folder / name)]
+            if not found:
+                raise BadFileError(
+                    f"data.root: {folder / name} contains no image ({', '.join(_EXTENSIONS)}); "
+                    "add some, or remove it"
+                )
+            paths += found
+            counts.append(len(found))
+        # Arrays, not lists: reference counts would copy a list's memory into every loader process.
+        self._paths = np.array(paths)
+        self._classes = np.repeat(np.arange(len(counts)), counts)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int, /) -> tuple[Image.Image, int]:
+        with self.path(index).open("rb") as file, Image.open(file) as image:
+            image.load()
+            return image.copy() if image.mode == "P" else image, int(self._classes[index])
+
+    def path(self, index: int) -> Path:
+        """Return the file of a sample."""
+        return self._folder / os.fsdecode(self._paths[index])
+
+
+def _images(folder: Path) -> Iterator[Path]:
+    """Yield the images below a class's folder, sorted, without hidden files and links to folders."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if name.lower().endswith(_EXTENSIONS) and not name.startswith("."):
+                yield Path(parent, name)
+
+
+def _class_names(folder: Path) -> tuple[str, ...]:
+    names = (entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    found = tuple(sorted(names))
+    if not found:
+        raise BadFileError(
+            f"data.root: {folder} contains no class folders; put images into {folder}/<class>/"
+        )
+    return found
+
+
+def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
+    """Return the two splits; without ``val`` and ``test`` there is no validation."""
+    refuse_rest(rest, config)
+    args = parse_args(ImageFolderArgs, config.args)
+    root = _root(config)
+    class_names = _class_names(root / "train")
+    mean, std = mean_and_std("imagefolder", args.channels)
+    info = DataInfo(len(class_names), args.channels, mean, std, class_names)
+    train = FolderSplit(root / "train", class_names)
+    val_folder = _val_folder(root)
+    val = None if val_folder is None else _val_split(val_folder, class_names)
+    return DataSource(train, val, info)
+
+
+def _root(config: DataConfig) -> Path:
+    assert config.root is not None, "DataFacts say that it is needed"
+    root = Path(config.root).expanduser()
+    if not root.is_dir():
+        raise BadFileError(f"data.root: {root} is not a folder on this machine; fix the path")
+    if not (root / "train").is_dir():
+        inside = ", ".join(sorted(path.name for path in root.iterdir())[:5]) or "nothing"
+        raise BadFileError(
+            f"data.root: {root} has no folder train (it contains {inside}); "
+            "the images must be in train/<class>/"
+        )
+    return root
+
+
+def _val_folder(root: Path) -> Path | None:
+    for name in ("val", "test"):
+        if (root / name).is_dir():
+            return root / name
+    others = sorted(
+        path.name for path in root.iterdir() if path.is_dir() and path.name != "train" and path.name[0] != "."
+    )
+    if others:
+        raise BadFileError(
+            f"data.root: {root} has neither val nor test next to train, but {', '.join(others[:5])}; "
+            "rename the folder of the validation images to val"
+        )
+    return None
+
+
+def _val_split(folder: Path, class_names: tuple[str, ...]) -> FolderSplit:
+    own = _class_names(folder)
+    if own != class_names:
+        missing, unknown = sorted(set(class_names) - set(own)), sorted(set(own) - set(class_names))
+        found = [f"{len(missing)} missing ({', '.join(missing[:5])})"] if missing else []
+        found += [f"{len(unknown)} unknown ({', '.join(unknown[:5])})"] if unknown else []
+        raise BadFileError(
+            f"data.root: the classes in {folder} differ from those of train: {'; '.join(found)}; "
+            "make them equal"
+        )
+    return FolderSplit(folder, own)

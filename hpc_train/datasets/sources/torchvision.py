@@ -1,0 +1,104 @@
+"""``torchvision/<class>``: the classification data sets of ``torchvision.datasets``, by their class's name.
+
+A class whose constructor takes ``train=`` provides its training and test split; one that takes ``split=`` its
+``train`` and its ``val``, ``valid`` or ``test``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchvision.datasets
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.arguments import call
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.sources.in_memory import in_memory
+from hpc_train.datasets.sources.infer import count_channels, count_classes, name_classes
+from hpc_train.datasets.sources.statistics import mean_and_std
+from hpc_train.datasets.types import DataInfo
+from hpc_train.errors import BadFileError
+from hpc_train.registry import nearest
+
+_TRAIN_SPLITS = ("train", "trainval", "train-standard")
+_VAL_SPLITS = ("val", "valid", "test")
+
+
+def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
+    """Return training and validation data; in memory if torchvision keeps them there."""
+    cls = _class(rest)
+    root = Path(config.root or ".").expanduser()
+    train, val = _parts(rest, cls, root, config.args, download)
+    channels = count_channels(train)
+    num_classes = count_classes(train, val)
+    mean, std = mean_and_std(rest, channels)
+    info = DataInfo(num_classes, channels, mean, std, name_classes(train, num_classes))
+    return DataSource(in_memory(train), None if val is None else in_memory(val), info)
+
+
+def _class(name: str) -> Any:
+    found = getattr(torchvision.datasets, name, None) if name else None
+    if inspect.isclass(found) and issubclass(found, torch.utils.data.Dataset):
+        return found
+    known = sorted(torchvision.datasets.__all__)
+    hint = nearest(name, known)
+    meant = f"did you mean torchvision/{hint}?" if hint else "for example torchvision/CIFAR10"
+    raise BadFileError(f"data.name: torchvision has no data set {name!r}; {meant}")
+
+
+def _parameters(cls: Any) -> set[str]:
+    """Return what the constructor takes, including what it passes on by ``**kwargs`` to its base class."""
+    found: set[str] = set()
+    for owner in cls.__mro__:
+        if "__init__" not in vars(owner):
+            continue
+        parameters = inspect.signature(owner.__init__).parameters.values()
+        found |= {parameter.name for parameter in parameters}
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return found
+
+
+def _parts(name: str, cls: Any, root: Path, args: dict[str, Any], download: bool) -> tuple[Any, Any]:
+    parameters = _parameters(cls)
+    if "download" in parameters:
+        args = {**args, "download": download}
+    if "train" in parameters:
+        return tuple(_construct(name, cls, root, {**args, "train": is_train}) for is_train in (True, False))
+    if "split" not in parameters:
+        raise BadFileError(
+            f"data.name: torchvision/{name} does not separate training from validation data; write a factory "
+            "(package.module:factory) that returns both"
+        )
+    train = _first_split(name, cls, root, args, _TRAIN_SPLITS)
+    if train is None:
+        raise BadFileError(f"data.name: torchvision/{name} has no split called train; write a factory")
+    return train, _first_split(name, cls, root, args, _VAL_SPLITS)
+
+
+def _first_split(name: str, cls: Any, root: Path, args: dict[str, Any], splits: tuple[str, ...]) -> Any:
+    for split in splits:
+        try:
+            return _construct(name, cls, root, {**args, "split": split})
+        except ValueError as error:
+            if f"'{split}'" not in str(error):
+                raise BadFileError(f"data.args: torchvision/{name}: {error}") from error
+    return None
+
+
+def _construct(name: str, cls: Any, root: Path, args: dict[str, Any]) -> Any:
+    if args.get("download"):
+        root.mkdir(parents=True, exist_ok=True)
+    try:
+        return call(f"torchvision/{name}", cls, str(root), **args)
+    except (RuntimeError, FileNotFoundError, NotADirectoryError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        fix = (
+            "run `hpc-train prepare FILE` on a machine with network"
+            if "download" in args
+            else "put it there manually"
+        )
+        raise BadFileError(f"data.root: torchvision/{name} is not in {root} ({reason}); {fix}") from error

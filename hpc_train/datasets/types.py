@@ -1,0 +1,112 @@
+"""Facts about a data set for the model and the task, what a task needs of the data, and a batch.
+
+Shared by data sets, models, tasks and strategies, which don't import each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from hpc_train.datasets.structures import Tensors, map_tensors
+
+
+@dataclass(frozen=True)
+class DataInfo:
+    """Facts about a data set that reach the model, the task and the normalisation on the device."""
+
+    #: For sequences: the size of the vocabulary.
+    num_classes: int
+    #: For sequences: 0, and neither ``mean`` nor ``std``.
+    channels: int
+    #: One value per channel, for images scaled to 0…1.
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    class_names: tuple[str, ...] = ()
+    #: Tokens per sample; None: samples are images.
+    sequence_length: int | None = None
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """What a task needs as the target of one sample; loaders and ``prepare`` reject anything else."""
+
+    #: In words, with the article: ``a class number``.
+    description: str
+    #: ``integer``: any integer dtype or bool, converted to int64. ``float``: any floating-point dtype, kept.
+    kind: Literal["integer", "float", "any"] = "any"
+    #: Of one sample, without the batch. None as a size: any size; None for all: any shape.
+    shape: tuple[int | None, ...] | None = None
+    #: The minimum and maximum value, inclusive; None: no bound.
+    minimum: float | None = None
+    maximum: float | None = None
+    #: Samples differ in shape (boxes, points): a batch has a list of B tensors in place of a tensor (B, …).
+    is_ragged: bool = False
+
+    def __str__(self) -> str:
+        kind = {"integer": "integers", "float": "floating-point numbers", "any": "numbers"}[self.kind]
+        shape = "any shape" if self.shape is None else f"shape {_in_words(self.shape)}"
+        low = "" if self.minimum is None else f", at least {self.minimum:g}"
+        high = "" if self.maximum is None else f", at most {self.maximum:g}"
+        return f"{self.description} ({kind} of {shape}{low}{high})"
+
+
+def _in_words(shape: tuple[int | None, ...]) -> str:
+    """Return ``(3, any)`` as tuples are written."""
+    sizes = ["any" if size is None else str(size) for size in shape]
+    return f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(sizes)})"
+
+
+#: Of one tensor, or of the parts of a dict that the task reads; None: the task takes any target.
+TargetSpecs = TargetSpec | dict[str, TargetSpec] | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch, of training or evaluation.
+
+    ``inputs`` and ``targets`` are each a tensor (B, …), or a dict or tuple of them; targets of samples that
+    differ in shape are a list of B tensors. The loader makes them on the CPU (images uint8, not
+    normalised; tokens int64; targets in the dtype and shape that the data set gives them, or that the task's
+    ``target_spec`` names) or, after ``to``, on the device. ``number`` is its index i of 0…M−1 in the step
+    (or in the evaluation). ``weight`` is 1/M, or 0 for a spare slot. ``valid`` (B,) bool is false for
+    padding.
+    """
+
+    step: int
+    number: int
+    weight: float
+    inputs: Tensors
+    targets: Tensors
+    valid: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on ``device``; the copy is asynchronous if the memory is pinned."""
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """Return the batch in pinned memory; called by the loader."""
+        return self._mapped(lambda tensor: tensor.pin_memory())
+
+    def repeated(self, count: int) -> Batch:
+        """Return a batch that has each sample ``count`` times."""
+        return self._mapped(
+            lambda tensor: tensor.repeat_interleave(count, 0),
+            lambda samples: [sample for sample in samples for _ in range(count)],
+        )
+
+    def _mapped(
+        self,
+        function: Callable[[Tensor], Tensor],
+        of_list: Callable[[list[Tensor]], list[Tensor]] | None = None,
+    ) -> Batch:
+        return replace(
+            self,
+            inputs=map_tensors(function, self.inputs, of_list),
+            targets=map_tensors(function, self.targets, of_list),
+            valid=function(self.valid),
+        )

@@ -1,0 +1,92 @@
+"""What all ranks decide together at each step: to stop, to save, and how to handle an error of one of
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hpc_train.distributed.process_group import Group
+from hpc_train.distributed.signals import StopFlag
+
+
+@dataclass(frozen=True)
+class StepFlags:
+    """One rank's flags at the start of a step. Whether it was asked to stop is added automatically."""
+
+    #: A save is due by this rank's clock; only rank 0's counts.
+    save: bool = False
+    #: Its last save has failed.
+    has_failed: bool = False
+    #: Its data of the next step have not arrived yet.
+    is_waiting: bool = False
+    #: It met a loss that is NaN or infinite.
+    is_non_finite: bool = False
+    #: Bad samples that it met in this attempt.
+    bad_samples: int = 0
+
+
+@dataclass(frozen=True)
+class Consensus:
+    """The combined flags: true if any rank's is, ``bad_samples`` summed over ranks."""
+
+    stop: bool = False
+    save: bool = False
+    has_failed: bool = False
+    is_waiting: bool = False
+    is_non_finite: bool = False
+    bad_samples: int = 0
+
+
+class Agreement:
+    """Ranks contribute their flags at the start of a step; at its end all have the combined flags.
+
+    The exchange runs on the CPU, concurrently with the step. All methods but the constructor are collective.
+    A dead peer raises quickly, a silent one after the group's timeout.
+    """
+
+    def __init__(self, group: Group, flag: StopFlag) -> None:
+        self._group = group
+        self._flag = flag
+        self._counts = torch.zeros(6, dtype=torch.int64)
+        self._work: dist.Work | None = None
+        self._has_begun = False
+
+    def begin(self, wish: StepFlags = StepFlags()) -> None:
+        """Start the exchange."""
+        assert not self._has_begun, "begin without wait"
+        self._has_begun = True
+        saves = wish.save and self._group.rank == 0
+        flags = (bool(self._flag), saves, wish.has_failed, wish.is_waiting, wish.is_non_finite)
+        # A sum: flags of which one is set stay above zero.
+        self._counts.copy_(torch.tensor([*map(int, flags), wish.bad_samples], dtype=torch.int64))
+        if self._group.world_size > 1:
+            self._work = dist.all_reduce(self._counts, group=self._group.control, async_op=True)
+
+    def wait(self) -> Consensus:
+        """End the exchange; return the same on all ranks."""
+        assert self._has_begun, "wait without begin"
+        self._has_begun = False
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.wait()
+        elif self._flag:  # single rank: what arrived since begin counts, too
+            self._counts[0] = 1
+        stop, save, has_failed, is_waiting, is_non_finite, bad_samples = self._counts.tolist()
+        return Consensus(stop > 0, save > 0, has_failed > 0, is_waiting > 0, is_non_finite > 0, bad_samples)
+
+    def exchange(self, wish: StepFlags = StepFlags()) -> Consensus:
+        """Begin and wait at once, where there is nothing to overlap with."""
+        self.begin(wish)
+        return self.wait()
+
+    def rank_0_says(self, value: int) -> int:
+        """Return rank 0's ``value`` on every rank."""
+        if self._group.world_size == 1:
+            return value
+        said = torch.tensor([int(value)], dtype=torch.int64)
+        dist.broadcast(said, src=0, group=self._group.control)
+        return int(said.item())

@@ -1,0 +1,129 @@
+"""The rank of a process, from its environment. No torch: launchers and commands use it too."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpc_train.errors import UsageError
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_SLURM = (
+    "SLURM_PROCID",
+    "SLURM_NTASKS",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_NNODES",
+    "SLURM_TASKS_PER_NODE",
+)
+#: Set by a launcher if OMP_NUM_THREADS is a rank's share of the cores and not the user's own choice.
+THREADS_BY_SHARE = "HPC_TRAIN_THREADS_BY_SHARE"
+_TASKS_PER_NODE = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """The position of a process among all ranks of an attempt."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node: int = 0
+    num_nodes: int = 1
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> RankFacts:
+        """Read torchrun's variables, else those of ``srun``, else be the only rank.
+
+        Raises UsageError if variables contradict each other or only some of them are set.
+        """
+        if any(name in environ for name in _TORCHRUN):
+            return cls._from_torchrun(environ)
+        if is_started_by_slurm(environ):
+            return cls._from_slurm(environ)
+        return cls()
+
+    @classmethod
+    def _from_torchrun(cls, environ: Mapping[str, str]) -> RankFacts:
+        _check_complete(environ, _TORCHRUN)
+        rank, world_size, local_rank, local_world_size = (_number(environ, name) for name in _TORCHRUN)
+        _check_below("RANK", rank, "WORLD_SIZE", world_size)
+        _check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
+        if local_world_size > world_size:
+            raise UsageError(
+                f"LOCAL_WORLD_SIZE: {local_world_size} is more than WORLD_SIZE {world_size}; "
+                "set it to the ranks of this node"
+            )
+        node, num_nodes = rank // local_world_size, -(-world_size // local_world_size)
+        if "GROUP_RANK" in environ:
+            node = _number(environ, "GROUP_RANK")
+        if "GROUP_WORLD_SIZE" in environ:
+            num_nodes = _number(environ, "GROUP_WORLD_SIZE")
+        _check_below("GROUP_RANK", node, "the number of nodes", num_nodes)
+        return cls(rank, world_size, local_rank, local_world_size, node, num_nodes)
+
+    @classmethod
+    def _from_slurm(cls, environ: Mapping[str, str]) -> RankFacts:
+        _check_complete(environ, _SLURM)
+        rank, world_size, local_rank, node, num_nodes = (_number(environ, name) for name in _SLURM[:5])
+        tasks = parse_tasks_per_node(environ["SLURM_TASKS_PER_NODE"])
+        if len(tasks) != num_nodes or sum(tasks) != world_size:
+            raise UsageError(
+                f"SLURM_TASKS_PER_NODE: {environ['SLURM_TASKS_PER_NODE']} is {sum(tasks)} tasks on "
+                f"{len(tasks)} nodes, but SLURM_NTASKS is {world_size} and SLURM_NNODES {num_nodes}; "
+                "start ranks with srun"
+            )
+        _check_below("SLURM_PROCID", rank, "SLURM_NTASKS", world_size)
+        _check_below("SLURM_NODEID", node, "SLURM_NNODES", num_nodes)
+        _check_below("SLURM_LOCALID", local_rank, "the tasks of this node", tasks[node])
+        return cls(rank, world_size, local_rank, tasks[node], node, num_nodes)
+
+
+def is_started_by_slurm(environ: Mapping[str, str]) -> bool:
+    """Tell whether this process is a task of ``srun``."""
+    return "SLURM_PROCID" in environ and not any(name in environ for name in _TORCHRUN)
+
+
+def node_name(environ: Mapping[str, str]) -> str:
+    """Return the name by which Slurm, or else the machine, calls this node."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def parse_tasks_per_node(text: str) -> list[int]:
+    """Return the tasks of each node from Slurm's short form: ``2(x3),1`` is [2, 2, 2, 1]."""
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = _TASKS_PER_NODE.fullmatch(part)
+        if match is None:
+            raise UsageError(
+                f"SLURM_TASKS_PER_NODE: {text!r} is not of the form 2(x3),1; start ranks with srun"
+            )
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
+
+
+def _check_complete(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
+    missing = [name for name in names if name not in environ]
+    if missing:
+        found = ", ".join(name for name in names if name in environ)
+        raise UsageError(
+            f"{missing[0]}: not set, while {found} is; set all of {', '.join(names)}, "
+            "or none to run a single rank"
+        )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name]
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"{name}: {text!r} is not a non-negative integer; set it or unset the whole group")
+    return int(text)
+
+
+def _check_below(name: str, value: int, bound_name: str, bound: int) -> None:
+    if value >= bound:
+        raise UsageError(
+            f"{name}: {value} is not below {bound_name} ({bound}); one of the two is stale or wrong"
+        )

@@ -1,0 +1,168 @@
+"""Where rank 0 listens, how the others reach it, and which interface that is.
+
+Called by ``process_group``. Rank 0's store listens on a single address: the one by which Slurm reaches the
+node, so that it is not visible outside the cluster.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import os
+import random
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+
+from hpc_train.errors import UsageError
+
+LOOPBACK = "127.0.0.1"
+#: Assumed: a node of the same cluster answers within this time, a firewall that drops packets never.
+_CONNECT_LIMIT_S = 3.0
+_FIRST_POLL_S, _LONGEST_POLL_S, _POLL_GROWTH = 0.02, 1.0, 1.5
+#: Python's own generator belongs to training.
+_jitter = random.SystemRandom()
+
+
+def polls(limit_s: float) -> Iterator[None]:
+    """Yield at once, then at increasing intervals, until ``limit_s`` has passed; jittered per process."""
+    deadline, pause_s = time.monotonic() + limit_s, _FIRST_POLL_S
+    yield
+    while (left_s := deadline - time.monotonic()) > 0:
+        time.sleep(min(left_s, pause_s * _jitter.uniform(0.5, 1.0)))
+        pause_s = min(_LONGEST_POLL_S, pause_s * _POLL_GROWTH)
+        yield
+
+
+def listen(environ: Mapping[str, str], num_nodes: int, backlog: int) -> tuple[socket.socket, list[str]]:
+    """Return a socket that listens at a port chosen by the kernel, and the names to try from elsewhere.
+
+    Raises UsageError if this node has no address that others could reach.
+    """
+    names = _names(environ) if num_nodes > 1 else []
+    for address in _addresses(environ, names) if num_nodes > 1 else [LOOPBACK]:
+        with suppress(OSError):  # not an address of this node
+            listener = socket.create_server((address, 0), family=_family(address), backlog=backlog)
+            return listener, list(dict.fromkeys([address, *names]))
+    raise UsageError(
+        f"MASTER_ADDR: not set, and this node, {socket.gethostname()}, has no address that {num_nodes} nodes "
+        "can connect to; set MASTER_ADDR and MASTER_PORT to an address of the first node, or "
+        "GLOO_SOCKET_IFNAME to the interface that connects the nodes"
+    )
+
+
+def _names(environ: Mapping[str, str]) -> list[str]:
+    found = [environ.get("SLURMD_NODENAME", ""), socket.gethostname(), socket.getfqdn()]
+    return [name for name in dict.fromkeys(found) if name and not name.startswith("localhost")]
+
+
+def _addresses(environ: Mapping[str, str], names: Iterable[str]) -> list[str]:
+    """Return where to listen, best first: the site's interface, Slurm's address, the names', any."""
+    interfaces = interface_addresses()
+    if chosen := environ.get("GLOO_SOCKET_IFNAME"):
+        return [address for name, address in interfaces if name in chosen.split(",")]
+    by_slurm = [environ[key] for key in ("SLURM_SRUN_COMM_HOST",) if environ.get(key)]
+    by_name = [address for name in names for address in _resolved(name) if not is_loopback(address)]
+    on_slurm = "SLURM_PROCID" in environ
+    last = [address for _, address in interfaces if not is_loopback(address)] if on_slurm else []
+    # A loopback address is valid for several nodes only if all of them are on one machine, as in tests, so
+    # that none has the machine's name; otherwise the name is right.
+    far = [address for address in by_slurm if not is_loopback(address)]
+    is_machine = environ.get("SLURMD_NODENAME") in {
+        socket.gethostname(),
+        socket.gethostname().partition(".")[0],
+    }
+    return [*far, *by_name, *last, *by_slurm] if is_machine else [*far, *by_name, *by_slurm, *last]
+
+
+def _resolved(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def reach(hosts: Iterable[str], port: int) -> tuple[str, str] | None:
+    """Return the first of ``hosts`` that answers at ``port``, and this node's own address towards it."""
+    for host in hosts:
+        with suppress(OSError), socket.create_connection((host, port), _CONNECT_LIMIT_S) as connection:
+            return host, str(connection.getsockname()[0])
+    return None
+
+
+def use_interface_of(address: str) -> None:
+    """Make gloo use the interface that has ``address``, unless the site chooses one."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    name = next((name for name, own in interface_addresses() if own == address), None)
+    if name is None and is_loopback(address):
+        name = loopback_interface()
+    if name is not None:  # otherwise gloo looks up the host's name
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def loopback_interface() -> str:
+    """Return the name of the loopback interface."""
+    names = [name for _, name in socket.if_nameindex()]
+    return "lo" if "lo" in names else next((name for name in names if name.startswith("lo")), "lo")
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether ``address`` is a loopback address."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    return False
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+class _SocketAddress(ctypes.Structure):
+    """The common part of sockaddr_in and sockaddr_in6: the family, then port, address."""
+
+    _fields_ = [("family", ctypes.c_ushort), ("data", ctypes.c_ubyte * 26)]
+
+
+class _Interface(ctypes.Structure):
+    """struct ifaddrs of getifaddrs(3)."""
+
+
+_Interface._fields_ = [
+    ("next", ctypes.POINTER(_Interface)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.POINTER(_SocketAddress)),
+    ("netmask", ctypes.c_void_p),
+    ("broadcast", ctypes.c_void_p),
+    ("data", ctypes.c_void_p),
+]
+
+
+def interface_addresses() -> list[tuple[str, str]]:
+    """Return (interface, address) of this node, IPv4 first, without link-local addresses."""
+    libc = ctypes.CDLL(None)
+    first = ctypes.POINTER(_Interface)()
+    if libc.getifaddrs(ctypes.byref(first)) != 0:
+        return []
+    found, entry = [], first
+    while entry:
+        address = _address_in(entry.contents)
+        if address is not None and not address.is_link_local:
+            found.append((address.version, entry.contents.name.decode(), str(address)))
+        entry = entry.contents.next
+    libc.freeifaddrs(first)
+    return [(name, address) for _, name, address in sorted(found, key=lambda each: each[0])]
+
+
+def _address_in(entry: _Interface) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    if not entry.address:
+        return None
+    family, data = entry.address.contents.family, bytes(entry.address.contents.data)
+    if family == socket.AF_INET:
+        return ipaddress.IPv4Address(data[2:6])
+    if family == socket.AF_INET6:
+        return ipaddress.IPv6Address(data[6:22])
+    return None

@@ -1,0 +1,67 @@
+"""How many files and sockets a rank may open, and how many it needs.
+
+Called by ``training.rank`` before ranks connect: a rank that runs out of file descriptors while it connects
+leaves the others waiting.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterable
+from contextlib import suppress
+
+from hpc_train.distributed.env import RankFacts
+from hpc_train.errors import ExitCode, UserError
+
+#: Measured: 16 to 30, for logs, checkpoints, pipes, and gloo's own.
+_OWN = 48
+#: Measured: up to 22 for a training and an evaluation loader process, with batches in transit.
+_PER_LOADER = 24
+#: The default group's gloo backend and the control group: one socket per peer.
+_GROUPS = 2
+#: gloo's own sockets per group of a DeviceMesh's axis.
+_PER_AXIS = 3
+#: Rank 0's store: each other rank connects twice.
+_STORE_CONNECTIONS = 2
+
+
+class TooFewFilesError(UserError):
+    """The operating system lets this process open fewer files than training needs."""
+
+    exit_code = ExitCode.NO_RETRY
+
+
+def raise_limit() -> int:
+    """Raise this process's soft limit of open files to the hard limit; return the new limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # a sandbox may forbid it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return soft
+
+
+def needed(facts: RankFacts, axes: Iterable[int], loaders: int) -> int:
+    """Return how many files this rank may have open at a time.
+
+    ``axes``: sizes of the axes of a strategy's DeviceMesh. Each has its own group, but an axis of all ranks
+    uses the default group.
+    """
+    peers = facts.world_size - 1
+    sockets = _GROUPS * peers
+    sockets += sum(_PER_AXIS + (size - 1 if size < facts.world_size else 0) for size in axes)
+    if facts.rank == 0:
+        sockets += _STORE_CONNECTIONS * peers
+    return _OWN + _PER_LOADER * loaders + sockets
+
+
+def check(facts: RankFacts, axes: Iterable[int], loaders: int, node: str) -> None:
+    """Raise this process's limit. Raises TooFewFilesError if it remains below what the rank needs."""
+    limit, need = raise_limit(), needed(facts, axes, loaders)
+    if limit == resource.RLIM_INFINITY or limit >= need:
+        return
+    raise TooFewFilesError(
+        f"ulimit -n: rank {facts.rank} on node {node} may open {limit} files and sockets but needs {need}, "
+        f"with world size {facts.world_size} and data.workers {loaders}; raise the hard limit to that "
+        f"(`ulimit -Hn {need}` before `hpc-train submit`; on Slurm also LimitNOFILE of slurmd), or start "
+        "fewer ranks"
+    )

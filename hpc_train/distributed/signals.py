@@ -1,0 +1,77 @@
+"""Signals that ask a rank to stop: recorded in a flag, handled at the end of a step.
+
+A launcher blocks them between fork and exec, so that none is lost or kills a rank while Python imports.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FrameType
+
+from hpc_train.run.attempts import now_ms
+
+#: Ctrl-C, scancel or preemption, Slurm's warning of the time limit.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+
+
+@dataclass
+class StopFlag:
+    """Whether this process was asked to stop: which signal came first, when, and how many came."""
+
+    first: signal.Signals | None = None
+    #: UTC, ISO 8601.
+    first_at: str | None = None
+    count: int = 0
+    #: What a signal does at once, besides being recorded; None if the loop checks the flag.
+    act: Callable[[], None] | None = None
+    #: Until the first step: a rank that is asked to stop may leave, and so may those that it leaves behind.
+    has_nothing_to_lose: bool = True
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def note(self, number: int) -> None:
+        """Record a signal; the handler calls it."""
+        if self.first is None:
+            self.first, self.first_at = signal.Signals(number), now_ms()
+        self.count += 1
+        if self.act is not None:
+            self.act()
+
+    def act_at_once(self, act: Callable[[], None] | None) -> None:
+        """Let signals, including one that has already come, call ``act``; None: only record them."""
+        self.act = act
+        if act is not None and self:
+            act()
+
+
+#: By process: a forked child inherits its parent's flag.
+_flags: dict[int, StopFlag] = {}
+
+
+def block() -> None:
+    """Block the stop signals of this thread, and of its children, until ``install``."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def install() -> StopFlag:
+    """Record stop signals from now on, including those blocked until now; return the flag.
+
+    Main thread only. Further calls in the same process return the same flag. A forked child inherits the
+    handler, which does nothing there.
+    """
+    pid = os.getpid()
+    if pid not in _flags:
+        flag = _flags[pid] = StopFlag()
+
+        def note(number: int, frame: FrameType | None) -> None:
+            if os.getpid() == pid:
+                flag.note(number)
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, note)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    return _flags[pid]

@@ -1,0 +1,142 @@
+"""What every rank's watchdog does after one of them has raised the alarm, until its process ends.
+
+Each writes its rank's stacks and answers. The rank that raised the alarm judges from the answers who hung
+(``health.hang``), writes that as that rank's error, and publishes it; then all end. Nobody ends earlier: the
+others' main threads would notice and end on their own. If the store does not answer, each rank blames rank 0,
+which runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+from hpc_train.distributed.env import RankFacts
+from hpc_train.distributed.timed_call import TimedCall, within
+from hpc_train.errors import ExitCode
+from hpc_train.health.hang import Report, Verdict, judge, store_is_silent
+from hpc_train.health.stacks import describe, save_flight_record, save_stacks, state_of
+from hpc_train.health.watch_board import Board
+from hpc_train.paths import AttemptPaths
+from hpc_train.run.processes import Process
+from hpc_train.run.rank_ends import tell_end, tell_error
+
+#: Longer than a watchdog's tick and the writing of stacks: a rank that has not answered by then does not run.
+_ANSWER_LIMIT_S = 10.0
+#: How long a shared disk may take for a few kilobytes before the attempt is ended without them.
+_DISK_LIMIT_S = 5.0
+#: The rank that hung ends first, so that its exit counts as the cause and the others' as the consequence.
+_HEAD_START_S = 1.0
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One rank's part in the alarm."""
+
+    attempt: AttemptPaths
+    facts: RankFacts
+    node: str
+    #: None for one rank alone.
+    board: Board | None
+    #: The rank that raised the alarm; None if the store did not say.
+    raised_by: int | None
+    #: The progress of this rank.
+    answer: Report
+    #: The ranks of this node, including this one.
+    neighbours: Mapping[int, Process]
+    #: Rank 0's last report, if this rank knows it.
+    rank_0: Report | None
+
+    def verdict(self) -> Verdict:
+        """Save this rank's stacks, then find out with the others who hung. The verdict is logged on
+        return.
+        """
+        within(_DISK_LIMIT_S, self._save_stacks, "watchdog-stacks")
+        verdict = self._verdict()
+        within(_DISK_LIMIT_S, lambda: self._describe_silent(verdict), "watchdog-processes")
+        # Last: it queries NCCL, and may hold the interpreter while NCCL does not answer.
+        within(_DISK_LIMIT_S, self._save_flight_record, "watchdog-flight-record")
+        return verdict
+
+    def leave(self, verdict: Verdict, end: Callable[[ExitCode], None]) -> None:
+        """End the process, once the others know the verdict."""
+        board, is_speaker = self.board, verdict.speaker == self.facts.rank
+        if board is not None:
+            count = len(verdict.answered)
+            within(_DISK_LIMIT_S, lambda: board.leave(count, _DISK_LIMIT_S), "watchdog-leave")
+        if not is_speaker:
+            time.sleep(_HEAD_START_S)
+        code = ExitCode.HUNG if is_speaker else ExitCode.PEER_LOST
+        ending = TimedCall[None]("watchdog-end")
+        ending.do(lambda: end(code), _DISK_LIMIT_S)
+        if ending.is_under_way:  # its last output waits for a disk
+            os._exit(code)
+
+    def _save_stacks(self) -> None:
+        rank, answer = self.facts.rank, self.answer
+        process = f"rank {rank} on {self.node}, process {os.getpid()}"
+        save_stacks(self.attempt.stacks(rank), f"{process}: {answer.where}, for {answer.age_s:.0f} s")
+
+    def _save_flight_record(self) -> None:
+        if torch.cuda.is_initialized():
+            save_flight_record(self.attempt.flight_record(self.facts.rank))
+
+    def _verdict(self) -> Verdict:
+        board, by, place = self.board, self.raised_by, self._stacks_place
+        if board is None:
+            return self._tell(judge(1, {0: self.answer}, {}, place))
+        verdict = None
+        if by is not None:
+            limit_s = 2 * (_ANSWER_LIMIT_S + _DISK_LIMIT_S)
+            verdict = within(limit_s, lambda: self._agreed_verdict(board, by), "watchdog-verdict")
+        if verdict is None:
+            state = state_of(self.neighbours[0]) if 0 in self.neighbours else None
+            verdict = self._tell(store_is_silent(self.answer, self.rank_0, state, place))
+        return verdict
+
+    def _agreed_verdict(self, board: Board, by: int) -> Verdict:
+        board.answer(self.answer)
+        is_judge = by == self.facts.rank
+        if not is_judge:
+            verdict = board.wait_for_verdict(_ANSWER_LIMIT_S + _DISK_LIMIT_S)
+            if verdict is not None:
+                return verdict
+        world_size = self.facts.world_size
+        answers = board.wait_for_answers(world_size, _ANSWER_LIMIT_S if is_judge else 0.0)
+        last = board.last_words(rank for rank in range(world_size) if rank not in answers)
+        # Logged before it is published: from then on ranks end.
+        return board.agree(self._tell(judge(world_size, answers, last, self._stacks_place)))
+
+    def _tell(self, verdict: Verdict) -> Verdict:
+        """Write the verdict as the error of the rank that hung, unless that rank wrote its own."""
+        within(_DISK_LIMIT_S, lambda: self._write_end(verdict), "watchdog-error")
+        return verdict
+
+    def _write_end(self, verdict: Verdict) -> None:
+        rank, attempt = verdict.speaker, self.attempt
+        if attempt.error(rank).exists() or attempt.exit(rank).exists():
+            return
+        tell_end(attempt, rank, ExitCode.HUNG, verdict.node)
+        tell_error(attempt, rank, verdict.text)
+
+    def _describe_silent(self, verdict: Verdict) -> None:
+        """Write what the kernel reports on this node's ranks that don't answer; done by one rank of
+        the node.
+        """
+        silent = [rank for rank in self.neighbours if rank in verdict.silent]
+        running = [rank for rank in self.neighbours if rank not in verdict.silent]
+        if min(running, default=None) != self.facts.rank:
+            return
+        for rank in silent:
+            text = f"rank {rank} on {self.node} wrote no stacks: it does not answer\n\n"
+            with suppress(OSError):
+                self.attempt.stacks(rank).write_text(text + describe(self.neighbours[rank]), "utf-8")
+
+    @property
+    def _stacks_place(self) -> str:
+        return f"attempts/{self.attempt.number}/rank-*.stacks"

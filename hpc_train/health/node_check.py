@@ -1,0 +1,190 @@
+"""Every rank checks its node before an attempt's first step: memory, arithmetic, network, and the disk.
+
+Called by ``training.rank`` before anything is built. A failure here would otherwise appear later, slower, or
+not at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpc_train.distributed.env import RankFacts
+from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError, TransientStorageError
+from hpc_train.paths import AttemptPaths
+
+_SIZE = 256
+#: Few: an occasionally faulty device is found by many checks of many attempts, not by a long one.
+_REPEATS = 3
+_DISK_BYTES = 64 * 1024
+#: Assumed: with less free memory than this nothing can be trained.
+_LEAST_MEMORY = 256 * 2**20
+#: Assumed: a device that is shared on purpose is never filled to this fraction before we start.
+_MOST_BY_OTHERS = 0.5
+#: Errors of the disk on any node.
+_REFUSES_ALL = {errno.ENOSPC, errno.EDQUOT}
+_OF_THE_SERVER = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+_SMI_LIMIT_S = 5.0
+
+
+def check(
+    facts: RankFacts,
+    device: torch.device,
+    attempt: AttemptPaths,
+    node: str,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Check this rank's node. Collective: every rank calls it, over ``group`` or else the default one.
+
+    Raises BadNodeError on the rank whose node fails, PeerLostError on the others; StorageError if the disk is
+    full, which is not the node's fault. A rank that fails its own part still takes part in the exchange.
+    """
+    own = _own_failure(facts, device, attempt, node)
+    _agree(own, facts, group)
+    wrong = _reduction_failure(facts, device, group)
+    failed = f"an all-reduce over {facts.world_size} ranks: {wrong}"
+    _agree(BadNodeError(_failed(node, failed)) if wrong else None, facts, group)
+
+
+def _own_failure(
+    facts: RankFacts, device: torch.device, attempt: AttemptPaths, node: str
+) -> HpcTrainError | None:
+    """Return what is wrong with this rank's part of the node."""
+    parts: list[tuple[str, Callable[[], None]]] = [
+        ("memory", lambda: _check_memory(device)),
+        (f"a product of matrices on {device}", lambda: _check_arithmetic(device)),
+    ]
+    if facts.local_rank == 0:
+        parts.append(("the disk", lambda: _check_disk(attempt.folder, node)))
+    for name, part in parts:
+        try:
+            part()
+        except (StorageError, TransientStorageError) as error:
+            return error
+        except Exception as error:  # whatever a broken driver reports
+            return BadNodeError(_failed(node, f"{name}: {error}"))
+    return None
+
+
+def _failed(node: str, what: str) -> str:
+    remedy = "use another node, or write recovery.check_nodes: false to train on it nevertheless"
+    return f"node {node} failed its check of {what}; {remedy}"
+
+
+def _check_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device)
+        if others > _MOST_BY_OTHERS * total:
+            taken = f"{others / 2**30:.1f} of {total / 2**30:.1f} GiB of {device}"
+            raise HpcTrainError(f"{taken} are used by other processes{_holders(device)}")
+    available = _available_memory()
+    if available is not None and available < _LEAST_MEMORY:
+        raise HpcTrainError(f"only {available / 2**20:.0f} MiB of the node's memory are free")
+
+
+def _holders(device: torch.device) -> str:
+    """Return which processes use memory of ``device``, as nvidia-smi lists them; empty if unknown."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
+    columns = "pid,process_name,used_memory"
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", f"--query-compute-apps={columns}", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_LIMIT_S, check=True)
+        lines = [f"process {line}" for line in listed.stdout.splitlines() if line.strip()]
+        return f" ({'; '.join(lines)})" if lines else ""
+    return ""
+
+
+def _available_memory() -> int | None:
+    """Return the bytes of this node's memory that are available without swapping, None if unknown."""
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def _check_arithmetic(device: torch.device) -> None:
+    """Multiply matrices of small integers: float32 represents the product exactly, and so does tf32."""
+    for repeat in range(_REPEATS):
+        a, b, c, d = (_pattern(3 * repeat + k, device) for k in (1, 2, 3, 4))
+        product = torch.matmul(torch.outer(a, b), torch.outer(c, d))
+        expected = torch.dot(b.cpu(), c.cpu()).item() * torch.outer(a.cpu(), d.cpu())
+        wrong = int((product.cpu() != expected).sum())
+        if wrong:
+            raise HpcTrainError(f"{wrong} of {expected.numel()} numbers are wrong")
+
+
+def _pattern(seed: int, device: torch.device) -> Tensor:
+    """Return numbers of −3…3 without using a random generator, which belongs to training."""
+    index = torch.arange(_SIZE, device=device)
+    return ((index * (2 * seed + 1) + index // 7) % 7 - 3).to(torch.float32)
+
+
+def _check_disk(folder: Path, node: str) -> None:
+    """Write a small file to the disk, read it back from there, remove it."""
+    path = folder / f".node-check-{node}"
+    content = secrets.token_bytes(_DISK_BYTES)
+    try:
+        found = _through_the_disk(path, content)
+    except OSError as error:
+        if error.errno in _REFUSES_ALL:
+            raise StorageError(f"{folder}: {error.strerror}; free some space, then resume") from error
+        if error.errno in _OF_THE_SERVER:  # a disk that all nodes share: not this node's fault
+            raise TransientStorageError(f"{folder}: {error.strerror}") from error
+        raise
+    finally:
+        with suppress(OSError):
+            path.unlink()
+    if found != content:
+        raise HpcTrainError(f"{path} contains other bytes than were written")
+
+
+def _through_the_disk(path: Path, content: bytes) -> bytes:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.write(descriptor, content)
+        os.fsync(descriptor)
+        os.posix_fadvise(
+            descriptor, 0, 0, os.POSIX_FADV_DONTNEED
+        )  # otherwise the page cache answers for the disk
+        return os.pread(descriptor, len(content) + 1, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _reduction_failure(facts: RankFacts, device: torch.device, group: dist.ProcessGroup | None) -> str | None:
+    """Return what is wrong with a sum over all ranks, on the device."""
+    numbers = torch.arange(_SIZE, dtype=torch.float64, device=device) * (facts.rank + 1)
+    dist.all_reduce(numbers, group=group)
+    ranks = facts.world_size * (facts.world_size + 1) // 2
+    wrong = int((numbers.cpu() != torch.arange(_SIZE, dtype=torch.float64) * ranks).sum())
+    return f"{wrong} of {_SIZE} sums are wrong" if wrong else None
+
+
+def _agree(own: HpcTrainError | None, facts: RankFacts, group: dist.ProcessGroup | None) -> None:
+    """Raise if any rank failed: its error there, PeerLostError elsewhere.
+
+    Over the CPU, since a device may be broken.
+    """
+    # By rank, then by node.
+    failed = torch.zeros(facts.world_size + facts.num_nodes, dtype=torch.int32)
+    failed[facts.rank] = failed[facts.world_size + facts.node] = own is not None
+    dist.all_reduce(failed, group=group)
+    ranks, nodes = failed.split([facts.world_size, facts.num_nodes])
+    if own is not None and nodes.all() and facts.num_nodes > 1 and isinstance(own, BadNodeError):
+        raise HpcTrainError(f"all nodes fail alike, so no single node is the cause: {own}")
+    if own is not None:
+        raise own
+    if ranks.any():
+        named = ", ".join(str(rank) for rank in ranks.nonzero().flatten().tolist())
+        raise PeerLostError(f"the node of rank {named} failed its check; see rank-<r>.error of the attempt")

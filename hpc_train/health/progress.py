@@ -1,0 +1,104 @@
+"""The progress of this rank: what it is doing, and since when. Written by the training loop, read by
+``health.watchdog``.
+
+Ranks are compared by the number of their progress updates, so **every rank must call** ``at`` **for the same
+work in the same order**: work of a single rank (rank 0 writes a row) is not reported. Waits for data are
+notes and are not counted: the rank that waits reports them, the others do not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+PHASES = (
+    "joining", "checking", "building", "loading", "first step", "training", "waiting for data", "evaluating",
+    "saving", "leaving",
+)  # fmt: skip
+#: What a rank waits for on its own, in the middle of collective work.
+_NOTES = frozenset({"waiting for data"})
+#: One rank's disk may be slow, and the others wait for it.
+_LONG = frozenset({"saving"})
+
+
+class Standing(NamedTuple):
+    """The progress of a rank. Immutable, so that another thread reads it without a lock."""
+
+    #: Number of progress updates; equal work gives equal numbers on all ranks.
+    times: int
+    phase: str
+    step: int | None
+    #: Distinguishes parts of a phase: a batch of an evaluation.
+    part: int
+    #: What it waits for, if anything.
+    note: str | None
+    #: Whether it has waited since its last progress.
+    has_waited: bool
+    #: ``time.monotonic()`` of its last progress.
+    since: float
+    #: Whether this phase may compile, read cold data, or wait for a slow disk.
+    may_take_long: bool
+
+    def __str__(self) -> str:
+        doing = self.phase if self.note is None else f"{self.phase}, {self.note}"
+        return doing if self.step is None else f"step {self.step} ({doing})"
+
+
+class Progress:
+    """One per process; written by the main thread only."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._standing = Standing(0, "joining", None, 0, None, False, time.monotonic(), True)
+
+    @property
+    def standing(self) -> Standing:
+        return self._standing
+
+    def at(self, phase: str, step: int | None = None, part: int = 0) -> None:
+        """Report that ``phase`` starts, for ``step``; costs a microsecond, so call it at every step and
+        batch.
+
+        A repeated call has no effect: a loop that polls for the same data makes no progress. Call it for a
+        step's training once its data have arrived. The first evaluation may take long, since it compiles too,
+        and a save always may. ``part``: the batch, for loops within a phase.
+        """
+        assert phase in PHASES, phase
+        last = self._standing
+        if phase in _NOTES:
+            self._wait_for(phase)
+        elif (phase, step, part) == (last.phase, last.step, last.part):
+            self._standing = last._replace(note=None)
+        else:
+            if phase != last.phase:
+                self._known.add(last.phase)
+            may_take_long = phase in _LONG or phase not in self._known
+            self._standing = Standing(
+                last.times + 1, phase, step, part, None, False, time.monotonic(), may_take_long
+            )
+
+    def has_stepped(self) -> None:
+        """Report that a step is done: the next phases of training are quick."""
+        self._known |= {"first step", "training"}
+        if self._standing.phase in self._known:
+            self._standing = self._standing._replace(may_take_long=False)
+
+    def begin_anew(self) -> None:
+        """Report that everything is rebuilt: each phase may take long again."""
+        self._known.clear()
+
+    @contextmanager
+    def during(self, phase: str, step: int | None = None) -> Iterator[None]:
+        """Report that ``phase`` starts, and at its end that the previous phase continues."""
+        before = self._standing
+        self.at(phase, step)
+        yield
+        self.at(before.phase, before.step, before.part)
+
+    def _wait_for(self, note: str) -> None:
+        last = self._standing
+        if not last.has_waited:  # the previous work is done, so the wait gets its own time
+            last = last._replace(since=time.monotonic(), has_waited=True)
+        self._standing = last._replace(note=note)

@@ -1,0 +1,118 @@
+"""What a process is doing, recorded before it is ended: by itself, and by the kernel.
+
+Called by ``alarm``. A process that is stopped, or whose interpreter is blocked by a C extension, can't write
+its own stacks; then only /proc has information.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hpc_train.run.processes import Process
+
+#: Further processes under a rank are omitted.
+_MAX_CHILDREN = 64
+GONE = "gone"
+_WORDS = {
+    "T": "is stopped (SIGSTOP)",
+    "t": "is stopped by a debugger",
+    "D": "waits for a disk or a driver and can't be interrupted",
+    "Z": "has ended",
+    "X": "has ended",
+    GONE: "has ended",
+    "R": "runs without letting Python's other threads run",
+    "S": "sleeps without letting Python's other threads run",
+}
+
+
+def save_stacks(path: Path, header: str) -> None:
+    """Write the stacks of all threads of this process, below ``header``. Raises OSError."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(header.rstrip() + "\n\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+
+
+def save_flight_record(path: Path) -> bool:
+    """Write the content of NCCL's flight recorder; return whether it had any. Raises OSError."""
+    record = _flight_record()
+    if not record:
+        return False
+    path.write_bytes(record)
+    return True
+
+
+def _flight_record() -> bytes | None:
+    # Private, and renamed from version to version; a build without NCCL has none.
+    with suppress(ImportError, AttributeError, RuntimeError, TypeError):
+        from torch._C import _distributed_c10d as c10d
+
+        dump: Callable[[], Any] = c10d._dump_nccl_trace_json  # type: ignore[attr-defined]
+        record = dump()
+        return record.encode() if isinstance(record, str) else bytes(record)
+    return None
+
+
+def state_of(process: Process) -> str | None:
+    """Return the kernel's letter for a process's main thread, ``GONE``, or None if it can't be seen."""
+    is_alive = process.is_alive()
+    if is_alive is None:
+        return None
+    return _state(process.pid) or GONE if is_alive else GONE
+
+
+def in_words(state: str) -> str:
+    """Return a description of the state of a process that does not answer."""
+    return _WORDS.get(state, f"is in state {state}")
+
+
+def describe(process: Process) -> str:
+    """Return lines with the kernel's information on a process, its threads and its children. Linux only."""
+    state = state_of(process)
+    if state is None or state == GONE:
+        return f"process {process.pid}: {GONE if state else 'can not be seen from here'}\n"
+    lines = [f"process {process.pid} {in_words(state)}", *_threads(process.pid)]
+    for child in _children(process.pid):
+        lines += [f"child {child} ({_read(child, 'comm')})", *_threads(child)]
+    return "\n".join(lines) + "\n"
+
+
+def _threads(pid: int) -> list[str]:
+    return [_thread(pid, number) for number in _numbers(Path(f"/proc/{pid}/task"))]
+
+
+def _thread(pid: int, number: int) -> str:
+    task = f"task/{number}"
+    wait = _read(pid, f"{task}/wchan")
+    state = _state(pid, number) or GONE
+    place = f" in {wait}" if wait not in {"", "0"} else ""
+    return f"  thread {number} {_read(pid, f'{task}/comm')}: {state}{place}"
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for thread in _numbers(Path(f"/proc/{pid}/task")):
+        found += [int(child) for child in _read(pid, f"task/{thread}/children").split()]
+    return found[:_MAX_CHILDREN]
+
+
+def _numbers(folder: Path) -> list[int]:
+    with suppress(OSError):
+        return sorted(int(entry.name) for entry in folder.iterdir())
+    return []
+
+
+def _state(pid: int, thread: int | None = None) -> str | None:
+    stat = _read(pid, "stat" if thread is None else f"task/{thread}/stat")
+    fields = stat.rpartition(")")[2].split()  # the name, in parentheses, may contain blanks and parentheses
+    return fields[0] if fields else None
+
+
+def _read(pid: int, name: str) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace").strip()
+    return ""

@@ -1,0 +1,250 @@
+"""A thread of each rank that monitors its progress, and ends the attempt if a rank hangs.
+
+Each tick it reports its rank's progress to the others, through the store. The watchdog that sees its own rank
+without progress for too long raises the alarm, and every watchdog continues as described in ``health.alarm``.
+
+A rank whose main thread holds the interpreter's lock, in a C extension that does not release it, can't run
+its watchdog either: to the others it looks stopped. Calls that may never return, to the store and to disks,
+are made on threads that nobody waits for for long (``distributed.timed_call``).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+from torch._C._distributed_c10d import Store
+
+from hpc_train.distributed.collectives import collectives_begun
+from hpc_train.distributed.env import RankFacts
+from hpc_train.distributed.signals import STOP_SIGNALS
+from hpc_train.distributed.timed_call import TimedCall, within
+from hpc_train.errors import ExitCode
+from hpc_train.health.alarm import Alarm
+from hpc_train.health.hang import Report
+from hpc_train.health.progress import Progress
+from hpc_train.health.stacks import state_of
+from hpc_train.health.watch_board import Board
+from hpc_train.paths import AttemptPaths
+from hpc_train.run.attempts import now
+from hpc_train.run.files import write_json
+from hpc_train.run.processes import Process
+
+#: Assumed: a job may have many ranks, and one store serves them all.
+_LONGEST_TICK_S = 4.0
+_HEARTBEAT_S = 30.0
+_STORE_LIMIT_S = 5.0
+_log = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """Started after the rendezvous, stopped before the process group is destroyed."""
+
+    def __init__(
+        self,
+        attempt: AttemptPaths,
+        facts: RankFacts,
+        node: str,
+        store: Store | None,
+        progress: Progress,
+        *,
+        hang_after_s: float,
+        first_hang_after_s: float,
+        end: Callable[[ExitCode], None],
+    ) -> None:
+        """``store``, which must be unshared, may be None for a single rank. ``end`` ends the process; it is
+        called on the watchdog's thread.
+        """
+        self._attempt, self._facts, self._node = attempt, facts, node
+        self._progress, self._end = progress, end
+        self._hang_after_s, self._first_hang_after_s = hang_after_s, first_hang_after_s
+        self._tick_s = min(_LONGEST_TICK_S, hang_after_s / 4)
+        self._board = Board(store, facts.rank) if store is not None and facts.world_size > 1 else None
+        self._process = Process.current()
+        #: The ranks of this node, including this one, as far as known.
+        self._neighbours = {facts.rank: self._process}
+        self._reports: dict[int, tuple[Report, float]] = {}
+        self._exchanging, self._writing = (
+            TimedCall[bool]("watchdog-store"),
+            TimedCall[None]("watchdog-heartbeat"),
+        )
+        self._stopping, self._ending = threading.Event(), threading.Event()
+        self._alarm_by: int | None = None
+        self._tick = 0
+        self._heartbeat_at = float("-inf")
+        #: Earliest start of ages: before it nobody ran.
+        self._awake_since = time.monotonic()
+        self._looked_at = self._awake_since
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        # The thread inherits the mask: stop signals must reach the main thread, perhaps in a system call.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            self._thread.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def stop(self) -> None:
+        """Stop watching. Returns quickly, also if the store no longer answers."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(self._tick_s)
+
+    def has_stepped(self) -> None:
+        """Apply ``hang_after_s`` from now on; called by the main thread after the attempt's first step."""
+        self._progress.has_stepped()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the alarm was raised: the watchdog is about to end this process."""
+        return self._ending.is_set()
+
+    def wait_if_ending(self, limit_s: float = 60.0) -> None:
+        """Keep the main thread from ending the process while the watchdog reports who hung.
+
+        Call it when an error, such as a lost peer, is about to end the process.
+        """
+        if self.is_ending:
+            time.sleep(limit_s)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._look()
+            except Exception:  # a missing watchdog would look like a missing rank
+                _log.warning("rank %d: the watchdog failed", self._facts.rank, exc_info=True)
+            self._stopping.wait(self._tick_s)
+
+    def _look(self) -> None:
+        """One tick: report, ask, check the own age."""
+        self._tick += 1
+        if self._board is not None:
+            self._exchanging.do(self._exchange, self._tick_s)
+        at = time.monotonic()
+        # The wait and the exchange take at most a tick each. If more time has passed, this process itself was
+        # not running: its job was suspended, and what all ranks have not done meanwhile means nothing.
+        if at - self._looked_at > 3 * self._tick_s:
+            self._awake_since = at
+        self._looked_at = at
+        if self._stopping.is_set():
+            return
+        if self._alarm_by is not None or self._age_s() > self._limit_s():
+            self._sound_alarm()
+        elif self._facts.local_rank == 0 and at - self._heartbeat_at >= _HEARTBEAT_S:
+            self._write_heartbeat(None)
+
+    def _age_s(self) -> float:
+        return time.monotonic() - max(self._progress.standing.since, self._awake_since)
+
+    def _limit_s(self) -> float:
+        is_long = self._progress.standing.may_take_long
+        return self._first_hang_after_s if is_long else self._hang_after_s
+
+    # Communication with the others, by timed calls.
+
+    def _exchange(self) -> bool:
+        board = self._board
+        assert board is not None
+        board.tell(self._report())
+        self._alarm_by = board.alarm()
+        if len(self._neighbours) < self._facts.local_world_size:
+            self._find_neighbours(board)
+        if 0 not in self._reports:  # its place must be known when the store no longer answers
+            self._read(board, [0])
+        if self._facts.local_rank == 0:
+            self._read(board, [rank for rank in self._neighbours if rank != self._facts.rank])
+        return True
+
+    def _find_neighbours(self, board: Board) -> None:
+        """Find the ranks of this node: its first rank checks all, since they need not be consecutive."""
+        if self._facts.local_rank > 0:
+            self._neighbours |= board.node(self._facts.node)
+            return
+        self._read(board, [rank for rank in range(self._facts.world_size) if rank not in self._reports])
+        for report, _ in list(self._reports.values()):
+            if report.node_index == self._facts.node and report.process is not None:
+                self._neighbours[report.rank] = report.process
+        if len(self._neighbours) == self._facts.local_world_size:
+            board.publish_node(self._facts.node, self._neighbours)
+
+    def _read(self, board: Board, ranks: list[int]) -> None:
+        for rank, report in board.last_words(ranks).items():
+            known = self._reports.get(rank)
+            if known is None or known[0].tick != report.tick:
+                self._reports[rank] = report, time.monotonic()
+
+    def _report(self) -> Report:
+        standing = self._progress.standing
+        return Report(
+            self._facts.rank,
+            self._node,
+            self._facts.node,
+            self._process,
+            standing.times,
+            standing.phase,
+            standing.step,
+            standing.note,
+            round(self._age_s(), 1),
+            self._tick,
+        )
+
+    def _answer(self) -> Report:
+        """Return the report that a verdict needs: with collectives, and the state of the node's processes."""
+        seen = {rank: state for rank, process in self._neighbours.items() if (state := state_of(process))}
+        told = vars(self._report()) | {"collectives": collectives_begun(), "seen": seen}
+        return Report(**told)
+
+    # The heartbeat file.
+
+    def _write_heartbeat(self, hang: str | None) -> None:
+        self._heartbeat_at = time.monotonic()
+        told = {
+            rank: _told(report, at)
+            for rank, (report, at) in list(self._reports.items())
+            if self._is_near(rank)
+        }
+        told[self._facts.rank] = _told(self._report(), self._heartbeat_at)
+        data = {
+            "version": 1, "attempt": self._attempt.number, "node": self._node, "time": now(), "hang": hang,
+            "ranks": {str(rank): told[rank] for rank in sorted(told)},
+        }  # fmt: skip
+        path = self._attempt.heartbeat(self._node)
+        self._writing.do(lambda: write_json(path, data), 0.0 if hang is None else _STORE_LIMIT_S)
+
+    def _is_near(self, rank: int) -> bool:
+        return rank in self._neighbours
+
+    def _sound_alarm(self) -> None:
+        """Find out who hung, with the others, and end the process."""
+        self._ending.set()
+        board = self._board
+        if board is not None and self._alarm_by is None:
+            self._alarm_by = within(_STORE_LIMIT_S, board.raise_alarm, "watchdog-alarm")
+        rank_0, _ = self._reports.get(0, (None, 0.0))
+        alarm = Alarm(
+            self._attempt,
+            self._facts,
+            self._node,
+            board,
+            self._alarm_by,
+            self._answer(),
+            dict(self._neighbours),
+            rank_0,
+        )
+        verdict = alarm.verdict()
+        if self._facts.local_rank == 0:
+            self._write_heartbeat(verdict.text)
+        alarm.leave(verdict, self._end)
+        self._stopping.set()
+
+
+def _told(report: Report, at: float) -> dict[str, object]:
+    """Return a report in the format of the heartbeat file; ``at``: when it was seen first."""
+    told = {key: getattr(report, key) for key in ("count", "phase", "step", "note", "age_s")}
+    pid = report.process.pid if report.process else None
+    return told | {"pid": pid, "told_s_ago": round(time.monotonic() - at, 1)}

@@ -1,0 +1,194 @@
+"""``FollowingLauncher``: runs that a command starts one by one and follows, here or by a plug-in."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpc_train.config.schema import Experiment
+from hpc_train.console import say
+from hpc_train.errors import ExitCode, TryAgainError, UserError
+from hpc_train.launchers.base import AttemptLauncher, KeyProblem, LaunchRequest, Ranks, StartRequest
+from hpc_train.paths import ExperimentPaths, RunPaths
+from hpc_train.recovery.diagnosis import one_line
+from hpc_train.registry import refusing_exit
+from hpc_train.run.attempts import AttemptRecord, claim_exactly, read_record
+from hpc_train.run.create import effective_experiment
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.find import run_name
+from hpc_train.run.liveness import SILENT_LIMIT_S, lives, minutes, newest_record, silent_s
+from hpc_train.run.processes import Process
+from hpc_train.run.run_status import (
+    CANCELLED,
+    CANCELLED_BY,
+    GOING_ON,
+    INTERRUPTED,
+    STOPPED_BY_CTRL_C,
+    RunStatus,
+    current_status,
+    mark_cancelled,
+    read_status,
+    write_status,
+)
+from hpc_train.run.trust import check_run
+
+LOCAL = "local"
+#: For ranks of this machine to save and go; then they are ended at once. Assumed.
+_SAVE_LIMIT_S = 120.0
+_KILL_LIMIT_S = 30.0
+_POLL_S = 0.05
+
+
+@dataclass
+class FollowingLauncher:
+    """A ``Launcher`` over the ``AttemptLauncher`` of this name; only starting runs needs the plug-in."""
+
+    name: str
+    plugin: AttemptLauncher | None = None
+    is_queue = False
+
+    @property
+    def title(self) -> str:
+        return self.name
+
+    def problems(self, experiment: Experiment) -> list[KeyProblem]:
+        return []
+
+    def choose_devices(self, experiment: Experiment, devices: int | None) -> int | None:
+        choose = getattr(self.plugin, "choose_devices", None)
+        return choose(devices, experiment) if choose else devices
+
+    def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
+        return Ranks(devices, devices, devices)
+
+    def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
+        return []
+
+    @contextmanager
+    def submitting(self, folder: ExperimentPaths) -> Iterator[None]:
+        """Needs no lock: of several commands that start a run, the one that claims its attempt does."""
+        yield
+
+    def is_unsubmitted(self, paths: RunPaths) -> bool:
+        return False
+
+    def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
+        """Claim the run's next attempt and hand it to the plug-in; return how it ended.
+
+        Changes to the run happen after the claim, so that a command that comes too late changes nothing.
+        Raises TryAgainError there, UntrustedError where another user could have written the run's files.
+        """
+        (run,) = runs
+        paths, number = run.paths, run.after + 1
+        assert self.plugin is not None, "loaded to start runs"
+        check_run(paths)
+        if not claim_exactly(paths, number, self.name):
+            name = run_name(paths)
+            raise TryAgainError(f"{name}: another command has just started it; see `hpc-train status`")
+        try:
+            run.prepare(number)
+            _note_launcher(paths, self.name)
+            paths.cancelled.unlink(missing_ok=True)
+            write_status(paths, replace(read_status(paths), state="pending", attempt=number, reason=None))
+            request = LaunchRequest(paths, effective_experiment(paths, number), number, run.devices)
+            with refusing_exit(f"--launcher: {self.name!r}: launch()"), run.polling(paths, number) as poll:
+                code = self.plugin.launch(request, poll=poll)
+        except BaseException as error:
+            _write_end(paths, number, *_reason(error))
+            raise
+        if code != ExitCode.DONE:
+            is_stopped = code in {ExitCode.INTERRUPTED, ExitCode.TRY_AGAIN}
+            state = INTERRUPTED if is_stopped else "failed"
+            _write_end(paths, number, state, f"launcher {self.name}: exit code {int(code)}")
+        return code
+
+    def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
+        return [current_status(paths) for paths in runs]
+
+    def cancel(self, runs: Sequence[RunPaths]) -> list[RunPaths]:
+        return [paths for paths in runs if not _cancel(paths)]
+
+    def output(self, paths: RunPaths) -> Path | None:
+        return None
+
+
+def _note_launcher(paths: RunPaths, launcher: str) -> None:
+    """Record the launcher that has the run from now on, if it is another one: it is asked for the status."""
+    facts = read_json(paths.run)
+    if facts is not None and facts.get("launcher") != launcher:
+        write_json(paths.run, facts | {"launcher": launcher}, sync=True)
+
+
+def _write_end(paths: RunPaths, number: int, state: str, reason: str) -> None:
+    """Write down how the attempt ended, unless its launcher or its ranks have."""
+    with suppress(OSError):  # the disk that broke it, maybe; that is told already
+        status = read_status(paths)
+        if status.attempt == number and status.state in {"pending", "running"}:
+            write_status(paths, replace(status, state=state, reason=one_line(reason)))
+
+
+def _reason(error: BaseException) -> tuple[str, str]:
+    """Return the run's state and reason after an error that its launcher did not handle."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, STOPPED_BY_CTRL_C
+    return "failed", str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+def _cancel(paths: RunPaths) -> bool:
+    """Cancel a run whose ranks, if any, belong to a process of some machine; False where it is another's."""
+    if read_status(paths).state not in GOING_ON:
+        return True
+    record = newest_record(paths)
+    if record is not None and (elsewhere := _elsewhere(paths, record)):
+        say(f"{run_name(paths)}: {elsewhere}")
+        return False
+    mark_cancelled(paths)  # first, so that the launcher knows why its ranks end
+    if record is not None and record.end is None:
+        _end_ranks(paths, record)
+    status = read_status(paths)
+    if status.state == "completed":
+        paths.cancelled.unlink(missing_ok=True)
+    elif status.state != CANCELLED:
+        write_status(paths, replace(status, state=CANCELLED, reason=CANCELLED_BY))
+    return True
+
+
+def _elsewhere(paths: RunPaths, record: AttemptRecord) -> str | None:
+    """Say who alone can end the attempt, where that can't be done from here."""
+    if record.launcher not in {None, LOCAL}:
+        return f"launcher {record.launcher} has it, which can't be told to end it; end it there"
+    process = record.launcher_process
+    if process is None or lives(paths, record) is not None:
+        return None
+    seen = f"last sign of life {minutes(silent_s(paths, record))} ago"
+    return (
+        f"runs on {process.host} ({seen}), which is not this machine ({socket.gethostname()}) or container; "
+        f"cancel it there, or here once it has been silent for {minutes(SILENT_LIMIT_S)}"
+    )
+
+
+def _end_ranks(paths: RunPaths, record: AttemptRecord) -> None:
+    """Ask the ranks to save and exit, as Ctrl-C does; kill them after a while. Their launcher continues with
+    what else it was given, so that other runs of a sweep do not end with this one."""
+    say(f"{run_name(paths)}: its ranks save a checkpoint and end")
+    if not _end_by(signal.SIGTERM, paths, record.attempt, _SAVE_LIMIT_S):
+        _end_by(signal.SIGKILL, paths, record.attempt, _KILL_LIMIT_S)
+
+
+def _end_by(number: int, paths: RunPaths, attempt: int, limit_s: float) -> bool:
+    """Send the signal to each rank, once it is there; return whether the attempt has ended in time."""
+    deadline, told = time.monotonic() + limit_s, set[Process]()
+    while time.monotonic() < deadline:
+        record = read_record(paths.attempt(attempt))
+        if record is None or lives(paths, record) is False:
+            return True
+        for rank in set(record.rank_processes) - told:
+            rank.send(number, paths.folder, attempt)
+            told.add(rank)
+        time.sleep(_POLL_S)
+    return False

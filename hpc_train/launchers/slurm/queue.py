@@ -1,0 +1,188 @@
+"""What Slurm says of jobs: squeue's word; sacct's for those that it has dropped; else they are forgotten."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+from hpc_train.errors import NoSlurmError
+from hpc_train.launchers.slurm import queue_cache
+from hpc_train.launchers.slurm.commands import NoAnswerError, RefusedError, run
+from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S, Answer
+
+#: In the queue, on no node.
+WAITING = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+#: Over. Slurm requeues some of them by itself, and then calls them PENDING.
+ENDED = {
+    "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL",
+    "DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
+}  # fmt: skip
+#: Our own word: neither slurmctld nor accounting know the job.
+FORGOTTEN = "FORGOTTEN"
+#: For a status that a person waits for; slurmctld is given half a minute.
+_LIMIT_S = 30.0
+_SEPARATOR = "\x1f"
+_SQUEUE_FIELDS = (
+    "JobArrayID", "State", "Reason", "RestartCnt", "StartTime", "EndTime", "exit_code", "NodeList", "Name",
+    "Command",
+)  # fmt: skip
+_SACCT_FIELDS = ("JobID", "State", "End", "ExitCode", "NodeList", "JobName")
+_ID = re.compile(r"\d+(_\d+)?")
+_TASKS = re.compile(r"(\d+)_\[([\d,-]+)(?:%\d+)?\]")
+
+
+@dataclass(frozen=True)
+class JobState:
+    """One job, or one task of an array. Times: UTC, ISO 8601."""
+
+    #: ``12``, or ``12_3``.
+    job: str
+    state: str
+    reason: str | None = None
+    #: How often it was requeued; None where that is not told.
+    restarts: int | None = None
+    nodes: str | None = None
+    #: Of a job that waits: when it starts, or Slurm's guess.
+    start_estimate: str | None = None
+    ended: str | None = None
+    #: ``3:0``: the batch script's code and signal.
+    exit_code: str | None = None
+    name: str | None = None
+    #: As sbatch was given it, arguments after it.
+    script: str | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.state in WAITING
+
+    @property
+    def is_over(self) -> bool:
+        """It has left its nodes and will not be started again."""
+        return self.state in ENDED or self.state == FORGOTTEN
+
+
+def ask(ids: Iterable[str], *, max_age_s: float = MAX_AGE_S) -> dict[str, JobState]:
+    """Return the state of jobs by id; more than were asked for, maybe.
+
+    One is absent where it can't be told now: accounting does not answer. ``max_age_s``: how old an answer
+    may be; 0 asks again. Raises NoSlurmError where squeue has no answer.
+    """
+    wanted = set(ids)
+
+    def is_enough(answer: Answer) -> bool:
+        return "error" in answer or wanted <= set(answer["jobs"]) | set(answer["untold"])
+
+    answer = queue_cache.shared(max_age_s, is_enough, lambda: _ask(wanted))
+    if "error" in answer:
+        raise NoSlurmError(str(answer["error"]))
+    return {job: JobState(**state) for job, state in answer["jobs"].items()}
+
+
+def _ask(wanted: set[str]) -> Answer:
+    try:
+        found = _squeue(f"--user={os.getuid()}")
+        if missing := wanted - set(found):  # somebody else's, for root or by accounting's grace
+            with suppress(RefusedError):
+                found |= _squeue(f"--jobs={_numbers(missing)}")
+        ended, untold = _sacct(wanted - set(found))
+    except (NoSlurmError, RefusedError) as error:
+        return {"error": str(error)}  # to be shared as well: each question costs seconds then
+    found |= ended
+    found |= {job: JobState(job, FORGOTTEN) for job in wanted - set(found) - untold}
+    return {"jobs": {job: asdict(state) for job, state in found.items()}, "untold": sorted(untold)}
+
+
+def _numbers(ids: Iterable[str]) -> str:
+    """Return the jobs' and arrays' numbers; a task by itself is not found while its array is one record."""
+    return ",".join(sorted({job.partition("_")[0] for job in ids}, key=int))
+
+
+def _squeue(whose: str) -> dict[str, JobState]:
+    """Return jobs that wait, run, or have ended so lately that slurmctld remembers them."""
+    fields = ",".join(f"{field}:{_SEPARATOR}" for field in _SQUEUE_FIELDS)
+    said = run(
+        ["squeue", "--noheader", "--array", "--states=all", whose, f"--Format={fields}"], limit_s=_LIMIT_S
+    )
+    rows = (line.split(_SEPARATOR) for line in said.splitlines())
+    states = [_from_squeue(row) for row in rows if len(row) > len(_SQUEUE_FIELDS) and _ID.fullmatch(row[0])]
+    return {state.job: state for state in states}
+
+
+def _from_squeue(row: Sequence[str]) -> JobState:
+    job, state, reason, restarts, start, end, exit_code, nodes, name, script = row[: len(_SQUEUE_FIELDS)]
+    return JobState(
+        job,
+        state,
+        None if reason in {"", "None", "(null)"} else reason,
+        int(restarts) if restarts.isdigit() else None,
+        nodes or None,
+        start_estimate=_time(start) if state in WAITING else None,
+        ended=_time(end) if state in ENDED else None,
+        exit_code=_exit_code(exit_code),
+        name=name,
+        script=script,
+    )
+
+
+def _exit_code(text: str) -> str:
+    """Return ``code:signal``; squeue gives both as one number, as wait(2) does (22.05)."""
+    return f"{int(text) >> 8}:{int(text) & 0x7F}" if text.isdigit() else text
+
+
+def _sacct(ids: set[str]) -> tuple[dict[str, JobState], set[str]]:
+    """Return the jobs that accounting knows to have ended, and those of which it can't tell now."""
+    if not ids:
+        return {}, set()
+    argv = ["sacct", "--allocations", "--noheader", "--parsable2", f"--jobs={_numbers(ids)}"]
+    try:
+        said = run(
+            [*argv, f"--delimiter={_SEPARATOR}", f"--format={','.join(_SACCT_FIELDS)}"], limit_s=_LIMIT_S
+        )
+    except NoAnswerError:
+        return {}, ids
+    except (NoSlurmError, RefusedError):
+        return {}, set()  # a site without accounting
+    rows = (line.split(_SEPARATOR) for line in said.splitlines())
+    states = [state for row in rows if len(row) >= len(_SACCT_FIELDS) for state in _from_sacct(row)]
+    # One that accounting takes to be running, though slurmctld knows of none, is gone all the same.
+    return {state.job: state for state in states if state.job in ids and state.state in ENDED}, set()
+
+
+def _from_sacct(row: Sequence[str]) -> Iterator[JobState]:
+    listed, state, end, exit_code, nodes, name = row[: len(_SACCT_FIELDS)]
+    words = state.rstrip("+").split()  # CANCELLED by 1000
+    for job in _tasks(listed):
+        yield JobState(
+            job,
+            words[0] if words else FORGOTTEN,
+            " ".join(words[1:]) or None,
+            nodes=None if nodes == "None assigned" else nodes,
+            ended=_time(end),
+            exit_code=exit_code,
+            name=name,
+        )
+
+
+def _tasks(listed: str) -> list[str]:
+    """Return ``12_3`` … for ``12_[3-5,7%2]``: tasks that ended before each was a record of its own."""
+    match = _TASKS.fullmatch(listed)
+    if match is None:
+        return [listed]
+    ranges = [part.partition("-") for part in match[2].split(",")]
+    return [
+        f"{match[1]}_{task}"
+        for first, _, last in ranges
+        for task in range(int(first), int(last or first) + 1)
+    ]
+
+
+def _time(text: str) -> str | None:
+    """Return Slurm's time, asked for in UTC; None for ``N/A``, ``Unknown`` and the like."""
+    try:
+        return datetime.fromisoformat(text).replace(tzinfo=UTC).isoformat()
+    except ValueError:
+        return None

@@ -1,0 +1,98 @@
+"""What Slurm said last, in a small file: all commands of a user on this host together ask once in 10 s."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hpc_train.run.files import write_text
+from hpc_train.validate.model_facts import cache_folder
+
+MAX_AGE_S = 10.0
+#: For the command that asks just now. Slurm may take its time; after that everybody asks for himself.
+_LOCK_LIMIT_S = 90.0
+
+#: Where the cache folder can't be written, this process alone asks no more often.
+_own: dict[Path, dict[str, Any]] = {}
+
+Answer = dict[str, Any]
+
+
+def shared(max_age_s: float, is_enough: Callable[[Answer], bool], ask: Callable[[], Answer]) -> Answer:
+    """Return the last answer if it is no older than ``max_age_s`` and ``is_enough``, else what ``ask`` says.
+
+    Whoever waits while another command asks takes that one's answer. ``asked`` is when, in seconds.
+    """
+    called = time.time()
+    with _locked():
+        last = _read()
+        asked = time.time()
+        # One from the future is of any age: the clock was set back.
+        if last is not None and called - max_age_s <= last["asked"] <= asked and is_enough(last):
+            return last
+        answer = ask() | {"version": 1, "asked": asked}
+        _write(answer)
+        return answer
+
+
+def forget() -> None:
+    """Let the next command ask: something has been changed. Waits for one that asks just now."""
+    with _locked():
+        _own.pop(_file(), None)
+        try:
+            _file().unlink(missing_ok=True)
+        except OSError:
+            _own[_file()] = {"asked": 0.0}
+
+
+def _file() -> Path:
+    """Return the file of this user, host and cluster: login hosts of two clusters may share a home."""
+    cluster = [os.environ.get(name, "") for name in ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_CONF_SERVER")]
+    digest = hashlib.sha256(json.dumps([socket.gethostname(), os.getuid(), *cluster]).encode()).hexdigest()
+    return cache_folder() / f"slurm-{digest[:16]}.json"
+
+
+@contextmanager
+def _locked() -> Iterator[None]:
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(_file().with_suffix(".lock"), timeout=_LOCK_LIMIT_S, mode=0o600)
+    try:
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except (OSError, Timeout, NotImplementedError):
+        yield  # no locks here, or somebody hangs: at worst Slurm is asked twice
+        return
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _read() -> Answer | None:
+    file = _file()
+    try:
+        if file.stat().st_uid != os.geteuid():  # in a shared folder anybody could have put it there
+            return None
+        answer = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return _own.get(file)
+    is_ours = isinstance(answer, dict) and answer.get("version") == 1
+    return answer if is_ours and isinstance(answer.get("asked"), float) else None
+
+
+def _write(answer: Answer) -> None:
+    file = _file()
+    try:
+        write_text(file, json.dumps(answer))
+    except OSError:
+        _own[file] = answer
+    else:
+        _own.pop(file, None)

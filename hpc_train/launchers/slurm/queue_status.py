@@ -1,0 +1,277 @@
+"""The status of a run: from its folder, and from Slurm where the folder can't know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from hpc_train.console import say
+from hpc_train.errors import NoSlurmError
+from hpc_train.launchers.slurm.evidence import MORE_MEMORY, stop_by
+from hpc_train.launchers.slurm.pending_reasons import waiting_words
+from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState, ask
+from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S
+from hpc_train.paths import RunPaths, SubmissionPaths
+from hpc_train.recovery.diagnosis import (
+    LESS_MEMORY,
+    Diagnosis,
+    JobEnd,
+    Stop,
+    diagnose_job,
+    diagnose_unexplained_job,
+    stop_reason,
+)
+from hpc_train.recovery.history import diagnose_record
+from hpc_train.run.attempts import AttemptRecord, job_ids, newest_number, now, write_record
+from hpc_train.run.events import noted_signal
+from hpc_train.run.files import read_json
+from hpc_train.run.find import run_name
+from hpc_train.run.liveness import newest_record
+from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_status, write_status
+
+#: From a job's end to its verdict by us: the tear-down's own may still be on its way through a network
+#: disk, and Slurm may be about to requeue what it calls ended. Assumed.
+_GRACE = timedelta(seconds=5)
+CUT_SHORT = "its submission was cut short; submit the file again"
+_ENDING = "its job has just ended"
+
+#: Slurm's state of a job that ended without a diagnosis in the folder → how it ended, and a remedy.
+_JOB_ENDS: dict[str, tuple[JobEnd, str | None]] = {
+    "TIMEOUT": (JobEnd.TIME_LIMIT, "raise slurm.signal_lead_s"),
+    "DEADLINE": (JobEnd.DEADLINE, None),
+    "PREEMPTED": (JobEnd.PREEMPTED, None),
+    "OUT_OF_MEMORY": (JobEnd.OUT_OF_MEMORY, f"{MORE_MEMORY}; {LESS_MEMORY}"),
+    "NODE_FAIL": (JobEnd.NODE_FAILED, None),
+    "BOOT_FAIL": (JobEnd.NODE_NOT_STARTED, None),
+    FORGOTTEN: (JobEnd.FORGOTTEN, None),
+}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What a run folder says, read before Slurm is asked."""
+
+    paths: RunPaths
+    status: RunStatus
+    #: The newest job's ``12_3`` or ``12``; None where none was ever submitted.
+    job: str | None
+    record: AttemptRecord | None
+    is_cancelled: bool
+
+    @classmethod
+    def read(cls, paths: RunPaths) -> Folder:
+        status, record = read_status(paths), newest_record(paths)
+        return cls(paths, status, newest_job(paths, record), record, paths.cancelled.exists())
+
+    def began_by(self, job: JobState) -> bool:
+        """Tell whether the job as it is now, not as it was before a requeue, has begun the newest attempt."""
+        return self._is_of(job) and not self.is_requeued(job)
+
+    def is_requeued(self, job: JobState) -> bool:
+        """Tell whether the newest attempt is the job's, which has been requeued since."""
+        if not self._is_of(job):
+            return False
+        assert self.record is not None
+        if job.restarts is None or self.record.restart is None:
+            return job.is_waiting
+        # An older answer counts fewer: it never takes a run that goes on for one that waits.
+        return job.restarts > self.record.restart
+
+    def _is_of(self, job: JobState) -> bool:
+        return self.record is not None and self.record.job == job.job
+
+
+def newest_job(paths: RunPaths, record: AttemptRecord | None) -> str | None:
+    """Return the id of the job that has the run; ``record`` is of its newest attempt."""
+    ids = job_ids(read_json(paths.run) or {})
+    return ids[-1] if ids else record.job if record is not None else None
+
+
+def standings(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[RunStatus]:
+    """Return the status of runs; ``status.json`` is corrected where Slurm knows of an end or a requeue.
+
+    Where Slurm does not answer the folders' word is returned and that is said, once; with ``max_age_s`` 0,
+    which insists, NoSlurmError is raised.
+    """
+    folders = [Folder.read(paths) for paths in runs]
+    going_on = {folder.job for folder in folders if folder.job and folder.status.state in GOING_ON}
+    jobs: dict[str, JobState] = {}
+    if going_on or max_age_s == 0:
+        try:
+            jobs = ask(going_on, max_age_s=max_age_s)
+        except NoSlurmError as error:
+            if max_age_s == 0:
+                raise
+            say(f"{error}\n  what follows is what the run folders say")
+    return [stand(folder, jobs.get(folder.job or "")) for folder in folders]
+
+
+def stand(folder: Folder, job: JobState | None) -> RunStatus:
+    """Return the status of one run; ``job``: None where Slurm can't tell of it."""
+    status = folder.status
+    if status.state not in GOING_ON:
+        # Requeued by hand after its end: it will go on.
+        return _requeued(folder, job) if job and _is_revived(folder, job) else status
+    if folder.job is None:
+        return end_cancelled(folder) if folder.is_cancelled else replace(status, reason=CUT_SHORT)
+    if job is None:
+        return status
+    if job.is_over:
+        return _over(folder, job)
+    if folder.is_cancelled:
+        return replace(status, reason="being cancelled")
+    if folder.is_requeued(job):
+        return _requeued(folder, job)
+    if folder.began_by(job):
+        is_stopped = job.state in {"SUSPENDED", "STOPPED"}
+        return replace(status, reason=f"{job.state.lower()} by Slurm") if is_stopped else status
+    return _not_begun(folder, job)
+
+
+def _is_revived(folder: Folder, job: JobState) -> bool:
+    is_final = folder.status.state == "completed" or folder.is_cancelled
+    return not is_final and not job.is_over and folder.is_requeued(job)
+
+
+def _not_begun(folder: Folder, job: JobState) -> RunStatus:
+    """The job has not claimed an attempt yet."""
+    status = folder.status
+    if not job.is_waiting:
+        reason = f"starting on {job.nodes}" if job.nodes else "starting"
+    elif job.reason == "JobHeldUser" and not _is_released(folder):
+        reason = "held until its submission is complete; submit the file again if that was cut short"
+    else:
+        reason = waiting_words(job)
+    return replace(status, reason=reason)
+
+
+def _is_released(folder: Folder) -> bool:
+    found = submission_of(folder.paths, folder.job or "")
+    record = read_json(found.record) if found else None
+    return record is None or record.get("state") == "released"
+
+
+def submission_of(paths: RunPaths, job: str) -> SubmissionPaths | None:
+    """Return the submission that made the job."""
+    number = job.partition("_")[0]
+    for submission in paths.siblings.submission_folders():
+        if str((read_json(submission.record) or {}).get("job_id")) == number:
+            return submission
+    return None
+
+
+def batch_output(paths: RunPaths, job: str) -> Path | None:
+    """Return the file into which the job's batch script prints, if there is one yet."""
+    name = f"{job}_0_log.out"  # by submitit
+    found = [
+        path for folder in paths.siblings.submission_folders() if (path := folder.folder / name).is_file()
+    ]
+    return max(found, key=lambda path: path.stat().st_mtime) if found else None
+
+
+def output_without_logs(paths: RunPaths) -> Path | None:
+    """Return what the newest job's batch script printed, where no rank of it wrote anything; say so."""
+    record = newest_record(paths)
+    job = newest_job(paths, record)
+    has_logs = any(paths.attempt(newest_number(paths)).folder.glob("rank-*.log"))
+    if job is None or (record is not None and record.job == job and has_logs):
+        return None
+    output = batch_output(paths, job)
+    if output is not None:
+        say(f"{run_name(paths)}: no rank of job {job} has started; its batch script printed:")
+    return output
+
+
+def _requeued(folder: Folder, job: JobState) -> RunStatus:
+    status = folder.status
+    if status.state != "requeued":
+        status = _correct(folder, replace(status, state="requeued", reason=_requeue_reason(folder)))
+    if status.state != "requeued":
+        return status
+    wait = waiting_words(job) if job.is_waiting else _on_its_way(job)
+    return replace(status, reason="; ".join(filter(None, (status.reason, wait))))
+
+
+def _on_its_way(job: JobState) -> str:
+    if job.state == "COMPLETING":
+        return "waits: its nodes are being cleared"
+    return f"starting on {job.nodes}" if job.nodes else "starting"
+
+
+def _requeue_reason(folder: Folder) -> str:
+    """Return why, where the batch script had no say: its record knows, or what its ranks have left."""
+    if folder.status.state not in GOING_ON:
+        return f"requeued by hand after {folder.status.reason or folder.status.state}"
+    record = folder.record
+    assert record is not None, "its job has begun it"
+    if record.cause is not None:
+        return record.reason or stop_reason(Stop(record.cause), folder.status.step)
+    signal = noted_signal(folder.paths.attempt(record.attempt))
+    stop = stop_by(signal) if signal else None
+    return str(diagnose_record(folder.paths, record, step=folder.status.step, stop=stop).reason)
+
+
+def _over(folder: Folder, job: JobState) -> RunStatus:
+    """The job is gone, and the folder holds no end yet."""
+    if _has_just_ended(job):
+        return replace(folder.status, reason=folder.status.reason or f"{_ENDING}: {job.state}")
+    if folder.is_cancelled:
+        return end_cancelled(folder)
+    found = _diagnosed(folder, job)
+    state = "cancelled" if found.cause == "cancelled" else "failed"
+    return _end(folder, replace(folder.status, state=state, reason=found.reason), found.cause)
+
+
+def end_cancelled(folder: Folder) -> RunStatus:
+    """Write down that the run was cancelled and its job is gone."""
+    return _end(folder, replace(folder.status, state="cancelled", reason=CANCELLED_BY), "cancelled")
+
+
+def _has_just_ended(job: JobState) -> bool:
+    if job.ended is None:
+        return False
+    return timedelta(0) <= datetime.now(UTC) - datetime.fromisoformat(job.ended) < _GRACE
+
+
+def _diagnosed(folder: Folder, job: JobState) -> Diagnosis:
+    see = f"`hpc-train logs {run_name(folder.paths)}`"
+    has_begun = folder.began_by(job)
+    if job.state == FORGOTTEN and not has_begun and folder.status.state == "pending":
+        if batch_output(folder.paths, job.job) is not None:
+            return diagnose_unexplained_job(job.job, "", has_begun=False, was_requeued=False, see=see)
+        # A task cancelled while its array waits leaves no trace, not even with accounting (22.05).
+        return Diagnosis("cancelled", f"job {job.job} left the queue before it started: scancel")
+    if job.state == "CANCELLED":
+        return Diagnosis("cancelled", "scancel")
+    if job.state in _JOB_ENDS:
+        end, remedy = _JOB_ENDS[job.state]
+        return diagnose_job(job.job, end, "Slurm", remedy)
+    was_requeued = folder.status.state == "requeued"
+    what = job.state if has_begun or was_requeued else job.reason or job.state
+    code = f", exit code {job.exit_code.partition(':')[0]}" if job.exit_code else ""
+    return diagnose_unexplained_job(
+        job.job, f"({what}{code})", has_begun=has_begun, was_requeued=was_requeued, see=see
+    )
+
+
+def _end(folder: Folder, status: RunStatus, cause: str) -> RunStatus:
+    corrected = _correct(folder, status)
+    record = folder.record
+    if corrected is status and record is not None and record.end is None and record.job == folder.job:
+        ended = replace(record, end=now(), reason=status.reason, cause=record.cause or cause)
+        with suppress(OSError):
+            write_record(folder.paths.attempt(record.attempt), ended)
+    return corrected
+
+
+def _correct(folder: Folder, status: RunStatus) -> RunStatus:
+    """Write ``status`` unless the folder has come to say something else meanwhile; return what holds."""
+    latest = read_status(folder.paths)
+    if (latest.state, latest.attempt) != (folder.status.state, folder.status.attempt):
+        return latest
+    with suppress(OSError):  # somebody else's run, or a full disk: say it all the same
+        write_status(folder.paths, status)
+    return status

@@ -1,0 +1,108 @@
+"""The end of runs' jobs for good: marked first, so that no tear-down requeues what scancel has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from hpc_train.console import say
+from hpc_train.errors import NoSlurmError
+from hpc_train.launchers.slurm import commands
+from hpc_train.launchers.slurm.queue import JobState, ask
+from hpc_train.launchers.slurm.queue_status import Folder, end_cancelled
+from hpc_train.paths import RunPaths
+from hpc_train.run.files import read_json
+from hpc_train.run.find import run_name
+from hpc_train.run.run_status import GOING_ON, mark_cancelled, read_status
+
+#: Beyond KillWait: for the nodes to be cleared, epilogs included. Assumed.
+_CLEAR_LIMIT_S = 120.0
+_KILL_WAIT_S = 30.0
+_POLLS_S = (0.5, 0.5, 1.0, 1.0, 2.0, 5.0)
+
+
+def cancel(runs: Sequence[RunPaths]) -> None:
+    """End the jobs of active runs; wait, within bounds, until they are gone; write that down.
+
+    Runs that have ended stay as they are, but for one whose job was requeued by hand. Raises NoSlurmError
+    where Slurm does not answer: then the runs are marked, so that they end where they would start.
+    """
+    folders = [Folder.read(paths) for paths in runs]
+    for folder in folders:
+        if folder.status.state in GOING_ON:
+            mark_cancelled(folder.paths)
+    try:
+        _end_jobs(folders)
+    except NoSlurmError as error:
+        raise NoSlurmError(f"{error}\n{_left(folders)}") from error
+
+
+def _end_jobs(folders: Sequence[Folder]) -> None:
+    states = _ask(folders)
+    living = [folder for folder in folders if _is_living(folder, states)]
+    for folder in living:
+        mark_cancelled(folder.paths)
+    if living:
+        commands.cancel_jobs([str(folder.job) for folder in living])
+        states = _wait(living)
+    for folder in folders:
+        if folder.paths.cancelled.exists():
+            _write_end(folder.paths, states.get(folder.job or ""))
+
+
+def _ask(folders: Sequence[Folder]) -> dict[str, JobState]:
+    return ask({folder.job for folder in folders if folder.job}, max_age_s=0.0)
+
+
+def _is_living(folder: Folder, states: dict[str, JobState]) -> bool:
+    """Tell whether Slurm has the run's job still, and it is the run's: numbers are reused."""
+    job = states.get(folder.job or "")
+    if job is None or job.is_over:
+        return False
+    name = (read_json(folder.paths.run) or {}).get("name")
+    if job.name in {name, None} or f"/{folder.paths.siblings.submissions.name}/" in (job.script or ""):
+        return True
+    say(f"{run_name(folder.paths)}: job {job.job} is not its own, but {job.name}: it is left alone")
+    return False
+
+
+def _wait(living: Sequence[Folder]) -> dict[str, JobState]:
+    """Return what Slurm says once all are gone, or the time is up."""
+    deadline = time.monotonic() + _kill_wait_s() + _CLEAR_LIMIT_S
+    pauses = iter(_POLLS_S)
+    while True:
+        states = _ask(living)
+        left = [folder for folder in living if _is_living(folder, states)]
+        if not left:
+            return states
+        if time.monotonic() > deadline:
+            jobs = ", ".join(str(folder.job) for folder in left)
+            say(f"jobs {jobs}: told to end, not gone yet; `hpc-train status` shows when they are")
+            return states
+        time.sleep(next(pauses, _POLLS_S[-1]))
+
+
+def _kill_wait_s() -> float:
+    first = commands.config().get("KillWait", "").partition(" ")[0]
+    return float(first) if first.isdigit() else _KILL_WAIT_S
+
+
+def _write_end(paths: RunPaths, job: JobState | None) -> None:
+    """Write ``cancelled`` once the job is gone; a run that completed before stays so."""
+    if job is not None and not job.is_over:
+        return
+    if read_status(paths).state == "completed":
+        paths.cancelled.unlink(missing_ok=True)
+    else:
+        end_cancelled(Folder.read(paths))
+
+
+def _left(folders: Sequence[Folder]) -> str:
+    marked = [folder for folder in folders if folder.paths.cancelled.exists()]
+    ids = " ".join(run_name(folder.paths) for folder in marked)
+    jobs = " ".join(str(folder.job) for folder in marked if folder.job)
+    return (
+        f"{ids}: marked as cancelled, but what waits or runs was not told; "
+        f"`hpc-train cancel {ids}` again ends it once Slurm answers"
+        + (f", or `scancel {jobs}`" if jobs else "")
+    )

@@ -1,0 +1,167 @@
+"""Fingerprints of the files that a run is trained on: its data folder and its file of weights.
+
+The run id excludes ``data.root``, because the path differs between machines, and knows weights only by their
+path. So a run stores fingerprints of both when it is created, and ``submit`` and ``resume`` compare them. A
+fingerprint contains no path. Nothing here reads more than a login node can afford.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.facts import data_facts
+from hpc_train.data_facts.image_count import IMAGE_EXTENSIONS
+from hpc_train.validate.model_facts import cache_folder
+
+DATA, WEIGHTS = "data.root", "model.pretrained"
+_SPLITS, _TEXTS = ("train", "val"), ("train.txt", "val.txt")
+#: Assumed: how long a user waits. ImageNet's 1.3 million names take about 2 s from a local disk.
+LIMIT_S = 10.0
+#: Files per folder whose size is included: each costs a stat, which is slow on a network disk.
+_SIZED_PER_FOLDER = 4
+#: Of a single file: evenly spaced blocks, including the first and the last.
+_BLOCKS, _BLOCK_BYTES = 64, 1 << 16
+#: A folder changed just now may change again within the same tick of its file system's clock.
+_SETTLED_NS = 3_000_000_000
+#: With more folders, looking at each costs as much as reading them.
+_MAX_CACHED_FOLDERS = 20_000
+
+
+def fingerprints(experiment: Experiment) -> dict[str, dict[str, str]]:
+    """Return key → fingerprint, in parts, of the files that are visible from here."""
+    data, weights = experiment.data, experiment.model.pretrained
+    found = {}
+    if data.root is not None and data_facts(data.name).is_in_root:
+        found[DATA] = _fingerprint(os.path.realpath(Path(data.root).expanduser()))
+    if isinstance(weights, str):
+        found[WEIGHTS] = _fingerprint(os.path.realpath(Path(weights).expanduser()))
+    return {key: parts for key, parts in found.items() if parts}
+
+
+def other_inputs(then: object, experiment: Experiment) -> list[str]:
+    """Return the keys whose files differ from ``then``, a run's ``fingerprints``.
+
+    What is unknown on either side counts as equal.
+    """
+    if not isinstance(then, Mapping):
+        return []
+    return [key for key, now in fingerprints(experiment).items() if _differ(then.get(key), now)]
+
+
+def _differ(then: object, now: Mapping[str, str]) -> bool:
+    return isinstance(then, Mapping) and any(then[part] != now[part] for part in now if part in then)
+
+
+@cache
+def _fingerprint(path: str) -> dict[str, str]:
+    try:
+        if Path(path).is_file():
+            return {"file": _of_file(Path(path))}
+        texts = {name: _of_file(Path(path, name)) for name in _TEXTS if Path(path, name).is_file()}
+        return texts or _of_images(path)
+    except OSError:  # the ranks may be able to read it
+        return {}
+
+
+def _of_file(path: Path) -> str:
+    """Return a hash of the file's size and of blocks spread over it."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        digest.update(str(size).encode())
+        last = max(0, size - _BLOCK_BYTES)
+        for offset in sorted({last * block // (_BLOCKS - 1) for block in range(_BLOCKS)}):
+            file.seek(offset)
+            digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()[:32]
+
+
+def _of_images(root: str) -> dict[str, str]:
+    """Return hashes of the class names, and of all images if there is time."""
+    file = cache_folder() / f"data-{hashlib.sha256(os.fsencode(root)).hexdigest()[:20]}.json"
+    known = _read(file)
+    if known is not None and known["folders"] == _times(root, known["folders"]):
+        found: dict[str, str] = known["fingerprint"]
+        return found
+    classes = _classes(root)
+    if classes is None:
+        return {}
+    deadline = time.monotonic() + LIMIT_S
+    images, times = hashlib.sha256(), {".": os.stat(root).st_mtime_ns}  # noqa: PTH116
+    for inner, names in _walk(root):
+        if time.monotonic() > deadline:
+            return {"classes": classes}
+        folder = os.path.join(root, inner)  # noqa: PTH118
+        times[inner] = os.stat(folder).st_mtime_ns  # noqa: PTH116
+        sizes = [os.stat(os.path.join(folder, name)).st_size for name in names[:_SIZED_PER_FOLDER]]  # noqa: PTH116, PTH118
+        _add(images, inner, *names, *map(str, sizes))
+    fingerprint = {"classes": classes, "images": images.hexdigest()[:32]}
+    _write(file, {"folders": times, "fingerprint": fingerprint})
+    return fingerprint
+
+
+def _walk(root: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder of a split, relative to ``root``, with its images, sorted, without hidden ones."""
+    for split in _SPLITS:
+        for folder, folders, names in os.walk(os.path.join(root, split), followlinks=True):  # noqa: PTH118
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            images = (name for name in names if name.lower().endswith(IMAGE_EXTENSIONS) and name[0] != ".")
+            yield os.path.relpath(folder, root), sorted(images)
+
+
+def _classes(root: str) -> str | None:
+    """Return a hash of the class names; None without a folder of training images."""
+    try:
+        with os.scandir(os.path.join(root, _SPLITS[0])) as entries:  # noqa: PTH118
+            names = sorted(each.name for each in entries if each.is_dir() and not each.name.startswith("."))
+    except FileNotFoundError:
+        return None
+    digest = hashlib.sha256()
+    _add(digest, *names)
+    return digest.hexdigest()[:32]
+
+
+def _add(digest: Any, *texts: str) -> None:
+    for text in texts:
+        digest.update(os.fsencode(text) + b"\0")
+    digest.update(b"\0")
+
+
+def _times(root: str, folders: Mapping[str, int]) -> dict[str, int]:
+    """Return the modification time of each folder; folders that are gone are omitted."""
+    found = {}
+    for inner in folders:
+        with suppress(OSError):
+            found[inner] = os.stat(os.path.join(root, inner)).st_mtime_ns  # noqa: PTH116, PTH118
+    return found
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    is_ours = isinstance(known, dict) and all(
+        isinstance(known.get(part), dict) for part in ("folders", "fingerprint")
+    )
+    return known if is_ours else None
+
+
+def _write(file: Path, known: Mapping[str, Any]) -> None:
+    times: Mapping[str, int] = known["folders"]
+    if len(times) > _MAX_CACHED_FOLDERS or max(times.values()) > time.time_ns() - _SETTLED_NS:
+        return
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    with suppress(OSError, ValueError):  # without a cache it is read again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(known), encoding="utf-8")
+        temporary.replace(file)

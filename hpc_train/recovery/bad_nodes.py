@@ -1,0 +1,81 @@
+"""Which nodes a run excludes for a time, according to its attempts' records. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+
+from hpc_train.run.attempts import AttemptRecord
+
+#: How a node's entry begins that is left out at once: it said itself that it is not fit.
+FAILED_CHECK = "failed its check"
+DIED = "died"
+#: So many attempts a node may end before it is left out.
+_TOLERATED = 1
+#: What Slurm may be given as a node's name.
+_NODE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+#: What CUDA, NCCL and the kernel's driver say of a device that is at fault, rather than the program.
+_DEVICE_ERROR = re.compile(
+    r"uncorrectable ecc|\bxid\b|unspecified launch failure|fallen off the bus"
+    r"|unhandled cuda error|cuda error: (unknown error|hardware|an illegal instruction|the launch timed out)"
+    r"|no cuda-capable device|nvlink error|cudaErrorECCUncorrectable",
+    re.IGNORECASE,
+)
+
+
+def excluded(records: Sequence[AttemptRecord], hours: float, now: datetime | None = None) -> dict[str, str]:
+    """Return the nodes to exclude, and why: by the records of a run, the first one first.
+
+    A node that failed its check, or ended two attempts, is excluded for these hours since the last time.
+    """
+    since = (now or datetime.now(UTC)) - timedelta(hours=hours)
+    found: dict[str, str] = {}
+    for node, entries in sorted(_by_node(records).items()):
+        told = _why(entries)
+        if told is not None and _is_name(node) and _time(entries[-1][0]) > since:
+            found[node] = told
+    return found
+
+
+def _by_node(records: Sequence[AttemptRecord]) -> dict[str, list[tuple[AttemptRecord, str]]]:
+    nodes: dict[str, list[tuple[AttemptRecord, str]]] = {}
+    for record in records:
+        for node, how in record.bad_nodes.items():
+            nodes.setdefault(node, []).append((record, how))
+    return nodes
+
+
+def _why(entries: Sequence[tuple[AttemptRecord, str]]) -> str | None:
+    ways = [how for _, how in entries]
+    checks = [how for how in ways if how.startswith(FAILED_CHECK)]
+    if checks:
+        return checks[-1]
+    if len(ways) <= _TOLERATED:
+        return None
+    times = "twice" if len(ways) == 2 else f"{len(ways)} times"
+    return f"ended attempts {times}: {ways[-1]}"
+
+
+def _time(record: AttemptRecord) -> datetime:
+    time = datetime.fromisoformat(record.end or record.start)
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
+
+
+def _is_name(node: str) -> bool:
+    return _NODE.fullmatch(node) is not None
+
+
+def left_out(nodes: dict[str, str]) -> str:
+    """Return text like ``excludes n2 (failed its check: …)``; empty without nodes."""
+    return f"excludes {', '.join(f'{node} ({why})' for node, why in nodes.items())}" if nodes else ""
+
+
+def is_device_error(text: str) -> bool:
+    """Tell whether an error's text is that of a device at fault."""
+    return _DEVICE_ERROR.search(text) is not None
+
+
+def names(nodes: Iterable[str]) -> list[str]:
+    """Return those that can be named to Slurm."""
+    return [node for node in nodes if _is_name(node)]

@@ -1,0 +1,134 @@
+"""Whether a run resumes automatically: how much of its ``recovery`` limits one job's attempts have used.
+
+Pure functions of the attempts' records. ``after`` asks for an attempt that it judges, ``begin`` for one after
+which nobody could, ``status`` for what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hpc_train.run.attempts import AttemptRecord
+
+if TYPE_CHECKING:  # pydantic takes a moment, and each requeue waits for ``begin``
+    from hpc_train.config.schema import RecoveryConfig
+
+#: Causes that spend of ``max_crashes``.
+CRASHES = {"crash", "hang", "bad node", "worker lost"}
+#: Of those the one that comes back once, whatever ``max_crashes`` says: memory seldom grows.
+_ONCE = "worker lost"
+#: Causes that spend of ``max_preemptions``.
+PREEMPTIONS = {"preemption", "time limit"}
+#: Causes after which another attempt may follow, if it may be paid for.
+COMES_BACK = CRASHES | PREEMPTIONS | {"lost"}
+_CHECKPOINT = "step-"
+
+
+@dataclass(frozen=True)
+class Left:
+    """How many more ends of each kind the job comes back from; ``preemptions_left`` None: without end."""
+
+    crashes_left: int
+    preemptions_left: int | None
+    without_progress_left: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``reason`` says what was spent, of how much, or why no more can be."""
+
+    comes_back: bool
+    reason: str
+
+
+def decide(records: Sequence[AttemptRecord], recovery: RecoveryConfig) -> Decision:
+    """Return whether another attempt follows the last of ``records``: one job's, the first one first.
+
+    Its ``cause`` is one of ``COMES_BACK``; its ``reason`` says what happened, without counts.
+    """
+    last = records[-1]
+    what = last.reason or f"{last.cause}: nobody said why"
+    if last.cause in CRASHES:
+        spent = num_crashes(records)
+        has_been = last.cause == _ONCE and any(record.cause == _ONCE for record in records[:-1])
+        if spent > recovery.max_crashes or has_been:
+            return Decision(False, what)
+        what = f"crash {spent} of {recovery.max_crashes}: {what}"
+    if last.cause in PREEMPTIONS and recovery.max_preemptions is not None:
+        spent = num_preemptions(records)
+        if spent > recovery.max_preemptions:
+            more = f"raise recovery.max_preemptions ({recovery.max_preemptions}) to continue"
+            return Decision(False, f"{what}, once more than it may be; {more}")
+        what = f"preemption {spent} of {recovery.max_preemptions}: {what}"
+    return _with_progress(records, recovery, what)
+
+
+def _with_progress(records: Sequence[AttemptRecord], recovery: RecoveryConfig, what: str) -> Decision:
+    if not is_idle(records[-1]):
+        return Decision(True, what)
+    spent, most = num_idle(records), recovery.max_without_progress
+    if spent <= most:
+        return Decision(True, f"{what}; no progress {spent} of {most}: no checkpoint {_since(records)}")
+    attempts = "1 attempt" if spent == 1 else f"{spent} attempts"
+    stuck = f"no progress in {attempts}: no checkpoint {_since(records)}"
+    advice = "raise slurm.time_limit or write a smaller checkpoint.every_min"
+    return Decision(False, f"{stuck}; the last one: {records[-1].reason or records[-1].cause}; {advice}")
+
+
+def left(records: Sequence[AttemptRecord], recovery: RecoveryConfig) -> Left:
+    """Return what one job's attempts have left over."""
+    most = recovery.max_preemptions
+    return Left(
+        max(0, recovery.max_crashes - num_crashes(records)),
+        None if most is None else max(0, most - num_preemptions(records)),
+        max(0, recovery.max_without_progress - num_idle(records)),
+    )
+
+
+def num_crashes(records: Sequence[AttemptRecord]) -> int:
+    """Return how many of the attempts count as crashes."""
+    return sum(record.cause in CRASHES for record in records)
+
+
+def num_preemptions(records: Sequence[AttemptRecord]) -> int:
+    """Return how many of the attempts count as preemptions."""
+    return sum(record.cause in PREEMPTIONS for record in records)
+
+
+def num_idle(records: Sequence[AttemptRecord]) -> int:
+    """Return how many attempts without progress there were in a row, up to the last one."""
+    count = 0
+    for record in reversed(records):
+        if _has_progressed(record):
+            break
+        count += is_idle(record)
+    return count
+
+
+def is_idle(record: AttemptRecord) -> bool:
+    """Tell whether the attempt had its time and made nothing of it.
+
+    One that was preempted before its first step counts neither way, nor does a crash, which spends its own
+    budget; one that took its node with it does count: Slurm would let it do so without end.
+    """
+    if record.cause in CRASHES or record.saved_step is None or _has_progressed(record):
+        return False
+    took_its_node = record.cause == "lost" and bool(record.bad_nodes)
+    return "first_step" in record.events or record.cause == "time limit" or took_its_node
+
+
+def _has_progressed(record: AttemptRecord) -> bool:
+    return record.saved_step is not None and record.saved_step > began_at(record)
+
+
+def began_at(record: AttemptRecord) -> int:
+    """Return the step of the newest checkpoint from which the attempt could resume; 0 without one."""
+    steps = [name.removeprefix(_CHECKPOINT) for name in record.checkpoints]
+    return max((int(step) for step in steps if step.isdecimal()), default=0)
+
+
+def _since(records: Sequence[AttemptRecord]) -> str:
+    step = began_at(records[-1])
+    return f"beyond step {step}" if step else "at all"

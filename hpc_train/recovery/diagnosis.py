@@ -1,0 +1,325 @@
+"""Why an attempt ended: one judgement and one wording for every launcher. Pure, and knows no scheduler.
+
+A launcher translates what its processes or its scheduler report into ``Evidence`` and calls ``diagnose``. An
+attempt whose launcher could not do that is diagnosed later: ``diagnose_lost`` by the next attempt and by
+``status``, ``diagnose_job`` by what a scheduler reports of its job.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from hpc_train.errors import ExitCode, printable
+from hpc_train.recovery.bad_nodes import DIED, FAILED_CHECK, is_device_error
+from hpc_train.run.run_status import CANCELLED_BY, STOPPED_BY_CTRL_C
+
+#: Exit codes of errors that every further attempt would repeat.
+_FINAL = {int(ExitCode.BAD_FILE), int(ExitCode.IO), int(ExitCode.USAGE)}
+#: Those that hold without an error, too: a full disk has no room for its text.
+_FINAL_WITHOUT_ERROR = {int(ExitCode.BAD_FILE), int(ExitCode.IO)}
+#: A rank with one of these exit codes ended because of another one, or because it was asked to stop.
+FOLLOWED = {int(ExitCode.TRY_AGAIN), int(ExitCode.PEER_LOST)}
+#: Signals that end a rank whose node may be at fault, unless memory ran out.
+_NODE_SIGNALS = {int(signal.SIGKILL), int(signal.SIGSEGV), int(signal.SIGBUS)}
+LESS_MEMORY = "fewer data.workers or a smaller micro_batch_size need less"
+_SEE_LOGS = "see hpc-train logs"
+_NO_LAST_LINE = "it said nothing"
+_TRACEBACK = "Traceback (most recent call last):"
+_OWN_ERROR = re.compile(r"^[\w.]*\w+Error: ")
+_REASON_MAX = 500
+
+
+@dataclass(frozen=True)
+class SilentEnd:
+    """Ranks that ended without an error of their own, for example by SIGKILL."""
+
+    #: ``3``, or several as ``2-3``.
+    ranks: str
+    node: str | None = None
+    #: The signal that ended them, or else their exit code.
+    signal: int | None = None
+    exit_code: int | None = None
+    #: The launcher's words where it gives neither.
+    report: str = "killed"
+    is_out_of_memory: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The first of the ranks."""
+        return int(re.findall(r"\d+", self.ranks)[0])
+
+    @property
+    def name(self) -> str:
+        return f"{'rank' if self.ranks.isdecimal() else 'ranks'} {self.ranks}"
+
+    @property
+    def how(self) -> str:
+        if self.signal is not None:
+            return f"killed by {signal_name(self.signal)}"
+        return self.report if self.exit_code is None else f"ended with exit code {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The ranks ended because they were asked to; ``by``: what asked, where a person did."""
+
+    cause: str
+    by: str | None = None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of an attempt whose ranks have ended."""
+
+    is_completed: bool = False
+    is_cancelled: bool = False
+    #: By rank: its own error, the first one first.
+    errors: Mapping[int, str] = field(default_factory=dict)
+    #: By rank: its exit code, and the node that it was on, where they are known.
+    codes: Mapping[int, int] = field(default_factory=dict)
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    #: By rank that was started: the last line of its log.
+    logs: Mapping[int, str] = field(default_factory=dict)
+    #: Optimizer steps that are done.
+    step: int = 0
+    #: Nodes that failed according to the scheduler, by name where it gave any; None: it reported no failure.
+    failed_nodes: Sequence[str] | None = None
+    silent: SilentEnd | None = None
+    stop: Stop | None = None
+    #: A rank that ended, and how many others stayed behind and were killed.
+    stayed_behind: tuple[int, int] | None = None
+    #: How the launch ended; None: without an error.
+    launch_end: str | None = None
+    #: Why no rank was started.
+    launch_error: str = "nobody said why"
+    #: How to get more memory, as ``ask for more slurm.mem_gb``.
+    more_memory: str | None = None
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """``cause`` is one of ``run.attempts.CAUSES``; ``reason`` is one line, None for a completed run."""
+
+    cause: str
+    reason: str | None = None
+    #: The rank whose error or end it is, where it is one rank's.
+    rank: int | None = None
+    #: By node that may be at fault: what it did.
+    bad_nodes: dict[str, str] = field(default_factory=dict)
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """Return why the attempt ended. The order of the questions counts: what is certain comes first."""
+    if evidence.is_completed:
+        return Diagnosis("completed")
+    if evidence.is_cancelled:
+        return Diagnosis("cancelled", CANCELLED_BY)
+    told = _final(evidence) or _told_by_a_rank(evidence)
+    if told is not None:
+        return told
+    if evidence.failed_nodes is not None:
+        reason = f"a node failed at step {evidence.step}"
+        return _diagnosis("lost", reason, bad_nodes=dict.fromkeys(evidence.failed_nodes, DIED))
+    if evidence.silent is not None:
+        return _silent(evidence, evidence.silent)
+    if evidence.stop is not None:
+        return _diagnosis(evidence.stop.cause, stop_reason(evidence.stop, evidence.step))
+    return _unexplained(evidence)
+
+
+def _diagnosis(
+    cause: str, reason: str, rank: int | None = None, bad_nodes: Mapping[str, str] | None = None
+) -> Diagnosis:
+    blamed = {node: one_line(how) for node, how in (bad_nodes or {}).items()}
+    return Diagnosis(cause, one_line(reason), rank, blamed)
+
+
+def _final(evidence: Evidence) -> Diagnosis | None:
+    """Return the diagnosis of an error that every further attempt would repeat."""
+    for rank, text in evidence.errors.items():
+        if evidence.codes.get(rank) in _FINAL:
+            return _diagnosis("user error", "; ".join(text.splitlines()), rank)
+    for rank in sorted(evidence.codes.keys() - evidence.errors.keys()):
+        if (code := evidence.codes[rank]) in _FINAL_WITHOUT_ERROR:
+            last = evidence.logs.get(rank) or _NO_LAST_LINE
+            return _diagnosis("user error", f"rank {rank}: ended with exit code {code}: {last}", rank)
+    for rank in _by_code(evidence, ExitCode.NO_RETRY):
+        text = evidence.errors.get(rank) or f"rank {rank}: it would fail again; {evidence.logs.get(rank, '')}"
+        return _diagnosis("diverged", own_words(text), rank)
+    return None
+
+
+def _told_by_a_rank(evidence: Evidence) -> Diagnosis | None:
+    """Return the diagnosis of the first rank's own error, or exit code where it could write no error."""
+    own = [rank for rank in evidence.errors if evidence.codes.get(rank) not in FOLLOWED]
+    own += _by_code(evidence, ExitCode.BAD_NODE) + _by_code(evidence, ExitCode.HUNG)
+    if not own:
+        return None
+    rank = own[0]
+    node, code, text = evidence.nodes.get(rank), evidence.codes.get(rank), evidence.errors.get(rank, "")
+    said = own_words(text) if text else evidence.logs.get(rank) or _NO_LAST_LINE
+    if code == ExitCode.BAD_NODE:
+        how = f"{FAILED_CHECK}: {said}"
+        return _diagnosis("bad node", f"{node or f'the node of rank {rank}'} {how}", rank, _on(node, how))
+    if code == ExitCode.WORKER_LOST:
+        return _diagnosis("worker lost", by_rank(rank, said), rank)
+    if code == ExitCode.HUNG:
+        return _diagnosis("hang", by_rank(rank, said), rank, _on(node, f"rank {rank} hung"))
+    reason = f"rank {rank}: {exception_line(text)}"
+    return _diagnosis("crash", reason, rank, _on(node if is_device_error(text) else None, reason))
+
+
+def _on(node: str | None, how: str) -> dict[str, str]:
+    return {} if node is None else {node: how}
+
+
+def _by_code(evidence: Evidence, code: ExitCode) -> list[int]:
+    """Return the ranks that ended with ``code``: those that said why, in their order, then the others."""
+    ranks = [*evidence.errors, *sorted(evidence.codes.keys() - evidence.errors.keys())]
+    return [rank for rank in ranks if evidence.codes.get(rank) == code]
+
+
+def _silent(evidence: Evidence, end: SilentEnd) -> Diagnosis:
+    how = end.how
+    remedy = f"{evidence.more_memory}; {LESS_MEMORY}" if evidence.more_memory else LESS_MEMORY
+    if end.is_out_of_memory:
+        how = f"{how}, out of memory; {remedy}"
+    elif end.signal == signal.SIGKILL:
+        how = f"{how}; out of memory? {remedy}"
+    elif end.exit_code is not None:
+        how = f"{how}: {evidence.logs.get(end.rank) or _NO_LAST_LINE}"
+    is_suspect = end.signal in _NODE_SIGNALS and not end.is_out_of_memory
+    place = f" on {end.node}" if end.node else ""
+    blamed = _on(end.node if is_suspect else None, f"{end.name}: {end.how}")
+    return _diagnosis("crash", f"{end.name}{place}: {how}", end.rank, blamed)
+
+
+def _unexplained(evidence: Evidence) -> Diagnosis:
+    """Return what can be said where no rank gave a reason, except NCCL's error about a lost peer."""
+    if evidence.stayed_behind is not None:
+        rank, others = evidence.stayed_behind
+        return _diagnosis("crash", f"rank {rank}: ended, but {others} others did not and were killed")
+    if evidence.errors:
+        rank, text = next(iter(evidence.errors.items()))
+        return _diagnosis("crash", by_rank(rank, exception_line(text)), rank)
+    if not evidence.logs:
+        return _diagnosis("crash", f"no rank was started: {evidence.launch_error}")
+    if evidence.launch_end is None:
+        return _diagnosis("crash", f"the ranks ended without an error and without being done; {_SEE_LOGS}")
+    return _diagnosis("crash", f"no rank said why it ended ({evidence.launch_end}); {_SEE_LOGS}")
+
+
+def stop_reason(stop: Stop, step: int) -> str:
+    """Return why ranks stopped that were asked to."""
+    if stop.cause == "preemption":
+        return f"preempted at step {step}"
+    if stop.cause == "time limit":
+        return f"time limit at step {step}"
+    return f"stopped by {stop.by}" if stop.by else "its ranks were asked to stop"
+
+
+def stopped_by_signal(number: int) -> Stop:
+    """Return the stop of a run whose launcher was interrupted by a signal."""
+    by = STOPPED_BY_CTRL_C.removeprefix("stopped by ")
+    return Stop("interrupted", by if number == signal.SIGINT else signal_name(number))
+
+
+@dataclass(frozen=True)
+class LostAttempt:
+    """What is known of an attempt whose launcher ended before it could say why."""
+
+    step: int
+    #: What asked its ranks to stop, where something did.
+    stop: Stop | None = None
+    #: They saved a checkpoint and left.
+    has_stopped: bool = False
+    #: Its scheduler started the job again; otherwise nobody knows why there is another attempt.
+    is_requeued: bool = True
+    dead_nodes: Sequence[str] = ()
+    #: By node that a rank reported: what it did.
+    unfit_nodes: Mapping[str, str] = field(default_factory=dict)
+
+
+def diagnose_lost(attempt: LostAttempt) -> Diagnosis:
+    """Return why an attempt ended whose launcher could not say it."""
+    if attempt.has_stopped and attempt.stop is not None:
+        return _diagnosis(attempt.stop.cause, stop_reason(attempt.stop, attempt.step))
+    cause = "lost" if attempt.is_requeued else "crash"
+    blamed = dict.fromkeys(attempt.dead_nodes, DIED) | dict(attempt.unfit_nodes)
+    died = [node for node, how in blamed.items() if how == DIED]
+    if died:
+        what = f"{'node' if len(died) == 1 else 'nodes'} {', '.join(died)} died"
+    elif attempt.has_stopped:
+        what = "preempted, or requeued by hand,"
+    else:
+        what = "ended without a word"
+    return _diagnosis(cause, f"{what} at step {attempt.step}", bad_nodes=blamed)
+
+
+class JobEnd(Enum):
+    """How a scheduler says that a job ended: the attempt's cause, and the words; ``{}`` is the scheduler."""
+
+    TIME_LIMIT = ("time limit", "time limit reached before a save was done")
+    DEADLINE = ("time limit", "the job's deadline has passed")
+    PREEMPTED = ("preemption", "preempted, and this site does not requeue what it preempts")
+    OUT_OF_MEMORY = ("crash", "out of memory")
+    NODE_FAILED = ("lost", "a node failed, and {} did not requeue the job")
+    NODE_NOT_STARTED = ("lost", "a node did not start")
+    FORGOTTEN = ("lost", "the job is gone, and {} has forgotten how it ended")
+
+
+def diagnose_job(job: str, end: JobEnd, scheduler: str, remedy: str | None = None) -> Diagnosis:
+    """Return why an attempt ended by what its scheduler reports of the job."""
+    cause, words = end.value
+    return _diagnosis(cause, "; ".join(filter(None, (f"job {job}: {words.format(scheduler)}", remedy))))
+
+
+def diagnose_unexplained_job(
+    job: str, how: str, *, has_begun: bool, was_requeued: bool, see: str
+) -> Diagnosis:
+    """Return what can be said of a job whose end neither its ranks nor the scheduler explain.
+
+    ``how``: the scheduler's words on it, in brackets, or nothing; ``was_requeued``: it was to start again.
+    """
+    if was_requeued:
+        what = "was to be requeued but ended"
+    elif has_begun:
+        what = "ended without a word"
+    else:
+        what = "ended before any rank started"
+    return _diagnosis("lost", f"{f'job {job} {what} {how}'.rstrip()}; see {see}")
+
+
+def by_rank(rank: int, words: str) -> str:
+    return words if words.startswith("rank ") else f"rank {rank}: {words}"
+
+
+def exception_line(text: str) -> str:
+    """Return a traceback's own ``Type: message``, or the first line of text that is no traceback."""
+    lines = text.splitlines()
+    starts = [number for number, line in enumerate(lines) if line == _TRACEBACK]
+    after = lines[starts[-1] + 1 :] if starts else lines
+    return next((line for line in after if line.strip() and not line.startswith(" ")), lines[0])
+
+
+def own_words(text: str) -> str:
+    """Return the message of an error of this package, in one line, without traceback and class."""
+    line = exception_line(text) if _TRACEBACK in text else "; ".join(text.splitlines())
+    return _OWN_ERROR.sub("", line)
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def one_line(text: str) -> str:
+    """Return ``text`` as a run's reason: one line, printable, at most 500 characters."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= _REASON_MAX else f"{line[: _REASON_MAX - 1]}…"

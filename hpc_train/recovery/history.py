@@ -1,0 +1,91 @@
+"""What a run's attempts have left for the decision about the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpc_train.errors import ExitCode
+from hpc_train.paths import RunPaths
+from hpc_train.recovery import bad_nodes
+from hpc_train.recovery.diagnosis import Diagnosis, LostAttempt, Stop, diagnose_lost
+from hpc_train.run.attempts import AttemptRecord, newest_number, now, read_record
+from hpc_train.run.checkpoints import committed
+from hpc_train.run.rank_ends import exit_codes, rank_ends
+
+if TYPE_CHECKING:
+    from hpc_train.config.schema import RecoveryConfig
+
+
+def effective_recovery(paths: RunPaths, attempt: int) -> RecoveryConfig:
+    """Return the limits that apply to the attempt. Raises BadFileError where the frozen file is damaged."""
+    from hpc_train.run.create import effective_experiment  # 0.3 s, which no start needs
+
+    return effective_experiment(paths, attempt).recovery
+
+
+def nodes_to_leave_out(paths: RunPaths) -> dict[str, str]:
+    """Return the nodes that the run's next attempt excludes, and why."""
+    found = records(paths)
+    if not any(record.bad_nodes for record in found):
+        return {}
+    hours = effective_recovery(paths, newest_number(paths) + 1).exclude_nodes_for_h
+    return bad_nodes.excluded(found, hours)
+
+
+def records(paths: RunPaths) -> list[AttemptRecord]:
+    """Return the records of all attempts, the first one first."""
+    return [record for attempt in paths.attempt_folders() if (record := read_record(attempt)) is not None]
+
+
+def saved_step(paths: RunPaths, attempt: int) -> int:
+    """Return the step of the newest checkpoint that counts for the attempt, 0 without one."""
+    return max((checkpoint.step for checkpoint in committed(paths, attempt)), default=0)
+
+
+def diagnose_record(
+    paths: RunPaths,
+    record: AttemptRecord,
+    *,
+    step: int,
+    stop: Stop | None,
+    dead_nodes: Sequence[str] = (),
+    is_requeued: bool = True,
+) -> Diagnosis:
+    """Return why an attempt ended whose launcher could not say it, by what its ranks have left.
+
+    ``stop``: what asked it to stop; ``dead_nodes``: of its nodes, according to the scheduler.
+    """
+    attempt = paths.attempt(record.attempt)
+    unfit = {}
+    for rank, end in rank_ends(attempt).items():
+        if end.node is not None and end.code == ExitCode.BAD_NODE:
+            unfit[end.node] = bad_nodes.FAILED_CHECK
+        elif end.node is not None and end.code == ExitCode.HUNG:
+            unfit[end.node] = f"rank {rank} hung"
+    has_stopped = "saved" in record.events or exit_codes(attempt).get(0) == ExitCode.TRY_AGAIN
+    return diagnose_lost(LostAttempt(step, stop, has_stopped, is_requeued, dead_nodes, unfit))
+
+
+def ended_unseen(paths: RunPaths, record: AttemptRecord, found: Diagnosis) -> AttemptRecord:
+    """Return the record of an attempt whose launcher could not write its end."""
+    return replace(
+        record,
+        end=_last_write(paths.attempt(record.attempt).folder) or now(),
+        cause=found.cause,
+        reason=found.reason,
+        bad_nodes=record.bad_nodes | found.bad_nodes,
+        saved_step=saved_step(paths, record.attempt),
+    )
+
+
+def _last_write(folder: Path) -> str | None:
+    with suppress(OSError):
+        latest = max((path.stat().st_mtime for path in folder.iterdir()), default=None)
+        if latest is not None:
+            return datetime.fromtimestamp(latest, UTC).isoformat(timespec="seconds")
+    return None

@@ -1,0 +1,3 @@
+"""What commands show of runs, during and after training: metrics, progress, tables of runs. Imports
+no torch.
+"""

@@ -1,0 +1,123 @@
+"""Reads ``metrics.jsonl`` while it grows."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_train.run.files import UnreadableFileError, open_regular
+from hpc_train.run.metric_rows import Row as Row
+
+#: Usually contains the newest evaluation. Assumed.
+_TAIL_BYTES = 1 << 16
+#: Not metrics: where and when a row was recorded.
+POSITION = {"time", "attempt", "split", "step", "epoch"}
+
+
+class MetricsReader:
+    """Yields each row once; all rows again if the file was replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._inode = 0
+
+    def new_rows(self) -> Iterator[Row]:
+        """Yield the complete rows added since the last call; none if there is no file yet."""
+        return (row for line in self._new_lines() if (row := _row(line)))
+
+    def _new_lines(self) -> Iterator[bytes]:
+        """Yield lines one by one: the file of a long run does not fit in memory."""
+        try:
+            file = open_regular(self._path)
+        except (FileNotFoundError, UnreadableFileError):
+            return
+        with file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:  # a resume drops rows after its step: a new file under the same name
+                self._inode, self._offset = inode, 0
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):  # still being written
+                    return
+                self._offset += len(line)
+                yield line
+
+
+def _row(line: bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def validation_rows(path: Path) -> list[Row]:
+    """Return the rows of evaluations. Other lines are not parsed: they are most of a large file."""
+    try:
+        with open_regular(path) as file:
+            rows = [row for line in file if b'"val"' in line and (row := _row(line))]
+    except (FileNotFoundError, UnreadableFileError):
+        return []
+    return [row for row in rows if row.get("split") == "val"]
+
+
+def rows_in(path: Path) -> Iterator[Row]:
+    """Yield the complete rows one after the other, in constant memory."""
+    try:
+        with open_regular(path) as file:
+            yield from (row for line in file if line.endswith(b"\n") and (row := _row(line)))
+    except (FileNotFoundError, UnreadableFileError):
+        return
+
+
+def newest_rows(path: Path, limit_bytes: int = _TAIL_BYTES) -> list[Row]:
+    """Return the rows at the end of the file that are complete within ``limit_bytes``."""
+    try:
+        with open_regular(path) as file:
+            start = max(0, file.seek(0, os.SEEK_END) - limit_bytes)
+            file.seek(start)
+            data = file.read(limit_bytes)
+    except (OSError, UnreadableFileError):
+        return []
+    lines = data[: data.rfind(b"\n") + 1].splitlines()
+    return [row for line in lines[1 if start else 0 :] if (row := _row(line))]
+
+
+def number(value: object) -> float | None:
+    """Return a row's value as a float, None where it is not a number or out of range."""
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
+
+
+def main_metric(row: Row) -> str | None:
+    """Return the metric by which a row is judged: accuracy, else loss."""
+    return next((name for name in ("accuracy", "loss") if number(row.get(name)) is not None), None)
+
+
+def last_metric(rows: Sequence[Row]) -> dict[str, Any] | None:
+    """Return ``split``, ``name``, ``value`` and ``step`` of the newest evaluation, else of the newest row."""
+    judged = [row for row in rows if main_metric(row)]
+    evaluated = [row for row in judged if row.get("split") == "val"]
+    for row in (evaluated or judged)[-1:]:
+        name = main_metric(row)
+        value = number(row.get(name or ""))
+        assert value is not None
+        shown = value if math.isfinite(value) else None
+        return {"split": row.get("split"), "name": name, "value": shown, "step": row.get("step")}
+    return None
+
+
+def told(row: Row) -> str:
+    """Return ``loss 0.0123 accuracy 0.98``: the row's metrics."""
+    return " ".join(
+        f"{name} {value:.4g}"
+        for name, value in row.items()
+        if name not in POSITION and isinstance(value, int | float)
+    )

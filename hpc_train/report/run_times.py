@@ -1,0 +1,76 @@
+"""How long a run has trained, and how long it will take, from its attempts' records and newest metrics."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from hpc_train.report.metrics_reader import Row, number
+from hpc_train.run.attempts import AttemptRecord, read_record
+
+if TYPE_CHECKING:
+    from hpc_train.paths import AttemptPaths, RunPaths
+    from hpc_train.run.run_status import RunStatus
+
+
+def elapsed_s(paths: RunPaths, now: RunStatus) -> float | None:
+    """Return the seconds of all attempts together, without the time in queues; None before the first.
+
+    An attempt that ended without a record lasted until rank 0's last line of log.
+    """
+    attempts = [(each, record) for each in paths.attempt_folders() if (record := read_record(each))]
+    if not attempts:
+        return None
+    newest = attempts[-1][0]
+    return sum(
+        _attempt_s(each, record, is_running=each == newest and now.state == "running")
+        for each, record in attempts
+    )
+
+
+def _attempt_s(attempt: AttemptPaths, record: AttemptRecord, *, is_running: bool) -> float:
+    start = _timestamp(record.start)
+    end = _timestamp(record.end)
+    if end is None and is_running:
+        end = time.time()
+    if end is None:
+        with suppress(OSError):
+            end = attempt.log(0).stat().st_mtime
+    return max(0.0, end - start) if start is not None and end is not None else 0.0
+
+
+def _timestamp(text: str | None) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
+    except ValueError:
+        return None
+
+
+def remaining_s(now: RunStatus, rows: Sequence[Row]) -> float | None:
+    """Return the seconds until a running run's last step at the rate of its newest rows; None if unknown."""
+    mine = [row for row in rows if row.get("attempt") == now.attempt and row.get("split") == "train"]
+    pairs = [(number(row.get("time")), number(row.get("step"))) for row in mine]
+    points = [(at, step) for at, step in pairs if at is not None and step is not None]
+    if now.state != "running" or now.total_steps is None or len(points) < 2:
+        return None
+    (first_time, first_step), (last_time, last_step) = points[0], points[-1]
+    if last_step <= first_step or last_time <= first_time:
+        return None
+    rate = (last_step - first_step) / (last_time - first_time)
+    left_s = (now.total_steps - last_step) / rate - (time.time() - last_time)
+    return max(0.0, left_s) if math.isfinite(left_s) else None
+
+
+def short_duration(seconds: float | None) -> str:
+    """Return at most six characters: ``45s``, ``12m30s``, ``1h02m``, ``3d04h``; empty for None."""
+    if seconds is None:
+        return ""
+    whole = round(seconds)
+    for unit, part, size, parts in (("d", "h", 86400, 3600), ("h", "m", 3600, 60), ("m", "s", 60, 1)):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // parts:02}{part}"
+    return f"{whole}s"

@@ -1,0 +1,70 @@
+"""The arithmetic of a run's step in its newest attempt, for ``status`` and ``compare``."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from hpc_train.errors import HpcTrainError
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.found_micro_batch import kept_size
+from hpc_train.topology.batch_arithmetic import StepLayout
+
+if TYPE_CHECKING:
+    from hpc_train.paths import RunPaths
+    from hpc_train.run.attempts import AttemptRecord
+
+
+def ranks_of(facts: dict[str, Any], record: AttemptRecord | None) -> int | None:
+    """Return the ranks of the newest attempt; before the first the planned ranks, None if unknown.
+
+    ``facts``: of ``run.json``; 0.1 did not record the planned ranks.
+    """
+    if record is not None and record.ranks is not None:
+        return record.ranks
+    planned = facts.get("ranks")
+    return planned if type(planned) is int else None
+
+
+def layout_of(paths: RunPaths, facts: dict[str, Any], record: AttemptRecord | None) -> StepLayout | None:
+    """Return how a step is divided; None where the ranks or the frozen experiment are unknown."""
+    ranks, planned = ranks_of(facts, record), _planned(facts)
+    if ranks is None:
+        return None
+    # Reading an experiment takes 5 ms: it is only read where its values matter.
+    if planned and planned.ranks == ranks and planned.micro_batch_size and not facts.get("changes"):
+        return planned
+    return _from_experiment(paths, ranks)
+
+
+def _planned(facts: dict[str, Any]) -> StepLayout | None:
+    noted = facts.get("step")
+    if not isinstance(noted, dict):
+        return None
+    values: dict[str, Any] = {field.name: noted.get(field.name) for field in fields(StepLayout)}
+    sizes = [values["global_batch_size"], values["micro_batch_size"], values["ranks"], values["data_ranks"]]
+    if not all(type(size) is int and size > 0 for size in sizes) or not isinstance(values["precision"], str):
+        return None
+    return StepLayout(**values)
+
+
+def _from_experiment(paths: RunPaths, ranks: int) -> StepLayout | None:
+    from hpc_train.plan.planning import slurm_ranks_per_node
+    from hpc_train.run.create import effective_experiment
+    from hpc_train.topology.degrees import Degrees, find_degrees
+
+    try:
+        experiment = effective_experiment(paths, newest_number(paths) or 1)
+    except (HpcTrainError, OSError):  # a damaged file: reported where it matters
+        return None
+    per_node = min(ranks, slurm_ranks_per_node(experiment.slurm)) if experiment.slurm else ranks
+    found = find_degrees(experiment.parallel, ranks, per_node)
+    optimization = experiment.optimization
+    size = optimization.micro_batch_size
+    return StepLayout(
+        optimization.global_batch_size,
+        kept_size(paths) if size == "auto" else size,
+        ranks,
+        found.data_ranks if isinstance(found, Degrees) else ranks,
+        experiment.precision,
+    )

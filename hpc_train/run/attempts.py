@@ -1,0 +1,201 @@
+"""Attempts: each is claimed by one process, and has a record of who ran it, where, and how it ended."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run import checkpoints
+from hpc_train.run.files import read_json, sync_folder, write_json
+from hpc_train.run.processes import Process
+
+#: Why an attempt ended. ``lost``: without a record, as when a node dies. ``diverged``: NaN or infinity.
+CAUSES = (
+    "completed", "preemption", "time limit", "interrupted", "crash", "hang", "bad node", "worker lost",
+    "lost", "diverged", "user error", "cancelled",
+)  # fmt: skip
+#: In chronological order. ``begin``: the batch script runs. ``rank``: rank 0's process is running.
+#: ``joined``: the process group is formed. ``loaded``: model and checkpoint are loaded. ``first_step``: the
+#: first step is done. ``signal``: rank 0 was asked to stop. ``agreed``: all ranks know. ``saved``: the
+#: checkpoint is committed. ``end``: the batch script continues after the ranks. ``requeue``: Slurm was asked
+#: to requeue the job.
+EVENTS = ("begin", "rank", "joined", "loaded", "first_step", "signal", "agreed", "saved", "end", "requeue")
+
+#: The key of ``job`` in the file: its name since 0.1.
+_JOB_KEY = "slurm_job"
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """``attempt.json``. Unknown values are None."""
+
+    attempt: int
+    #: UTC, ISO 8601.
+    start: str
+    #: Names of the checkpoints that were valid when the attempt was claimed, from which it may resume.
+    checkpoints: list[str]
+    #: The process responsible for the attempt: the command that claimed it, then its launcher.
+    launcher_process: Process | None
+    launcher: str | None = None
+    hosts: list[str] = field(default_factory=list)
+    ranks: int | None = None
+    #: ``--devices``, to be used again.
+    devices: int | None = None
+    rank_processes: list[Process] = field(default_factory=list)
+    end: str | None = None
+    #: Exit code per rank; negative: the signal that ended it.
+    exit_codes: list[int] | None = None
+    reason: str | None = None
+    #: Of a scheduler: the job's id (on Slurm ``A_t`` of an array's task) and how often it was started again.
+    job: str | None = None
+    restart: int | None = None
+    #: Why it ended, one of ``CAUSES``.
+    cause: str | None = None
+    #: When each of ``EVENTS`` happened: UTC, ISO 8601 with milliseconds.
+    events: dict[str, str] = field(default_factory=dict)
+    #: The longest save, in seconds: determines how early before its end the next job is told to stop.
+    save_s: float | None = None
+    #: Total time that training waited for saves, in seconds.
+    checkpoint_stall_s: float | None = None
+    #: Nodes that ended the attempt, and how.
+    bad_nodes: dict[str, str] = field(default_factory=dict)
+    #: Step of the newest valid checkpoint at its end, 0 without one: set by the process that judged the
+    #: attempt.
+    saved_step: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        data = {"version": 1} | asdict(self)
+        data[_JOB_KEY] = data.pop("job")
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> AttemptRecord:
+        """Raises TypeError where a required key is missing."""
+        known: dict[str, Any] = {key.name: data[key.name] for key in fields(cls) if key.name in data}
+        known["job"] = data.get(_JOB_KEY)
+        ranks = known.get("rank_processes") or []
+        known["rank_processes"] = [process for each in ranks if (process := Process.from_json(each))]
+        known["launcher_process"] = Process.from_json(known.get("launcher_process"))
+        return cls(**known)
+
+    def ended(self, exit_codes: list[int], reason: str | None) -> AttemptRecord:
+        """Return a copy with the end of the attempt filled in."""
+        return replace(self, end=now(), exit_codes=exit_codes, reason=reason)
+
+
+def job_ids(facts: Mapping[str, Any]) -> list[str]:
+    """Return the ids of a run's jobs, the newest last, by the content of its ``run.json``."""
+    return [str(job) for job in facts.get("slurm_job_ids") or []]
+
+
+def now() -> str:
+    """Return the time in the format of the run folder's files: UTC, ISO 8601, in seconds."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def now_ms() -> str:
+    """Return the time in the format of events: UTC, ISO 8601, in milliseconds."""
+    return in_ms(datetime.now(UTC).timestamp())
+
+
+def in_ms(timestamp: float) -> str:
+    """Return an event's time as seconds since 1970."""
+    return datetime.fromtimestamp(timestamp, UTC).isoformat(timespec="milliseconds")
+
+
+def claim_attempt(paths: RunPaths, launcher: str | None = None, **facts: Any) -> int:
+    """Claim the next attempt for this process and ``launcher``; return its number, from 1.
+
+    The folder appears together with its record, atomically: of several processes that claim at the same time,
+    each gets its own number. ``facts``: more fields of the record.
+    """
+    while True:
+        number = newest_number(paths) + 1
+        if claim_exactly(paths, number, launcher, **facts):
+            return number
+
+
+def claim_exactly(paths: RunPaths, number: int, launcher: str | None = None, **facts: Any) -> bool:
+    """Claim attempt ``number``; False if another process has claimed it before.
+
+    For a command that has seen that the attempt before ``number`` has ended: of several such commands one
+    claims it, and the others leave nothing behind.
+    """
+    paths.attempts.mkdir(exist_ok=True)
+    listed = checkpoints.listing(paths, number)
+    owner = {"launcher_process": Process.current(), "launcher": launcher}
+    record = AttemptRecord(number, now(), listed, **owner | facts)
+    with no_claims(paths):
+        return _place(paths.attempt(number), record)
+
+
+@contextmanager
+def no_claims(paths: RunPaths) -> Iterator[None]:
+    """Keep others from claiming an attempt within this context: ``clean`` may only remove files of a run that
+    nobody starts.
+
+    Waits while another command holds the lock. The lock ends with its process.
+    """
+    descriptor = os.open(paths.claim_lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _place(attempt: AttemptPaths, record: AttemptRecord) -> bool:
+    """Rename a finished folder into place; False if another, non-empty one was there first."""
+    temporary = AttemptPaths(attempt.folder.with_name(f".{attempt.folder.name}.{secrets.token_hex(4)}"))
+    temporary.folder.mkdir()
+    try:
+        write_record(temporary, record)
+        temporary.folder.rename(attempt.folder)
+    except OSError:
+        if not _is_taken(attempt.folder):
+            raise
+        return False
+    finally:
+        shutil.rmtree(temporary.folder, ignore_errors=True)
+    sync_folder(attempt.folder.parent)
+    return True
+
+
+def _is_taken(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def newest_number(paths: RunPaths) -> int:
+    """Return the number of the newest attempt, 0 before the first."""
+    attempts = paths.attempt_folders()
+    return attempts[-1].number if attempts else 0
+
+
+def read_record(attempt: AttemptPaths) -> AttemptRecord | None:
+    """Return the attempt's record including rank 0's events; None if it can't be read."""
+    data = read_json(attempt.record)
+    if data is None:
+        return None
+    told = read_json(attempt.events) or {}
+    data |= {"attempt": attempt.number}
+    data |= {"events": {**(data.get("events") or {}), **(told.get("events") or {})}}
+    data |= {key: told[key] for key in ("save_s", "checkpoint_stall_s") if told.get(key) is not None}
+    try:
+        return AttemptRecord.from_json(data)
+    except TypeError:
+        return None
+
+
+def write_record(attempt: AttemptPaths, record: AttemptRecord) -> None:
+    """Replace ``attempt.json`` atomically."""
+    write_json(attempt.record, record.to_json(), sync=True)

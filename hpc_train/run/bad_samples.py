@@ -1,0 +1,84 @@
+"""Samples that ranks could not read: ``rank-<r>.bad_samples.jsonl`` of each attempt, one line per sample.
+
+Written by ``datasets.skipping``; commands read it too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run.files import UnreadableFileError, read_text
+
+Part = Literal["train", "val"]
+#: What identifies a bad sample.
+SampleKey = tuple[Part, int]
+
+
+@dataclass(frozen=True)
+class BadSample:
+    """A sample that can't be read. ``name`` is its file, or ``sample 5`` if it has none."""
+
+    split: Part
+    index: int
+    name: str
+    why: str
+
+    @property
+    def key(self) -> SampleKey:
+        return self.split, self.index
+
+    @property
+    def title(self) -> str:
+        """Its index and its file, as text."""
+        number = f"sample {self.index}"
+        title = number if self.name == number else f"{number} ({self.name})"
+        return f"validation {title}" if self.split == "val" else title
+
+    def __str__(self) -> str:
+        return f"{self.title}: {self.why}"
+
+
+def append(file: Path, samples: Iterable[BadSample]) -> None:
+    """Append one line per sample. Raises OSError if the disk rejects it."""
+    lines = "".join(json.dumps(asdict(sample)) + "\n" for sample in samples)
+    with file.open("a", encoding="utf-8") as out:
+        out.write(lines)
+
+
+def of_attempt(attempt: AttemptPaths) -> dict[SampleKey, BadSample]:
+    """Return the samples that the ranks of an attempt reported, ordered by rank."""
+    known: dict[SampleKey, BadSample] = {}
+    files = attempt.folder.glob("rank-*.bad_samples.jsonl")
+    for file in sorted(files, key=lambda file: (len(file.name), file)):  # rank 2 before rank 10
+        for sample in _read(file):
+            known.setdefault(sample.key, sample)
+    return known
+
+
+def all_known(paths: RunPaths) -> dict[SampleKey, BadSample]:
+    """Return the bad samples reported by any rank of any attempt, in the order of attempts."""
+    known: dict[SampleKey, BadSample] = {}
+    for attempt in paths.attempt_folders():
+        known |= {key: sample for key, sample in of_attempt(attempt).items() if key not in known}
+    return known
+
+
+def _read(file: Path) -> Iterator[BadSample]:
+    """Yield a file's samples as far as it can be read; an incomplete line of a killed rank is ignored."""
+    with suppress(OSError, UnreadableFileError):
+        for line in read_text(file, errors="replace").splitlines():
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                yield _from_json(json.loads(line))
+
+
+def _from_json(data: Any) -> BadSample:
+    sample = BadSample(data["split"], data["index"], data["name"], data["why"])
+    if sample.split not in ("train", "val") or type(sample.index) is not int:
+        raise ValueError(f"{data} is not a bad sample")
+    return sample

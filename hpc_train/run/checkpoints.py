@@ -1,0 +1,373 @@
+"""Checkpoints as plain files: which are valid, whether they are intact, and their removal.
+
+Called by ranks, commands and launchers; only ``checkpoint.checkpointer`` knows the tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from hpc_train import __version__
+from hpc_train.errors import BadFileError
+from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.storage_errors import TRANSIENT, retried
+
+#: Version 1 had only SHA-256, which is slower than many disks.
+FORMAT_VERSION = 2
+_READABLE_VERSIONS = (1, 2)
+#: With fewer than two there would be no fallback when the newest is damaged.
+MIN_KEEP = 2
+
+#: File server errors that may be temporary. I/O errors are excluded: the file itself may be damaged.
+_SERVER_IS_AWAY = TRANSIENT - {errno.EIO}
+
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+#: Hash algorithms by the name in the manifest → constructor, length in hexadecimal.
+_ALGORITHMS: dict[str, tuple[Callable[[], Any], int]] = {
+    "xxh3_128": (xxhash.xxh3_128, 32),
+    "sha256": (hashlib.sha256, 64),
+}
+ALGORITHM = "xxh3_128"
+_HEXADECIMAL = frozenset("0123456789abcdef")
+#: In a folder that was set aside.
+_WHY = "why.txt"
+_LEFT_OVER = re.compile(r"step-[0-9]{8,15}\.(?:tmp-(?P<attempt>[0-9]{1,9})|removed-[0-9a-f]+)")
+_SET_ASIDE = re.compile(r"step-[0-9]{8,15}\.bad(?:-[0-9]+)?")
+
+
+class NewerVersionError(BadFileError):
+    """A later hpc-train wrote the checkpoint: it is not damaged, but this version can't read it."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """The expected size and hash (hexadecimal) of one file of a checkpoint."""
+
+    size: int
+    digest: str
+    algorithm: str = ALGORITHM
+
+    def to_json(self) -> dict[str, Any]:
+        return {"size": self.size, self.algorithm: self.digest}
+
+    @classmethod
+    def from_json(cls, entry: object) -> FileEntry:
+        """Raise ValueError if ``entry`` is invalid."""
+        size = entry.get("size") if isinstance(entry, dict) else None
+        if isinstance(entry, dict) and type(size) is int and size >= 0:
+            for algorithm, (_, length) in _ALGORITHMS.items():
+                digest = entry.get(algorithm)
+                if isinstance(digest, str) and len(digest) == length and not set(digest) - _HEXADECIMAL:
+                    return cls(size, digest, algorithm)
+        raise ValueError(f"must have a size and a hash ({' or '.join(_ALGORITHMS)})")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``manifest.json``: written last, so a checkpoint that has one is complete."""
+
+    step: int
+    attempt: int
+    world_size: int
+    files: dict[str, FileEntry]
+
+    def write(self, checkpoint: CheckpointPaths) -> None:
+        data = {
+            "version": FORMAT_VERSION,
+            "hpc_train": __version__,
+            "step": self.step,
+            "attempt": self.attempt,
+            "world_size": self.world_size,
+            "files": {name: entry.to_json() for name, entry in self.files.items()},
+        }
+        write_json(checkpoint.manifest, data, sync=True)
+
+    @classmethod
+    def read(cls, checkpoint: CheckpointPaths) -> Manifest:
+        """Raise BadFileError if it is missing or invalid, NewerVersionError if its version is too new."""
+        data = read_object(checkpoint.manifest)
+        version = data.get("version")
+        if type(version) is int and version > FORMAT_VERSION:
+            raise NewerVersionError(_newer(checkpoint.manifest, version, data.get("hpc_train")))
+        if version not in _READABLE_VERSIONS:
+            raise BadFileError(f"{checkpoint.manifest}: version is {version!r}; no hpc-train writes that")
+        step, attempt, world_size = (
+            _number(checkpoint.manifest, key, data.get(key)) for key in ("step", "attempt", "world_size")
+        )
+        return cls(step, attempt, world_size, _file_entries(checkpoint.manifest, data.get("files")))
+
+
+def _newer(manifest: Path, version: int, written_by: object) -> str:
+    use = f"hpc-train {written_by}" if isinstance(written_by, str) else "the hpc-train that wrote it"
+    return (
+        f"{manifest}: version is {version}, and this hpc-train ({__version__}) reads up to {FORMAT_VERSION}; "
+        f"use {use}, or a newer one"
+    )
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``path``; raises BadFileError, naming the file, if there is none."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise BadFileError(f"{path} is not a plain file")
+    try:
+        data = read_json(path)
+    except RecursionError:
+        data = None
+    if data is None:
+        raise BadFileError(f"{path} is {'not a JSON object' if path.exists() else 'missing'}")
+    return data
+
+
+def _number(manifest: Path, key: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise BadFileError(f"{manifest}: {key} is {value!r}; it must be a whole number")
+    return value
+
+
+def _file_entries(manifest: Path, files: object) -> dict[str, FileEntry]:
+    if not isinstance(files, dict):
+        raise BadFileError(f"{manifest}: files must be an object")
+    return {name: _file_entry(manifest, name, entry) for name, entry in files.items()}
+
+
+def _file_entry(manifest: Path, name: str, entry: object) -> FileEntry:
+    # A name with a slash or only dots would make a reader leave the checkpoint's folder.
+    if not _PLAIN_NAME.fullmatch(name):
+        raise BadFileError(f"{manifest}: {name!r} is not a plain file name")
+    try:
+        return FileEntry.from_json(entry)
+    except ValueError as error:
+        raise BadFileError(f"{manifest}: {name!r} {error}") from error
+
+
+def new_hash(algorithm: str = ALGORITHM) -> Any:
+    """Return an object like hashlib's: ``update``, then ``hexdigest``."""
+    return _ALGORITHMS[algorithm][0]()
+
+
+def hash_file(path: Path, algorithm: str = ALGORITHM) -> str:
+    """Return the file's hash in hexadecimal, read in pieces."""
+    with path.open("rb") as file:
+        return str(hashlib.file_digest(file, lambda: new_hash(algorithm)).hexdigest())
+
+
+def newest_attempt(paths: RunPaths) -> int:
+    """Return the number of the attempt that owns the run; 0 before the first.
+
+    This is the last one with a record: an attempt that ended before it wrote one never began, and must not
+    invalidate what the previous one saved.
+    """
+    attempts = paths.attempt_folders()
+    began = [attempt for attempt in attempts if attempt.record.is_file()]
+    return max((attempt.number for attempt in began or attempts), default=0)
+
+
+def counts(paths: RunPaths, checkpoint: CheckpointPaths, attempt: int) -> bool:
+    """Tell whether ``attempt`` may read the checkpoint.
+
+    An attempt may read its own checkpoints, and those of an earlier attempt only if they were listed when a
+    later attempt started. Raises NewerVersionError: an attempt that did not list a checkpoint would
+    invalidate it for good.
+    """
+    try:
+        written_by = Manifest.read(checkpoint).attempt
+    except NewerVersionError:
+        raise
+    except BadFileError:
+        return False
+    return written_by == attempt or any(
+        written_by < later.number <= attempt and checkpoint.folder.name in _listed(later.record)
+        for later in paths.attempt_folders()
+    )
+
+
+def _listed(record: Path) -> list[object]:
+    names = (read_json(record) or {}).get("checkpoints")
+    return names if isinstance(names, list) else []
+
+
+def committed(paths: RunPaths, attempt: int | None = None) -> list[CheckpointPaths]:
+    """Return the valid checkpoints for ``attempt`` (default: the newest), newest first."""
+    reader = newest_attempt(paths) if attempt is None else attempt
+    return [checkpoint for checkpoint in _folders(paths) if counts(paths, checkpoint, reader)]
+
+
+def damaged(paths: RunPaths) -> dict[CheckpointPaths, str]:
+    """Return the folders whose manifest can't be read, newest first, and why.
+
+    A folder gets its final name only after its manifest was written, so these are not half-written. Raises
+    NewerVersionError.
+    """
+    found = {}
+    for checkpoint in _folders(paths):
+        try:
+            Manifest.read(checkpoint)
+        except NewerVersionError:
+            raise
+        except BadFileError as error:
+            if checkpoint.folder.exists():  # otherwise another attempt has removed it since
+                found[checkpoint] = str(error)
+    return found
+
+
+def _folders(paths: RunPaths) -> list[CheckpointPaths]:
+    """Newest first; without other spellings of the same step with more zeros."""
+    folders = paths.checkpoint_folders()[::-1]
+    return [found for found in folders if found == paths.checkpoint(found.step)]
+
+
+def listing(paths: RunPaths, attempt: int | None = None) -> list[str]:
+    """Return the names for the record (``attempt.json``) of a new attempt: what is valid for the previous
+    one.
+
+    Call it before that record is written. ``attempt`` is the number of the new one; optional.
+    """
+    earlier = [found for found in paths.attempt_folders() if attempt is None or found.number < attempt]
+    began = [found for found in earlier if found.record.is_file()]
+    before = max((found.number for found in began or earlier), default=0)
+    return [checkpoint.folder.name for checkpoint in committed(paths, before)]
+
+
+def verify(checkpoint: CheckpointPaths, part: int = 0, parts: int = 1) -> list[str]:
+    """Return the problems of the checkpoint's files, one per line; empty if it is intact.
+
+    With ``parts`` the files are divided and only those of ``part`` are read, for ranks that share the work.
+    Raises OSError if a file server does not answer.
+    """
+    try:
+        manifest = Manifest.read(checkpoint)
+    except BadFileError as error:
+        return error.problems
+    problems = []
+    if manifest.step != checkpoint.step:
+        problems.append(f"{checkpoint.manifest}: step is {manifest.step}, not the folder's")
+    if checkpoint.state.name not in manifest.files:
+        problems.append(f"{checkpoint.manifest}: {checkpoint.state.name} is not among the files")
+    for name in sorted(manifest.files)[part::parts]:
+        problem = _file_problem(checkpoint.folder / name, manifest.files[name])
+        if problem:
+            problems.append(f"{checkpoint.folder / name} {problem}")
+    return problems
+
+
+def _file_problem(path: Path, entry: FileEntry) -> str | None:
+    """Raises OSError if a file server does not answer, which says nothing about the file."""
+    return retried(lambda: _try_file(path, entry), path, transient=_SERVER_IS_AWAY)
+
+
+def _try_file(path: Path, entry: FileEntry) -> str | None:
+    try:
+        facts = path.lstat()
+        if not stat.S_ISREG(facts.st_mode):  # a link leads outside, a pipe blocks
+            return "is not a plain file"
+        if facts.st_size != entry.size:
+            return f"has {facts.st_size} bytes, the manifest says {entry.size}"
+        if hash_file(path, entry.algorithm) != entry.digest:
+            return "is damaged: its hash is not the manifest's"
+        if path.suffix == ".json":
+            read_object(path)
+    except FileNotFoundError:
+        return "is missing"
+    except BadFileError:
+        return "is not a JSON object"
+    except OSError as error:
+        if error.errno in _SERVER_IS_AWAY:
+            raise
+        return f"can't be read: {error.strerror}"
+    return None
+
+
+def set_aside(checkpoint: CheckpointPaths, why: str) -> Path | None:
+    """Rename the folder to ``….bad`` (numbered if taken), so that it is not loaded but can be inspected.
+
+    Returns None if it no longer exists: another attempt has removed it.
+    """
+    folder = checkpoint.folder
+    target, number = folder.with_name(f"{folder.name}.bad"), 1
+    while target.exists():
+        number += 1
+        target = folder.with_name(f"{folder.name}.bad-{number}")
+    try:
+        folder.rename(target)
+    except FileNotFoundError:
+        return None
+    with suppress(OSError):  # the name is enough, and a full disk may be the reason why it is bad
+        (target / _WHY).write_text(why + "\n", encoding="utf-8")
+    return target
+
+
+def all_set_aside(paths: RunPaths) -> dict[str, str]:
+    """Return the folders that ``set_aside`` renamed in this attempt and before, and why."""
+    found = {}
+    for folder in sorted(paths.checkpoints.glob("step-*.bad*")):
+        why = folder / _WHY
+        found[folder.name] = why.read_text("utf-8", "replace").strip() if why.is_file() else "damaged"
+    return found
+
+
+def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
+    """Remove what ``attempt`` no longer needs and return the folders' names.
+
+    These are its committed checkpoints except the newest ``keep`` (at least two), unfinished saves of earlier
+    attempts, and unfinished removals. Removes nothing once a later attempt exists: it may have listed what
+    this one does not need.
+    """
+    surplus = [each for each in committed(paths, attempt) if _is_real_folder(each.folder)]
+    surplus = surplus[max(keep, MIN_KEEP) :]
+    removed = []
+    for folder in [checkpoint.folder for checkpoint in surplus] + _left_over(paths, attempt):
+        if newest_attempt(paths) > attempt:
+            break
+        remove(folder)
+        removed.append(folder.name)
+    return removed
+
+
+def _left_over(paths: RunPaths, attempt: int) -> list[Path]:
+    found = []
+    for path in sorted(paths.checkpoints.iterdir()) if paths.checkpoints.is_dir() else []:
+        match = _LEFT_OVER.fullmatch(path.name)
+        if match and _is_real_folder(path) and (match["attempt"] is None or int(match["attempt"]) < attempt):
+            found.append(path)
+    return found
+
+
+def is_left_over(folder: Path) -> bool:
+    """Tell whether this is an unfinished save or removal."""
+    return _LEFT_OVER.fullmatch(folder.name) is not None and _is_real_folder(folder)
+
+
+def is_set_aside(folder: Path) -> bool:
+    """Tell whether ``set_aside`` renamed the folder."""
+    return _SET_ASIDE.fullmatch(folder.name) is not None and _is_real_folder(folder)
+
+
+def _is_real_folder(path: Path) -> bool:
+    """Links are never written by us: a link leads to somebody else's files."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def move_away(folder: Path) -> Path:
+    """Give the folder a name that no checkpoint has; ``prune`` removes it if nobody did before."""
+    name = folder.name.partition(".")[0]
+    return folder.rename(folder.with_name(f"{name}.removed-{secrets.token_hex(4)}"))
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint's folder; it is renamed first, so that a partly removed one never counts as
+    valid.
+    """
+    shutil.rmtree(move_away(folder))

@@ -1,0 +1,1 @@
+"""The snapshot of the code that a run uses: which files, where it is stored, whether it is intact."""

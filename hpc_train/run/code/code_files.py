@@ -1,0 +1,274 @@
+"""Which files belong to the code of a run: those of ``hpc_train`` itself and of the work tree of the current
+folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from itertools import pairwise
+from pathlib import Path, PurePosixPath
+
+import hpc_train
+from hpc_train.errors import UsageError
+from hpc_train.run.code.work_tree import NO_CODE, listed_files, work_tree_around
+
+MAX_FILE_MB = 16
+MAX_TOTAL_MB = 64
+MAX_FILES = 20_000
+#: Without git: number of entries after which a walk gives up.
+_MAX_WALKED = 200_000
+_MB = 1 << 20
+
+_SECRET_NAMES = (
+    ".env.*", "*.env", ".envrc", ".netrc", "_netrc", ".npmrc", ".pypirc", ".pgpass", ".my.cnf",
+    ".boto", ".s3cfg", ".dockercfg", ".htpasswd", "kaggle.json", "credentials*", "client_secret*",
+    "*service[-_]account*.json", "secrets.*", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks",
+    "*.keystore", "*.kdbx", "*.ppk", "*.ovpn", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*",
+    "*_rsa", "*_dsa", "*_ecdsa", "*_ed25519", "rclone.conf", "*.tfstate", "*.tfstate.*", "*.tfvars",
+    "*.tfvars.json", "*.agekey", "*.gpg", "*.asc", "auth.json",
+)  # fmt: skip
+#: A file with such a word in its name, except source code and its documentation.
+_SECRET_WORDS = {
+    "secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential", "credentials",
+    "creds", "apikey", "apikeys", "accesskey", "accesskeys", "privatekey", "privatekeys",
+}  # fmt: skip
+#: The same for two consecutive words, as in ``api_keys.json``.
+_SECRET_PAIRS = {
+    (first, last)
+    for first in ("api", "access", "private", "signing", "ssh", "encryption")
+    for last in ("key", "keys")
+}
+#: The same for the last word (``wandb_key``, ``hf_token.txt``) if the suffix is that of settings, or missing.
+#: Only the singular: ``tokens.json`` and ``keys.json`` are data.
+_SECRET_LAST_WORDS = {"key", "token", "pat", "pw", "pwd"}
+_SETTINGS_SUFFIXES = {"", ".txt", ".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".conf"}
+_SOURCE_SUFFIXES = {
+    ".py", ".pyi", ".pyx", ".ipynb", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".rs", ".go", ".js",
+    ".ts", ".md", ".rst",
+}  # fmt: skip
+_WORD = re.compile(r"[a-z0-9]+")
+#: The marker and the beginning of the key itself: code may search for the marker alone. In JSON the lines are
+#: separated by an escape.
+_PRIVATE_KEY = re.compile(
+    rb"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----(?:\\[rn]|[\s\"'+])*[A-Za-z0-9+/=:-]{8}"
+)
+_SECRET_FOLDERS = {".ssh", ".aws", ".gnupg", ".kaggle", ".docker", ".azure", ".kube", ".gcloud"}
+_SECRET_PATHS = ("wandb/settings", "gcloud/*")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The files of a work tree, listed but not read."""
+
+    root: Path
+    #: The current folder, relative to ``root``; empty for itself.
+    cwd: str
+    #: Relative path → its file status when it was listed.
+    files: dict[str, os.stat_result] = field(default_factory=dict)
+    #: Relative path → target, relative to the link; all lead to files or folders of the selection.
+    links: dict[str, str] = field(default_factory=dict)
+    #: Relative path → why it was found but is excluded from the snapshot.
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+def select(folder: Path, excluded: Sequence[Path]) -> Selection:
+    """Find the code around ``folder``, without ``excluded`` folders.
+
+    Raises UsageError if there is more than a snapshot may hold.
+    """
+    tree = work_tree_around(folder)
+    root = Path(os.path.realpath(folder)) if tree is None else tree.root
+    selection = Selection(root, "" if tree is None else tree.folder)
+    outside = _below(root, root / selection.cwd, excluded)
+    found = _walked(root, outside) if tree is None else listed_files(root, outside)
+    kept = [path for path in found if not _is_below(path, outside)]
+    kept = _without_environments(kept)
+    if len(kept) > MAX_FILES:
+        raise _too_much(root, Counter(map(_top, kept)), len(kept), None)
+    _look_at(selection, kept)
+    total = sum(seen.st_size for seen in selection.files.values())
+    if total > MAX_TOTAL_MB * _MB:
+        sizes = Counter[str]()
+        for path, seen in selection.files.items():
+            sizes[path] += seen.st_size
+        raise _too_much(root, sizes, len(kept), total)
+    return selection
+
+
+def package_files() -> dict[str, Path]:
+    """Return the files of ``hpc_train`` itself by their path within the package's parent."""
+    package = Path(hpc_train.__file__).parent
+    return {
+        str(path.relative_to(package.parent)): path
+        for path in sorted(package.rglob("*"))
+        if "__pycache__" not in path.parts and not path.name.startswith(".") and path.is_file()
+    }
+
+
+def import_folders(selection: Selection) -> list[str]:
+    """Return further folders within the tree, besides its root and ``cwd``, from which modules are imported.
+
+    They come from PYTHONPATH and from packages installed in editable mode, as with ``src/``.
+    """
+    places = [Path(entry or ".") for entry in sys.path]
+    for name, module in list(sys.modules.items()):
+        if name.startswith("__editable__"):  # setuptools' finder; its mapping: a package's name → its folder
+            places += [Path(path).parent for path in getattr(module, "MAPPING", {}).values()]
+    found = [_relative(Path(os.path.realpath(place)), selection.root) for place in places]
+    names = [name for name in dict.fromkeys(found) if name and name != selection.cwd]
+    return [name for name in names if any(path.startswith(f"{name}/") for path in selection.files)]
+
+
+def has_changed(selection: Selection) -> bool:
+    """Tell whether a file has changed since it was listed."""
+    return any(
+        _signature(seen) != _signature(_lstat(selection.root / path))
+        for path, seen in selection.files.items()
+    )
+
+
+def _signature(seen: os.stat_result | None) -> tuple[int, int, int] | None:
+    return None if seen is None else (seen.st_ino, seen.st_size, seen.st_mtime_ns)
+
+
+def _below(root: Path, cwd: Path, folders: Iterable[Path]) -> list[str]:
+    """Return the folders within the tree, relative to its root, unless they contain the current folder."""
+    absolute = [cwd / folder for folder in folders]
+    found = [Path(place(folder)) for folder in absolute for place in (os.path.realpath, os.path.normpath)]
+    kept = {_relative(folder, root) for folder in found if not cwd.is_relative_to(folder)}
+    return sorted(name for name in kept if name)
+
+
+def _relative(path: Path, root: Path) -> str | None:
+    """Return ``path`` relative to ``root``, empty for the root; None if outside."""
+    if not path.is_relative_to(root):
+        return None
+    relative = str(path.relative_to(root))
+    return "" if relative == "." else relative
+
+
+def _is_below(path: str, folders: Iterable[str]) -> bool:
+    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
+def _without_environments(paths: list[str]) -> list[str]:
+    """Exclude virtual environments that git does not ignore."""
+    marks = ("/pyvenv.cfg", "/conda-meta/history")
+    folders = [path.removesuffix(mark) for path in paths for mark in marks if path.endswith(mark)]
+    return [path for path in paths if not _is_below(path, folders)] if folders else paths
+
+
+def _walked(root: Path, outside: Sequence[str]) -> Iterator[str]:
+    """Yield ``*.py`` and ``*.yaml``, without hidden folders and installed packages."""
+    num_seen = 0
+    for folder, subfolders, names in os.walk(root):
+        if folder != str(root) and ("pyvenv.cfg" in names or "conda-meta" in subfolders):
+            subfolders.clear()
+            continue
+        num_seen += len(subfolders) + len(names)
+        if num_seen > _MAX_WALKED:
+            raise UsageError(
+                f"{root}: more than {_MAX_WALKED:,} files and folders are in it, too many to search; "
+                "start in the folder that contains the code, or make that a git work tree"
+            )
+        inner = PurePosixPath(os.path.relpath(folder, root))
+        subfolders[:] = [
+            name
+            for name in sorted(subfolders)
+            if not name.startswith(".")
+            and name not in (*NO_CODE, "site-packages")
+            and str(inner / name) not in outside
+        ]
+        yield from (str(inner / name) for name in sorted(names) if name.endswith((".py", ".yaml")))
+
+
+def _look_at(selection: Selection, paths: Iterable[str]) -> None:
+    """Sort the listed files into files, links and exclusions."""
+    links = []
+    for path in paths:
+        seen = _lstat(selection.root / path)
+        if seen is None or stat.S_ISDIR(seen.st_mode):
+            continue  # tracked but deleted; a submodule that is not checked out
+        if _is_secret(path):
+            selection.left_out[path] = "may contain a secret"
+        elif stat.S_ISLNK(seen.st_mode):
+            links.append(path)
+        elif not stat.S_ISREG(seen.st_mode):
+            selection.left_out[path] = "is not a file"
+        elif seen.st_size > MAX_FILE_MB * _MB:
+            selection.left_out[path] = f"{seen.st_size // _MB} MB, over {MAX_FILE_MB} MB"
+        else:
+            selection.files[path] = seen
+    _look_at_links(selection, links)
+
+
+def _look_at_links(selection: Selection, paths: Iterable[str]) -> None:
+    """Keep links to selected files, as relative links; no link leads out of the tree."""
+    folders = {str(parent) for path in selection.files for parent in PurePosixPath(path).parents}
+    for path in paths:
+        target = _relative(Path(os.path.realpath(selection.root / path)), selection.root)
+        if target is not None and (target in selection.files or (target or ".") in folders):
+            selection.links[path] = os.path.relpath(target or ".", os.path.dirname(path) or ".")  # noqa: PTH120
+        else:
+            selection.left_out[path] = "leads to what is not in the snapshot"
+
+
+def _is_secret(path: str) -> bool:
+    lowered = PurePosixPath(path.lower())
+    if _SECRET_FOLDERS & set(lowered.parts) or any(lowered.match(pattern) for pattern in _SECRET_PATHS):
+        return True
+    if lowered.suffix == ".py":  # a module of such a name is code that would be missed
+        return False
+    return any(fnmatch(lowered.name, pattern) for pattern in _SECRET_NAMES) or _names_secret(lowered)
+
+
+def _names_secret(path: PurePosixPath) -> bool:
+    """Tell whether the words of a file's name, in lower case, suggest a secret."""
+    if path.suffix in _SOURCE_SUFFIXES:
+        return False
+    words = _WORD.findall(path.name)
+    if _SECRET_WORDS & set(words) or _SECRET_PAIRS & set(pairwise(words)):
+        return True
+    last = _WORD.findall(path.stem)[-1:]
+    return path.suffix in _SETTINGS_SUFFIXES and bool(_SECRET_LAST_WORDS & set(last))
+
+
+def holds_private_key(content: bytes) -> bool:
+    """Tell whether a file contains a private key, whatever its name."""
+    return _PRIVATE_KEY.search(content) is not None
+
+
+def _lstat(path: Path) -> os.stat_result | None:
+    try:
+        return path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _top(path: str) -> str:
+    """Return the folder, at most two levels deep, that contains a file."""
+    parts = PurePosixPath(path).parts
+    return "/".join(parts[:2]) + "/" if len(parts) > 2 else "/".join(parts[:-1] or parts)
+
+
+def _too_much(root: Path, weights: Counter[str], num_files: int, total: int | None) -> UsageError:
+    heaviest = weights.most_common(5)
+    if total is None:
+        named = ", ".join(f"{path} ({count:,} files)" for path, count in heaviest)
+        what = f"{num_files:,} files, and a snapshot takes at most {MAX_FILES:,}; most are in {named}"
+    else:
+        named = ", ".join(f"{path} ({size / _MB:.1f} MB)" for path, size in heaviest)
+        what = (
+            f"{total / _MB:.0f} MB, and a snapshot takes at most {MAX_TOTAL_MB} MB; the largest are {named}"
+        )
+    return UsageError(
+        f"{root}: the code here is {what}; add what is not code to .gitignore, "
+        "or start in a folder that contains only the code"
+    )

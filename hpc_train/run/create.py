@@ -1,0 +1,238 @@
+"""Creates run folders, and the experiment that each attempt runs."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import ExitCode, StorageError
+from hpc_train.paths import RunPaths
+from hpc_train.plan.identity import content_hash
+from hpc_train.plan.input_files import fingerprints, other_inputs
+from hpc_train.run import frozen_experiment
+from hpc_train.run.attempts import newest_number, now, read_record
+from hpc_train.run.code import snapshot as snapshots
+from hpc_train.run.code.work_tree import commit_of
+from hpc_train.run.files import read_json, sync_folder, write_json
+from hpc_train.run.processes import Process
+from hpc_train.run.rank_ends import exit_codes
+from hpc_train.run.run_status import RunStatus, write_status
+from hpc_train.run.trust import make_experiment_folder
+from hpc_train.run.versions import versions
+from hpc_train.topology.batch_arithmetic import StepLayout
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The file that a run was created from, and the command line's overrides."""
+
+    #: Absolute; it may have changed since, or be gone.
+    file: str
+    #: ``KEY=VALUE`` of the submit.
+    overrides: list[str]
+
+
+def create_run(
+    paths: RunPaths,
+    experiment: Experiment,
+    run_id: str,
+    total_steps: int | None,
+    *,
+    launcher: str = "local",
+    snapshot: Path | None = None,
+    origin: Origin | None = None,
+    values: Mapping[str, Any] | None = None,
+    layout: StepLayout | None = None,
+) -> bool:
+    """Create the run's folder atomically. Returns False if it exists.
+
+    ``snapshot``: of the code that the run uses; None: whatever ranks find in their current folder.
+    ``values``: the swept keys and their values. ``layout``: of a step, as planned. Raises UntrustedError if
+    another user could replace the run.
+    """
+    if paths.folder.exists():
+        return False
+    make_experiment_folder(paths.siblings)
+    temporary = RunPaths(paths.folder.with_name(f".{paths.folder.name}.{secrets.token_hex(4)}"))
+    temporary.folder.mkdir(mode=0o700)
+    try:
+        frozen_experiment.write(temporary, experiment)
+        facts = _run_facts(experiment, run_id, launcher, snapshot, origin) | {
+            "values": dict(values or {}),
+            "ranks": layout.ranks if layout else None,
+            "step": layout.to_json() if layout else None,
+            "inputs": fingerprints(experiment),
+        }
+        write_json(temporary.run, facts, sync=True)
+        if snapshot is not None:
+            snapshots.link(temporary, snapshot)
+        write_status(temporary, RunStatus(total_steps=total_steps))
+        temporary.folder.rename(paths.folder)
+    except OSError:
+        if not paths.folder.exists():
+            raise
+        return False
+    finally:
+        shutil.rmtree(temporary.folder, ignore_errors=True)
+    sync_folder(paths.folder.parent)
+    return True
+
+
+def effective_experiment(paths: RunPaths, attempt: int) -> Experiment:
+    """Return the frozen experiment with the ``noted_changes``.
+
+    Raises BadFileError if the frozen file was changed.
+    """
+    latest = {override.partition("=")[0]: override for override in noted_changes(paths, attempt)}
+    if not latest:
+        return frozen_experiment.read(paths)
+    return frozen_experiment.load_changed(paths, list(latest.values())).experiment
+
+
+def note_change(paths: RunPaths, attempt: int, overrides: Sequence[str]) -> None:
+    """Record in ``run.json`` what ``attempt`` and later ones change; one ``KEY=VALUE`` each."""
+    run = _run_to_change(paths)
+    changes = {str(number): listed for number, listed in _changes(run).items()}
+    changes[str(attempt)] = list(overrides)
+    write_json(paths.run, run | {"changes": changes}, sync=True)
+
+
+def noted_changes(paths: RunPaths, attempt: int) -> list[str]:
+    """Return the changes recorded for ``attempt`` and those before it, oldest first.
+
+    Changes that the ranks of an earlier attempt rejected before the first step are excluded: they would be
+    rejected again.
+    """
+    noted = _changes(read_json(paths.run) or {})
+    numbers = [n for n in sorted(noted) if n <= attempt and not _were_refused(paths, n, attempt)]
+    return [override for number in numbers for override in noted[number]]
+
+
+def refused_changes(paths: RunPaths) -> list[str]:
+    """Return the changes of the newest attempt that the next one excludes."""
+    newest = newest_number(paths)
+    kept = noted_changes(paths, newest + 1)
+    return [override for override in noted_changes(paths, newest) if override not in kept]
+
+
+def _were_refused(paths: RunPaths, number: int, before: int) -> bool:
+    """Tell whether an attempt from ``number`` on ended because of its file, and none had done a step until
+    then.
+    """
+    for attempt in paths.attempt_folders():
+        if number <= attempt.number < before:
+            record = read_record(attempt)
+            if record is not None and "first_step" in record.events:
+                return False
+            if ExitCode.BAD_FILE in exit_codes(attempt).values():
+                return True
+    return False
+
+
+def note_code(paths: RunPaths, snapshot: Path, attempt: int) -> None:
+    """Record in ``run.json`` that ``attempt`` and later ones use another snapshot than those before."""
+    run = _run_to_change(paths)
+    before = run.get("code") or {}
+    earlier = [*before.pop("earlier", []), before | {"until_attempt": attempt - 1}]
+    write_json(paths.run, run | {"code": _code_facts(snapshot) | {"earlier": earlier}}, sync=True)
+
+
+def note_versions(paths: RunPaths, attempt: int, now: Mapping[str, str]) -> None:
+    """Record in ``run.json`` the versions that ``attempt`` and later ones run with, if they differ."""
+    run = _run_to_change(paths)
+    if dict(now) != _versions(run):
+        by_attempt = (run.get("versions_by_attempt") or {}) | {str(attempt): dict(now)}
+        write_json(paths.run, run | {"versions_by_attempt": by_attempt}, sync=True)
+
+
+def note_inputs(paths: RunPaths, experiment: Experiment, *, has_saved: bool) -> None:
+    """Record in ``run.json`` the data of the next attempt; what was trained on so far is kept.
+
+    Nothing is recorded for a run of 0.1 that has saved a checkpoint: what it was trained on is unknown.
+    """
+    run = _run_to_change(paths)
+    noted = run.get("inputs")
+    if has_saved and not isinstance(noted, dict):
+        return
+    now = fingerprints(experiment)
+    kept = noted if has_saved and isinstance(noted, dict) else {}
+    if now | kept != noted:
+        write_json(paths.run, run | {"inputs": now | kept}, sync=True)
+
+
+def noted_versions(paths: RunPaths) -> dict[str, str]:
+    """Return the versions recorded last: at the run's creation, or with a later attempt."""
+    return _versions(read_json(paths.run) or {})
+
+
+def inputs_differ(paths: RunPaths, experiment: Experiment) -> list[str]:
+    """Return the keys whose files, by ``experiment``, differ from those at the run's creation."""
+    return other_inputs((read_json(paths.run) or {}).get("inputs"), experiment)
+
+
+def origin_of(paths: RunPaths) -> Origin | None:
+    """Return what the run was created from, None if that was not recorded."""
+    source = (read_json(paths.run) or {}).get("source")
+    try:
+        return Origin(**source) if isinstance(source, dict) else None
+    except TypeError:  # of a later version
+        return None
+
+
+def was_submitted_here(paths: RunPaths) -> bool:
+    """Tell whether the run's code is that of the current folder."""
+    code = (read_json(paths.run) or {}).get("code") or {}
+    return code.get("folder") == str(Path.cwd())
+
+
+def _run_to_change(paths: RunPaths) -> dict[str, Any]:
+    run = read_json(paths.run)
+    if run is None:
+        raise StorageError(
+            f"{paths.run}: missing or not written by hpc-train; the run can't be changed; "
+            "start a new one with --new"
+        )
+    return run
+
+
+def _changes(run: dict[str, Any]) -> dict[int, list[str]]:
+    noted = run.get("changes") or {}
+    return {int(number): [str(override) for override in overrides] for number, overrides in noted.items()}
+
+
+def _versions(run: Mapping[str, Any]) -> dict[str, str]:
+    by_attempt = run.get("versions_by_attempt") or {}
+    latest = by_attempt[max(by_attempt, key=int)] if by_attempt else run.get("versions") or {}
+    return {str(package): str(version) for package, version in latest.items()}
+
+
+def _run_facts(
+    experiment: Experiment, run_id: str, launcher: str, snapshot: Path | None, origin: Origin | None
+) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "id": run_id,
+        "name": experiment.name,
+        "content_hash": content_hash(experiment),
+        "created": now(),
+        "creator": Process.current().to_json(),
+        "source": asdict(origin) if origin else None,
+        "versions": versions(),
+        "code": commit_of(Path.cwd()) if snapshot is None else _code_facts(snapshot),
+        "launcher": launcher,
+        "slurm_job_ids": [],
+        "wandb_id": secrets.token_hex(8),
+        "changes": {},
+    }
+
+
+def _code_facts(snapshot: Path) -> dict[str, Any]:
+    """Return which code a run uses: the commit, the snapshot, and the folder it was taken from."""
+    folder = Path.cwd()
+    commit = commit_of(folder) or {"commit": None, "dirty": None}
+    return commit | {"snapshot": snapshot.name, "folder": str(folder)}

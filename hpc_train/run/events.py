@@ -1,0 +1,61 @@
+"""Timestamps of an attempt's events: rank 0 writes them to a small file, which is read with the attempt's
+record.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from hpc_train.paths import AttemptPaths
+from hpc_train.run.attempts import EVENTS, now_ms
+from hpc_train.run.files import read_json, write_json
+
+
+@dataclass
+class EventLog:
+    """Rank 0's record of one attempt. Errors in writing an event are ignored."""
+
+    attempt: AttemptPaths
+    _events: dict[str, str] = field(default_factory=dict)
+    _save_s: float | None = None
+    _stall_s: float = 0.0
+    _signal: str | None = None
+
+    def note(self, event: str, time: str | None = None) -> None:
+        """Record that ``event`` happened, at ``time`` (UTC, ISO 8601) or now. Only the first time counts.
+
+        If ranks agree to stop before this rank received a signal, the signal came to another rank.
+        """
+        assert event in EVENTS, event
+        if event == "agreed":
+            self._events.setdefault("signal", time or now_ms())
+        if event not in self._events:
+            self._events[event] = time or now_ms()
+            self._write()
+
+    def signalled(self, name: str, time: str) -> None:
+        """Record which signal asked to stop, and when."""
+        self._signal = self._signal or name
+        self._events.setdefault("signal", time)
+        self._write()
+
+    def saved(self, duration_s: float, stall_s: float) -> None:
+        """Record the longest save, and the total time that training waited for saves: ``stall_s`` for this
+        one.
+        """
+        self._save_s = max(round(duration_s, 3), self._save_s or 0.0)
+        self._stall_s += stall_s
+        self._write()
+
+    def _write(self) -> None:
+        with suppress(OSError):
+            told = {"events": self._events, "save_s": self._save_s, "signal": self._signal}
+            stall = {"checkpoint_stall_s": round(self._stall_s, 4)} if self._save_s is not None else {}
+            write_json(self.attempt.events, {"version": 1} | told | stall)
+
+
+def noted_signal(attempt: AttemptPaths) -> str | None:
+    """Return the name of the signal that asked rank 0 to stop, or None."""
+    name = (read_json(attempt.events) or {}).get("signal")
+    return name if isinstance(name, str) else None

@@ -1,0 +1,135 @@
+"""Small files that are always complete: written to a temporary file, then renamed; and the only way to read
+them.
+
+Anyone who can write to a run folder may have replaced a file: reading is bounded, never waits for a pipe, and
+a file of the wrong shape is unreadable.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hpc_train.run.file_shapes import fits
+
+#: On NFS, a file that another node replaces while it is read is stale; the next read finds the new one.
+_STALE_READS = 3
+#: A link that leads to itself; a socket.
+_NO_FILE = {errno.ELOOP, errno.ENXIO}
+#: Larger than any small file of a run with thousands of ranks.
+MAX_SMALL_BYTES = 64 << 20
+
+
+class UnreadableFileError(ValueError):
+    """The path does not contain one of our files."""
+
+
+@contextmanager
+def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
+    """Open a new file that replaces ``path`` atomically when the block ends without an error.
+
+    With ``sync`` it is on disk then. An OSError names ``path``; one of a write names no file itself.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+            error.filename = str(path)
+        raise
+    if sync:
+        sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str, *, sync: bool = False) -> None:
+    """Replace ``path`` by ``text`` atomically; with ``sync`` it is on disk when this returns."""
+    with replacing(path, sync=sync) as file:
+        file.write(text.encode())
+
+
+def write_json(path: Path, data: dict[str, Any], *, sync: bool = False) -> None:
+    """Replace ``path`` by ``data`` as JSON atomically."""
+    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", sync=sync)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the object in ``path``, None if it is missing or not written by hpc-train.
+
+    ``shapes.SHAPES`` defines the content by file name.
+    """
+    try:
+        data = json.loads(read_text(path))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) and fits(data, path.name) else None
+
+
+def read_text(path: Path, max_bytes: int = MAX_SMALL_BYTES, *, errors: str = "strict") -> str:
+    """Return the text of a small file.
+
+    Raises UnreadableFileError if it is too large or not a regular file, UnicodeDecodeError with ``errors``
+    ``strict``, OSError for errors of the disk.
+    """
+    for _ in range(_STALE_READS):
+        try:
+            return _read(path, max_bytes).decode("utf-8", errors)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+    return _read(path, max_bytes).decode("utf-8", errors)
+
+
+def _read(path: Path, max_bytes: int) -> bytes:
+    with open_regular(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise UnreadableFileError(f"{path}: larger than {max_bytes} bytes")
+    return content
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open for reading.
+
+    Raises UnreadableFileError for a folder, pipe or device, which could block, and for a link to itself.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise UnreadableFileError(f"{path}: {error.strerror}") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnreadableFileError(f"{path}: not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the folder's own entries (a rename, a new file) to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder atomically; a missing one is fine."""
+    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    with suppress(FileNotFoundError):
+        folder.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)

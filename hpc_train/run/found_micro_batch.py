@@ -1,0 +1,76 @@
+"""``micro_batch.json``: the result of ``micro_batch_size: auto``.
+
+Found once and kept for the run's lifetime: the size affects the numerics of a step, so all attempts use the
+same one.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from hpc_train.errors import StorageError
+from hpc_train.paths import RunPaths
+from hpc_train.run.files import read_json, sync_folder, write_json
+
+
+@dataclass(frozen=True)
+class Found:
+    """The content of ``micro_batch.json`` without its version."""
+
+    #: m.
+    size: int
+    #: The next larger size, which did not fit; None if there is none.
+    too_large: int | None
+    #: Of the attempt that found it.
+    ranks: int
+    attempt: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": 1} | asdict(self)
+
+
+def kept(paths: RunPaths) -> Found | None:
+    """Return the size that the run has found; None before that. Raises StorageError if the file can't be
+    read.
+    """
+    if not paths.micro_batch.exists():
+        return None
+    data = read_json(paths.micro_batch) or {}
+    values: dict[str, Any] = {field.name: data.get(field.name) for field in fields(Found)}
+    numbers = [values["size"], values["ranks"], values["attempt"]]
+    if not all(isinstance(number, int) and number > 0 for number in numbers):
+        raise StorageError(
+            f"{paths.micro_batch}: can't be read, and another micro_batch_size would be another run; put it "
+            "back, or start again with hpc-train submit --new"
+        )
+    return Found(**values)
+
+
+def kept_size(paths: RunPaths) -> int | None:
+    """Return the size alone, for messages about a run; also None if the file can't be read."""
+    with suppress(OSError, StorageError):
+        found = kept(paths)
+        return None if found is None else found.size
+    return None
+
+
+def keep(paths: RunPaths, found: Found) -> Found:
+    """Write ``found``, on disk when this returns; return the first result.
+
+    An attempt that was presumed dead may still be searching: both use the result written first.
+    """
+    temporary = paths.micro_batch.with_name(f".{paths.micro_batch.name}.{secrets.token_hex(4)}")
+    try:
+        write_json(temporary, found.to_json(), sync=True)
+        with suppress(FileExistsError):
+            os.link(temporary, paths.micro_batch)  # fails where a rename would replace
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(paths.folder)
+    first = kept(paths)
+    assert first is not None, "it was linked, or existed"
+    return first

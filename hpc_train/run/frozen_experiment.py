@@ -1,0 +1,93 @@
+"""Writes the experiment to the run folder, and reads an equal Experiment back.
+
+``resolved.json`` contains every key with its default written out, so that a later version's default never
+changes an existing run; attempts read this file. ``experiment.yaml`` is the same for people, without
+defaults. Run folders of 0.1 have only the latter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from hpc_train.config.marked_yaml import FORBIDDEN
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import BadFileError
+from hpc_train.paths import RunPaths
+from hpc_train.run.files import read_text, write_text
+from hpc_train.validate.loading import Loaded, load
+
+#: Text that any YAML 1.1 or 1.2 reader takes for text; all other text is quoted.
+_PLAIN_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./+-]*|[0-9]+(min|h)")
+#: JSON has no such numbers; Python writes them nevertheless, each at the end of a line here.
+_NOT_FINITE = re.compile("(-?Infinity|NaN)(?=,?$)", re.MULTILINE)
+_IN_YAML = {"Infinity": ".inf", "-Infinity": "-.inf", "NaN": ".nan"}
+_WORDS_OF_YAML = {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes by our rules and writes no anchors."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    plain = _PLAIN_TEXT.fullmatch(text) and text.lower() not in _WORDS_OF_YAML
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def dump(experiment: Experiment) -> str:
+    """Return the experiment as YAML: keys in the schema's order, defaults omitted, floats exact."""
+    data = _lists(experiment.model_dump(exclude_defaults=True))
+    if data.get("compile") == {}:
+        data["compile"] = True
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=10**6)
+    return text
+
+
+def write(paths: RunPaths, experiment: Experiment) -> None:
+    """Write both files, and sync them to disk."""
+    resolved = json.dumps(_lists(experiment.model_dump()), indent=1, ensure_ascii=False)
+    readable = _NOT_FINITE.sub(lambda match: _IN_YAML[match[0]], FORBIDDEN.sub(_escaped, resolved))
+    write_text(paths.resolved, readable + "\n", sync=True)
+    write_text(paths.experiment, dump(experiment), sync=True)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return f"\\u{ord(match[0]):04x}"
+
+
+def read(paths: RunPaths) -> Experiment:
+    """Return what the run was created with. Raises BadFileError; names are not looked up again."""
+    try:
+        return Experiment.model_validate(json.loads(read_text(paths.resolved)))
+    except (OSError, ValueError, RecursionError, ValidationError):  # none (0.1), or damaged: reported below
+        return load_changed(paths, ()).experiment
+
+
+def load_changed(paths: RunPaths, overrides: Sequence[str], *, check_names: bool = False) -> Loaded:
+    """Load what the run was created with, changed by ``KEY=VALUE`` overrides. Raises BadFileError."""
+    return load(_frozen(paths), overrides, check_names=check_names)
+
+
+def _frozen(paths: RunPaths) -> Path:
+    path = paths.resolved if paths.resolved.exists() else paths.experiment
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise BadFileError(f"{path}: is not a plain file")
+    return path
+
+
+def _lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value

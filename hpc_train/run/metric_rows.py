@@ -1,0 +1,68 @@
+"""The lines of ``metrics.jsonl``, read in constant memory: forward, or from the end.
+
+A row is a JSON object with a ``split`` and an integer ``step``; rows are in the order of their steps.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hpc_train.run.files import UnreadableFileError, open_regular
+
+#: One row of ``metrics.jsonl``.
+Row = dict[str, Any]
+
+_BLOCK_BYTES = 1 << 16
+
+
+def parse_row(line: bytes) -> Row | None:
+    """Return the row in a line; None for a line that was cut off or is not a row."""
+    if not looks_like_row(line):
+        return None
+    try:
+        row = json.loads(line.decode("utf-8", errors="replace"))
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("split"), str):
+        return row
+    return None
+
+
+def looks_like_row(line: bytes) -> bool:
+    """Tell, without parsing, whether a line may contain a row."""
+    return line.startswith(b"{") and line.rstrip().endswith(b"}") and b'"step"' in line and b'"split"' in line
+
+
+def iter_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of the file in order; none if there is no file."""
+    try:
+        file = open_regular(path)
+    except (FileNotFoundError, UnreadableFileError):
+        return
+    with file:
+        for line in file:
+            if row := parse_row(line):
+                yield row
+
+
+def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield (offset, line) of the file's lines, the last one first; only the last may lack its line break."""
+    begin = file.seek(0, os.SEEK_END)
+    pending = b""  # the first line of the blocks read so far, which may begin in an earlier block
+    while begin > 0:
+        size = min(_BLOCK_BYTES, begin)
+        begin -= size
+        file.seek(begin)
+        lines = io.BytesIO(file.read(size) + pending).readlines()
+        pending = lines[0]
+        end = begin + sum(len(line) for line in lines)
+        for line in reversed(lines[1:]):
+            end -= len(line)
+            yield end, line
+    if pending:
+        yield 0, pending

@@ -1,0 +1,144 @@
+"""Identifies the process that a file names: it may have ended long ago, and its pid been reused.
+
+Reads /proc directly instead of through psutil, whose ``create_time()`` is a wall-clock time derived from the
+boot time: files of every version record the start in clock ticks, with boot id and PID namespace, which
+psutil does not report. Signals are sent through a pidfd, so they can't reach another process; psutil checks
+first and then calls kill.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import TryAgainError
+
+#: The attempt that a rank belongs to, and its run folder; set by the launcher.
+ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
+FOLDER_VARIABLE = "HPC_TRAIN_RUN_FOLDER"
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True)
+class Process:
+    """A unique process: machine (as booted), container, pid, and start in clock ticks."""
+
+    host: str
+    boot_id: str
+    #: The namespace of ``pid``; differs in a container.
+    pid_namespace: str
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def of(cls, pid: int) -> Process | None:
+        """Return the living process ``pid`` of this machine, or None."""
+        start_ticks = _start_ticks(pid)
+        if start_ticks is None:
+            return None
+        return cls(socket.gethostname(), _boot_id(), _pid_namespace(), pid, start_ticks)
+
+    @classmethod
+    def current(cls) -> Process:
+        process = cls.of(os.getpid())
+        assert process is not None, "/proc does not show our own process"
+        return process
+
+    @classmethod
+    def from_json(cls, data: object) -> Process | None:
+        """Read what ``to_json`` wrote; None if it is something else."""
+        types = {"host": str, "boot_id": str, "pid_namespace": str, "pid": int, "start_ticks": int}
+        if not isinstance(data, dict) or any(type(data.get(key)) is not kind for key, kind in types.items()):
+            return None
+        if not 0 < data["pid"] < 2**31:
+            return None
+        return cls(**{key: data[key] for key in types})
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def is_alive(self) -> bool | None:
+        """Tell whether it is alive; None if that can't be seen from here: another machine or container."""
+        if self.boot_id != _boot_id():
+            # The same name after another boot is this machine, restarted.
+            return False if self.host == socket.gethostname() else None
+        if self.pid_namespace != _pid_namespace():
+            return None
+        return _start_ticks(self.pid) == self.start_ticks
+
+    def is_rank_of(self, run: Path, attempt: int) -> bool:
+        """Tell whether the process itself says that it is a rank of that attempt, whatever a file says.
+
+        Launchers put attempt and run folder into a rank's environment, which no other user can write.
+        """
+        environment = dict(each.partition(b"=")[::2] for each in _proc_strings(self.pid, "environ"))
+        if environment.get(ATTEMPT_VARIABLE.encode()) != str(attempt).encode():
+            return False
+        # 0.1 named the folder only on the command line.
+        place = environment.get(FOLDER_VARIABLE.encode()) or _proc_strings(self.pid, "cmdline")[-1]
+        try:
+            return Path(os.fsdecode(place)).samefile(run)
+        except OSError:
+            return False
+
+    def send(self, number: int, run: Path, attempt: int) -> bool:
+        """Send a signal if it is alive and a rank of that attempt; return whether it was sent.
+
+        A process that reuses its pid is safe, and so is any other process that a file names.
+        """
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            if self.is_rank_of(run, attempt) and self.is_alive():
+                signal.pidfd_send_signal(descriptor, number)
+                return True
+        except ProcessLookupError:
+            pass
+        finally:
+            os.close(descriptor)
+        return False
+
+    def wait(self, limit_s: float) -> None:
+        """Wait until it is gone. Raises TryAgainError after ``limit_s``."""
+        deadline = time.monotonic() + limit_s
+        while self.is_alive():
+            if time.monotonic() > deadline:
+                raise TryAgainError(
+                    f"process {self.pid} has not ended {limit_s:g} s after SIGKILL; try again"
+                )
+            time.sleep(_POLL_S)
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return field 22 of /proc/PID/stat, or None for a process that is gone or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat.rpartition(")")[2].split()  # the name, in parentheses, may contain blanks and parentheses
+    return None if fields[0] in {"Z", "X"} else int(fields[19])
+
+
+def _proc_strings(pid: int, name: str) -> list[bytes]:
+    """Return the NUL-separated strings of /proc/PID/``name``; one empty string if it can't be read."""
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes().removesuffix(b"\0").split(b"\0")
+    except OSError:
+        return [b""]
+
+
+@cache
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")  # noqa: PTH115

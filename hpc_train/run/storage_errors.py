@@ -1,0 +1,68 @@
+"""Errors of disks and file servers: which may be temporary, how often a write is retried, what the user
+reads.
+
+The same rules for everything that a rank writes.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TypeVar
+
+from hpc_train.errors import StorageError, TransientStorageError
+
+#: Pauses before each retry (assumed).
+RETRY_AFTER_S = (0.5, 2.0)
+
+#: On Linux only.
+_EREMOTEIO = getattr(errno, "EREMOTEIO", errno.EIO)
+_REASONS = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EROFS: "the file system is read-only",
+    _EREMOTEIO: "the file server reports an I/O error",
+    errno.EIO: "the disk reports an I/O error",
+    errno.ESTALE: "the file server has forgotten the file (stale file handle)",
+    errno.ETIMEDOUT: "the file server does not answer",
+}
+#: Errors that may be temporary, or are the node's and not the file system's.
+TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, _EREMOTEIO})
+
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+def retried(
+    work: Callable[[], Result],
+    path: Path,
+    *,
+    transient: Collection[int] = TRANSIENT,
+    tells: bool = True,
+) -> Result:
+    """Run ``work``, which must be repeatable, and retry on temporary errors at ``path``.
+
+    Blocks for the pauses between retries. Raises the last OSError, and permanent errors at once. ``tells``:
+    log a warning for each retry.
+    """
+    for pause_s in RETRY_AFTER_S:
+        try:
+            return work()
+        except OSError as error:
+            if error.errno not in transient:
+                raise
+            if tells:
+                _log.warning("%s: %s; tried again", path, error.strerror)
+            time.sleep(pause_s)
+    return work()
+
+
+def storage_error(error: OSError, path: Path) -> StorageError | TransientStorageError:
+    """Return the message for an operating system error in writing ``path``."""
+    reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+    if error.errno in TRANSIENT:
+        return TransientStorageError(f"{path}: {reason}")
+    return StorageError(f"{path}: {reason}; free some space or fix it there, then continue")

@@ -1,0 +1,69 @@
+"""Cost and constraints of pipeline schedules: plain arithmetic, for the planner and for every rank.
+
+Legend: K ranks of a pipeline, v stages of each, S slots: the micro-batches of one pipeline in a step.
+"""
+
+from __future__ import annotations
+
+from hpc_train.config.problems import Problem
+from hpc_train.config.training_sections import ParallelConfig
+from hpc_train.topology.strategy_traits import traits_of
+
+
+def stages_per_rank(parallel: ParallelConfig) -> int:
+    """Return v: the file's value, else 2 for an interleaved pipeline and 1 for any other."""
+    if parallel.stages_per_rank is not None:
+        return parallel.stages_per_rank
+    return 2 if traits_of(parallel.strategy).has_schedule and parallel.schedule == "interleaved" else 1
+
+
+def bubble(parallel: ParallelConfig, ranks: int, slots: int) -> float:
+    """Return the bubble: the fraction of a step, 0…1, in which a rank waits if all stages take equally long.
+
+    (K − 1) / (S + K − 1): Huang et al. 2019, GPipe (arXiv:1811.06965), section 2.3; the same for 1F1B, which
+    only changes the order. With v stages per rank (K − 1) / (v·S + K − 1): Narayanan et al. 2021
+    (arXiv:2104.04473), section 2.2.2, who divide by the compute time alone, (K − 1) / (v·S), for S ≥ K. With
+    fewer slots each rank waits for each micro-batch between its stages: v·S of v·K + S − 1. ``split`` is a
+    pipeline of one slot at a time.
+    """
+    in_flight = slots if traits_of(parallel.strategy).has_schedule else 1
+    stages = stages_per_rank(parallel)
+    return 1 - stages * in_flight / (stages * max(in_flight, ranks) + min(in_flight, ranks) - 1)
+
+
+def problem_of_schedule(parallel: ParallelConfig, ranks: int, slots: int) -> Problem | None:
+    """Return why the schedule can't run ``slots`` slots per step, or None.
+
+    ``1f1b`` with fewer slots than ranks is equivalent to gpipe. ``interleaved`` runs in rounds of K slots or
+    a few more, all rounds of one size.
+    """
+    if not traits_of(parallel.strategy).has_schedule or parallel.schedule != "interleaved":
+        return None
+    rounds = max(1, slots // ranks)
+    if slots % rounds == 0:
+        return None
+    fitting = slots // ranks * ranks
+    return Problem(
+        ("parallel", "schedule"),
+        f"interleaved runs micro-batches of {ranks} ranks in {rounds} equal rounds, and {slots} per step are "
+        f"not a multiple of {rounds}",
+        f"write 1f1b, or a global_batch_size or micro_batch_size that makes {fitting} or {fitting + ranks}",
+    )
+
+
+def problem_of_stages(parallel: ParallelConfig) -> Problem | None:
+    """Return why the schedule can't have this many stages per rank, or None."""
+    traits = traits_of(parallel.strategy)
+    if not traits.has_stages:
+        return None
+    stages, is_interleaved = stages_per_rank(parallel), parallel.schedule == "interleaved"
+    path = ("parallel", "stages_per_rank")
+    if not traits.has_schedule:
+        message = f"{parallel.strategy} has one stage per rank"
+        return Problem(path, message, "take it out") if stages > 1 else None
+    if is_interleaved and stages < 2:
+        return Problem(path, "interleaved needs at least 2 stages per rank", "write 2, or schedule: 1f1b")
+    if not is_interleaved and stages > 1:
+        remedy = "take it out, or write schedule: interleaved"
+        return Problem(path, f"{parallel.schedule} has one stage per rank", remedy)
+    return None

@@ -1,0 +1,137 @@
+"""The properties of strategies that are needed without importing torch: one row per strategy.
+
+Validation, planning and the batch size search read these rows; none of them names a strategy. A plug-in
+exports its own row as an entry point under the strategy's name in the group ``hpc_train.strategy_traits``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_train.errors import BadFileError
+from hpc_train.registry import load_traits
+
+
+@dataclass(frozen=True)
+class StrategyTraits:
+    """The defaults describe a data-parallel plug-in whose ranks each own the whole model."""
+
+    #: The degrees (keys of ``parallel:``) that the strategy takes.
+    degrees: tuple[str, ...] = ()
+    #: The degrees that default to the remaining ranks: the first of these that the file does not give.
+    rest: tuple[str, ...] = ("replicate",)
+    #: A degree that defaults to all ranks of a node.
+    spans_node: str | None = None
+    #: A degree that defaults to the largest number of ranks that divides what a node has left.
+    divides_node: str | None = None
+    #: The strategy that also replicates what this one shards.
+    replicated_by: str | None = None
+    #: Boolean keys of ``parallel.args``; None: the strategy checks its arguments itself.
+    arguments: tuple[str, ...] | None = None
+    #: Whether parameters are DTensors that ``fully_shard`` placed.
+    shards_parameters: bool = False
+    #: Whether the optimizer receives shards in place of whole parameters.
+    shards_optimizer: bool = False
+    #: Whether a rank owns parts of layers, or some of the layers only.
+    is_model_parallel: bool = False
+    #: Whether the model is cut into stages, one after the other.
+    has_stages: bool = False
+    #: Whether stages work on several micro-batches at a time, by ``parallel.schedule``.
+    has_schedule: bool = False
+    #: Whether a rank's micro-batches follow each other, so that two need as much memory as all.
+    runs_one_by_one: bool = False
+    #: Whether a DeviceMesh is created, with process groups along its axes.
+    has_mesh: bool = True
+
+
+_UNUSED = ("find_unused_parameters",)
+
+#: The strategies of this package.
+BUILT_IN = {
+    "ddp": StrategyTraits(arguments=_UNUSED, runs_one_by_one=True, has_mesh=False),
+    "fsdp": StrategyTraits(
+        degrees=("shard",),
+        rest=("shard",),
+        replicated_by="hsdp",
+        arguments=(),
+        shards_parameters=True,
+        shards_optimizer=True,
+        runs_one_by_one=True,
+    ),
+    "hsdp": StrategyTraits(
+        degrees=("shard", "replicate"),
+        rest=("replicate", "shard"),
+        spans_node="shard",
+        arguments=(),
+        shards_parameters=True,
+        shards_optimizer=True,
+        runs_one_by_one=True,
+    ),
+    "zero1": StrategyTraits(
+        degrees=("shard",),
+        rest=("shard",),
+        arguments=_UNUSED,
+        shards_optimizer=True,
+        runs_one_by_one=True,
+    ),
+    "zero2": StrategyTraits(
+        degrees=("shard",),
+        rest=("shard",),
+        arguments=(),
+        shards_parameters=True,
+        shards_optimizer=True,
+        runs_one_by_one=True,
+    ),
+    "tensor": StrategyTraits(
+        degrees=("shard", "replicate", "tensor"),
+        divides_node="tensor",
+        arguments=(),
+        shards_parameters=True,
+        shards_optimizer=True,
+        is_model_parallel=True,
+        runs_one_by_one=True,
+    ),
+    "pipeline": StrategyTraits(
+        degrees=("shard", "replicate", "tensor", "pipeline"),
+        rest=("pipeline", "replicate"),
+        arguments=(),
+        shards_parameters=True,
+        shards_optimizer=True,
+        is_model_parallel=True,
+        has_stages=True,
+        has_schedule=True,
+    ),
+    "split": StrategyTraits(
+        degrees=("shard", "replicate", "tensor", "pipeline"),
+        rest=("pipeline", "replicate"),
+        arguments=(),
+        shards_parameters=True,
+        shards_optimizer=True,
+        is_model_parallel=True,
+        has_stages=True,
+    ),
+}
+
+
+def traits_of(strategy: str) -> StrategyTraits:
+    """Return the traits of a strategy by its name in the file.
+
+    A strategy without a row, or an unknown one, has the defaults. Raises BadFileError where a plug-in's row
+    can't be imported or is not a ``StrategyTraits``.
+    """
+    if strategy in BUILT_IN:
+        return BUILT_IN[strategy]
+    row = load_traits("strategies", strategy)
+    if row is None:
+        return StrategyTraits()
+    if not isinstance(row, StrategyTraits):
+        raise BadFileError(
+            f"parallel.strategy: the traits of {strategy!r} are a {type(row).__name__}; "
+            "export a hpc_train.topology.strategy_traits.StrategyTraits"
+        )
+    return row
+
+
+def taking(degree: str) -> tuple[str, ...]:
+    """Return the strategies of this package that take a degree."""
+    return tuple(name for name, traits in BUILT_IN.items() if degree in traits.degrees)

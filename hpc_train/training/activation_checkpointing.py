@@ -1,0 +1,211 @@
+"""``activation_checkpointing:`` of the file: blocks whose inside is computed again in backward, not kept.
+
+``training.train_state`` calls it before compiling and placing, so that the strategies' hooks and the
+compiled code wrap it.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from hpc_train.errors import BadFileError
+from hpc_train.strategies.buffers import persistent_places
+from hpc_train.strategies.running_statistics import only_updates_statistics
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+_KEPT_NAMES = (
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "linear",
+    "_scaled_mm",
+    "convolution",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+#: What ``selective`` keeps; not every version of torch has all of them.
+_KEPT = frozenset(
+    getattr(torch.ops.aten, name).default for name in _KEPT_NAMES if hasattr(torch.ops.aten, name)
+)
+
+#: The block whose forward is about to begin: torch calls for its contexts without saying whose.
+_beginning: nn.Module | None = None
+
+
+def checkpoint_activations(blocks: Sequence[nn.Module], setting: str) -> None:
+    """Let ``blocks``, or every n-th of them, compute again in backward what they do not keep, in place.
+
+    Only in training and with gradients. Modules, their names and hooks stay. Raises BadFileError where there
+    are no blocks.
+    """
+    if setting == "off":
+        return
+    if not blocks:
+        raise BadFileError(
+            f"activation_checkpointing: {setting} needs repeated blocks, which this model does not have; "
+            "write off, or give the model a method blocks()"
+        )
+    every = int(setting.removeprefix("every ")) if setting.startswith("every ") else 1
+    for block in blocks[every - 1 :: every]:
+        # An attribute of the instance, so that torch calls hooks and compiled code around it.
+        block.forward = _Recomputed(block, block.forward, is_selective=setting == "selective")
+
+
+class _Recomputed:
+    """A block's forward under torch's checkpoint."""
+
+    def __init__(self, block: nn.Module, plain: Callable[..., Any], *, is_selective: bool) -> None:
+        self.block = block
+        self.plain = plain
+        self.is_selective = is_selective
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Recomputed:
+        """Let a copy of the block be computed with its own weights."""
+        block, plain = copy.deepcopy((self.block, self.plain), memo)
+        return _Recomputed(block, plain, is_selective=self.is_selective)
+
+    def __call__(self, *args: Any, **keys: Any) -> Any:
+        if not (self.block.training and torch.is_grad_enabled()):
+            return self.plain(*args, **keys)
+        global _beginning  # noqa: PLW0603
+        given = None if torch.compiler.is_compiling() else _versions(args, keys)
+        contexts = _contexts_selective if self.is_selective else _contexts_keeping_nothing
+        _beginning = self.block
+        found = checkpoint(self.plain, *args, use_reentrant=False, context_fn=contexts, **keys)
+        _beginning = None
+        if given is not None and given != _versions(args, keys):
+            raise BadFileError(
+                f"activation_checkpointing: a block of this model, {type(self.block).__name__}, changes its "
+                "input in place (inplace=True, +=), so that its forward can't be run again; change the "
+                "model, or write off"
+            )
+        return found
+
+
+def _versions(args: tuple[Any, ...], keys: dict[str, Any]) -> list[int]:
+    """Return how often each tensor given was changed in place. Compiled code may do so: it makes copies."""
+    return [value._version for value in (*args, *keys.values()) if isinstance(value, Tensor)]
+
+
+# What torch calls before each forward of a block, or while it compiles one. Functions of this module without
+# arguments, because torch pickles them into the key of its cache, and compiles anew where they differ.
+def _contexts_keeping_nothing() -> Contexts:
+    if TracingContext.try_get() is not None:
+        # Compiled code changes buffers and draws random numbers in the forward alone.
+        return create_selective_checkpoint_contexts(_keep_nothing)
+    return nullcontext(), _as_in_forward(_begun())
+
+
+def _contexts_selective() -> Contexts:
+    keeping, kept = create_selective_checkpoint_contexts(_selective)
+    if TracingContext.try_get() is not None:
+        return keeping, kept
+    return keeping, _both(_as_in_forward(_begun()), kept)
+
+
+# Let torch find in its cache what it compiled; to be changed with the policy.
+_contexts_keeping_nothing.cache_hash = "hpc_train.keep_nothing.1"  # type: ignore[attr-defined]
+_contexts_selective.cache_hash = "hpc_train.selective.1"  # type: ignore[attr-defined]
+
+
+def _begun() -> nn.Module:
+    assert _beginning is not None
+    return _beginning
+
+
+def _as_in_forward(block: nn.Module) -> AbstractContextManager[None]:
+    """Return what a second forward runs in: random streams and buffers as they are now, both put back.
+
+    Called before the first forward changes anything.
+
+    torch's own are left to ``checkpoint``. BatchNorm's statistics are not read in training, so that they
+    need no copy from now.
+    """
+    streams = random.getstate(), np.random.get_state()
+    # By place: a forward may put another tensor there.
+    read = {
+        (module, key): buffer.clone()
+        for module, key, buffer in persistent_places(block)
+        if not only_updates_statistics(module)
+    }
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        after = random.getstate(), np.random.get_state()
+        originals = _replace_buffers(block, read)
+        _set_streams(*streams)
+        try:
+            yield
+        finally:
+            _set_streams(*after)
+            for module, name, buffer in originals:
+                module._buffers[name] = buffer
+
+    return again()
+
+
+def _set_streams(python: Any, numpy: Any) -> None:
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+def _replace_buffers(
+    block: nn.Module, read: dict[tuple[nn.Module, str], Tensor]
+) -> list[tuple[nn.Module, str, Tensor]]:
+    """Give the block copies of its persistent buffers: what was read, else what is there now.
+
+    Copies, because autograd may hold the originals for a forward whose backward is still to come.
+    Returns what was there.
+    """
+    originals = list(persistent_places(block))
+    copies: dict[int, Tensor] = {}
+    for module, key, buffer in originals:
+        copies.setdefault(id(buffer), read.get((module, key), buffer).clone())
+    for module, key, buffer in originals:
+        module._buffers[key] = copies[id(buffer)]
+    return originals
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer:
+        try:
+            with inner:
+                yield
+        except RuntimeError as error:
+            if "has been mutated" in str(error):
+                raise BadFileError(
+                    "activation_checkpointing: selective keeps results that this model then changes in "
+                    "place (inplace=True, +=); write blocks"
+                ) from error
+            raise
+
+
+def _selective(context: Any, operation: Any, *args: Any, **keys: Any) -> CheckpointPolicy:
+    is_kept = operation in _KEPT and not _draws(operation, args, keys)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _draws(operation: Any, args: tuple[Any, ...], keys: dict[str, Any]) -> bool:
+    """Tell whether an attention drops: without recomputing it, what follows would draw other numbers."""
+    names = [argument.name for argument in operation._schema.arguments]
+    return bool({**dict(zip(names, args, strict=False)), **keys}.get("dropout_p", 0.0))
+
+
+def _keep_nothing(context: Any, operation: Any, *args: Any, **keys: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,274 @@
+"""``micro_batch_size: auto``: the largest that fits, found by trial, agreed by all ranks, kept in the run.
+
+Each rank starts one process beside it (``training.batch_size_trial``); these form a group of their own and
+train whole steps, the smallest size first, until memory runs out on one. So a rank that runs out leaves
+nobody in a collective but processes that are ended then, and the run itself begins as if nothing had been
+tried.
+
+Legend: G global batch, m micro-batch, R data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from hpc_train.checkpoint.control_group import ControlGroup
+from hpc_train.config.problems import Problem
+from hpc_train.distributed.env import is_started_by_slurm
+from hpc_train.distributed.signals import STOP_SIGNALS
+from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, PeerLostError
+from hpc_train.plan.planning import slurm_ranks_per_node
+from hpc_train.run.found_micro_batch import Found, keep, kept
+from hpc_train.topology.batch_arithmetic import accumulation, too_few_micro_batches
+from hpc_train.topology.degrees import find_degrees
+from hpc_train.topology.pipeline_schedules import problem_of_schedule
+from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.training.rank import Rank
+from hpc_train.validate.slurm_rules import max_nodes
+
+_KEY = "optimization.micro_batch_size"
+_TRIAL_MODULE = "hpc_train.training.batch_size_trial"
+#: Between looks at the trials (assumed); a step of most models takes longer.
+_POLL_S = 0.1
+#: What a trial says last, unless it dies. ``peer``: another one is gone, which says nothing of this one.
+DONE, OUT_OF_MEMORY, FAILED, PEER = "done", "out of memory", "failed", "peer"
+#: Which end counts where ranks have different ones: others fail because one ran out of memory.
+_WEIGHT = {OUT_OF_MEMORY: 2, FAILED: 1}
+_log = logging.getLogger(__name__)
+
+
+class TrialError(HpcTrainError):
+    """A trial failed in another way than by memory; the text is that of its own error."""
+
+
+def resolved(rank: Rank) -> Rank:
+    """Return the rank with a number where the file says ``auto``. Collective.
+
+    Raises BadFileError where nothing fits, the model has BatchNorm, or there are more ranks now than the
+    run's size has micro-batches for; what a step itself raises is raised here.
+    """
+    if rank.experiment.optimization.micro_batch_size != "auto":
+        return rank
+    control = ControlGroup(rank.facts.rank, rank.facts.world_size, rank.group.control)
+    # Rank 0's word: on a network disk the others may not see the file yet.
+    first = control.together(lambda: kept(rank.paths) if rank.is_first else None)
+    (size,) = control.broadcast([0 if first is None else first.size])
+    if size == 0:
+        found = _search(rank, control)
+        first = control.together(lambda: keep(rank.paths, found) if rank.is_first else None)
+        (size,) = control.broadcast([found.size if first is None else first.size])
+    _check_ranks(rank, size)
+    if rank.is_first:
+        _log.info("%s: auto is %d in this run", _KEY, size)
+    return replace(rank, experiment=rank.experiment.with_micro_batch_size(size))
+
+
+def candidates(global_batch_size: int, data_ranks: int) -> list[int]:
+    """Return the sizes that divide G and leave each rank a micro-batch, the smallest first."""
+    largest = global_batch_size // data_ranks
+    return [size for size in range(1, largest + 1) if global_batch_size % size == 0]
+
+
+def doubling(sizes: Sequence[int]) -> list[int]:
+    """Return some of the sizes: the smallest, then each at least twice the previous one, to the largest."""
+    chosen: list[int] = []
+    for size in reversed(sizes):
+        if not chosen or 2 * size <= chosen[-1]:
+            chosen.append(size)
+    return sorted({*chosen, *sizes[:1]})
+
+
+def _check_ranks(rank: Rank, size: int) -> None:
+    micro_batches, degrees = rank.experiment.optimization.global_batch_size // size, rank.degrees
+    each = degrees.pipeline * degrees.tensor
+    if problem := too_few_micro_batches(micro_batches, degrees.data_ranks, each, found=size):
+        raise problem.as_error()
+
+
+def _search(rank: Rank, control: ControlGroup) -> Found:
+    """Return the largest size that fits on all ranks. Collective."""
+    sizes = _candidates(rank)
+    fitted, too_large, left = 0, None, doubling(sizes)
+    while left:
+        tried = _try(rank, control, left)
+        fitted = left[tried.num_fitted - 1] if tried.num_fitted else fitted
+        if tried.reason is not None:
+            too_large = left[tried.num_fitted]
+            _tell(rank, too_large, tried.reason)
+        if fitted == 0:
+            raise _nothing_fits(left[0], tried.reason)
+        # Where G is a power of two there is nothing in between.
+        left = [size for size in sizes if too_large is not None and fitted < size < too_large]
+    return Found(fitted, too_large, rank.facts.world_size, rank.attempt)
+
+
+def _candidates(rank: Rank) -> list[int]:
+    """Return those of ``candidates`` that a pipeline's schedule takes and that keep its ranks at work."""
+    batch, degrees = rank.experiment.optimization.global_batch_size, rank.degrees
+    parallel = rank.experiment.parallel
+    sizes = candidates(batch, _most_data_ranks(rank))
+    slots = {size: accumulation(batch // size, degrees.data_ranks) for size in sizes}
+    # With fewer micro-batches than ranks a pipeline never comes to its turns.
+    fewest = (
+        min(degrees.pipeline, max(slots.values(), default=1))
+        if traits_of(parallel.strategy).has_schedule
+        else 1
+    )
+    found = [
+        size
+        for size in sizes
+        if slots[size] >= fewest and not problem_of_schedule(parallel, degrees.pipeline, slots[size])
+    ]
+    if not found:
+        raise BadFileError(
+            f"{_KEY}: auto finds no number of micro-batches for {degrees.data_ranks} data-parallel ranks and "
+            f"parallel.schedule: {parallel.schedule}; start fewer ranks, or write a greater global_batch_size"
+        )
+    return found
+
+
+def _most_data_ranks(rank: Rank) -> int:
+    """Return R; of a job with a range of nodes the largest that an attempt may have."""
+    here, slurm = rank.degrees.data_ranks, rank.experiment.slurm
+    if slurm is None or not is_started_by_slurm(os.environ):
+        return here
+    per_node = slurm_ranks_per_node(slurm)
+    most = find_degrees(rank.experiment.parallel, max_nodes(slurm) * per_node, per_node)
+    return here if isinstance(most, Problem) else max(here, most.data_ranks)
+
+
+def _nothing_fits(smallest: int, reason: str | None) -> BadFileError:
+    return BadFileError(
+        f"{_KEY}: auto finds nothing that fits, not even {smallest} at a time ({reason}); write "
+        "activation_checkpointing: blocks, a parallel.strategy that shards, or take devices with more memory"
+    )
+
+
+def _tell(rank: Rank, size: int, reason: str) -> None:
+    if rank.is_first:
+        _log.info("%s: auto: %d does not fit (%s)", _KEY, size, reason)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """The same on all ranks."""
+
+    #: How many of the sizes fit on every rank.
+    num_fitted: int
+    #: Which rank ran out of memory at the next one, and its words; None: all fit.
+    reason: str | None
+
+
+def _try(rank: Rank, control: ControlGroup, sizes: Sequence[int]) -> _Tried:
+    """Let the trials go through the sizes until one does not fit. Collective.
+
+    Raises what a trial raised, on every rank.
+    """
+    torch.cuda.empty_cache()  # nothing where CUDA is not used
+    trial = _Trial(rank, sizes)
+    try:
+        return _followed(rank, control, trial, len(sizes))
+    finally:
+        trial.end()
+
+
+def _followed(rank: Rank, control: ControlGroup, trial: _Trial, num_sizes: int) -> _Tried:
+    """Look at all trials, again and again, until it is known how they ended."""
+    has_failed = False
+    while True:
+        trial.look()
+        weight, has_ended = _WEIGHT.get(trial.outcome, 0), trial.outcome != ""
+        fitted, weightiest, all_ended = control.smallest([trial.num_fitted, -weight, int(has_ended)])
+        rank.progress.at("building", part=fitted + 1)
+        if weightiest == -_WEIGHT[OUT_OF_MEMORY]:
+            told = control.first_text(trial.words if trial.outcome == OUT_OF_MEMORY else None)
+            assert told is not None, "one rank at least ran out"
+            return _Tried(fitted, f"rank {told[0]}: {told[1]}")
+        # Once more: the memory that another one ran out of may be the reason, and be told a moment later.
+        if weightiest == -_WEIGHT[FAILED] and has_failed:
+            control.together(trial.raise_failure)
+        has_failed = weightiest == -_WEIGHT[FAILED]
+        if all_ended and not has_failed:
+            if fitted < num_sizes:
+                raise PeerLostError("the trials of micro_batch_size lost each other, and none said why")
+            return _Tried(fitted, None)
+        time.sleep(_POLL_S)
+
+
+class _Trial:
+    """This rank's trial, and what it has said so far."""
+
+    def __init__(self, rank: Rank, sizes: Sequence[int]) -> None:
+        self.num_fitted = 0
+        #: Empty while it runs.
+        self.outcome = ""
+        self.words = ""
+        self._code = int(ExitCode.FAILED)
+        self._receiver, sender = multiprocessing.Pipe(duplex=False)
+        arguments = [rank.paths.folder, rank.attempt, sender.fileno(), os.getpid(), torch.get_num_threads()]
+        with sender, _blocked_signals():  # a trial ends with its rank, not by itself
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", _TRIAL_MODULE, *map(str, [*arguments, *sizes])],
+                env=_environment(sizes),
+                pass_fds=(sender.fileno(),),
+            )
+
+    def look(self) -> None:
+        """Take in what the trial has said since the last look."""
+        while not self.outcome and self._receiver.poll():
+            try:
+                what, self.words, self._code = self._receiver.recv()
+            except EOFError:
+                what, self.words = _died(self._process.wait())
+            if what == "fitted":
+                self.num_fitted += 1
+            else:
+                self.outcome = what
+
+    def raise_failure(self) -> None:
+        """Raise what the trial raised, if it did: a user's mistake as such. Not collective."""
+        if self.outcome == FAILED:
+            kind = BadFileError if self._code == ExitCode.BAD_FILE else TrialError
+            raise kind(self.words)
+
+    def end(self) -> None:
+        """Return once the process is gone, and its memory free."""
+        self._process.kill()
+        self._process.wait()
+        self._receiver.close()
+
+
+def _died(code: int) -> tuple[str, str]:
+    """Return what the end of a trial means that said nothing."""
+    if code == -signal.SIGKILL:
+        return OUT_OF_MEMORY, "killed by SIGKILL, as the kernel does where memory runs out"
+    return FAILED, f"{_KEY}: a trial ended with exit code {code} and said nothing; see the rank's log"
+
+
+def _environment(sizes: Sequence[int]) -> dict[str, str]:
+    """Return the rank's own, but for the meeting place: the trials meet at another."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+    # Tells a second trial's meeting place from the first one's.
+    token = f"{os.environ.get('HPC_TRAIN_TOKEN', '')}-{'-'.join(map(str, sizes))}"
+    return own | {"HPC_TRAIN_TOKEN": token}
+
+
+@contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Let what is started meanwhile hold back the stop signals for good."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -1,0 +1,332 @@
+"""From the file to a ``Trainer`` that runs: what is rebuilt after a rollback, and what outlives it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from hpc_train.checkpoint.checkpointer import Checkpointer, Save
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches, training_batches
+from hpc_train.datasets.building import build_source
+from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.skipping import BadSamples, too_many
+from hpc_train.datasets.types import TargetSpecs
+from hpc_train.distributed.consensus import Agreement
+from hpc_train.errors import ExitCode, printable
+from hpc_train.loggers.base import Logger, LoggerContext
+from hpc_train.models.preprocessing import with_preprocessing
+from hpc_train.run.bad_samples import all_known
+from hpc_train.run.files import read_json, write_json
+from hpc_train.tasks.base import make_task, target_spec
+from hpc_train.topology.batch_arithmetic import BatchArithmetic, StepLayout
+from hpc_train.training import batch_size_search
+from hpc_train.training.cadence import Cadence
+from hpc_train.training.loop import BadSampleCount, Trainer, Validation
+from hpc_train.training.meters import Meters, MetricsWriter, StatusWriter
+from hpc_train.training.metrics_file import MetricsFile
+from hpc_train.training.model_inputs import make_to_input
+from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
+from hpc_train.training.rank import Rank
+from hpc_train.training.saving import Saves
+from hpc_train.training.train_state import Resumed, TrainState, build, context, extra, part, resumed
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Run:
+    """What one rank keeps over rollbacks."""
+
+    rank: Rank
+    source: DataSource
+    batches: BatchArithmetic
+    #: None where the first one ends the run.
+    bad_samples: BadSamples | None
+    #: On rank 0 alone, once training begins.
+    metrics_writer: MetricsWriter | None = None
+    #: Windows that rollbacks of this attempt leave out; a checkpoint has those from before it.
+    skipped: frozenset[int] = frozenset()
+
+
+def train(rank: Rank) -> ExitCode:
+    """Train to the end, or until asked to stop; go back where the file wants that."""
+    rank = batch_size_search.resolved(rank)
+    rank = replace(rank, experiment=with_preprocessing(rank.experiment))
+    source = build_source(rank.experiment.data)
+    batches = BatchArithmetic.of(rank.experiment.optimization, len(source.train), rank.degrees.data_ranks)
+    run = _Run(rank, source, batches, _bad_samples(rank))
+    try:
+        is_done = None
+        while is_done is None:
+            is_done = _train_once(run)
+            if is_done is None:
+                rank.begins_anew()
+                _free_memory()
+        if run.metrics_writer is not None:
+            run.metrics_writer.state = "completed" if is_done else "failed"
+    finally:
+        if run.metrics_writer is not None:
+            run.metrics_writer.close()
+    rank.note_signal()  # again: it may have reached another rank first
+    return ExitCode.DONE if is_done else ExitCode.TRY_AGAIN
+
+
+def _train_once(run: _Run) -> bool | None:
+    """Build everything and train on from the newest checkpoint.
+
+    Returns True when done, False where it was asked to stop, None where it must go back; then ``run`` knows
+    what it skips.
+    """
+    rank = run.rank
+    train_state = build(rank.experiment, run.source.info, run.batches, context(rank))
+    checkpointer = _checkpointer(rank, train_state)
+    rank.progress.at("loading")
+    start = _without_skipped(run, resumed(rank, checkpointer, train_state, run.source))
+    rank.note("loaded")
+    _begin_record(run, start.position.step)
+    _say_start(run, train_state, start.position)
+    with ExitStack() as stack:
+        trainer = _trainer(run, train_state, checkpointer, start, stack)
+        try:
+            is_done = trainer.train()
+        except RollbackError as back:
+            _go_back(run, start.position, back)
+            return None
+        if trainer.status is not None and is_done:
+            trainer.status.write("completed", trainer.step)
+    return is_done
+
+
+def _free_memory() -> None:
+    """Free a train state that nothing refers to any more: modules under FSDP refer to themselves."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _without_skipped(run: _Run, start: Resumed) -> Resumed:
+    skipped = tuple(sorted({*start.position.skipped, *run.skipped}))
+    check_rollbacks(skipped, run.rank.experiment.optimization)
+    return replace(start, position=Position(start.position.step, skipped))
+
+
+def _go_back(run: _Run, start: Position, back: RollbackError) -> None:
+    """Record which data the run skips from now on. The same on every rank."""
+    window = next(Position(back.step, start.skipped).windows())
+    run.skipped = run.skipped | {window}
+    if run.rank.is_first:
+        _log.warning("%s; going back to the newest checkpoint, leaving data window %d out", back, window)
+
+
+def _checkpointer(rank: Rank, train_state: TrainState) -> Checkpointer:
+    return Checkpointer(
+        rank.paths,
+        rank.attempt,
+        train_state.strategy,
+        rank.facts.rank,
+        rank.facts.world_size,
+        rank.group.control,
+        keep=rank.experiment.checkpoint.keep,
+    )
+
+
+def _trainer(
+    run: _Run, train_state: TrainState, checkpointer: Checkpointer, start: Resumed, stack: ExitStack
+) -> Trainer:
+    rank, batches = run.rank, run.batches
+    config, degrees = rank.experiment, rank.degrees
+    task = make_task(config, run.source.info)
+    training = training_batches(
+        run.source,
+        config,
+        start.position,
+        batches.total_steps,
+        degrees.data_rank(rank.facts.rank),
+        degrees.data_ranks,
+        rank.device,
+        run.bad_samples,
+        target_spec(task),
+    )
+    stack.callback(training.close)
+    agreement = Agreement(rank.group, rank.flag)
+    meters = Meters(
+        rank.attempt,
+        config.optimization.global_batch_size,
+        batches.steps_per_epoch,
+        config.logging.every_steps,
+        run.metrics_writer,
+    )
+    guard = Guard(
+        config.optimization, train_state.model, norm_counts=not rank.precision.needs_scaler, skips=start.skips
+    )
+    return Trainer(
+        experiment=config,
+        device=rank.device,
+        precision=rank.precision,
+        task=task,
+        state=train_state,
+        guard=guard,
+        agreement=agreement,
+        progress=rank.progress,
+        meters=meters,
+        status=_status_writer(run, start.position) if rank.is_first else None,
+        cadence=Cadence.of(
+            config.evaluation, config.checkpoint, batches.total_steps, batches.steps_per_epoch
+        ),
+        training=training,
+        validation=_validation(run, target_spec(task)),
+        bad_samples=_bad_sample_count(run, agreement),
+        to_input=make_to_input(config, run.source.info, rank.device, rank.precision),
+        saves=_saves(run, train_state, checkpointer, meters, guard, start),
+        on_first_step=rank.has_stepped,
+        on_event=rank.note,
+        step=start.position.step,
+    )
+
+
+def _saves(
+    run: _Run,
+    train_state: TrainState,
+    checkpointer: Checkpointer,
+    meters: Meters,
+    guard: Guard,
+    start: Resumed,
+) -> Saves:
+    rank = run.rank
+
+    def extra_at(step: int) -> dict[str, Any]:
+        position = Position(step, start.position.skipped)
+        return extra(rank, run.source, run.batches, position, start.hardware, guard.skips)
+
+    def on_saved(save: Save) -> None:
+        if rank.events is not None:
+            rank.events.saved(save.duration_s, save.stall_s)
+        if run.metrics_writer is not None:
+            run.metrics_writer.committed(save.step)
+
+    return Saves(checkpointer, train_state.state, meters, extra_at, on_saved)
+
+
+def _bad_samples(rank: Rank) -> BadSamples | None:
+    if rank.experiment.data.on_bad_sample == "fail":
+        return None
+    return BadSamples(rank.paths, rank.attempt, rank.facts.rank)
+
+
+def _bad_sample_count(run: _Run, agreement: Agreement) -> BadSampleCount:
+    bad, most = run.bad_samples, run.rank.experiment.data.max_bad_samples
+    if bad is None:
+        return BadSampleCount(lambda: 0, lambda total: None)
+    # Rank 0's word: on a network disk ranks may see different files at the same time.
+    earlier, looked_at = agreement.rank_0_says(bad.earlier), 0
+
+    def check(total: int) -> None:
+        nonlocal looked_at
+        if total == looked_at or earlier + total <= most:
+            return
+        looked_at = total
+        # Two ranks may have met the same one: only then fewer are known than were counted.
+        is_over = agreement.rank_0_says(len(all_known(run.rank.paths)) > most)
+        if is_over:
+            raise too_many(run.rank.paths, most)
+
+    return BadSampleCount(lambda: bad.count, check)
+
+
+def _validation(run: _Run, spec: TargetSpecs) -> Validation | None:
+    rank, split = run.rank, run.source.val
+    if split is None:
+        return None
+    size = rank.experiment.optimization.micro_batch_size
+    assert isinstance(size, int)
+    batches = evaluation_batches(
+        split,
+        rank.experiment,
+        rank.degrees.data_rank(rank.facts.rank),
+        rank.degrees.data_ranks,
+        rank.device,
+        run.bad_samples,
+        spec,
+    )
+    return Validation(lambda: batches.until(lambda: bool(rank.flag)), evaluation_batch_count(split, size))
+
+
+def _status_writer(run: _Run, position: Position) -> StatusWriter:
+    rank = run.rank
+    writer = StatusWriter(rank.paths, rank.attempt, run.batches.total_steps, run.batches.steps_per_epoch)
+    writer.write("running", position.step)
+    return writer
+
+
+def _begin_record(run: _Run, step: int) -> None:
+    """Start, or after a rollback continue, rank 0's record of the training."""
+    if run.metrics_writer is not None:
+        run.metrics_writer.go_back(step)
+    elif run.rank.is_first:
+        run.metrics_writer = MetricsWriter(
+            MetricsFile(run.rank.paths.metrics, step), _loggers(run.rank), sys.stdout
+        )
+        run.metrics_writer.begin(step)
+
+
+def _loggers(rank: Rank) -> list[Logger]:
+    run = read_json(rank.paths.run) or {}
+    wanted = dict(rank.experiment.logging.loggers)
+    if rank.experiment.logging.wandb is not None:
+        wanted["wandb"] = {}
+    made = [
+        make_logger(
+            name, LoggerContext(rank.experiment, rank.paths, run["id"], rank.attempt, run["wandb_id"], args)
+        )
+        for name, args in wanted.items()
+    ]
+    return [logger for logger in made if logger is not None]
+
+
+def make_logger(name: str, context: LoggerContext) -> Logger | None:
+    """Return the logger of this name; None, with a warning, where it can't be imported or constructed."""
+    try:
+        return cast(Logger, part("loggers", name)(context))
+    except (Exception, SystemExit):
+        _log.warning(
+            "logger %s can't be started and receives nothing from this attempt; training continues, "
+            "metrics.jsonl has every row",
+            name,
+            exc_info=True,
+        )
+        return None
+
+
+def _layout(run: _Run) -> StepLayout:
+    optimization, rank = run.rank.experiment.optimization, run.rank
+    size = optimization.global_batch_size // run.batches.micro_batches
+    ranks, data_ranks = rank.facts.world_size, rank.degrees.data_ranks
+    return StepLayout(optimization.global_batch_size, size, ranks, data_ranks, rank.precision.name)
+
+
+def _say_start(run: _Run, train_state: TrainState, position: Position) -> None:
+    rank = run.rank
+    if not rank.is_first:
+        return
+    if train_state.pretrained is not None and position.step == 0:
+        with suppress(OSError):  # it is in the log, too
+            notice = printable(train_state.pretrained.line())
+            write_json(rank.paths.attempt(rank.attempt).notices, {"lines": [notice]})
+    _log.info(
+        "%s: %d parameters on %d × %s, %s, %s; from step %d to %d",
+        rank.experiment.model.name,
+        train_state.num_parameters,
+        rank.facts.world_size,
+        rank.device,
+        rank.experiment.parallel.strategy,
+        _layout(run),
+        position.step,
+        run.batches.total_steps,
+    )

@@ -1,0 +1,95 @@
+"""An exponential moving average of the weights, placed and sharded as the model's own are.
+
+The worker makes one after the optimizer; the trainer updates it at each step and evaluates it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hpc_train.checkpoint.state import NamedTensors
+from hpc_train.strategies.base import Strategy
+from hpc_train.strategies.buffers import Buffers
+
+
+class Ema:
+    """Averages of the model's parameters and floating-point buffers; of other buffers the newest value.
+
+    ``averages``: name → tensor, shaped, placed and named as the model's. Each rank averages what it holds,
+    so nothing here but ``share_buffers`` is collective.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        """``model``: placed, and as training begins."""
+        self._model = model
+        self._decay = decay
+        self._places = Buffers(model)
+        # FSDP keeps these very objects for its shards, whatever it shows while it computes.
+        self._values = NamedTensors.of(model).tensors
+        self.averages = {name: value.detach().clone() for name, value in self._values.items()}
+        self._averaged = [name for name, value in self._values.items() if _has_fractions(value)]
+        self._copied = [name for name, value in self._values.items() if not _has_fractions(value)]
+        self._buffers = [name for name, value in self._values.items() if not isinstance(value, nn.Parameter)]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Let the averages follow the weights; after each optimizer step."""
+        self._places.settle()
+        averages, values = self._locals(self._averaged)
+        if averages:
+            torch._foreach_lerp_(averages, values, 1 - self._decay)
+        for average, value in zip(*self._locals(self._copied), strict=True):
+            average.copy_(value)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Swap the model's values with the averages; afterwards both are restored bitwise."""
+        self._exchange(self._values)
+        try:
+            yield
+        finally:
+            self._exchange(self._values)
+
+    def share_buffers(self, strategy: Strategy) -> None:
+        """Give every rank rank 0's averages of buffers: before an evaluation or a save. Collective."""
+        # By the strategy's own way, which knows the ranks that hold the same.
+        self._exchange(self._buffers)
+        try:
+            strategy.share_buffers(all_persistent=True)
+        finally:
+            self._exchange(self._buffers)
+
+    @torch.no_grad()
+    def _exchange(self, names: Iterable[str]) -> None:
+        _drop_gathered(self._model)
+        self._places.settle()
+        for average, value in zip(*self._locals(names), strict=True):
+            kept = value.clone()
+            value.copy_(average)
+            average.copy_(kept)
+
+    def _locals(self, names: Iterable[str]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return this rank's parts of averages and values. Not cached: FSDP may replace a padded one."""
+        pairs = [(_local(self.averages[name]), _local(self._values[name])) for name in names]
+        return [average for average, _ in pairs], [value for _, value in pairs]
+
+
+def _has_fractions(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _drop_gathered(model: nn.Module) -> None:
+    """Let go of what an evaluation's forward left gathered: the next one would compute with that."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

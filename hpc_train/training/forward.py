@@ -1,0 +1,88 @@
+"""What is computed of one micro-batch, in training (``strategies.base.Forward``) and in evaluation.
+
+The loop and the batch-size search make one and pass it to the strategy, which calls it whole or, where ranks
+own some of the layers, piece by piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpc_train.config.schema import Experiment
+from hpc_train.config.training_sections import CompileConfig
+from hpc_train.datasets.types import Batch
+from hpc_train.distributed.precision import Precision
+from hpc_train.distributed.seeds import seed_forward
+from hpc_train.tasks.base import Task, WholeTask
+from hpc_train.training.compiling import begin_forward
+from hpc_train.training.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class TrainingForward:
+    """See ``strategies.base.Forward``."""
+
+    seed: int
+    task: Task
+    device: torch.device
+    compile: CompileConfig
+    #: What a forward runs in: autocast, unless the strategy handles mixed precision.
+    context: Callable[[], AbstractContextManager[object]]
+    #: Moves a loader's batch to the device, with its inputs as the model takes them.
+    to_input: Callable[[Batch], Batch]
+    #: ``Optimization.scale``.
+    scale: Callable[[Tensor], Tensor]
+    #: Called with each batch that runs whole: stages of a pipeline begin theirs in orders of their own, by
+    #: which the watchdog can't compare them.
+    on_begin: Callable[[Batch], None] = lambda batch: None
+
+    @classmethod
+    def of(
+        cls,
+        experiment: Experiment,
+        state: TrainState,
+        task: Task,
+        precision: Precision,
+        device: torch.device,
+        to_input: Callable[[Batch], Batch],
+        on_begin: Callable[[Batch], None] = lambda batch: None,
+    ) -> TrainingForward:
+        """Return the forward of the file's parts, with autocast where the strategy needs it."""
+
+        def context() -> AbstractContextManager[object]:
+            return nullcontext() if state.strategy.handles_mixed_precision else precision.autocast(device)
+
+        scale = state.optimization.scale
+        return cls(experiment.seed, task, device, experiment.compile, context, to_input, scale, on_begin)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        self.on_begin(batch)
+        # Moved one by one: a step may have more micro-batches than the device has room for.
+        with self.begin(batch):
+            moved = self.to_input(batch)
+            return self.task.loss(self.task.forward(model, moved), moved)
+
+    @contextmanager
+    def begin(self, batch: Batch, stage: int = 0) -> Iterator[None]:
+        seed_forward(self.seed, batch.step, batch.number, self.device, stage)
+        begin_forward(self.compile, self.device)
+        with self.context():
+            yield
+
+    def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
+        with self.context():
+            if isinstance(self.task, WholeTask):  # may read the inputs
+                return self.task.loss(outputs, self.to_input(batch))
+            return self.task.loss(outputs, replace(batch, inputs=None).to(self.device))
+
+    def sums(self, model: nn.Module, batch: Batch, step: int) -> dict[str, Tensor]:
+        """Run the forward of an evaluation at ``step``; return the task's sums over the valid samples."""
+        with self.begin(replace(batch, step=step)):
+            moved = self.to_input(batch)
+            return self.task.sums(self.task.forward(model, moved), moved)

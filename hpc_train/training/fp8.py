@@ -1,0 +1,62 @@
+"""``precision: fp8``: the linear layers of the repeated blocks multiply in float8, by torchao.
+
+``training.train_state`` calls it before activation checkpointing, compiling and placing. Input, weight and
+incoming gradient are each scaled by their largest value and cast right before a product (e4m3 forward, e5m2
+for gradients; arXiv:2209.05433); all else is as under ``bf16``. The parameters themselves stay as they are,
+under their names, so that checkpoints are those of any precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpc_train.errors import BadFileError
+
+#: Float8 products on the GPU take sizes that this divides.
+_MULTIPLE = 16
+
+
+def use_float8(blocks: Sequence[nn.Module], device: torch.device) -> None:
+    """Let the linear layers inside ``blocks`` multiply in float8, in place; on a CPU by emulation.
+
+    Left as they are: the model's first and last layers, which are in no block; sizes that 16 does not divide;
+    subclasses of ``nn.Linear``, whose forward is their own. Raises BadFileError where none is left, or where
+    torchao is missing.
+    """
+    float8 = _torchao()
+    # Micro-batches may have any number of rows, which is the inner size of the weight gradient's product.
+    config = float8.Float8LinearConfig(pad_inner_dim=True, emulate=device.type == "cpu")
+    if not any(_fits(module) for block in blocks for module in _below(block)):
+        raise BadFileError(
+            f"precision: fp8 finds no linear layer in the model's blocks whose sizes {_MULTIPLE} divides; "
+            "write bf16"
+        )
+    for block in blocks:
+        if not isinstance(block, nn.Linear):
+            float8.convert_to_float8_training(
+                block, module_filter_fn=lambda module, name: _fits(module), config=config
+            )
+
+
+def _below(block: nn.Module) -> list[nn.Module]:
+    """Return what can be replaced in place: the modules inside, without the block itself."""
+    return list(block.modules())[1:]
+
+
+def _fits(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and not any(size % _MULTIPLE for size in module.weight.shape)
+
+
+def _torchao() -> Any:
+    try:
+        from torchao import float8
+    except ImportError as error:
+        raise BadFileError(
+            f"precision: fp8 needs the package torchao, which can't be imported here ({error}); "
+            "install it with pip install 'hpc-train[fp8]', or write bf16"
+        ) from error
+    return float8

@@ -1,0 +1,101 @@
+"""The processor and the threads that a rank computes with, and what becomes of a run where they change.
+
+A CPU's threads each add up a part of a sum, so another number of them rounds otherwise, and so may another
+processor. ``training.train_state`` writes down what a checkpoint was computed with and asks at a load.
+Threads are taken over from the checkpoint; what can't be is said, never refused.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_train.checkpoint.control_group import ControlGroup
+from hpc_train.distributed.env import THREADS_BY_SHARE
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_ROUNDING = "the weights may differ in the last bit from here on"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the ranks of an attempt compute with; the same on all of them but for a mixed set of nodes."""
+
+    #: Of this rank.
+    processor: str
+    #: Threads of one operation on the CPU, by rank.
+    threads: list[int]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def take_over(
+    then: object, step: int, device: torch.device, ranks: ControlGroup, say: Callable[[str], None]
+) -> Hardware:
+    """Compute with as many threads as the ranks of checkpoint ``step`` did; return what is used from now on.
+
+    Collective. ``then``: what ``to_json`` returned at the save; older checkpoints have None. ``say`` is told
+    what may change the numbers. A number of threads that the user set (OMP_NUM_THREADS) stays.
+    """
+    known = then if isinstance(then, Mapping) else {}
+    wanted = _threads(known.get("threads"), ranks.world_size)
+    on_cpu, share = device.type == "cpu", torch.get_num_threads()
+    if on_cpu and wanted is not None and not _is_set_by_user(os.environ):
+        torch.set_num_threads(wanted[ranks.rank])
+    own = torch.get_num_threads()
+    threads = ranks.total([own if rank == ranks.rank else 0 for rank in range(ranks.world_size)])
+    now = Hardware(processor(device), threads)
+    if on_cpu and wanted is not None and wanted != threads:
+        counts = f"{_in_words(wanted)} then, {_in_words(threads)} now (OMP_NUM_THREADS)"
+        say(f"checkpoint {step} was computed with other threads per rank: {counts}; {_ROUNDING}")
+    elif on_cpu and own > share:
+        say(
+            f"a rank computes with {own} threads as before, where its share of the cores is {share}: slower, "
+            "but bitwise identical; OMP_NUM_THREADS sets another number"
+        )
+    before = known.get("processor")
+    if isinstance(before, str) and before != now.processor:
+        say(f"checkpoint {step} was computed on another processor: {before} → {now.processor}; {_ROUNDING}")
+    return now
+
+
+def processor(device: torch.device) -> str:
+    """Return the model of the GPU, or of the CPU with the instructions that torch uses."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_model()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _cpu_model() -> str:
+    with suppress(OSError, UnicodeDecodeError):
+        for line in _CPU_INFO.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.machine()
+
+
+def _threads(noted: object, world_size: int) -> list[int] | None:
+    """Return what was noted by rank; None where it is not known, or was of another number of ranks."""
+    if not isinstance(noted, list) or len(noted) != world_size:
+        return None
+    return noted if all(type(count) is int and 1 <= count <= 4096 for count in noted) else None
+
+
+def _is_set_by_user(environ: Mapping[str, str]) -> bool:
+    """Tell whether OMP_NUM_THREADS is not merely the share that our launcher wrote there."""
+    count = environ.get("OMP_NUM_THREADS", "")
+    return count.isdecimal() and int(count) > 0 and THREADS_BY_SHARE not in environ
+
+
+def _in_words(threads: list[int]) -> str:
+    """Return ``4``, or ``4, 4, 3`` where ranks differ."""
+    return ", ".join(map(str, threads if len(set(threads)) > 1 else threads[:1]))

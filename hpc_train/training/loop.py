@@ -1,0 +1,289 @@
+"""The loop. Everything it uses is handed in by ``worker``; it decides only the order of things.
+
+``step`` counts optimizer steps done: the first step trained is step 0, after it ``step`` is 1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from hpc_train.config.schema import Experiment
+from hpc_train.datasets.types import Batch
+from hpc_train.distributed.consensus import Agreement, Consensus, StepFlags
+from hpc_train.distributed.precision import Precision
+from hpc_train.errors import HpcTrainError, TryAgainError
+from hpc_train.health.progress import Progress
+from hpc_train.tasks.base import Task
+from hpc_train.training.cadence import Cadence
+from hpc_train.training.evaluation import evaluate
+from hpc_train.training.forward import TrainingForward
+from hpc_train.training.meters import Meters, StatusWriter
+from hpc_train.training.non_finite import Guard, RollbackError, check_evaluation, seen_error
+from hpc_train.training.saving import Saves
+from hpc_train.training.step import train_step
+from hpc_train.training.train_state import TrainState
+
+#: How long a rank waits for its data before it asks the others whether all stop (assumed).
+_DATA_PAUSE_S = 0.05
+
+
+class Steps(Iterator[tuple[int, list[Batch]]], Protocol):
+    """(step, this rank's micro-batches of it) for every step that is left."""
+
+    def is_ready(self, within_s: float = 0.0) -> bool:
+        """Tell whether the next step's data are here, or arrive within this number of seconds."""
+
+
+@dataclass
+class Validation:
+    """The validation data of this rank, afresh at each call, and how many batches all ranks have together."""
+
+    batches: Callable[[], Iterable[Batch | None]]
+    num_batches: int
+
+
+@dataclass
+class BadSampleCount:
+    """``here``: those of this rank in this attempt. ``check`` raises where the sum is too high."""
+
+    here: Callable[[], int]
+    check: Callable[[int], None]
+
+
+@dataclass
+class Trainer:
+    """One rank's view of the run. All methods are collective."""
+
+    experiment: Experiment
+    device: torch.device
+    precision: Precision
+    task: Task
+    state: TrainState
+    guard: Guard
+    agreement: Agreement
+    progress: Progress
+    meters: Meters
+    #: On rank 0 alone.
+    status: StatusWriter | None
+    cadence: Cadence
+    training: Steps
+    validation: Validation | None
+    bad_samples: BadSampleCount
+    #: From a loader's batch to what the model takes.
+    to_input: Callable[[Batch], Batch]
+    saves: Saves
+    on_first_step: Callable[[], None]
+    #: Called with ``agreed`` once all ranks know that they must stop, and ``saved`` once that is on the disk.
+    on_event: Callable[[str], None]
+    step: int
+    _has_stepped: bool = False
+    #: Counts the step's forward passes, as many on every rank, a rehearsal included.
+    _slot: int = 0
+    _save_began_at: float = field(default_factory=time.monotonic)
+    _forward: TrainingForward = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._forward = TrainingForward.of(
+            self.experiment,
+            self.state,
+            self.task,
+            self.precision,
+            self.device,
+            self.to_input,
+            on_begin=self._begin_slot,
+        )
+
+    def train(self) -> bool:
+        """Train to the last step. Returns False where it was asked to stop; then it has saved.
+
+        Raises RollbackError on every rank where the run must go back.
+        """
+        saved_step = self.step
+        if self._evaluation_is_missing() and not self._evaluate():
+            return False
+        self.state.wrapped.train()
+        for step, batches in self.training:
+            agreed = self._one_step(step, batches)
+            must_stop = agreed.stop
+            if not must_stop and self.cadence.evaluates(self.step):
+                must_stop = not self._evaluate()
+            if not must_stop and agreed.is_waiting:
+                must_stop = not self._wait_for_data()
+            if must_stop:
+                return self._stop(saved_step)
+            if agreed.save or self.cadence.saves(self.step):
+                self._begin_save()
+                saved_step = self.step
+            self.saves.collect()
+        assert saved_step == self.step == self.cadence.total_steps, "the last step is saved"
+        self._in_phase("saving", self.saves.close)
+        return True
+
+    def _one_step(self, step: int, batches: list[Batch]) -> Consensus:
+        """Train one step beside the exchange of what all ranks must know."""
+        self._slot = 0
+        self.progress.at(self._training, step)
+        self.agreement.begin(self._wish())
+        is_allowed = self._train_step(step, batches)
+        agreed = self.agreement.wait()
+        with self._saves_finished():
+            self._raise_if_failed(step, is_allowed, agreed)
+        return agreed
+
+    @contextmanager
+    def _saves_finished(self) -> Iterator[None]:
+        """See the save under way committed before an error that all ranks raise, or none, propagates."""
+        try:
+            yield
+        except RollbackError:
+            self.saves.close()  # what is looked at next is not to be removed meanwhile
+            raise
+        except HpcTrainError:
+            self.saves.finish()
+            raise
+
+    def _raise_if_failed(self, step: int, is_allowed: bool, agreed: Consensus) -> None:
+        """Raise, on every rank alike, where training can't simply continue."""
+        if agreed.is_non_finite:
+            raise seen_error(self.step)
+        if agreed.has_failed:
+            self.saves.finish()
+            raise AssertionError("a save that failed raises")
+        self.bad_samples.check(agreed.bad_samples)
+        if not is_allowed and self.guard.policy == "rollback":
+            if agreed.stop:
+                raise TryAgainError(f"stopped while going back from step {self.step}; nothing of it is saved")
+            raise RollbackError(step)
+
+    @property
+    def _training(self) -> str:
+        return "training" if self._has_stepped else "first step"
+
+    def _wish(self) -> StepFlags:
+        return StepFlags(
+            save=self._save_is_due_by_time(),
+            has_failed=self.saves.has_failed,
+            is_waiting=not self.training.is_ready(),
+            is_non_finite=self.guard.has_seen,
+            bad_samples=self.bad_samples.here(),
+        )
+
+    def _train_step(self, step: int, batches: list[Batch]) -> bool:
+        """Return whether the weights were allowed to change."""
+        max_norm = self.experiment.optimization.clip_grad_norm
+        # A save that still copies the weights is waited for before they change.
+        done = train_step(
+            self.state, step, batches, self._forward, self.guard, max_norm, self.saves.wait_staged
+        )
+        if not done.is_allowed and self.guard.policy == "skip":
+            with self._saves_finished():
+                self.guard.after_skip(step + 1)
+        self.step = step + 1
+        if self.meters.train_row_is_due(self.step):
+            self.meters.train_row(self.step, done.learning_rate, done.loss, done.grad_norm)
+        if self.status is not None:
+            self.status.step_done(self.step)
+        if not self._has_stepped:
+            self._has_stepped = True
+            self.saves.reserve()
+            self.on_first_step()
+        return done.is_allowed
+
+    def _begin_slot(self, batch: Batch) -> None:
+        self._slot += 1
+        self.progress.at(self._training, batch.step, part=self._slot)
+
+    def _evaluate(self) -> bool:
+        """Write the ``val`` row of this step. Returns False where it was asked to stop before the end."""
+        if self.validation is None:
+            return True
+        self._share_all_buffers()
+        metrics = self._metrics(self.validation)
+        if metrics is not None and self.state.ema is not None:
+            with self.state.ema.swapped():
+                averages = self._metrics(self.validation)
+            named = {f"ema_{name}": value for name, value in (averages or {}).items()}
+            metrics = None if averages is None else metrics | named
+        if metrics is not None:
+            self.meters.val_row(self.step, metrics)
+            if self.guard.policy == "stop":
+                with self._saves_finished():
+                    check_evaluation(self.step, metrics)
+        return metrics is not None
+
+    def _metrics(self, validation: Validation) -> dict[str, float] | None:
+        """Evaluate the weights as they are; None where it was cut short."""
+        self.state.wrapped.eval()
+        with torch.no_grad():
+            sums = evaluate(
+                validation.batches(),
+                validation.num_batches,
+                lambda batch: self._forward.sums(self.state.wrapped, batch, self.step),
+                self.device,
+                begin=self._begin_evaluating,
+                must_stop=lambda: self.agreement.wait().stop,
+                owns_loss=self.state.strategy.owns_loss,
+            )
+        self.state.wrapped.train()
+        return None if sums is None else self.task.metrics(sums)
+
+    def _begin_evaluating(self, place: int) -> None:
+        self.progress.at("evaluating", self.step, part=place)
+        self.agreement.begin()
+
+    def _share_all_buffers(self) -> None:
+        """Give every rank what a save or an evaluation takes from any of them: rank 0's buffers."""
+        self.state.strategy.share_buffers(all_persistent=True)
+        if self.state.ema is not None:
+            self.state.ema.share_buffers(self.state.strategy)
+
+    def _evaluation_is_missing(self) -> bool:
+        """Tell whether the current step should have been evaluated but the evaluation was cut short."""
+        if self.validation is None or not self.cadence.evaluates(self.step):
+            return False
+        return not self.agreement.rank_0_says(self.meters.has_val_row(self.step))
+
+    def _wait_for_data(self) -> bool:
+        """Stay at this boundary until every rank has its next step's data. Returns False where it must stop.
+
+        In the step itself a rank that waits would hold the others in a collective, out of any signal's reach.
+        """
+        while True:
+            is_waiting = not self.training.is_ready(_DATA_PAUSE_S)
+            agreed = self.agreement.exchange(StepFlags(is_waiting=is_waiting))
+            if agreed.stop or not agreed.is_waiting:
+                return not agreed.stop
+            if is_waiting:  # the others wait for this rank, which the watchdog is to name
+                self.progress.at("waiting for data")
+
+    def _save_is_due_by_time(self) -> bool:
+        every_s = self.cadence.save_every_s
+        if every_s is None or self.saves.is_busy:
+            return False
+        return time.monotonic() - self._save_began_at >= every_s
+
+    def _begin_save(self) -> None:
+        self._save_began_at = time.monotonic()
+        self._share_all_buffers()
+        self._in_phase("saving", lambda: self.saves.begin(self.step))
+        if self.status is not None:
+            self.status.write("running", self.step)
+
+    def _stop(self, saved_step: int) -> bool:
+        """Save, unless this step's save is on its way already, and see it committed."""
+        self.on_event("agreed")
+        if saved_step != self.step:
+            self._begin_save()
+        self._in_phase("saving", self.saves.finish)
+        self.on_event("saved")
+        return False
+
+    def _in_phase(self, phase: str, work: Callable[[], None]) -> None:
+        self.progress.at(phase, self.step)
+        work()

@@ -1,0 +1,33 @@
+"""One rank, from its start to its exit code: builds what the file names, trains, says how it ended.
+
+Called by ``launchers.entry`` on every rank. Whatever goes wrong becomes an exit code and, unless another
+rank is the cause, a ``rank-<r>.error`` file that the launcher and ``status`` show.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+from hpc_train.distributed import log_stream, signals
+from hpc_train.distributed.env import RankFacts
+from hpc_train.errors import ExitCode
+from hpc_train.paths import RunPaths
+from hpc_train.training.build import train
+from hpc_train.training.rank import joined
+from hpc_train.training.rank_exit import report
+
+
+def run(paths: RunPaths, attempt: int) -> ExitCode:
+    """Be one rank of one attempt, to its end. Returns what the process exits with; never raises."""
+    flag = signals.install()
+    facts = RankFacts()
+    log_stream.install()
+    try:
+        facts = RankFacts.from_environment(os.environ)
+        logging.basicConfig(stream=sys.stderr, level=logging.INFO if facts.rank == 0 else logging.WARNING)
+        with joined(paths, attempt, facts, flag) as rank:
+            return train(rank)
+    except BaseException as error:
+        return report(error, paths, attempt, facts, flag)

@@ -1,0 +1,246 @@
+"""What training tells of itself: rows of metrics and ``status.json``, without ever waiting for the device.
+
+Every rank calls ``Meters``; only rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpc_train.errors import UserError
+from hpc_train.loggers.base import AwaitsCommit, Logger, Row, WithdrawsRows
+from hpc_train.paths import RunPaths
+from hpc_train.run.checkpoints import newest_attempt
+from hpc_train.run.run_status import RunStatus, try_status, write_status
+from hpc_train.run.storage_errors import storage_error
+from hpc_train.training.metrics_file import MetricsFile
+
+_log = logging.getLogger(__name__)
+
+#: Assumed: often enough for a person who watches, rare enough to cost nothing.
+STATUS_EVERY_S = 0.5
+
+
+class SupersededError(UserError):
+    """A later attempt owns the run."""
+
+
+@dataclass
+class _PendingRow:
+    """A row whose numbers are still on their way from the device."""
+
+    row: Row
+    names: list[str]
+    values: Tensor
+    copied: torch.cuda.Event | None
+
+    def is_ready(self) -> bool:
+        return self.copied is None or self.copied.query()
+
+    def finished(self) -> Row:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.row | dict(zip(self.names, self.values.tolist(), strict=True))
+
+
+class MetricsWriter:
+    """Rank 0's pen: rows go to metrics.jsonl, to the loggers and as plain lines to the rank's log."""
+
+    def __init__(self, metrics: MetricsFile, loggers: list[Logger], log: TextIO) -> None:
+        self.metrics = metrics
+        #: What the loggers are told at ``close``.
+        self.state = "failed"
+        self._loggers = loggers
+        self._log = log
+
+    def write(self, row: Row) -> None:
+        """Take a row; a number that JSON has no word for is written as null."""
+        bad = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        row = {name: None if name in bad else value for name, value in row.items()}
+        self.metrics.append(row)
+        self._each_logger(lambda logger: logger.log(row))
+        told = [
+            f"{name} {value:.5g}"
+            for name, value in row.items()
+            if isinstance(value, float) and name != "time"
+        ]
+        print(f"{row['split']} step {row['step']} {' '.join(told)}", file=self._log, flush=True)
+
+    def begin(self, step: int) -> None:
+        """Tell the loggers that training continues from ``step``, with the rows that the file holds."""
+        if self.metrics.has_withdrawn:
+            self._each_logger(
+                lambda logger: logger.rows_withdrawn(step) if isinstance(logger, WithdrawsRows) else None
+            )
+        self.committed(step)
+
+    def go_back(self, step: int) -> None:
+        """Drop the rows past ``step``, from which training continues."""
+        self.metrics.close()
+        self.metrics = self.metrics.reopened(step)
+        self.begin(step)
+
+    def committed(self, step: int) -> None:
+        """Tell the loggers that no rollback and no resume withdraws the rows up to ``step`` any more."""
+        self._each_logger(
+            lambda logger: logger.rows_committed(step) if isinstance(logger, AwaitsCommit) else None
+        )
+
+    def close(self) -> None:
+        self.metrics.close()
+        self._each_logger(lambda logger: logger.close(self.state))
+
+    def _each_logger(self, work: Callable[[Logger], None]) -> None:
+        """Do ``work`` with every logger; one that raises is reported once and disabled from then on."""
+        for logger in list(self._loggers):
+            try:
+                work(logger)
+            except (Exception, SystemExit):
+                _log.warning("logger %s failed and is disabled", type(logger).__name__, exc_info=True)
+                self._loggers.remove(logger)
+
+
+class Meters:
+    """Collects what a step or an evaluation yields. ``metrics_writer`` is None on all ranks but 0."""
+
+    def __init__(
+        self,
+        attempt: int,
+        global_batch_size: int,
+        steps_per_epoch: int,
+        every_steps: int,
+        metrics_writer: MetricsWriter | None,
+    ) -> None:
+        self._attempt = attempt
+        self._global_batch_size = global_batch_size
+        self._steps_per_epoch = steps_per_epoch
+        self._every_steps = every_steps
+        self._recorder = metrics_writer
+        self._pending: deque[_PendingRow] = deque()
+        self._last_row: tuple[int, float] | None = None
+
+    def train_row_is_due(self, step: int) -> bool:
+        return step % self._every_steps == 0
+
+    def train_row(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor | None) -> None:
+        """Take one step's numbers. Collective: sums ``loss``, the rank's weighted part, over the ranks."""
+        dist.all_reduce(loss)
+        if self._recorder is None:
+            return
+        names, values = ["loss"], [loss]
+        if grad_norm is not None:
+            names, values = [*names, "grad_norm"], [*values, grad_norm.to(loss.dtype)]
+        row = self._head("train", step) | {"lr": lr} | self._rate(step)
+        self._pending.append(_to_host(row, names, torch.stack(values)))
+        self.drain(wait=False)
+
+    def _rate(self, step: int) -> Row:
+        """Return the throughput since the row before; the first row of an attempt has none to start from."""
+        now = time.monotonic()
+        before, self._last_row = self._last_row, (step, now)
+        if before is None:
+            return {}
+        samples = (step - before[0]) * self._global_batch_size
+        return {"samples_per_s": round(samples / (now - before[1]), 2)}
+
+    def val_row(self, step: int, metrics: dict[str, float]) -> None:
+        self.drain(wait=True)
+        if self._recorder is not None:
+            self._recorder.write(self._head("val", step) | metrics)
+
+    def has_val_row(self, step: int) -> bool:
+        """Tell whether the evaluation at ``step`` is written down. On rank 0 only."""
+        return self._recorder is not None and self._recorder.metrics.has("val", step)
+
+    def drain(self, *, wait: bool) -> None:
+        """Write the rows whose numbers have arrived, or wait for all of them."""
+        while self._pending and (wait or self._pending[0].is_ready()):
+            assert self._recorder is not None
+            self._recorder.write(self._pending.popleft().finished())
+
+    def sync(self) -> None:
+        """Put every written row on the disk: a checkpoint takes them for granted. Any thread."""
+        if self._recorder is not None:
+            self._recorder.metrics.sync()
+
+    def _head(self, split: str, step: int) -> Row:
+        return {
+            "time": round(time.time(), 3),
+            "attempt": self._attempt,
+            "split": split,
+            "step": step,
+            "epoch": round(step / self._steps_per_epoch, 4),
+        }
+
+
+def _to_host(row: Row, names: list[str], values: Tensor) -> _PendingRow:
+    if values.device.type == "cpu":
+        return _PendingRow(row, names, values, copied=None)
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return _PendingRow(row, names, host, copied)
+
+
+class StatusWriter:
+    """Keeps ``status.json`` at most a second or one step behind. Rank 0 of the owning attempt only."""
+
+    def __init__(self, paths: RunPaths, attempt: int, total_steps: int, steps_per_epoch: int) -> None:
+        self._paths = paths
+        self._attempt = attempt
+        self._total_steps = total_steps
+        self._steps_per_epoch = steps_per_epoch
+        self._written_at = -math.inf
+        #: Errors that the log has.
+        self._told: set[int | None] = set()
+
+    def step_done(self, step: int) -> None:
+        if time.monotonic() - self._written_at >= STATUS_EVERY_S:
+            self.write("running", step)
+
+    def write(self, state: str, step: int, reason: str | None = None) -> None:
+        """Write the run's status. Raises SupersededError where it is another attempt's.
+
+        A status that can't be written ends nothing: the next one replaces it. Only ``completed`` has none
+        after it, so that it is tried again and raises StorageError or TransientStorageError.
+        """
+        self._written_at = time.monotonic()
+        is_last = state == "completed"
+        try:
+            self._write(state, step, reason, write_status if is_last else try_status)
+        except OSError as error:
+            if is_last:
+                raise storage_error(error, self._paths.status) from error
+            if error.errno not in self._told:
+                self._told.add(error.errno)
+                _log.warning("%s can't be written now (%s); training continues", self._paths.status, error)
+
+    def _write(
+        self, state: str, step: int, reason: str | None, put: Callable[[RunPaths, RunStatus], None]
+    ) -> None:
+        if newest_attempt(self._paths) > self._attempt:
+            raise SupersededError(
+                f"another attempt continues this run; attempt {self._attempt} ends: its node was given up"
+            )
+        if self._paths.cancelled.exists() and state != "completed":
+            return  # whoever cancelled it says so
+        status = RunStatus(
+            state=state,
+            step=step,
+            total_steps=self._total_steps,
+            epoch=round(step / self._steps_per_epoch, 4),
+            attempt=self._attempt,
+            reason=reason,
+        )
+        put(self._paths, status)

@@ -1,0 +1,181 @@
+"""``metrics.jsonl``: a row per log point, each (split, step) once, whatever happens. Rank 0 only."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from hpc_train.run.files import replacing
+from hpc_train.run.metric_rows import Row, iter_rows, lines_from_end, looks_like_row, parse_row
+from hpc_train.run.storage_errors import retried, storage_error
+
+_BLOCK_BYTES = 1 << 20
+
+
+class MetricsFile:
+    """The rows up to the step from which this attempt continues, and then its own.
+
+    Holds no rows in memory but those since the last ``sync``: a resume copies the kept lines as they are, and
+    what an fsync failed to write is written again. Methods raise StorageError or TransientStorageError.
+    """
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        self._path = path
+        #: Split → the step of its newest row, where that is the resumed step or a later one.
+        self._newest: dict[str, int] = {}
+        #: Whether rows past ``resumed_step`` were in the file.
+        self.has_withdrawn = False
+        # Training appends while the thread that saves syncs.
+        self._lock = threading.Lock()
+        self._unsynced: list[bytes] = []
+        with self._named_errors():
+            retried(lambda: self._drop_rows_past(resumed_step), path)
+            facts = path.stat()
+        self._inode, self._end = facts.st_ino, facts.st_size
+        self._descriptor: int | None = None
+
+    def _drop_rows_past(self, resumed_step: int) -> None:
+        with replacing(self._path, sync=True) as new:
+            if self._path.exists():
+                with self._path.open("rb") as old:
+                    _copy_rows(old, self._kept_bytes(old, resumed_step), new)
+
+    def _kept_bytes(self, file: BinaryIO, resumed_step: int) -> int:
+        """Return where the rows up to ``resumed_step`` end, and note those at that very step."""
+        end = 0
+        for offset, line in lines_from_end(file):
+            row = parse_row(line)
+            if row is None:
+                continue
+            if row["step"] > resumed_step:
+                self.has_withdrawn = True
+                continue
+            end = max(end, offset + len(line))
+            if row["step"] < resumed_step:
+                break
+            self._newest[row["split"]] = resumed_step
+        return end
+
+    def append(self, row: Row) -> None:
+        """Add a row and hand it to the operating system, so that it outlives this process."""
+        key = (row["split"], row["step"])
+        assert row["step"] > self._newest.get(row["split"], -1), f"{key} has its row already"
+        line = _line(row)
+        self._newest[row["split"]] = row["step"]
+        with self._lock, self._named_errors():
+            retried(lambda: self._write(line), self._path)
+            self._unsynced.append(line)
+
+    def _write(self, line: bytes) -> None:
+        """Write a line behind the last one, over what a try before this one may have left of it."""
+        if self._descriptor is None:
+            self._open()
+        assert self._descriptor is not None
+        try:
+            done = 0
+            while done < len(line):
+                done += os.pwrite(self._descriptor, line[done:], self._end + done)
+        except OSError:
+            self._close()  # a stale handle stays stale
+            raise
+        self._end += len(line)
+
+    def _open(self) -> None:
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        if os.fstat(self._descriptor).st_ino != self._inode:
+            self._close()
+            raise OSError(errno.EEXIST, "another attempt has replaced the file", str(self._path))
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def reopened(self, resumed_step: int) -> MetricsFile:
+        """Return the same file, closed before, without the rows past ``resumed_step``."""
+        return MetricsFile(self._path, resumed_step)
+
+    def has(self, split: str, step: int) -> bool:
+        """Tell whether the row of the resumed step, or of the newest since, is in the file."""
+        return self._newest.get(split) == step
+
+    def sync(self) -> None:
+        """Put all rows on the disk: before a checkpoint that takes them for granted. Any thread."""
+        work = [self._sync]
+
+        def once() -> None:
+            work.pop()() if work else self._write_again()
+
+        retried(once, self._path)
+
+    def _sync(self) -> None:
+        with self._lock:
+            count = len(self._unsynced)
+            if self._descriptor is None:
+                self._open()
+            assert self._descriptor is not None
+            descriptor = os.dup(self._descriptor)  # training may close its own meanwhile
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        with self._lock:
+            del self._unsynced[:count]
+
+    def _write_again(self) -> None:
+        """Replace the file: the next fsync of the same one takes for written what one failed to write."""
+        with self._lock:
+            self._close()
+            self._open()  # raises where the file is another attempt's
+            unsynced = b"".join(self._unsynced)
+            with replacing(self._path, sync=True) as new:
+                with self._path.open("rb") as old:
+                    _copy(old, self._end - len(unsynced), new)
+                new.write(unsynced)
+            self._close()
+            self._unsynced.clear()
+            self._inode = self._path.stat().st_ino
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise storage_error(error, self._path) from error
+
+    def close(self) -> None:
+        self._close()
+
+
+def _copy_rows(old: BinaryIO, size: int, new: BinaryIO) -> None:
+    """Copy the first ``size`` bytes, whole lines, without those that are not rows."""
+    old.seek(0)
+    for line in old:
+        if size <= 0:
+            return
+        size -= len(line)
+        if looks_like_row(line):
+            new.write(line if line.endswith(b"\n") else line + b"\n")
+
+
+def _copy(old: BinaryIO, size: int, new: BinaryIO) -> None:
+    """Copy the first ``size`` bytes."""
+    while size > 0 and (block := old.read(min(size, _BLOCK_BYTES))):
+        size -= len(block)
+        new.write(block)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return all rows of the file; a last line that was cut off is not among them."""
+    return list(iter_rows(path))
+
+
+def _line(row: Row) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"

@@ -1,0 +1,145 @@
+"""What happens when a loss or a gradient is NaN or infinite: ``optimization.on_non_finite``.
+
+The trainer makes one ``Guard`` on every rank. Under ``stop`` nothing waits for the device; ``skip`` and
+``rollback`` must know before the weights change, so they wait for it once a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpc_train.config.training_sections import OptimizationConfig
+from hpc_train.errors import NonFiniteError
+from hpc_train.strategies.buffers import Buffers
+
+_REMEDY = "lower the learning rate, clip gradients, or use bf16 or fp32"
+
+
+class RollbackError(Exception):
+    """All ranks go back to the newest checkpoint and leave the data of ``step`` out; caught by the worker."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"step {step + 1} has a loss or gradient that is NaN or infinite")
+        self.step = step
+
+
+class FiniteWatch:
+    """Remembers whether any number that it was shown is NaN or infinite, without waiting for the device."""
+
+    def __init__(self) -> None:
+        self._has_seen = False
+        self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def look(self, number: Tensor) -> None:
+        """Take a number of shape ()."""
+        is_finite = number.isfinite()
+        if number.device.type == "cpu":
+            self._has_seen |= not is_finite.item()
+            return
+        host = torch.empty((), dtype=torch.bool, pin_memory=True)
+        host.copy_(is_finite, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self._under_way.append((host, copied))
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether one of those that have reached the host is not finite."""
+        while self._under_way and self._under_way[0][1].query():
+            self._has_seen |= not self._under_way.popleft()[0].item()
+        return self._has_seen
+
+
+class Guard:
+    """One rank's watch over its steps. ``skips``: what the run has skipped so far, in earlier attempts too.
+
+    ``norm_counts``: an infinite gradient counts, too; under fp16 the loss scale takes care of it.
+    """
+
+    def __init__(
+        self, config: OptimizationConfig, model: nn.Module, *, norm_counts: bool, skips: int = 0
+    ) -> None:
+        self.policy = config.on_non_finite
+        self.skips = skips
+        self._most = config.max_non_finite
+        self._norm_counts = norm_counts
+        self._watch = FiniteWatch()
+        # A forward on NaN spoils BatchNorm's statistics as well.
+        self._buffers = Buffers(model) if self.policy == "skip" else None
+        self._kept: list[Tensor] = []
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether the gradients' norm is looked at, clipped or not."""
+        return self.policy != "stop" and self._norm_counts
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether this rank has met a loss that is not finite. Under ``stop`` alone."""
+        return self._watch.has_seen
+
+    def before_step(self) -> None:
+        if self._buffers is not None:
+            self._kept = self._buffers.copies()
+
+    def allows(self, loss: Tensor, norm: Tensor | None) -> bool:
+        """Tell whether the step's gradients may change the weights: the same on all ranks.
+
+        ``loss``: this rank's part, shape (); ``norm``: the gradients', alike on all ranks. Collective, and
+        waits for the device, under ``skip`` and ``rollback``.
+        """
+        if self.policy == "stop":
+            self._watch.look(loss)
+            return True
+        numbers = [loss.isfinite()]
+        if norm is not None and self._norm_counts:
+            numbers.append(norm.isfinite())
+        are_finite = torch.stack(numbers).all().to(torch.int32)
+        dist.all_reduce(are_finite, op=dist.ReduceOp.MIN)
+        return bool(are_finite.item())
+
+    def after_skip(self, step: int) -> None:
+        """Count a step that ``allows`` refused under ``skip``. Raises NonFiniteError past the most."""
+        if self._buffers is not None:
+            self._buffers.put_back(self._kept)
+        self.skips += 1
+        if self.skips > self._most:
+            raise NonFiniteError(
+                f"a loss or gradient is NaN or infinite at step {step}, for time {self.skips}; "
+                f"optimization.max_non_finite allows {self._most}: {_REMEDY}"
+            )
+
+    def clip(self, clip_gradients: Callable[[float], Tensor], max_norm: float | None) -> Tensor | None:
+        """Clip where the file says so; return the norm where anybody wants it."""
+        if max_norm is None and not self.needs_norm:
+            return None
+        return clip_gradients(math.inf if max_norm is None else max_norm)
+
+
+def seen_error(step: int) -> NonFiniteError:
+    """Return what all ranks raise under ``stop`` once one of them has met such a loss."""
+    return NonFiniteError(
+        f"the train loss is NaN or infinite on a rank, at step {step} or just before; {_REMEDY}"
+    )
+
+
+def check_evaluation(step: int, metrics: dict[str, float]) -> None:
+    """Raise NonFiniteError where the validation loss is none; ``metrics`` are alike on all ranks."""
+    loss = metrics.get("loss", 0.0)
+    if not math.isfinite(loss):
+        raise NonFiniteError(f"the val loss is {loss} at step {step}; {_REMEDY}")
+
+
+def check_rollbacks(skipped: tuple[int, ...], config: OptimizationConfig) -> None:
+    """Raise NonFiniteError where more windows are skipped than the file allows."""
+    if len(skipped) > config.max_non_finite:
+        raise NonFiniteError(
+            f"a loss or gradient is NaN or infinite for time {len(skipped)}; "
+            f"optimization.max_non_finite allows {config.max_non_finite} rollbacks: {_REMEDY}"
+        )

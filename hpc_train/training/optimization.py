@@ -1,0 +1,289 @@
+"""The optimizer that the file names, its learning rate, and fp16's loss scale.
+
+``train_state.build`` makes an ``Optimization`` after the strategy placed the model; ``step`` calls it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hpc_train.config.fields import Arguments
+from hpc_train.config.training_sections import OptimizerConfig
+from hpc_train.distributed.precision import Precision
+from hpc_train.errors import BadFileError
+from hpc_train.registry import nearest
+from hpc_train.topology.learning_rate import Schedule
+from hpc_train.validate.part_rules import UNUSABLE_OPTIMIZERS
+
+_KEY = "optimization.optimizer"
+#: Keys of the file that are arguments of the optimizer's class, too.
+_OWN_KEYS = ("lr", "momentum", "weight_decay")
+#: torch's automatic choice leaves DTensors one by one, which takes ten times as long (measured on CPU).
+_FAST_IN_GROUPS = ("adam", "adamw", "sgd")
+_Maker = Callable[[list[dict[str, Any]], Arguments], torch.optim.Optimizer]
+
+
+class Optimization:
+    """Owns the optimizer, the schedule and, under fp16 alone, ``scaler``. The same calls on every rank."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        precision: Precision,
+        device: torch.device,
+    ) -> None:
+        self.optimizer = optimizer
+        self.scaler = _Scaler(device.type) if precision.needs_scaler else None
+        if self.scaler is not None:
+            # Its factor comes to be with the first loss, and a stage that computes none takes it out, too.
+            self.scaler.scale(torch.zeros((), device=device))
+        self._schedule = schedule
+        self._peak_lr = float(optimizer.defaults["lr"])
+        self._peak_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def set_learning_rate(self, step: int) -> float:
+        """Set the rate of step ``step``, counted from 0. Returns that of the file, which is what rows of
+        metrics say: under ``layer_decay`` all groups of this rank may have less.
+        """
+        factor = self._schedule(step)
+        for group, peak in zip(self.optimizer.param_groups, self._peak_lrs, strict=True):
+            group["lr"] = peak * factor
+        return self._peak_lr * factor
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return what backward begins at: scaled under fp16, until ``unscale_gradients``."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def unscale_gradients(self) -> None:
+        """Take the loss scale out of the gradients under fp16. Collective: ranks agree on an overflow."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+            _agree_on_overflow(self.scaler, self.optimizer)
+
+    def step(self, *, is_allowed: bool = True) -> None:
+        """Change the weights by the unscaled gradients, unless the step is not allowed to.
+
+        Collective where parameters are sharded. Under fp16 a step whose gradients overflowed on any rank
+        leaves weights and optimizer state as they are on all of them and halves the scale; it counts as a
+        step all the same (the schedule and the data continue). Only then the device is waited for.
+        """
+        if is_allowed and self.scaler is None:
+            self.optimizer.step()
+        elif is_allowed and self.scaler is not None:
+            self.scaler.step(self.optimizer)
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class _Scaler(torch.amp.GradScaler):
+    """torch's, where ranks share some layers of each rank's own parts: that its kernel takes DTensors of
+    several meshes is known of torch 2.15 alone.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        trained = [value for group in optimizer.param_groups for value in group["params"]]
+        if _num_meshes(trained) > 1:
+            own = {"params": [_own_part(value) for value in trained if value.grad is not None]}
+            optimizer = SimpleNamespace(param_groups=[own])
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+
+def _own_part(parameter: nn.Parameter) -> Tensor:
+    """Return a tensor whose gradient is this rank's part of the parameter's, in the same memory."""
+    with torch.no_grad():
+        part, gradient = (
+            value.to_local() if isinstance(value, DTensor) else value.detach()
+            for value in (parameter, cast(Tensor, parameter.grad))
+        )
+    part = part.detach()
+    part.grad = gradient
+    return part
+
+
+def _agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Let an overflow on one rank be one on all. Collective.
+
+    torch does so among the DTensors of one list, by the placements of the first: not where that one is whole.
+    """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        for found in scaler._found_inf_per_device(optimizer).values():
+            dist.all_reduce(found.to_local() if isinstance(found, DTensor) else found, op=dist.ReduceOp.MAX)
+
+
+def make_optimizer(
+    config: OptimizerConfig,
+    parameters: Mapping[str, nn.Parameter],
+    global_batch_size: int,
+    depths: Mapping[str, int] | None = None,
+) -> torch.optim.Optimizer:
+    """Make the optimizer of ``Strategy.optimized``. Raises BadFileError.
+
+    ``depths``: of each parameter (``models.depths``), where the file has ``layer_decay``.
+    """
+    make, kind = _find(config.name)
+    arguments = _arguments(config, kind, global_batch_size)
+    if config.name.lower() in _FAST_IN_GROUPS and any(isinstance(p, DTensor) for p in parameters.values()):
+        arguments = _in_groups(arguments, _num_meshes(parameters.values()))
+    try:
+        return make(_parameter_groups(config, parameters, arguments["lr"], depths), arguments)
+    except (TypeError, ValueError, AssertionError, ImportError, RuntimeError) as error:
+        raise BadFileError(f"{_KEY}.args: {config.name} can't be made: {error}; fix them") from error
+
+
+def _in_groups(arguments: Arguments, num_meshes: int) -> Arguments:
+    """Ask for the kernels that take all parameters at once, unless the file has asked for others.
+
+    Not where ranks share some layers: that they take DTensors of several meshes is known of torch 2.15 alone.
+    """
+    has_chosen = any(arguments.get(key) is not None for key in ("foreach", "fused"))
+    return arguments if has_chosen else arguments | {"foreach": num_meshes == 1}
+
+
+def _num_meshes(parameters: Iterable[nn.Parameter]) -> int:
+    return len({parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)})
+
+
+def _find(name: str) -> tuple[_Maker, type[torch.optim.Optimizer]]:
+    """Return how to make the optimizer called ``name``, and its class. timm is imported only if asked."""
+    provider, _, rest = name.rpartition("/")
+    if provider in ("", "torch", "timm") and rest.lower() in UNUSABLE_OPTIMIZERS:
+        why, remedy = UNUSABLE_OPTIMIZERS[rest.lower()]
+        raise BadFileError(f"{_KEY}.name: {name} {why}; {remedy}")
+    of_torch = _torch_classes()
+    if provider in ("", "torch") and rest.lower() in of_torch:
+        kind = of_torch[rest.lower()]
+        return lambda groups, arguments: kind(groups, **arguments), kind
+    if provider in ("", "timm"):
+        from timm import optim
+
+        if rest.lower() in optim.list_optimizers():
+            return _timm_maker(rest.lower()), _timm_class(rest.lower())
+    raise _unknown(name, provider, of_torch)
+
+
+def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
+    """Return torch.optim's classes by lower-case name, without those that no run can use."""
+    return {
+        name.lower(): kind
+        for name, kind in vars(torch.optim).items()
+        if inspect.isclass(kind)
+        and issubclass(kind, torch.optim.Optimizer)
+        and kind is not torch.optim.Optimizer
+        and name.lower() not in UNUSABLE_OPTIMIZERS
+    }
+
+
+def _timm_class(name: str) -> type[torch.optim.Optimizer]:
+    from timm import optim
+
+    try:
+        kind: type[torch.optim.Optimizer] = optim.get_optimizer_class(name, bind_defaults=False)
+    except (ImportError, AssertionError) as error:
+        raise BadFileError(f"{_KEY}.name: {name} can't be used here: {error}; name another") from error
+    return kind
+
+
+def _timm_maker(name: str) -> _Maker:
+    """Return timm's factory, which sets its own defaults (momentum 0.9, nesterov) where the file has none."""
+
+    def make(groups: list[dict[str, Any]], arguments: Arguments) -> torch.optim.Optimizer:
+        from timm import optim
+
+        # The factory's own default is 0, whatever the class says.
+        default = inspect.signature(_timm_class(name)).parameters["weight_decay"].default
+        made: torch.optim.Optimizer = optim.create_optimizer_v2(
+            groups, opt=name, **({"weight_decay": default} | arguments)
+        )
+        return made
+
+    return make
+
+
+def _unknown(name: str, provider: str, of_torch: dict[str, type[torch.optim.Optimizer]]) -> BadFileError:
+    known = [f"{provider}/{key}" if provider == "torch" else key for key in of_torch]
+    if provider in ("", "timm"):
+        from timm import optim
+
+        of_timm = [key for key in optim.list_optimizers() if key not in UNUSABLE_OPTIMIZERS]
+        known = [f"timm/{key}" for key in of_timm] if provider else known + of_timm
+    hint = nearest(name.lower(), known)
+    meant = (
+        f"did you mean {hint!r}?" if hint else f"known of torch: {', '.join(of_torch)}, and all of timm.optim"
+    )
+    return BadFileError(f"{_KEY}.name: there is no optimizer {name!r}; {meant}")
+
+
+def _arguments(
+    config: OptimizerConfig, kind: type[torch.optim.Optimizer], global_batch_size: int
+) -> Arguments:
+    """Return the keyword arguments: those of the file's keys, where the class takes them, and ``args``."""
+    taken = inspect.signature(kind).parameters
+    scale = 1 if config.lr_per_batch is None else global_batch_size / config.lr_per_batch
+    given: Arguments = {"lr": config.lr * scale}
+    for key in ("momentum", "weight_decay"):
+        if (value := getattr(config, key)) is None:
+            continue
+        if key not in taken:
+            raise BadFileError(f"{_KEY}.{key}: {config.name} has no {key}; omit it")
+        given[key] = value
+    if not config.decay_norm_and_bias and "weight_decay" not in taken:
+        raise BadFileError(f"{_KEY}.decay_norm_and_bias: {config.name} has no weight_decay; omit it")
+    return given | {key: _checked(config, key, value, taken) for key, value in config.args.items()}
+
+
+def _checked(config: OptimizerConfig, key: str, value: object, taken: Any) -> object:
+    if key in _OWN_KEYS:
+        raise BadFileError(f"{_KEY}.args: {key} is a key of its own; write {_KEY}.{key}")
+    known = sorted(taken.keys() - {"self", "params", "kwargs", *_OWN_KEYS})
+    if key not in known:
+        hint = nearest(key, known)
+        meant = f"did you mean {hint!r}?" if hint else f"it takes {', '.join(known)}"
+        raise BadFileError(f"{_KEY}.args: {config.name} takes no argument {key!r}; {meant}")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _parameter_groups(
+    config: OptimizerConfig,
+    parameters: Mapping[str, nn.Parameter],
+    lr: float,
+    depths: Mapping[str, int] | None,
+) -> list[dict[str, Any]]:
+    """Return one group a layer, of each with ``decay_norm_and_bias: false`` what decays and what doesn't.
+
+    The same groups in the same order on any ranks that hold the same parameters, the last layers
+    first: their rate is ``lr`` itself.
+    """
+    trained = {name: value for name, value in parameters.items() if value.requires_grad}
+    if config.layer_decay is None or depths is None:
+        return _by_decay(config, list(trained.values()))
+    deepest = max(depths.values())
+    groups: list[dict[str, Any]] = []
+    for depth in sorted({depths[name] for name in trained}, reverse=True):
+        layer = [value for name, value in trained.items() if depths[name] == depth]
+        rate = lr * config.layer_decay ** (deepest - depth)
+        groups += [{"lr": rate, **group} for group in _by_decay(config, layer)]
+    return groups
+
+
+def _by_decay(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
+    if config.decay_norm_and_bias:
+        return [{"params": parameters}]
+    decayed = [value for value in parameters if value.dim() >= 2]
+    others = [value for value in parameters if value.dim() < 2]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,56 @@
+"""How the results change where a run continues on other ranks than those that saved its checkpoint.
+
+``training.train_state`` writes down who saves and asks at a load. A difference is said, never refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from hpc_train.topology.degrees import Degrees, in_words
+
+_TO_THE_BIT = "weights equal an undisturbed run's up to rounding, not bitwise"
+_SYNCED = (
+    "parallel.sync_batchnorm takes its statistics over one micro-batch of every rank, so the weights become "
+    "others than an undisturbed run's"
+)
+_STAGES = "dropout behind a pipeline's first stage draws other numbers"
+
+
+def told(world_size: int, strategy: str, degrees: Degrees) -> dict[str, Any]:
+    """Return what a checkpoint says of the ranks that save it: JSON."""
+    return {"world_size": world_size, "strategy": strategy, "degrees": asdict(degrees)}
+
+
+def difference(
+    then: Mapping[str, Any], now: Mapping[str, Any], step: int, *, has_batchnorm: bool, is_synced: bool
+) -> str | None:
+    """Return what continuing from checkpoint ``step`` means; None where the same ranks continue.
+
+    ``then`` and ``now`` are what ``told`` returned, at the save and here; older checkpoints lack ``degrees``.
+    ``is_synced``: ``parallel.sync_batchnorm``.
+    """
+    differing = {key for key in now if key in then and then[key] != now[key]}
+    if not differing:
+        return None
+    only_degrees = differing == {"degrees"}
+    words = [f"the same micro-batches in the same order; {_TO_THE_BIT}"]
+    if has_batchnorm and is_synced and _data_ranks(then) != _data_ranks(now):
+        words = [_SYNCED]
+    if "degrees" in differing and then["degrees"]["pipeline"] != now["degrees"]["pipeline"]:
+        words.append(_STAGES)
+    who = f"{_ranks(now, only_degrees)} from checkpoint {step} of {_ranks(then, only_degrees)}"
+    return f"continuing with {who}: {'; '.join(words)}"
+
+
+def _data_ranks(ranks: Mapping[str, Any]) -> int:
+    return Degrees(**ranks["degrees"]).data_ranks if "degrees" in ranks else int(ranks["world_size"])
+
+
+def _ranks(ranks: Mapping[str, Any], with_degrees: bool) -> str:
+    """Return ``2 ranks under ddp``."""
+    count = ranks["world_size"]
+    words = f"{count} rank{'' if count == 1 else 's'} under {ranks['strategy']}"
+    return f"{words} ({in_words(Degrees(**ranks['degrees']))})" if with_degrees else words

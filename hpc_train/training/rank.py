@@ -1,0 +1,222 @@
+"""One rank among the others: what it is told, its device, the process group, and who watches over it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+
+from hpc_train.config.problems import Problem
+from hpc_train.config.schema import Experiment, RecoveryConfig
+from hpc_train.distributed import affinity, open_files, signals
+from hpc_train.distributed.device import choose_device, set_determinism, set_threads
+from hpc_train.distributed.env import RankFacts, is_started_by_slurm, node_name
+from hpc_train.distributed.precision import Precision, choose_precision
+from hpc_train.distributed.process_group import Group, Timeouts, join
+from hpc_train.errors import ExitCode, TryAgainError
+from hpc_train.health import node_check
+from hpc_train.health.progress import Progress
+from hpc_train.health.watchdog import Watchdog
+from hpc_train.paths import RunPaths
+from hpc_train.run.attempts import in_ms
+from hpc_train.run.create import effective_experiment
+from hpc_train.run.events import EventLog
+from hpc_train.run.rank_ends import tell_end
+from hpc_train.topology.degrees import AXES, Degrees, find_degrees
+from hpc_train.topology.strategy_traits import traits_of
+
+#: Assumed: the first step compiles and reads cold data.
+_FIRST_STEP_FACTOR = 6
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What is fixed after the rendezvous of the ranks."""
+
+    paths: RunPaths
+    attempt: int
+    experiment: Experiment
+    facts: RankFacts
+    degrees: Degrees
+    node: str
+    device: torch.device
+    precision: Precision
+    group: Group
+    flag: signals.StopFlag
+    progress: Progress
+    watchdog: Watchdog
+    #: On rank 0 alone.
+    events: EventLog | None
+
+    @property
+    def is_first(self) -> bool:
+        return self.facts.rank == 0
+
+    def note(self, event: str) -> None:
+        """Write down that ``event`` happened."""
+        self.note_signal()
+        if self.events is not None:
+            self.events.note(event)
+
+    def note_signal(self) -> None:
+        """Write down which signal has come, if one has."""
+        _note_signal(self.events, self.flag)
+
+    def has_stepped(self) -> None:
+        """Called after the first step: from now on there is something to lose, and less reason to wait."""
+        self.flag.act_at_once(None)
+        self.flag.has_nothing_to_lose = False
+        self.watchdog.has_stepped()
+        self.note("first_step")
+
+    def begins_anew(self) -> None:
+        """Called at a rollback: everything is built once more, which may take as long as the first time."""
+        self.progress.begin_anew()
+        self.progress.at("building")
+
+    def end(self, code: ExitCode) -> None:
+        """End this process, from whichever thread."""
+        end_process(self.paths, self.attempt, self.facts.rank, self.node, code)
+
+
+@contextmanager
+def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFlag) -> Iterator[Rank]:
+    """Be a rank of the attempt's process group. Until its first step a stop signal ends it at once."""
+    experiment = effective_experiment(paths, attempt)
+    on_slurm = is_started_by_slurm(os.environ)
+    device = choose_device(experiment.device, facts.local_rank, _expects_gpus(experiment, on_slurm))
+    set_threads(affinity.bind(facts, device, os.environ) if on_slurm else facts.local_world_size)
+    set_determinism(experiment.deterministic, device)
+    precision = choose_precision(experiment.precision, device)
+    degrees = _degrees(experiment, facts)
+    _check_open_files(experiment, facts, degrees)
+    events = _event_log(paths, attempt) if facts.rank == 0 else None
+    hang_after_s, first_hang_after_s = _limits_s(experiment.recovery)
+    timeouts = Timeouts.beyond(first_hang_after_s)
+    if device.type == "cuda":
+        _record_collectives()
+    group = _join(paths, attempt, facts, flag, device, events, timeouts)
+    node, progress = node_name(os.environ), Progress()
+    watchdog = Watchdog(
+        paths.attempt(attempt),
+        facts,
+        node,
+        group.store,
+        progress,
+        hang_after_s=hang_after_s,
+        first_hang_after_s=first_hang_after_s,
+        end=lambda code: end_process(paths, attempt, facts.rank, node, code),
+    )
+    rank = Rank(
+        paths,
+        attempt,
+        experiment,
+        facts,
+        degrees,
+        node,
+        device,
+        precision,
+        group,
+        flag,
+        progress,
+        watchdog,
+        events,
+    )
+    flag.act_at_once(lambda: _leave(rank))
+    rank.note("joined")
+    watchdog.start()
+    try:
+        if experiment.recovery.check_nodes:
+            progress.at("checking")
+            node_check.check(facts, device, paths.attempt(attempt), node)
+        progress.at("building")
+        yield rank
+    except BaseException:
+        watchdog.wait_if_ending()  # the peer that is gone may have been ended by its own
+        raise
+    progress.at("leaving")
+    group.wait_to_leave()
+    watchdog.stop()
+    group.leave()  # not after an error: tearing a broken group down may hang or abort
+
+
+def end_process(paths: RunPaths, attempt: int, rank: int, node: str, code: ExitCode) -> None:
+    """End this process at once, from whichever thread; leave the exit code for whoever judges the attempt.
+
+    Of a rank that hung whoever raised the alarm has left it.
+    """
+    if code != ExitCode.HUNG or not paths.attempt(attempt).exit(rank).exists():
+        tell_end(paths.attempt(attempt), rank, int(code), node)
+    with suppress(Exception):  # from a signal's handler, or beside the main thread: it may hold these
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(int(code))
+
+
+def _degrees(experiment: Experiment, facts: RankFacts) -> Degrees:
+    degrees = find_degrees(experiment.parallel, facts.world_size, facts.world_size // facts.num_nodes)
+    if isinstance(degrees, Problem):
+        raise degrees.as_error()
+    return degrees
+
+
+def _check_open_files(experiment: Experiment, facts: RankFacts, degrees: Degrees) -> None:
+    """Raise TooFewFilesError where this rank would run out of files while it connects to the others."""
+    has_mesh = traits_of(experiment.parallel.strategy).has_mesh
+    axes = [getattr(degrees, axis) for axis in AXES] if has_mesh else []
+    open_files.check(facts, axes, experiment.data.workers, node_name(os.environ))
+
+
+def _record_collectives() -> None:
+    """Let NCCL keep its last collectives, for the watchdog to save. Before the process group is made."""
+    for name in ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):  # the latter from 2.8 on
+        os.environ.setdefault(name, "2000")
+
+
+def _leave(rank: Rank) -> None:
+    """End on a stop signal: nothing has been trained yet that is not in a checkpoint."""
+    rank.note_signal()
+    rank.end(ExitCode.TRY_AGAIN)
+
+
+def _limits_s(recovery: RecoveryConfig) -> tuple[float, float]:
+    hang_after_s = recovery.hang_after_min * 60
+    return hang_after_s, hang_after_s * _FIRST_STEP_FACTOR
+
+
+def _join(
+    paths: RunPaths,
+    attempt: int,
+    facts: RankFacts,
+    flag: signals.StopFlag,
+    device: torch.device,
+    events: EventLog | None,
+    timeouts: Timeouts,
+) -> Group:
+    rendezvous, token = paths.attempt(attempt).rendezvous, os.environ.get("HPC_TRAIN_TOKEN", "")
+    try:
+        return join(facts, device, rendezvous, token, timeouts, must_stop=lambda: bool(flag))
+    except TryAgainError:
+        _note_signal(events, flag)
+        raise
+
+
+def _expects_gpus(experiment: Experiment, on_slurm: bool) -> bool:
+    return on_slurm and experiment.slurm is not None and experiment.slurm.gpus_per_node > 0
+
+
+def _event_log(paths: RunPaths, attempt: int) -> EventLog:
+    """Begin rank 0's account: with the time at which its process began, where the launcher left that."""
+    events = EventLog(paths.attempt(attempt))
+    started = os.environ.get("HPC_TRAIN_RANK_START")
+    events.note("rank", in_ms(float(started)) if started else None)
+    return events
+
+
+def _note_signal(events: EventLog | None, flag: signals.StopFlag) -> None:
+    if events is not None and flag.first is not None and flag.first_at is not None:
+        events.signalled(flag.first.name, flag.first_at)

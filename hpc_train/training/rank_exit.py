@@ -1,0 +1,120 @@
+"""How a rank ends: its exit code, and what it leaves for people."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from hpc_train.distributed.env import RankFacts
+from hpc_train.distributed.process_group import nccl_words, peer_lost
+from hpc_train.distributed.signals import StopFlag
+from hpc_train.errors import (
+    BadFileError,
+    ExitCode,
+    HpcTrainError,
+    NonFiniteError,
+    TryAgainError,
+    UserError,
+)
+from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run.checkpoints import committed
+from hpc_train.run.create import effective_experiment
+from hpc_train.run.found_micro_batch import kept_size
+from hpc_train.run.rank_ends import tell_error
+from hpc_train.run.storage_errors import storage_error
+from hpc_train.training.compiling import compile_error
+
+#: Errors of the disk that the user mends; any other OSError is shown whole.
+_DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+#: How torch, its libraries and the kernel say that memory ran out where they raise no class for it: of a
+#: device, and of the host; in small letters.
+_DEVICE_IS_FULL, _HOST_IS_FULL = ("out of memory", "alloc_failed"), ("allocate memory", "bad_alloc")
+
+
+class MicroBatchError(HpcTrainError):
+    """A micro-batch does not fit, though one did before or others may fill the device: as any crash."""
+
+
+def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts, flag: StopFlag) -> ExitCode:
+    """Write down why this rank ends, and choose its exit code."""
+    cause = _cause(error, paths, attempt, flag)
+    if isinstance(error, SystemExit | KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    if peer_lost(error) and not isinstance(cause, UserError):
+        print(f"rank {facts.rank}: a peer is gone: {error}", file=sys.stderr, flush=True)
+        if flag and flag.has_nothing_to_lose:  # asked to stop like this one, the peer was only quicker
+            return ExitCode.TRY_AGAIN
+        if words := nccl_words(error):
+            _tell(paths.attempt(attempt), facts.rank, f"a peer is gone, or NCCL fails on this node: {words}")
+        return ExitCode.PEER_LOST
+    if isinstance(error, TryAgainError):
+        print(f"rank {facts.rank}: {error}", file=sys.stderr, flush=True)
+        return ExitCode.TRY_AGAIN
+    is_plain = isinstance(cause, UserError | NonFiniteError | MicroBatchError)
+    where = "".join(traceback.format_exception(error))
+    text = str(cause) if is_plain else where
+    print(f"{where}{text}" if cause.__cause__ is error else text, file=sys.stderr, flush=True)
+    _tell(paths.attempt(attempt), facts.rank, text)
+    return cause.exit_code if isinstance(cause, HpcTrainError) else ExitCode.FAILED
+
+
+def out_of_memory(error: BaseException | None) -> BaseException | None:
+    """Return ``error``, or what caused it, where that says that memory ran out on the device or the host."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return error
+        if isinstance(error, RuntimeError | OSError):
+            text = str(error).lower()
+            if any(words in text for words in (*_DEVICE_IS_FULL, *_HOST_IS_FULL)):
+                return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _tell(attempt: AttemptPaths, rank: int, text: str) -> None:
+    try:
+        tell_error(attempt, rank, text)
+    except OSError as full:
+        print(f"{attempt.error(rank)} can't be written: {full}", file=sys.stderr)
+
+
+def _cause(error: BaseException, paths: RunPaths, attempt: int, flag: StopFlag) -> BaseException:
+    """Return the error in the user's terms where it has any: what a compiler or a full disk said."""
+    if isinstance(error, OSError) and error.errno in _DISK_REFUSES:
+        return storage_error(error, Path(error.filename or "the run's folder"))
+    return compile_error(error) or _micro_batch_error(error, paths, attempt, flag) or error
+
+
+def _micro_batch_error(
+    error: BaseException, paths: RunPaths, attempt: int, flag: StopFlag
+) -> BadFileError | MicroBatchError | None:
+    """Return what to write where memory ran out in a step, caused by ``error``; else None.
+
+    BadFileError where the run has done no step: it would not succeed another time.
+    """
+    full = out_of_memory(error)
+    on_gpu = torch.cuda.is_initialized()
+    if isinstance(error, HpcTrainError) or full is None or isinstance(full, OSError):
+        return None
+    words = " ".join(str(full).split()) or type(full).__name__
+    if on_gpu and not any(mark in words.lower() for mark in _DEVICE_IS_FULL):
+        return None  # the host's memory, which is none of the micro-batch's
+    place = f"cuda:{torch.cuda.current_device()}" if on_gpu else "this node's memory"
+    size, smaller = (
+        effective_experiment(paths, attempt).optimization.micro_batch_size,
+        "a smaller one or auto",
+    )
+    if size == "auto":
+        size, smaller = kept_size(paths) or "auto", "a smaller number"
+    # In the driver's own words, not the allocator's, others may have filled the device before.
+    is_sure = flag.has_nothing_to_lose and not committed(paths) and "CUDA error: out of memory" not in words
+    found = (BadFileError if is_sure else MicroBatchError)(
+        f"optimization.micro_batch_size: {size} does not fit {place}; write {smaller}, "
+        f"activation_checkpointing: blocks, or a parallel.strategy that shards ({words})"
+    )
+    found.__cause__ = error
+    return found

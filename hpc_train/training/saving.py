@@ -1,0 +1,84 @@
+"""The saves of one attempt as the loop sees them: begun at a step's boundary, committed beside later ones."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hpc_train.checkpoint.checkpointer import Checkpointer, Save
+from hpc_train.checkpoint.state import TrainingState
+from hpc_train.training.meters import Meters
+
+
+class Saves:
+    """Every rank has one. ``extra``: step → what a checkpoint says besides tensors.
+
+    ``on_saved`` is told of each committed save. Before a checkpoint is committed the rows of metrics up to
+    its step are on the disk.
+    """
+
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        state: TrainingState,
+        meters: Meters,
+        extra: Callable[[int], dict[str, Any]],
+        on_saved: Callable[[Save], None],
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._state = state
+        self._meters = meters
+        self._extra = extra
+        self._on_saved = on_saved
+        self._rows_are_written = threading.Event()
+        self._rows_are_written.set()
+
+    @property
+    def has_failed(self) -> bool:
+        return self._checkpointer.has_failed
+
+    @property
+    def is_busy(self) -> bool:
+        return self._checkpointer.is_busy
+
+    def reserve(self) -> None:
+        """Allocate what staging needs; once the optimizer's state exists."""
+        self._checkpointer.reserve(self._state)
+
+    def begin(self, step: int) -> None:
+        """Begin to save ``step``; an earlier save is finished first. Collective, at a step's boundary."""
+        self.finish()
+        self._rows_are_written.clear()
+        self._checkpointer.begin(self._state, step, self._extra(step), before_commit=self._sync_rows)
+
+    def wait_staged(self) -> None:
+        """Wait until the weights may change again."""
+        self._checkpointer.wait_staged()
+        if not self._rows_are_written.is_set():
+            self._meters.drain(wait=True)
+            self._rows_are_written.set()
+
+    def collect(self) -> None:
+        """Tell of a save that has been committed meanwhile; never waits."""
+        self._told(self._checkpointer.collect())
+
+    def finish(self) -> None:
+        """Wait for the save under way. Raises what it met, the same kind on every rank."""
+        self.wait_staged()
+        self._told(self._checkpointer.finish())
+
+    def close(self) -> None:
+        """Finish, and see old checkpoints removed. At the end of the run, or before it goes back to one."""
+        self.finish()
+        self._checkpointer.close()
+        self._checkpointer.clear_up()
+
+    def _told(self, save: Save | None) -> None:
+        if save is not None:
+            self._on_saved(save)
+
+    def _sync_rows(self) -> None:
+        """Runs in the writer's thread."""
+        self._rows_are_written.wait()
+        self._meters.sync()

@@ -1,0 +1,174 @@
+"""The learning rate over the steps, as a factor of its peak: a pure function, so that no state is saved.
+
+Called by ``training.optimization`` with the number of the step that is about to be taken, from 0.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+
+from hpc_train.config.training_sections import ScheduleConfig
+from hpc_train.errors import BadFileError
+from hpc_train.registry import nearest, split_name
+from hpc_train.topology.batch_arithmetic import count_warmup_steps, too_long_warmup
+from hpc_train.topology.learning_rate import (
+    OVER_SPAN,
+    OVER_STEPS,
+    Schedule,
+    ScheduleArguments,
+    unknown_argument,
+)
+
+_KEY = "optimization.schedule"
+
+
+def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> Schedule:
+    """Return the factor of each of ``total_steps`` steps: linear warm-up, then what ``config`` names.
+
+    Warm-up is (step + 1) / warmup_steps. cosine, linear and poly, and those of timm and torch, run over
+    the steps after it; step, multistep and exponential count from the run's beginning, so that "epoch 30"
+    means that. Raises BadFileError.
+    """
+    warmup = _warmup_steps(config, total_steps, steps_per_epoch)
+    provider, name = split_name(config.name)
+    span = total_steps - warmup
+    if name:
+        after = _foreign(provider, name, config, span, has_warmup=warmup > 0)
+        return _warmed_up(warmup, lambda step: max(config.min_factor, after(step - warmup)))
+    arguments = ScheduleArguments(config, steps_per_epoch)
+    if provider in OVER_SPAN:
+        shape = OVER_SPAN[provider](arguments)
+        floor = config.min_factor
+        after = _warmed_up(warmup, lambda step: floor + (1 - floor) * shape((step - warmup) / span))
+    elif provider in OVER_STEPS:
+        decay = OVER_STEPS[provider](arguments)
+        after = _warmed_up(warmup, lambda step: max(config.min_factor, decay(step)))
+    else:
+        raise _unknown_name(config.name, [*OVER_SPAN, *OVER_STEPS])
+    arguments.refuse_unused()
+    return after
+
+
+def _warmup_steps(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> int:
+    steps = count_warmup_steps(config, steps_per_epoch)
+    if total_steps > 0 and (problem := too_long_warmup(config, steps, total_steps)):
+        raise problem.as_error()
+    return steps
+
+
+def _warmed_up(warmup: int, after: Schedule) -> Schedule:
+    return lambda step: (step + 1) / warmup if step < warmup else after(step)
+
+
+def _unknown_name(name: str, known: list[str]) -> BadFileError:
+    hint = nearest(name, known)
+    meant = f"did you mean {hint!r}?" if hint else f"known: {', '.join(known)}, timm/<name>, torch/<class>"
+    return BadFileError(f"{_KEY}.name: there is no schedule {name!r}; {meant}")
+
+
+def _foreign(provider: str, name: str, config: ScheduleConfig, span: int, *, has_warmup: bool) -> Schedule:
+    """Return the schedule of timm or torch, of the steps after the warm-up."""
+    if provider == "timm":
+        return _timm(name, config, span, has_warmup=has_warmup)
+    if provider == "torch":
+        return _torch(name, config, span)
+    raise BadFileError(f"{_KEY}.name: {config.name!r} is of {provider!r}; write timm/<name> or torch/<class>")
+
+
+def _dummy_optimizer() -> torch.optim.Optimizer:
+    """Return an optimizer of rate 1, so that what a scheduler sets is a factor."""
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def _timm(name: str, config: ScheduleConfig, span: int, *, has_warmup: bool) -> Schedule:
+    """Return timm's scheduler, which is a function of the update already; rates in ``args`` are factors."""
+    from timm import scheduler as timm_scheduler
+
+    classes = {
+        kind.removesuffix("LRScheduler").lower(): getattr(timm_scheduler, kind)
+        for kind in dir(timm_scheduler)
+        if kind.endswith("LRScheduler") and kind != "PlateauLRScheduler"
+    }
+    if name.lower() not in classes:
+        raise _unknown_name(config.name, [f"timm/{known}" for known in sorted(classes)])
+    if has_warmup and "warmup_t" in config.args:
+        raise BadFileError(f"{_KEY}.args: warmup_t and {_KEY}.warmup_… both warm up; write one of them")
+    kind = classes[name.lower()]
+    taken = inspect.signature(kind).parameters
+    defaults = {"t_initial": span, "lr_min": config.min_factor}
+    arguments = {key: value for key, value in defaults.items() if key in taken} | config.args
+    optimizer = _dummy_optimizer()
+    scheduler = _construct(config, kind, optimizer, arguments | {"t_in_epochs": False})
+
+    def factor(step: int) -> float:
+        scheduler.step_update(step)
+        return float(optimizer.param_groups[0]["lr"])
+
+    return factor
+
+
+def _torch(name: str, config: ScheduleConfig, span: int) -> Schedule:
+    """Return torch's scheduler, replayed from step 0 and remembered; rates in ``args`` are factors."""
+    kind = _torch_class(name, config)
+    taken = inspect.signature(kind).parameters
+    if "cycle_momentum" in taken and config.args.get("cycle_momentum") is not False:
+        raise BadFileError(f"{_KEY}.args: {name} changes momentum too; write cycle_momentum: false")
+    defaults = {"T_max": span, "total_steps": span, "max_lr": 1.0}
+    by_epochs = {"epochs", "steps_per_epoch"} & config.args.keys()
+    arguments = {key: v for key, v in defaults.items() if key in taken and not by_epochs} | config.args
+    _refuse_short(name, arguments, span)
+    optimizer = _dummy_optimizer()
+    scheduler = _construct(config, kind, optimizer, arguments)
+    values = [float(optimizer.param_groups[0]["lr"])]
+
+    def factor(step: int) -> float:
+        while len(values) <= step:
+            optimizer.step()  # without gradients; a scheduler that runs ahead of its optimizer warns
+            scheduler.step()
+            values.append(float(optimizer.param_groups[0]["lr"]))
+        return values[step]
+
+    return factor
+
+
+def _torch_class(name: str, config: ScheduleConfig) -> Any:
+    schedulers = torch.optim.lr_scheduler
+    known = [key for key in schedulers.__all__ if key not in ("LRScheduler", "ReduceLROnPlateau")]
+    if name == "ReduceLROnPlateau":
+        raise BadFileError(
+            f"{_KEY}.name: ReduceLROnPlateau needs the loss, and a schedule knows the step alone"
+        )
+    if name not in known:
+        raise _unknown_name(config.name, [f"torch/{key}" for key in known])
+    return getattr(schedulers, name)
+
+
+def _refuse_short(name: str, arguments: dict[str, Any], span: int) -> None:
+    """Raise where OneCycleLR would raise in the middle of the run."""
+    if name != "OneCycleLR":
+        return
+    total = arguments.get("total_steps") or arguments.get("epochs", 0) * arguments.get("steps_per_epoch", 0)
+    if total < span:
+        raise BadFileError(f"{_KEY}.args: OneCycleLR ends at step {total} of {span}; omit total_steps")
+
+
+def _construct(
+    config: ScheduleConfig, kind: Any, optimizer: torch.optim.Optimizer, arguments: dict[str, Any]
+) -> Any:
+    """Make the scheduler; what it says against its arguments is the file's error."""
+    own = {"self", "optimizer", "last_epoch", "t_in_epochs", "initialize"}
+    known = sorted(inspect.signature(kind).parameters.keys() - own)
+    for name in config.args.keys() - set(known):
+        raise BadFileError(f"{_KEY}.args: {unknown_argument(config.name, name, known)}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return kind(optimizer, **arguments)
+    except (TypeError, ValueError, AssertionError, ZeroDivisionError, KeyError, AttributeError) as error:
+        raise BadFileError(
+            f"{_KEY}.args: {config.name} can't be made with {config.args}: {error}; fix them"
+        ) from error

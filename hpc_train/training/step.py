@@ -1,0 +1,58 @@
+"""One optimizer step. The training loop and the batch-size search both call ``train_step``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hpc_train.datasets.types import Batch
+from hpc_train.strategies.base import Forward
+from hpc_train.training.non_finite import Guard
+from hpc_train.training.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The numbers of one step; tensors are on the device, shape ()."""
+
+    #: Of the file; under ``layer_decay`` parameters may have less.
+    learning_rate: float
+    #: This rank's weighted part of the mean loss.
+    loss: Tensor
+    #: Before clipping; None where nothing needs it.
+    grad_norm: Tensor | None
+    #: Whether the guard let the weights change.
+    is_allowed: bool
+
+
+def train_step(
+    state: TrainState,
+    step: int,
+    batches: Sequence[Batch],
+    forward: Forward,
+    guard: Guard,
+    max_norm: float | None,
+    before_update: Callable[[], None] = lambda: None,
+) -> StepResult:
+    """Train step ``step``, counted from 0, on this rank's micro-batches. Collective.
+
+    ``before_update`` is called between backward and the optimizer step, which changes the weights.
+    """
+    strategy, optimization, ema = state.strategy, state.optimization, state.ema
+    learning_rate = optimization.set_learning_rate(step)
+    strategy.share_buffers(all_persistent=False)
+    guard.before_step()
+    loss = strategy.accumulate(batches, forward)  # forward and backward of each micro-batch
+    before_update()
+    optimization.unscale_gradients()
+    grad_norm = guard.clip(strategy.clip_gradients, max_norm)
+    is_allowed = guard.allows(loss, grad_norm)
+    optimization.step(is_allowed=is_allowed)
+    optimization.zero_grad()  # here, not first, so that evaluation and saves have the gradients' memory
+    if is_allowed:
+        strategy.weights_changed()
+        if ema is not None:
+            ema.update()
+    return StepResult(learning_rate, loss, grad_norm, is_allowed)

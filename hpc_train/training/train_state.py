@@ -1,0 +1,245 @@
+"""The model as it is trained on this rank, what changes it, and what a checkpoint brings back of it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from torch import nn
+
+from hpc_train import registry
+from hpc_train.checkpoint.checkpointer import Checkpointer, Loaded
+from hpc_train.checkpoint.state import TrainingState
+from hpc_train.config.schema import Experiment
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.types import DataInfo
+from hpc_train.distributed.seeds import seed_build
+from hpc_train.errors import BadFileError, ExitCode, UserError
+from hpc_train.models.blocks import find_blocks
+from hpc_train.models.building import build_model
+from hpc_train.models.depths import layer_depths
+from hpc_train.models.inspection import has_batchnorm
+from hpc_train.models.weights import LoadReport, report_of
+from hpc_train.run import versions
+from hpc_train.strategies.base import RankContext, Strategy
+from hpc_train.strategies.sync_batchnorm import sync_batchnorm
+from hpc_train.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.training import hardware, other_ranks
+from hpc_train.training.activation_checkpointing import checkpoint_activations
+from hpc_train.training.compiling import compile_model
+from hpc_train.training.ema import Ema
+from hpc_train.training.fp8 import use_float8
+from hpc_train.training.hardware import Hardware
+from hpc_train.training.optimization import Optimization, make_optimizer
+from hpc_train.training.rank import Rank
+from hpc_train.training.schedules import make_schedule
+
+#: What a plug-in's strategy written for an earlier version lacks.
+_METHODS = ("optimized", "weights_changed", "pieces", "owns_loss")
+_log = logging.getLogger(__name__)
+
+
+def part(kind: str, name: str) -> Any:
+    """Return the plug-in of this name: what it is called with depends on its kind."""
+    return registry.load(kind, name)
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The model as it is trained here, and what changes it."""
+
+    #: What this rank holds of the model, plain: its names are those of checkpoints and exports.
+    model: nn.Module
+    #: What training calls.
+    wrapped: nn.Module
+    strategy: Strategy
+    optimization: Optimization
+    ema: Ema | None = None
+    #: Of the whole model.
+    num_parameters: int = 0
+    #: What came from pretrained weights; None where nothing did.
+    pretrained: LoadReport | None = None
+    has_batchnorm: bool = False
+
+    @property
+    def state(self) -> TrainingState:
+        optimization = self.optimization
+        return TrainingState(
+            self.model,
+            optimization.optimizer,
+            optimization.scaler,
+            self.strategy.optimized(),
+            {} if self.ema is None else self.ema.averages,
+        )
+
+
+def context(rank: Rank) -> RankContext:
+    """Return what a strategy is told of this rank."""
+    config = rank.experiment
+    return RankContext(
+        rank=rank.facts.rank,
+        degrees=rank.degrees,
+        device=rank.device,
+        precision=rank.precision,
+        channels_last=config.model.channels_last,
+        parallel=config.parallel,
+    )
+
+
+def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, context: RankContext) -> TrainState:
+    """Build, compile, place, then make the optimizer: the order that facts of torch ask for."""
+    seed_build(config.seed)
+    model = build_model(config.model, info)
+    pretrained = report_of(model)
+    if config.parallel.sync_batchnorm:
+        model = sync_batchnorm(model, context.device, batches.micro_batches)
+    blocks = find_blocks(model)
+    layer_decay = config.optimization.optimizer.layer_decay
+    depths = None if layer_decay is None else layer_depths(model, blocks)
+    if context.precision.has_float8_linears:
+        use_float8(blocks, context.device)
+    checkpoint_activations(blocks, config.activation_checkpointing)
+    compile_model(model, blocks, config.compile, context.device)
+    strategy = _strategy(config, context)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    normalises = has_batchnorm(model)
+    wrapped = strategy.place(model, blocks)
+    optimizer = make_optimizer(
+        config.optimization.optimizer, strategy.optimized(), config.optimization.global_batch_size, depths
+    )
+    schedule = make_schedule(config.optimization.schedule, batches.total_steps, batches.steps_per_epoch)
+    optimization = Optimization(optimizer, schedule, context.precision, context.device)
+    ema = None if config.optimization.ema is None else Ema(strategy.model, config.optimization.ema.decay)
+    return TrainState(
+        strategy.model, wrapped, strategy, optimization, ema, num_parameters, pretrained, normalises
+    )
+
+
+def _strategy(config: Experiment, context: RankContext) -> Strategy:
+    name = config.parallel.strategy
+    strategy = part("strategies", name)(context)
+    missing = [method for method in _METHODS if not hasattr(strategy, method)]
+    if missing:
+        raise BadFileError(
+            f"parallel.strategy: {name} has no {missing[0]}, which strategies.base.Strategy asks for; "
+            "update its package, or write parallel.strategy: ddp"
+        )
+    return cast(Strategy, strategy)
+
+
+class OtherVersionsError(UserError):
+    """The environment is not the one that the checkpoint was saved in, and the file insists on that."""
+
+    exit_code = ExitCode.NO_RETRY
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where training continues; ``skips``: steps that ``on_non_finite: skip`` has skipped so far."""
+
+    position: Position
+    hardware: Hardware
+    skips: int = 0
+
+
+def resumed(rank: Rank, checkpointer: Checkpointer, train_state: TrainState, source: DataSource) -> Resumed:
+    """Bring back the newest whole checkpoint; the beginning where none was saved.
+
+    Raises StorageError where all are damaged, OtherVersionsError where the file insists on the same versions,
+    BadFileError where the data have changed, or the checkpoint has no position.
+    """
+    loaded = checkpointer.load_newest(train_state.state)
+    then, step = (None, 0) if loaded is None else (loaded.extra.get("hardware"), loaded.step)
+    now = hardware.take_over(then, step, rank.device, checkpointer.ranks, partial(_warn, rank))
+    if loaded is None:
+        return Resumed(Position(0), now)
+    _heed_versions(rank, loaded)
+    _heed_ranks(rank, loaded, train_state)
+    _check_data(loaded, source)
+    saved = loaded.extra.get("position")
+    if saved is None:
+        raise BadFileError(f"checkpoint {loaded.step}: state.json does not contain the position of training")
+    return Resumed(Position(saved["step"], tuple(saved["skipped"])), now, loaded.extra.get("skips", 0))
+
+
+def _warn(rank: Rank, words: str) -> None:
+    if rank.is_first:
+        _log.warning("%s", words)
+
+
+def _heed_versions(rank: Rank, loaded: Loaded) -> None:
+    """Say what is of another version than at the save; refuse it where the file asks for that."""
+    now = versions.versions()
+    then = {key: value for key, value in loaded.extra.get("versions", {}).items() if key in now}
+    found = versions.differences(then, {key: now[key] for key in then})
+    if not found:
+        return
+    words = f"checkpoint {loaded.step} was saved with other versions: {versions.in_words(found)}"
+    if rank.experiment.environment.strict:
+        raise OtherVersionsError(
+            f"environment.strict: {words}; use those versions, or resume with environment.strict=false"
+        )
+    _warn(rank, f"{words}; the weights may differ in the last bit from here on")
+
+
+def _heed_ranks(rank: Rank, loaded: Loaded, train_state: TrainState) -> None:
+    """Warn where other ranks continue than those that saved: results change, if only by rounding."""
+    words = other_ranks.difference(
+        loaded.extra,
+        _ranks(rank),
+        loaded.step,
+        has_batchnorm=train_state.has_batchnorm,
+        is_synced=rank.experiment.parallel.sync_batchnorm,
+    )
+    if words is not None:
+        _warn(rank, words)
+
+
+def _ranks(rank: Rank) -> dict[str, Any]:
+    return other_ranks.told(rank.facts.world_size, rank.experiment.parallel.strategy, rank.degrees)
+
+
+def _check_data(loaded: Loaded, source: DataSource) -> None:
+    """Refuse data that would give samples other numbers, or classes, than those that were trained on."""
+    then, now = loaded.extra.get("data"), _data_facts(source)
+    if then is None or then == now:  # older checkpoints do not say
+        return
+    what = "training samples" if then["num_samples"] != now["num_samples"] else "classes"
+    counts = f": {then['num_samples']} then, {now['num_samples']} now" if what == "training samples" else ""
+    raise BadFileError(
+        f"data.root: the {what} are not those that checkpoint {loaded.step} was trained on{counts}; "
+        "restore the data, or train again with hpc-train submit --new"
+    )
+
+
+def _data_facts(source: DataSource) -> dict[str, Any]:
+    classes = hashlib.sha256("\n".join(source.info.class_names).encode(errors="surrogatepass")).hexdigest()
+    return {"num_samples": len(source.train), "classes": classes[:16]}
+
+
+def extra(
+    rank: Rank,
+    source: DataSource,
+    batches: BatchArithmetic,
+    position: Position,
+    hardware: Hardware,
+    skips: int,
+) -> dict[str, Any]:
+    """Return what a checkpoint contains besides tensors: its position and its history."""
+    return {
+        "position": {"step": position.step, "skipped": list(position.skipped)},
+        "skips": skips,
+        "seed": rank.experiment.seed,
+        "data": _data_facts(source),
+        "micro_batches": batches.micro_batches,
+        "steps_per_epoch": batches.steps_per_epoch,
+        "precision": rank.experiment.precision,
+        "device": rank.device.type,
+        "hardware": hardware.to_json(),
+        "versions": versions.versions(),
+        **_ranks(rank),
+    }

@@ -1,0 +1,3 @@
+"""Reads and checks an experiment file: all rules, all problems with their position in the file. Imports no
+torch.
+"""

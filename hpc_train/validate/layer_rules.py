@@ -1,0 +1,160 @@
+"""What strategies that share layers require of the model: read from the arguments of ``gpt``, and asked of a
+child process (``names``) for models of timm and torchvision. For other models the ranks find out when they
+split them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
+from hpc_train.config.schema import Experiment
+from hpc_train.topology.degrees import Degrees, divisors, find_degrees
+from hpc_train.topology.pipeline_schedules import stages_per_rank
+from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.validate import model_facts
+
+#: ``model.args`` of gpt that have defaults. Compared by a test.
+GPT_DEFAULTS = {"num_heads": 4, "num_layers": 4}
+
+
+class LayerFacts(BaseModel):
+    """The properties of a model that matter when ranks share its layers."""
+
+    #: What the tensor degree must divide, in words → its number; empty: no layer can be shared.
+    shared: dict[str, int]
+    #: The key of the attention dropout, which ranks that share heads don't support.
+    dropout_key: str | None
+    #: The maximum number of stages.
+    most_stages: int
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    """A degree that does not fit the model, with the degrees that do; or a property that no degree fits."""
+
+    path: KeyPath
+    message: str
+    possible: list[int] = field(default_factory=list)
+    otherwise: str = "write another parallel.strategy, like fsdp"
+
+
+@rule("model.name", "model.args", "parallel")
+def gpt_can_be_shared_out(experiment: Experiment) -> Iterator[Problem]:
+    """The degrees must divide the heads, widths and blocks of ``gpt``."""
+    if experiment.model.name == "gpt":
+        yield from _problems_of_the_file(experiment)
+
+
+@rule("model.name", "model.args", "parallel")
+def other_models_can_be_shared_out(experiment: Experiment) -> Iterator[Problem]:
+    """The degrees must fit the layers of timm's and torchvision's models."""
+    if experiment.model.name != "gpt":
+        yield from _problems_of_the_file(experiment)
+
+
+def _problems_of_the_file(experiment: Experiment) -> Iterator[Problem]:
+    """Check the degrees given in the file; the others follow from the number of ranks."""
+    parallel = experiment.parallel
+    if not traits_of(parallel.strategy).is_model_parallel:
+        return
+    degrees = Degrees(pipeline=parallel.pipeline or 1, tensor=parallel.tensor or 1)
+    for misfit in _misfits(experiment, degrees):
+        remedy = f"write {_either(misfit.possible)}" if misfit.possible else misfit.otherwise
+        yield Problem(misfit.path, misfit.message, remedy)
+
+
+def problems_of_layers(experiment: Experiment, degrees: Degrees, ranks_per_node: int) -> list[Problem]:
+    """Return why ranks of these degrees can't share the model, with degrees that work for as many ranks."""
+
+    def fits(path: KeyPath, size: int) -> bool:
+        changed = experiment.parallel.model_copy(update={str(path[-1]): size})
+        found = find_degrees(changed, degrees.world_size, ranks_per_node)
+        return isinstance(found, Degrees) and not any(_misfits(experiment, found))
+
+    problems = []
+    for misfit in _misfits(experiment, degrees):
+        remedy = misfit.otherwise
+        if fitting := [size for size in misfit.possible if fits(misfit.path, size)]:
+            remedy = f"write {_either(fitting)}"
+        elif misfit.possible:
+            remedy = f"start a number of ranks that {_either(misfit.possible)} divides"
+        problems.append(Problem(misfit.path, misfit.message, remedy))
+    return problems
+
+
+def _either(sizes: list[int]) -> str:
+    return " or ".join(map(str, sizes[-3:]))
+
+
+def _misfits(experiment: Experiment, degrees: Degrees) -> Iterator[_Misfit]:
+    if degrees.tensor == degrees.pipeline == 1:
+        return
+    facts = layer_facts(experiment.model.name, experiment.model.args)
+    if facts is None:
+        return
+    if degrees.tensor > 1:
+        yield from _misfits_of_tensor(experiment, facts, degrees.tensor)
+    each = stages_per_rank(experiment.parallel)
+    if (stages := degrees.pipeline * each) > facts.most_stages and degrees.pipeline > 1:
+        name, most = shortened(experiment.model.name), facts.most_stages
+        message = f"{stages} stages need a block each, and {name} can be cut into {most}"
+        possible = [*range(2, most // each + 1)]
+        if not possible and degrees.pipeline <= most:
+            yield _Misfit(
+                ("parallel", "schedule"), message, otherwise="write 1f1b, which has one stage per rank"
+            )
+        else:
+            yield _Misfit(("parallel", "pipeline"), message, possible)
+
+
+def _misfits_of_tensor(experiment: Experiment, facts: LayerFacts, ranks: int) -> Iterator[_Misfit]:
+    if not facts.shared:
+        message = f"{shortened(experiment.model.name)} has no layers that ranks can share"
+        if not traits_of(experiment.parallel.strategy).has_stages:
+            yield _Misfit(("parallel", "strategy"), message)
+        else:
+            yield _Misfit(("parallel", "tensor"), message, otherwise="take it out")
+    if facts.dropout_key is not None:
+        message = f"{ranks} ranks that share heads can't drop the weights of attention"
+        path = tuple(facts.dropout_key.split("."))
+        yield _Misfit(path, message, otherwise="write 0, or parallel.strategy: fsdp")
+    for what, number in facts.shared.items():
+        if number % ranks:
+            message = f"{ranks} ranks can't share {number} {what} evenly"
+            yield _Misfit(("parallel", "tensor"), message, divisors(math.gcd(*facts.shared.values()))[1:])
+            return
+
+
+def layer_facts(name: str, args: dict[str, Any]) -> LayerFacts | None:
+    """Return what a model allows ranks to share; None if unknown."""
+    if name == "gpt":
+        return _facts_of_gpt(args)
+    try:
+        return LayerFacts.model_validate(model_facts.facts(name, args))
+    except ValidationError:
+        return None
+
+
+def _facts_of_gpt(args: dict[str, Any]) -> LayerFacts:
+    return LayerFacts(
+        shared={"heads of gpt": _argument(args, "num_heads")},
+        dropout_key="model.args.dropout" if args.get("dropout") else None,
+        most_stages=_argument(args, "num_layers"),
+    )
+
+
+def _argument(args: dict[str, Any], name: str) -> int:
+    """Return the argument from the file; the default where its type is wrong, which the ranks reject."""
+    value = args.get(name)
+    return value if type(value) is int and value > 0 else GPT_DEFAULTS[name]
+
+
+RULES: tuple[Rule, ...] = (gpt_can_be_shared_out,)
+#: Rules that may start a child process.
+MODEL_RULES: tuple[Rule, ...] = (other_models_can_be_shared_out,)

@@ -1,0 +1,205 @@
+"""Reads an experiment file and the command line's overrides, and reports all problems with their position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpc_train.config.explanations import explain, failed_paths
+from hpc_train.config.json_schema import Node
+from hpc_train.config.keys import GRID, BadKeyError, as_mapping, members, node_at, replaced, split_key
+from hpc_train.config.marked_yaml import MAX_BYTES, read_document, read_value
+from hpc_train.config.problems import COMMAND_LINE, KeyPath, Problem, Source, one_line, related
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import BadFileError
+from hpc_train.validate import rules
+
+#: Valid in the file itself, so not checked again for each run of a sweep.
+JUDGED_ONCE: frozenset[KeyPath] = frozenset({GRID})
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A valid file. ``data`` is the content of the file and the command line, without defaults."""
+
+    experiment: Experiment
+    source: Source
+    data: dict[str, Any]
+    check_names: bool = True
+    #: ``KEY=VALUE`` of the command line.
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def source_name(self) -> str:
+        return self.source.name
+
+    def variant(self, values: Mapping[str, Any]) -> Experiment:
+        """Return the experiment with these dotted keys replaced: one run of the sweep.
+
+        Raises BadFileError; problems point to the values in ``sweep.grid``.
+        """
+        data = self.data
+        for key, value in values.items():
+            data = replaced(data, split_key(key), value)
+        experiment, problems = _judge(data, self.check_names, JUDGED_ONCE)
+        if experiment is None or problems:
+            placed = [_in_grid(problem, values, self.experiment) for problem in problems]
+            raise BadFileError(self.source.render_all(placed))
+        return experiment
+
+    def problem(self, path: KeyPath | str, message: str, remedy: str) -> str:
+        """Return the line for a problem that was found later, with its position; ``path`` may be dotted."""
+        keys = tuple(path.split(".")) if isinstance(path, str) else path
+        return self.source.render(Problem(keys, message, remedy))
+
+
+def load(path: Path, overrides: Sequence[str] = (), *, check_names: bool = True) -> Loaded:
+    """Read ``path``, apply the ``KEY=VALUE`` overrides and check the result.
+
+    Raises BadFileError with all problems. ``check_names``: also look up names of timm and torchvision.
+    """
+    document = read_document(_content(path))
+    problems = document.problems
+    data = {} if document.data is None else document.data
+    data, changed, bad_overrides = _overridden(data, overrides)
+    problems += bad_overrides
+    source = Source(str(path), document.marks, frozenset(changed))
+    experiment = None
+    if document.data is not None:
+        experiment, found = _judge(data, check_names, {problem.path for problem in problems if problem.path})
+        problems += found
+    if experiment is None or problems:
+        raise BadFileError(source.render_all(problems))
+    return Loaded(experiment, source, data, check_names, tuple(overrides))
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        message = f"{path}: can't be read ({reason}); give the path of an experiment file"
+        raise BadFileError(one_line(message)) from error
+
+
+def _overridden(
+    data: dict[str, Any], overrides: Sequence[str]
+) -> tuple[dict[str, Any], list[KeyPath], list[Problem]]:
+    """Return the changed data, the key paths given on the command line, and their problems."""
+    changed: list[KeyPath] = []
+    problems: list[Problem] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        try:
+            if not equals:
+                raise BadKeyError(Problem((override,), "has no value", "write KEY=VALUE"))
+            path = split_key(key)
+        except BadKeyError as error:
+            problems.append(replace(error.problem, place=COMMAND_LINE))
+            continue
+        value, bad = read_value(text)
+        problems += [replace(problem, path=(*path, *problem.path), place=COMMAND_LINE) for problem in bad]
+        changed.append(_first_new(data, path))
+        data = replaced(data, path, value)
+    return data, changed, problems
+
+
+def _first_new(data: Any, path: KeyPath) -> KeyPath:
+    """Return the part of ``path`` that the command line adds: a section that was missing, or all of it."""
+    for end, segment in enumerate(path, start=1):
+        data = data.get(segment) if isinstance(data, dict) else None
+        if not isinstance(data, dict | bool):
+            return path[:end]
+    return path
+
+
+def _judge(
+    data: dict[str, Any], check_names: bool, known: Set[KeyPath]
+) -> tuple[Experiment | None, list[Problem]]:
+    """Return the experiment, if it fits the schema, and all problems except those of ``known`` keys."""
+    problems: list[Problem] = []
+    experiment = judged = None
+    try:
+        experiment = judged = Experiment.model_validate(data)
+    except ValidationError as error:
+        problems = explain(error, data)
+        judged = _salvaged(data, {problem.path for problem in problems} | failed_paths(problems))
+    failed = known | failed_paths(problems)
+    problems = [problem for problem in problems if problem.path not in known]
+    if judged is not None:
+        problems += rules.check(judged, failed, check_names=check_names)
+    return experiment, problems
+
+
+def _salvaged(data: dict[str, Any], failed: set[KeyPath]) -> Experiment | None:
+    """Return the data without the invalid keys, with placeholders for required keys, for the rules."""
+    for path in failed:
+        keys = path[: next((i for i, segment in enumerate(path) if isinstance(segment, int)), len(path))]
+        data = _without(data, keys)
+    try:
+        return Experiment.model_validate(data)
+    except ValidationError:
+        return None
+
+
+def _without(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
+    parent: Any = data
+    for segment in path[:-1]:
+        parent = parent.get(segment) if isinstance(parent, dict) else None
+    if parent is not None and not isinstance(parent, dict):
+        return data
+    required = (as_mapping(node_at(path[:-1]) or {}) or {}).get("required", [])
+    if path[-1] in required:
+        return replaced(data, path, _stand_in(node_at(path) or {}))
+    return _removed(data, path) if parent is not None else data
+
+
+def _removed(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
+    key, rest = path[0], path[1:]
+    if not rest:
+        return {name: value for name, value in data.items() if name != key}
+    assert isinstance(key, str)
+    return data | {key: _removed(data[key], rest)}
+
+
+def _stand_in(node: Node) -> Any:
+    """Return some value that is valid at ``node``."""
+    first = members(node)[0]
+    match first["type"]:
+        case "object":
+            properties = first.get("properties", {})
+            return {key: _stand_in(properties[key]) for key in first.get("required", [])}
+        case "integer":
+            return first.get("minimum", 0)
+        case "number":
+            return 0.5
+        case "array":
+            return []
+    return "x"
+
+
+def _in_grid(problem: Problem, values: Mapping[str, Any], base: Experiment) -> Problem:
+    """Return the problem moved to the swept value that it concerns; unchanged if there is none."""
+    for concerned in ([problem.path], list(problem.reads)):
+        for key, value in values.items():
+            path = split_key(key)
+            if any(related(path, other) for other in concerned):
+                below = problem.path[len(path) :] if problem.path[: len(path)] == path else ()
+                message = problem.message if below or problem.path == path else _named(problem)
+                return replace(problem, path=(*_grid_path(key, value, base), *below), message=message)
+    return problem
+
+
+def _named(problem: Problem) -> str:
+    return f"{'.'.join(map(str, problem.path))}: {problem.message}"
+
+
+def _grid_path(key: str, value: Any, base: Experiment) -> KeyPath:
+    items = base.sweep.grid.get(key, [])
+    index = next((i for i, item in enumerate(items) if item is value or repr(item) == repr(value)), None)
+    return (*GRID, key) if index is None else (*GRID, key, index)

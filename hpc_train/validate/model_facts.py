@@ -1,0 +1,160 @@
+"""Names and properties of the models and data sets of timm and torchvision, from a child process and a cache.
+
+``validate`` answers quickly on a login node because it imports neither library. Where the child fails or the
+cache can't be written, a name counts as unknown and is not reported: the ranks check it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from hpc_train.errors import printable
+from hpc_train.paths import expanded
+from hpc_train.validate.child_process import Child, environment
+
+_log = logging.getLogger(__name__)
+
+#: From a cold network disk torch alone takes a minute.
+CHILD_LIMIT_S = 180
+#: The modules that list names and inspect models.
+_NAMES, _FACTS = "hpc_train.models.names", "hpc_train.strategies.model_facts"
+#: The child process to use within ``one_child``.
+_kept: Child | None = None
+_PACKAGES = ("hpc-train", "timm", "torchvision", "torch")
+
+
+def known_names(kind: str) -> list[str] | None:
+    """Return the names of a kind (``timm``, ``torchvision``, ``datasets``, ``timm_optimizers``,
+    ``torch_schedules``); None if unavailable.
+    """
+    names = _answer(None).get(kind)
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+
+
+def has_batchnorm(name: str, args: dict[str, Any]) -> bool | None:
+    """Tell whether ``timm/…`` or ``torchvision/…`` has BatchNorm layers; None if unknown."""
+    found = facts(name, args).get("has_batchnorm")
+    return found if isinstance(found, bool) else None
+
+
+def facts(name: str, args: dict[str, Any], image_size: int | None = None) -> dict[str, Any]:
+    """Return what ``hpc_train.strategies.model_facts`` reports on ``timm/…`` or ``torchvision/…``; empty if
+    unknown.
+    """
+    if name.partition("/")[0] not in {"timm", "torchvision"}:
+        return {}
+    return _answer(json.dumps([name, args] if image_size is None else [name, args, image_size]))
+
+
+@contextmanager
+def one_child() -> Iterator[None]:
+    """Within this context one child answers all questions about models. Not nested."""
+    global _kept  # noqa: PLW0603
+    try:
+        with closing(Child(_FACTS)) as _kept:
+            yield
+    finally:
+        _kept = None
+
+
+def cache_folder() -> Path:
+    """Return ``$HPC_TRAIN_CACHE``, else the user's cache folder."""
+    given = os.environ.get("HPC_TRAIN_CACHE")
+    return expanded(given) if given else platformdirs.user_cache_path("hpc-train")
+
+
+def forget_answers() -> None:
+    """Clear the cache of this process, not the one on disk."""
+    _answer.cache_clear()
+
+
+@cache
+def _answer(question: str | None) -> dict[str, Any]:
+    """Return the facts about a model, ``[name, args]`` in JSON; if None, the available names."""
+    file = _cache_file(question)
+    answer = _read(file)
+    if answer is None:
+        answer = _ask(question)
+        if answer:
+            _write(file, answer)
+    return answer
+
+
+def _cache_file(question: str | None) -> Path:
+    versions = [f"{package} {_version(package)}" for package in _PACKAGES]
+    digest = hashlib.sha256(json.dumps([versions, question]).encode()).hexdigest()
+    return cache_folder() / f"names-{digest[:20]}.json"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        answer = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _ask(question: str | None) -> dict[str, Any]:
+    """Return the child's answer; empty if there is none in time."""
+    try:
+        answer = json.loads(_names() if question is None else _about_a_model(question))
+        if isinstance(answer, dict) and "error" in answer:
+            raise ValueError(answer["error"])
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        _log.warning("names could not be checked: %s", _last_line(error))
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _names() -> bytes:
+    return subprocess.run(
+        [sys.executable, "-m", _NAMES],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=CHILD_LIMIT_S,
+        check=True,
+        env=environment(),
+    ).stdout
+
+
+def _about_a_model(question: str) -> bytes:
+    with nullcontext(_kept) if _kept is not None else closing(Child(_FACTS)) as child:
+        return child.ask(question, CHILD_LIMIT_S)
+
+
+def _last_line(error: Exception) -> str:
+    """Return the child's last line on why it failed, or the error of the call."""
+    said = getattr(error, "stderr", None) or b""
+    lines = said.decode("utf-8", "replace").split("\n") if isinstance(said, bytes) else []
+    return printable(next((line for line in reversed(lines) if line.strip()), str(error)))
+
+
+def _write(file: Path, answer: dict[str, Any]) -> None:
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(answer), encoding="utf-8")
+        temporary.replace(file)
+    except OSError:
+        pass  # the next command asks again

@@ -1,0 +1,288 @@
+"""Rules on the names of parts (models, data sets, strategies, …) and on their keyword arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened, shown
+from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.facts import data_facts, missing_root
+from hpc_train.registry import is_factory, nearest, parts, split_name
+from hpc_train.topology.degrees import AXES
+from hpc_train.topology.learning_rate import OVER_SPAN, OVER_STEPS
+from hpc_train.topology.pipeline_schedules import problem_of_stages
+from hpc_train.topology.strategy_traits import taking, traits_of
+from hpc_train.validate import model_facts
+
+#: Providers whose names need a part after the slash, with an example.
+_MODEL_EXAMPLES = {"timm": "timm/resnet50", "torchvision": "torchvision/resnet50"}
+#: The classes of torch.optim, in lower case, except the unusable ones. Compared by a test.
+TORCH_OPTIMIZERS = (
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "muon", "nadam", "radam",
+    "rmsprop", "rprop", "sgd",
+)  # fmt: skip
+_NO_CHECKPOINT = "keeps lists of tensors and its own random generator, which a checkpoint can't save"
+#: Optimizers of torch and timm that no run can use → the reason, and what to write instead.
+UNUSABLE_OPTIMIZERS = {
+    "adahessian": ("needs second derivatives, which the backward pass does not retain", "write adamw"),
+    "kron": (_NO_CHECKPOINT, "write adamw"),
+    "kronc": (_NO_CHECKPOINT, "write adamw"),
+    "kronw": (_NO_CHECKPOINT, "write adamw"),
+    "lbfgs": ("evaluates the loss several times per step, which is not supported", "write sgd or adamw"),
+    "sparseadam": ("supports sparse gradients only, and gradients are dense", "write adam"),
+}
+#: Section of ``args`` → argument → what to write instead.
+_SAID_ELSEWHERE: dict[KeyPath, dict[str, str]] = {
+    ("optimization", "optimizer", "args"): {
+        "lr": "optimization.optimizer.lr",
+        "momentum": "optimization.optimizer.momentum",
+        "weight_decay": "optimization.optimizer.weight_decay",
+    },
+    ("model", "args"): {
+        "pretrained": "model.pretrained",
+        "checkpoint_path": "model.pretrained",
+        "weights": "model.pretrained",
+    },
+    ("data", "args"): {
+        "root": "data.root",
+        "transform": "data.augment",
+        "target_transform": "data.augment",
+        "transforms": "data.augment",
+    },
+}
+
+
+def _unknown_part(path: KeyPath, what: str, name: str, known: Iterable[str]) -> Problem:
+    choices = sorted(known)
+    close = nearest(name, choices)
+    remedy = f"did you mean {close}?" if close else f"write one of {', '.join(choices)}"
+    return Problem(path, f"there is no {what} '{shortened(name)}'", remedy)
+
+
+@rule("task")
+def task_is_known(experiment: Experiment) -> Iterator[Problem]:
+    """``task`` must name a task."""
+    if experiment.task not in parts("tasks"):
+        yield _unknown_part(("task",), "task", experiment.task, parts("tasks"))
+
+
+@rule("parallel.strategy")
+def strategy_is_known(experiment: Experiment) -> Iterator[Problem]:
+    """``parallel.strategy`` must name a strategy."""
+    known = parts("strategies")
+    if experiment.parallel.strategy not in known:
+        yield _unknown_part(("parallel", "strategy"), "strategy", experiment.parallel.strategy, known)
+
+
+@rule("logging.loggers")
+def loggers_are_known(experiment: Experiment) -> Iterator[Problem]:
+    """The keys of ``logging.loggers`` must name logger plug-ins."""
+    for name in experiment.logging.loggers:
+        path = ("logging", "loggers", name)
+        if name == "wandb":
+            remedy = "write logging.wandb: {project: …}"
+            yield Problem(path, "wandb has a key of its own", remedy, on_key=True)
+        elif name not in parts("loggers"):
+            known = parts("loggers").keys() - {"wandb"}
+            close = nearest(name, known)
+            remedy = f"did you mean {close}?" if close else "install its package, or take it out"
+            yield Problem(path, f"there is no logger '{shortened(name)}'", remedy, on_key=True)
+
+
+@rule("model.name")
+def model_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
+    """``model.name`` must start with a provider of models, or name a factory."""
+    name = experiment.model.name
+    provider, rest = split_name(name)
+    if is_factory(name):
+        return
+    if provider not in parts("models"):
+        remedy = f"write timm/{shortened(name)} or another of {', '.join(sorted(parts('models')))}"
+        if rest:
+            yield _unknown_part(("model", "name"), "provider of models", provider, parts("models"))
+        else:
+            yield Problem(("model", "name"), f"'{shortened(name)}' names no provider", remedy)
+    elif provider in _MODEL_EXAMPLES and not rest:
+        example = _MODEL_EXAMPLES[provider]
+        yield Problem(("model", "name"), f"'{shortened(name)}' names no model", f"write {example}")
+
+
+@rule("data.name")
+def dataset_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
+    """``data.name`` must be a data set or start with a provider, or name a factory."""
+    name, path = experiment.data.name, ("data", "name")
+    provider, rest = split_name(name)
+    if is_factory(name):
+        return
+    if provider not in parts("datasets"):
+        yield _unknown_part(path, "data set or provider", provider, parts("datasets"))
+    elif (example := data_facts(name).example) and not rest:
+        yield Problem(path, f"'{shortened(name)}' names no data set", f"write {example}")
+    elif example == "" and "/" in name:
+        yield Problem(path, f"{provider} takes no name after it", f"write {provider}")
+
+
+@rule("data.name", "data.root")
+def data_on_disk_have_a_root(experiment: Experiment) -> Iterator[Problem]:
+    """Data sets that are read from disk need ``data.root``."""
+    if problem := missing_root(experiment.data):
+        yield problem
+
+
+@rule("model.args", "data.args", "optimization.optimizer.args")
+def arguments_say_nothing_twice(experiment: Experiment) -> Iterator[Problem]:
+    """``args`` must not contain what has a key of its own, and only valid names."""
+    given = {
+        ("optimization", "optimizer", "args"): experiment.optimization.optimizer.args,
+        ("model", "args"): experiment.model.args,
+        ("data", "args"): experiment.data.args,
+    }
+    for path, arguments in given.items():
+        for argument in arguments:
+            key = (*path, argument)
+            if argument in _SAID_ELSEWHERE[path]:
+                remedy = f"write {_SAID_ELSEWHERE[path][argument]}"
+                yield Problem(key, "is not allowed here", remedy, on_key=True)
+            elif not argument.isidentifier():
+                yield Problem(key, "is not a valid argument name", "write a Python name", on_key=True)
+
+
+@rule("parallel")
+def strategy_takes_its_arguments(experiment: Experiment) -> Iterator[Problem]:
+    """The strategy must know the keys of ``parallel.args``."""
+    parallel = experiment.parallel
+    taken = traits_of(parallel.strategy).arguments
+    if taken is None:
+        return
+    for argument in parallel.args:
+        if argument not in taken:
+            remedy = f"write {' or '.join(taken)}, or take it out" if taken else "take it out"
+            message = f"does not apply to strategy {parallel.strategy}"
+            yield Problem(("parallel", "args", argument), message, remedy, on_key=True)
+        elif not isinstance(parallel.args[argument], bool):
+            message = f"needs true or false, got {shown(parallel.args[argument])}"
+            yield Problem(("parallel", "args", argument), message, "write one of them, without quotes")
+
+
+@rule("parallel")
+def degrees_belong_to_the_strategy(experiment: Experiment) -> Iterator[Problem]:
+    """The strategy must take the degrees that are given."""
+    parallel = experiment.parallel
+    if parallel.strategy not in parts("strategies"):
+        return
+    traits = traits_of(parallel.strategy)
+    for key in AXES:
+        degree = getattr(parallel, key)
+        if degree not in {None, 1} and key not in traits.degrees:
+            belongs = f"it belongs to {', '.join(taking(key))}"
+            owner = "its arguments are in parallel.args" if traits.arguments is None else belongs
+            remedy = f"take it out; {owner}"
+            message = f"{degree} does not apply to strategy {parallel.strategy}"
+            yield Problem(("parallel", key), message, remedy)
+
+
+@rule("parallel")
+def schedules_belong_to_pipelines(experiment: Experiment) -> Iterator[Problem]:
+    """``parallel.schedule`` and ``stages_per_rank`` need a pipeline."""
+    parallel = experiment.parallel
+    traits = traits_of(parallel.strategy)
+    if traits.arguments is None and not traits.has_stages:
+        return
+    written = []
+    if not traits.has_schedule and parallel.schedule != "1f1b":
+        written.append("schedule")
+    if not traits.has_stages and (parallel.stages_per_rank or 1) > 1:
+        written.append("stages_per_rank")
+    for key in written:
+        message = f"{getattr(parallel, key)} does not apply to strategy {parallel.strategy}"
+        yield Problem(("parallel", key), message, "take it out; it belongs to pipeline")
+    if problem := problem_of_stages(parallel):
+        yield problem
+
+
+@rule("model.name")
+def model_is_known(experiment: Experiment) -> Iterator[Problem]:
+    """timm or torchvision must know the model."""
+    provider, rest = split_name(experiment.model.name)
+    if provider in _MODEL_EXAMPLES and rest and not is_factory(experiment.model.name):
+        # A tag after the dot selects the weights, not the model.
+        yield from _unlisted(("model", "name"), provider, "model", rest.partition(".")[0], provider)
+
+
+@rule("optimization.optimizer.name")
+def optimizer_is_known(experiment: Experiment) -> Iterator[Problem]:
+    """torch or timm must know the optimizer, and it must be supported."""
+    name = experiment.optimization.optimizer.name
+    path = ("optimization", "optimizer", "name")
+    provider, _, rest = name.lower().rpartition("/")
+    if provider in {"", "torch", "timm"} and rest in UNUSABLE_OPTIMIZERS:
+        why, remedy = UNUSABLE_OPTIMIZERS[rest]
+        yield Problem(path, f"{name} {why}", remedy)
+        return
+    known = [*TORCH_OPTIMIZERS] if provider in {"", "torch"} else []
+    if rest not in known and provider in {"", "timm"}:
+        of_timm = model_facts.known_names("timm_optimizers")
+        if of_timm is None:
+            return
+        known += [of for of in of_timm if of not in UNUSABLE_OPTIMIZERS]
+    if rest not in known:
+        close = nearest(rest, known)
+        remedy = f"did you mean {close}?" if close else "write one of torch.optim or timm.optim, like adamw"
+        yield Problem(path, f"there is no optimizer '{shortened(name)}'", remedy)
+
+
+@rule("optimization.schedule.name")
+def schedule_is_known(experiment: Experiment) -> Iterator[Problem]:
+    """The learning rate schedule must be built in, of timm, or of torch."""
+    name, path = experiment.optimization.schedule.name, ("optimization", "schedule", "name")
+    provider, _, rest = name.rpartition("/")
+    built_in = [*OVER_SPAN, *OVER_STEPS]
+    if not provider and name not in built_in:
+        yield _unknown_part(path, "schedule", name, built_in)
+    elif provider and provider not in {"timm", "torch"}:
+        remedy = "write timm/<name> or torch/<class>, like torch/OneCycleLR"
+        yield Problem(path, f"there is no provider of schedules '{shortened(provider)}'", remedy)
+    elif provider == "torch":
+        known = model_facts.known_names("torch_schedules")
+        if known is not None and rest not in known:
+            close = nearest(rest, known)
+            remedy = f"did you mean torch/{close}?" if close else "write a class of torch.optim.lr_scheduler"
+            yield Problem(path, f"torch has no schedule '{shortened(rest)}'", remedy)
+
+
+@rule("data.name")
+def dataset_is_known(experiment: Experiment) -> Iterator[Problem]:
+    """torchvision must know the data set."""
+    provider, rest = split_name(experiment.data.name)
+    if data_facts(experiment.data.name).is_listed and rest:
+        yield from _unlisted(("data", "name"), provider, "data set for this", rest, "datasets")
+
+
+def _unlisted(path: KeyPath, provider: str, what: str, name: str, kind: str) -> Iterator[Problem]:
+    known = model_facts.known_names(kind)
+    if known is None or name in known:
+        return
+    close = nearest(name, known) or nearest(name.lower(), known)
+    remedy = f"did you mean {provider}/{close}?" if close else f"write one that {provider} lists"
+    yield Problem(path, f"{provider} has no {what} '{shortened(name)}'", remedy)
+
+
+RULES: tuple[Rule, ...] = (
+    task_is_known,
+    strategy_is_known,
+    loggers_are_known,
+    model_provider_is_known,
+    dataset_provider_is_known,
+    data_on_disk_have_a_root,
+    arguments_say_nothing_twice,
+    strategy_takes_its_arguments,
+    degrees_belong_to_the_strategy,
+    schedules_belong_to_pipelines,
+)
+#: Rules that may start a child process.
+NAME_RULES: tuple[Rule, ...] = (
+    model_is_known,
+    dataset_is_known,
+    optimizer_is_known,
+    schedule_is_known,
+)

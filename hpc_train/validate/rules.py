@@ -1,0 +1,229 @@
+"""Constraints between keys, and features that this version can't run yet.
+
+Each rule names the keys that it reads. Rules on Slurm, on names of parts and on sweeps are in their own
+modules; ``check`` applies all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from itertools import islice
+
+from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_clean, rule, shortened
+from hpc_train.config.schema import Experiment
+from hpc_train.topology.batch_arithmetic import too_long_warmup
+from hpc_train.validate import (
+    compatibility,
+    layer_rules,
+    part_rules,
+    size_rules,
+    slurm_rules,
+    start_rules,
+    sweep_rules,
+    text_rules,
+)
+
+check_start = start_rules.check_start
+
+
+def check(
+    experiment: Experiment, failed: Collection[KeyPath] = (), *, check_names: bool = True
+) -> list[Problem]:
+    """Return the problems across keys. Rules that read a key of ``failed`` are skipped."""
+    rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *text_rules.RULES)
+    rules += (*layer_rules.RULES, *compatibility.RULES)
+    if check_names:
+        rules += FILE_RULES
+        rules += (
+            *part_rules.NAME_RULES,
+            *layer_rules.MODEL_RULES,
+            *compatibility.MODEL_RULES,
+            *size_rules.MODEL_RULES,
+        )
+    return [
+        replace(problem, reads=each.reads)
+        for each in rules
+        if each.can_judge(failed)
+        for problem in islice(each.find(experiment), MAX_PROBLEMS + 1)
+    ]
+
+
+@rule("optimization.epochs", "optimization.steps")
+def length_is_given_once(experiment: Experiment) -> Iterator[Problem]:
+    """Exactly one of ``epochs`` and ``steps`` must be given."""
+    optimization = experiment.optimization
+    if optimization.epochs is None and optimization.steps is None:
+        remedy = "write epochs: 30 or steps: 12000"
+        yield Problem(("optimization", "epochs"), "is missing, and so is optimization.steps", remedy)
+    if optimization.epochs is not None and optimization.steps is not None:
+        yield _beside(("optimization", "steps"), "optimization.epochs")
+
+
+def _beside(path: KeyPath, other: str) -> Problem:
+    return Problem(path, f"can't be combined with {other}", "keep one of the two")
+
+
+@rule("optimization.global_batch_size", "optimization.micro_batch_size")
+def micro_batches_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
+    """``micro_batch_size`` must divide ``global_batch_size``."""
+    batch, micro = experiment.optimization.global_batch_size, experiment.optimization.micro_batch_size
+    if micro == "auto" or batch % micro == 0:
+        return
+    below = batch // micro * micro
+    fitting = f"{below} or {below + micro}" if below else f"{micro}"
+    yield Problem(
+        ("optimization", "global_batch_size"),
+        f"{batch} is not a multiple of micro_batch_size {micro}",
+        f"write {fitting}, or a micro_batch_size that divides {batch}",
+    )
+
+
+@rule("checkpoint.every_min", "checkpoint.every_steps")
+def checkpoints_come_by_time_or_steps(experiment: Experiment) -> Iterator[Problem]:
+    """``checkpoint.every_min`` excludes ``every_steps``."""
+    if experiment.checkpoint.every_min is not None and experiment.checkpoint.every_steps is not None:
+        yield _beside(("checkpoint", "every_steps"), "checkpoint.every_min")
+
+
+@rule("evaluation.every_epochs", "evaluation.every_steps")
+def evaluations_come_by_epochs_or_steps(experiment: Experiment) -> Iterator[Problem]:
+    """``evaluation.every_epochs`` excludes ``every_steps``."""
+    if experiment.evaluation.every_epochs is not None and experiment.evaluation.every_steps is not None:
+        yield _beside(("evaluation", "every_steps"), "evaluation.every_epochs")
+
+
+@rule("optimization.schedule.warmup_epochs", "optimization.schedule.warmup_steps")
+def warmup_is_given_once(experiment: Experiment) -> Iterator[Problem]:
+    """``warmup_epochs`` excludes ``warmup_steps``."""
+    schedule = experiment.optimization.schedule
+    if schedule.warmup_epochs is not None and schedule.warmup_steps is not None:
+        yield _beside(("optimization", "schedule", "warmup_steps"), "optimization.schedule.warmup_epochs")
+
+
+@rule(
+    "optimization.epochs",
+    "optimization.steps",
+    "optimization.schedule.warmup_epochs",
+    "optimization.schedule.warmup_steps",
+)
+def warmup_ends_before_the_run(experiment: Experiment) -> Iterator[Problem]:
+    """The warm-up must be shorter than the run."""
+    optimization = experiment.optimization
+    for unit in ("epochs", "steps"):
+        length, warmup = getattr(optimization, unit), getattr(optimization.schedule, f"warmup_{unit}")
+        if length is None or warmup is None:
+            continue
+        if problem := too_long_warmup(optimization.schedule, warmup, length, unit):
+            yield problem
+
+
+@rule("data.augment.random_resized_crop", "data.augment.crop_padding", "data.image_size")
+def crops_fit_together(experiment: Experiment) -> Iterator[Problem]:
+    """A random resized crop needs ``image_size``, excludes padding, and has ordered bounds."""
+    augment, path = experiment.data.augment, ("data", "augment")
+    crop = augment.random_resized_crop
+    if crop is None:
+        return
+    if experiment.data.image_size is None:
+        yield Problem((*path, "random_resized_crop"), "needs data.image_size", "write data.image_size: 224")
+    if augment.crop_padding:
+        remedy = "take one of the two out"
+        yield Problem((*path, "crop_padding"), "can't be combined with random_resized_crop", remedy)
+    for key, (low, high) in (("scale", crop.scale), ("ratio", crop.ratio)):
+        if low > high:
+            message, remedy = f"starts with the larger bound, {low:g}", f"write [{high:g}, {low:g}]"
+            yield Problem((*path, "random_resized_crop", key), message, remedy)
+
+
+@rule("data.normalize")
+def normalization_has_equal_lengths(experiment: Experiment) -> Iterator[Problem]:
+    """``mean`` and ``std`` must have one value per channel each."""
+    normalize = experiment.data.normalize
+    if normalize is None or normalize.from_weights:
+        return
+    if len(normalize.mean) != len(normalize.std):
+        yield Problem(
+            ("data", "normalize", "std"),
+            f"has {len(normalize.std)} values and mean has {len(normalize.mean)}",
+            "write one value per channel in both",
+        )
+    elif not normalize.mean:
+        yield Problem(("data", "normalize", "mean"), "is empty", "write one value per channel")
+
+
+@rule("data.normalize", "model.name", "model.pretrained")
+def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
+    """``normalize: weights`` needs pretrained weights that define it."""
+    normalize, path = experiment.data.normalize, ("data", "normalize")
+    if normalize is None or not normalize.from_weights:
+        return
+    if normalize.mean or normalize.std:
+        yield Problem(path, "has mean or std in addition to from_weights", "write normalize: weights")
+    elif not experiment.model.name.startswith(("timm/", "torchvision/")):
+        message = (
+            f"weights of {experiment.model.name} define no mean and std (only timm's and torchvision's do)"
+        )
+        yield Problem(path, message, "write {mean: […], std: […]}")
+    elif experiment.model.pretrained is False:
+        yield Problem(path, "weights needs model.pretrained", "write model.pretrained: true, or a path")
+
+
+@rule("data.root", "model.pretrained", "environment.python", "environment.container", "logging.wandb.tags")
+def text_has_no_control_characters(experiment: Experiment) -> Iterator[Problem]:
+    """Paths and text must not be empty or contain control characters."""
+    wandb = experiment.logging.wandb
+    texts: list[tuple[KeyPath, object]] = [
+        (("data", "root"), experiment.data.root),
+        (("model", "pretrained"), experiment.model.pretrained),
+        (("environment", "python"), experiment.environment.python),
+        (("environment", "container"), experiment.environment.container),
+    ]
+    texts += [(("logging", "wandb", "tags", i), tag) for i, tag in enumerate(wandb.tags if wandb else [])]
+    for path, text in texts:
+        if isinstance(text, str) and not is_clean(text):
+            yield Problem(path, "has a control character or line break", "take it out")
+        elif text == "":
+            yield Problem(path, "is empty", "write a path, or take the key out")
+
+
+@rule("model.pretrained")
+def weights_are_a_file(experiment: Experiment) -> Iterator[Problem]:
+    """``model.pretrained`` must be true, false, or a file of a known format."""
+    given = experiment.model.pretrained
+    if isinstance(given, str) and given and not given.endswith((".safetensors", ".pth")):
+        remedy = "write true, false, or a path with that extension"
+        message = f"'{shortened(given)}' is not a path to a .safetensors or .pth file"
+        yield Problem(("model", "pretrained"), message, remedy)
+
+
+@rule("compile", "deterministic", "device")
+def compiled_code_is_the_same_after_a_resume(experiment: Experiment) -> Iterator[Problem]:
+    """Symbolic shapes chosen by torch exclude determinism."""
+    on_cpu_by_default = experiment.deterministic is None and experiment.device == "cpu"
+    if not (experiment.deterministic or on_cpu_by_default):
+        return
+    if experiment.compile.enabled and experiment.compile.dynamic is None:
+        yield Problem(
+            ("compile", "dynamic"),
+            "null compiles by the order in which batch sizes come, and a resume during an evaluation changes "
+            "it: the run's weights would differ, which deterministic: true excludes",
+            "write dynamic: false (all batches of a run have one size), or deterministic: false",
+        )
+
+
+#: Checked when a file is submitted, not for a run's frozen file: earlier versions accepted it.
+FILE_RULES: tuple[Rule, ...] = (compiled_code_is_the_same_after_a_resume,)
+RULES: tuple[Rule, ...] = (
+    length_is_given_once,
+    micro_batches_divide_the_batch,
+    checkpoints_come_by_time_or_steps,
+    evaluations_come_by_epochs_or_steps,
+    warmup_is_given_once,
+    warmup_ends_before_the_run,
+    crops_fit_together,
+    normalization_has_equal_lengths,
+    weights_say_how_to_normalize,
+    text_has_no_control_characters,
+    weights_are_a_file,
+)

@@ -1,0 +1,71 @@
+"""Features that this version, or this number of ranks, can't run: reported, never silently ignored."""
+
+from __future__ import annotations
+
+from hpc_train.config.problems import KeyPath, Problem
+from hpc_train.config.schema import Experiment
+from hpc_train.topology.batch_arithmetic import too_few_micro_batches
+from hpc_train.topology.degrees import find_degrees
+from hpc_train.topology.pipeline_schedules import problem_of_schedule
+from hpc_train.validate.compatibility import uneven_sync_batchnorm
+from hpc_train.validate.layer_rules import problems_of_layers
+
+_MESSAGE = "does not work in this version"
+
+
+def check_start(
+    experiment: Experiment,
+    ranks: int | None,
+    ranks_per_node: int | None = None,
+    fewest_ranks: int | None = None,
+    found: int | None = None,
+) -> list[Problem]:
+    """Return what prevents a start on this number of ranks (None: not known yet).
+
+    ``ranks_per_node``: by default all ranks are on one node. ``fewest_ranks``: of a range of nodes, any of
+    which a start may get. ``found``: the size that ``micro_batch_size: auto`` found in the run's first
+    attempt; None before that.
+    """
+    problems = [_not_yet(path) for path in _unsupported_keys(experiment)]
+    if ranks is not None:
+        per_node = ranks_per_node or ranks
+        possible = range(ranks, (fewest_ranks or ranks) - 1, -per_node)
+        misfits = (_misfits(experiment, number, per_node, found) for number in possible)
+        problems += next(filter(None, misfits), [])
+    return problems
+
+
+def _not_yet(path: KeyPath) -> Problem:
+    return Problem(path, _MESSAGE, "take it out")
+
+
+def _unsupported_keys(experiment: Experiment) -> list[KeyPath]:
+    optimization = experiment.optimization
+    found: list[KeyPath] = []
+    found += [("optimization", key) for key in ("mixup", "cutmix") if getattr(optimization, key) > 0]
+    return found
+
+
+def _misfits(experiment: Experiment, ranks: int, ranks_per_node: int, found: int | None) -> list[Problem]:
+    degrees = find_degrees(experiment.parallel, ranks, ranks_per_node)
+    if isinstance(degrees, Problem):
+        return [degrees]
+    if problems := problems_of_layers(experiment, degrees, ranks_per_node):
+        return problems
+    is_auto = experiment.optimization.micro_batch_size == "auto"
+    if is_auto:  # the minimum that it may find
+        experiment = experiment.with_micro_batch_size(found or 1)
+    each = degrees.pipeline * degrees.tensor
+    if problem := too_few_micro_batches(
+        experiment.micro_batches, degrees.data_ranks, each, is_auto=is_auto, found=found
+    ):
+        return [problem]
+    if is_auto and found is None:
+        return []
+    slots = -(-experiment.micro_batches // degrees.data_ranks)
+    if problem := problem_of_schedule(experiment.parallel, degrees.pipeline, slots):
+        return [problem]
+    if not experiment.parallel.sync_batchnorm:
+        return []
+    uneven = uneven_sync_batchnorm(experiment.micro_batches, degrees.data_ranks)
+    return [] if uneven is None else [uneven]

@@ -1,0 +1,88 @@
+"""Rules on text: which task, data and model work together, and which keys are for images only.
+
+Only built-in parts are checked; for plug-ins the ranks find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
+from hpc_train.config.schema import Experiment
+from hpc_train.config.training_sections import AugmentConfig
+from hpc_train.data_facts.facts import Modality, data_facts, task_misfit
+from hpc_train.registry import is_factory, split_name
+
+_TEXT_MODELS = ("gpt",)
+_IMAGE_MODELS = ("timm", "torchvision")
+_REMEDY = "take it out; it is for images"
+
+
+def _provider(name: str) -> str:
+    return "" if is_factory(name) else split_name(name)[0]
+
+
+def _modality(experiment: Experiment) -> Modality | None:
+    return data_facts(experiment.data.name).modality
+
+
+@rule("task", "data.name")
+def task_fits_the_data(experiment: Experiment) -> Iterator[Problem]:
+    """The task must be able to read the inputs and targets of the data set."""
+    data = experiment.data.name
+    if misfit := task_misfit(experiment.task, shortened(data), data_facts(data)):
+        yield Problem(("task",), *misfit)
+
+
+@rule("model.name", "data.name")
+def model_fits_the_data(experiment: Experiment) -> Iterator[Problem]:
+    """``gpt`` needs text; models of timm and torchvision need images."""
+    model, data, path = experiment.model.name, experiment.data.name, ("model", "name")
+    if _provider(model) in _IMAGE_MODELS and _modality(experiment) == "tokens":
+        yield Problem(path, f"{shortened(model)} reads images, and {shortened(data)} has tokens", "write gpt")
+    if _provider(model) in _TEXT_MODELS and _modality(experiment) == "images":
+        message = f"{shortened(model)} reads tokens, and {shortened(data)} has images"
+        yield Problem(path, message, "write data.name: text, or another model, like timm/resnet50")
+
+
+@rule("model.name")
+def gpt_stands_alone(experiment: Experiment) -> Iterator[Problem]:
+    """``gpt`` and ``text`` take no name after a slash."""
+    name = experiment.model.name
+    if _provider(name) in _TEXT_MODELS and "/" in name:
+        yield Problem(("model", "name"), f"{_provider(name)} takes no name after it", "write gpt")
+
+
+@rule(
+    "data.name",
+    "data.augment",
+    "data.image_size",
+    "data.eval_crop",
+    "data.interpolation",
+    "data.normalize",
+    "model.channels_last",
+)
+def text_has_no_keys_of_images(experiment: Experiment) -> Iterator[Problem]:
+    """Image settings do not apply to text."""
+    if _modality(experiment) != "tokens":
+        return
+    data = experiment.data
+    given: dict[KeyPath, bool] = {
+        ("data", "augment"): data.augment != AugmentConfig(),
+        ("data", "image_size"): data.image_size is not None,
+        ("data", "eval_crop"): data.eval_crop != 1.0,
+        ("data", "interpolation"): data.interpolation != "bilinear",
+        ("data", "normalize"): data.normalize is not None,
+        ("model", "channels_last"): experiment.model.channels_last,
+    }
+    for path, is_given in given.items():
+        if is_given:
+            yield Problem(path, f"does not apply to {shortened(data.name)}", _REMEDY, on_key=True)
+
+
+RULES: tuple[Rule, ...] = (
+    task_fits_the_data,
+    model_fits_the_data,
+    gpt_stands_alone,
+    text_has_no_keys_of_images,
+)

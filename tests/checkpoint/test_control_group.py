@@ -1,0 +1,66 @@
+"""Ranks agree about a checkpoint from one thread while training uses the same process group from another."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpc_train.checkpoint.control_group import ControlGroup
+from tests.ranks import run_ranks
+
+RANKS = 3
+#: Not used: nothing is sent.
+NO_GROUP: Any = object()
+ROUNDS = 60
+
+
+def beside_training(rank: int, ranks: int) -> list[bool]:
+    """Agree in one thread, reduce in the other, each at a pace that differs from rank to rank."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    control, agreed, pace = ControlGroup(rank, ranks, group), [], random.Random(rank)
+
+    def agree() -> None:
+        for number in range(ROUNDS):
+            agreed.append(control.smallest([rank + number, -rank]) == [number, 1 - ranks])
+            agreed.append(control.total([rank, 1]) == [ranks * (ranks - 1) // 2, ranks])
+            source = number % ranks
+            agreed.append(control.broadcast([rank, number], source) == [source, number])
+            time.sleep(0.002 * pace.random())
+
+    saving = threading.Thread(target=agree)
+    saving.start()
+    reduced = []
+    for number in range(2 * ROUNDS):
+        values = torch.tensor([1, number])
+        work = dist.all_reduce(values, group=group, async_op=True)
+        time.sleep(0.001 * pace.random())
+        assert work is not None
+        work.wait()
+        reduced.append(values.tolist() == [ranks, ranks * number])
+    saving.join()
+    return [all(agreed) and len(agreed) == 3 * ROUNDS, all(reduced)]
+
+
+@pytest.mark.slow
+def test_training_and_a_save_share_a_process_group(tmp_path: Path) -> None:
+    assert run_ranks(RANKS, beside_training, folder=tmp_path) == [[True, True]] * RANKS
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("root", [0, 1, 3])
+def test_messages_go_along_a_tree_that_reaches_every_rank_once(ranks: int, root: int) -> None:
+    root %= ranks
+    neighbours = [ControlGroup(rank, ranks, NO_GROUP)._neighbours(root) for rank in range(ranks)]
+    assert [rank for rank, (parent, _) in enumerate(neighbours) if parent is None] == [root]
+    for rank, (_, children) in enumerate(neighbours):
+        assert len(children) <= 2
+        assert all(neighbours[child][0] == rank for child in children)
+    assert sum(len(children) for _, children in neighbours) == ranks - 1

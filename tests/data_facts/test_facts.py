@@ -1,0 +1,120 @@
+"""A plug-in's facts are read by validation and planning, which know no data set by its name."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import hpc_train
+from hpc_train import registry
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.facts import (
+    DATA_SETS,
+    TASKS,
+    DataFacts,
+    TaskFacts,
+    data_facts,
+    task_facts,
+    task_misfit,
+    training_samples,
+)
+from hpc_train.errors import BadFileError
+from tests.config.files import GOOD, problems_of
+
+MASKS = DataFacts("images", "mask", needs_root=True, num_samples=lambda data: 10 * data.args["scenes"])
+NUMBERS = DataFacts("features", "number")
+SEGMENTATION = TaskFacts(("images",), ("mask",))
+NOT_FACTS = {"modality": "images"}
+
+
+@pytest.fixture
+def plugged_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {
+        "datasets": {"masks": "MASKS", "numbers": "NUMBERS", "bad": "NOT_FACTS"},
+        "tasks": {"segmentation": "SEGMENTATION", "bad": "MASKS"},
+    }
+
+    def exported(kind: str) -> dict[str, str]:
+        return {name: f"{__name__}:{attr}" for name, attr in rows.get(kind, {}).items()}
+
+    parts = registry.parts
+    monkeypatch.setattr(registry, "_traits", exported)
+    monkeypatch.setattr(registry, "parts", lambda kind: parts(kind) | exported(kind))
+    monkeypatch.setattr("hpc_train.validate.part_rules.parts", registry.parts)
+
+
+def test_every_built_in_data_set_and_task_has_a_row() -> None:
+    assert DATA_SETS.keys() == registry._BUILT_IN["datasets"].keys()
+    assert TASKS.keys() == registry._BUILT_IN["tasks"].keys()
+
+
+def test_what_has_no_row_may_be_anything() -> None:
+    for name in ("my_data:build", "unheard-of", "unheard-of/part", "text.module:build"):
+        assert data_facts(name) == DataFacts()
+    assert task_facts("unheard-of") == TaskFacts()
+    assert task_misfit("unheard-of", "x", MASKS) is None
+    assert task_misfit("classification", "x", DataFacts()) is None
+
+
+@pytest.mark.usefixtures("plugged_in")
+def test_a_plug_ins_samples_are_counted_without_its_data() -> None:
+    assert training_samples(DataConfig(name="masks/city", args={"scenes": 7})) == 70
+    assert training_samples(DataConfig(name="numbers")) is None
+
+
+@pytest.mark.usefixtures("plugged_in")
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("data={name: masks/city}", "task=segmentation"), "data.root: is missing, and masks/city needs it"),
+        (
+            ("data={name: masks, root: x}",),
+            (
+                "task: classification reads images or features (target: class), and masks has images "
+                "(target: mask); write data.name: digits or synthetic or imagefolder"
+            ),
+        ),
+        (
+            ("task=segmentation",),
+            (
+                "task: segmentation reads images (target: mask), and digits has images (target: class); "
+                "write classification"
+            ),
+        ),
+        (
+            ("data={name: numbers}",),
+            (
+                "task: classification reads images or features (target: class), and numbers has features "
+                "(target: number); write data.name"
+            ),
+        ),
+    ],
+)
+def test_a_file_is_checked_by_a_plug_ins_row(overrides: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    (line,) = problems_of(tmp_path, GOOD, *overrides)
+    assert said in line
+
+
+@pytest.mark.usefixtures("plugged_in")
+def test_what_fits_passes(tmp_path: Path) -> None:
+    assert problems_of(tmp_path, GOOD, "data={name: masks, root: x}", "task=segmentation") == []
+
+
+@pytest.mark.usefixtures("plugged_in")
+def test_a_row_of_another_type_is_refused() -> None:
+    with pytest.raises(BadFileError, match=r"data\.name: the facts of 'bad' are a dict; .*DataFacts"):
+        data_facts("bad")
+    with pytest.raises(BadFileError, match=r"task: the facts of 'bad' are a DataFacts; .*TaskFacts"):
+        task_facts("bad")
+
+
+@pytest.mark.parametrize("package", ["validate", "plan", "training", "cli", "run", "report", "topology"])
+def test_no_data_set_is_known_by_name_elsewhere(package: str) -> None:
+    names = DATA_SETS.keys() - {"text", "torchvision"}  # words of their own
+    for path in (Path(hpc_train.__file__).parent / package).rglob("*.py"):
+        literals = {
+            node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)
+        }
+        assert not names & literals, path

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.base import TensorSplit
+from hpc_train.datasets.sources.digits import build
+from hpc_train.errors import BadFileError
+
+
+def digits(**args: object):
+    return build("", DataConfig(name="digits", args=args), download=False)
+
+
+def test_images_are_scikit_learns_enlarged_and_scaled() -> None:
+    theirs, made = load_digits(), digits()
+    assert isinstance(made.train, TensorSplit)
+    assert isinstance(made.val, TensorSplit)
+    is_val = np.arange(1797) % 5 == 4
+    for split, chosen in ((made.train, ~is_val), (made.val, is_val)):
+        expected = np.kron(np.round(theirs.images[chosen] * 255 / 16), np.ones((4, 4)))
+        assert np.array_equal(split.images[:, 0].numpy(), expected)
+        assert split.targets.tolist() == theirs.target[chosen].tolist()
+        assert split.images.shape[1:] == (1, 32, 32)
+    assert (len(made.train), len(made.val)) == (1438, 359)
+
+
+def test_mean_and_std_are_those_of_the_training_images() -> None:
+    made = digits()
+    assert isinstance(made.train, TensorSplit)
+    scaled = made.train.images.double() / 255
+    assert abs(scaled.mean().item() - made.info.mean[0]) < 1e-4
+    assert abs(scaled.std().item() - made.info.std[0]) < 1e-4
+
+
+def test_three_channels_repeat_the_gray_one() -> None:
+    made = digits(channels=3)
+    images, _ = made.train.batch(torch.arange(4))  # type: ignore[attr-defined]
+    assert images.shape == (4, 3, 32, 32)
+    assert torch.equal(images[:, 0], images[:, 2])
+    assert len(made.info.mean) == made.info.channels == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"channels": 2}, r"^data\.args\.channels: .* it is 2$"),
+        ({"chanels": 3}, r"^data\.args\.chanels: no such argument; did you mean channels\?$"),
+    ],
+)
+def test_wrong_arguments_are_named(args: dict[str, object], words: str) -> None:
+    with pytest.raises(BadFileError, match=words):
+        digits(**args)
+
+
+def test_digits_has_no_parts() -> None:
+    with pytest.raises(BadFileError, match=r"data\.name: 'digits/x'"):
+        build("x", DataConfig(name="digits/x"), download=False)

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.batches import training_batches
+from hpc_train.datasets.building import build_source
+from hpc_train.datasets.sampler import Position
+from hpc_train.errors import BadFileError
+from tests.datasets.samples import CPU, experiment
+
+
+def save_image(path: Path, value: int = 0, mode: str = "RGB") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.full((6, 8, 3), value, dtype=np.uint8)).convert(mode).save(path)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    root = tmp_path / "images"
+    for split in ("train", "val"):
+        for number, name in enumerate(["cat", "ant", "bee"]):
+            for image in range(3):
+                save_image(root / split / name / f"{image}.png", number * 10 + image)
+    return root
+
+
+def build(root: Path | None, **args: object):
+    return build_source(DataConfig(name="imagefolder", root=None if root is None else str(root), args=args))
+
+
+def test_classes_and_files_come_in_the_order_of_their_names(root: Path) -> None:
+    source = build(root)
+    assert source.info.class_names == ("ant", "bee", "cat")
+    assert source.info.mean == (0.485, 0.456, 0.406)
+    samples = [source.train[index] for index in range(len(source.train))]
+    assert [target for _, target in samples] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [int(image[0, 0, 0]) for image, _ in samples] == [10, 11, 12, 20, 21, 22, 0, 1, 2]
+    assert samples[0][0].shape == (3, 6, 8)
+
+
+def test_test_stands_in_for_val_and_val_wins(root: Path) -> None:
+    (root / "val").rename(root / "test")
+    assert build(root).val is not None
+    for name in ("ant", "bee", "cat"):
+        save_image(root / "val" / name / "only.png")
+    val = build(root).val
+    assert val is not None
+    assert len(val) == 3
+
+
+def test_without_validation_folders_there_is_none(root: Path) -> None:
+    for path in sorted((root / "val").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    (root / "val").rmdir()
+    assert build(root).val is None
+
+
+def test_other_files_hidden_files_and_link_cycles_are_left_out(root: Path) -> None:
+    (root / "train" / "ant" / "notes.txt").write_text("x")
+    (root / "train" / "ant" / "._0.png").write_text("x")
+    (root / "train" / ".cache").mkdir()
+    (root / "train" / "ant" / "loop").symlink_to(root / "train" / "ant")
+    save_image(root / "train" / "ant" / "deep" / "more.JPEG")
+    source = build(root)
+    assert source.info.num_classes == 3
+    assert len(source.train) == 10
+
+
+def test_gray_and_palette_images_mix_with_colour(root: Path) -> None:
+    save_image(root / "train" / "ant" / "gray.png", 7, "L")
+    save_image(root / "train" / "ant" / "palette.gif", 7, "P")
+    for channels in (1, 3):
+        train = build(root, channels=channels).train
+        assert {tuple(train[index][0].shape) for index in range(len(train))} == {(channels, 6, 8)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_truncated_image_is_named_with_its_file(root: Path, workers: int) -> None:
+    broken = root / "train" / "bee" / "1.png"
+    broken.write_bytes(broken.read_bytes()[:-30])
+    given = experiment(workers=workers, global_batch_size=9, micro_batch_size=3)
+    with (
+        training_batches(build(root), given, Position(0), 1, 0, 1, CPU) as batches,
+        pytest.raises(BadFileError, match=r"^data: sample 4 \(.*bee/1\.png\) can't be read: "),
+    ):
+        list(batches)
+
+
+def test_a_batch_of_files_has_the_pixels_of_the_files(root: Path) -> None:
+    given = experiment(global_batch_size=9, micro_batch_size=9)
+    ((_, (batch,)),) = training_batches(build(root), given, Position(0), 1, 0, 1, CPU)
+    pairs = zip(batch.inputs[:, 0, 0, 0].tolist(), batch.targets.tolist(), strict=True)
+    assert sorted(pairs) == [(0, 2), (1, 2), (2, 2), (10, 0), (11, 0), (12, 0), (20, 1), (21, 1), (22, 1)]
+    assert batch.inputs.dtype == torch.uint8
+
+
+def test_a_missing_root_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadFileError, match=r"^data\.root: is missing, .*; write the folder that"):
+        build_source(DataConfig(name="imagefolder"))
+    with pytest.raises(BadFileError, match=r"^data\.root: .*nowhere is not a folder on this machine"):
+        build(tmp_path / "nowhere")
+
+
+def test_a_root_without_train_says_what_it_holds(root: Path) -> None:
+    (root / "train").rename(root / "training")
+    with pytest.raises(BadFileError, match=r"^data\.root: .* no folder train \(it contains training, val\)"):
+        build(root)
+
+
+def test_a_misnamed_validation_folder_is_not_passed_over(root: Path) -> None:
+    (root / "val").rename(root / "validation")
+    with pytest.raises(BadFileError, match=r"^data\.root: .* neither val nor test .* validation; rename"):
+        build(root)
+
+
+def test_other_classes_in_val_are_refused(root: Path) -> None:
+    (root / "val" / "cat").rename(root / "val" / "dog")
+    with pytest.raises(BadFileError, match=r"1 missing \(cat\); 1 unknown \(dog\)"):
+        build(root)
+
+
+def test_an_empty_class_is_refused(root: Path) -> None:
+    (root / "train" / "dog").mkdir()
+    with pytest.raises(BadFileError, match=r"^data\.root: .*dog contains no image"):
+        build(root)
+
+
+def test_a_train_folder_without_classes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    with pytest.raises(BadFileError, match=r"^data\.root: .*contains no class folders"):
+        build(tmp_path)

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.base import ArraySplit, DataSource
+from hpc_train.datasets.batches import evaluation_batches, training_batches
+from hpc_train.datasets.building import build_source
+from hpc_train.datasets.normalize import Normalize
+from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.sources.text import TextSplit
+from hpc_train.datasets.types import DataInfo
+from hpc_train.errors import BadFileError
+from tests.datasets.samples import CPU, OneByOne, assert_equal, experiment, random_split
+
+
+def built(root: Path, **args: Any) -> DataSource:
+    return build_source(DataConfig(name="text", root=str(root), args=args))
+
+
+def folder(root: Path, train: str, val: str | None = None) -> Path:
+    root.mkdir(exist_ok=True)
+    (root / "train.txt").write_bytes(train.encode())
+    if val is not None:
+        (root / "val.txt").write_bytes(val.encode())
+    return root
+
+
+def text_of(source: DataSource, tokens: torch.Tensor) -> str:
+    return "".join(source.info.class_names[token] for token in tokens.tolist())
+
+
+def whole(split: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    assert isinstance(split, ArraySplit)
+    return split.batch(torch.arange(len(split)))
+
+
+def test_targets_are_the_characters_that_follow(tmp_path: Path) -> None:
+    source = built(folder(tmp_path / "data", "to be or not"), sequence_length=3)
+    samples = [source.train[index] for index in range(len(source.train))]
+    assert [(text_of(source, i), text_of(source, t)) for i, t in samples] == [  # type: ignore[arg-type]
+        ("to ", "o b"),
+        ("be ", "e o"),
+        ("or ", "r n"),
+    ]
+    assert source.info == DataInfo(7, 0, (), (), tuple(" benort"), 3)
+    with pytest.raises(IndexError):
+        source.train[3]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@given(count=st.integers(2, 200), length=st.integers(1, 20))
+def test_every_token_but_the_first_is_a_target_once(count: int, length: int) -> None:
+    split = TextSplit(torch.arange(count, dtype=torch.int32), length)
+    if len(split) == 0:
+        assert count <= length
+        return
+    inputs, targets = split.batch(torch.arange(len(split)))
+    assert inputs.dtype == targets.dtype == torch.int64
+    num_tokens = len(split) * length
+    assert inputs.flatten().tolist() == list(range(num_tokens))
+    assert targets.flatten().tolist() == list(range(1, num_tokens + 1))
+    assert count - 1 - num_tokens < length, "less than a sequence is left out"
+
+
+@pytest.mark.parametrize(
+    ("args", "cut"), [({}, 90), ({"val_fraction": 0.25}, 75), ({"val_fraction": 0}, 100)]
+)
+def test_the_end_of_a_single_file_is_for_validation(args: dict[str, Any], cut: int, tmp_path: Path) -> None:
+    text = "".join(chr(0x100 + number) for number in range(100))
+    (tmp_path / "one.txt").write_text(text)
+    source = built(tmp_path / "one.txt", sequence_length=1, **args)
+    assert text_of(source, whole(source.train)[0].flatten()) == text[: cut - 1]
+    if cut == 100:
+        assert source.val is None
+        return
+    assert text_of(source, whole(source.val)[0].flatten()) == text[cut:-1]
+
+
+def test_characters_of_validation_alone_come_behind_those_of_training(tmp_path: Path) -> None:
+    alone = built(folder(tmp_path / "alone", "banana nab"), sequence_length=2)
+    assert alone.val is None
+    both = built(folder(tmp_path / "both", "banana nab", "a 1 b 0 n"), sequence_length=2)
+    assert both.info.class_names == (*alone.info.class_names, "0", "1")
+    assert both.info.num_classes == alone.info.num_classes + 2
+    assert torch.equal(whole(both.train)[0], whole(alone.train)[0])
+    assert text_of(both, whole(both.val)[0].flatten()) == "a 1 b 0 "
+
+
+def test_line_ends_and_characters_of_many_bytes_stay_as_they_are(tmp_path: Path) -> None:
+    text = "é\r\n𝄞\n€\r!"
+    source = built(folder(tmp_path / "data", text), sequence_length=1)
+    assert text_of(source, whole(source.train)[0].flatten()) == text[:-1]
+
+
+def test_more_than_256_characters_have_numbers_of_their_own(tmp_path: Path) -> None:
+    text = "".join(map(chr, range(0x400, 0x400 + 300)))
+    source = built(folder(tmp_path / "data", text), sequence_length=1)
+    assert whole(source.train)[0].flatten().tolist() == list(range(299))
+
+
+def test_bytes_need_no_utf8(tmp_path: Path) -> None:
+    content = bytes(range(255, -1, -1)) * 2
+    (tmp_path / "any.bin").write_bytes(content)
+    source = built(tmp_path / "any.bin", sequence_length=4, tokens="bytes", val_fraction=0.5)
+    assert source.info.num_classes == 256
+    assert source.info.class_names == ()
+    assert whole(source.train)[0].flatten().tolist() == list(content[:252])
+    with pytest.raises(BadFileError, match=r"^data.root: .* not UTF-8 text \(at byte 0\); .*tokens: bytes"):
+        built(tmp_path / "any.bin")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (
+            {"sequence_length": 12},
+            r"^data.args.sequence_length: the training text has 12 characters, .*12 need",
+        ),
+        (
+            {"sequence_length": 5},
+            r"^data.args.sequence_length: the validation text has 3 char.*write a smaller number",
+        ),
+        ({"val_fraction": 0.5}, r"^data.args.val_fraction: .* is a folder, .*take it out"),
+        ({"val_fraction": 1}, r"^data.args.val_fraction: .* it is 1"),
+        ({"tokens": "words"}, r"^data.args.tokens: .* it is 'words'"),
+        ({"sequence_len": 3}, r"^data.args.sequence_len: .*did you mean sequence_length"),
+    ],
+)
+def test_wrong_arguments_are_named(args: dict[str, Any], words: str, tmp_path: Path) -> None:
+    root = folder(tmp_path / "data", "twelve chars", "val")
+    with pytest.raises(BadFileError, match=words):
+        built(root, **args)
+
+
+def test_a_missing_text_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadFileError, match=r"^data.root: .*nowhere.txt does not exist on this machine"):
+        built(tmp_path / "nowhere.txt")
+    with pytest.raises(BadFileError, match=r"^data.root: .* has no file train.txt"):
+        built(tmp_path)
+    with pytest.raises(BadFileError, match=r"^data.root: is missing, and text needs it; write a text file"):
+        build_source(DataConfig(name="text"))
+    with pytest.raises(BadFileError, match=r"^data.name: 'text/x'"):
+        build_source(DataConfig(name="text/x"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_reach_the_model_as_they_were_read(workers: int, tmp_path: Path) -> None:
+    """Two ranks together see in an epoch every sequence once, and normalisation leaves them alone."""
+    source = built(folder(tmp_path / "data", "".join(map(chr, range(32, 113)))), sequence_length=5)
+    assert len(source.train) == 16
+    config = experiment(workers=workers)
+    seen = []
+    for rank in range(2):
+        with training_batches(source, config, Position(0), 2, rank, 2, CPU) as batches:
+            seen += [batch for _, step in batches for batch in step]
+    normalize = Normalize(source.info, config.data, torch.float64)
+    for batch in seen:
+        assert torch.equal(normalize(batch.inputs), batch.inputs)
+        assert batch.inputs.dtype == torch.int64
+        assert torch.equal(batch.targets, batch.inputs + 1)
+    assert sorted(int(first) for batch in seen for first in batch.inputs[:, 0]) == list(range(0, 80, 5))
+
+
+def test_a_resume_in_mid_epoch_reads_the_same(tmp_path: Path) -> None:
+    source = built(folder(tmp_path / "data", "to be or not to be " * 20), sequence_length=5)
+    found = []
+    for start in (0, 2):
+        with training_batches(source, experiment(), Position(start), 5, 0, 1, CPU) as batches:
+            found.append(list(batches))
+    assert_equal(found[0][2:], found[1])
+
+
+def test_evaluation_fills_up_with_sequences_that_do_not_count(tmp_path: Path) -> None:
+    source = built(folder(tmp_path / "data", "abcdef" * 4, "abcabc" * 3), sequence_length=5)
+    assert source.val is not None
+    batches = list(evaluation_batches(source.val, experiment(), 0, 1, CPU))
+    assert [batch.valid.tolist() for batch in batches] == [[True, True], [True, False]]
+    assert all(batch.inputs.shape == (2, 5) for batch in batches)
+
+
+def test_sequences_that_can_not_be_read_as_batches_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = DataInfo(9, 0, (), (), sequence_length=4)
+    made = DataSource(OneByOne(random_split(3)), None, info)
+    monkeypatch.setattr("hpc_train.datasets.building._build", lambda config, download: made)
+    with pytest.raises(BadFileError, match=r"^data.name: OneByOne has sequences but no method batch"):
+        build_source(DataConfig(name="acme:data"))

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchvision.datasets
+from PIL import Image
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.base import TensorSplit
+from hpc_train.datasets.building import build_source
+from hpc_train.errors import BadFileError
+
+
+def build(name: str, root: Path | None, **args: object):
+    return build_source(
+        DataConfig(name=f"torchvision/{name}", root=None if root is None else str(root), args=args)
+    )
+
+
+@pytest.fixture
+def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files in CIFAR-10's own format, 4 images each; their checksums are not CIFAR-10's."""
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        data = rng.integers(0, 256, (4, 3072), dtype=np.uint8)
+        (folder / name).write_bytes(pickle.dumps({"data": data, "labels": [1, 2, 3, 9]}))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {i}" for i in range(10)]}))
+    monkeypatch.setattr(
+        "torchvision.datasets.cifar.check_integrity", lambda path, md5=None: Path(path).is_file()
+    )
+    return tmp_path
+
+
+def test_cifar_lies_in_memory_with_the_pixels_of_torchvision(cifar10: Path) -> None:
+    source = build("CIFAR10", cifar10)
+    theirs = torchvision.datasets.CIFAR10(str(cifar10), train=True)
+    assert isinstance(source.train, TensorSplit)
+    assert isinstance(source.val, TensorSplit)
+    assert (len(source.train), len(source.val)) == (20, 4)
+    for index in range(20):
+        image, target = theirs[index]
+        assert torch.equal(source.train.images[index], torch.from_numpy(np.array(image)).permute(2, 0, 1))
+        assert int(source.train.targets[index]) == target
+    assert source.info.num_classes == 10
+    assert source.info.mean[0] == 0.4914
+    assert source.info.class_names[3] == "class 3"
+
+
+@pytest.mark.parametrize("name", ["CIFAR10", "MNIST", "SVHN", "Food101", "Flowers102", "ImageNet", "STL10"])
+def test_missing_data_name_the_command_that_fetches_them(name: str, tmp_path: Path) -> None:
+    with pytest.raises(BadFileError, match=rf"^data\.root: torchvision/{name} is not in .*; (run|put)"):
+        build(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Splits(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """A class of torchvision's kind: ``split=``, samples made one by one."""
+
+    valid = ("train", "test")
+
+    def __init__(self, root: str, split: str = "train", size: int = 4, download: bool = False) -> None:
+        if split not in self.valid:
+            raise ValueError(f"Unknown value '{split}' for argument split. Valid values are {self.valid}.")
+        if size < 1:
+            raise ValueError("size must be positive")
+        if download:
+            (Path(root) / "fetched").touch()
+        self.split, self.size = split, size
+        self._labels = [i % 3 for i in range(len(self))]
+
+    def __len__(self) -> int:
+        return 6 if self.split == "train" else 3
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        if index >= len(self):
+            raise IndexError
+        return Image.new("RGB", (self.size, self.size), (index, 0, 0)), self._labels[index]
+
+
+@pytest.fixture
+def splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torchvision.datasets, "Splits", Splits, raising=False)
+
+
+@pytest.mark.usefixtures("splits")
+def test_a_class_with_splits_gives_train_and_test(tmp_path: Path) -> None:
+    source = build("Splits", tmp_path, size=5)
+    assert source.val is not None
+    assert (len(source.train), len(source.val)) == (6, 3)
+    assert source.train[2][0].shape == (3, 5, 5)  # type: ignore[union-attr]
+    assert source.info.num_classes == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("splits")
+def test_data_are_fetched_when_told_to(tmp_path: Path) -> None:
+    build_source(DataConfig(name="torchvision/Splits", root=str(tmp_path / "new")), download=True)
+    assert (tmp_path / "new" / "fetched").exists()
+
+
+@pytest.mark.usefixtures("splits")
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"sise": 3}, r"^data\.args: torchvision/Splits can't be called with these arguments: .*'sise'"),
+        ({"size": 0}, r"^data\.args: .* size must be"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(args: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(BadFileError, match=words):
+        build("Splits", tmp_path, **args)
+
+
+def test_an_array_that_is_not_the_images_is_not_taken_for_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Turned(Splits):
+        def __init__(self, root: str, split: str = "train") -> None:
+            super().__init__(root, split)
+            self.data = np.ones((len(self), 4, 4, 3), dtype=np.uint8)
+
+    monkeypatch.setattr(torchvision.datasets, "Turned", Turned, raising=False)
+    assert not isinstance(build("Turned", tmp_path).train, TensorSplit)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "CIFAR1O",
+            r"^data\.name: torchvision has no data set 'CIFAR1O'; did you mean torchvision/CIFAR10\?",
+        ),
+        ("folder", r"^data\.name: torchvision has no data set 'folder'"),
+        ("FakeData", r"^data\.name: torchvision/FakeData does not separate training from validation"),
+    ],
+)
+def test_names_that_are_no_data_sets_are_refused(name: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(BadFileError, match=words):
+        build(name, tmp_path)
+
+
+def test_a_missing_root_is_named() -> None:
+    words = r"^data\.root: is missing, and torchvision/CIFAR10 needs it; .* data/cifar10$"
+    with pytest.raises(BadFileError, match=words):
+        build_source(DataConfig(name="torchvision/CIFAR10"))

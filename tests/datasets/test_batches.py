@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches, training_batches
+from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.workers import WorkerLostError
+from hpc_train.errors import BadFileError
+from tests.datasets.samples import (
+    AUGMENT,
+    CPU,
+    TOTAL_STEPS,
+    BrokenSplit,
+    OneByOne,
+    RandomSplit,
+    assert_equal,
+    experiment,
+    random_split,
+    source,
+    steps,
+)
+
+
+class KilledSplit:
+    """Ends its own process where that is a loader's."""
+
+    def __init__(self) -> None:
+        self._rank_pid = os.getpid()
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int, /) -> tuple[Any, int]:
+        if os.getpid() != self._rank_pid:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(3, 4, 4, dtype=torch.uint8), 0
+
+
+def test_each_step_gives_its_slots_in_order() -> None:
+    batches = steps(random_split(20))
+    assert [step for step, _ in batches] == list(range(TOTAL_STEPS))
+    for step, slots in batches:
+        assert [(slot.step, slot.number, slot.weight) for slot in slots] == [
+            (step, i, 0.25) for i in range(4)
+        ]
+        assert all(slot.inputs.shape == (2, 3, 12, 12) and slot.valid.all() for slot in slots)
+
+
+def test_a_resumed_loader_gives_the_tail_to_the_bit() -> None:
+    assert_equal(steps(random_split(20), start=3), steps(random_split(20))[3:])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_together_read_what_one_rank_reads(world_size: int) -> None:
+    alone = {(s.step, s.number): s for _, slots in steps(random_split(20)) for s in slots}
+    for rank in range(world_size):
+        for _, slots in steps(random_split(20), rank=rank, world_size=world_size):
+            for slot in slots:
+                assert torch.equal(slot.inputs, alone[slot.step, slot.number].inputs)
+
+
+def test_whole_batches_equal_samples_read_one_by_one() -> None:
+    for extra in ({}, {"image_size": 8}):
+        assert_equal(steps(random_split(20), **extra), steps(OneByOne(random_split(20)), **extra))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", [random_split(20), OneByOne(random_split(20)), RandomSplit()])
+def test_workers_change_nothing_to_the_bit(train: Any) -> None:
+    assert_equal(steps(train, workers=2), steps(train, workers=0))
+
+
+def test_generators_of_the_rank_are_left_as_they_were() -> None:
+    for workers in (0, 1):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        expected = random.random(), np.random.random(), torch.rand(()).item()
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        steps(RandomSplit(), workers=workers)
+        assert (random.random(), np.random.random(), torch.rand(()).item()) == expected
+
+
+def test_careless_data_sets_draw_anew_each_epoch() -> None:
+    seen = torch.cat(
+        [slot.inputs.flatten(1) for _, slots in steps(RandomSplit(), augment={}) for slot in slots]
+    )
+    assert len(seen.unique(dim=0)) == len(seen) == TOTAL_STEPS * 8
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError("truncated"), r"^data: sample 5 \(folder/5\.png\) can't be read: OSError: truncated$"),
+        (KeyError("x"), r"sample 5 .* KeyError: 'x' \(at .*samples\.py:\d+\)$"),
+    ],
+)
+def test_an_unreadable_sample_is_named(workers: int, error: Exception, words: str) -> None:
+    with pytest.raises(BadFileError, match=words):
+        steps(BrokenSplit(error), workers=workers)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(21)
+def test_a_killed_worker_is_explained_where_its_batch_is_waited_for() -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    with pytest.raises(WorkerLostError, match=r"data\.workers: .*killed.*memory.*fewer workers"):
+        steps(KilledSplit(), workers=1)
+    assert signal.getsignal(signal.SIGCHLD) == before
+
+
+def test_workers_outlive_the_jobs_signals_and_end_when_closed() -> None:
+    batches = training_batches(
+        source(random_split(20)), experiment(workers=2), Position(0), TOTAL_STEPS, 0, 1, CPU
+    )
+    pids = batches.worker_pids
+    assert len(pids) == 2
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        for pid in pids:
+            os.kill(pid, number)
+    assert len(list(batches)) == TOTAL_STEPS
+    assert batches.worker_pids == []
+
+
+def test_closing_early_ends_the_workers() -> None:
+    batches = training_batches(source(random_split(20)), experiment(workers=2), Position(0), 1000, 0, 1, CPU)
+    next(batches)
+    pids = batches.worker_pids
+    batches.close()
+    batches.close()
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_the_ranks_own_signal_mask_is_kept() -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    steps(random_split(20), workers=1)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+def test_too_little_data_is_refused_before_anything_starts() -> None:
+    with pytest.raises(BadFileError, match=r"optimization\.global_batch_size: 8 is more than the 7"):
+        training_batches(source(random_split(7)), experiment(), Position(0), 1, 0, 1, CPU)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_evaluation_counts_each_sample_once_and_is_not_augmented(workers: int, world_size: int) -> None:
+    split = random_split(11)
+    found: dict[int, torch.Tensor] = {}
+    for rank in range(world_size):
+        batches = evaluation_batches(
+            split, experiment(augment=AUGMENT, workers=workers), rank, world_size, CPU
+        )
+        assert len(batches) == len(list(batches)) == -(-evaluation_batch_count(split, 2) // world_size)
+        for batch in batches:
+            assert batch.inputs.shape == (2, 3, 12, 12)
+            for image, target, valid in zip(batch.inputs, batch.targets, batch.valid, strict=True):
+                if valid:
+                    assert int(target) not in found
+                    found[int(target)] = image
+    assert sorted(found) == list(range(11))
+    assert all(torch.equal(image, split.images[target]) for target, image in found.items())
+
+
+def test_evaluation_batches_are_numbered_over_all_ranks() -> None:
+    numbers = [
+        [batch.number for batch in evaluation_batches(random_split(11), experiment(), rank, 2, CPU)]
+        for rank in range(2)
+    ]
+    assert numbers == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_pil_images_of_unequal_size_need_image_size() -> None:
+    images = [(Image.new("RGB", (20 + i, 30)), i) for i in range(8)]
+    with pytest.raises(BadFileError, match=r"data\.image_size: images differ in shape \(30x2\d and 30x2\d\)"):
+        steps(images)
+    with pytest.raises(BadFileError, match=r"data\.image_size"):
+        list(evaluation_batches(images, experiment(), 0, 1, CPU))
+    assert steps(images, image_size=16)[0][1][0].inputs.shape == (2, 3, 16, 16)
+    (first, *_) = evaluation_batches(images, experiment(image_size=16), 0, 1, CPU)
+    assert first.inputs.shape == (2, 3, 16, 16)

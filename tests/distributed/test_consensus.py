@@ -1,0 +1,88 @@
+"""All ranks stop and save at the same step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpc_train.distributed.consensus import Agreement, Consensus, StepFlags
+from hpc_train.distributed.process_group import Group, Timeouts
+from hpc_train.distributed.signals import StopFlag
+from tests.distributed.scripts import run_script
+
+
+@pytest.fixture
+def alone() -> Group:
+    # One rank alone exchanges nothing: no process group is there to be used.
+    return Group(0, 1, torch.device("cpu"), None, None, Timeouts())  # type: ignore[arg-type]
+
+
+def test_one_rank_agrees_with_itself(alone: Group) -> None:
+    flag = StopFlag()
+    agreement = Agreement(alone, flag)
+    assert agreement.exchange(StepFlags(save=True)) == Consensus(save=True)
+    assert agreement.exchange() == Consensus()
+    assert agreement.exchange(StepFlags(False, True, True, True, 7)) == Consensus(
+        False, False, True, True, True, 7
+    )
+    agreement.begin(StepFlags(save=True))
+    flag.note(15)
+    assert agreement.wait() == Consensus(stop=True, save=True)
+    assert agreement.exchange().stop
+    assert agreement.rank_0_says(True)
+    assert not agreement.rank_0_says(False)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(1, 5)
+def test_ranks_agree_whoever_was_asked(tmp_path: Path) -> None:
+    script = """
+import dataclasses, json, os, signal, sys
+from pathlib import Path
+import torch
+from hpc_train.distributed import signals
+from hpc_train.distributed.consensus import Agreement, StepFlags
+from hpc_train.distributed.process_group import join
+from hpc_train.distributed.env import RankFacts
+flag = signals.install()
+facts = RankFacts.from_environment(os.environ)
+group = join(facts, torch.device("cpu"), Path(sys.argv[1]), "token")
+agreement = Agreement(group, flag)
+agreed = []
+def step(**wish):
+    agreed.append(dataclasses.astuple(agreement.exchange(StepFlags(**wish))))
+step()
+step(save=facts.rank == 0)
+step(save=facts.rank != 0)
+step(has_failed=facts.rank == 1, is_waiting=facts.rank == 2, bad_samples=facts.rank)
+step(is_non_finite=facts.rank > 0)
+agreed.append(agreement.rank_0_says(facts.rank == 0))
+agreed.append(agreement.rank_0_says(facts.rank != 0))
+step()
+if facts.rank == 2:
+    os.kill(os.getpid(), signal.SIGTERM)
+step()
+step(save=True)
+print(json.dumps(agreed), flush=True)
+group.leave()
+os._exit(0)
+"""
+    ranks = run_script(script, 3, str(tmp_path / "rendezvous.json"))
+    told = [
+        Consensus(),
+        Consensus(save=True),
+        Consensus(),
+        Consensus(has_failed=True, is_waiting=True, bad_samples=3),
+        Consensus(is_non_finite=True),
+        1,
+        0,
+        Consensus(),
+        Consensus(stop=True),
+        Consensus(stop=True, save=True),
+    ]
+    expected = [each if isinstance(each, int) else list(astuple(each)) for each in told]
+    assert [json.loads(rank.stdout or "null") for rank in ranks] == [expected] * 3, ranks[0].stderr

@@ -1,0 +1,109 @@
+"""Device, threads and determinism of a rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hpc_train.distributed.device import choose_device, set_determinism, set_threads, usable_cores
+from hpc_train.errors import BadFileError
+from tests.distributed.scripts import run_script
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+
+
+@pytest.fixture(autouse=True)
+def _torchs_settings_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads, fill = torch.get_num_threads(), torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    yield
+    torch.set_num_threads(threads)
+    torch.set_deterministic_debug_mode("default")
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False
+
+
+def test_cpu_is_taken_where_it_is_asked_for() -> None:
+    assert choose_device("cpu", 3, gpus_expected=True) == torch.device("cpu")
+
+
+@no_gpu
+def test_auto_falls_back_to_the_cpu_only_where_no_gpu_was_asked_for() -> None:
+    assert choose_device("auto", 0, gpus_expected=False) == torch.device("cpu")
+    with pytest.raises(BadFileError, match=r"^device: auto needs a GPU, but .*write device: cpu$"):
+        choose_device("auto", 0, gpus_expected=True)
+
+
+@no_gpu
+def test_missing_cuda_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadFileError, match=r"finds no GPU; check whether nvidia-smi does|without CUDA"):
+        choose_device("cuda", 0, gpus_expected=False)
+    if torch.version.cuda is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        with pytest.raises(BadFileError, match="hides all"):
+            choose_device("cuda", 0, gpus_expected=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_rank_takes_the_gpu_of_its_number() -> None:
+    assert choose_device("auto", 0, gpus_expected=False) == torch.device("cuda", 0)
+    assert torch.cuda.current_device() == 0
+
+
+def test_cores_are_shared_by_the_ranks_of_a_node() -> None:
+    assert set_threads(1) == usable_cores() == torch.get_num_threads()
+    assert set_threads(10_000) == 1
+    assert set_threads(1, given=2) == 2 == torch.get_num_threads()
+
+
+def test_a_thread_count_in_the_environment_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert set_threads(2) == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert set_threads(10_000) == 1
+
+
+def test_affinity_is_read_and_not_widened() -> None:
+    before = os.sched_getaffinity(0)
+    one = {min(before)}
+    os.sched_setaffinity(0, one)
+    try:
+        assert set_threads(1) == 1
+        assert os.sched_getaffinity(0) == one
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_the_cpu_is_exact_unless_the_file_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC"):
+        monkeypatch.setenv(name, "")  # put back at the end, whatever becomes of it
+        monkeypatch.delenv(name)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert not set_determinism(None, cuda)
+    assert torch.backends.cudnn.benchmark
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    assert set_determinism(None, cpu)
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.benchmark
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not set_determinism(False, cpu)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert set_determinism(True, cuda)
+
+
+@pytest.mark.slow
+def test_exactness_reaches_the_compiler_without_importing_it() -> None:
+    script = """
+import sys, torch
+from hpc_train.distributed.device import set_determinism
+set_determinism(None, torch.device("cpu"))
+assert "torch._inductor" not in sys.modules
+import torch._inductor.config
+print(torch._inductor.config.deterministic)
+"""
+    [done] = run_script(script, 1)
+    assert done.stdout.split() == ["True"], done.stderr

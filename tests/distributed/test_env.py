@@ -1,0 +1,81 @@
+"""Which rank a process is, from what its launcher left in the environment."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_train.distributed.env import RankFacts, parse_tasks_per_node
+from hpc_train.errors import UsageError
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+SLURM = {
+    "SLURM_PROCID": "6",
+    "SLURM_NTASKS": "7",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "3",
+    "SLURM_NNODES": "4",
+    "SLURM_TASKS_PER_NODE": "2(x3),1",
+}
+
+
+def test_without_variables_it_is_the_only_rank() -> None:
+    assert RankFacts.from_environment({}) == RankFacts(0, 1, 0, 1, 0, 1)
+
+
+def test_torchruns_variables() -> None:
+    assert RankFacts.from_environment(TORCHRUN) == RankFacts(5, 8, 1, 4, node=1, num_nodes=2)
+
+
+def test_group_variables_tell_the_node_where_nodes_differ() -> None:
+    uneven = TORCHRUN | {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "3"}
+    assert RankFacts.from_environment(uneven) == RankFacts(5, 8, 1, 4, node=2, num_nodes=3)
+
+
+def test_slurms_variables() -> None:
+    assert RankFacts.from_environment(SLURM) == RankFacts(6, 7, 0, 1, node=3, num_nodes=4)
+
+
+def test_torchruns_variables_win_over_slurms() -> None:
+    assert RankFacts.from_environment(SLURM | TORCHRUN).rank == 5
+
+
+def test_an_allocation_without_a_task_is_a_single_rank() -> None:
+    allocation = {name: SLURM[name] for name in ("SLURM_NTASKS", "SLURM_NNODES")}
+    assert RankFacts.from_environment(allocation) == RankFacts()
+
+
+@pytest.mark.parametrize("name", list(TORCHRUN))
+def test_a_partly_set_group_names_what_is_missing(name: str) -> None:
+    partly = {key: value for key, value in TORCHRUN.items() if key != name}
+    with pytest.raises(UsageError, match=rf"^{name}: not set, while "):
+        RankFacts.from_environment(partly)
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        (TORCHRUN | {"RANK": "8"}, "RANK: 8 is not below WORLD_SIZE"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK: 4"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE: 9"),
+        (TORCHRUN | {"WORLD_SIZE": "-8"}, "WORLD_SIZE: '-8'"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK: 1"),
+        (TORCHRUN | {"GROUP_RANK": "2"}, "GROUP_RANK: 2"),
+        (SLURM | {"SLURM_PROCID": "7"}, "SLURM_PROCID: 7"),
+        (SLURM | {"SLURM_LOCALID": "1"}, "SLURM_LOCALID: 1"),
+        (SLURM | {"SLURM_NTASKS": "8"}, "SLURM_TASKS_PER_NODE: "),
+        (SLURM | {"SLURM_TASKS_PER_NODE": "2(x3"}, "SLURM_TASKS_PER_NODE: "),
+    ],
+)
+def test_contradictions_name_the_variable(environ: dict[str, str], named: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        RankFacts.from_environment(environ)
+    assert str(caught.value).startswith(named)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 128), st.integers(1, 5)), min_size=1))
+def test_tasks_per_node_in_short_form(runs: list[tuple[int, int]]) -> None:
+    text = ",".join(f"{tasks}(x{count})" if count > 1 else str(tasks) for tasks, count in runs)
+    assert parse_tasks_per_node(text) == [tasks for tasks, count in runs for _ in range(count)]

@@ -1,0 +1,119 @@
+"""Where rank 0 listens, and what the others try."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from hpc_train.distributed import network
+from hpc_train.errors import UsageError
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """What names resolve to; this machine is called ``node1``, its address 127.0.0.5 stands for a far one."""
+    known: dict[str, list[str]] = {}
+    monkeypatch.setattr(network, "_resolved", lambda name: known.get(name, []))
+    monkeypatch.setattr(network, "is_loopback", lambda address: address == "127.0.0.1")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node1")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "node1.cluster")
+    return known
+
+
+def listened(environ: dict[str, str], num_nodes: int = 2) -> tuple[str, list[str]]:
+    listener, hosts = network.listen(environ, num_nodes, 10)
+    with listener:
+        assert network.reach(hosts[:1], listener.getsockname()[1]) is not None
+        return listener.getsockname()[0], hosts
+
+
+def test_one_node_listens_to_itself_alone(names: dict[str, list[str]]) -> None:
+    names["node1"] = ["127.0.0.5"]
+    assert listened({"SLURM_SRUN_COMM_HOST": "127.0.0.5"}, num_nodes=1) == ("127.0.0.1", ["127.0.0.1"])
+
+
+def test_slurms_own_address_comes_first_and_names_are_published_too(names: dict[str, list[str]]) -> None:
+    names["node1"] = ["127.0.0.7"]
+    slurm = {"SLURM_PROCID": "0", "SLURM_SRUN_COMM_HOST": "127.0.0.5", "SLURMD_NODENAME": "n1"}
+    assert listened(slurm) == ("127.0.0.5", ["127.0.0.5", "n1", "node1", "node1.cluster"])
+
+
+def test_an_address_of_another_node_is_passed_over_for_what_the_name_says(
+    names: dict[str, list[str]],
+) -> None:
+    names["node1"] = ["127.0.0.1", "127.0.0.7"]  # as Debian has it: its own name is loopback first
+    slurm = {"SLURM_PROCID": "0", "SLURM_SRUN_COMM_HOST": "192.0.2.200", "SLURMD_NODENAME": "n1"}
+    assert listened(slurm)[0] == "127.0.0.7"
+
+
+def test_loopback_is_taken_only_where_no_name_says_otherwise(names: dict[str, list[str]]) -> None:
+    slurm = {"SLURM_PROCID": "0", "SLURM_SRUN_COMM_HOST": "127.0.0.1"}
+    assert listened(slurm)[0] == "127.0.0.1"
+    names["node1"] = ["127.0.0.7"]
+    assert listened(slurm)[0] == "127.0.0.7"
+
+
+def test_a_machine_that_calls_itself_loopback_meets_others_elsewhere(
+    names: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on Debian: srun on the first node finds its own name at 127.0.1.1.
+    monkeypatch.setattr(network, "interface_addresses", lambda: [("lo", "127.0.0.1"), ("eth0", "127.0.0.7")])
+    slurm = {"SLURM_PROCID": "0", "SLURM_SRUN_COMM_HOST": "127.0.0.1"}
+    assert listened(slurm | {"SLURMD_NODENAME": "node1"})[0] == "127.0.0.7"
+    assert listened(slurm | {"SLURMD_NODENAME": "n1"})[0] == "127.0.0.1"
+
+
+def test_the_sites_interface_decides(names: dict[str, list[str]]) -> None:
+    slurm = {"SLURM_PROCID": "0", "SLURM_SRUN_COMM_HOST": "127.0.0.5", "GLOO_SOCKET_IFNAME": "lo"}
+    assert listened(slurm)[0] == "127.0.0.1"
+    with pytest.raises(UsageError, match="this node, node1, has no address that 2 nodes can connect to"):
+        network.listen(slurm | {"GLOO_SOCKET_IFNAME": "no-such"}, 2, 10)
+
+
+def test_without_slurm_a_machine_without_a_name_is_refused(names: dict[str, list[str]]) -> None:
+    with pytest.raises(UsageError, match="MASTER_ADDR: not set"):
+        network.listen({}, 2, 10)
+
+
+def test_the_first_host_that_answers_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        hosts = ["no-such-host.invalid", "127.0.0.2", "127.0.0.1"]
+        assert network.reach(hosts, port) == ("127.0.0.1", "127.0.0.1")
+    assert network.reach(hosts, port) is None
+
+
+def test_interfaces_are_found_by_their_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ("lo", "127.0.0.1") in network.interface_addresses()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    network.use_interface_of("127.0.0.2")  # loopback as a whole is lo's
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    network.use_interface_of("192.0.2.200")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo", "what the site or an earlier call says stays"
+
+
+def test_an_unknown_address_leaves_the_choice_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    network.use_interface_of("192.0.2.200")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == ""
+
+
+def test_polls_come_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand ranks must not look a hundred times a second."""
+    now, pauses = 0.0, []
+
+    def sleep(pause_s: float) -> None:
+        nonlocal now
+        now += pause_s
+        pauses.append(pause_s)
+
+    monkeypatch.setattr(network.time, "monotonic", lambda: now)
+    monkeypatch.setattr(network.time, "sleep", sleep)
+    count = len(list(network.polls(600.0)))
+    assert pauses[0] <= 0.02
+    assert 600 <= count <= 1300
+    assert 0.5 <= max(pauses) <= 1.0
+    assert now == pytest.approx(600.0)
+    assert len(set(pauses[20:40])) > 10, "all ranks look at the same moment"

@@ -1,0 +1,377 @@
+"""Ranks find each other; a lost peer is told from an error of one's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpc_train.distributed.env import RankFacts
+from hpc_train.distributed.process_group import Timeouts, join, nccl_words, peer_lost
+from hpc_train.errors import PeerLostError, TryAgainError, UsageError, UserError
+from hpc_train.run.files import write_json
+from tests.distributed.scripts import run_script
+
+CPU = torch.device("cpu")
+SECOND_OF_TWO = RankFacts(1, 2, 1, 2, 0, 1)
+PRELUDE = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from hpc_train.distributed.process_group import Timeouts, join, peer_lost
+from hpc_train.distributed.env import RankFacts
+facts = RankFacts.from_environment(os.environ)
+rendezvous = Path(sys.argv[1])
+def joined(**limits):
+    return join(facts, torch.device("cpu"), rendezvous, "token", Timeouts(**limits))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _interface_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``join`` chooses gloo's interface for the whole process."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # remembered, so that it is put back
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+
+def test_one_rank_has_a_process_group_too(tmp_path: Path) -> None:
+    group = join(RankFacts(), CPU, tmp_path / "rendezvous.json", "token")
+    try:
+        ones = torch.ones(2)
+        dist.all_reduce(ones)
+        dist.all_reduce(ones, group=group.control)
+        assert ones.tolist() == [1, 1]
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    finally:
+        group.leave()
+    assert not dist.is_initialized()
+    group.leave()
+
+
+@pytest.mark.fault(19)
+def test_an_address_of_another_attempt_is_not_taken(tmp_path: Path) -> None:
+    rendezvous = tmp_path / "rendezvous.json"
+    write_json(rendezvous, {"hosts": ["127.0.0.1"], "port": 1, "token": "older"})
+    with pytest.raises(PeerLostError, match=r"rank 0 published no address in .*rendezvous.json within 0.1 s"):
+        join(SECOND_OF_TWO, CPU, rendezvous, "token", Timeouts(join_s=0.1))
+
+
+@pytest.mark.fault(2)
+def test_a_stop_ends_the_wait_for_rank_0(tmp_path: Path) -> None:
+    with pytest.raises(TryAgainError):
+        join(SECOND_OF_TWO, CPU, tmp_path / "rendezvous.json", "token", must_stop=lambda: True)
+
+
+def test_nodes_without_a_common_address_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(UsageError, match="MASTER_ADDR: not set"):
+        join(RankFacts(0, 2, 0, 1, 0, 2), CPU, tmp_path / "rendezvous.json", "token")
+
+
+def test_a_store_that_nobody_reaches_is_told_of_with_where_it_was_sought(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    rendezvous = tmp_path / "rendezvous.json"
+    write_json(rendezvous, {"hosts": ["127.0.0.1", "no-such-host.invalid"], "port": port, "token": "token"})
+    with pytest.raises(
+        UserError, match=r"127\.0\.0\.1, no-such-host\.invalid, port .* set GLOO_SOCKET_IFNAME"
+    ):
+        join(SECOND_OF_TWO, CPU, rendezvous, "token", Timeouts(join_s=0.1))
+
+
+@pytest.mark.fault(18)
+def test_a_rank_that_does_not_come_is_missed(tmp_path: Path) -> None:
+    with pytest.raises(PeerLostError, match=r"1 of 2 ranks came within 0\.1 s"):
+        join(RankFacts(0, 2, 0, 2, 0, 1), CPU, tmp_path / "rendezvous.json", "token", Timeouts(join_s=0.1))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:4"), True),
+        (RuntimeError("Timed out waiting 3000ms for recv operation to complete"), True),
+        (dist.DistNetworkError("The client socket has timed out"), True),
+        (dist.DistStoreError("wait timeout after 1000ms, keys: /q"), True),
+        (dist.DistBackendError("NCCL error: ncclRemoteError: remote process exited"), True),
+        (dist.DistBackendError("NCCL error: ncclInvalidUsage: Duplicate GPU detected"), False),
+        (PeerLostError("rank 0 did not come"), True),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError("Connection closed by peer"), False),
+        (TimeoutError("timed out"), False),
+    ],
+)
+def test_what_counts_as_a_lost_peer(error: Exception, is_lost: bool) -> None:
+    assert peer_lost(error) is is_lost
+    wrapped = RuntimeError("backward failed")
+    wrapped.__cause__ = error
+    assert peer_lost(wrapped) is is_lost
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "NCCL error: ncclSystemError: \nLast error:\nno /dev/shm",
+            "NCCL error: ncclSystemError: Last error: no /dev/shm",
+        ),
+        ("NCCL error: ncclInternalError", "NCCL error: ncclInternalError"),
+        ("NCCL error: ncclRemoteError: remote process exited", None),
+    ],
+)
+def test_what_nccl_may_say_of_this_node_is_told_in_a_line(text: str, words: str | None) -> None:
+    error = dist.DistBackendError(text)
+    assert peer_lost(error) and nccl_words(error) == words
+    wrapped = RuntimeError("backward failed")
+    wrapped.__cause__ = error
+    assert nccl_words(wrapped) == words
+    assert nccl_words(RuntimeError("Connection closed by peer")) is None
+
+
+def test_a_teardown_that_never_ends_keeps_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = join(RankFacts(), CPU, tmp_path / "rendezvous.json", "token", Timeouts(teardown_s=0.1))
+    destroy, may_end, ended = dist.destroy_process_group, threading.Event(), []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(may_end.wait(30)))
+    try:
+        group.leave()
+        assert not ended
+    finally:
+        may_end.set()
+        destroy()
+
+
+@pytest.mark.fault(18, 19)
+@pytest.mark.slow
+def test_ranks_meet_by_the_file_and_a_silent_peer_is_lost_after_the_timeout(tmp_path: Path) -> None:
+    rendezvous = tmp_path / "rendezvous.json"
+    write_json(rendezvous, {"hosts": ["127.0.0.1"], "port": 1, "token": "older"})
+    script = (
+        PRELUDE
+        + """
+group = joined(join_s=60, silence_s=5)
+total = torch.tensor([facts.rank + 1])
+dist.all_reduce(total)
+dist.all_reduce(total, group=group.control)
+print(total.item())
+done = rendezvous.with_name("done")
+if facts.rank == 0:
+    for each in (dist.group.WORLD, group.control):
+        try:
+            dist.all_reduce(total, group=each)
+        except RuntimeError as error:
+            print(peer_lost(error))
+    done.touch()
+else:
+    while not done.exists():
+        time.sleep(0.02)
+group.leave()
+sys.stdout.flush()
+os._exit(0)
+"""
+    )
+    first, second = run_script(script, 2, str(rendezvous))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout.split() == ["6", "True", "True"]
+    assert second.stdout.split() == ["6"]
+    assert json.loads(rendezvous.read_text())["token"] == "token"
+
+
+@pytest.mark.fault(16)
+@pytest.mark.slow
+def test_ranks_meet_at_a_given_address_and_a_dead_peer_is_noticed_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    rendezvous = tmp_path / "rendezvous.json"
+    script = (
+        PRELUDE
+        + """
+import signal
+from hpc_train.distributed.consensus import Agreement
+from hpc_train.distributed.signals import StopFlag
+group = joined(join_s=60, silence_s=1800)  # no time-out: the test's own limit comes before it
+agreement = Agreement(group, StopFlag())
+agreement.begin()
+assert not agreement.wait().stop
+if facts.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    agreement.begin()
+    agreement.wait()
+except RuntimeError as error:
+    print(peer_lost(error))
+group.leave()
+sys.stdout.flush()
+os._exit(0)
+"""
+    )
+    first, second = run_script(script, 2, str(rendezvous), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    assert first.stdout.split() == ["True"], first.stderr
+    assert second.returncode == -9
+    assert not rendezvous.exists()
+
+
+@pytest.mark.slow
+def test_ranks_of_several_nodes_meet_where_slurm_reaches_the_first(tmp_path: Path) -> None:
+    """Two nodes that are one machine: the name they go by says nothing, srun's address does."""
+    rendezvous = tmp_path / "rendezvous.json"
+    script = (
+        PRELUDE.replace(
+            "RankFacts.from_environment(os.environ)",
+            "RankFacts(int(os.environ['RANK']), 2, 0, 1, int(os.environ['RANK']), 2)",
+        )
+        + """
+group = joined(join_s=60)
+total = torch.tensor([facts.rank + 1])
+dist.all_reduce(total)
+print(total.item(), os.environ["GLOO_SOCKET_IFNAME"], flush=True)
+group.wait_to_leave()
+group.leave()
+os._exit(0)
+"""
+    )
+    slurm = {
+        "SLURM_PROCID": "0",
+        "SLURM_SRUN_COMM_HOST": "127.0.0.1",
+        "SLURMD_NODENAME": "no-such-host.invalid",
+    }
+    first, second = run_script(script, 2, str(rendezvous), **slurm)
+    assert first.stdout.split() == second.stdout.split() == ["3", "lo"], first.stderr + second.stderr
+    assert json.loads(rendezvous.read_text())["hosts"][0] == "127.0.0.1"
+
+
+@pytest.mark.fault(2)
+@pytest.mark.slow
+def test_one_that_is_stopped_while_others_come_takes_all_with_it(tmp_path: Path) -> None:
+    """Nobody is left waiting inside of torch for a rank that has left."""
+    script = (
+        PRELUDE
+        + """
+from hpc_train.errors import TryAgainError
+from hpc_train.distributed import process_group
+here = [rendezvous.with_name(f"here-{rank}") for rank in range(2)]
+start_together = process_group._start_together
+def start(*arguments):
+    here[facts.rank].touch()
+    start_together(*arguments)
+process_group._start_together = start
+def must_stop():
+    return facts.rank == 1 and all(each.exists() for each in here)
+try:
+    join(facts, torch.device("cpu"), rendezvous, "token", Timeouts(join_s=60), must_stop=must_stop)
+except TryAgainError as error:
+    print(error, flush=True)
+os._exit(0)
+"""
+    )
+    # A third never comes, so that the first two wait.
+    ranks = run_script(
+        script, 2, str(rendezvous := tmp_path / "rendezvous.json"), WORLD_SIZE="3", LOCAL_WORLD_SIZE="3"
+    )
+    assert [rank.stdout.strip() for rank in ranks] == ["stopped before training began"] * 2, ranks[0].stderr
+    assert rendezvous.exists()
+
+
+@pytest.mark.fault(2)
+@pytest.mark.slow
+def test_whoever_leaves_once_all_have_joined_leaves_nobody_connecting(tmp_path: Path) -> None:
+    """Rank 0 takes the store with it: a rank that is about to connect would try on for minutes."""
+    script = (
+        PRELUDE
+        + """
+from hpc_train.health.watch_board import Board
+clone = dist.TCPStore.clone
+def slow_clone(store):
+    time.sleep(2)
+    return clone(store)
+if facts.rank == 1:
+    dist.TCPStore.clone = slow_clone
+try:
+    group = joined()
+    if facts.rank == 0:
+        os._exit(75)
+    Board(group.store, facts.rank).alarm()
+except Exception as error:
+    print(peer_lost(error), flush=True)
+os._exit(0)
+"""
+    )
+    first, second = run_script(script, 2, str(tmp_path / "rendezvous.json"))
+    assert (first.returncode, second.returncode) == (75, 0), first.stderr + second.stderr
+    assert second.stdout.split() in ([], ["True"]), second.stderr
+
+
+@pytest.mark.fault(2)
+@pytest.mark.slow
+def test_one_that_is_stopped_waits_only_so_long_for_another_to_connect(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+from hpc_train.errors import TryAgainError
+from hpc_train.distributed import process_group
+left, connecting = rendezvous.with_name("left"), []
+def clone(store):
+    connecting.append(store)
+    while facts.rank == 1 and not left.exists():
+        time.sleep(0.02)
+    return store
+dist.TCPStore.clone = clone
+process_group._CONNECT_LIMIT_S = 0.5
+try:
+    join(facts, torch.device("cpu"), rendezvous, "token", must_stop=lambda: facts.rank == 0 and connecting)
+except TryAgainError as error:
+    print(error, flush=True)
+    left.touch()
+except RuntimeError as error:
+    print(peer_lost(error), flush=True)
+os._exit(0)
+"""
+    )
+    first, second = run_script(script, 2, str(tmp_path / "rendezvous.json"))
+    assert first.stdout.strip() == "stopped before training began", first.stderr
+    assert second.stdout.strip() == "True", second.stderr
+    assert (first.returncode, second.returncode) == (0, 0), second.stderr
+
+
+@pytest.mark.slow
+def test_ranks_leave_together_however_long_one_takes(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+group = joined(join_s=60, leave_s=60)
+last = rendezvous.with_name("last-word")
+if facts.rank == 0:
+    time.sleep(0.5)
+    last.touch()
+group.wait_to_leave()
+print(last.exists(), flush=True)
+os._exit(0)
+"""
+    )
+    ranks = run_script(script, 2, str(tmp_path / "rendezvous.json"))
+    assert [rank.stdout.strip() for rank in ranks] == ["True", "True"], ranks[0].stderr
+
+
+@pytest.mark.fault(17)
+@pytest.mark.slow
+def test_one_that_hangs_keeps_nobody_from_leaving(tmp_path: Path) -> None:
+    script = (
+        PRELUDE
+        + """
+group = joined(join_s=60, leave_s=1)
+if facts.rank == 0:
+    group.wait_to_leave()
+    print("left", flush=True)
+    rendezvous.with_name("left").touch()
+else:
+    while not rendezvous.with_name("left").exists():
+        time.sleep(0.02)
+os._exit(0)
+"""
+    )
+    first, _ = run_script(script, 2, str(tmp_path / "rendezvous.json"))
+    assert first.stdout.strip() == "left", first.stderr

@@ -1,0 +1,79 @@
+"""Signals only set a flag; those that come too early are kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from hpc_train.distributed import signals
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(signals, "_flags", {})
+    before = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def run(script: str) -> list[str]:
+    """Return the words that the script prints in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.fault(5)
+def test_the_first_signal_is_remembered_and_all_are_counted() -> None:
+    flag = signals.install()
+    assert not flag
+    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    assert flag
+    assert flag.first is signal.SIGUSR2
+    assert flag.count == 3
+
+
+def test_installing_again_returns_the_same_flag() -> None:
+    flag = signals.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.install() is flag
+    assert flag.count == 1
+
+
+@pytest.mark.fault(3)
+def test_a_blocked_signal_is_delivered_once_the_handler_stands() -> None:
+    script = """
+import os, signal
+from hpc_train.distributed import signals
+signals.block()
+os.kill(os.getpid(), signal.SIGTERM)
+assert signal.SIGTERM in signal.sigpending()
+print(signals.install().first.name)
+"""
+    assert run(script) == ["SIGTERM"]
+
+
+def test_a_forked_child_leaves_the_flag_alone() -> None:
+    script = """
+import os, signal
+from hpc_train.distributed import signals
+flag = signals.install()
+child = os.fork()
+if child == 0:
+    os.kill(os.getpid(), signal.SIGTERM)
+    inherited = flag.count
+    own = signals.install()
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(10 * inherited + own.count)
+code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+print(code, flag.count)
+"""
+    assert run(script) == ["1", "0"]

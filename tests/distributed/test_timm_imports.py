@@ -1,0 +1,75 @@
+"""A rank that imports timm does not import wandb."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_train.distributed import timm_imports
+from hpc_train.launchers.entry import Entry
+from tests.cli.commands import REPOSITORY
+
+
+def run_python(script: str, folder: Path) -> str:
+    """Run a script beside a stand-in for wandb and one for timm; return what it prints."""
+    (folder / "wandb.py").write_text("")
+    summary = folder / "timm" / "utils" / "summary.py"
+    summary.parent.mkdir(parents=True)
+    (folder / "timm" / "__init__.py").write_text("import timm.utils")
+    (folder / "timm" / "utils" / "__init__.py").write_text("import timm.utils.summary")
+    summary.write_text("try:\n    import wandb\nexcept ImportError:\n    pass\n")
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{script}"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_timm_does_without_wandb_and_the_users_own_code_has_it(tmp_path: Path) -> None:
+    script = """
+from hpc_train.distributed.timm_imports import keep_wandb_out
+keep_wandb_out()
+keep_wandb_out()
+import timm
+print("wandb" in sys.modules)
+import wandb
+print(wandb.__name__)
+"""
+    assert run_python(script, tmp_path).split() == ["False", "wandb"]
+
+
+def test_without_it_timm_imports_wandb(tmp_path: Path) -> None:
+    """What the test above relies on."""
+    assert run_python("import timm; print('wandb' in sys.modules)", tmp_path).split() == ["True"]
+
+
+@pytest.mark.slow
+def test_nobody_who_looks_for_models_imports_wandb(tmp_path: Path) -> None:
+    """The children of commands too: they may be killed, and wandb's folders in $TMPDIR would stay."""
+    script = """
+import sys
+from hpc_train.models import names, timm
+names.list_names()
+import timm.utils.summary
+print("wandb" in sys.modules)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True,
+        env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert done.stdout.split() == ["False"]
+    assert not list(tmp_path.glob("*wandb*"))
+
+
+def test_a_rank_asks_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def ask() -> None:
+        asked.append(True)
+        raise KeyboardInterrupt  # far enough
+
+    monkeypatch.setattr("hpc_train.launchers.entry.keep_wandb_out", ask)
+    assert Entry(tmp_path)._run(1) == 1 and asked
+    assert timm_imports._IMPORTER == "timm.utils.summary"

@@ -1,0 +1,74 @@
+"""Docs, messages and docstrings use the terms of PyTorch and Slurm, and none of the words in ``WORDS``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, REPOSITORY
+
+PACKAGE = REPOSITORY / "hpc_train"
+_AMOUNT = r"(?:one|twice|steps|bytes|samples|micro-batches|stages|slots|cores|processes|operations|nats)"
+_PER = r"(?:rank|node|epoch|step|GPU|core|job|line|row|file|sample|image|channel|parameter|block|stage|token)"
+#: Words to avoid → what to write instead.
+WORDS = {
+    r"\bto the bit\b": "bitwise identical, bitwise reproducible",
+    r"\bcomes? back by (?:it|them)sel": "resumes automatically",
+    r"\b(?:go|goes|going|went|gone) on\b": "resumes, continues",
+    r"\bquiet (?:run|one)\b": "an uninterrupted run",
+    r"\bbeside training\b": "asynchronous checkpointing",
+    r"\bsummed up\b": "gradient accumulation",
+    r"\bnumber formats?\b": "precision, dtype",
+    rf"\b{_AMOUNT} an? {_PER}\b": "one per rank, steps per epoch",
+    r"(?<!there\s)\bis no (?:multiple|key|path|file|folder|tensor|text|rank|name|word|code)\b": "is not a …",
+    r"\banew\b": "again",
+    r"\bby now\b": "now",
+    r"\bmend(?:s|ed|ing)?\b": "fix",
+    r"\b(?:lies?|lay)\b": "is, are in",
+    r"\b(?:stands?|stood)\b": "is, are in",
+    r"\b(?:leaves?|leaving|left) (?:\w+\s)?out\b": "excluded, skipped, omitted",
+    r"\branks? (?:holds?|(?:is|are) told|asks? for)\b": "owns, receives, reads, requests",
+    r"(?<!at\s)\bleast\b|\bgreatest\b": "minimum, maximum",
+    r"\bso many\b": "N",
+    r"\bnot first a sign\b": "starting with a letter or digit",
+    r"\babsent:": "default:",
+    r"\bit matters not\b": "the result does not depend on",
+}
+_PATTERNS = {re.compile(word.replace(" ", r"\s+"), re.IGNORECASE): instead for word, instead in WORDS.items()}
+#: Names in code font, and links to tests, whose text is the name of the test.
+_NAMES = re.compile(r"`+[^`\n]+`+|\[[^]\n]*\]\(\.\./tests/[^)\n]*\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_use_plain_terms(page: Path) -> None:
+    assert list(_hits(page, page.read_text(encoding="utf-8"))) == []
+
+
+def test_changes_since_the_last_release_use_plain_terms() -> None:
+    page = REPOSITORY / "CHANGELOG.md"
+    newest = page.read_text(encoding="utf-8").split("\n## ")[1]
+    assert "released" in newest.partition("\n")[0].lower() and list(_hits(page, newest)) == []
+
+
+def test_messages_and_docstrings_use_plain_terms() -> None:
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert [hit for file in files for line, text in _strings(file) for hit in _hits(file, text, line)] == []
+
+
+def _strings(file: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and text of the string constants with spaces: docstrings, messages, parts of f-strings."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+
+
+def _hits(file: Path, text: str, first_line: int = 1) -> Iterator[str]:
+    prose = _NAMES.sub(lambda name: " " * len(name[0]), text)
+    for pattern, instead in _PATTERNS.items():
+        for match in pattern.finditer(prose):
+            line = first_line + prose.count("\n", 0, match.start())
+            yield f"{file.relative_to(REPOSITORY)}:{line}: {' '.join(match[0].split())!r}: write {instead}"

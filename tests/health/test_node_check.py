@@ -1,0 +1,196 @@
+"""A node that can't do what training needs is found before training, and named."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpc_train.distributed.env import RankFacts
+from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError, TransientStorageError
+from hpc_train.health import node_check
+from hpc_train.health.node_check import check
+from hpc_train.paths import AttemptPaths
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> AttemptPaths:
+    (tmp_path / "1").mkdir()
+    return AttemptPaths(tmp_path / "1")
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def lying(matmul: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a product with one wrong bit, as a broken core makes it."""
+
+    def lie(*arguments: Any) -> torch.Tensor:
+        product = matmul(*arguments).clone()
+        product[3, 5] += 1
+        return product
+
+    return lie
+
+
+def refusing(number: int) -> Callable[..., int]:
+    def refuse(*arguments: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_good_node_passes_and_nothing_is_left(attempt: AttemptPaths) -> None:
+    state = torch.get_rng_state()
+    check(RankFacts(), CPU, attempt, "n1")
+    assert list(attempt.folder.iterdir()) == []
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.fault(14)
+@pytest.mark.usefixtures("one_rank")
+def test_a_device_whose_product_is_wrong_is_refused(
+    attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "matmul", lying(torch.matmul))
+    with pytest.raises(
+        BadNodeError,
+        match=r"node n1 failed its check of a product of matrices on cpu: 1 of 65536 .* another node",
+    ):
+        check(RankFacts(), CPU, attempt, "n1")
+
+
+@pytest.mark.fault(14)
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_disk_that_refuses_is_the_nodes_fault(
+    attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(node_check.os, "fsync", refusing(number))
+    with pytest.raises(BadNodeError, match=rf"node n1 failed its check of the disk: .*{os.strerror(number)}"):
+        check(RankFacts(), CPU, attempt, "n1")
+    assert list(attempt.folder.iterdir()) == []
+
+
+@pytest.mark.fault(9)
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+def test_a_file_server_that_fails_is_no_nodes_fault(
+    attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(node_check.os, "fsync", refusing(number))
+    with pytest.raises(TransientStorageError, match=os.strerror(number)):
+        check(RankFacts(), CPU, attempt, "n1")
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_no_nodes_fault(
+    attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(node_check.os, "fsync", refusing(number))
+    with pytest.raises(StorageError, match=rf"{os.strerror(number)}; free some space"):
+        check(RankFacts(), CPU, attempt, "n1")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_disk_that_gives_back_other_bytes_is_refused(
+    attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_check.os, "pread", lambda *arguments: b"other")
+    with pytest.raises(BadNodeError, match="contains other bytes than were written"):
+        check(RankFacts(), CPU, attempt, "n1")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_folder_that_is_not_there_is_said(attempt: AttemptPaths) -> None:
+    attempt.folder.rmdir()
+    with pytest.raises(BadNodeError, match="No such file"):
+        check(RankFacts(), CPU, attempt, "n1")
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_node_without_memory_is_refused(attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_check, "_available_memory", lambda: 10 * 2**20)
+    with pytest.raises(BadNodeError, match="only 10 MiB of the node's memory are free"):
+        check(RankFacts(), CPU, attempt, "n1")
+
+
+def test_a_gpu_that_others_have_filled_is_refused_with_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2 * 2**30)
+    monkeypatch.setattr(node_check, "_holders", lambda device: " (process 41, python, 69000 MiB)")
+    with pytest.raises(
+        HpcTrainError, match=r"70.0 of 80.0 GiB of cuda:0 are used by other processes \(process 41"
+    ):
+        node_check._check_memory(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * 2**30, 80 * 2**30))
+    node_check._check_memory(torch.device("cuda", 0))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_check_is_short(attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: a few products and one small file."""
+    products: list[int] = []
+    matmul = torch.matmul
+    monkeypatch.setattr(torch, "matmul", lambda a, b: products.append(a.numel()) or matmul(a, b))
+    check(RankFacts(), CPU, attempt, "n1")
+    assert products == [256 * 256] * 3
+
+
+def _check_with_faults(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Two nodes of one rank each: a product wrong on the second, then a sum there, then a sum on both."""
+    facts = RankFacts(rank, world_size, 0, 1, rank, world_size)
+    matmul, all_reduce = torch.matmul, dist.all_reduce
+    found = []
+    for product_is_wrong, sum_is_wrong in [(rank == 1, False), (False, rank == 1), (False, True)]:
+        torch.matmul = lying(matmul) if product_is_wrong else matmul  # type: ignore[assignment]
+        dist.all_reduce = spoiled(all_reduce, 2) if sum_is_wrong else all_reduce
+        try:
+            check(facts, CPU, AttemptPaths(folder), f"n{rank + 1}")
+        except HpcTrainError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    torch.matmul, dist.all_reduce = matmul, all_reduce  # type: ignore[assignment]
+    return found
+
+
+def spoiled(all_reduce: Callable[..., Any], which: int) -> Callable[..., None]:
+    """Return an all-reduce that gets one number wrong in its ``which``-th call."""
+    calls = [0]
+
+    def spoil(numbers: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
+        all_reduce(numbers, *arguments, **keywords)
+        calls[0] += 1
+        if calls[0] == which:
+            numbers[7] += 1
+
+    return spoil
+
+
+@pytest.mark.slow
+@pytest.mark.fault(14)
+def test_the_bad_node_names_itself_and_the_others_lose_a_peer(tmp_path: Path) -> None:
+    (tmp_path / "1").mkdir()
+    good, bad = run_ranks(2, _check_with_faults, tmp_path / "1", folder=tmp_path)
+    lost = f"{PeerLostError.__name__}: the node of rank 1 failed its check; see rank-<r>.error of the attempt"
+    assert good[:2] == [lost, lost]
+    assert bad[0].startswith("BadNodeError: node n2 failed its check of a product")
+    assert bad[1].startswith("BadNodeError: node n2 failed its check of an all-reduce over 2 ranks: 1 of 256")
+    # A sum that is wrong everywhere says nothing of any node.
+    for both in (good[2], bad[2]):
+        assert both.startswith("HpcTrainError: all nodes fail alike, so no single node is the cause")

@@ -1,0 +1,259 @@
+"""Why an attempt ended, from what it left behind. On a real Slurm: tests/slurm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hpc_train.launchers.slurm.evidence import Facts, judge
+from hpc_train.recovery.budgets import Decision
+
+TRACEBACK = "Traceback (most recent call last):\n  File …\nValueError: too hot"
+CRASHED = Facts(srun_code=1, errors={1: TRACEBACK}, codes={0: 76, 1: 1}, logs={0: "", 1: ""}, step=7)
+STOPPED = Facts(srun_code=75, codes={0: 75}, signal="SIGTERM", logs={0: "", 1: ""}, step=120)
+PREEMPTED = ("preemption", "requeue 75", "preempted at step 120")
+#: As srun 22.05 says it.
+EXITS_75 = "srun: error: n1: tasks 0-1: Exited with exit code 75\n"
+KILLED = "srun: error: n2: task 3: Killed\n"
+EXITS_76 = "srun: error: n1: tasks 0-1: Exited with exit code 76\n"
+
+
+def told(facts: Facts) -> tuple[str, str, str | None]:
+    verdict = judge(facts)
+    return verdict.cause, verdict.words(), verdict.reason
+
+
+def test_what_is_completed_is_completed_however_ranks_ended_then() -> None:
+    assert told(Facts(0, is_completed=True)) == ("completed", "stop 0", None)
+    assert told(replace(CRASHED, is_completed=True)) == ("completed", "stop 0", None)
+
+
+@pytest.mark.parametrize("facts", [CRASHED, STOPPED])
+def test_a_cancelled_run_is_not_requeued(facts: Facts) -> None:
+    assert told(replace(facts, is_cancelled=True))[:2] == ("cancelled", "stop 1")
+
+
+@pytest.mark.parametrize("code", [65, 74])
+def test_a_users_error_is_final_and_told_whole(code: int) -> None:
+    facts = Facts(code, errors={0: "data.root: not there\ndata.args: wrong"}, codes={0: code, 1: 76})
+    assert told(facts) == ("user error", f"stop {code}", "data.root: not there; data.args: wrong")
+    assert judge(facts).state == "failed"
+
+
+def test_a_users_error_on_one_rank_counts_more_than_anothers_traceback() -> None:
+    facts = Facts(65, errors={1: TRACEBACK, 0: "wrong file"}, codes={0: 65, 1: 1})
+    assert told(facts)[1:] == ("stop 65", "wrong file")
+
+
+def test_a_crash_is_told_with_its_rank() -> None:
+    assert told(CRASHED) == ("crash", "requeue 75", "rank 1: ValueError: too hot")
+
+
+@pytest.mark.parametrize(
+    ("comes_back", "state", "words"), [(True, "requeued", "requeue 75 n2,n3"), (False, "failed", "stop 1")]
+)
+def test_the_budget_has_the_last_word(comes_back: bool, state: str, words: str) -> None:
+    verdict = judge(CRASHED).decided(Decision(comes_back, "crash 9 of 9: so it is"))
+    assert (verdict.cause, verdict.state, verdict.reason) == ("crash", state, "crash 9 of 9: so it is")
+    assert verdict.words({"n2": "died", "n3": "died"}) == words
+
+
+def test_the_first_error_is_the_reason() -> None:
+    facts = replace(CRASHED, errors={3: TRACEBACK, 0: "OSError: later"}, codes={3: 1, 0: 1})
+    assert told(facts)[2] == "rank 3: ValueError: too hot"
+
+
+def test_a_crash_that_makes_others_stop_is_no_preemption() -> None:
+    """The SIGTERM that srun sends to the others may reach a rank that can stop still."""
+    facts = replace(CRASHED, srun_code=75, codes={0: 75, 1: 1}, signal="SIGTERM")
+    assert told(facts)[0] == "crash"
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (STOPPED, PREEMPTED),
+        (replace(STOPPED, signal=None), PREEMPTED),  # it reached other ranks alone
+        (replace(STOPPED, srun_code=76), PREEMPTED),  # somebody left after its peer
+        (replace(STOPPED, srun_code=137, output=EXITS_75 + KILLED), PREEMPTED),  # slow to leave
+        (replace(STOPPED, signal="SIGUSR2"), ("time limit", "requeue 75", "time limit at step 120")),
+        (replace(STOPPED, signal="SIGUSR2", is_early=True), PREEMPTED),
+        (Facts(143, step=120), PREEMPTED),  # before Python could hold signals back
+        (Facts(143, step=120, output="srun: error: n1: tasks 0-1: Terminated\n"), PREEMPTED),
+        (Facts(140, step=120), PREEMPTED),
+    ],
+)
+def test_ranks_that_were_asked_to_stop_go_on_later(facts: Facts, expected: tuple[str, str, str]) -> None:
+    assert told(facts) == expected
+
+
+@pytest.mark.parametrize("first", ["", EXITS_76])
+def test_a_rank_that_was_killed_is_named_by_srun(first: str) -> None:
+    facts = Facts(137, codes={0: 76, 1: 76, 2: 76}, output=first + KILLED, logs={0: "", 3: ""})
+    cause, words, reason = told(facts)
+    assert (cause, words) == ("crash", "requeue 75")
+    assert reason is not None
+    assert reason.startswith("rank 3 on n2: killed by SIGKILL; out of memory? ask for more slurm.mem_gb")
+
+
+def test_a_rank_killed_while_others_only_wait_for_it_is_no_preemption() -> None:
+    facts = replace(STOPPED, srun_code=137, output=KILLED + EXITS_75)
+    assert told(facts)[0] == "crash"
+
+
+def test_memory_that_ran_out_is_said() -> None:
+    output = "slurmstepd: error: Detected 1 oom_kill event in StepId=4.0.\n"
+    output += "srun: error: n2: task 3: Out Of Memory\n"
+    reason = told(Facts(125, codes={0: 76}, output=output, logs={0: ""}))[2]
+    assert reason is not None
+    assert "rank 3 on n2: Out Of Memory, out of memory; ask for more slurm.mem_gb" in reason
+
+
+def test_a_rank_that_ended_before_it_could_write_an_error_is_quoted() -> None:
+    output = "srun: error: n2: tasks 2-3: Exited with exit code 1\n"
+    facts = Facts(1, codes={0: 76}, output=output, logs={0: "", 2: "ModuleNotFoundError: no submitit"})
+    assert told(facts)[2] == "ranks 2-3 on n2: ended with exit code 1: ModuleNotFoundError: no submitit"
+
+
+def test_a_dead_node_costs_no_crash() -> None:
+    output = "srun: error: Node failure on n2\n" + EXITS_76
+    facts = Facts(76, codes={0: 76}, output=output, step=9, logs={0: ""})
+    assert told(facts) == ("lost", "requeue 75", "a node failed at step 9")
+    assert judge(facts).bad_nodes == {"n2": "died"}
+
+
+def test_where_no_rank_ever_started_srun_is_quoted() -> None:
+    output = "Loading cuda/12\nsrun: error: Unable to create step for job 12: Invalid generic resource\n"
+    assert told(Facts(1, output=output))[2] == (
+        "no rank was started: srun: error: Unable to create step for job 12: Invalid generic resource"
+    )
+    assert "exit code 1, and it said nothing" in (told(Facts(1))[2] or "")
+
+
+@pytest.mark.fault(20)
+def test_what_would_fail_again_is_not_requeued() -> None:
+    text = "Traceback (most recent call last):\n  …\nhpc_train.errors.NonFiniteError: loss is NaN at step 7"
+    facts = Facts(77, errors={1: "OSError: later", 0: text}, codes={0: 77, 1: 1, 2: 77})
+    assert told(facts) == ("diverged", "stop 1", "loss is NaN at step 7")
+    assert told(Facts(77, codes={3: 77}, logs={3: "loss is NaN"})) == (
+        "diverged",
+        "stop 1",
+        "rank 3: it would fail again; loss is NaN",
+    )
+
+
+@pytest.mark.parametrize("error", ["", "BadNodeError: 2 GB of memory are free"])
+def test_a_node_that_failed_its_check_is_named(error: str) -> None:
+    errors = {2: error} if error else {}
+    facts = Facts(78, errors=errors, codes={0: 76, 2: 78}, nodes={0: "n1", 2: "n2"}, output=KILLED)
+    how = f"failed its check: {'2 GB of memory are free' if error else 'it said nothing'}"
+    assert told(facts) == ("bad node", "requeue 75", f"n2 {how}")
+    assert judge(facts).bad_nodes == {"n2": how}
+
+
+def test_a_rank_that_hung_is_named_however_it_ended() -> None:
+    """Another rank has left the word for it; srun kills it at last."""
+    text = "HangError: rank 3 on n2 made no progress for 300 s in step 57"
+    facts = Facts(137, errors={3: text}, codes={0: 76, 3: 79}, nodes={3: "n2"}, output=EXITS_76 + KILLED)
+    assert told(facts) == ("hang", "requeue 75", "rank 3 on n2 made no progress for 300 s in step 57")
+    assert judge(facts).bad_nodes == {"n2": "rank 3 hung"}
+    assert judge(replace(facts, nodes={})).bad_nodes == {}, "where nobody hung more than others"
+
+
+@pytest.mark.parametrize(
+    ("how", "suspect"),
+    [
+        ("Killed", "killed by SIGKILL"),
+        ("Segmentation fault (core dumped)", "killed by SIGSEGV"),
+        ("Bus error", "killed by SIGBUS"),
+        ("Out Of Memory", None),
+        ("Aborted", None),
+        ("Exited with exit code 3", None),
+    ],
+)
+def test_a_signal_tells_against_a_node_unless_memory_ran_out(how: str, suspect: str | None) -> None:
+    facts = Facts(137, codes={0: 76}, output=f"srun: error: n2: task 3: {how}\n", logs={0: "", 3: ""})
+    assert judge(facts).bad_nodes == ({"n2": f"rank 3: {suspect}"} if suspect else {})
+    assert not judge(replace(facts, output=f"{facts.output}slurmstepd: oom_kill event\n")).bad_nodes
+
+
+@pytest.mark.parametrize(
+    ("error", "is_suspect"),
+    [
+        ("torch.AcceleratorError: CUDA error: unspecified launch failure", True),
+        ("torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered", True),
+        ("torch.AcceleratorError: CUDA error: device-side assert triggered", False),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", False),
+        ("ValueError: too hot", False),
+    ],
+)
+def test_an_error_of_the_device_tells_against_its_node(error: str, is_suspect: bool) -> None:
+    facts = Facts(
+        1, errors={1: f"{TRACEBACK}\n\n{TRACEBACK[:34]}\n  …\n{error}"}, codes={1: 1}, nodes={1: "n1"}
+    )
+    assert judge(facts).cause == "crash"
+    assert judge(facts).bad_nodes.keys() == ({"n1"} if is_suspect else set())
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        Facts(76, codes={0: 76, 2: 75}, signal=None, logs={0: ""}, step=120),
+        Facts(76, codes={0: 76}, output="srun: error: n2: task 2: Exited with exit code 75\n", step=120),
+        Facts(
+            137,
+            codes={2: 75},
+            output="srun: error: n2: task 2: Exited with exit code 75\n" + KILLED,
+            step=120,
+        ),
+    ],
+)
+def test_a_rank_that_left_before_there_was_anything_to_save_was_asked_to(facts: Facts) -> None:
+    assert told(facts) == PREEMPTED
+
+
+def test_what_nccl_said_of_a_lost_peer_is_told_where_nobody_said_more() -> None:
+    words = {2: "a peer is gone, or NCCL fails on this node: no /dev/shm"}
+    lost = Facts(76, errors=words, codes={0: 76, 2: 76}, logs={0: "", 2: ""})
+    assert told(lost) == ("crash", "requeue 75", f"rank 2: {words[2]}")
+    crashed = replace(lost, errors={**words, 1: TRACEBACK}, codes={**lost.codes, 1: 1})
+    assert told(crashed)[2] == "rank 1: ValueError: too hot"
+    assert "killed by SIGKILL" in (told(replace(lost, output=KILLED))[2] or "")
+
+
+def test_ranks_that_end_without_a_word_are_a_crash() -> None:
+    assert told(Facts(76, codes={0: 76, 1: 76}, logs={0: "", 1: ""}))[0] == "crash"
+    assert told(Facts(0, logs={0: ""}))[:2] == ("crash", "requeue 75")
+    # Ended by SIGTERM, but one had lost its peer before.
+    assert told(Facts(143, codes={1: 76}, logs={0: "", 1: ""}))[0] == "crash"
+
+
+def test_a_reason_is_one_printable_line() -> None:
+    facts = Facts(1, errors={0: f"ValueError: \x1b[31mred\n{'x' * 2000}"}, codes={0: 1})
+    reason = judge(facts).reason
+    assert reason is not None
+    assert "\x1b" not in reason and "\n" not in reason
+    assert len(reason) <= 500
+
+
+@pytest.mark.fault(21)
+def test_a_killed_loader_process_is_a_cause_of_its_own() -> None:
+    facts = Facts(
+        80, errors={1: "data.workers: a loader process was killed; write fewer"}, codes={0: 76, 1: 80}
+    )
+    words = "rank 1: data.workers: a loader process was killed; write fewer"
+    assert told(facts) == ("worker lost", "requeue 75", words)
+
+
+@pytest.mark.fault(16)
+def test_a_kill_that_is_seen_after_the_loss_that_it_caused_is_a_crash() -> None:
+    """srun then asks the others to stop, which before a first step they do at once."""
+    facts = Facts(137, codes={0: 75, 1: 76}, signal="SIGTERM", output=EXITS_76 + KILLED + EXITS_75)
+    assert told(facts)[0] == "crash"
+    stopped = Facts(137, codes={0: 75}, signal="SIGTERM", output=EXITS_76 + EXITS_75 + KILLED)
+    assert told(stopped)[0] == "preemption"
+
+
+def test_a_command_line_that_no_rank_can_take_is_final() -> None:
+    assert told(Facts(2, errors={0: "RANK: …"}, codes={0: 2}))[:2] == ("user error", "stop 2")

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import NoSlurmError
+from hpc_train.launchers.slurm import queue_cache
+from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState, ask
+from tests.launchers.slurm.programs import Programs, put_programs_first
+
+_DISABLED = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    """slurmctld knows 7 and the array 12, accounting nothing."""
+    found = put_programs_first(tmp_path, monkeypatch)
+    put_jobs(found, _row("7", "RUNNING", restarts=2, nodes="n[1-2]"), _row("12_3", "PENDING", "Priority"))
+    found.put("sacct", _DISABLED)
+    return found
+
+
+def _row(
+    job: str, state: str, reason: str = "None", restarts: int = 0, end: str = "N/A", nodes: str = ""
+) -> str:
+    fields = [
+        job,
+        state,
+        reason,
+        str(restarts),
+        "2026-11-21T06:05:06",
+        end,
+        "256",
+        nodes,
+        "digits",
+        "/x/s.sh",
+    ]
+    return "".join(f"{field}\x1f" for field in fields)
+
+
+def put_jobs(programs: Programs, *rows: str) -> None:
+    text = "".join(f"{row}\n" for row in rows)
+    (programs.folder / "rows").write_text(text)
+    programs.put(
+        "squeue",
+        f'case "$*" in *--user=*) cat {programs.folder}/rows;; '
+        "*) echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1;; esac",
+    )
+
+
+def test_squeue_is_read(programs: Programs) -> None:
+    found = ask(["7", "12_3"])
+    assert found["7"] == JobState(
+        "7", "RUNNING", None, 2, "n[1-2]", exit_code="1:0", name="digits", script="/x/s.sh"
+    )
+    assert (found["12_3"].reason, found["12_3"].start_estimate) == ("Priority", "2026-11-21T06:05:06+00:00")
+    assert found["12_3"].is_waiting and not found["7"].is_waiting
+
+
+def test_a_thousand_questions_within_10_s_are_one_squeue(programs: Programs) -> None:
+    for _ in range(1000):
+        ask(["7", "12_3"])
+    assert len(programs.calls("squeue")) == 1
+
+
+@pytest.mark.slow
+def test_commands_that_ask_at_once_are_answered_by_one_squeue(programs: Programs) -> None:
+    programs.put("squeue", f"sleep 0.5; cat {programs.folder}/rows")
+    askers = [threading.Thread(target=ask, args=(["7"],)) for _ in range(8)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    assert len(programs.calls("squeue")) == 1
+
+
+def test_an_answer_that_is_too_old_or_unwanted_is_not_taken(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(["7"])
+    ask(["7"], max_age_s=0)
+    assert len(programs.calls("squeue")) == 2
+    monkeypatch.setattr(queue_cache.time, "time", lambda: 4e9)
+    ask(["7"])
+    assert len(programs.calls("squeue")) == 3
+    monkeypatch.setattr(queue_cache.time, "time", lambda: 3e9)  # the clock was set back
+    ask(["7"])
+    assert len(programs.calls("squeue")) == 4
+
+
+def test_a_job_newer_than_the_answer_is_asked_for(programs: Programs) -> None:
+    ask(["7"])
+    put_jobs(programs, _row("7", "RUNNING"), _row("13", "PENDING"))
+    assert ask(["13"])["13"].state == "PENDING"
+
+
+def test_a_job_that_nobody_knows_is_forgotten_and_not_asked_for_again(programs: Programs) -> None:
+    assert ask(["7", "99"])["99"].state == FORGOTTEN
+    ask(["7", "99"])
+    assert [call for call in programs.calls("squeue") if "--user" in call] == programs.calls("squeue")[:1]
+    assert len(programs.calls("sacct")) == 1
+
+
+def test_accounting_is_asked_for_what_squeue_has_dropped(programs: Programs) -> None:
+    rows = [
+        "12_[0-1,4%2]\x1fCANCELLED by 1000\x1f2026-11-21T06:05:06\x1f0:0\x1fNone assigned\x1fdigits",
+        "12_2\x1fTIMEOUT\x1f2026-11-21T06:05:06\x1f0:15\x1fn1\x1fdigits",
+        "99\x1fRUNNING\x1fUnknown\x1f0:0\x1fn1\x1fdigits",
+    ]
+    programs.put("sacct", "\n".join(f"echo '{row}'" for row in rows))
+    found = ask(["7", "12_4", "12_2", "99"])
+    assert (found["12_4"].state, found["12_4"].reason) == ("CANCELLED", "by 1000")
+    assert (found["12_2"].state, found["12_2"].ended) == ("TIMEOUT", "2026-11-21T06:05:06+00:00")
+    assert found["99"].state == FORGOTTEN, "slurmctld knows nothing of it: it does not run"
+    (call,) = programs.calls("sacct")
+    assert "--jobs=12,99 " in call
+
+
+def test_a_job_is_not_forgotten_while_accounting_is_silent(programs: Programs) -> None:
+    programs.put(
+        "sacct", "echo 'sacct: error: Problem talking to the database: Connection refused' >&2; exit 1"
+    )
+    assert "99" not in ask(["7", "99"])
+    ask(["7", "99"])
+    assert len(programs.calls("sacct")) == 1
+
+
+def test_silence_is_shared_too(programs: Programs) -> None:
+    programs.put("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    for _ in range(3):
+        with pytest.raises(NoSlurmError, match="Unable to contact"):
+            ask(["7"])
+    assert len(programs.calls("squeue")) == 1
+
+
+def test_without_a_place_to_write_each_process_still_asks_once(
+    programs: Programs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "file"))
+    for _ in range(3):
+        ask(["7"])
+    assert len(programs.calls("squeue")) == 1
+    queue_cache.forget()
+    ask(["7"])
+    assert len(programs.calls("squeue")) == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a file away")
+def test_an_answer_that_somebody_else_wrote_is_not_believed(programs: Programs, tmp_path: Path) -> None:
+    ask(["7"])
+    (file,) = (tmp_path / "cache").glob("slurm-*.json")
+    os.chown(file, 12345, 12345)
+    ask(["7"])
+    assert len(programs.calls("squeue")) == 2
+
+
+def test_a_name_with_a_line_break_makes_no_job(programs: Programs) -> None:
+    evil = _row("8", "RUNNING").replace("digits", "x\n7\x1fCANCELLED\x1f")
+    put_jobs(programs, _row("7", "RUNNING"), evil)
+    assert ask(["7"])["7"].state == "RUNNING"

@@ -1,0 +1,276 @@
+"""What holds where folder and Slurm say different things. On a real Slurm: tests/slurm/test_status.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState
+from hpc_train.launchers.slurm.queue_status import CUT_SHORT, Folder, batch_output, stand, standings
+from hpc_train.paths import RunPaths
+from hpc_train.run.attempts import read_record
+from hpc_train.run.files import write_json
+from hpc_train.run.run_status import RunStatus, read_status, write_status
+from tests.launchers.slurm.programs import put_programs_first
+from tests.launchers.slurm.queued import add_job, begin, job, queued_run
+
+_LONG_AGO = "2020-01-01T00:00:00+00:00"
+
+
+def _stand(paths: RunPaths, state: JobState | None) -> RunStatus:
+    return stand(Folder.read(paths), state)
+
+
+def test_a_run_without_a_job_was_not_submitted_to_the_end(tmp_path: Path) -> None:
+    found = _stand(queued_run(tmp_path / "runs", None), None)
+    assert (found.state, found.reason) == ("pending", CUT_SHORT)
+
+
+@pytest.mark.fault(35)
+@pytest.mark.parametrize(
+    ("state", "reason", "words"),
+    [
+        ("PENDING", "Priority", "waits: Priority"),
+        ("PENDING", None, "waits: Slurm has given no reason yet"),
+        ("PENDING", "JobArrayTaskLimit", "waits: JobArrayTaskLimit"),
+        (
+            "PENDING",
+            "PartitionTimeLimit",
+            "never starts: PartitionTimeLimit; cancel it, then resume it with another slurm.time_limit",
+        ),
+        (
+            "PENDING",
+            "QOSMaxNodePerJobLimit",
+            "never starts: QOSMaxNodePerJobLimit; cancel it, then resume it with another slurm.*",
+        ),
+        ("PENDING", "QOSMaxJobsPerUserLimit", "waits: QOSMaxJobsPerUserLimit"),
+        ("PENDING", "AssocGrpGRES", "waits: AssocGrpGRES"),
+        ("PENDING", "JobHeldUser", "held; `scontrol release 12_3` lets it start"),
+        ("PENDING", "JobHeldAdmin", "held by an administrator"),
+        (
+            "PENDING",
+            "launch_failed_requeued_held",
+            "held by Slurm: launch_failed_requeued_held; `scontrol release 12_3` lets it start",
+        ),
+        ("CONFIGURING", None, "starting on n[1-2]"),
+        ("RUNNING", None, "starting on n[1-2]"),
+    ],
+)
+def test_a_job_that_has_not_begun_says_what_it_waits_for(
+    tmp_path: Path, state: str, reason: str | None, words: str
+) -> None:
+    paths = queued_run(tmp_path / "runs", "12_3")
+    nodes = None if state == "PENDING" else "n[1-2]"
+    found = _stand(paths, job("12_3", state, reason, nodes=nodes))
+    assert (found.state, found.reason) == ("pending", words)
+    assert read_status(paths).reason is None, "shown, and wrong a moment later: not written"
+
+
+def test_a_held_job_is_told_from_an_unfinished_submission(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12_3")
+    submission = paths.siblings.submission("t1")
+    submission.folder.mkdir(parents=True)
+    write_json(submission.record, {"job_id": "12", "state": "submitted"})
+    assert "until its submission is complete" in str(
+        _stand(paths, job("12_3", "PENDING", "JobHeldUser")).reason
+    )
+    write_json(submission.record, {"job_id": "12", "state": "released"})
+    assert "scontrol release 12_3" in str(_stand(paths, job("12_3", "PENDING", "JobHeldUser")).reason)
+
+
+def test_slurms_guess_of_a_start_is_shown_in_local_time(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    state = job("12", "PENDING", "Resources", start_estimate="2037-05-01T12:00:00+00:00")
+    shown = datetime(2037, 5, 1, 12, tzinfo=UTC).astimezone().strftime("%Y-%m-%d at %H:%M")
+    assert _stand(paths, state).reason == f"waits: Resources, starts on {shown} by Slurm's guess"
+    assert _stand(paths, replace(state, reason="BeginTime")).reason == f"starts on {shown}"
+
+
+def test_a_run_that_goes_on_is_as_its_folder_says(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", step=4)
+    assert _stand(paths, job("12", "RUNNING")) == read_status(paths)
+    assert _stand(paths, job("12", "SUSPENDED")).reason == "suspended by Slurm"
+    assert _stand(paths, None) == read_status(paths)
+
+
+def test_an_answer_from_before_the_start_takes_no_run_that_goes_on_for_one_that_waits(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", restart=2, step=4)
+    assert _stand(paths, job("12", "PENDING", "Priority", restarts=2)).state == "running"
+    assert _stand(paths, job("12", "PENDING", "Priority", restarts=1)).state == "running"
+
+
+def test_a_requeue_that_the_batch_script_had_no_say_in_is_written_down(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", step=4)
+    found = _stand(paths, job("12", "PENDING", "Resources", restarts=1))
+    assert (found.state, found.step, found.attempt) == ("requeued", 4, 1)
+    assert found.reason == "ended without a word at step 4; waits: Resources"
+    assert read_status(paths).reason == "ended without a word at step 4"
+    assert _stand(paths, job("12", "PENDING", "Resources", restarts=1)) == found, "said once"
+
+
+def test_the_batch_scripts_reason_for_a_requeue_is_kept(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", cause="preemption")
+    write_status(paths, RunStatus("requeued", 4, 10, attempt=1, reason="preempted at step 4"))
+    assert _stand(paths, job("12", "COMPLETING", restarts=0)).reason == "preempted at step 4"
+    waiting = job("12", "PENDING", "Priority", restarts=1)
+    assert _stand(paths, waiting).reason == "preempted at step 4; waits: Priority"
+    starting = job("12", "RUNNING", restarts=1, nodes="n2")
+    assert _stand(paths, starting).reason == "preempted at step 4; starting on n2"
+
+
+@pytest.mark.fault(34)
+@pytest.mark.parametrize(
+    ("state", "stands", "words", "cause"),
+    [
+        ("CANCELLED", "cancelled", "scancel", "cancelled"),
+        ("TIMEOUT", "failed", "raise slurm.signal_lead_s", "time limit"),
+        ("OUT_OF_MEMORY", "failed", "slurm.mem_gb", "crash"),
+        ("NODE_FAIL", "failed", "a node failed", "lost"),
+        ("PREEMPTED", "failed", "does not requeue", "preemption"),
+        ("DEADLINE", "failed", "deadline", "time limit"),
+        ("FAILED", "failed", "job 12 ended without a word (FAILED, exit code 3)", "lost"),
+        ("COMPLETED", "failed", "job 12 ended without a word (COMPLETED, exit code 3)", "lost"),
+        (FORGOTTEN, "failed", "job 12: the job is gone, and Slurm has forgotten", "lost"),
+    ],
+)
+def test_a_job_that_is_gone_without_a_word_in_the_folder_ends_the_run(
+    tmp_path: Path, state: str, stands: str, words: str, cause: str
+) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", step=4)
+    found = _stand(paths, job("12", state, exit_code="3:0", ended=_LONG_AGO))
+    assert (found.state, found.step) == (stands, 4)
+    assert words in str(found.reason)
+    assert read_status(paths) == found
+    record = read_record(paths.attempt(1))
+    assert record is not None and record.end is not None
+    assert (record.cause, record.reason) == (cause, found.reason)
+
+
+def test_a_job_that_ended_before_any_rank_points_to_its_output(tmp_path: Path) -> None:
+    found = _stand(
+        queued_run(tmp_path / "runs", "12"), job("12", "FAILED", "NonZeroExitCode", exit_code="1:0")
+    )
+    assert found.state == "failed"
+    assert found.reason == (
+        "job 12 ended before any rank started (NonZeroExitCode, exit code 1); see `hpc-train logs abc`"
+    )
+
+
+def test_a_forgotten_job_that_left_output_did_start(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12_3")
+    submission = paths.siblings.submission("t1")
+    submission.folder.mkdir(parents=True)
+    write_json(submission.record, {"job_id": "12", "state": "released"})
+    (submission.folder / "12_3_0_log.out").write_text("python: No such file or directory\n")
+    found = _stand(paths, job("12_3", FORGOTTEN))
+    assert found.state == "failed"
+    assert found.reason == "job 12_3 ended before any rank started; see `hpc-train logs abc`"
+
+
+def test_a_job_that_ended_this_moment_is_given_time_for_its_own_verdict(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12")
+    just_now = datetime.now(UTC).isoformat()
+    found = _stand(paths, job("12", "FAILED", ended=just_now))
+    assert (found.state, found.reason) == ("running", "its job has just ended: FAILED")
+    assert read_status(paths).state == "running"
+
+
+def test_a_requeue_that_did_not_happen_is_an_end(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", end="2026-01-01T00:00:00+00:00", cause="preemption")
+    write_status(paths, RunStatus("requeued", 4, 10, attempt=1, reason="preempted at step 4"))
+    found = _stand(paths, job("12", "FAILED", exit_code="75:0", ended=_LONG_AGO))
+    assert (
+        found.reason == "job 12 was to be requeued but ended (FAILED, exit code 75); see `hpc-train logs abc`"
+    )
+    record = read_record(paths.attempt(1))
+    assert record is not None and record.cause == "preemption"
+
+
+@pytest.mark.parametrize("state", ["completed", "failed", "cancelled"])
+def test_an_end_in_the_folder_is_not_questioned(tmp_path: Path, state: str) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12")
+    write_status(paths, RunStatus(state, 9, 10, attempt=1, reason="rank 0: it broke"))
+    for said in (job("12", "CANCELLED"), job("12", "RUNNING"), job("12", FORGOTTEN), None):
+        assert _stand(paths, said) == read_status(paths)
+
+
+def test_a_failed_run_whose_job_was_requeued_by_hand_goes_on(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12")
+    write_status(paths, RunStatus("failed", 9, 10, attempt=1, reason="rank 0: it broke"))
+    found = _stand(paths, job("12", "PENDING", "Priority", restarts=1))
+    assert (found.state, found.reason) == (
+        "requeued",
+        "requeued by hand after rank 0: it broke; waits: Priority",
+    )
+
+
+def test_a_cancelled_run_is_so_once_its_job_is_gone(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", step=4)
+    write_json(paths.cancelled, {"version": 1})
+    assert _stand(paths, job("12", "RUNNING")).reason == "being cancelled"
+    found = _stand(paths, job("12", "COMPLETED", ended=_LONG_AGO))
+    assert (found.state, found.reason, found.step) == ("cancelled", "hpc-train cancel", 4)
+    assert read_status(paths) == found
+
+
+def test_the_newest_job_counts(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12")
+    add_job(paths, "15_0")
+    write_status(paths, RunStatus("pending", 4, 10, attempt=1))
+    assert Folder.read(paths).job == "15_0"
+    assert _stand(paths, job("15_0", "PENDING", "Priority")).reason == "waits: Priority"
+
+
+def test_what_the_folder_came_to_say_meanwhile_holds(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12")
+    read_before = Folder.read(paths)
+    write_status(paths, RunStatus("completed", 10, 10, attempt=1))
+    found = stand(read_before, job("12", "COMPLETED", ended=_LONG_AGO))
+    assert found == read_status(paths) and found.state == "completed"
+
+
+@pytest.mark.fault(33)
+def test_where_slurm_is_silent_the_folders_word_is_given_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = put_programs_first(tmp_path, monkeypatch)
+    programs.put("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    runs = [queued_run(tmp_path / "runs", "12", run_id="a"), queued_run(tmp_path, "13", run_id="b")]
+    assert [status.state for status in standings(runs)] == ["pending", "pending"]
+    assert capsys.readouterr().err.count("Unable to contact slurm controller") == 1
+
+
+def test_runs_that_have_ended_need_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = put_programs_first(tmp_path, monkeypatch)
+    programs.put("squeue", "exit 1")
+    paths = queued_run(tmp_path / "runs", "12")
+    write_status(paths, RunStatus("completed", 10, 10, attempt=1))
+    assert standings([paths])[0].state == "completed"
+    assert programs.calls("squeue") == []
+
+
+def test_the_batch_scripts_output_is_found_by_its_job(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12_3")
+    assert batch_output(paths, "12_3") is None
+    for token, job_id in (("t1", "12_3"), ("t2", "12_30")):
+        submission = paths.siblings.submission(token)
+        submission.folder.mkdir(parents=True)
+        write_json(submission.record, {"job_id": "12"})
+        (submission.folder / f"{job_id}_0_log.out").write_text(job_id)
+    found = batch_output(paths, "12_3")
+    assert found is not None and found.read_text() == "12_3"

@@ -1,0 +1,157 @@
+"""Fingerprints of data and weights: the same wherever the files are, others where the files are others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.config.schema import Experiment
+from hpc_train.plan import input_files
+from hpc_train.plan.input_files import DATA, WEIGHTS, fingerprints, other_inputs
+from hpc_train.validate.loading import load
+from tests.plan.files import EXPERIMENT
+
+LONG_AGO = 1_600_000_000
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
+    input_files._fingerprint.cache_clear()
+    yield
+    input_files._fingerprint.cache_clear()
+
+
+def images(root: Path, classes: int = 2, count: int = 6, content: bytes = b"image") -> Path:
+    for split in ("train", "val"):
+        for number in range(classes):
+            folder = root / split / f"class{number}"
+            folder.mkdir(parents=True)
+            for image in range(count):
+                (folder / f"{image}.png").write_bytes(content)
+    for folder in [*root.rglob("*"), root]:
+        os.utime(folder, (LONG_AGO, LONG_AGO))
+    return root
+
+
+def of(tmp_path: Path, *overrides: str) -> Experiment:
+    file = tmp_path / "exp.yaml"
+    file.write_text(EXPERIMENT)
+    return load(file, overrides, check_names=False).experiment
+
+
+def of_images(tmp_path: Path, root: Path) -> Any:
+    input_files._fingerprint.cache_clear()
+    return fingerprints(of(tmp_path, f"data={{name: imagefolder, root: {root}, image_size: 8}}")).get(DATA)
+
+
+def test_a_copy_elsewhere_is_the_same_data(tmp_path: Path) -> None:
+    here = images(tmp_path / "here")
+    there = shutil.copytree(here, tmp_path / "mnt" / "there")
+    found = of_images(tmp_path, here)
+    assert set(found) == {"classes", "images"}
+    assert of_images(tmp_path, there) == found
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [({"classes": 3}, set()), ({"count": 7}, {"classes"}), ({"content": b"other image"}, {"classes"})],
+    ids=["a class more", "an image more", "other sizes"],
+)
+def test_other_images_are_other_data(other: dict[str, Any], same: set[str], tmp_path: Path) -> None:
+    one, two = (
+        of_images(tmp_path, images(tmp_path / name, **keys)) for name, keys in (("1", {}), ("2", other))
+    )
+    assert {part for part in one if one[part] == two[part]} == same
+
+
+def test_notes_beside_the_images_are_no_data(tmp_path: Path) -> None:
+    root = images(tmp_path / "data")
+    before = of_images(tmp_path, root)
+    (root / "README").write_text("ours")
+    (root / "train" / ".DS_Store").write_text("")
+    (root / "train" / "class0" / "index.csv").write_text("")
+    assert of_images(tmp_path, root) == before
+
+
+def test_what_was_read_once_is_read_again_only_where_a_folder_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = images(tmp_path / "data")
+    before = of_images(tmp_path, root)
+    walked = []
+    walk = input_files._walk
+    monkeypatch.setattr(input_files, "_walk", lambda root: walked.append(root) or walk(root))
+    assert of_images(tmp_path, root) == before and not walked
+    (root / "train" / "class0" / "9.png").write_bytes(b"image")
+    assert of_images(tmp_path, root) != before and walked
+
+
+def test_a_folder_that_changes_just_now_is_not_cached(tmp_path: Path) -> None:
+    root = images(tmp_path / "data")
+    os.utime(root / "train", (time.time(), time.time()))
+    of_images(tmp_path, root)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_where_there_is_no_time_the_classes_count_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = images(tmp_path / "data")
+    whole = of_images(tmp_path, root)
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr(input_files, "LIMIT_S", -1.0)
+    assert of_images(tmp_path, root) == {"classes": whole["classes"]}
+
+
+def test_a_damaged_cache_is_not_believed(tmp_path: Path) -> None:
+    root = images(tmp_path / "data")
+    before = of_images(tmp_path, root)
+    (file,) = (tmp_path / "cache").glob("data-*.json")
+    for content in ("", "[]", "{}", '{"folders": 3, "fingerprint": {}}'):
+        file.write_text(content)
+        assert of_images(tmp_path, root) == before
+
+
+def test_a_folder_that_is_not_here_says_nothing(tmp_path: Path) -> None:
+    assert of_images(tmp_path, tmp_path / "nowhere") is None
+    (tmp_path / "empty").mkdir()
+    assert of_images(tmp_path, tmp_path / "empty") is None
+
+
+def test_a_file_of_weights_is_known_by_its_content(tmp_path: Path) -> None:
+    found = []
+    for name, content in (("a", b"x" * 5_000_000), ("b", b"x" * 5_000_000), ("c", b"x" * 4_999_999 + b"y")):
+        path = tmp_path / f"{name}.safetensors"
+        path.write_bytes(content)
+        found.append(fingerprints(of(tmp_path, f"model.pretrained={path}"))[WEIGHTS])
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_text_is_known_by_its_content(tmp_path: Path) -> None:
+    file = tmp_path / "train.txt"
+    file.write_text("one")
+    first = input_files._fingerprint(str(tmp_path))
+    input_files._fingerprint.cache_clear()
+    file.write_text("two")
+    assert set(first) == {"train.txt"} and first != input_files._fingerprint(str(tmp_path))
+
+
+@pytest.mark.parametrize("then", [None, {}, [], "x", {DATA: None}, {DATA: {"other": "part"}}])
+def test_what_is_not_known_counts_as_the_same(then: object, tmp_path: Path) -> None:
+    root = images(tmp_path / "data")
+    experiment = of(tmp_path, f"data={{name: imagefolder, root: {root}, image_size: 8}}")
+    assert other_inputs(then, experiment) == []
+
+
+def test_the_key_of_other_files_is_told(tmp_path: Path) -> None:
+    root = images(tmp_path / "data")
+    experiment = of(tmp_path, f"data={{name: imagefolder, root: {root}, image_size: 8}}")
+    assert other_inputs(fingerprints(experiment), experiment) == []
+    assert other_inputs({DATA: {"classes": "others"}}, experiment) == [DATA]

@@ -1,0 +1,73 @@
+"""Which nodes are left out, for how long."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from hpc_train.recovery.bad_nodes import excluded, is_device_error, left_out
+from hpc_train.run.attempts import AttemptRecord
+
+pytestmark = pytest.mark.fault(14)
+
+NOW = datetime(2026, 11, 21, 6, tzinfo=UTC)
+
+
+def attempt(hours_ago: float, **nodes: str) -> AttemptRecord:
+    end = (NOW - timedelta(hours=hours_ago)).isoformat(timespec="seconds")
+    return AttemptRecord(1, end, [], None, end=end, bad_nodes=nodes)
+
+
+def test_one_end_is_nobodys_fault() -> None:
+    assert excluded([attempt(1, n1="died"), attempt(1, n2="died")], 24, NOW) == {}
+
+
+def test_a_node_that_ended_two_attempts_is_left_out() -> None:
+    records = [attempt(3, n1="died", n2="died"), attempt(2), attempt(1, n1="rank 3: Killed")]
+    assert excluded(records, 24, NOW) == {"n1": "ended attempts twice: rank 3: Killed"}
+    assert "3 times" in excluded([*records, attempt(0.5, n1="died")], 24, NOW)["n1"]
+
+
+def test_a_failed_check_is_enough() -> None:
+    how = "failed its check: no memory"
+    assert excluded([attempt(1, n1=how)], 24, NOW) == {"n1": how}
+    assert excluded([attempt(2, n1=how), attempt(1, n1="died")], 24, NOW) == {"n1": how}
+
+
+def test_it_comes_back_after_its_time_and_goes_at_its_next_fault() -> None:
+    records = [attempt(50, n1="died"), attempt(25, n1="died")]
+    assert excluded(records, 24, NOW) == {}
+    assert excluded(records, 26, NOW).keys() == {"n1"}
+    assert excluded([*records, attempt(0, n1="died")], 24, NOW).keys() == {"n1"}
+
+
+def test_zero_hours_leave_out_nothing() -> None:
+    assert excluded([attempt(0, n1="failed its check: x")], 0, NOW) == {}
+
+
+@pytest.mark.parametrize("node", ["n1;id", "$(id)", "n[1-2]", "n1,n2", "", "-n1", "n1\n", "../x"])
+def test_what_is_no_nodes_name_never_reaches_slurm(node: str) -> None:
+    assert excluded([attempt(0, **{node: "failed its check: x"})], 24, NOW) == {}
+
+
+def test_words() -> None:
+    assert left_out({"n2": "died", "n3": "hung"}) == "excludes n2 (died), n3 (hung)"
+    assert left_out({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("RuntimeError: CUDA error: unspecified launch failure", True),
+        ("NCCL error: unhandled cuda error", True),
+        ("CUDA error: uncorrectable ECC error encountered", True),
+        ("CUDA error: device-side assert triggered", False),
+        ("NVRM: Xid (PCI:0000:41:00): 79, GPU has fallen off the bus.", True),
+        ("torch.OutOfMemoryError: CUDA out of memory", False),
+        ("RuntimeError: CUDA error: invalid device ordinal", False),
+        ("ValueError: maxid 3", False),
+    ],
+)
+def test_errors_of_a_device_are_told_from_a_programs(text: str, is_one: bool) -> None:
+    assert is_device_error(f"Traceback\n  …\n{text}\n") is is_one

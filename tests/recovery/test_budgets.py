@@ -1,0 +1,126 @@
+"""Who comes back by itself, and how often: by the attempts' records alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpc_train.config.schema import RecoveryConfig
+from hpc_train.recovery.budgets import COMES_BACK, CRASHES, Decision, Left, decide, is_idle, left
+from hpc_train.run.attempts import AttemptRecord
+
+pytestmark = pytest.mark.fault(36)
+
+DEFAULTS = RecoveryConfig()
+STEPPED = {"begin": "…", "first_step": "…"}
+
+
+def attempt(cause: str, began: int = 0, saved: int | None = 0, **facts: Any) -> AttemptRecord:
+    """Return an attempt that trained from step ``began`` on and left a checkpoint of step ``saved``."""
+    listed = [f"step-{began:08d}", "step-00000001"] if began else []
+    known: dict[str, Any] = {"events": STEPPED, "end": "2026-11-21T06:00:00+00:00", "reason": "so it was"}
+    return AttemptRecord(1, "…", listed, None, cause=cause, saved_step=saved, **(known | facts))
+
+
+def crashes(count: int) -> list[AttemptRecord]:
+    return [attempt("crash", saved=0)] * count
+
+
+@pytest.mark.parametrize("cause", sorted(CRASHES))
+def test_three_crashes_of_any_kind_come_back_and_the_fourth_fails(cause: str) -> None:
+    for number in (1, 2, 3):
+        found = decide([*crashes(number - 1), attempt(cause)], DEFAULTS)
+        assert found == Decision(True, f"crash {number} of 3: so it was")
+    assert decide([*crashes(3), attempt(cause)], DEFAULTS) == Decision(False, "so it was")
+
+
+def test_preemptions_come_back_without_end_as_long_as_something_is_saved() -> None:
+    steps = range(0, 10_000, 10)
+    records = [attempt("preemption", began=step, saved=step + 10) for step in steps]
+    assert decide(records, DEFAULTS) == Decision(True, "so it was")
+    assert left(records, DEFAULTS) == Left(3, None, 2)
+
+
+@pytest.mark.parametrize("cause", ["preemption", "time limit"])
+def test_a_bound_on_preemptions_holds(cause: str) -> None:
+    recovery = RecoveryConfig(max_preemptions=2)
+    records = [attempt("preemption", began=step, saved=step + 1) for step in (1, 2)]
+    assert decide(records, recovery) == Decision(True, "preemption 2 of 2: so it was")
+    assert left(records, recovery).preemptions_left == 0
+    found = decide([*records, attempt(cause, began=3, saved=4)], recovery)
+    assert not found.comes_back
+    assert "so it was" in found.reason and "raise recovery.max_preemptions (2)" in found.reason
+
+
+def test_preemptions_and_crashes_have_budgets_of_their_own() -> None:
+    records = [*crashes(3), *[attempt("preemption", saved=4)] * 9]
+    assert decide(records, RecoveryConfig(max_preemptions=9)).comes_back
+    assert decide([*records[3:], attempt("crash")], RecoveryConfig(max_preemptions=0)).comes_back
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [
+        attempt("time limit", began=40, saved=40),
+        attempt("time limit", began=40, saved=40, events={}),
+        attempt("preemption", began=40, saved=40),
+        attempt("lost", began=40, saved=40),
+        attempt("lost", began=40, saved=40, events={}, bad_nodes={"n1": "died"}),
+    ],
+)
+def test_two_attempts_without_progress_come_back_and_the_third_fails(idle: AttemptRecord) -> None:
+    for number in (1, 2):
+        found = decide([idle] * number, DEFAULTS)
+        assert found == Decision(True, f"so it was; no progress {number} of 2: no checkpoint beyond step 40")
+        assert left([idle] * number, DEFAULTS).without_progress_left == 2 - number
+    found = decide([idle] * 3, DEFAULTS)
+    assert not found.comes_back
+    assert found.reason.startswith("no progress in 3 attempts: no checkpoint beyond step 40; ")
+    assert found.reason.endswith("raise slurm.time_limit or write a smaller checkpoint.every_min")
+    assert left([idle] * 3, DEFAULTS) == Left(3, None, 0)
+
+
+def test_nothing_saved_at_all_is_told_so() -> None:
+    assert "no checkpoint at all" in decide([attempt("time limit")], DEFAULTS).reason
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        attempt("preemption", events={}),
+        attempt("lost", events={}),
+        attempt("crash"),
+        attempt("time limit", saved=None),  # of an earlier version: nobody looked
+    ],
+)
+def test_what_had_no_chance_counts_neither_way(neutral: AttemptRecord) -> None:
+    idle = attempt("time limit")
+    assert not is_idle(neutral)
+    assert decide([neutral] * 3, DEFAULTS).comes_back
+    assert left([idle, neutral, idle, neutral], DEFAULTS).without_progress_left == 0
+    assert not decide([idle, neutral, idle, neutral, idle], DEFAULTS).comes_back
+
+
+def test_a_checkpoint_begins_the_count_anew() -> None:
+    idle, good = attempt("preemption", began=40, saved=40), attempt("preemption", began=40, saved=50)
+    assert left([idle, idle, good], DEFAULTS).without_progress_left == 2
+    assert decide([idle, idle, good, idle, idle], DEFAULTS).comes_back
+    crashed = attempt("crash", began=40, saved=50)
+    assert left([idle, idle, crashed], DEFAULTS).without_progress_left == 2
+
+
+def test_zero_is_never() -> None:
+    none = RecoveryConfig(max_crashes=0, max_preemptions=0, max_without_progress=0)
+    for cause in COMES_BACK:
+        assert not decide([attempt(cause)], none).comes_back
+    assert left([], none) == Left(0, 0, 0)
+
+
+@pytest.mark.fault(21)
+def test_a_killed_loader_process_comes_back_once() -> None:
+    lost = attempt("worker lost", reason="rank 0: data.workers: a loader process was killed")
+    assert decide([lost], RecoveryConfig()).comes_back
+    decision = decide([lost, attempt("preemption", saved=5), lost], RecoveryConfig())
+    assert not decision.comes_back and "data.workers" in decision.reason
+    assert not decide([lost], RecoveryConfig(max_crashes=0)).comes_back

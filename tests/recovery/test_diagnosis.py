@@ -1,0 +1,133 @@
+"""Why an attempt ended: the same words whoever launched it, and whoever says so."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launchers.outcome import judge as judge_local
+from hpc_train.launchers.rank_processes import RankProcess
+from hpc_train.launchers.slurm import queue_status
+from hpc_train.launchers.slurm.evidence import Facts, evidence, stop_by
+from hpc_train.launchers.slurm.evidence import judge as judge_slurm
+from hpc_train.paths import RunPaths
+from hpc_train.recovery import diagnosis
+from hpc_train.recovery.diagnosis import (
+    Evidence,
+    JobEnd,
+    LostAttempt,
+    SilentEnd,
+    Stop,
+    diagnose,
+    diagnose_job,
+    diagnose_lost,
+    stopped_by_signal,
+)
+from hpc_train.run.attempts import CAUSES
+
+TRACEBACK = "Traceback (most recent call last):\n  File …\nValueError: too hot"
+OWN_ERROR = "Traceback (most recent call last):\n  …\nhpc_train.errors.NonFiniteError: loss is NaN at step 7"
+
+
+def _local(folder: Path, code: int, error: str | None) -> tuple[str, str | None]:
+    """Diagnose a local attempt whose rank 1 ended with ``code`` and rank 0 after it."""
+    attempt = RunPaths(folder).attempt(1)
+    attempt.folder.mkdir(parents=True)
+    for rank in range(2):
+        attempt.log(rank).write_text("last line\n")
+    if error is not None:
+        attempt.error(1).write_text(error)
+    popen = None
+    ended = [RankProcess(1, popen, code), RankProcess(0, popen, 76)]  # type: ignore[arg-type]
+    outcome = judge_local(attempt, ended, num_ranks=2, interrupted_by=None, is_completed=False)
+    return outcome.cause, outcome.reason
+
+
+def _slurm(code: int, error: str | None, how: str) -> tuple[str, str | None]:
+    codes = {0: 76} | ({1: code} if code > 0 and error is not None else {})
+    errors = {} if error is None else {1: error}
+    output = f"srun: error: n1: task 1: {how}\n"
+    logs = {0: "last line", 1: "last line"}
+    verdict = judge_slurm(Facts(code % 256, errors=errors, codes=codes, output=output, logs=logs))
+    return verdict.cause, verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "cause"),
+    [
+        (1, TRACEBACK, "crash"),
+        (2, "RANK: 'x' is not a number", "user error"),
+        (65, "data.root: not there\ndata.args: wrong", "user error"),
+        (77, OWN_ERROR, "diverged"),
+        (78, "BadNodeError: 2 GB of memory are free", "bad node"),
+        (79, "HangError: rank 1 on n1 made no progress", "hang"),
+        (80, "data.workers: a loader process was killed", "worker lost"),
+        (3, None, "crash"),
+    ],
+)
+def test_the_same_end_has_the_same_words_here_and_on_slurm(
+    tmp_path: Path, code: int, error: str | None, cause: str
+) -> None:
+    here = _local(tmp_path, code, error)
+    there = _slurm(code, error, f"Exited with exit code {code}")
+    assert here[0] == there[0] == cause
+    assert (there[1] or "").replace(" on n1: ended", ": ended") == here[1]
+
+
+def test_a_killed_rank_has_the_same_words_but_for_its_node_and_slurms_key(tmp_path: Path) -> None:
+    cause, words = _slurm(137, None, "Killed")
+    assert words is not None
+    words = words.replace(" on n1", "").replace("ask for more slurm.mem_gb; ", "")
+    assert (cause, words) == _local(tmp_path, -int(signal.SIGKILL), None)
+
+
+def test_every_cause_is_one_of_the_records() -> None:
+    ends = [diagnose_job("12", end, "Slurm") for end in JobEnd]
+    lost = [diagnose_lost(LostAttempt(4, is_requeued=requeued)) for requeued in (True, False)]
+    assert {found.cause for found in [*ends, *lost]} <= set(CAUSES)
+
+
+@pytest.mark.parametrize("name", ["SIGUSR2", "SIGTERM", None])
+def test_a_stop_reads_the_same_judged_or_not(name: str | None) -> None:
+    judged = diagnose(evidence(Facts(75, codes={0: 75}, signal=name, step=9)))
+    lost = diagnose_lost(LostAttempt(9, stop_by(name), has_stopped=True))
+    assert (judged.cause, judged.reason) == (lost.cause, lost.reason)
+
+
+def test_a_lost_attempt_that_stopped_on_nobodys_known_order_is_not_called_preempted() -> None:
+    found = diagnose_lost(LostAttempt(9, has_stopped=True))
+    assert (found.cause, found.reason) == ("lost", "preempted, or requeued by hand, at step 9")
+
+
+def test_a_lost_attempt_names_the_nodes_that_died() -> None:
+    found = diagnose_lost(LostAttempt(4, dead_nodes=["n1", "n2"], unfit_nodes={"n3": "rank 3 hung"}))
+    assert found.reason == "nodes n1, n2 died at step 4"
+    assert found.bad_nodes == {"n1": "died", "n2": "died", "n3": "rank 3 hung"}
+
+
+@pytest.mark.parametrize(
+    ("number", "words"), [(signal.SIGINT, "stopped by Ctrl-C"), (signal.SIGTERM, "stopped by SIGTERM")]
+)
+def test_an_interruption_names_what_sent_it(number: int, words: str) -> None:
+    assert diagnose(Evidence(stop=stopped_by_signal(number))).reason == words
+    assert diagnose(Evidence(stop=Stop("interrupted"))).reason == "its ranks were asked to stop"
+
+
+def test_what_is_certain_comes_first() -> None:
+    silent = SilentEnd("0", signal=int(signal.SIGKILL))
+    sure = Evidence(errors={1: TRACEBACK}, codes={1: 1}, silent=silent, stop=Stop("preemption"))
+    assert diagnose(sure).reason == "rank 1: ValueError: too hot"
+    killed = Evidence(silent=silent, stop=Stop("preemption"))
+    assert diagnose(killed).cause == "crash"
+
+
+def test_the_diagnosis_knows_no_scheduler() -> None:
+    text = inspect.getsource(diagnosis).replace("slurm.mem_gb", "")
+    assert not [word for word in ("slurm", "srun", "sacct", "sbatch") if word in text.lower()]
+
+
+def test_the_states_of_jobs_have_their_words_in_one_place() -> None:
+    assert {end for end, _ in queue_status._JOB_ENDS.values()} == set(JobEnd)

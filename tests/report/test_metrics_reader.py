@@ -1,0 +1,54 @@
+"""Reading ``metrics.jsonl`` of a long run costs what is looked for, not what the file holds."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.report.metrics_reader import MetricsReader, validation_rows
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """20,000 rows of training and 20 of evaluations, 2 MB."""
+    path = tmp_path / "metrics.jsonl"
+    with path.open("w") as file:
+        for step in range(1, 20_001):
+            file.write(json.dumps({"split": "train", "step": step, "note": "x" * 60}) + "\n")
+            if step % 1000 == 0:
+                file.write(json.dumps({"split": "val", "step": step, "accuracy": 0.5}) + "\n")
+    return path
+
+
+def test_only_rows_of_evaluations_are_parsed_for_the_last_and_the_best(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = 0
+    really = json.loads
+
+    def count(text: bytes) -> Any:
+        nonlocal parsed
+        parsed += 1
+        return really(text)
+
+    monkeypatch.setattr(json, "loads", count)
+    tracemalloc.start()
+    rows = validation_rows(large)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [row["step"] for row in rows] == list(range(1000, 20_001, 1000))
+    assert parsed == 20
+    assert peak < large.stat().st_size / 8
+
+
+def test_a_large_file_is_read_row_by_row(large: Path) -> None:
+    tracemalloc.start()
+    count = sum(1 for _ in MetricsReader(large).new_rows())
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 20_020
+    assert peak < large.stat().st_size / 8

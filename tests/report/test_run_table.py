@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_train.report.run_table import fitted
+from hpc_train.report.run_times import short_duration
+from hpc_train.run.run_status import RunStatus, write_status
+from tests.cli.commands import REPOSITORY
+from tests.run.runs import small_run
+
+_HEADS = ["run", "experiment", "state", "step", "job", "elapsed", "ETA", "last metric or reason"]
+_ROW = [
+    "0123456789",
+    "imagenet-vit-base",
+    "running",
+    "12345/500000",
+    "12345678_90",
+    "1h02m",
+    "3d04h",
+    "accuracy 0.7512",
+]
+_LONG = "crash 1 of 3: rank 0: " + "x" * 200
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 300])
+@pytest.mark.parametrize("reason", ["accuracy 0.75", _LONG])
+def test_a_line_fits_the_terminal(width: int, reason: str) -> None:
+    lines = fitted([_HEADS, [*_ROW[:-1], reason], _ROW], width)
+    assert len(lines) == 3 and max(map(len, lines)) <= width
+    assert all(line.startswith("0123456789  ") for line in lines[1:])
+
+
+def test_reasons_are_cut_before_names_and_nothing_is_cut_without_need() -> None:
+    lines = fitted([_HEADS, ["abc", "small", "failed", "4/10", "12", "5s", "", _LONG]], 80)
+    assert lines[1].startswith("abc  small       failed  4/10  12   5s            crash 1 of 3")
+    assert lines[1].endswith("…") and len(lines[1]) == 80
+    assert "…" not in "".join(fitted([_HEADS, _ROW], 110))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(None, ""), (0.4, "0s"), (59, "59s"), (750, "12m30s"), (3725, "1h02m"), (273_900, "3d04h")],
+)
+def test_durations_are_short(seconds: float | None, words: str) -> None:
+    assert short_duration(seconds) == words
+
+
+@pytest.mark.slow
+def test_states_are_coloured_on_a_terminal_unless_no_color_is_set(tmp_path: Path) -> None:
+    write_status(small_run(tmp_path / "runs"), RunStatus(state="failed", reason="completed nothing"))
+    assert "\x1b[31mfailed\x1b[0m" in _on_terminal(TERM="xterm")
+    assert "completed nothing" in _on_terminal(TERM="xterm")
+    plain = _on_terminal(TERM="xterm", NO_COLOR="1")
+    assert "failed" in plain and "\x1b" not in plain
+
+
+def _on_terminal(**environment: str) -> str:
+    ours, theirs = pty.openpty()
+    subprocess.run(
+        [sys.executable, "-m", "hpc_train", "status"],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"} | environment,
+        stdout=theirs,
+        check=True,
+    )
+    os.close(theirs)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    return shown

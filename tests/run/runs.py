@@ -1,0 +1,35 @@
+"""A small experiment and its run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.schema import Experiment
+from hpc_train.paths import RunPaths
+from hpc_train.run.create import create_run
+
+
+def small_experiment(**changes: Any) -> Experiment:
+    return Experiment.model_validate(
+        {
+            "name": "small",
+            "task": "classification",
+            "model": {"name": "timm/resnet18"},
+            "data": {"name": "digits"},
+            "optimization": {
+                "steps": 10,
+                "global_batch_size": 8,
+                "micro_batch_size": 4,
+                "optimizer": {"name": "sgd", "lr": 0.1},
+            },
+        }
+        | changes
+    )
+
+
+def small_run(folder: Path, **changes: Any) -> RunPaths:
+    """Create the run ``abc`` under ``folder``."""
+    paths = RunPaths(folder / "small" / "abc")
+    assert create_run(paths, small_experiment(**changes), "abc", 10)
+    return paths

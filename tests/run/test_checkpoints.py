@@ -1,0 +1,389 @@
+"""Which checkpoints count, whether they are whole, and what removal leaves."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from hpc_train.errors import BadFileError
+from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run import checkpoints as module
+from hpc_train.run import storage_errors
+from hpc_train.run.checkpoints import (
+    FileEntry,
+    Manifest,
+    NewerVersionError,
+    all_set_aside,
+    committed,
+    counts,
+    damaged,
+    hash_file,
+    listing,
+    newest_attempt,
+    prune,
+    remove,
+    set_aside,
+    verify,
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "run")
+
+
+def begin_attempt(run: RunPaths, number: int, checkpoints: list[str] | None = None) -> None:
+    run.attempt(number).folder.mkdir(parents=True, exist_ok=True)
+    run.attempt(number).record.write_text(json.dumps({"checkpoints": checkpoints or []}))
+
+
+def write_checkpoint(run: RunPaths, step: int, attempt: int) -> CheckpointPaths:
+    checkpoint = run.checkpoint(step)
+    checkpoint.folder.mkdir(parents=True)
+    checkpoint.state.write_text('{"version": 1}')
+    checkpoint.shard(0).write_bytes(b"tensors" * 100)
+    checkpoint.shard(1).write_bytes(b"more tensors" * 100)
+    files = {
+        path.name: FileEntry(path.stat().st_size, hash_file(path)) for path in checkpoint.folder.iterdir()
+    }
+    Manifest(step, attempt, 2, files).write(checkpoint)
+    return checkpoint
+
+
+def change_manifest(checkpoint: CheckpointPaths, **changes: object) -> None:
+    data = json.loads(checkpoint.manifest.read_text())
+    checkpoint.manifest.write_text(json.dumps(data | changes))
+
+
+def names(checkpoints: list[CheckpointPaths]) -> list[str]:
+    return [checkpoint.folder.name for checkpoint in checkpoints]
+
+
+def test_a_manifest_comes_back_as_it_was_written(run: RunPaths) -> None:
+    checkpoint = write_checkpoint(run, 500, 3)
+    manifest = Manifest.read(checkpoint)
+    assert (manifest.step, manifest.attempt, manifest.world_size) == (500, 3, 2)
+    shard = manifest.files["shard-00000.safetensors"]
+    assert shard == FileEntry(700, xxhash.xxh3_128(b"tensors" * 100).hexdigest())
+    written = json.loads(checkpoint.manifest.read_text())
+    assert written["version"] == 2
+    assert written["files"]["shard-00000.safetensors"] == {"size": 700, "xxh3_128": shard.digest}
+
+
+def make_old(checkpoint: CheckpointPaths) -> None:
+    """Give the checkpoint the manifest of a version that knew SHA-256 alone."""
+    files = {
+        path.name: {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in checkpoint.folder.iterdir()
+        if path != checkpoint.manifest
+    }
+    change_manifest(checkpoint, version=1, files=files)
+
+
+def test_a_manifest_of_the_first_version_is_read_and_verified(run: RunPaths) -> None:
+    begin_attempt(run, 1)
+    checkpoint = write_checkpoint(run, 100, attempt=1)
+    make_old(checkpoint)
+    assert names(committed(run)) == ["step-00000100"]
+    assert verify(checkpoint) == []
+    flip_a_bit(checkpoint)
+    [problem] = verify(checkpoint)
+    assert "shard-00001.safetensors is damaged" in problem
+
+
+def test_an_attempt_counts_what_it_wrote_and_what_it_listed(run: RunPaths) -> None:
+    begin_attempt(run, 1)
+    first = write_checkpoint(run, 100, attempt=1)
+    assert names(committed(run)) == ["step-00000100"]
+    begin_attempt(run, 2, listing(run))
+    write_checkpoint(run, 200, attempt=2)
+    assert names(committed(run)) == ["step-00000200", "step-00000100"]
+    assert counts(run, first, attempt=2)
+
+
+@pytest.mark.fault(15)
+def test_what_an_old_attempt_commits_after_a_newer_began_does_not_count(run: RunPaths) -> None:
+    begin_attempt(run, 1)
+    begin_attempt(run, 2, listing(run))
+    late = write_checkpoint(run, 100, attempt=1)
+    assert committed(run) == []
+    assert counts(run, late, attempt=1)
+    begin_attempt(run, 3, listing(run))
+    assert committed(run) == []
+
+
+def test_a_listing_is_inherited_over_several_attempts(run: RunPaths) -> None:
+    begin_attempt(run, 1)
+    write_checkpoint(run, 100, attempt=1)
+    for attempt in (2, 3, 4):
+        begin_attempt(run, attempt, listing(run))
+    assert names(committed(run)) == ["step-00000100"]
+
+
+def test_an_attempts_own_listing_or_a_later_ones_gives_no_claim(run: RunPaths) -> None:
+    begin_attempt(run, 2, ["step-00000100"])
+    begin_attempt(run, 5, ["step-00000100"])
+    checkpoint = write_checkpoint(run, 100, attempt=2)
+    assert not counts(run, checkpoint, attempt=4)  # listed by 5 alone, and 2's own listing says nothing
+    assert counts(run, checkpoint, attempt=5)
+    assert counts(run, checkpoint, attempt=6)
+
+
+def test_an_attempt_that_ended_before_its_record_takes_nothing_away(run: RunPaths) -> None:
+    begin_attempt(run, 1)
+    write_checkpoint(run, 100, attempt=1)
+    run.attempt(2).folder.mkdir()
+    assert newest_attempt(run) == 1
+    assert names(committed(run)) == ["step-00000100"]
+    run.attempt(3).folder.mkdir()
+    assert listing(run) == ["step-00000100"]
+    begin_attempt(run, 3, listing(run, 3))
+    assert names(committed(run)) == ["step-00000100"]
+
+
+def test_attempts_are_ordered_as_numbers(run: RunPaths) -> None:
+    for attempt in (9, 10):
+        begin_attempt(run, attempt)
+    assert newest_attempt(run) == 10
+
+
+def test_a_run_without_attempts_has_no_checkpoints(run: RunPaths) -> None:
+    assert newest_attempt(run) == 0
+    assert committed(run) == [] == listing(run)
+
+
+@pytest.mark.fault(13)
+def test_partial_and_unreadable_folders_never_count(run: RunPaths) -> None:
+    begin_attempt(run, 1)
+    run.checkpoint(300).folder.mkdir(parents=True)
+    write_checkpoint(run, 200, attempt=1).manifest.write_text("{")
+    write_checkpoint(run, 100, attempt=1)
+    (run.checkpoints / "step-00000400.tmp-1").mkdir()
+    assert names(committed(run)) == ["step-00000100"]
+    assert [found.step for found in damaged(run)] == [300, 200]
+
+
+def test_a_whole_checkpoint_has_no_problems(run: RunPaths) -> None:
+    assert verify(write_checkpoint(run, 100, attempt=1)) == []
+
+
+def flip_a_bit(checkpoint: CheckpointPaths) -> None:
+    octets = bytearray(checkpoint.shard(1).read_bytes())
+    octets[77] ^= 1
+    checkpoint.shard(1).write_bytes(octets)
+
+
+def link_outside(checkpoint: CheckpointPaths) -> None:
+    shutil.copy(checkpoint.shard(1), checkpoint.folder.parent / "outside")
+    checkpoint.shard(1).unlink()
+    checkpoint.shard(1).symlink_to(checkpoint.folder.parent / "outside")
+
+
+def put_a_pipe(checkpoint: CheckpointPaths) -> None:
+    checkpoint.shard(1).unlink()
+    os.mkfifo(checkpoint.shard(1))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda c: c.shard(1).unlink(), "shard-00001.safetensors is missing"),
+        (lambda c: os.truncate(c.shard(1), 50), "shard-00001.safetensors has 50 bytes"),
+        (flip_a_bit, "shard-00001.safetensors is damaged"),
+        (link_outside, "shard-00001.safetensors is not a plain file"),
+        (put_a_pipe, "shard-00001.safetensors is not a plain file"),
+        (lambda c: c.manifest.unlink(), "manifest.json is missing"),
+        (lambda c: c.manifest.write_text("[]"), "manifest.json is not a JSON object"),
+        (lambda c: c.manifest.write_bytes(b"\xff\xfe"), "manifest.json is not a JSON object"),
+        (lambda c: c.manifest.write_text('{"a":' * 100_000), "manifest.json is not a JSON object"),
+        (lambda c: change_manifest(c, step=99), "step is 99"),
+        (lambda c: change_manifest(c, files={}), "state.json is not among the files"),
+    ],
+)
+def test_verify_names_the_file_that_is_wrong(run: RunPaths, damage, said: str) -> None:  # type: ignore[no-untyped-def]
+    checkpoint = write_checkpoint(run, 100, attempt=1)
+    damage(checkpoint)
+    [problem] = verify(checkpoint)
+    assert said in problem
+
+
+def test_verify_finds_json_that_is_none_though_its_hash_is_right(run: RunPaths) -> None:
+    checkpoint = write_checkpoint(run, 100, attempt=1)
+    checkpoint.state.write_text("not json")
+    files = json.loads(checkpoint.manifest.read_text())["files"]
+    files["state.json"] = FileEntry(8, hash_file(checkpoint.state)).to_json()
+    change_manifest(checkpoint, files=files)
+    assert verify(checkpoint) == [f"{checkpoint.state} is not a JSON object"]
+
+
+def test_parts_of_a_verification_cover_every_file_once(run: RunPaths) -> None:
+    checkpoint = write_checkpoint(run, 100, attempt=1)
+    for path in (checkpoint.state, checkpoint.shard(0), checkpoint.shard(1)):
+        path.write_bytes(b"x")
+    found = [verify(checkpoint, part, 2) for part in range(2)]
+    assert sorted(map(len, found)) == [1, 2]
+    assert len({*found[0], *found[1]}) == 3
+
+
+ENTRY = {"size": 1, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": 3},
+        {"version": 0},
+        {"step": "100"},
+        {"attempt": True},
+        {"world_size": -1},
+        {"files": [ENTRY]},
+        {"files": {"../../x": ENTRY}},
+        {"files": {"..": ENTRY}},
+        {"files": {"/etc/passwd": ENTRY}},
+        {"files": {"a\x00b": ENTRY}},
+        {"files": {"x": {"size": "1", "sha256": "0" * 64}}},
+        {"files": {"x": {"size": -1, "sha256": "0" * 64}}},
+        {"files": {"x": {"size": 1, "sha256": "short"}}},
+        {"files": {"x": {"size": 1, "xxh3_128": "g" * 32}}},
+        {"files": {"x": {"size": 1, "crc": "0" * 32}}},
+        {"files": {"x": 5}},
+    ],
+)
+def test_a_hostile_manifest_is_refused_before_a_file_is_opened(
+    run: RunPaths, changes: dict[str, object]
+) -> None:
+    checkpoint = write_checkpoint(run, 100, attempt=1)
+    change_manifest(checkpoint, **changes)
+    with pytest.raises(BadFileError, match=r"manifest\.json"):
+        Manifest.read(checkpoint)
+    assert verify(checkpoint)
+
+
+def test_a_checkpoint_of_a_newer_version_is_no_damage_and_nothing_goes_on_without_it(run: RunPaths) -> None:
+    begin_attempt(run, 1)
+    newer = write_checkpoint(run, 200, attempt=1)
+    write_checkpoint(run, 100, attempt=1)
+    change_manifest(newer, version=3, hpc_train="9.1.0")
+    for look in (damaged, committed, listing):
+        with pytest.raises(NewerVersionError, match=r"version is 3, .*use hpc-train 9\.1\.0, or"):
+            look(run)
+    change_manifest(newer, hpc_train=None)
+    with pytest.raises(NewerVersionError, match="use the hpc-train that wrote it, or a newer one"):
+        damaged(run)
+    assert names(run.checkpoint_folders()) == ["step-00000100", "step-00000200"]
+
+
+def test_what_another_removes_meanwhile_is_not_damaged(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_attempt(run, 1)
+    gone = write_checkpoint(run, 100, attempt=1)
+    folders = run.checkpoint_folders()
+    remove(gone.folder)
+    monkeypatch.setattr(RunPaths, "checkpoint_folders", lambda _: folders)
+    assert damaged(run) == {}
+    assert set_aside(gone, "missing") is None
+    assert all_set_aside(run) == {}
+
+
+def test_what_is_set_aside_is_kept_under_names_of_its_own(run: RunPaths) -> None:
+    begin_attempt(run, 1)
+    for _ in range(3):
+        set_aside(write_checkpoint(run, 100, attempt=1), "why not")
+    named = [f"step-00000100.bad{end}" for end in ("", "-2", "-3")]
+    assert all_set_aside(run) == dict.fromkeys(named, "why not")
+    assert (run.checkpoints / named[2] / "manifest.json").is_file()
+    assert (run.checkpoints / named[0] / "why.txt").read_text() == "why not\n"
+    assert committed(run) == []
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, 2), (2, 2), (3, 3), (9, 5)])
+def test_pruning_keeps_the_newest_and_never_fewer_than_two(run: RunPaths, keep: int, left: int) -> None:
+    begin_attempt(run, 1)
+    for step in (1, 2, 3, 4, 5):
+        write_checkpoint(run, step, attempt=1)
+    prune(run, keep, attempt=1)
+    assert [checkpoint.step for checkpoint in committed(run)] == [5, 4, 3, 2, 1][:left]
+    assert len(list(run.checkpoints.iterdir())) == left
+
+
+@pytest.mark.fault(13)
+def test_partial_folders_are_not_counted_as_kept(run: RunPaths) -> None:
+    begin_attempt(run, 1)
+    for step in (1, 2, 3):
+        write_checkpoint(run, step, attempt=1)
+    for step in (4, 5):
+        write_checkpoint(run, step, attempt=1).manifest.unlink()
+    prune(run, 2, attempt=1)
+    assert [checkpoint.step for checkpoint in committed(run)] == [3, 2]
+
+
+def test_pruning_removes_left_overs_but_nothing_of_a_living_attempt_or_of_others(run: RunPaths) -> None:
+    begin_attempt(run, 2)
+    kept = ["step-00000007.tmp-2", "step-00000007.tmp-3", "step-00000006.bad", "notes"]
+    removed = ["step-00000005.tmp-1", "step-00000004.removed-0123abcd"]
+    for name in kept + removed:
+        (run.checkpoints / name).mkdir(parents=True)
+        (run.checkpoints / name / "file").touch()
+    assert prune(run, 3, attempt=2) == sorted(removed)
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == sorted(kept)
+
+
+def test_a_removal_that_stops_half_way_leaves_no_checkpoint(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin_attempt(run, 1)
+    for step in (1, 2, 3):
+        write_checkpoint(run, step, attempt=1)
+
+    def stop(folder: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", stop)
+        with pytest.raises(OSError, match="Input/output"):
+            prune(run, 2, attempt=1)
+    assert run.checkpoint_folders() == [run.checkpoint(2), run.checkpoint(3)]
+    prune(run, 2, attempt=1)
+    assert len(list(run.checkpoints.iterdir())) == 2
+
+
+@pytest.mark.fault(15)
+def test_an_attempt_that_lost_the_run_removes_nothing(run: RunPaths) -> None:
+    begin_attempt(run, 1)
+    for step in (1, 2, 3):
+        write_checkpoint(run, step, attempt=1)
+    begin_attempt(run, 2, ["step-00000001"])
+    assert prune(run, 2, attempt=1) == []
+    assert names(committed(run)) == ["step-00000001"]
+    assert len(list(run.checkpoints.iterdir())) == 3
+
+
+@pytest.mark.fault(9)
+@pytest.mark.parametrize(("times", "is_whole"), [(2, True), (99, False)])
+def test_a_file_server_that_is_away_does_not_make_a_checkpoint_damaged(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, times: int, is_whole: bool
+) -> None:
+    checkpoint = write_checkpoint(run, 100, attempt=1)
+    left = [times]
+
+    def stale(path: Path, algorithm: str) -> str:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return hash_file(path, algorithm)
+
+    monkeypatch.setattr(module, "hash_file", stale)
+    monkeypatch.setattr(storage_errors, "RETRY_AFTER_S", (0.0, 0.0))
+    if is_whole:
+        assert verify(checkpoint) == []
+    else:
+        with pytest.raises(OSError, match="Stale"):
+            verify(checkpoint)

@@ -1,0 +1,93 @@
+"""Files with values of a wrong type are unreadable; those that hpc-train writes fit."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.launchers.slurm.submission import Submission
+from hpc_train.run import file_shapes
+from hpc_train.run.attempts import AttemptRecord, claim_attempt, read_record
+from hpc_train.run.files import read_json, write_json
+from tests.run.runs import small_run
+
+_MALFORMED: dict[str, dict[str, list[Any]]] = {
+    "run.json": {
+        "id": [1, None],
+        "slurm_job_ids": ["12", [12], [["12"]], {"a": 1}],
+        "changes": [[], {"x": []}, {"1": "a"}, {"\u00b2": []}],
+        "versions": [[], {"torch": 2}],
+        "versions_by_attempt": [{"x": {}}, {"1": []}],
+        "code": [[], {"earlier": 1}, {"folder": []}, {"commit": 1}],
+        "source": [[], {"file": {}}],
+        "launcher": [1, []],
+    },
+    "attempt.json": {
+        "events": [[], {"begin": 1}],
+        "cause": [[], {}],
+        "launcher": [[], 1],
+        "hosts": ["n1", [1]],
+        "start": ["yesterday", 1],
+        "end": ["", 1],
+        "checkpoints": ["step", [[]]],
+        "rank_processes": [{}, [1]],
+        "saved_step": ["1", 1.5, 10**400],
+        "save_s": ["1", 10**400],
+        "bad_nodes": [[], {"n1": []}],
+        "exit_codes": [1, ["1"]],
+    },
+    "submission.json": {"runs": ["abc", [1]], "batch": [[]], "token": [1]},
+    "snapshot.json": {"cwd": [1], "search_path": ["a"], "files": [[], {"a": 1}], "links": [[]]},
+}
+_CASES = [
+    (name, key, value)
+    for name, keys in _MALFORMED.items()
+    for key, values in keys.items()
+    for value in values
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value"), _CASES)
+def test_a_value_of_a_wrong_type_makes_the_file_unreadable(
+    tmp_path: Path, name: str, key: str, value: object
+) -> None:
+    write_json(tmp_path / name, {key: value, "later": [1]})
+    assert read_json(tmp_path / name) is None
+    write_json(tmp_path / name, {"later": [1]})
+    assert read_json(tmp_path / name) == {"later": [1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "record"), [("attempt.json", AttemptRecord), ("submission.json", Submission)]
+)
+def test_every_field_of_a_record_is_checked(name: str, record: type) -> None:
+    names = {"slurm_job" if field.name == "job" else field.name for field in fields(record)}
+    assert names <= set(file_shapes.SHAPES[name])
+
+
+def test_what_a_run_writes_fits(tmp_path: Path) -> None:
+    paths = small_run(tmp_path)
+    number = claim_attempt(paths, "slurm", job="9", hosts=["n1"], restart=0, events={"begin": "…"})
+    assert read_json(paths.run) is not None
+    record = read_record(paths.attempt(number))
+    assert record is not None and record.hosts == ["n1"]
+
+
+def test_the_number_of_an_attempt_is_its_folders(tmp_path: Path) -> None:
+    """Else a forged record would end another attempt's ranks."""
+    paths = small_run(tmp_path)
+    attempt = paths.attempt(claim_attempt(paths))
+    write_json(attempt.record, (read_json(attempt.record) or {}) | {"attempt": 7})
+    record = read_record(attempt)
+    assert record is not None and record.attempt == 1
+
+
+@pytest.mark.parametrize("name", ["\u00b2", "\u0663", "01", "0", "1" * 200])
+def test_a_folder_with_another_name_is_no_attempt(tmp_path: Path, name: str) -> None:
+    paths = small_run(tmp_path)
+    claim_attempt(paths)
+    (paths.attempts / name).mkdir()
+    assert [attempt.number for attempt in paths.attempt_folders()] == [1]

@@ -1,0 +1,79 @@
+"""Small files as another node's writes leave them, and what somebody else put in their place."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_train.run import files
+from hpc_train.run.files import UnreadableFileError, open_regular, read_json, read_text, write_json
+
+
+def _failing(monkeypatch: pytest.MonkeyPatch, *codes: int) -> None:
+    """Let the next opens fail with these."""
+    opened, left = os.open, list(codes)
+
+    def fail(*arguments: object) -> int:
+        if left:
+            code = left.pop(0)
+            raise OSError(code, os.strerror(code))
+        return opened(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(files.os, "open", fail)
+
+
+def test_a_file_that_went_stale_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(tmp_path / "status.json", {"step": 1})
+    _failing(monkeypatch, errno.ESTALE, errno.ESTALE)
+    assert read_json(tmp_path / "status.json") == {"step": 1}
+
+
+def test_other_errors_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(tmp_path / "status.json", {"step": 1})
+    _failing(monkeypatch, errno.EACCES)
+    with pytest.raises(PermissionError):
+        read_json(tmp_path / "status.json")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "status.json")
+    with pytest.raises(UnreadableFileError, match="not a regular file"):
+        open_regular(tmp_path / "status.json")
+    assert read_json(tmp_path / "status.json") is None
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "."])
+def test_devices_and_folders_are_no_files(tmp_path: Path, name: str) -> None:
+    assert read_json(tmp_path / name) is None
+
+
+def test_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
+    """A sparse file of a terabyte would fill the memory."""
+    file = tmp_path / "status.json"
+    file.write_text("12345")
+    assert read_text(file, 5) == "12345"
+    with pytest.raises(UnreadableFileError, match="larger than 4 bytes"):
+        read_text(file, 4)
+    os.truncate(file, 1 << 40)
+    assert read_json(file) is None
+
+
+def test_deep_nesting_is_unreadable(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text('{"a":' * 100_000)
+    assert read_json(tmp_path / "status.json") is None
+    (tmp_path / "status.json").write_text('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
+    assert read_json(tmp_path / "status.json") is None
+
+
+def test_a_full_disk_is_reported_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_json(tmp_path / "run.json", {}, sync=True)
+    assert caught.value.filename == str(tmp_path / "run.json")
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import UsageError
+from hpc_train.paths import RunPaths, runs_root
+from hpc_train.run.find import find_runs, run_name, run_names, unreadable
+
+
+def _make_run(experiment: str, run_id: str) -> Path:
+    folder = runs_root() / experiment / run_id
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text("{}", encoding="utf-8")
+    (folder / "experiment.yaml").touch()
+    return folder
+
+
+def _found(*words: str) -> list[Path]:
+    return [paths.folder for paths in find_runs(words)]
+
+
+@pytest.fixture
+def folders() -> list[Path]:
+    return [
+        _make_run("one", "aaaa"),
+        _make_run("one", "bbbb"),
+        _make_run("two", "bbbb"),
+        _make_run("two", "cccc"),
+    ]
+
+
+def test_a_run_is_found_by_its_id(folders: list[Path]) -> None:
+    assert _found("aaaa") == [folders[0]]
+
+
+def test_an_experiments_name_means_all_its_runs(folders: list[Path]) -> None:
+    assert _found("one") == folders[:2]
+
+
+def test_a_folder_is_taken_as_a_run_or_as_an_experiment(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _found(str(folders[2])) == [folders[2]]
+    monkeypatch.chdir(folders[2].parent)
+    assert _found("./bbbb") == [folders[2]]
+    assert _found(".") == folders[2:]
+
+
+def test_without_words_all_runs_are_meant(folders: list[Path]) -> None:
+    assert _found() == folders
+
+
+def test_each_run_is_given_once(folders: list[Path]) -> None:
+    assert _found("one", "aaaa", str(folders[0])) == folders[:2]
+
+
+def test_an_id_of_several_experiments_is_refused_and_all_are_listed(folders: list[Path]) -> None:
+    with pytest.raises(UsageError) as error:
+        find_runs(["bbbb"])
+    assert str(error.value).splitlines()[1:] == ["  one/bbbb", "  two/bbbb"]
+
+
+@pytest.mark.parametrize(("word", "hint"), [("aaab", "aaaa"), ("onee", "one")])
+def test_a_word_that_means_nothing_gets_the_nearest(folders: list[Path], word: str, hint: str) -> None:
+    with pytest.raises(UsageError, match=f"did you mean {hint}"):
+        find_runs([word])
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="contains no run"):
+        find_runs([str(tmp_path)])
+
+
+def test_a_run_that_is_only_being_made_is_not_there_yet(folders: list[Path]) -> None:
+    _make_run("two", ".dddd.0123abcd")
+    assert _found() == folders
+
+
+def test_an_experiments_name_and_an_id_together_mean_one_run(folders: list[Path]) -> None:
+    assert _found("two/bbbb") == [folders[2]]
+
+
+def test_the_name_of_a_run_finds_it_and_only_it(folders: list[Path], tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere" / "one" / "aaaa"
+    elsewhere.parent.mkdir(parents=True)
+    folders[0].rename(elsewhere)
+    runs = [RunPaths(folder) for folder in (elsewhere, *folders[1:])]
+    names = [run_name(paths) for paths in runs]
+    assert names == [str(elsewhere), "one/bbbb", "two/bbbb", "cccc"]
+    assert [find_runs([name]) for name in names] == [[paths] for paths in runs]
+    assert run_names(runs) == dict(zip(runs, names, strict=True))
+
+
+@contextmanager
+def _without_privileges(*folders: Path) -> Iterator[None]:
+    """Let this process be a user who can read all runs but ``folders``; root may read everything."""
+    for folder in folders:
+        folder.chmod(0o000)
+    before = os.geteuid()
+    if before == 0:
+        for path in [runs_root(), *runs_root().parents]:
+            if path.stat().st_mode & 0o055 != 0o055 and path.is_relative_to(_temporary()):
+                path.chmod(0o755)
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+        for folder in folders:
+            folder.chmod(0o755)
+
+
+def _temporary() -> Path:
+    return Path(*runs_root().parts[:3])
+
+
+@pytest.mark.parametrize("which", ["experiment", "run"])
+def test_what_can_not_be_read_is_skipped_and_named(folders: list[Path], which: str) -> None:
+    hidden = folders[0].parent if which == "experiment" else folders[0]
+    with _without_privileges(hidden):
+        kept = folders[2:] if which == "experiment" else folders[1:]
+        assert _found() == kept
+        assert unreadable([]) == [hidden]
+        with pytest.raises(UsageError, match="exists, but you may not read it"):
+            find_runs([hidden.name])
+        with pytest.raises(UsageError, match="exists, but you may not read it"):
+            find_runs([str(hidden)])
+
+
+def test_an_experiment_of_which_no_run_can_be_read_is_not_unknown(folders: list[Path]) -> None:
+    with _without_privileges(*folders[2:]), pytest.raises(UsageError, match="you may not read it"):
+        find_runs(["two"])
+
+
+def test_a_run_whose_files_are_closed_is_skipped(folders: list[Path]) -> None:
+    with _without_privileges(folders[1] / "run.json"):
+        assert _found() == [folders[0], *folders[2:]]
+        assert unreadable([]) == [folders[1]]

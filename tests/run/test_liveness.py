@@ -1,0 +1,158 @@
+"""Processes are told apart over time, and left-over ranks are ended before another attempt begins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from hpc_train.run.attempts import AttemptRecord, claim_attempt, now, read_record, write_record
+from hpc_train.run.liveness import end_living, living
+from hpc_train.run.processes import Process
+
+_RANK = "print(flush=True); input()"
+
+
+def _started(command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process and wait until it runs: before, the kernel shows an empty command line."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    (tmp_path / "run").mkdir()
+    return RunPaths(tmp_path / "run")
+
+
+@pytest.fixture
+def child(run: RunPaths) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that lives until it is killed, started as a rank of attempt 1 of ``run``."""
+    environment = os.environ | {"HPC_TRAIN_ATTEMPT": "1", "HPC_TRAIN_RUN_FOLDER": str(run.folder)}
+    process = _started([sys.executable, "-c", _RANK], environment)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def identity(process: subprocess.Popen[bytes]) -> Process:
+    found = Process.of(process.pid)
+    assert found is not None
+    return found
+
+
+def record_of(launcher: Process, ranks: list[Process]) -> AttemptRecord:
+    return AttemptRecord(1, now(), [], launcher, "local", ["here"], len(ranks), len(ranks), ranks)
+
+
+def test_a_process_is_alive_until_it_ended(child: subprocess.Popen[bytes]) -> None:
+    process = identity(child)
+    assert process.is_alive()
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and not yet waited for
+    assert process.is_alive() is False
+    child.wait()
+    assert process.is_alive() is False
+    assert Process.of(child.pid) is None
+
+
+def test_another_process_under_the_same_number_is_not_it(
+    run: RunPaths, child: subprocess.Popen[bytes]
+) -> None:
+    older = replace(identity(child), start_ticks=1)
+    assert older.is_alive() is False
+    assert not older.send(signal.SIGKILL, run.folder, 1)
+    assert child.poll() is None
+
+
+def test_a_process_from_before_a_reboot_is_dead() -> None:
+    assert replace(Process.current(), boot_id="another").is_alive() is False
+
+
+@pytest.mark.parametrize(
+    "changes", [{"host": "elsewhere", "boot_id": "another"}, {"pid_namespace": "pid:[1]"}]
+)
+def test_other_machines_and_containers_can_not_be_judged(changes: dict[str, str]) -> None:
+    assert replace(Process.current(), **changes).is_alive() is None
+
+
+def test_a_renamed_machine_is_still_this_one() -> None:
+    assert replace(Process.current(), host="before-dhcp").is_alive()
+
+
+@pytest.mark.parametrize("data", [None, {}, [], {"pid": 1}, Process.current().to_json() | {"pid": "1"}])
+def test_what_is_no_identity_is_none(data: object) -> None:
+    assert Process.from_json(data) is None
+
+
+def test_a_living_launcher_is_returned_and_its_ranks_are_left_alone(
+    run: RunPaths, child: subprocess.Popen[bytes]
+) -> None:
+    attempt = run.attempt(claim_attempt(run))
+    write_record(attempt, record_of(Process.current(), [identity(child)]))
+    assert end_living(run) == read_record(attempt)
+    assert child.poll() is None
+
+
+@pytest.mark.fault(48)
+def test_ranks_of_a_dead_launcher_are_ended(run: RunPaths, child: subprocess.Popen[bytes]) -> None:
+    dead = replace(Process.current(), start_ticks=1)
+    record = record_of(dead, [identity(child), dead])
+    write_record(run.attempt(claim_attempt(run)), record)
+    assert living(record) is False
+    assert end_living(run) is None
+    assert child.wait(10) == -9
+
+
+@pytest.mark.parametrize("attempt", ["2", None])
+def test_a_process_that_is_no_rank_of_the_attempt_is_left_alone(
+    run: RunPaths, child: subprocess.Popen[bytes], attempt: str | None
+) -> None:
+    """A forged ``attempt.json`` may name any process of the user's."""
+    other = RunPaths(run.folder.parent / "other")
+    other.folder.mkdir()
+    named = other if attempt is None else run
+    for _ in range(int(attempt or 1)):
+        number = claim_attempt(named)
+    write_record(
+        named.attempt(number), record_of(replace(Process.current(), start_ticks=1), [identity(child)])
+    )
+    assert end_living(named) is None
+    assert child.poll() is None
+
+
+def test_a_rank_of_0_1_is_known_by_its_command_line(run: RunPaths) -> None:
+    command = [sys.executable, "-c", _RANK, str(run.folder)]
+    environment = {name: value for name, value in os.environ.items() if name != "HPC_TRAIN_RUN_FOLDER"}
+    rank = _started(command, environment | {"HPC_TRAIN_ATTEMPT": "1"})
+    try:
+        assert identity(rank).send(signal.SIGKILL, run.folder, 1)
+        assert rank.wait(10) == -9
+    finally:
+        rank.kill()
+        rank.communicate()
+
+
+def test_a_launcher_that_can_not_be_judged_counts_as_living(run: RunPaths) -> None:
+    elsewhere = replace(Process.current(), host="elsewhere", boot_id="another")
+    write_record(run.attempt(claim_attempt(run)), record_of(elsewhere, []))
+    assert end_living(run) is not None
+
+
+def test_an_attempt_that_ended_does_not_live(run: RunPaths) -> None:
+    write_record(run.attempt(claim_attempt(run)), record_of(Process.current(), []).ended([0], None))
+    assert end_living(run) is None
+
+
+def test_without_an_attempt_nothing_lives(run: RunPaths) -> None:
+    assert end_living(run) is None

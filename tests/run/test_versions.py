@@ -1,0 +1,56 @@
+"""Versions that decide on numbers, and how two sets of them differ."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from hpc_train import __version__
+from hpc_train.run.versions import differences, in_words, versions
+
+
+def test_versions_are_those_that_ranks_import() -> None:
+    import torch
+
+    found = versions()
+    assert list(found) == ["hpc-train", "python", "torch", "torchvision", "timm", "numpy"]
+    assert found["hpc-train"] == __version__
+    assert found["python"] == platform.python_version()
+    assert found["torch"] == torch.__version__, "with the CUDA that it was built with"
+
+
+def test_nothing_is_imported_to_find_out() -> None:
+    code = (
+        "import sys; from hpc_train.run.versions import versions; versions(); "
+        "sys.exit(bool({'torch', 'torchvision', 'timm', 'numpy'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_a_package_that_is_not_there_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = metadata.distribution
+
+    def distribution(name: str) -> metadata.Distribution:
+        if name == "timm":
+            raise metadata.PackageNotFoundError
+        return known(name)
+
+    monkeypatch.setattr(metadata, "distribution", distribution)
+    assert "timm" not in versions()
+
+
+def test_differences_name_what_changed_came_and_went() -> None:
+    then = {"python": "3.11.2", "torch": "2.14.0+cu130", "timm": "1.0.20"}
+    now = {"python": "3.11.2", "torch": "2.14.0+cu132", "numpy": "2.4.6"}
+    found = differences(then, now)
+    assert found == {
+        "torch": ("2.14.0+cu130", "2.14.0+cu132"),
+        "timm": ("1.0.20", None),
+        "numpy": (None, "2.4.6"),
+    }
+    assert in_words(found) == "torch 2.14.0+cu130 → 2.14.0+cu132, timm 1.0.20 → none, numpy none → 2.4.6"
+    assert differences(then, then) == {}

@@ -1,0 +1,143 @@
+"""Tasks of plug-ins: those written for 0.1 are adapted, those that lack a method are refused."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpc_train import registry
+from hpc_train.config.schema import Experiment
+from hpc_train.config.training_sections import CompileConfig
+from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
+from hpc_train.errors import BadFileError
+from hpc_train.tasks.base import Task, make_task, target_spec
+from hpc_train.training.forward import TrainingForward
+
+INFO = DataInfo(3, 1, (0.5,), (0.25,))
+CPU = torch.device("cpu")
+
+
+class OldMargin:
+    """A task as plug-ins of 0.1 have it."""
+
+    target_spec = TargetSpec("a class number", kind="integer", shape=())
+
+    def __init__(self, experiment: Experiment, info: DataInfo) -> None:
+        self.scale = info.std[0]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return functional.multi_margin_loss(model(batch.inputs), batch.targets) + batch.inputs.mean()
+
+    def evaluation_sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        hits = model(batch.inputs).argmax(1) == batch.targets
+        return {"count": batch.valid.sum().double(), "correct": (hits & batch.valid).sum().double()}
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return {"accuracy": sums["correct"] / sums["count"]}
+
+
+class NoSums:
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any: ...
+
+    def loss(self, outputs: Any, batch: Batch) -> Any: ...
+
+    def metrics(self, sums: Any) -> Any: ...
+
+
+class Inheriting(Task):
+    """Has the protocol's own ``forward``."""
+
+    target_spec: Any = None
+
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        return functional.cross_entropy(outputs, batch.targets)
+
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        return {"count": batch.valid.sum()}
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return {}
+
+
+def made(name: str, monkeypatch: pytest.MonkeyPatch) -> Task:
+    names = registry.parts("tasks") | {"own": f"{__name__}:{name}"}
+    monkeypatch.setattr(registry, "parts", lambda kind: names)
+    return make_task(cast(Experiment, SimpleNamespace(task="own", data=SimpleNamespace(name="x"))), INFO)
+
+
+def forward_of(task: Task, to_input: Any) -> TrainingForward:
+    return TrainingForward(0, task, CPU, CompileConfig(), nullcontext, to_input, lambda loss: loss)
+
+
+def normalised(batch: Batch) -> Batch:
+    return Batch(
+        batch.step, batch.number, batch.weight, batch.inputs.float() / 255, batch.targets, batch.valid
+    )
+
+
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randint(256, (4, 3), dtype=torch.uint8, generator=generator)
+    return Batch(0, 0, 1.0, inputs, torch.tensor([0, 1, 2, 0]), torch.tensor([True, True, True, False]))
+
+
+def test_a_task_of_0_1_computes_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(DeprecationWarning, match=r"OldMargin has the methods of hpc-train 0\.1"):
+        task = made("OldMargin", monkeypatch)
+    assert target_spec(task) is OldMargin.target_spec
+    old, forward = OldMargin(cast(Experiment, None), INFO), forward_of(task, normalised)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    expected = old.loss(model, normalised(batch()))
+    assert torch.equal(forward.loss(model, batch()), expected)
+    outputs = model(normalised(batch()).inputs)
+    assert torch.equal(forward.loss_of(outputs, batch()), expected), "also at the end of a pipeline"
+    sums = {name: value.item() for name, value in forward.sums(model, batch(), step=0).items()}
+    assert sums["count"] == 3 and task.metrics(sums) == {"accuracy": sums["correct"] / 3}
+
+
+def test_the_end_of_a_pipeline_moves_targets_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Batch] = []
+
+    class Seeing(Inheriting):
+        def loss(self, outputs: Any, batch: Batch) -> Tensor:
+            seen.append(batch)
+            return super().loss(outputs, batch)
+
+    def never(batch: Batch) -> Batch:
+        raise AssertionError("inputs are copied and normalised again")
+
+    forward_of(Seeing(), never).loss_of(torch.rand(4, 3), batch())
+    assert seen[0].inputs is None and torch.equal(seen[0].targets, batch().targets)
+    assert torch.equal(seen[0].valid, batch().valid)
+
+
+def test_forward_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = forward_of(made("Inheriting", monkeypatch), normalised)
+    model = nn.Linear(3, 3)
+    expected = functional.cross_entropy(model(normalised(batch()).inputs), batch().targets)
+    assert torch.equal(forward.loss(model, batch()), expected)
+
+
+def test_a_task_without_sums_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadFileError, match="task: NoSums has no method sums"):
+        made("NoSums", monkeypatch)
+
+
+@pytest.mark.parametrize(("spec", "found"), [("int", "str"), ({"a": None}, "NoneType"), ({"a": 1}, "int")])
+def test_a_target_spec_of_another_type_is_refused(
+    spec: Any, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Inheriting, "target_spec", spec)
+    with pytest.raises(BadFileError, match=f"Inheriting.target_spec is {found}; make it"):
+        made("Inheriting", monkeypatch)

@@ -1,0 +1,129 @@
+"""Private names of torch and submitit that the package relies on: a canary for new versions of both.
+
+A public interface is missing for each of them. When a version renames one, the first tests fail and say which
+module to change; the last fails when a module begins to use another one.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._guards
+import torch._inductor.config
+from submitit import SlurmExecutor
+from torch import nn
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import placement_types
+from torch.nn.modules import batchnorm
+from torch.utils.data import dataloader
+
+PACKAGE = Path(__file__).parents[1] / "hpc_train"
+_ITERATOR = dataloader._MultiProcessingDataLoaderIter
+#: Owner → names that it must have, and the module that relies on them.
+NAMES: list[tuple[Any, str, str]] = [
+    (SlurmExecutor, "_internal_process_submissions _make_submission_file_text", "launchers/slurm/script"),
+    (SlurmExecutor, "_submitit_command_str", "launchers/slurm/script"),
+    (torch, "_C _dynamo _functorch _guards", "distributed, health, training/compiling"),
+    (torch, "_foreach_norm _foreach_mul_", "strategies/clipping"),
+    (torch, "_foreach_zero_ _foreach_copy_", "strategies/running_statistics"),
+    (torch, "_foreach_lerp_", "training/ema"),
+    (torch._C, "_distributed_c10d", "distributed/process_group, health/watchdog"),
+    (_distributed_c10d, "HashStore Store TCPStore", "distributed/process_group, health/watchdog"),
+    (_distributed_c10d.Backend, "_get_sequence_number_for_group", "distributed/collectives"),
+    (distributed_c10d, "_world", "distributed/collectives"),
+    (distributed_c10d.ProcessGroup, "_get_backend", "distributed/collectives"),
+    (torch._guards, "TracingContext", "training/activation_checkpointing"),
+    (torch._dynamo.config, "suppress_errors", "training/compiling"),
+    (torch.ops.aten, "_scaled_mm _scaled_dot_product_flash_attention", "training/activation_checkpointing"),
+    (torch.ops.aten.mm.default, "_schema", "training/activation_checkpointing"),
+    (torch.amp.GradScaler, "_found_inf_per_device", "training/optimization"),
+    (placement_types, "_StridedShard", "strategies/pieces"),
+    (batchnorm, "_BatchNorm", "models/inspection, strategies/running_statistics"),
+    (torch.fx.Tracer(), "_autowrap_search", "models/tracing"),
+    (nn.Module(), "_apply _buffers _modules _parameters _non_persistent_buffers_set", "strategies/buffers"),
+    (nn.Module(), "_forward_hooks _forward_pre_hooks", "models/splitting"),
+    (nn.Module(), "_compiled_call_impl", "strategies/pipeline"),
+    (_ITERATOR, "_shutdown_workers _try_get_data", "datasets/workers"),
+]
+#: Attributes that instances get in ``__init__``, and names that only source code holds.
+IN_SOURCE: list[tuple[Any, str, str]] = [
+    (_ITERATOR, "_workers _task_info _rcvd_idx _send_idx _tasks_outstanding", "datasets/workers"),
+    (_ITERATOR, "_pin_memory_thread", "datasets/workers"),
+    (torch._dynamo.OptimizedModule, "_orig_mod", "checkpoint/state"),
+    (nn.Module, "_extra_state", "checkpoint/state"),
+    (torch.fx.Tracer, "_tensor_constant", "models/tracing"),
+]
+#: Used where they are there, with a public name or nothing in their place.
+OPTIONAL = {
+    "_dump_nccl_trace_json", "_set_pg_timeout", "_labels", "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+}  # fmt: skip
+#: Documented in spite of their names.
+DOCUMENTED = {"_exit", "_getframe", "_replace"}
+
+
+def _advice(name: str, owner: Any, user: str) -> str:
+    return (
+        f"{owner!r} has no {name} (torch {torch.__version__}), and hpc_train/{user} relies on it. Find "
+        "what replaced it, support both versions there and change this list; or bound the version in "
+        "pyproject.toml"
+    )
+
+
+@pytest.mark.parametrize(("owner", "names", "user"), NAMES)
+def test_private_names_are_there(owner: Any, names: str, user: str) -> None:
+    for name in names.split():
+        assert hasattr(owner, name), _advice(name, owner, user)
+
+
+@pytest.mark.parametrize(("owner", "names", "user"), IN_SOURCE)
+def test_private_names_are_in_the_source(owner: Any, names: str, user: str) -> None:
+    source = inspect.getsource(owner)
+    for name in names.split():
+        assert name in source, _advice(name, owner, user)
+
+
+def _trees() -> dict[str, ast.Module]:
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+
+
+def _own(node: ast.AST) -> set[str]:
+    """Return the name that a statement of the package itself gives to something."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return {name}
+        case ast.Name(id=name, ctx=ast.Store()):
+            return {name}
+        case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+            return {name}
+    return set()
+
+
+def _used(node: ast.AST) -> set[str]:
+    match node:
+        case ast.Attribute(attr=name):
+            return {name}
+        case ast.ImportFrom(module=module, names=names):
+            return {*(module or "").split("."), *(alias.name for alias in names)}
+        case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]):
+            return {name}
+    return set()
+
+
+def test_every_private_name_of_others_is_listed() -> None:
+    trees = _trees()
+    own = {name for tree in trees.values() for node in ast.walk(tree) for name in _own(node)}
+    listed = {name for _, names, _ in [*NAMES, *IN_SOURCE] for name in names.split()} | OPTIONAL | DOCUMENTED
+    for path, tree in trees.items():
+        used = {name for node in ast.walk(tree) for name in _used(node)}
+        private = {name for name in used if name.startswith("_") and not name.startswith("__")} - own - {"_"}
+        assert private <= listed, f"hpc_train/{path}: use a public name, or list {private - listed} here"

@@ -1,0 +1,80 @@
+"""A forked process is like one that started as usual."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.launchers.rank_processes import _die_with
+from tests import warm
+
+pytestmark = pytest.mark.slow
+
+FACTS = [sys.executable, "-m", "tests.start_facts", "one", "two words"]
+REPOSITORY = str(Path(__file__).parents[1])
+
+
+class _Forked(warm._WarmPopen):
+    """As in a launcher, for any module."""
+
+    def _is_warm(self, command: Any) -> bool:
+        return True
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> type[_Forked]:
+    monkeypatch.setattr(_Forked, "server", warm._server(), raising=False)
+    return _Forked
+
+
+def facts(start: type[subprocess.Popen[Any]], folder: Path, **variables: str) -> Any:
+    """Start a process as a rank is started; return what it knows of that."""
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = start(
+            FACTS,
+            env=os.environ | {"PYTHONPATH": REPOSITORY} | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with(os.getpid()),
+            cwd=folder,
+        )
+    assert process.wait(60) == 7, log.read_text()
+    return json.loads(log.read_text())
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"PYTHONUNBUFFERED": ""}, {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "3"}],
+)
+def test_a_forked_rank_is_like_a_fresh_one(
+    variables: dict[str, str], forked: type[_Forked], tmp_path: Path
+) -> None:
+    fresh, found = facts(subprocess.Popen, tmp_path, **variables), facts(forked, tmp_path, **variables)
+    assert not fresh.pop("has torch")
+    assert found.pop("has torch")
+    assert found == fresh
+
+
+@pytest.mark.parametrize("variable", ["LD_PRELOAD", "OMP_PROC_BIND", "TORCH_LOGS", warm.FRESH])
+def test_a_rank_whose_environment_changes_its_start_is_fresh(
+    variable: str, forked: type[_Forked], tmp_path: Path
+) -> None:
+    assert not facts(forked, tmp_path, **{variable: ""})["has torch"]
+
+
+def test_a_signal_ends_a_forked_rank_as_it_would_a_fresh_one(forked: type[_Forked]) -> None:
+    with forked([sys.executable, "-m", "tests.start_facts", "wait"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.kill()
+        assert process.wait(60) == -signal.SIGKILL

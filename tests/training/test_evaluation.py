@@ -1,0 +1,162 @@
+"""Evaluation counts each sample once and knows nothing of how ranks share the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpc_train.datasets.sampler import EvaluationSampler
+from hpc_train.datasets.types import Batch
+from hpc_train.training.evaluation import evaluate
+from tests.ranks import run_ranks
+
+NUM_SAMPLES, SIZE = 103, 8
+NUM_BATCHES = 13
+CPU = torch.device("cpu")
+
+
+def make_values() -> Tensor:
+    """Numbers of all magnitudes, sixteen a sample: adding them in another order gives other sums."""
+    generator = torch.Generator().manual_seed(1)
+    exponents_NK = torch.randint(-8, 8, (NUM_SAMPLES, 16), generator=generator)
+    return torch.randn(NUM_SAMPLES, 16, generator=generator, dtype=torch.float64) * 2.0**exponents_NK
+
+
+def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+    for slot in EvaluationSampler(NUM_SAMPLES, SIZE, rank, world_size):
+        valid = torch.arange(SIZE) < slot.num_valid
+        yield Batch(0, slot.number, 1.0, make_values()[slot.indices], slot.indices, valid)
+
+
+def sums_of(batch: Batch) -> dict[str, Tensor]:
+    valid_BK = torch.where(batch.valid[:, None], batch.inputs, 0.0)
+    return {
+        "count": batch.valid.sum(dtype=torch.float64),
+        "index": (batch.targets * batch.valid).sum(dtype=torch.float64),
+        **{f"value{k}": value for k, value in enumerate(valid_BK.sum(0))},
+    }
+
+
+def ignore(place: int) -> None:
+    pass
+
+
+def on_rank(rank: int, world_size: int) -> dict[str, float] | None:
+    return evaluate(batches(rank, world_size), NUM_BATCHES, sums_of, CPU, ignore, lambda: False)
+
+
+def both_on_rank(rank: int, world_size: int) -> tuple[dict[str, float] | None, tuple[object, int]]:
+    return on_rank(rank, world_size), stopped_on_rank(rank, world_size)
+
+
+def stopped_on_rank(rank: int, world_size: int) -> tuple[object, int]:
+    """Be asked to stop in the third batch; return what came of it and how many were evaluated."""
+    seen: list[int] = []
+    begun: list[int] = []
+
+    def counted(batch: Batch) -> dict[str, Tensor]:
+        seen.append(batch.number)
+        return sums_of(batch)
+
+    shard = batches(rank, world_size)
+    result = evaluate(shard, NUM_BATCHES, counted, CPU, begun.append, lambda: len(seen) == 3)
+    assert begun == [0, 1, 2, 3]  # the exchange runs beside the batch before
+    return result, len(seen)
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_group")
+def test_every_sample_counts_exactly_once() -> None:
+    found = on_rank(0, 1)
+    assert found is not None
+    assert found["count"] == NUM_SAMPLES
+    assert found["index"] == sum(range(NUM_SAMPLES))
+    assert found["value0"] == pytest.approx(float(make_values()[:, 0].sum()), rel=1e-12)
+
+
+@pytest.mark.usefixtures("_group")
+def test_asked_to_stop_it_says_nothing_and_goes_no_further() -> None:
+    assert stopped_on_rank(0, 1) == (None, 3)
+
+
+def late_on_rank_0(rank: int, world_size: int) -> tuple[object, int]:
+    """Have a collective forward, and be asked to stop before rank 0 has its third batch."""
+    has_stopped = torch.zeros(())
+    asked: list[Tensor] = []
+    forwards: list[int] = []
+
+    def late() -> Iterator[Batch | None]:
+        for place, batch in enumerate(batches(rank, world_size)):
+            if place == 2 and rank == 0:
+                has_stopped.fill_(1)
+                yield None
+            else:
+                yield batch
+
+    def begin(place: int) -> None:
+        asked.append(has_stopped.clone())
+
+    def must_stop() -> bool:
+        dist.all_reduce(asked[-1])
+        return bool(asked[-1])
+
+    def collective(batch: Batch) -> dict[str, Tensor]:
+        forwards.append(batch.number)
+        numbers = torch.tensor([batch.number])
+        found = [torch.zeros_like(numbers) for _ in range(world_size)]
+        dist.all_gather(found, numbers)
+        assert [int(number) for number in found] == [len(forwards) * 2 - 2, len(forwards) * 2 - 1]
+        return sums_of(batch)
+
+    return evaluate(late(), NUM_BATCHES, collective, CPU, begin, must_stop), len(forwards)
+
+
+@pytest.mark.slow
+def test_a_forward_that_is_collective_begins_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    assert run_ranks(2, late_on_rank_0, folder=tmp_path) == [(None, 2)] * 2
+
+
+@pytest.mark.usefixtures("_group")
+def test_a_batch_past_the_last_only_fills_up() -> None:
+    # A rank of four has batches 12 and 13 … 15 in its last round; whatever those hold must not count.
+    extra = Batch(0, NUM_BATCHES, 1.0, torch.full((SIZE, 16), 1e9), torch.ones(SIZE), torch.ones(SIZE).bool())
+    found = evaluate([*batches(), extra], NUM_BATCHES, sums_of, CPU, ignore, lambda: False)
+    assert found == on_rank(0, 1)
+
+
+def summed_rank_by_rank(world_size: int) -> dict[str, float]:
+    """Add up each rank's batches, then the ranks' sums: what would be simpler and depends on the ranks."""
+    totals: dict[str, float] = {}
+    for rank in range(world_size):
+        found = evaluate(batches(rank, world_size), 16, sums_of, CPU, ignore, lambda: False)
+        assert found is not None
+        totals = {name: totals.get(name, 0.0) + value for name, value in found.items()}
+    return totals
+
+
+@pytest.mark.usefixtures("_group")
+def test_the_numbers_would_show_another_order() -> None:
+    for world_size in (2, 3, 4):
+        other = summed_rank_by_rank(world_size)
+        assert other == pytest.approx(on_rank(0, 1), rel=1e-9)
+        assert other != on_rank(0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_group")
+def test_one_to_four_ranks_agree_to_the_bit(tmp_path: Path) -> None:
+    alone = on_rank(0, 1)
+    for ranks in (2, 3, 4):
+        found = run_ranks(ranks, both_on_rank, folder=tmp_path)
+        assert found == [(alone, (None, 3))] * ranks

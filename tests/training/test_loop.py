@@ -1,0 +1,187 @@
+"""The loop's end by an error that all ranks raise alike: the save under way is not thrown away."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpc_train.checkpoint import writing
+from hpc_train.checkpoint.checkpointer import Checkpointer
+from hpc_train.config.training_sections import CompileConfig, OptimizationConfig, OptimizerConfig
+from hpc_train.datasets.types import Batch
+from hpc_train.distributed.consensus import Agreement
+from hpc_train.distributed.precision import Precision
+from hpc_train.distributed.process_group import Group, Timeouts
+from hpc_train.distributed.signals import StopFlag
+from hpc_train.errors import NonFiniteError
+from hpc_train.health.progress import Progress
+from hpc_train.paths import RunPaths
+from hpc_train.training.cadence import Cadence
+from hpc_train.training.loop import BadSampleCount, Trainer, Validation
+from hpc_train.training.meters import Meters
+from hpc_train.training.non_finite import Guard, RollbackError
+from hpc_train.training.optimization import Optimization
+from hpc_train.training.saving import Saves
+from hpc_train.training.train_state import TrainState
+from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
+
+LIMIT_S = 120.0
+CPU = torch.device("cpu")
+#: Steps done before the one whose loss is NaN.
+GOOD_STEPS = 3
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return make_run(tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Task:
+    """A loss that is NaN from a certain step on, in an evaluation always."""
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch.inputs)
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return outputs * (torch.nan if batch.step >= GOOD_STEPS else 1)
+
+    def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {"count": torch.tensor(1.0), "loss": torch.tensor(torch.nan)}
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return sums
+
+
+class Steps:
+    """Ten steps, all of whose data are there."""
+
+    def __init__(self) -> None:
+        self._steps = iter(range(10))
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> tuple[int, list[Batch]]:
+        step = next(self._steps)
+        return step, [batch_of(step)]
+
+    def is_ready(self, within_s: float = 0.0) -> bool:
+        return True
+
+
+def batch_of(step: int) -> Batch:
+    return Batch(step, 0, 1.0, torch.randn(4, 5), torch.zeros(4), torch.ones(4, dtype=torch.bool))
+
+
+def make_trainer(run: RunPaths, policy: str, *, evaluate_every: int = 100) -> Trainer:
+    """Save after each step, keeping two; under ``skip`` the run has skipped as many as it may."""
+    trainee = Trainee()
+    config = OptimizationConfig(
+        steps=10,
+        global_batch_size=4,
+        micro_batch_size=4,
+        optimizer=OptimizerConfig(name="adamw", lr=0.01),
+        clip_grad_norm=None,
+        on_non_finite=policy,  # type: ignore[arg-type]
+        max_non_finite=1,
+    )
+    precision = Precision("test", torch.float32, torch.float32)
+    meters = Meters(1, 4, 4, 1000, None)
+    checkpointer = trainee.checkpointer(run, keep=2)
+    optimization = Optimization(trainee.optimizer, lambda step: 1.0, precision, CPU)
+    group = Group(0, 1, CPU, None, None, Timeouts())  # type: ignore[arg-type]
+    return Trainer(
+        experiment=cast(Any, SimpleNamespace(seed=0, compile=CompileConfig(), optimization=config)),
+        device=CPU,
+        precision=precision,
+        task=Task(),
+        state=TrainState(trainee.model, trainee.wrapped, trainee.strategy, optimization),
+        guard=Guard(config, trainee.model, norm_counts=True, skips=1),
+        agreement=Agreement(group, StopFlag()),
+        progress=Progress(),
+        meters=meters,
+        status=None,
+        cadence=Cadence(total_steps=10, evaluate_every=evaluate_every, save_every=1, save_every_s=None),
+        training=Steps(),
+        validation=Validation(lambda: [batch_of(0)], 1),
+        bad_samples=BadSampleCount(lambda: 0, lambda total: None),
+        to_input=lambda batch: batch,
+        saves=Saves(checkpointer, trainee.state, meters, lambda step: {}, lambda save: None),
+        on_first_step=lambda: None,
+        on_event=lambda event: None,
+        step=0,
+    )
+
+
+def hold(monkeypatch: pytest.MonkeyPatch, owner: Any, work: str, until: str, of: str) -> None:
+    """Have the thread that writes begin ``owner.work`` only once the checkpointer's ``until`` waits for it.
+
+    ``of``: where the checkpointer keeps the save that ``until`` would wait for.
+    """
+    is_awaited = threading.Event()
+    really_work, really_wait = getattr(owner, work), getattr(Checkpointer, until)
+
+    def begin_late(*arguments: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            assert is_awaited.wait(LIMIT_S)
+            is_awaited.clear()
+        return really_work(*arguments)
+
+    def wait(checkpointer: Checkpointer) -> Any:
+        if getattr(checkpointer, of) is not None:
+            is_awaited.set()
+        return really_wait(checkpointer)
+
+    monkeypatch.setattr(owner, work, begin_late)
+    monkeypatch.setattr(Checkpointer, until, wait)
+
+
+def hold_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    hold(monkeypatch, writing.CheckpointWriter, "_commit", "finish", "_under_way")
+
+
+@pytest.mark.fault(20)
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_loss_that_is_not_finite_ends_no_save_that_was_begun_before(
+    policy: str, run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_saves(monkeypatch)
+    kind = RollbackError if policy == "rollback" else NonFiniteError
+    with pytest.raises(kind, match="is NaN or infinite"):
+        make_trainer(run, policy).train()
+    assert folder_names(run)[-1] == f"step-{GOOD_STEPS:08d}"
+
+
+@pytest.mark.fault(20)
+def test_an_evaluation_that_is_not_finite_ends_no_save_that_was_begun_before(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_saves(monkeypatch)
+    with pytest.raises(NonFiniteError, match="the val loss is nan at step 2"):
+        make_trainer(run, "stop", evaluate_every=2).train()
+    assert folder_names(run) == ["step-00000001"]
+
+
+def test_before_a_rollback_old_checkpoints_are_removed_to_the_end(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the ranks would look at what goes away meanwhile."""
+    hold(monkeypatch, writing, "prune", "close", "_clearing")
+    with pytest.raises(RollbackError):
+        make_trainer(run, "rollback").train()
+    assert folder_names(run) == ["step-00000002", "step-00000003"]

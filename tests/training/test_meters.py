@@ -1,0 +1,344 @@
+"""Rows and ``status.json``: what is written when, and what is never waited for."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpc_train.errors import HpcTrainError
+from hpc_train.paths import RunPaths
+from hpc_train.run import run_status as status_module
+from hpc_train.run import storage_errors
+from hpc_train.run.run_status import read_status
+from hpc_train.training import meters
+from hpc_train.training.meters import STATUS_EVERY_S, Meters, MetricsWriter, StatusWriter, SupersededError
+from hpc_train.training.metrics_file import MetricsFile, read_rows
+
+
+@dataclass
+class FakeEvent:
+    """A copy from a device that arrives when the test says so."""
+
+    has_come: bool = False
+    was_waited_for: bool = False
+
+    def query(self) -> bool:
+        return self.has_come
+
+    def synchronize(self) -> None:
+        self.was_waited_for = not self.has_come
+        self.has_come = True
+
+
+@dataclass
+class Noting:
+    """A logger that remembers."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    state: str | None = None
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+    def close(self, state: str) -> None:
+        self.state = state
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
+    """Let every train row wait for an event of its own; return them in the rows' order."""
+    made: list[FakeEvent] = []
+
+    def to_host(row: dict[str, Any], names: list[str], values: Tensor) -> Any:
+        made.append(FakeEvent())
+        return meters._PendingRow(row, names, values, made[-1])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(meters, "_to_host", to_host)
+    return made
+
+
+def make_recorder(path: Path, *loggers: Noting) -> tuple[MetricsWriter, io.StringIO]:
+    log = io.StringIO()
+    return MetricsWriter(MetricsFile(path, 0), list(loggers), log), log
+
+
+def make_meters(metrics_writer: MetricsWriter | None, every_steps: int = 1) -> Meters:
+    return Meters(
+        attempt=3,
+        global_batch_size=48,
+        steps_per_epoch=10,
+        every_steps=every_steps,
+        metrics_writer=metrics_writer,
+    )
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def places(path: Path) -> list[tuple[str, int]]:
+    return [(row["split"], row["step"]) for row in read_rows(path)]
+
+
+def test_rows_are_due_every_so_many_steps() -> None:
+    found = make_meters(None, every_steps=4)
+    assert [step for step in range(1, 13) if found.train_row_is_due(step)] == [4, 8, 12]
+
+
+def test_a_train_row_says_where_and_what(path: Path) -> None:
+    metrics_writer, _ = make_recorder(path)
+    make_meters(metrics_writer).train_row(25, 0.1, number(1.5), torch.tensor(2.5))
+    (row,) = read_rows(path)
+    assert row.pop("time") > 0
+    assert row == {
+        "attempt": 3, "split": "train", "step": 25, "epoch": 2.5, "lr": 0.1, "loss": 1.5, "grad_norm": 2.5,
+    }  # fmt: skip
+    metrics_writer.close()
+
+
+def test_throughput_is_counted_from_the_row_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics_writer, _ = make_recorder(path)
+    clock = iter([100.0, 102.0])
+    monkeypatch.setattr("hpc_train.training.meters.time.monotonic", lambda: next(clock))
+    found = make_meters(metrics_writer)
+    found.train_row(10, 0.1, number(1.0), None)
+    found.train_row(15, 0.1, number(1.0), None)
+    first, second = read_rows(path)
+    assert "samples_per_s" not in first
+    assert second["samples_per_s"] == 5 * 48 / 2
+    metrics_writer.close()
+
+
+def test_a_row_is_not_waited_for_before_its_numbers_are_there(path: Path, events: list[FakeEvent]) -> None:
+    metrics_writer, _ = make_recorder(path)
+    found = make_meters(metrics_writer)
+    for step in (1, 2, 3):
+        found.train_row(step, 0.1, number(1.0), None)
+    assert places(path) == []
+    events[1].has_come = True
+    found.drain(wait=False)
+    assert places(path) == [], "rows keep their order"
+    events[0].has_come = True
+    found.drain(wait=False)
+    assert places(path) == [("train", 1), ("train", 2)]
+    assert not any(event.was_waited_for for event in events)
+    metrics_writer.close()
+
+
+def test_a_val_row_comes_after_the_train_rows_before_it(path: Path, events: list[FakeEvent]) -> None:
+    metrics_writer, _ = make_recorder(path)
+    found = make_meters(metrics_writer)
+    found.train_row(1, 0.1, number(1.0), None)
+    found.val_row(1, {"loss": 0.5, "accuracy": 0.25})
+    assert places(path) == [("train", 1), ("val", 1)]
+    assert events[0].was_waited_for
+    assert found.has_val_row(1)
+    assert not found.has_val_row(2)
+    metrics_writer.close()
+
+
+def test_waiting_leaves_no_row_behind(path: Path, events: list[FakeEvent]) -> None:
+    metrics_writer, _ = make_recorder(path)
+    found = make_meters(metrics_writer)
+    found.train_row(1, 0.1, number(1.0), None)
+    found.drain(wait=True)
+    found.sync()
+    assert places(path) == [("train", 1)]
+    metrics_writer.close()
+
+
+def test_other_ranks_write_nothing(events: list[FakeEvent]) -> None:
+    found = make_meters(None)
+    found.train_row(1, 0.1, number(1.0), None)
+    found.val_row(1, {"loss": 1.0})
+    found.sync()
+    assert events == []
+    assert not found.has_val_row(1)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_loss_that_is_no_number_is_null(split: str, value: float, path: Path) -> None:
+    noting = Noting()
+    metrics_writer, _ = make_recorder(path, noting)
+    found = make_meters(metrics_writer)
+    if split == "train":
+        found.train_row(7, 0.1, number(value), None)
+    else:
+        found.val_row(7, {"loss": value})
+    assert [row["loss"] for row in read_rows(path)] == [None] == [row["loss"] for row in noting.rows]
+    metrics_writer.close()
+
+
+def test_going_back_drops_the_rows_past_the_step(path: Path) -> None:
+    metrics_writer, _ = make_recorder(path)
+    found = make_meters(metrics_writer)
+    for step in (1, 2, 3):
+        found.train_row(step, 0.1, number(1.0), None)
+    metrics_writer.go_back(1)
+    assert places(path) == [("train", 1)]
+    make_meters(metrics_writer).train_row(2, 0.1, number(2.0), None)
+    assert places(path) == [("train", 1), ("train", 2)]
+    metrics_writer.close()
+
+
+def test_another_number_that_is_none_is_null(path: Path) -> None:
+    noting = Noting()
+    metrics_writer, log = make_recorder(path, noting)
+    make_meters(metrics_writer).train_row(1, 0.1, number(1.0), torch.tensor(float("inf")))
+    assert read_rows(path)[0]["grad_norm"] is None
+    assert noting.rows[0]["grad_norm"] is None
+    assert "grad_norm" not in log.getvalue()
+    metrics_writer.close()
+
+
+def test_loggers_and_the_log_are_told_every_row_and_the_end(path: Path) -> None:
+    noting = Noting()
+    metrics_writer, log = make_recorder(path, noting)
+    make_meters(metrics_writer).val_row(20, {"loss": 0.123456, "accuracy": 0.5})
+    metrics_writer.state = "completed"
+    metrics_writer.close()
+    assert noting.rows == read_rows(path)
+    assert noting.state == "completed"
+    assert log.getvalue() == "val step 20 epoch 2 loss 0.12346 accuracy 0.5\n"
+
+
+@dataclass
+class Breaking(Noting):
+    """A logger that raises at its second row."""
+
+    calls: int = 0
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("its server is gone")
+        super().log(row)
+
+
+def test_a_logger_that_raises_is_left_out_and_training_goes_on(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    breaking, noting = Breaking(), Noting()
+    metrics_writer, _ = make_recorder(path, breaking, noting)
+    for step in (1, 2, 3):
+        make_meters(metrics_writer).train_row(step, 0.1, number(1.0), None)
+    metrics_writer.close()
+    assert [row["step"] for row in noting.rows] == [1, 2, 3]
+    assert breaking.calls == 2, "it is not asked again"
+    assert breaking.state is None
+    assert noting.state == "failed"
+    assert caplog.text.count("logger Breaking failed and is disabled") == 1
+
+
+def test_a_run_that_breaks_is_failed_for_its_loggers(path: Path) -> None:
+    noting = Noting()
+    make_recorder(path, noting)[0].close()
+    assert noting.state == "failed"
+
+
+def test_status_is_written_no_more_often_than_somebody_could_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, now = RunPaths(tmp_path), 100.0
+    monkeypatch.setattr("hpc_train.training.meters.time.monotonic", lambda: now)
+    writer = StatusWriter(paths, attempt=2, total_steps=40, steps_per_epoch=10)
+    writer.step_done(1)
+    assert json.loads(paths.status.read_text())["step"] == 1
+    now += STATUS_EVERY_S * 0.9
+    writer.step_done(2)
+    assert json.loads(paths.status.read_text())["step"] == 1
+    now += STATUS_EVERY_S * 0.2
+    writer.step_done(3)
+    assert json.loads(paths.status.read_text())["step"] == 3
+    writer.write("completed", 40)
+    assert json.loads(paths.status.read_text()) == {
+        "version": 1, "state": "completed", "step": 40, "total_steps": 40, "epoch": 4.0, "attempt": 2,
+        "reason": None,
+    }  # fmt: skip
+
+
+def test_a_cancelled_run_is_not_called_running_again(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    writer = StatusWriter(paths, attempt=1, total_steps=40, steps_per_epoch=10)
+    writer.write("running", 1)
+    paths.cancelled.touch()
+    writer.write("running", 2)
+    assert json.loads(paths.status.read_text())["step"] == 1
+    writer.write("completed", 40)
+    assert json.loads(paths.status.read_text())["state"] == "completed"
+
+
+def test_an_attempt_that_another_took_over_from_ends(tmp_path: Path) -> None:
+    """Its node was given up for dead and lives: it must not write over what goes on elsewhere."""
+    paths = RunPaths(tmp_path)
+    writer = StatusWriter(paths, attempt=1, total_steps=40, steps_per_epoch=10)
+    for number in (1, 2):
+        paths.attempt(number).folder.mkdir(parents=True)
+        paths.attempt(number).record.write_text("{}")
+    with pytest.raises(SupersededError, match="another attempt continues this run; attempt 1 ends"):
+        writer.write("running", 1)
+    assert not paths.status.exists()
+
+
+@pytest.mark.fault(9)
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOSPC])
+def test_a_status_that_can_not_be_written_is_a_warning(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    slept: list[float] = []
+    monkeypatch.setattr(storage_errors.time, "sleep", slept.append)
+    writer = StatusWriter(RunPaths(tmp_path), attempt=1, total_steps=40, steps_per_epoch=10)
+    with monkeypatch.context() as patch:
+        patch.setattr("hpc_train.run.run_status.write_json", refuse)
+        writer.write("running", 1)
+        writer.write("running", 2)
+        assert slept == [], "training does not wait for it"
+        [warning] = caplog.messages
+        assert "status.json can't be written now" in warning and "training continues" in warning
+        with pytest.raises(HpcTrainError, match=r"status\.json: the"):
+            writer.write("completed", 40)
+    writer.write("completed", 40)
+    assert read_status(RunPaths(tmp_path)).state == "completed"
+
+
+@pytest.mark.fault(9)
+def test_the_last_status_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really, left = status_module.write_json, [2]
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, "stale")
+        really(*arguments, **options)
+
+    monkeypatch.setattr(storage_errors, "RETRY_AFTER_S", (0.0, 0.0))
+    monkeypatch.setattr(status_module, "write_json", refuse)
+    StatusWriter(RunPaths(tmp_path), attempt=1, total_steps=4, steps_per_epoch=1).write("completed", 4)
+    assert read_status(RunPaths(tmp_path)).state == "completed"

@@ -1,0 +1,103 @@
+"""What one rank makes of a loss or gradient that is NaN or infinite; all ranks decide alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpc_train.config.training_sections import OptimizationConfig, OptimizerConfig
+from hpc_train.errors import ExitCode, NonFiniteError
+from hpc_train.training.non_finite import Guard, check_evaluation, check_rollbacks
+from tests.ranks import run_ranks
+
+NAN, FINE = torch.tensor(math.nan), torch.tensor(1.0)
+
+
+def config(policy: str, most: int = 2) -> OptimizationConfig:
+    return OptimizationConfig(
+        steps=1,
+        global_batch_size=1,
+        micro_batch_size=1,
+        optimizer=OptimizerConfig(name="sgd", lr=0.1),
+        on_non_finite=policy,  # type: ignore[arg-type]
+        max_non_finite=most,
+    )
+
+
+@pytest.fixture
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_stop_only_remembers() -> None:
+    guard = Guard(config("stop"), nn.Linear(1, 1), norm_counts=True)
+    assert guard.allows(FINE, NAN) and not guard.has_seen, "an unclipped gradient is not looked at"
+    assert guard.allows(NAN, None)
+    assert guard.has_seen and not guard.needs_norm
+    assert NonFiniteError.exit_code == ExitCode.NO_RETRY
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_the_others_refuse_the_step(policy: str) -> None:
+    guard = Guard(config(policy), nn.Linear(1, 1), norm_counts=True)
+    assert guard.needs_norm
+    assert guard.allows(FINE, FINE) and guard.allows(FINE, None)
+    assert not guard.allows(NAN, FINE)
+    assert not guard.allows(FINE, torch.tensor(math.inf))
+    assert not guard.has_seen
+    under_fp16 = Guard(config(policy), nn.Linear(1, 1), norm_counts=False)
+    assert under_fp16.allows(FINE, NAN) and not under_fp16.needs_norm, "the loss scale takes care of it"
+
+
+def test_a_skip_puts_the_statistics_back_and_is_counted() -> None:
+    model = nn.BatchNorm1d(2)
+    guard = Guard(config("skip"), model, norm_counts=True, skips=1)
+    guard.before_step()
+    model.running_var = torch.full((2,), math.nan)  # as many models of one's own do it
+    model(torch.full((4, 2), math.nan))
+    assert model.running_mean is not None and model.running_mean.isnan().all()
+    guard.after_skip(7)
+    assert model.running_mean.tolist() == [0.0, 0.0] and guard.skips == 2
+    assert model.running_var.tolist() == [1.0, 1.0]
+    with pytest.raises(NonFiniteError, match=r"at step 9, .*max_non_finite allows 2"):
+        guard.after_skip(9)
+
+
+def test_clipping_by_no_bound_yields_the_norm_and_changes_nothing() -> None:
+    layer = nn.Linear(3, 1)
+    layer(torch.ones(1, 3)).sum().backward()
+    before = layer.weight.grad.clone()  # type: ignore[union-attr]
+    guard = Guard(config("skip"), layer, norm_counts=True)
+    norm = guard.clip(lambda most: nn.utils.clip_grad_norm_(layer.parameters(), most), None)
+    assert norm is not None and norm.item() == 2.0
+    assert torch.equal(before, layer.weight.grad)  # type: ignore[arg-type]
+    assert Guard(config("stop"), layer, norm_counts=True).clip(lambda most: FINE, None) is None
+
+
+def on_rank(rank: int, world_size: int) -> list[bool]:
+    guard = Guard(config("skip"), nn.Linear(1, 1), norm_counts=True)
+    return [guard.allows(NAN if rank == 1 else FINE, FINE), guard.allows(FINE, FINE)]
+
+
+@pytest.mark.slow
+def test_one_rank_is_enough(tmp_path: Path) -> None:
+    assert run_ranks(2, on_rank, folder=tmp_path) == [[False, True]] * 2
+
+
+def test_an_evaluation_and_too_many_rollbacks_end_the_run() -> None:
+    check_evaluation(3, {"loss": 1.0, "accuracy": 0.5})
+    check_evaluation(3, {"accuracy": math.nan})
+    with pytest.raises(NonFiniteError, match="the val loss is nan at step 3; lower"):
+        check_evaluation(3, {"loss": math.nan})
+    check_rollbacks((3, 9), config("rollback"))
+    with pytest.raises(NonFiniteError, match=r"for time 3; .* allows 2 rollbacks"):
+        check_rollbacks((3, 9, 12), config("rollback"))

@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from hpc_train.config.training_sections import OptimizerConfig
+from hpc_train.distributed.precision import choose_precision
+from hpc_train.errors import BadFileError
+from hpc_train.training.optimization import Optimization, make_optimizer
+from tests.forwards import optimizer_step
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+def optimizer(name: str, target: nn.Module | None = None, **keys: Any) -> torch.optim.Optimizer:
+    return make_optimizer(
+        OptimizerConfig(name=name, lr=0.1, **keys), dict((target or model()).named_parameters()), 64
+    )
+
+
+def optimization(target: nn.Module, precision: str = "fp32", lr: float = 0.1) -> Optimization:
+    made = make_optimizer(OptimizerConfig(name="sgd", lr=lr), dict(target.named_parameters()), 64)
+    return Optimization(made, lambda step: 1.0, choose_precision(precision, CPU), CPU)
+
+
+def scaler_state(owned: Optimization) -> dict[str, Any]:
+    assert owned.scaler is not None
+    return owned.scaler.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("sgd", "torch.optim.sgd.SGD"),
+        ("AdamW", "torch.optim.adamw.AdamW"),
+        ("torch/adam", "torch.optim.adam.Adam"),
+        ("lamb", "timm.optim.lamb.Lamb"),
+        ("timm/sgd", "torch.optim.sgd.SGD"),
+        ("timm/adamwlegacy", "timm.optim.adamw.AdamWLegacy"),
+    ],
+)
+def test_names_are_torchs_classes_or_else_timms(name: str, kind: str) -> None:
+    found = type(optimizer(name))
+    assert f"{found.__module__}.{found.__qualname__}" == kind
+
+
+def test_torchs_sgd_is_plain_and_timms_has_timms_defaults() -> None:
+    ours, timms = optimizer("sgd").defaults, optimizer("timm/sgd").defaults
+    assert (ours["momentum"], ours["nesterov"]) == (0, False)
+    assert (timms["momentum"], timms["nesterov"]) == (0.9, True)
+
+
+def test_timms_optimizer_keeps_its_classes_weight_decay_unless_it_is_given() -> None:
+    assert optimizer("timm/adamwlegacy").param_groups[0]["weight_decay"] == 0.01
+    assert optimizer("timm/adamwlegacy", weight_decay=0.3).param_groups[0]["weight_decay"] == 0.3
+
+
+@pytest.mark.slow
+def test_torchs_optimizers_need_no_timm() -> None:
+    code = (
+        "import sys; from hpc_train.training import optimization as o; "
+        "o._find('adamw'); o._find('torch/sgd'); "
+        "sys.exit('timm' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_learning_rate_scales_by_the_batch_it_is_meant_for() -> None:
+    assert optimizer("sgd", lr_per_batch=256).param_groups[0]["lr"] == pytest.approx(0.1 * 64 / 256)
+
+
+def test_norms_and_biases_need_not_decay() -> None:
+    target = model()
+    groups = optimizer("sgd", target, weight_decay=0.5, decay_norm_and_bias=False).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    assert [id(p) for p in groups[0]["params"]] == [id(target[0].weight), id(target[2].weight)]
+    assert len(groups[1]["params"]) == 4
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    target = model()
+    target[0].requires_grad_(False)
+    assert len(optimizer("sgd", target).param_groups[0]["params"]) == 4
+
+
+def test_lists_of_the_file_become_tuples() -> None:
+    assert optimizer("adamw", args={"betas": [0.8, 0.9]}).defaults["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "adamx"}, "optimizer.name: there is no optimizer 'adamx'; did you mean"),
+        ({"name": "torch/adamv"}, "did you mean 'torch/adam"),
+        ({"name": "timm/lam"}, "did you mean 'timm/lamb'"),
+        ({"name": "jax/sgd"}, "optimizer.name: there is no optimizer 'jax/sgd'"),
+        ({"name": "lbfgs"}, "optimizer.name: lbfgs evaluates the loss several .*; write sgd or adamw"),
+        ({"name": "SparseAdam"}, "optimizer.name: SparseAdam supports sparse gradients only.*; write adam$"),
+        ({"name": "torch/sparseadam"}, "optimizer.name: torch/sparseadam supports sparse gradients only"),
+        ({"name": "adahessian"}, "optimizer.name: adahessian needs second derivatives.*; write adamw"),
+        ({"name": "timm/kronw"}, "optimizer.name: timm/kronw keeps lists of tensors.*; write adamw"),
+        ({"name": "torch/sparseadm"}, "there is no optimizer 'torch/sparseadm'; (?!.*sparseadam)"),
+        ({"name": "timm/krom"}, "there is no optimizer 'timm/krom'; (?!.*kron)"),
+        ({"name": "adamw", "momentum": 0.9}, "optimizer.momentum: adamw has no momentum"),
+        ({"name": "rprop", "weight_decay": 0.1}, "optimizer.weight_decay: rprop has no weight_decay"),
+        ({"name": "rprop", "decay_norm_and_bias": False}, "optimizer.decay_norm_and_bias: rprop"),
+        ({"name": "sgd", "args": {"nestrov": True}}, "no argument 'nestrov'; did you mean 'nesterov'"),
+        ({"name": "sgd", "args": {"lr": 1}}, "optimizer.args: lr is a key of its own"),
+        ({"name": "sgd", "args": {"nesterov": True}}, "optimizer.args: sgd can't be made: Nesterov"),
+        ({"name": "adamw", "args": {"betas": [2, 3]}}, "optimizer.args: adamw can't be made: Invalid beta"),
+    ],
+)
+def test_mistakes_are_named_with_their_key(keys: Any, message: str) -> None:
+    with pytest.raises(BadFileError, match=rf"^optimization\..*{message}"):
+        optimizer(**keys)
+
+
+def test_steps_equal_plain_torch_to_the_bit() -> None:
+    ours, plain = model(), model()
+    keys = {"momentum": 0.9, "weight_decay": 0.01}
+    owned = Optimization(optimizer("sgd", ours, **keys), lambda step: 1 / (step + 1), _fp32(), CPU)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, **keys)
+    for step in range(4):
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
+        assert owned.set_learning_rate(step) == 0.1 * (1 / (step + 1))
+        owned.scale(ours(inputs).square().mean()).backward()
+        norm = optimizer_step(owned, lambda: nn.utils.clip_grad_norm_(ours.parameters(), 0.05))
+        reference.param_groups[0]["lr"] = 0.1 * (1 / (step + 1))
+        reference.zero_grad()
+        plain(inputs).square().mean().backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        reference.step()
+        assert norm is not None and torch.equal(norm, expected)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
+
+
+def _fp32() -> Any:
+    return choose_precision("fp32", CPU)
+
+
+DEPTHS = {"0.weight": 0, "0.bias": 0, "1.weight": 1, "1.bias": 1, "2.weight": 2, "2.bias": 2}
+
+
+def layered(target: nn.Module, **keys: Any) -> torch.optim.Optimizer:
+    config = OptimizerConfig(name="adamw", lr=0.1, layer_decay=0.5, **keys)
+    return make_optimizer(config, dict(target.named_parameters()), 64, DEPTHS)
+
+
+def test_each_layer_has_its_own_rate_the_last_one_first() -> None:
+    target = model()
+    groups = layered(target, lr_per_batch=128).param_groups
+    assert [group["lr"] for group in groups] == pytest.approx([0.05, 0.025, 0.0125])
+    assert [[id(p) for p in group["params"]] for group in groups] == [
+        [id(p) for p in target[place].parameters()] for place in (2, 1, 0)
+    ]
+
+
+def test_layers_are_crossed_with_what_does_not_decay() -> None:
+    groups = layered(model(), weight_decay=0.3, decay_norm_and_bias=False).param_groups
+    found = [(group["lr"], group["weight_decay"], len(group["params"])) for group in groups]
+    assert found == [(0.1, 0.3, 1), (0.1, 0.0, 1), (0.05, 0.0, 2), (0.025, 0.3, 1), (0.025, 0.0, 1)]
+
+
+def test_a_frozen_head_leaves_the_rates_below_it() -> None:
+    target = model()
+    target[2].requires_grad_(False)
+    made = layered(target)
+    assert [group["lr"] for group in made.param_groups] == [0.05, 0.025]
+    owned = Optimization(made, lambda step: 0.5, _fp32(), CPU)
+    assert owned.set_learning_rate(0) == 0.05, "the file's at its peak, 0.1, halved by the schedule"
+    assert [group["lr"] for group in made.param_groups] == [0.025, 0.0125]
+
+
+def test_the_schedule_scales_each_layers_rate() -> None:
+    made = layered(model())
+    owned = Optimization(made, lambda step: 1 / (step + 1), _fp32(), CPU)
+    assert owned.set_learning_rate(1) == 0.05
+    assert [group["lr"] for group in made.param_groups] == [0.05, 0.025, 0.0125]
+
+
+def test_timms_optimizers_take_layers_too() -> None:
+    config = OptimizerConfig(name="lamb", lr=0.1, layer_decay=0.5)
+    made = make_optimizer(config, dict(model().named_parameters()), 64, DEPTHS)
+    assert [group["lr"] for group in made.param_groups] == [0.1, 0.05, 0.025]
+
+
+def test_clipping_under_fp16_sees_the_true_gradient() -> None:
+    target = model()
+    owned = optimization(target, "fp16")
+    owned.scale(target(torch.ones(1, 4)).sum()).backward()
+    norm = optimizer_step(owned, lambda: nn.utils.clip_grad_norm_(target.parameters(), 1e9))
+    same = model()
+    same(torch.ones(1, 4)).sum().backward()
+    torch.testing.assert_close(norm, nn.utils.get_total_norm([p.grad for p in same.parameters()]))
+
+
+def test_an_overflow_under_fp16_skips_the_step_and_halves_the_scale() -> None:
+    target = model()
+    owned = optimization(target, "fp16")
+    before = [p.detach().clone() for p in target.parameters()]
+    owned.scale(target(torch.ones(1, 4)).sum() * float("inf")).backward()
+    norm = optimizer_step(owned, lambda: nn.utils.clip_grad_norm_(target.parameters(), 1.0))
+    assert norm is not None and not norm.isfinite()
+    assert all(torch.equal(a, b) for a, b in zip(target.parameters(), before, strict=True))
+    assert scaler_state(owned)["scale"] == 2.0**15
+    owned.scale(target(torch.ones(1, 4)).sum()).backward()
+    optimizer_step(owned)
+    assert not torch.equal(next(target.parameters()), before[0])
+    assert scaler_state(owned) | {"_growth_tracker": 1} == scaler_state(owned)
+
+
+def test_a_loaded_loss_scale_is_what_the_next_backward_uses() -> None:
+    target = model()
+    owned = optimization(target, "fp16")
+    assert owned.scaler is not None
+    owned.scaler.load_state_dict(scaler_state(owned) | {"scale": 8.0})
+    inputs = torch.ones(1, 4)
+    owned.scale(target(inputs).sum()).backward()
+    scaled = next(target.parameters()).grad
+    same = model()
+    same(inputs).sum().backward()
+    torch.testing.assert_close(scaled, next(same.parameters()).grad * 8)
+
+
+def test_without_fp16_there_is_no_scaler() -> None:
+    assert optimization(model(), "bf16").scaler is None
+
+
+@pytest.mark.slow
+def test_an_overflow_in_one_ranks_shard_skips_the_step_on_all(tmp_path: Path) -> None:
+    for rank_with_inf in (0, 1):
+        results = run_ranks(2, _sharded_overflow, rank_with_inf, folder=tmp_path)
+        assert results == [{"same": True, "scale": 2.0**15, "moved_after": True}] * 2
+
+
+def _sharded_overflow(rank: int, world_size: int, rank_with_inf: int) -> dict[str, Any]:
+    target = model()
+    fully_shard(target, mesh=init_device_mesh("cpu", (world_size,)))
+    owned = optimization(target, "fp16")
+    before = _shards(target)
+    owned.scale(target(torch.ones(1, 4)).sum()).backward()
+    if rank == rank_with_inf:
+        target[0].weight.grad.to_local()[0, 0] = float("inf")  # type: ignore[union-attr]
+    optimizer_step(owned, lambda: nn.utils.clip_grad_norm_(target.parameters(), 1.0).full_tensor())  # type: ignore[attr-defined]
+    same = all(torch.equal(a, b) for a, b in zip(_shards(target), before, strict=True))
+    scale = scaler_state(owned)["scale"]
+    owned.scale(target(torch.ones(1, 4)).sum()).backward()
+    optimizer_step(owned)
+    return {"same": same, "scale": scale, "moved_after": not torch.equal(_shards(target)[0], before[0])}
+
+
+def _shards(target: nn.Module) -> list[Tensor]:
+    return [p.to_local().detach().clone() for p in target.parameters()]  # type: ignore[attr-defined]

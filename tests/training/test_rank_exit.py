@@ -1,0 +1,106 @@
+"""What a rank leaves of an error, and which exit code it chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hpc_train.distributed.env import RankFacts
+from hpc_train.distributed.signals import StopFlag
+from hpc_train.errors import BadFileError, ExitCode, TransientStorageError
+from hpc_train.paths import RunPaths
+from hpc_train.run.found_micro_batch import Found, keep
+from hpc_train.training import rank_exit
+from hpc_train.training.rank_exit import report
+from tests.run.runs import small_run
+
+FULL = RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory")
+OF_GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    found = small_run(tmp_path)
+    found.attempt(1).folder.mkdir(parents=True)
+    return found
+
+
+def end(paths: RunPaths, error: BaseException, *, has_stepped: bool = False) -> tuple[ExitCode, str | None]:
+    """Return the exit code of rank 0, and what it leaves as its error."""
+    flag = StopFlag(has_nothing_to_lose=not has_stepped)
+    try:
+        raise error
+    except BaseException as caught:
+        code = report(caught, paths, 1, RankFacts(), flag)
+    left = paths.attempt(1).error(0)
+    return code, left.read_text() if left.exists() else None
+
+
+def test_memory_that_is_full_before_the_first_step_is_the_files_to_mend(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = end(paths, FULL)
+    assert code == ExitCode.BAD_FILE
+    assert text is not None and text.startswith(
+        "optimization.micro_batch_size: 4 does not fit this node's memory; write a smaller one or auto, "
+        "activation_checkpointing: blocks, or a parallel.strategy that shards ("
+    )
+    assert "Traceback" not in text and "Traceback" in capsys.readouterr().err, "the log says where"
+
+
+def test_memory_that_is_full_later_is_a_crash_with_the_same_words(paths: RunPaths) -> None:
+    code, text = end(paths, FULL, has_stepped=True)
+    assert code == ExitCode.FAILED
+    assert text is not None and text.startswith("optimization.micro_batch_size: 4 does not fit")
+
+
+def test_what_fitted_in_an_earlier_attempt_is_no_mistake_of_the_files(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_exit, "committed", lambda paths: [paths.checkpoint(5)])
+    assert end(paths, FULL)[0] == ExitCode.FAILED
+
+
+def test_a_gpu_is_named_with_what_auto_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    optimization = {"steps": 10, "global_batch_size": 8, "micro_batch_size": "auto"}
+    auto = small_run(tmp_path, optimization=optimization | {"optimizer": {"name": "sgd", "lr": 0.1}})
+    auto.attempt(1).folder.mkdir(parents=True)
+    keep(auto, Found(size=2, too_large=4, ranks=1, attempt=1))
+    wrapped = RuntimeError("forward failed")
+    wrapped.__cause__ = OF_GPU
+    for error in (OF_GPU, wrapped):
+        code, text = end(auto, error)
+        assert code == ExitCode.BAD_FILE and text is not None
+        assert text.startswith(
+            "optimization.micro_batch_size: 2 does not fit cuda:3; write a smaller number, "
+        )
+    # Before torch's allocator has anything: who else holds it, another node may tell.
+    assert end(auto, RuntimeError("CUDA error: out of memory"))[0] == ExitCode.FAILED
+    _, text = end(auto, FULL)
+    assert text is not None and text.startswith("Traceback"), "the host's memory, not the device's"
+
+
+def test_memory_that_a_file_or_an_error_of_ours_tells_of_stays_what_it_was(paths: RunPaths) -> None:
+    for error in (OSError(12, "Cannot allocate memory"), TransientStorageError("no memory")):
+        error.__cause__ = OSError(12, "Cannot allocate memory")
+        code, text = end(paths, error)
+        assert code == ExitCode.FAILED
+        assert text is not None and "Traceback" in text
+    wrong = BadFileError("model.name: is wrong")
+    wrong.__cause__ = FULL
+    assert end(paths, wrong) == (ExitCode.BAD_FILE, "model.name: is wrong\n")
+
+
+def test_nccls_words_on_a_peer_that_may_not_be_gone_are_kept(paths: RunPaths) -> None:
+    remote = dist.DistBackendError("NCCL error: ncclRemoteError: remote process exited")
+    assert end(paths, remote) == (ExitCode.PEER_LOST, None)
+    own = dist.DistBackendError("NCCL error: ncclSystemError\nLast error:\nno /dev/shm")
+    assert end(paths, own) == (
+        ExitCode.PEER_LOST,
+        "a peer is gone, or NCCL fails on this node: NCCL error: ncclSystemError Last error: no /dev/shm\n",
+    )

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler
+
+from hpc_train.config.training_sections import ScheduleConfig
+from hpc_train.errors import BadFileError
+from hpc_train.topology import learning_rate
+from hpc_train.training.schedules import make_schedule
+from hpc_train.validate.part_rules import schedule_is_known
+from tests.run.runs import small_experiment
+
+TOTAL, PER_EPOCH = 60, 10
+
+
+def factors(total: int = TOTAL, **keys: Any) -> list[float]:
+    schedule = make_schedule(ScheduleConfig(**keys), total, PER_EPOCH)
+    return [schedule(step) for step in range(total)]
+
+
+def torch_factors(kind: type[Any], total: int = TOTAL, **keys: Any) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scheduler = kind(optimizer, **keys)
+    found = []
+    for _ in range(total):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "same"),
+    [
+        ({"name": "cosine"}, lr_scheduler.CosineAnnealingLR, {"T_max": 60}),
+        (
+            {"name": "cosine", "min_factor": 0.1},
+            lr_scheduler.CosineAnnealingLR,
+            {"T_max": 60, "eta_min": 0.1},
+        ),
+        (
+            {"name": "linear", "min_factor": 0.25},
+            lr_scheduler.LinearLR,
+            {"start_factor": 1.0, "end_factor": 0.25, "total_iters": 60},
+        ),
+        (
+            {"name": "poly", "args": {"power": 2.0}},
+            lr_scheduler.PolynomialLR,
+            {"total_iters": 60, "power": 2.0},
+        ),
+        (
+            {"name": "step", "args": {"every_epochs": 2, "gamma": 0.5}},
+            lr_scheduler.StepLR,
+            {"step_size": 20, "gamma": 0.5},
+        ),
+        ({"name": "step", "args": {"every_steps": 7}}, lr_scheduler.StepLR, {"step_size": 7}),
+        (
+            {"name": "multistep", "args": {"milestones_epochs": [4, 2], "gamma": 0.2}},
+            lr_scheduler.MultiStepLR,
+            {"milestones": [20, 40], "gamma": 0.2},
+        ),
+        (
+            {"name": "multistep", "args": {"milestones_steps": [5, 30]}},
+            lr_scheduler.MultiStepLR,
+            {"milestones": [5, 30]},
+        ),
+        (
+            {"name": "exponential", "args": {"gamma": 0.5}},
+            lr_scheduler.ExponentialLR,
+            {"gamma": 0.5 ** (1 / 10)},
+        ),
+    ],
+)
+def test_factors_are_those_of_torchs_scheduler(keys: Any, kind: type[Any], same: Any) -> None:
+    assert factors(**keys) == pytest.approx(torch_factors(kind, **same), rel=1e-9, abs=1e-12)
+
+
+def test_warm_up_and_cosine_are_timms_with_warmup_prefix() -> None:
+    ours = factors(name="cosine", warmup_steps=6)
+    timms = factors(name="timm/cosine", args={"warmup_t": 6, "warmup_prefix": True, "t_initial": 54})
+    assert ours[:6] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1])
+    assert ours[6:] == pytest.approx(timms[6:])
+
+
+def test_warm_up_in_epochs_may_be_a_part_of_one() -> None:
+    assert factors(name="constant", warmup_epochs=0.4)[:5] == pytest.approx([0.25, 0.5, 0.75, 1, 1])
+
+
+def test_milestones_count_from_the_runs_beginning() -> None:
+    found = factors(name="multistep", warmup_steps=10, args={"milestones_epochs": [2]})
+    assert (found[19], found[20]) == pytest.approx((1.0, 0.1))
+
+
+def test_no_factor_falls_below_the_least_one() -> None:
+    assert min(factors(name="exponential", min_factor=0.3, args={"gamma": 0.1})) == 0.3
+    assert min(factors(name="torch/ExponentialLR", min_factor=0.3, args={"gamma": 0.5})) == 0.3
+    assert min(factors(name="timm/step", min_factor=0.3, args={"decay_t": 5, "decay_rate": 0.1})) == 0.3
+
+
+@settings(deadline=None)
+@given(
+    name=st.sampled_from(["constant", "cosine", "linear", "poly"]),
+    total=st.integers(2, 500),
+    warmup=st.integers(0, 400),
+    least=st.floats(0, 1),
+)
+def test_factors_stay_between_the_least_and_one(name: str, total: int, warmup: int, least: float) -> None:
+    warmup = min(warmup, total - 1)
+    found = factors(total, name=name, warmup_steps=warmup, min_factor=least)
+    assert max(found) <= 1 + 1e-12
+    assert min(found[warmup:]) >= least - 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kind", "same"),
+    [
+        ("torch/CosineAnnealingLR", {}, lr_scheduler.CosineAnnealingLR, {"T_max": 60}),
+        (
+            "torch/CosineAnnealingWarmRestarts",
+            {"T_0": 7},
+            lr_scheduler.CosineAnnealingWarmRestarts,
+            {"T_0": 7},
+        ),
+        (
+            "torch/OneCycleLR",
+            {"cycle_momentum": False},
+            lr_scheduler.OneCycleLR,
+            {"max_lr": 1.0, "total_steps": 61, "cycle_momentum": False},
+        ),
+    ],
+)
+def test_torchs_own_schedulers_are_replayed(name: str, args: Any, kind: type[Any], same: Any) -> None:
+    if name.endswith("OneCycleLR"):
+        args = args | {"total_steps": 61}
+    assert factors(name=name, args=args) == torch_factors(kind, **same)
+
+
+def test_a_schedule_is_a_function_of_the_step() -> None:
+    for name in ("cosine", "torch/CosineAnnealingLR", "timm/cosine", "timm/tanh"):
+        schedule = make_schedule(ScheduleConfig(name=name, warmup_steps=3), TOTAL, PER_EPOCH)
+        late = schedule(50)
+        assert schedule(4) > late
+        assert schedule(50) == late
+
+
+def test_timms_schedule_leaves_the_random_numbers_alone() -> None:
+    before = torch.random.get_rng_state()
+    noisy = factors(name="timm/cosine", args={"noise_range_t": [0, 60]})
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert noisy != factors(name="timm/cosine")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "cosin"}, "schedule.name: there is no schedule 'cosin'; did you mean 'cosine'"),
+        ({"name": "tf/cosine"}, "schedule.name: 'tf/cosine' is of 'tf'"),
+        ({"name": "timm/cosin"}, "did you mean 'timm/cosine'"),
+        ({"name": "timm/plateau"}, "there is no schedule 'timm/plateau'"),
+        ({"name": "timm/cosine", "args": {"lr_mn": 1}}, "no argument 'lr_mn'; did you mean 'lr_min'"),
+        ({"name": "timm/cosine", "warmup_steps": 2, "args": {"warmup_t": 2}}, "write one of them"),
+        ({"name": "torch/StepLr", "args": {}}, "did you mean 'torch/StepLR'"),
+        ({"name": "torch/StepLR", "args": {}}, "schedule.args: torch/StepLR can't be made"),
+        ({"name": "torch/ReduceLROnPlateau"}, "needs the loss"),
+        ({"name": "torch/OneCycleLR"}, "write cycle_momentum: false"),
+        (
+            {"name": "torch/OneCycleLR", "args": {"cycle_momentum": False, "total_steps": 59}},
+            "ends at step 59 of 60",
+        ),
+        ({"name": "cosine", "args": {"power": 2}}, "cosine takes no argument 'power'; it takes none"),
+        ({"name": "poly", "args": {"powr": 2}}, "no argument 'powr'; did you mean 'power'"),
+        ({"name": "poly", "args": {"power": "2"}}, "power is '2'; write a number above 0"),
+        ({"name": "step"}, "takes every_epochs or every_steps and has neither"),
+        ({"name": "step", "args": {"every_epochs": 1, "every_steps": 2}}, "has both"),
+        ({"name": "multistep", "args": {"milestones_steps": 3}}, "write a list of numbers"),
+        ({"name": "exponential"}, "exponential needs 'gamma'"),
+        (
+            {"name": "cosine", "warmup_steps": 60},
+            "schedule.warmup_steps: a warm-up of 60 steps is not shorter than the run",
+        ),
+        (
+            {"name": "cosine", "warmup_epochs": 6},
+            "schedule.warmup_epochs: a warm-up of 60 steps is not shorter than the run",
+        ),
+    ],
+)
+def test_mistakes_are_named_with_their_key(keys: Any, message: str) -> None:
+    with pytest.raises(BadFileError, match=rf"^optimization\..*{message}"):
+        factors(**keys)
+
+
+def test_cosine_passes_its_middle_at_half_the_run() -> None:
+    assert factors(name="cosine")[30] == pytest.approx((1 + math.cos(math.pi / 2)) / 2)
+
+
+def test_a_new_schedule_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name is then accepted by ``validate``, and its arguments are checked where the run begins."""
+    experiment = small_experiment()
+    schedule = ScheduleConfig(name="square", args={"power": 2.0})
+    optimization = experiment.optimization.model_copy(update={"schedule": schedule})
+    changed = experiment.model_copy(update={"optimization": optimization})
+    assert [problem.message for problem in schedule_is_known.find(changed)] == [
+        "there is no schedule 'square'"
+    ]
+
+    def square(arguments: learning_rate.ScheduleArguments) -> Callable[[float], float]:
+        power = arguments.number("power")
+        return lambda x: float((1 - x) ** power)
+
+    monkeypatch.setitem(learning_rate.OVER_SPAN, "square", square)
+    assert not list(schedule_is_known.find(changed))
+    assert factors(name="square", args={"power": 2.0}) == factors(name="poly", args={"power": 2.0})
+    with pytest.raises(BadFileError, match="square takes no argument 'gamma'"):
+        factors(name="square", args={"power": 2.0, "gamma": 0.1})

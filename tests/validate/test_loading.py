@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hpc_train
+from hpc_train.config.marked_yaml import MAX_BYTES
+from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.validate.loading import Loaded, load
+from tests.calls import count_calls
+from tests.config.files import GOOD, problems_of
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> Path:
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_a_good_file_is_loaded_with_its_defaults(good: Path) -> None:
+    loaded = load(good)
+    assert loaded.experiment.optimization.optimizer.lr == 0.1
+    assert loaded.experiment.checkpoint.keep == 3
+    assert loaded.source_name == str(good)
+
+
+@pytest.mark.parametrize("name", ["absent.yaml", "folder", "a\0b"])
+def test_an_unreadable_file_is_one_problem_that_names_it(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(BadFileError) as caught:
+        load(tmp_path / name)
+    (line,) = caught.value.problems
+    assert "\0" not in line and name.replace("\0", "\\x00") in line
+    assert caught.value.exit_code == ExitCode.BAD_FILE == 65
+
+
+def test_loading_imports_nothing_heavy(good: Path) -> None:
+    code = (
+        "import sys, pathlib; from hpc_train.validate.loading import load;"
+        f"load(pathlib.Path({str(good)!r}));"
+        "heavy = {'torch', 'numpy', 'timm', 'torchvision', 'wandb'} & set(sys.modules);"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    root = Path(hpc_train.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("optimization.optimizer.lr=1e-3", "optimization.optimizer.lr", 1e-3),
+        ("optimization.optimizer={name: adamw, lr: 0.5}", "optimization.optimizer.name", "adamw"),
+        ("slurm.nodes=2-4", "slurm.nodes", "2-4"),
+        ("slurm.time_limit=24:00:00", "slurm.time_limit", 1440),
+        ("environment.modules=[cuda/12, gcc]", "environment.modules", ["cuda/12", "gcc"]),
+        ("data.args.a.b=on", "data.args", {"a": {"b": "on"}}),
+        (
+            "sweep.grid.optimization.optimizer.lr=[0.1, 0.2]",
+            "sweep.grid",
+            {"optimization.optimizer.lr": [0.1, 0.2]},
+        ),
+        ("compile=true", "compile.enabled", True),
+        ("compile.mode=max-autotune", "compile.mode", "max-autotune"),
+        ("deterministic=", "deterministic", None),
+    ],
+)
+def test_the_command_line_overrides_the_file(good: Path, override: str, path: str, value: object) -> None:
+    found: object = load(good, [override]).experiment
+    for key in path.split("."):
+        found = getattr(found, key)
+    assert found == value
+
+
+def test_a_later_override_wins_and_mends_the_file(tmp_path: Path) -> None:
+    broken = GOOD.replace("lr: 0.1", "lr: fast")
+    assert problems_of(tmp_path, broken)
+    assert not problems_of(tmp_path, broken, "optimization.optimizer.lr=x", "optimization.optimizer.lr=3")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "optimization.optmizer.lr=1",
+            "optimization.optmizer: unknown key; did you mean optimization.optimizer.lr?",
+        ),
+        ("lr=1", "lr: unknown key; did you mean optimization.optimizer.lr?"),
+        ("seed.x=1", "seed.x: seed has no keys below it; write seed alone"),
+        ("seed", "seed: has no value; write KEY=VALUE"),
+        ("=3", "is not a key path; write one like optimization.optimizer.lr"),
+        (".".join(["data.args"] + ["a"] * 99) + "=1", "is not a key path"),
+        ("seed='7'", "write 7 without quotes"),
+        ("seed=[1", "seed: is not valid YAML"),
+        ("seed=*a", "seed: is the alias *a; write the value out"),
+        ("seed=!!python/name:os.system", "seed: has the tag !!python/name:os.system"),
+        ("data.args.a={b: {c: 1, c: 2}}", "data.args.a.b.c: is given twice"),
+        ("slurm.nodes=0", "slurm.nodes: needs a whole number of at least 1 or a range"),
+        ("slurm={nodes: 2, gpu: 3}", "slurm.gpu: unknown key"),
+        ("parallel.shard=\x1b[2J", "parallel.shard: character U+001B is not allowed"),
+    ],
+)
+def test_problems_of_the_command_line_say_so(tmp_path: Path, override: str, line: str) -> None:
+    lines = problems_of(tmp_path, GOOD, override)
+    assert lines[0].startswith("command line: ") and line in lines[0], lines
+    assert len(lines) == 1 and "\x1b" not in lines[0]
+
+
+@pytest.mark.fault(23)
+def test_problems_of_file_and_command_line_come_together(tmp_path: Path) -> None:
+    lines = problems_of(tmp_path, GOOD + "sed: 1\n", "optimization.epochs=0")
+    assert [line.split(":")[0] for line in lines] == ["exp.yaml", "command line"]
+
+
+def test_a_rule_broken_by_an_override_is_placed_at_what_it_names(tmp_path: Path) -> None:
+    lines = problems_of(tmp_path, GOOD, "optimization.global_batch_size=100")
+    assert lines[0].startswith("command line: optimization.global_batch_size: 100 is not a multiple")
+    lines = problems_of(tmp_path, GOOD, "optimization.micro_batch_size=24")
+    assert lines[0].startswith("exp.yaml:9:22: optimization.global_batch_size: 64 is not a multiple")
+    assert "write 48 or 72" in lines[0]
+
+
+def test_a_variant_is_the_file_with_other_values(good: Path) -> None:
+    loaded = load(good, ["sweep.grid={seed: [1, 2], optimization.schedule.name: [cosine, linear]}"])
+    run = loaded.variant({"seed": 2, "optimization.schedule.name": "linear"})
+    assert (run.seed, run.optimization.schedule.name) == (2, "linear")
+    assert loaded.experiment.seed == 0
+
+
+def test_a_variant_that_breaks_a_rule_is_placed_at_its_value(tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    path.write_text(GOOD + "sweep:\n  grid:\n    optimization.micro_batch_size: [16, 24]\n")
+    loaded = load(path)
+    loaded.variant({"optimization.micro_batch_size": 16})
+    with pytest.raises(BadFileError) as caught:
+        loaded.variant({"optimization.micro_batch_size": 24})
+    (line,) = caught.value.problems
+    assert line.startswith(f"{path}:14:41: sweep.grid.optimization.micro_batch_size[1]: ")
+    assert "64 is not a multiple of micro_batch_size 24" in line
+
+
+def test_many_runs_are_made_without_judging_the_grid_again(good: Path) -> None:
+    small, large = (load(good, [f"sweep.grid={{seed: {list(range(size))}}}"]) for size in (50, 5000))
+
+    def make_50_of(loaded: Loaded) -> None:
+        assert [loaded.variant({"seed": seed}).seed for seed in range(50)] == list(range(50))
+
+    assert count_calls(lambda: make_50_of(large)) < 1.1 * count_calls(lambda: make_50_of(small))
+
+
+def test_settings_of_compile_go_beside_its_short_form(tmp_path: Path) -> None:
+    path = tmp_path / "exp.yaml"
+    path.write_text(GOOD + "compile: false\n")
+    compiled = load(path, ["compile.mode=max-autotune"]).experiment.compile
+    assert (compiled.enabled, compiled.mode) == (False, "max-autotune")
+
+
+def test_a_problem_found_later_is_placed_too(good: Path) -> None:
+    loaded = load(good, ["seed=3"])
+    assert loaded.problem("data.name", "is \x1b gone", "fetch it").endswith(
+        "good.yaml:6:9: data.name: is \\x1b gone; fetch it"
+    )
+    assert loaded.problem(("seed",), "is odd", "write 4") == "command line: seed: is odd; write 4"
+    assert "good.yaml:5:1: data.root: is missing" in loaded.problem("data.root", "is missing", "write one")
+
+
+@pytest.mark.fault(23)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
+@given(st.text(alphabet=st.characters(), max_size=80), st.integers(0, len(GOOD)), st.booleans())
+def test_arbitrary_text_raises_nothing_but_bad_file(tmp_path: Path, text: str, at: int, inside: bool) -> None:
+    content = GOOD[:at] + text + GOOD[at:] if inside else text
+    problems_of(tmp_path, content.encode("utf-8", "surrogatepass"))
+
+
+@pytest.mark.fault(23)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
+@given(
+    st.sampled_from(
+        ["seed", "name", "slurm", "compile", "slurm.nodes", "data.args.x", "sweep.grid", "sweep.grid.seed"]
+    ),
+    st.text(alphabet="01-.e[]{}:, xon'\"#&*!\n", max_size=12),
+)
+def test_arbitrary_overrides_raise_nothing_but_bad_file(tmp_path: Path, key: str, value: str) -> None:
+    problems_of(tmp_path, GOOD, f"{key}={value}")
+
+
+def test_no_more_of_a_file_is_read_than_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a terabyte would fill the memory before it is refused."""
+
+    class Endless(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            assert size is not None and 0 < size <= MAX_BYTES + 1
+            return b"#" * size
+
+    monkeypatch.setattr(Path, "open", lambda *arguments, **options: Endless())
+    with pytest.raises(BadFileError, match="larger than 1 MiB"):
+        load(tmp_path / "exp.yaml")

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+
+from hpc_train.training import optimization
+from hpc_train.validate import model_facts
+from hpc_train.validate.layer_rules import layer_facts
+from hpc_train.validate.part_rules import TORCH_OPTIMIZERS, UNUSABLE_OPTIMIZERS
+from tests.config.files import GOOD, problems_of
+from tests.end_to_end.runs import wait_for
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
+    model_facts.forget_answers()
+    yield
+    monkeypatch.undo()  # a test may have replaced what is forgotten
+    model_facts.forget_answers()
+
+
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """Put a shell script in Python's place; it notes each of its calls in the file that is returned."""
+    calls, program = tmp_path / "calls", tmp_path / "python"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n{script}\n')
+    program.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(program))
+    return calls
+
+
+ANSWER = """echo '{"timm": ["resnet50"], "torchvision": [], "datasets": ["MNIST"]}'"""
+
+
+def test_the_child_is_asked_once_and_its_answer_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = child(tmp_path, monkeypatch, ANSWER)
+    assert model_facts.known_names("timm") == ["resnet50"]
+    model_facts.forget_answers()
+    assert model_facts.known_names("datasets") == ["MNIST"]
+    assert calls.read_text() == "-m hpc_train.models.names\n"
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".json"]
+
+
+def test_other_versions_ask_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = child(tmp_path, monkeypatch, ANSWER)
+    model_facts.known_names("timm")
+    model_facts.forget_answers()
+    monkeypatch.setattr(model_facts, "version", lambda package: f"9.{package}")
+    model_facts.known_names("timm")
+    assert len(calls.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "script",
+    ["exit 1", "echo broken", "echo '[1]'", """echo '{"timm": 3}'""", "kill -9 $$", "printf '\\377'"],
+)
+def test_a_failing_child_makes_names_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    child(tmp_path, monkeypatch, script)
+    assert model_facts.known_names("timm") is None
+    assert model_facts.has_batchnorm("timm/resnet50", {}) is None
+    assert layer_facts("timm/resnet50", {}) is None
+
+
+def test_a_child_that_hangs_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    child(tmp_path, monkeypatch, "exec tail -f /dev/null")
+    monkeypatch.setattr(model_facts, "CHILD_LIMIT_S", 0.2)
+    assert model_facts.known_names("timm") is None
+    assert model_facts.has_batchnorm("timm/resnet50", {}) is None
+    assert all("timed out after 0.2 seconds" in said for said in caplog.messages), caplog.messages
+    assert len(caplog.messages) == 2
+
+
+def test_ctrl_c_leaves_nothing_to_wait_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child(tmp_path, monkeypatch, f"sleep 0.3; kill -INT {os.getpid()}; exec tail -f /dev/null")
+    before = {*threading.enumerate()}  # a thread of an earlier test may end meanwhile
+    with pytest.raises(KeyboardInterrupt):
+        model_facts.has_batchnorm("timm/resnet50", {})
+    wait_for(lambda: not {*threading.enumerate()} - before, "the timer's end", 10)
+
+
+def test_a_cache_that_can_not_be_written_or_read_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child(tmp_path, monkeypatch, ANSWER)
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert model_facts.known_names("timm") == ["resnet50"]
+
+
+def test_a_damaged_cache_is_asked_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child(tmp_path, monkeypatch, ANSWER)
+    model_facts.known_names("timm")
+    (file,) = (tmp_path / "cache").iterdir()
+    file.write_text("{")
+    model_facts.forget_answers()
+    assert model_facts.known_names("timm") == ["resnet50"]
+    assert json.loads(file.read_text())["timm"] == ["resnet50"]
+
+
+def test_a_plug_ins_model_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"""read question; echo "$question" >> {tmp_path / "calls"}; echo '{{"has_batchnorm": true}}'"""
+    calls = child(tmp_path, monkeypatch, script)
+    assert model_facts.has_batchnorm("acme.models:tiny", {}) is None
+    assert not calls.exists()
+    assert model_facts.has_batchnorm("timm/resnet50", {"depth": 2}) is True
+    assert layer_facts("timm/resnet50", {"depth": 2}) is None
+    asked = ["-m hpc_train.strategies.model_facts", '["timm/resnet50", {"depth": 2}]']
+    assert calls.read_text().splitlines() == asked
+
+
+@pytest.mark.parametrize(
+    ("script", "within", "children"),
+    [
+        ("while read question; do echo '{\"has_batchnorm\": true}'; done", nullcontext, 3),
+        ("while read question; do echo '{\"has_batchnorm\": true}'; done", model_facts.one_child, 1),
+        ("read question; echo '{\"has_batchnorm\": true}'", model_facts.one_child, 3),  # it has ended
+    ],
+)
+def test_within_a_sweep_one_child_answers_while_it_lives(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    within: Callable[[], AbstractContextManager[None]],
+    children: int,
+) -> None:
+    calls = child(tmp_path, monkeypatch, f"echo $$ >> {tmp_path / 'ids'}; {script}")
+    with within():
+        for model in ("timm/a", "timm/b", "timm/c"):
+            assert model_facts.has_batchnorm(model, {}) is True
+            if script.startswith("read"):
+                wait_for(lambda: not is_alive(last_id(tmp_path)), "the child's end")
+    assert len(calls.read_text().splitlines()) == children
+    assert not is_alive(last_id(tmp_path)), "none is left behind"
+
+
+def last_id(folder: Path) -> int:
+    return int((folder / "ids").read_text().split()[-1])
+
+
+def is_alive(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_model_that_can_not_be_built_is_unknown_and_the_others_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = '{"error": "no model b"}', '{"has_batchnorm": true}'
+    child(tmp_path, monkeypatch, f"read a; echo '{bad}'; read b; echo '{good}'; read c")
+    with model_facts.one_child():
+        assert model_facts.has_batchnorm("timm/bad", {}) is None
+        assert model_facts.has_batchnorm("timm/good", {}) is True
+    assert caplog.messages == ["names could not be checked: no model b"]
+
+
+def test_one_question_about_a_model_answers_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {"shared": {"heads of attn (num_heads)": 3}, "dropout_key": None, "most_stages": 12}
+    calls = child(tmp_path, monkeypatch, f"echo '{json.dumps({'has_batchnorm': False} | facts)}'")
+    assert model_facts.has_batchnorm("timm/vit", {}) is False
+    model_facts.forget_answers()
+    found = layer_facts("timm/vit", {})
+    assert found is not None and found.model_dump() == facts
+    assert layer_facts("acme.models:tiny", {}) is None
+    assert len(calls.read_text().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_the_real_child_knows_timm_and_torchvision() -> None:
+    known = {kind: model_facts.known_names(kind) or [] for kind in ("timm", "torchvision", "datasets")}
+    assert (
+        "resnet50" in known["timm"] and "resnet50" in known["torchvision"] and "CIFAR10" in known["datasets"]
+    )
+    assert model_facts.has_batchnorm("timm/resnet18", {}) is True
+    facts = layer_facts("timm/resnet18", {})
+    assert facts is not None and not facts.shared and facts.most_stages == 8
+
+
+def test_the_lists_kept_by_hand_are_those_of_torch_and_of_the_engine() -> None:
+    assert set(TORCH_OPTIMIZERS) >= optimization._torch_classes().keys()
+    assert not UNUSABLE_OPTIMIZERS.keys() & set(TORCH_OPTIMIZERS)
+
+
+@pytest.mark.parametrize(("override", "said"), [
+    ("optimization.optimizer.name=adamww", "there is no optimizer 'adamww'; did you mean adamw?"),
+    ("optimization.optimizer.name=torch/lamb", "no optimizer 'torch/lamb'; write one of torch.optim"),
+    ("optimization.optimizer.name=timm/lanb", "there is no optimizer 'timm/lanb'; did you mean lamb?"),
+    ("optimization.optimizer.name=timm/krom", "there is no optimizer 'timm/krom'; write one of torch.optim"),
+    ("optimization.optimizer.name=kron", "kron keeps lists of tensors and its own random generator"),
+    ("optimization.optimizer.name=timm/AdaHessian", "AdaHessian needs second derivatives, which"),
+    ("optimization.optimizer.name=torch/sparseadam", "sparseadam supports sparse gradients only"),
+    ("optimization.optimizer.name=LBFGS", "LBFGS evaluates the loss several times per step"),
+    ("optimization.schedule.name=cosin", "there is no schedule 'cosin'; did you mean cosine?"),
+    ("optimization.schedule.name=torch/OneCycle", "no schedule 'OneCycle'; did you mean torch/OneCycleLR?"),
+    ("optimization.schedule.name=keras/cosine", "no provider of schedules 'keras'; write timm/<name>"),
+])  # fmt: skip
+def test_a_misspelt_optimizer_or_schedule_is_found(
+    override: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = {
+        "timm_optimizers": ["adahessian", "kron", "lamb", "lion"],
+        "torch_schedules": ["OneCycleLR"],
+        "timm": ["resnet18"],
+    }
+    monkeypatch.setattr(model_facts, "_answer", lambda question: answers)
+    (line,) = problems_of(tmp_path, GOOD, override)
+    assert said in line
+
+
+def test_that_names_were_not_checked_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    child(tmp_path, monkeypatch, "echo 'ImportError: no libcuda' >&2; exit 1")
+    model_facts.known_names("timm")
+    assert caplog.messages == ["names could not be checked: ImportError: no libcuda"]

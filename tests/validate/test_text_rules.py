@@ -1,0 +1,75 @@
+"""Text, and what goes with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.config.files import problems_of
+
+TEXT = """\
+name: letters
+task: causal_lm
+model: {name: gpt}
+data: {name: text, root: some.txt}
+optimization:
+  steps: 3
+  global_batch_size: 64
+  micro_batch_size: 16
+  optimizer: {name: sgd, lr: 0.1}
+"""
+ON_DIGITS = "data={name: digits}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (("task=classification",), "task", "write causal_lm"),
+        (
+            (ON_DIGITS, "model.name=acme:net"),
+            "task",
+            "digits has images (target: class); write classification, or data.name",
+        ),
+        (("model.name=timm/resnet50",), "model.name", "write gpt"),
+        (("model.name=torchvision/resnet18",), "model.name", "write gpt"),
+        (("task=classification", ON_DIGITS), "model.name", "write data.name: text, or another model"),
+        (("model.name=gpt/2",), "model.name", "write gpt"),
+        (("data.name=text/x",), "data.name", "write text"),
+        (("data.root=",), "data.root", "text needs it"),
+        (("data.augment={hflip: 0.5}",), "data.augment", "does not apply to text; take it out"),
+        (("data.image_size=32",), "data.image_size", "does not apply to text"),
+        (("data.eval_crop=0.875",), "data.eval_crop", "does not apply to text"),
+        (("data.normalize={mean: [0.5], std: [0.5]}",), "data.normalize", "does not apply to text"),
+        (("model.channels_last=true",), "model.channels_last", "does not apply to text"),
+        (("model.name=gtp",), "model.name", "write timm/gtp or another of gpt"),
+        (("task=causallm",), "task", "did you mean causal_lm?"),
+    ],
+)
+def test_what_does_not_go_with_text_is_refused(
+    overrides: tuple[str, ...], key: str, said: str, tmp_path: Path
+) -> None:
+    lines = problems_of(tmp_path, TEXT, *overrides)
+    assert len(lines) == 1, lines
+    assert f": {key}: " in lines[0] and said in lines[0]
+
+
+def test_the_place_is_that_of_the_key(tmp_path: Path) -> None:
+    text = TEXT.replace("some.txt}", "some.txt, image_size: 8}")
+    (line,) = problems_of(tmp_path, text)
+    assert line.startswith("exp.yaml:4:36: data.image_size: does not apply to text")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("data.args={sequence_length: 8, tokens: bytes}",),
+        ("model.name=acme:net",),
+        ("data.name=acme:data",),
+        ("task=classification", "data.name=acme:data", "model.name=acme:net"),
+        ("parallel.strategy=fsdp", "precision=bf16", "compile=true"),
+    ],
+)
+def test_sound_files_pass(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    assert problems_of(tmp_path, TEXT, *overrides) == []

@@ -1,0 +1,339 @@
+"""Ranks forked from a process that has imported torch, for tests where starting is not the point.
+
+A rank needs more CPU time to import torch than most tests need for training. ``start`` runs the real command
+in a process of its own, whose ``subprocess.Popen`` hands Python modules that import torch (``_WARM``) to a
+fork server::
+
+    pytest ── fork server              has imported torch; one per process of pytest
+      │          └ forks ─▶ launcher   becomes pytest's child, forks a fork server of its own, executes Python
+      └ launcher ── fork server        knows nothing of hpc_train, which comes from the run's snapshot
+           └ rank                      forked by that server, becomes the launcher's child
+
+A rank is like a fresh process in all that tests and hpc-train look at (tests/test_warm.py): parent, session,
+signal mask, death with its launcher, exit code, open files, arguments and environment (in /proc too),
+``sys.path``, ``__main__``. It is not in what the dynamic linker, Python and torch read as they start: where
+the environment differs in such a variable (``_READ_AT_START``) a process starts as usual, as do Slurm's ranks
+and, where ``FRESH`` is set, all processes. The warm ranks of one process of pytest share Python's hash seed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+#: Set where each rank starts as usual: by tests of the start itself, and by ``make test-full``.
+FRESH = "HPC_TRAIN_TEST_FRESH_RANKS"
+#: The third-party modules that ``hpc_train.training.main`` imports; a rank imports what is missing.
+_IMPORTED = (
+    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining", "torch.nn.utils.fusion", "torch.utils.data", "torch.export",
+    "pydantic.main", "pydantic.functional_serializers", "PIL.Image", "safetensors.torch", "numpy", "xxhash",
+    "yaml", "filelock", "stamina", "platformdirs",
+)  # fmt: skip
+#: Modules that a launcher starts with ``python -m`` and that import torch.
+_WARM = {
+    "hpc_train.launchers.entry", "hpc_train.strategies.model_facts", "hpc_train.training.prepare",
+    "hpc_train.checkpoint.export",
+}  # fmt: skip
+#: How variables begin that change a process before its first line.
+_READ_AT_START = (
+    "LD_", "GLIBC_", "MALLOC_", "PYTHON", "OMP_", "OPENBLAS_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "TRITON",
+    "CUDA", "CUBLAS_", "NCCL_", "GLOO_", "LANG", "LC_", "TZ", "TMPDIR", "HOME", "XDG_",
+)  # fmt: skip
+#: Of these, what ``_take_over`` or hpc-train itself sets as well.
+_SET_AFTERWARDS = {
+    "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+}  # fmt: skip
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+#: Room for a process's arguments and environment in the memory that /proc shows.
+_ROOM = 60_000
+_MOST_BYTES = 2 * _ROOM
+_LIMIT_S = 60.0
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ForkServer:
+    """One end of a socket whose other end ``_serve`` reads."""
+
+    def __init__(self, end: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+        self._end = end
+        self._process = process
+        self._lock = threading.Lock()
+        self._environment = dict(os.environ)
+
+    def can_change_to(self, environment: Mapping[str, str]) -> bool:
+        """Tell whether a fork that takes over this environment is like a process that started with it."""
+        own = self._environment
+        names = {name for name in environment.keys() | own.keys() if name.startswith(_READ_AT_START)}
+        differing = {name for name in names if environment.get(name) != own.get(name)}
+        size = sum(len(os.fsencode(name + value)) + 2 for name, value in environment.items())
+        return FRESH not in environment and differing <= _SET_AFTERWARDS and size < _ROOM
+
+    def fork(self, order: Mapping[str, Any], files: Sequence[int]) -> int:
+        """Return a new child of this process that carries out the order; ``files`` become its 0, 1, 2."""
+        message = json.dumps({**order, "parent": os.getpid()}).encode()
+        with self._lock, _adopting():
+            socket.send_fds(self._end, [message], files)
+            return int(self._end.recv(100))
+
+    def close(self) -> None:
+        """End the server; what it forked lives on."""
+        self._end.close()
+        if self._process is not None:
+            self._process.wait(_LIMIT_S)
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """A while in which a grandchild that loses its parent becomes a child of this process."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+@functools.cache
+def _server() -> ForkServer:
+    """Return this process's fork server, started at the first call; it ends with this process or before."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MOST_BYTES)
+    variables = {name: value for name, value in os.environ.items() if name not in _SET_AFTERWARDS}
+    process = subprocess.Popen(  # it ends with the socket
+        [sys.executable, "-P", __file__, "serve", str(theirs.fileno()), "-" * _ROOM],
+        env=variables | {"OPENBLAS_NUM_THREADS": "1", "ROOM": "-" * _ROOM},
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    )
+    theirs.close()
+    return ForkServer(ours, process)
+
+
+def close() -> None:
+    """End this process's fork server, if there is one."""
+    if _server.cache_info().currsize:
+        _server().close()
+        _server.cache_clear()
+
+
+class _WarmPopen(subprocess.Popen[Any]):
+    """A process that a fork server forks where that makes no difference to it, else one as ever."""
+
+    #: What this process asks; set by ``_launch``.
+    server: ForkServer
+    role = "module"
+
+    def _execute_child(
+        self,
+        args: Any,
+        executable: Any,
+        preexec_fn: Any,
+        close_fds: Any,
+        pass_fds: Any,
+        cwd: Any,
+        env: Any,
+        *rest: Any,
+    ) -> None:
+        _, _, shell, *pipes, _, gid, gids, uid, umask, new_session, group = rest
+        command = [os.fsdecode(word) for word in args] if isinstance(args, list | tuple) else []
+        environment = dict(os.environ if env is None else env)
+        is_plain = close_fds and not (shell or pass_fds or executable)
+        has_our_ids = (gid, gids, uid, umask, group) == (None, None, None, -1, -1)
+        is_rank = getattr(preexec_fn, "__module__", None) == "hpc_train.launchers.rank_processes"
+        if not (
+            is_plain
+            and has_our_ids
+            and (is_rank or preexec_fn is None)
+            and self._is_warm(command)
+            and self.server.can_change_to(environment)
+        ):
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
+            )
+            return
+        files = [own if own != -1 else number for number, own in enumerate((pipes[0], pipes[3], pipes[5]))]
+        order = {
+            "role": self.role,
+            "command": command,
+            "environment": environment,
+            "folder": os.path.abspath(cwd or "."),  # noqa: PTH100  (follows no link)
+            "new_session": new_session,
+            "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+            "is_rank": is_rank,
+        }
+        self.pid = self.server.fork(order, files)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _is_warm(self, command: Sequence[str]) -> bool:
+        return command[:2] == [sys.executable, "-m"] and command[2] in _WARM
+
+
+class _Launcher(_WarmPopen):
+    """``hpc-train …``, whose ranks are forked."""
+
+    role = "launcher"
+
+    def _is_warm(self, command: Sequence[str]) -> bool:
+        return command[:3] == [sys.executable, "-m", "hpc_train"]
+
+
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+    """Start ``python -m hpc_train …``; ``options`` as of ``subprocess.Popen``."""
+    if FRESH in os.environ:
+        return subprocess.Popen(command, **options)
+    _Launcher.server = _server()
+    return _Launcher(command, **options)
+
+
+def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork for each order that comes. Returns in forks only: what to do."""
+    while True:
+        message, files, _, _ = socket.recv_fds(end, _MOST_BYTES, 3)
+        if not message:
+            os._exit(0)
+        ready, written = os.pipe()
+        helper = os.fork()
+        if helper == 0:
+            if pid := os.fork():
+                os.write(written, str(pid).encode())
+                os._exit(0)
+            return json.loads(message), files
+        # With the helper gone, the fork's parent is the subreaper, which waits for this answer.
+        os.waitpid(helper, 0)
+        end.send(os.read(ready, 100))
+        for number in (ready, written, *files):
+            os.close(number)
+
+
+def _become(order: Mapping[str, Any], files: Sequence[int], end: socket.socket) -> socket.socket | None:
+    """Become the process that was ordered. Returns a socket in the fork server of a launcher."""
+    if order["new_session"]:
+        os.setsid()
+    while os.getppid() != order["parent"]:  # until the helper is gone
+        if os.getppid() == 1:
+            os._exit(1)
+        time.sleep(0.0005)
+    ours: socket.socket | None = None
+    if order["role"] == "launcher":
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        launcher = os.getpid()
+        if os.fork() == 0:
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != launcher:
+                os._exit(1)
+            for number in (ours.detach(), end.detach(), *files):
+                os.close(number)
+            return theirs
+        theirs.close()
+    mask = {*order["mask"]}
+    if order["is_rank"]:  # as rank_processes does between fork and exec
+        mask |= {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != order["parent"]:
+            os._exit(1)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    os.chdir(order["folder"])
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    if ours is not None:
+        number = os.dup2(ours.fileno(), 3)
+        os.closerange(4, 256)
+        command = [sys.executable, __file__, "launch", *order["command"][3:]]
+        os.execve(sys.executable, command, order["environment"])
+    os.closerange(3, 256)
+    end.detach()
+    _take_over(order["command"], order["environment"])
+    return None
+
+
+def _take_over(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Make arguments, environment and streams those of a Python that was started so."""
+    os.environ.clear()
+    os.environ.update(environment)
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    arguments, end_of_arguments, variables, end_of_variables = map(int, fields[45:49])
+    for begin, end, words in (
+        (arguments, end_of_arguments, command),
+        (variables, end_of_variables, [f"{name}={value}" for name, value in environment.items()]),
+    ):
+        text = b"".join(os.fsencode(word) + b"\0" for word in words)
+        ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+    sys.orig_argv = list(command)
+    sys.argv = ["-m", *command[3:]]
+    own = [] if environment.get("PYTHONSAFEPATH") else [str(Path.cwd())]
+    sys.path[:0] = own + [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
+    is_unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        setattr(sys, name, _stream(number, getattr(sys, name), mode, is_unbuffered))
+        setattr(sys, f"__{name}__", getattr(sys, name))
+
+
+def _stream(number: int, ours: io.TextIOWrapper, mode: str, is_unbuffered: bool) -> io.TextIOWrapper:
+    """Return what Python makes of a standard stream as it starts; ``ours`` is this process's own."""
+    raw = io.FileIO(number, mode, closefd=False)
+    raw.name = ours.name
+    buffered = io.BufferedReader(raw) if mode == "r" else raw if is_unbuffered else io.BufferedWriter(raw)
+    stream = io.TextIOWrapper(
+        buffered,  # type: ignore[arg-type]
+        ours.encoding,
+        ours.errors,
+        line_buffering=not is_unbuffered and (number == 2 or raw.isatty()),
+        write_through=is_unbuffered,
+    )
+    stream.mode = mode  # type: ignore[misc]
+    return stream
+
+
+def _launch(arguments: Sequence[str]) -> NoReturn:
+    """Be ``python -m hpc_train …`` whose Popen asks the fork server at file 3."""
+    os.set_inheritable(3, False)
+    _WarmPopen.server = ForkServer(socket.socket(fileno=3))
+    subprocess.Popen = _WarmPopen  # type: ignore[misc]
+    sys.argv = ["-m", *arguments]
+    _run_as_main("hpc_train")
+
+
+def _run_as_main(module: str) -> NoReturn:
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    sys.modules["__main__"].__annotations__ = {}
+    runpy._run_module_as_main(module)  # type: ignore[attr-defined]
+    sys.exit()
+
+
+def main() -> None:
+    if sys.argv[1] == "launch":
+        sys.path[:1] = [] if sys.flags.safe_path else [str(Path.cwd())]
+        _launch(sys.argv[2:])
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    for name in ("OPENBLAS_NUM_THREADS", "ROOM"):
+        del os.environ[name]
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork loses other threads"
+    end: socket.socket | None = socket.socket(fileno=int(sys.argv[2]))
+    while end is not None:
+        order, files = _serve(end)
+        end = _become(order, files, end)
+    _run_as_main(order["command"][2])
+
+
+if __name__ == "__main__":
+    main()
