@@ -15,9 +15,12 @@ CLUSTER ?= .cluster
 # Seeds of random faults: of `make soak`, and of `make test-full`.
 SEEDS ?= 1-100
 FULL_SEEDS ?= 1-20
+# Mutants of `make mutation`.
+NUM ?= 40
+SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-slurm-new soak reliability parallelism test-gpu cluster cluster-down check clean
+.PHONY: help install demo test test-full test-slurm-new soak reliability mutation parallelism test-gpu cluster cluster-down check build clean docs lint
 
 help: ## say what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,13 +37,29 @@ $(STAMP): pyproject.toml
 demo: install ## train a small model on two ranks of this machine, in about a minute
 	@HPC_TRAIN_RUNS=runs $(BIN)/hpc-train submit examples/digits.yaml --local --devices 2 --new device=cpu
 
+.PHONY: test-fast coverage durations
+test-fast: install ## run the tests that start no ranks and no Slurm: under two minutes
+	@$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) -m "not slow and not gpu"
+
+coverage: install ## run the fast tests; show the share of lines and branches that they run, by module
+	@$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) -m "not slow and not gpu" \
+		--cov=hpc_train --cov-branch --cov-report=term:skip-covered
+
+durations: install ## run what make test runs; write where the time goes into tests/durations.json
+	@tests/slurm/install.sh
+	@$(BIN)/python -m tests.durations -q -n $(TEST_WORKERS) --dist worksteal -m "not soak"
+
+# Every rank starts as it does for a user; make test forks many from a process that has imported torch.
+test-full reliability: export HPC_TRAIN_TEST_FRESH_RANKS := 1
+
 test: install ## run all tests but those of hours; installs Slurm for them by apt where it can
 	@tests/slurm/install.sh
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not soak"
 
-test-full: install ## all tests with more seeds of random faults, all parallel settings, a short soak: hours
+test-full: install ## all tests with more seeds, all parallel settings, a short soak, sampled mutants: hours
 	@tests/slurm/install.sh
 	@HPC_TRAIN_ALL_PARALLEL=1 HPC_TRAIN_FAULT_SEEDS=$(FULL_SEEDS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "soak or not soak"
+	@$(BIN)/python -m tests.mutation --num $(NUM) --seed $(SEED) --slow
 
 test-slurm-new: install ## Slurm's tests on Debian 13's Slurm 24.11, installed into a chroot: half an hour; needs root
 	@tests/slurm/debian13.sh $(CURDIR)/$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) --dist worksteal tests/slurm
@@ -52,6 +71,9 @@ soak: install ## SEEDS=1-100: runs on a real Slurm through random faults, under 
 reliability: install ## cause every fault of the catalogue and write docs/reliability.md
 	@tests/slurm/install.sh
 	@$(BIN)/python -m tests.faults.reliability -n $(TEST_WORKERS)
+
+mutation: install ## NUM=40 SEED=1: change one place at a time and list what no fast test notices: hours
+	@$(BIN)/python -m tests.mutation --num $(NUM) --seed $(SEED)
 
 parallelism: install ## train all that may stand together and write the table of docs/parallelism.md: hours
 	@$(BIN)/python -m tests.parallelism.report
@@ -66,12 +88,20 @@ cluster: install ## start a real Slurm of four nodes on this machine (root, Debi
 cluster-down: ## end that Slurm and what runs on it
 	@test ! -d $(CLUSTER) || $(BIN)/python -m tests.slurm.cluster down $(CLUSTER)
 
-check: install ## ruff, mypy, import layers and the fast tests: one minute or two
+lint: install ## ruff, mypy and import layers
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+check: lint ## lint and the fast tests: one minute or two
 	@$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) -m "not slow and not gpu"
+
+docs: install ## the documentation as a site in build/docs; any warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+build: install ## sdist and wheel into dist/
+	@$(BIN)/python -m build --no-isolation
 
 clean: ## remove the environment and what tools left behind; runs and data stay
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,6 +1,6 @@
 """Writes the tables of keys in reference.md from the schema: ``python docs/make_reference.py``.
 
-A test calls ``updated`` to see that the file is up to date.
+A test calls ``updated`` to check that the file is up to date.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ END = "<!-- end of keys -->\n"
 
 
 def updated(page: str) -> str:
-    """Return the page with what stands between the two markers made anew."""
+    """Return the page with the text between the two markers regenerated."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     assert begin and end, f"{PAGE.name} has lost its markers"
@@ -27,12 +27,12 @@ def updated(page: str) -> str:
 
 
 def tables() -> str:
-    """Return a table a section of the file, outer ones first."""
+    """Return one table per section of the file, outer sections first."""
     return "\n\n".join(_section(path, node) for path, node in _sections((), json_schema())) + "\n"
 
 
 def _sections(path: tuple[str, ...], node: Node) -> Iterator[tuple[tuple[str, ...], Node]]:
-    """Yield every mapping whose keys are fixed, and then those below it."""
+    """Yield every mapping with fixed keys, then those below it."""
     mapping = as_mapping(node)
     if mapping is None or "properties" not in mapping:
         return
@@ -44,24 +44,24 @@ def _sections(path: tuple[str, ...], node: Node) -> Iterator[tuple[tuple[str, ..
 def _section(path: tuple[str, ...], mapping: Node) -> str:
     title = f"`{'.'.join(path)}`" if path else "The whole file"
     rows = [_row(key, below, mapping) for key, below in mapping["properties"].items()]
-    head = "| key | takes | absent | meaning |\n| --- | --- | --- | --- |"
+    head = "| key | value | default | meaning |\n| --- | --- | --- | --- |"
     return "\n".join([f"### {title}\n\n{_one_line(mapping['description'])}\n", head, *rows])
 
 
 def _row(key: str, node: Node, parent: Node) -> str:
-    cells = [f"`{key}`", _takes(node), _absent(key, node, parent), _meaning(node)]
+    cells = [f"`{key}`", _takes(node), _default(key, node, parent), _meaning(node)]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _takes(node: Node) -> str:
-    """Return what the value may be; a section of its own is described there."""
+    """Return what the value may be; a nested section is described in its own table."""
     if any("properties" in member for member in members(node)):
         plain = [wanted(member) for member in members(node) if "properties" not in member]
         return " or ".join([*plain, "a section"])
     return wanted(node)
 
 
-def _absent(key: str, node: Node, parent: Node) -> str:
+def _default(key: str, node: Node, parent: Node) -> str:
     if key in parent.get("required", []):
         return "**required**"
     default = node.get("default")
@@ -69,7 +69,7 @@ def _absent(key: str, node: Node, parent: Node) -> str:
 
 
 def _meaning(node: Node) -> str:
-    """Return the key's own text, or its section's."""
+    """Return the key's own description, or its section's."""
     own = node.get("description")
     sections = [member.get("description", "") for member in members(node) if "properties" in member]
     return _one_line(own or next(iter(sections), ""))
