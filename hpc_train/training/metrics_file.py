@@ -11,7 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from hpc_train.run.files import replacing
+from hpc_train.errors import StorageError
+from hpc_train.run.files import UnreadableFileError, open_regular, replacing
 from hpc_train.run.metric_rows import Row, iter_rows, lines_from_end, looks_like_row, parse_row
 from hpc_train.run.storage_errors import retried, storage_error
 
@@ -41,10 +42,12 @@ class MetricsFile:
         self._descriptor: int | None = None
 
     def _drop_rows_past(self, resumed_step: int) -> None:
-        with replacing(self._path, sync=True) as new:
-            if self._path.exists():
-                with self._path.open("rb") as old:
-                    _copy_rows(old, self._kept_bytes(old, resumed_step), new)
+        with (
+            replacing(self._path, sync=True) as new,
+            suppress(FileNotFoundError),
+            open_regular(self._path) as file,
+        ):
+            _copy_rows(file, self._kept_bytes(file, resumed_step), new)
 
     def _kept_bytes(self, file: BinaryIO, resumed_step: int) -> int:
         """Return where the rows up to ``resumed_step`` end, and note those at that very step."""
@@ -87,7 +90,8 @@ class MetricsFile:
         self._end += len(line)
 
     def _open(self) -> None:
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        # Without blocking: a pipe in the file's place would wait for a reader.
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         if os.fstat(self._descriptor).st_ino != self._inode:
             self._close()
             raise OSError(errno.EEXIST, "another attempt has replaced the file", str(self._path))
@@ -149,6 +153,8 @@ class MetricsFile:
             yield
         except OSError as error:
             raise storage_error(error, self._path) from error
+        except UnreadableFileError as error:
+            raise StorageError(f"{error}; move it away, then continue") from error
 
     def close(self) -> None:
         self._close()

@@ -86,6 +86,24 @@ def test_a_line_that_is_no_row_is_left_out(line: str, path: Path) -> None:
     assert path.read_text() == json.dumps(row(1)) + "\n"
 
 
+@pytest.mark.timeout(10)
+def test_a_pipe_in_its_place_is_refused_at_once(path: Path) -> None:
+    os.mkfifo(path)
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: not a regular file; move it away"):
+        MetricsFile(path, 1)
+    assert path.is_fifo()
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_that_replaces_it_later_is_refused_at_once(path: Path) -> None:
+    file = MetricsFile(path, 0)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: "):
+        file.append(row(1))
+    file.close()
+
+
 def test_a_row_reaches_other_processes_at_once(path: Path) -> None:
     file = MetricsFile(path, 0)
     file.append(row(1))
