@@ -44,6 +44,11 @@ class DataFacts:
     is_listed: bool = False
     #: The key of ``data.args`` that is the side of the images in pixels.
     image_size_argument: str | None = None
+    #: The side of the images in pixels where neither that key nor ``data.image_size`` is given; None where
+    #: it varies or only the data set's own code knows it.
+    image_size: Callable[[DataConfig], int | None] = lambda data: None
+    #: The channels of the images; None where only the data set's own code knows them.
+    channels: Callable[[DataConfig], int | None] = lambda data: None
     #: N of the training data; None where only the data set's own code knows it.
     num_samples: Callable[[DataConfig], int | None] = lambda data: None
 
@@ -89,6 +94,41 @@ _TORCHVISION = {
     "StanfordCars": 8_144,
     "USPS": 7_291,
 }
+#: Channels and side of torchvision's images, where they are square and all of one size.
+_TORCHVISION_IMAGES = {
+    "CIFAR10": (3, 32),
+    "CIFAR100": (3, 32),
+    "EMNIST": (1, 28),
+    "FER2013": (1, 48),
+    "FashionMNIST": (1, 28),
+    "KMNIST": (1, 28),
+    "MNIST": (1, 28),
+    "PCAM": (3, 96),
+    "QMNIST": (1, 28),
+    "STL10": (3, 96),
+    "SVHN": (3, 32),
+    "USPS": (1, 16),
+}
+#: The side of the images of ``digits``, and of ``synthetic`` where ``data.args`` does not say it.
+_DIGITS_SIZE = _SYNTHETIC_SIZE = 32
+
+
+def _argument(name: str, default: int) -> Callable[[DataConfig], int | None]:
+    """Return what reads a number from ``data.args``; None where it is none, which the data set refuses."""
+
+    def read(data: DataConfig) -> int | None:
+        given = data.args.get(name, default)
+        return given if type(given) is int and given > 0 else None
+
+    return read
+
+
+def _torchvision_channels(data: DataConfig) -> int | None:
+    return _TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[0]
+
+
+def _torchvision_size(data: DataConfig) -> int | None:
+    return _TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[1]
 
 
 def _synthetic_samples(data: DataConfig) -> int | None:
@@ -107,9 +147,22 @@ def _image_folder_samples(data: DataConfig) -> int | None:
 
 #: The data sets of this package.
 DATA_SETS = {
-    "digits": DataFacts("images", "class", example="", num_samples=lambda data: _DIGITS),
+    "digits": DataFacts(
+        "images",
+        "class",
+        example="",
+        image_size=lambda data: _DIGITS_SIZE,
+        channels=_argument("channels", 1),
+        num_samples=lambda data: _DIGITS,
+    ),
     "synthetic": DataFacts(
-        "images", "class", example="", image_size_argument="image_size", num_samples=_synthetic_samples
+        "images",
+        "class",
+        example="",
+        image_size_argument="image_size",
+        image_size=lambda data: _SYNTHETIC_SIZE,
+        channels=_argument("channels", 3),
+        num_samples=_synthetic_samples,
     ),
     "imagefolder": DataFacts(
         "images",
@@ -118,6 +171,7 @@ DATA_SETS = {
         root="the folder that contains train/<class>/ and val/<class>/",
         is_in_root=True,
         example="",
+        channels=_argument("channels", 3),
         num_samples=_image_folder_samples,
     ),
     "torchvision": DataFacts(
@@ -127,6 +181,8 @@ DATA_SETS = {
         root="the folder of torchvision's files, for example data/cifar10",
         example="torchvision/CIFAR10",
         is_listed=True,
+        image_size=_torchvision_size,
+        channels=_torchvision_channels,
         num_samples=_torchvision_samples,
     ),
     "text": DataFacts(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.channels import normalize_problem
 from hpc_train.datasets.structures import Tensors, is_structured, map_tensors
 from hpc_train.datasets.types import DataInfo
-from hpc_train.errors import BadFileError
 
 
 class Normalize:
@@ -66,8 +66,5 @@ class Normalize:
 
 
 def _check_length(name: str, values: Sequence[float], channels: int) -> None:
-    if len(values) != channels:
-        raise BadFileError(
-            f"data.normalize.{name}: {list(values)} has {len(values)} values, but images have {channels} "
-            f"channels; write {channels}"
-        )
+    if problem := normalize_problem(name, values, channels):
+        raise problem.as_error()

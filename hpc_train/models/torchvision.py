@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.fields import Arguments
 from hpc_train.config.training_sections import ModelConfig
+from hpc_train.data_facts.channels import model_problem
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import parameter_names, wrong_arguments
@@ -38,11 +39,8 @@ def model_names() -> list[str]:
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
     """Build torchvision's model ``rest``; greyscale images are repeated to its 3 channels."""
     _refuse_unknown(rest)
-    if info.channels not in (1, 3):
-        raise BadFileError(
-            f"model.name: torchvision's models take 1 or 3 channels and the data have {info.channels}; "
-            f"use timm's (timm/{rest}), which take any number"
-        )
+    if problem := model_problem(config.name, info.channels):
+        raise problem.as_error()
     arguments = _arguments(rest, config)
     num_classes = arguments.pop("num_classes", info.num_classes)
     if config.pretrained is True:

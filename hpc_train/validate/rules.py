@@ -14,6 +14,7 @@ from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_c
 from hpc_train.config.schema import Experiment
 from hpc_train.topology.batch_arithmetic import too_long_warmup
 from hpc_train.validate import (
+    channel_rules,
     compatibility,
     layer_rules,
     part_rules,
@@ -32,7 +33,7 @@ def check(
 ) -> list[Problem]:
     """Return the problems across keys. Rules that read a key of ``failed`` are skipped."""
     rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *text_rules.RULES)
-    rules += (*layer_rules.RULES, *compatibility.RULES)
+    rules += (*channel_rules.RULES, *layer_rules.RULES, *compatibility.RULES)
     if check_names:
         rules += FILE_RULES
         rules += (

@@ -1,7 +1,8 @@
 """Whether the model accepts images of the file's size: a child process runs its forward on the meta device
 (``names``).
 
-Checked for models of timm and torchvision where the file gives the size; for others the ranks find out.
+Checked for models of timm and torchvision where the file or the facts of the data set give the size; for
+others ``prepare`` and the ranks find out.
 """
 
 from __future__ import annotations
@@ -10,37 +11,54 @@ from collections.abc import Iterator
 
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
 from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.facts import data_facts
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.facts import TASKS, data_facts
 from hpc_train.registry import is_factory, split_name
 from hpc_train.validate import model_facts
 
+_IMAGE_SIZE: KeyPath = ("data", "image_size")
+#: As that of ``data.image_size``.
+_MAX_SIZE = 8192
 
-@rule("model.name", "model.args", "data.name", "data.image_size", "data.args")
+
+@rule("model.name", "model.args", "data.name", "data.image_size", "data.args", "task")
 def images_fit_the_model(experiment: Experiment) -> Iterator[Problem]:
-    """The model must accept images of the given size."""
-    model, said = experiment.model, _said_size(experiment)
-    if said is None or not _is_listed(model.name):
+    """The model must accept images of the size in the file, or of the data set's own."""
+    model, key = experiment.model, _key_of_size(experiment)
+    size = _own_size(experiment) if key is None else _written_size(experiment.data, key)
+    if size is None or not _is_listed(model.name):
         return
-    path, size = said
     answer = model_facts.facts(model.name, model.args, image_size=size)
     refusal, fitting = answer.get("size_refusal"), answer.get("fitting_size")
     if not isinstance(refusal, str) or not isinstance(fitting, int):
         return
-    message = f"{shortened(model.name)} can't take images of {size}×{size} ({shortened(refusal).rstrip('.')})"
+    name, why = shortened(model.name), shortened(refusal).rstrip(".")
+    message = f"{name} can't take images of {size}×{size} ({why})"
+    if key is None:
+        message = (
+            f"is missing, and {name} can't take {experiment.data.name}'s images of {size}×{size} ({why})"
+        )
     own = f", or model.args: {{img_size: {size}}}" if answer.get("takes_img_size") is True else ""
-    yield Problem(path, message, f"write {fitting}{own}")
+    yield Problem(key or _IMAGE_SIZE, message, f"write {fitting}{own}")
 
 
-def _said_size(experiment: Experiment) -> tuple[KeyPath, int] | None:
-    """Return the key that sets the image size, and the size in pixels."""
+def _key_of_size(experiment: Experiment) -> KeyPath | None:
+    """Return the key of the file that sets the image size; None where the data set's own size counts."""
     data = experiment.data
     if data.image_size is not None:
-        return ("data", "image_size"), data.image_size
+        return _IMAGE_SIZE
     argument = data_facts(data.name).image_size_argument
-    size = None if argument is None else data.args.get(argument)
-    if argument is not None and type(size) is int and 0 < size <= 8192:
-        return ("data", "args", argument), size
-    return None
+    return None if argument is None or argument not in data.args else ("data", "args", argument)
+
+
+def _written_size(data: DataConfig, key: KeyPath) -> int | None:
+    size = data.image_size if key == _IMAGE_SIZE else data.args[str(key[-1])]
+    return size if type(size) is int and 0 < size <= _MAX_SIZE else None
+
+
+def _own_size(experiment: Experiment) -> int | None:
+    # A task of the user's may resize the images before the model takes them.
+    return data_facts(experiment.data.name).image_size(experiment.data) if experiment.task in TASKS else None
 
 
 def _is_listed(name: str) -> bool:

@@ -6,10 +6,13 @@ import ast
 from pathlib import Path
 
 import pytest
+import torchvision
+from PIL import Image
 
 import hpc_train
 from hpc_train import registry
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts import facts
 from hpc_train.data_facts.facts import (
     DATA_SETS,
     TASKS,
@@ -20,6 +23,7 @@ from hpc_train.data_facts.facts import (
     task_misfit,
     training_samples,
 )
+from hpc_train.datasets.building import build_source
 from hpc_train.errors import BadFileError
 from tests.config.files import GOOD, problems_of
 
@@ -62,6 +66,35 @@ def test_what_has_no_row_may_be_anything() -> None:
 def test_a_plug_ins_samples_are_counted_without_its_data() -> None:
     assert training_samples(DataConfig(name="masks/city", args={"scenes": 7})) == 70
     assert training_samples(DataConfig(name="numbers")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("digits", {}),
+        ("digits", {"channels": 3}),
+        ("synthetic", {}),
+        ("synthetic", {"channels": 2}),
+        ("imagefolder", {}),
+        ("imagefolder", {"channels": 1}),
+    ],
+)
+def test_size_and_channels_are_those_of_the_data(name: str, args: dict[str, int], tmp_path: Path) -> None:
+    for part in ("train", "val"):
+        (tmp_path / part / "a").mkdir(parents=True)
+        Image.new("RGB", (5, 7)).save(tmp_path / part / "a" / "1.png")
+    root = str(tmp_path) if data_facts(name).needs_root else None
+    data = DataConfig(name=name, root=root, args=args)
+    source = build_source(data)
+    images, _ = source.train[0] if root is None else (None, 0)
+    assert data_facts(name).channels(data) == source.info.channels
+    size = data_facts(name).image_size(data)
+    assert size is None if images is None else images.shape[1:] == (size, size)
+
+
+@pytest.mark.parametrize("name", sorted(facts._TORCHVISION_IMAGES))
+def test_torchvision_has_the_data_sets_of_the_table(name: str) -> None:
+    assert name in torchvision.datasets.__all__
 
 
 @pytest.mark.usefixtures("plugged_in")

@@ -407,7 +407,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(question: str | None) -> dict[str, Any]:
         if question is None:
             return {"timm": [name.removeprefix("timm/") for name in TOLD]}
-        name, args = json.loads(question)
+        name, args, *_ = json.loads(question)
         is_dropping = "attn_drop_rate" in args
         return TOLD[name] | ({"dropout_key": "model.args.attn_drop_rate"} if is_dropping else {})
 

@@ -1,0 +1,31 @@
+"""What the number of channels of the images requires of the model and of ``data.normalize``.
+
+Validation asks with the number of a data set's row (``facts``), the ranks with that of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hpc_train.config.problems import Problem
+from hpc_train.registry import split_name
+
+
+def model_problem(model: str, channels: int) -> Problem | None:
+    """Return why the model called ``model`` can't take images with as many channels; None if it may."""
+    provider, rest = split_name(model)
+    if provider != "torchvision" or channels in (1, 3):
+        return None
+    return Problem(
+        ("model", "name"),
+        f"torchvision's models take 1 or 3 channels and the data have {channels}",
+        f"use timm's (timm/{rest}), which take any number",
+    )
+
+
+def normalize_problem(key: str, values: Sequence[float], channels: int) -> Problem | None:
+    """Return what is wrong with ``data.normalize.<key>`` where it does not have one value per channel."""
+    if len(values) == channels:
+        return None
+    message = f"{list(values)} has {len(values)} values, but images have {channels} channels"
+    return Problem(("data", "normalize", key), message, f"write {channels}")
