@@ -12,7 +12,6 @@ from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import JSON_VERSION, columns, put, put_json, say
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.lookup import statuses
-from hpc_train.launchers.tracebacks import shortened_traceback
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.budgets import Left
 from hpc_train.report.changed_keys import in_words
@@ -28,6 +27,7 @@ from hpc_train.run.find import run_names
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_status import RunStatus, read_status
+from hpc_train.run.tracebacks import shortened_traceback
 
 _HEADS = ("run", "experiment", "state", "step", "job", "elapsed", "ETA", "last metric or reason")
 

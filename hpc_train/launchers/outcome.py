@@ -9,12 +9,12 @@ from pathlib import Path
 
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.rank_processes import RankProcess
-from hpc_train.launchers.tracebacks import shortened_traceback
 from hpc_train.paths import AttemptPaths
 from hpc_train.recovery.diagnosis import Diagnosis, Evidence, SilentEnd, Stop, diagnose, stopped_by_signal
 from hpc_train.run.files import UnreadableFileError, read_text
 from hpc_train.run.rank_ends import exit_codes
 from hpc_train.run.run_status import CANCELLED, INTERRUPTED
+from hpc_train.run.tracebacks import shortened_traceback
 
 #: How a rank may end after the run is written down as completed: gloo sometimes aborts in its tear-down.
 _HARMLESS_ONCE_COMPLETED = {int(ExitCode.PEER_LOST), -int(signal.SIGABRT)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpc_train import __file__ as package_file
-from hpc_train.launchers.tracebacks import MAX_LINES, shortened_traceback
+from hpc_train.run.tracebacks import MAX_LINES, shortened_traceback
 
 LOG = Path("runs/x/1/attempts/1/rank-0.log")
 BEGIN = "Traceback (most recent call last):"

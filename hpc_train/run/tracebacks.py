@@ -26,8 +26,8 @@ class _Part:
     message: list[str] = field(default_factory=list)
 
 
-def shortened_traceback(text: str, log: Path) -> str:
-    """Return ``text`` in at most ``MAX_LINES`` lines, and where ``log`` has the whole of a longer one.
+def shortened_traceback(text: str, log: Path | None = None) -> str:
+    """Return ``text`` in at most ``MAX_LINES`` lines; where a longer one is cut, ``log`` has the whole of it.
 
     Of the last traceback of a chain that has any, the frames of the user's code stay; where there are none,
     the innermost frames. Files of a run's snapshot are named by their path in the work tree.
@@ -35,19 +35,19 @@ def shortened_traceback(text: str, log: Path) -> str:
     lines = text.splitlines()
     if len(lines) <= MAX_LINES:
         return text
-    see_log = f"the rest is in {log}"
+    see_log = [] if log is None else [f"the rest is in {log}"]
     parts = _parts(lines)
     if not parts:
-        return "\n".join([*lines[: MAX_LINES - 1], see_log])
+        return "\n".join([*lines[: MAX_LINES - 1], *see_log])
     if not parts[-1].frames:
-        return "\n".join([*lines[1 - MAX_LINES :], see_log])
+        return "\n".join([*lines[1 - MAX_LINES :], *see_log])
     own = next((frames for part in reversed(parts) if (frames := list(filter(_is_own, part.frames)))), None)
     head = "Traceback of your code (most recent call last):" if own else _BEGIN
     frames = (own or parts[-1].frames)[-_MAX_FRAMES:]
     shown = [_SNAPSHOT_TREE.sub('"', line) for frame in frames for line in frame[:2]]
     message = parts[-1].message
     cut = message[:_MAX_MESSAGE] + (["…"] if len(message) > _MAX_MESSAGE else [])
-    return "\n".join([head, *shown, *cut, see_log])
+    return "\n".join([head, *shown, *cut, *see_log])
 
 
 def _parts(lines: list[str]) -> list[_Part]:
