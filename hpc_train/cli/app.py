@@ -138,11 +138,17 @@ def plan(
 
 
 @_command
-def prepare(file: File, overrides: Overrides = None) -> int:
-    """Download data and weights here, for nodes without network."""
+def prepare(
+    file: File,
+    overrides: Overrides = None,
+    no_forward: Annotated[
+        bool, typer.Option("--no-forward", help="Do not run the model on samples on the CPU.")
+    ] = False,
+) -> int:
+    """Download data and weights here, for nodes without network, and try data, model and task."""
     from hpc_train.cli.experiment_file import prepare
 
-    return prepare(file, overrides or [])
+    return prepare(file, overrides or [], runs_forward=not no_forward)
 
 
 @_command

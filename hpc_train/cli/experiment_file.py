@@ -34,7 +34,8 @@ def schema() -> ExitCode:
     return ExitCode.DONE
 
 
-def prepare(file: Path, overrides: Sequence[str]) -> int:
-    """Download what the file names, in a child process, which imports torch."""
+def prepare(file: Path, overrides: Sequence[str], *, runs_forward: bool = True) -> int:
+    """Download and try what the file names, in a child process, which imports torch."""
     make_plan(load(file, overrides))
-    return run_child("hpc_train.training.prepare", str(file), *overrides)
+    options = [] if runs_forward else ["--no-forward"]
+    return run_child("hpc_train.training.prepare", str(file), *options, *overrides)

@@ -181,10 +181,11 @@ def _micro_batch_size(experiment: Experiment) -> int:
 
 def try_samples(
     source: DataSource, experiment: Experiment, target_spec: TargetSpecs
-) -> tuple[Batch, list[BadSample]]:
+) -> tuple[list[Batch], list[BadSample]]:
     """Read some samples of each split exactly as ranks do, without loader processes.
 
-    Returns the training samples as a batch, and the samples that ``data.on_bad_sample: skip`` would replace.
+    Returns a batch of training samples, one of validation samples if there are any, and the samples that
+    ``data.on_bad_sample: skip`` would replace.
     Raises BadFileError or TransientStorageError, as training would.
     """
     skip_bad = experiment.data.on_bad_sample == "skip"
@@ -201,7 +202,7 @@ def try_samples(
             raise read.error
         batches.append(read.batch)
         bad += read.bad
-    return batches[0], bad
+    return batches, bad
 
 
 def _training_reader(

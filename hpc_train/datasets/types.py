@@ -99,6 +99,10 @@ class Batch:
             lambda samples: [sample for sample in samples for _ in range(count)],
         )
 
+    def first(self, count: int) -> Batch:
+        """Return a batch of the first ``count`` samples."""
+        return self._mapped(lambda tensor: tensor[:count], lambda samples: samples[:count])
+
     def _mapped(
         self,
         function: Callable[[Tensor], Tensor],

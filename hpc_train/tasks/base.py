@@ -116,6 +116,15 @@ def _refuse_other_data(experiment: Experiment, info: DataInfo) -> None:
         raise BadFileError(f"task: {'; '.join(misfit)}")
 
 
+def mean_loss(task: Task, outputs: Any, batch: Batch) -> Tensor:
+    """Return the task's loss, shape (). Raises BadFileError if it is anything else."""
+    loss = task.loss(outputs, batch)
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
+    found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise BadFileError(f"task: loss returned {found}; return the micro-batch's mean, a tensor of shape ()")
+
+
 def target_spec(task: Task) -> TargetSpecs:
     """Return what the task needs as targets; None where it does not say."""
     spec = getattr(task, "target_spec", None)

@@ -19,7 +19,7 @@ from hpc_train.config.training_sections import CompileConfig
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import Precision
 from hpc_train.distributed.seeds import seed_forward
-from hpc_train.tasks.base import Task, WholeTask
+from hpc_train.tasks.base import Task, WholeTask, mean_loss
 from hpc_train.training.compiling import begin_forward
 from hpc_train.training.train_state import TrainState
 
@@ -66,7 +66,7 @@ class TrainingForward:
         # Moved one by one: a step may have more micro-batches than the device has room for.
         with self.begin(batch):
             moved = self.to_input(batch)
-            return self.task.loss(self.task.forward(model, moved), moved)
+            return mean_loss(self.task, self.task.forward(model, moved), moved)
 
     @contextmanager
     def begin(self, batch: Batch, stage: int = 0) -> Iterator[None]:
@@ -78,8 +78,8 @@ class TrainingForward:
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
         with self.context():
             if isinstance(self.task, WholeTask):  # may read the inputs
-                return self.task.loss(outputs, self.to_input(batch))
-            return self.task.loss(outputs, replace(batch, inputs=None).to(self.device))
+                return mean_loss(self.task, outputs, self.to_input(batch))
+            return mean_loss(self.task, outputs, replace(batch, inputs=None).to(self.device))
 
     def sums(self, model: nn.Module, batch: Batch, step: int) -> dict[str, Tensor]:
         """Run the forward of an evaluation at ``step``; return the task's sums over the valid samples."""

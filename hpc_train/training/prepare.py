@@ -1,7 +1,8 @@
-"""``hpc-train prepare``: fetches data and weights where there is network, and reads samples as training will.
+"""``hpc-train prepare``: fetches data and weights where there is network, reads samples as training will, and
+runs the model and the task on some of them.
 
-Runs in a process of its own, ``python -m hpc_train.training.prepare FILE [KEY=VALUE…]``: commands import no
-torch.
+Runs in a process of its own, ``python -m hpc_train.training.prepare FILE [--no-forward] [KEY=VALUE…]``:
+commands import no torch.
 """
 
 from __future__ import annotations
@@ -10,39 +11,50 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch import nn
+
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import try_samples
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.normalize import Normalize
-from hpc_train.datasets.types import DataInfo
+from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import ExitCode, UserError, printable
 from hpc_train.models.building import build_model
 from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.models.weights import report_of
 from hpc_train.plan.sweep import expand
-from hpc_train.tasks.base import make_task, target_spec
+from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.topology.batch_arithmetic import too_few_samples
+from hpc_train.training.forward_trial import try_forward
 from hpc_train.validate.loading import load as load_file
 
+#: On the command line of this module and of ``hpc-train prepare``.
+NO_FORWARD = "--no-forward"
 
-def prepare(experiments: Sequence[Experiment]) -> None:
-    """Build the data and the model of each experiment once, fetching what is missing, and try the data."""
+
+def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> None:
+    """Build the data and the model of each experiment once, fetching what is missing, and try both.
+
+    ``runs_forward``: also run model and task on some samples.
+    """
     sources: dict[str, DataSource] = {}
-    tried: set[tuple[str, str, str]] = set()
-    built: set[str] = set()
+    done: set[tuple[str, str, str]] = set()
     for given in experiments:
         experiment = with_preprocessing(given)
         data, model = experiment.data.model_dump_json(), experiment.model.model_dump_json()
         if data not in sources:
             sources[data] = _fetch_data(experiment)
-        if (data, model, experiment.task) not in tried:
-            tried.add((data, model, experiment.task))
-            _try_data(experiment, sources[data])
-        _check_number_of_samples(experiment, sources[data])
-        if data + model not in built:
-            built.add(data + model)
-            _fetch_model(experiment, sources[data].info)
+        source = sources[data]
+        _check_number_of_samples(experiment, source)
+        if (data, model, experiment.task) in done:
+            continue
+        done.add((data, model, experiment.task))
+        task = make_task(experiment, source.info)
+        batches = _try_data(experiment, source, task)
+        built = _fetch_model(experiment, source.info)
+        if runs_forward:
+            _try_model(experiment, source.info, built, task, batches)
 
 
 def _fetch_data(experiment: Experiment) -> DataSource:
@@ -57,13 +69,13 @@ def _fetch_data(experiment: Experiment) -> DataSource:
     return source
 
 
-def _try_data(experiment: Experiment, source: DataSource) -> None:
-    """Read some samples as ranks do, for the task that the file names. Raises what training would raise."""
-    task = make_task(experiment, source.info)
-    batch, bad = try_samples(source, experiment, target_spec(task))
-    Normalize(source.info, experiment.data)(batch.inputs)
+def _try_data(experiment: Experiment, source: DataSource, task: Task) -> list[Batch]:
+    """Read some samples of each split as ranks do, for the task. Raises what training would raise."""
+    batches, bad = try_samples(source, experiment, target_spec(task))
+    Normalize(source.info, experiment.data)(batches[0].inputs)
     for sample in bad:
         _say(f"data: can't be used, another sample will replace it: {sample}")
+    return batches
 
 
 def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None:
@@ -71,7 +83,7 @@ def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None
         raise problem.as_error()
 
 
-def _fetch_model(experiment: Experiment, info: DataInfo) -> None:
+def _fetch_model(experiment: Experiment, info: DataInfo) -> nn.Module:
     config = experiment.model
     model = build_model(config, info, download=True)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -79,6 +91,16 @@ def _fetch_model(experiment: Experiment, info: DataInfo) -> None:
     weights = "random weights" if config.pretrained is False else "pretrained weights at hand"
     weights = weights if report is None else report.line()
     _say(f"model {config.name}: {num_parameters} parameters, {weights}")
+    return model
+
+
+def _try_model(
+    experiment: Experiment, info: DataInfo, model: nn.Module, task: Task, batches: Sequence[Batch]
+) -> None:
+    name = experiment.model.name
+    _say(f"model {name}: computing loss and metrics of a few samples on the CPU ({NO_FORWARD} skips this)")
+    if why := try_forward(experiment, info, model, task, batches):
+        _say(f"model {name}: not run on samples: {why}")
 
 
 def _say(words: str) -> None:
@@ -88,8 +110,10 @@ def _say(words: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     try:
-        loaded = load_file(Path(arguments[0]), arguments[1:])
-        prepare([variant.experiment for variant in expand(loaded)])
+        file, *overrides = (argument for argument in arguments if argument != NO_FORWARD)
+        loaded = load_file(Path(file), overrides)
+        experiments = [variant.experiment for variant in expand(loaded)]
+        prepare(experiments, runs_forward=NO_FORWARD not in arguments)
     except UserError as error:
         _say(str(error))
         return int(error.exit_code)

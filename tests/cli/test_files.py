@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.cli import experiment_file
 from tests.cli.commands import hpc_train, python
 
 
@@ -64,6 +65,20 @@ def test_the_schema_is_json_with_every_section() -> None:
 
 def test_prepare_refuses_a_bad_file_before_it_starts_anything(file: Path) -> None:
     assert hpc_train("prepare", file, "seed=-1").code == 65
+
+
+def test_prepare_passes_its_option_to_the_child(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[str, ...]] = []
+
+    def run_child(*command: str) -> int:
+        started.append(command)
+        return 0
+
+    monkeypatch.setattr(experiment_file, "run_child", run_child)
+    assert hpc_train("prepare", file, "seed=3").code == 0
+    assert hpc_train("prepare", file, "--no-forward", "seed=3").code == 0
+    module = "hpc_train.training.prepare"
+    assert started == [(module, str(file), "seed=3"), (module, str(file), "--no-forward", "seed=3")]
 
 
 @pytest.mark.slow

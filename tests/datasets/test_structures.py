@@ -209,7 +209,7 @@ def test_pixels_may_change_where_they_stay_in_their_place() -> None:
 
 
 def test_prepare_tries_structures_too() -> None:
-    batch, bad = try_samples(source(Dicts(), Dicts()), experiment(), None)
+    (batch, *_), bad = try_samples(source(Dicts(), Dicts()), experiment(), None)
     assert bad == [] and len(batch.inputs["image"]) == SAMPLES
 
 

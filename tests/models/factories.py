@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def mlp(num_classes: int, width: int = 8) -> nn.Module:
@@ -23,6 +23,18 @@ def no_module(num_classes: int) -> str:
 
 def broken(num_classes: int) -> nn.Module:
     raise TypeError("a mistake inside")
+
+
+class Convolutional(nn.Module):
+    """Fits images of one channel whose number of pixels is ``features``."""
+
+    def __init__(self, num_classes: int, features: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 1, 3, padding=1)
+        self.head = nn.Linear(features, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.first(images).flatten(1))
 
 
 class OwnBlocks(nn.Module):

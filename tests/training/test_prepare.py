@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.types import DataInfo
+from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.training.prepare import prepare
+from hpc_train.registry import KINDS, parts
+from hpc_train.tasks.classification import Classification
+from hpc_train.training import forward_trial
+from hpc_train.training.prepare import main, prepare
 
 HERE = "tests.training.test_prepare"
 
@@ -50,12 +54,39 @@ def without_statistics() -> DataSource:
     return DataSource(Samples((1, 4, 4)), None, DataInfo(3, 1, (), ()))
 
 
+def net(num_classes: int, inputs: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, num_classes))
+
+
+class OnlyTrains(nn.Module):
+    """Fails in evaluation mode."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layers = net(num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not self.training:
+            raise KeyError("ema")
+        return self.layers(images)
+
+
+class NeedsMemory(OnlyTrains):
+    def forward(self, images: Tensor) -> Tensor:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+
+class LossPerSample(Classification):
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return outputs.sum(1)
+
+
 def experiment(factory: str, args: dict[str, Any], **keys: Any) -> Experiment:
     return Experiment.model_validate(
         {
             "name": "test",
-            "task": "classification",
-            "model": {"name": "tests.models.factories:mlp"},
+            "task": keys.pop("task", "classification"),
+            "model": keys.pop("model", {"name": f"{HERE}:net"}),
             "data": {"name": f"{HERE}:{factory}", "args": args, **keys.pop("data", {})},
             "optimization": {
                 "steps": 1,
@@ -88,7 +119,7 @@ def test_prepare_refuses_what_ranks_would_refuse(
 
 
 def test_prepare_accepts_rows_of_features(capsys: pytest.CaptureFixture[str]) -> None:
-    prepare([experiment("features", {})])
+    prepare([experiment("features", {}, model={"name": f"{HERE}:net", "args": {"inputs": 8}})])
     assert "40 training and 40 validation samples, 3 classes" in capsys.readouterr().err
 
 
@@ -96,3 +127,52 @@ def test_prepare_names_samples_that_would_be_replaced(capsys: pytest.CaptureFixt
     prepare([experiment("images", {"odd": 0.37}, data={"on_bad_sample": "skip"})])
     said = capsys.readouterr().err
     assert "data: can't be used, another sample will replace it: sample 39: it has the target 0.37" in said
+
+
+def test_a_shape_error_of_the_users_model_is_shown_with_the_users_frames() -> None:
+    wrong = {"name": "tests.models.factories:Convolutional", "args": {"features": 9}}
+    with pytest.raises(BadFileError) as error:
+        prepare([experiment("images", {}, model=wrong)])
+    first, *_ = lines = str(error.value).splitlines()
+    assert first == "Traceback of your code (most recent call last):"
+    assert lines[1].endswith("in forward") and "tests/models/factories.py" in lines[1]
+    assert "self.head(" in lines[2] and lines[3].startswith("RuntimeError: ")
+    assert lines[4] == (
+        "model.name: tests.models.factories:Convolutional and task classification can't compute the loss of "
+        f"training samples of {HERE}:images (inputs of shape (2, 1, 4, 4)); fix the one that raised this, or "
+        "write --no-forward if it only works on a GPU"
+    )
+
+
+def test_an_error_of_evaluation_alone_is_found_too() -> None:
+    model = {"name": f"{HERE}:OnlyTrains"}
+    with pytest.raises(BadFileError, match=r"(?s)KeyError: 'ema'.*compute the sums of validation samples"):
+        prepare([experiment("validation", {"target": 0}, model=model)])
+    prepare([experiment("images", {}, model=model)])  # which is not evaluated
+
+
+def test_a_loss_that_is_no_mean_is_refused_as_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {kind: parts(kind) for kind in KINDS}
+    known["tasks"] = known["tasks"] | {"per_sample": f"{HERE}:LossPerSample"}
+    monkeypatch.setattr("hpc_train.registry.parts", known.get)
+    with pytest.raises(BadFileError, match=r"^task: loss returned shape \(2,\); return the mic"):
+        prepare([experiment("images", {}, task="per_sample")])
+
+
+def test_a_model_is_not_run_where_memory_does_not_suffice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare([experiment("images", {}, model={"name": f"{HERE}:NeedsMemory"})])
+    assert "NeedsMemory: not run on samples: the memory that is free here does not" in capsys.readouterr().err
+    monkeypatch.setattr(forward_trial, "free_bytes", lambda: 203)  # 51 parameters of 4 bytes
+    prepare([experiment("images", {"target": 2})])
+    assert "net: not run on samples: its weights have 0.0 GB, and 0.0 GB" in capsys.readouterr().err
+
+
+def test_no_forward_does_not_run_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "exp.yaml"
+    given = experiment("images", {}, model={"name": f"{HERE}:net", "args": {"inputs": 9}})
+    file.write_text(given.model_dump_json(exclude_defaults=True))
+    assert main([str(file)]) == 65
+    assert "can't compute the loss of training samples" in capsys.readouterr().err
+    assert main([str(file), "--no-forward", "seed=3"]) == 0

@@ -1,0 +1,83 @@
+"""Runs the file's model and task on a few samples on the CPU, so that ``prepare`` finds what only a forward
+pass shows: shapes, dtypes and mistakes in the user's own code.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from hpc_train.config.schema import Experiment
+from hpc_train.datasets.normalize import Normalize
+from hpc_train.datasets.structures import map_tensors
+from hpc_train.datasets.types import Batch, DataInfo
+from hpc_train.errors import BadFileError, UserError
+from hpc_train.run.tracebacks import shortened_traceback
+from hpc_train.tasks.base import Task, mean_loss
+from hpc_train.training.free_memory import free_bytes
+from hpc_train.training.rank_exit import out_of_memory
+
+#: BatchNorm needs two.
+_SAMPLES = 2
+_GB = 1e9
+
+
+def try_forward(
+    experiment: Experiment, info: DataInfo, model: nn.Module, task: Task, batches: Sequence[Batch]
+) -> str | None:
+    """Compute the loss of training samples, then the sums of an evaluation, without gradients and in float32.
+
+    ``batches``: of training, and of validation if there is any. Returns why it was not done where the memory
+    of this machine does not suffice. Raises BadFileError, with the user's own frames if there are any.
+    """
+    # Assumed: without gradients, the activations of two samples need no more memory than the weights.
+    needed, free = _bytes(model), free_bytes()
+    if free < needed:
+        return f"its weights have {needed / _GB:.1f} GB, and {free / _GB:.1f} GB of memory are free here"
+    normalize = Normalize(info, experiment.data, channels_last=experiment.model.channels_last)
+    for batch, is_training in zip(batches, (True, False), strict=False):
+        few = batch.first(_num_samples(experiment))
+        try:
+            _forward(model, task, replace(few, inputs=normalize(few.inputs)), is_training=is_training)
+        except UserError:
+            raise
+        except Exception as error:  # whatever the user's code raises
+            if out_of_memory(error):
+                return "the memory that is free here does not suffice"
+            raise _refusal(experiment, few, is_training=is_training) from error
+    return None
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+
+
+def _num_samples(experiment: Experiment) -> int:
+    size = experiment.optimization.micro_batch_size
+    # BatchNorm that is synchronized counts the samples of all ranks.
+    return _SAMPLES if size == "auto" or experiment.parallel.sync_batchnorm else min(_SAMPLES, size)
+
+
+@torch.no_grad()
+def _forward(model: nn.Module, task: Task, batch: Batch, *, is_training: bool) -> None:
+    outputs = task.forward(model.train(is_training), batch)
+    if is_training:
+        mean_loss(task, outputs, batch)
+    else:
+        task.sums(outputs, batch)
+
+
+def _refusal(experiment: Experiment, batch: Batch, *, is_training: bool) -> BadFileError:
+    """Return the error of the exception that is being handled."""
+    shapes = map_tensors(lambda tensor: tuple(tensor.shape), batch.inputs)
+    what = "loss of training" if is_training else "sums of validation"
+    return BadFileError(
+        f"{shortened_traceback(traceback.format_exc())}\n"
+        f"model.name: {experiment.model.name} and task {experiment.task} can't compute the {what} samples of "
+        f"{experiment.data.name} (inputs of shape {shapes}); fix the one that raised this, or write "
+        "--no-forward if it only works on a GPU"
+    )
