@@ -117,7 +117,14 @@ class LoggingConfig(Section):
     wandb: WandbConfig | None = None
     """Logging to Weights & Biases. Default: off."""
     loggers: dict[PlainName, Arguments] = {}
-    """Plug-in loggers by name, each with its keyword arguments. Default: none."""
+    """Loggers without a section of their own, such as plug-ins, by name, each with its keyword arguments.
+    Default: none."""
+
+    def arguments_by_logger(self) -> dict[str, dict[str, Any]]:
+        """Return the loggers of the file; a section ``logging.<name>`` turns on the logger of that name."""
+        keys = {key: getattr(self, key) for key in type(self).model_fields}
+        sections = {key: value.model_dump() for key, value in keys.items() if isinstance(value, Section)}
+        return self.loggers | sections
 
 
 class Experiment(Section):
@@ -133,7 +140,7 @@ class Experiment(Section):
     deterministic: bool | None = None
     """Make the results bitwise reproducible on the same devices. Default: true on CPU, false on CUDA."""
     task: Annotated[PlainName, Field(examples=["classification"])]
-    """Training task: ``classification``, ``causal_lm`` or a plug-in's name."""
+    """Training task: a name of the table of tasks, or a plug-in's."""
     model: Annotated[ModelConfig, Field(examples=[{"name": "timm/resnet18"}])]
     data: Annotated[DataConfig, Field(examples=[{"name": "digits"}])]
     optimization: Annotated[

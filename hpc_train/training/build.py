@@ -278,14 +278,11 @@ def _begin_record(run: _Run, step: int) -> None:
 
 def _loggers(rank: Rank) -> list[Logger]:
     run = read_json(rank.paths.run) or {}
-    wanted = dict(rank.experiment.logging.loggers)
-    if rank.experiment.logging.wandb is not None:
-        wanted["wandb"] = {}
     made = [
         make_logger(
             name, LoggerContext(rank.experiment, rank.paths, run["id"], rank.attempt, run["wandb_id"], args)
         )
-        for name, args in wanted.items()
+        for name, args in rank.experiment.logging.arguments_by_logger().items()
     ]
     return [logger for logger in made if logger is not None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened, shown
-from hpc_train.config.schema import Experiment
+from hpc_train.config.schema import Experiment, LoggingConfig
 from hpc_train.data_facts.facts import data_facts, missing_root
 from hpc_train.registry import is_factory, nearest, parts, split_name
 from hpc_train.topology.degrees import AXES
@@ -76,15 +76,15 @@ def strategy_is_known(experiment: Experiment) -> Iterator[Problem]:
 
 @rule("logging.loggers")
 def loggers_are_known(experiment: Experiment) -> Iterator[Problem]:
-    """The keys of ``logging.loggers`` must name logger plug-ins."""
+    """The keys of ``logging.loggers`` must name loggers without a section of their own."""
+    with_section = parts("loggers").keys() & LoggingConfig.model_fields.keys()
     for name in experiment.logging.loggers:
         path = ("logging", "loggers", name)
-        if name == "wandb":
-            remedy = "write logging.wandb: {project: …}"
-            yield Problem(path, "wandb has a key of its own", remedy, on_key=True)
+        if name in with_section:
+            remedy = f"write logging.{name}: {{…}}"
+            yield Problem(path, f"{name} has a key of its own", remedy, on_key=True)
         elif name not in parts("loggers"):
-            known = parts("loggers").keys() - {"wandb"}
-            close = nearest(name, known)
+            close = nearest(name, parts("loggers").keys() - with_section)
             remedy = f"did you mean {close}?" if close else "install its package, or take it out"
             yield Problem(path, f"there is no logger '{shortened(name)}'", remedy, on_key=True)
 

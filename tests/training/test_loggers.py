@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train import registry
+from hpc_train.config.fields import Section
+from hpc_train.config.schema import LoggingConfig
 from hpc_train.training.build import make_logger
 from tests.loggers.wandb_files import context
 
@@ -37,6 +40,26 @@ def test_a_logger_that_can_not_start_is_a_warning(
 
 def test_a_logger_that_works_is_made(tmp_path: Path) -> None:
     assert make_logger("tests.training.test_loggers:Working", context(tmp_path)) is not None
+
+
+class TableConfig(Section):
+    file: str = "rows.csv"
+
+
+class WithTable(LoggingConfig):
+    table: TableConfig | None = None
+
+
+def test_a_section_of_logging_turns_on_the_logger_of_its_name() -> None:
+    config = WithTable.model_validate({"table": {}, "loggers": {"own": {"color": "red"}}})
+    assert config.arguments_by_logger() == {"table": {"file": "rows.csv"}, "own": {"color": "red"}}
+    assert WithTable().arguments_by_logger() == {}
+
+
+def test_every_section_of_logging_has_a_logger() -> None:
+    """Otherwise the section of the file would do nothing except cause a warning in rank 0's log."""
+    names = LoggingConfig.model_fields.keys() - {"every_steps", "loggers"}
+    assert names <= registry.parts("loggers").keys()
 
 
 class Working:
