@@ -28,32 +28,12 @@ _KEYS = {
     "launchers": "--launcher",
 }
 
+#: Built-in parts of the kinds that need no description without torch.
 _BUILT_IN: dict[str, dict[str, str]] = {
     "models": {
         "timm": "hpc_train.models.timm:build",
         "torchvision": "hpc_train.models.torchvision:build",
         "gpt": "hpc_train.models.gpt:build",
-    },
-    "datasets": {
-        "torchvision": "hpc_train.datasets.sources.torchvision:build",
-        "imagefolder": "hpc_train.datasets.sources.imagefolder:build",
-        "digits": "hpc_train.datasets.sources.digits:build",
-        "synthetic": "hpc_train.datasets.sources.synthetic:build",
-        "text": "hpc_train.datasets.sources.text:build",
-    },
-    "tasks": {
-        "classification": "hpc_train.tasks.classification:Classification",
-        "causal_lm": "hpc_train.tasks.causal_lm:CausalLM",
-    },
-    "strategies": {
-        "ddp": "hpc_train.strategies.ddp:DDPStrategy",
-        "fsdp": "hpc_train.strategies.fsdp:FSDPStrategy",
-        "hsdp": "hpc_train.strategies.hsdp:HSDPStrategy",
-        "zero1": "hpc_train.strategies.zero1:ZeRO1Strategy",
-        "zero2": "hpc_train.strategies.zero2:ZeRO2Strategy",
-        "tensor": "hpc_train.strategies.tensor:TensorStrategy",
-        "pipeline": "hpc_train.strategies.pipeline:PipelineStrategy",
-        "split": "hpc_train.strategies.split:SplitStrategy",
     },
     "loggers": {"wandb": "hpc_train.loggers.wandb:WandbLogger"},
     "launchers": {
@@ -61,13 +41,31 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "slurm": "hpc_train.launchers.slurm.launcher:SlurmLauncher",
     },
 }
+#: The tables of the other kinds: one row per part, with its torch-free description and its
+#: ``implementation``. The tables import this module, so it names them instead of importing them.
+_TABLES = {
+    "datasets": "hpc_train.data_facts.facts:DATA_SETS",
+    "tasks": "hpc_train.data_facts.facts:TASKS",
+    "strategies": "hpc_train.topology.strategy_traits:BUILT_IN",
+}
+
+
+def parts(kind: str) -> dict[str, str]:
+    """Return name → ``module:attr`` of every part of a kind; a package can't replace a built-in one."""
+    return _plug_ins(kind) | _built_in(kind)
 
 
 @cache
-def parts(kind: str) -> dict[str, str]:
-    """Return name → ``module:attr`` of every part of a kind; a package can't replace a built-in one."""
-    found = {entry.name: entry.value for entry in entry_points(group=f"hpc_train.{kind}")}
-    return found | _BUILT_IN[kind]
+def _plug_ins(kind: str) -> dict[str, str]:
+    return {entry.name: entry.value for entry in entry_points(group=f"hpc_train.{kind}")}
+
+
+def _built_in(kind: str) -> dict[str, str]:
+    if kind in _BUILT_IN:
+        return _BUILT_IN[kind]
+    module, _, attr = _TABLES[kind].partition(":")
+    table = getattr(importlib.import_module(module), attr)
+    return {name: row.implementation for name, row in table.items()}
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import BadFileError
-from hpc_train.registry import load
+from hpc_train.registry import KINDS, load, parts
 
 
 @pytest.fixture
@@ -66,3 +66,10 @@ def test_a_module_that_ends_the_process_is_an_error(code: str, package: Path) ->
     (package / "own_launcher.py").write_text(f"import sys\nsys.exit({code})\n")
     with pytest.raises(BadFileError, match=rf"--launcher: .*own_launcher calls sys\.exit\({code}\)"):
         load("launchers", "own_launcher:Launcher")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_part_can_be_imported(kind: str) -> None:
+    assert parts(kind)
+    for name in parts(kind):
+        assert callable(load(kind, name)), name

@@ -51,6 +51,8 @@ class DataFacts:
     channels: Callable[[DataConfig], int | None] = lambda data: None
     #: N of the training data; None where only the data set's own code knows it.
     num_samples: Callable[[DataConfig], int | None] = lambda data: None
+    #: ``module:attr`` of a built-in data set's builder. A plug-in names it by an entry point instead.
+    implementation: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class TaskFacts:
     #: What it reads; empty: anything.
     modalities: tuple[Modality, ...] = ()
     targets: tuple[Target, ...] = ()
+    #: ``module:attr`` of a built-in task's class. A plug-in names it by an entry point instead.
+    implementation: str = ""
 
     def fits(self, data: DataFacts) -> bool:
         """Tell whether the data have what the task needs, as far as is known."""
@@ -145,7 +149,7 @@ def _image_folder_samples(data: DataConfig) -> int | None:
     return count_images(expanded(data.root) / "train") if data.root else None
 
 
-#: The data sets of this package.
+#: The built-in data sets, one row each.
 DATA_SETS = {
     "digits": DataFacts(
         "images",
@@ -154,6 +158,7 @@ DATA_SETS = {
         image_size=lambda data: _DIGITS_SIZE,
         channels=_argument("channels", 1),
         num_samples=lambda data: _DIGITS,
+        implementation="hpc_train.datasets.sources.digits:build",
     ),
     "synthetic": DataFacts(
         "images",
@@ -163,6 +168,7 @@ DATA_SETS = {
         image_size=lambda data: _SYNTHETIC_SIZE,
         channels=_argument("channels", 3),
         num_samples=_synthetic_samples,
+        implementation="hpc_train.datasets.sources.synthetic:build",
     ),
     "imagefolder": DataFacts(
         "images",
@@ -173,6 +179,7 @@ DATA_SETS = {
         example="",
         channels=_argument("channels", 3),
         num_samples=_image_folder_samples,
+        implementation="hpc_train.datasets.sources.imagefolder:build",
     ),
     "torchvision": DataFacts(
         "images",
@@ -184,6 +191,7 @@ DATA_SETS = {
         image_size=_torchvision_size,
         channels=_torchvision_channels,
         num_samples=_torchvision_samples,
+        implementation="hpc_train.datasets.sources.torchvision:build",
     ),
     "text": DataFacts(
         "tokens",
@@ -193,13 +201,16 @@ DATA_SETS = {
         is_in_root=True,
         example="",
         num_samples=count_sequences,
+        implementation="hpc_train.datasets.sources.text:build",
     ),
 }
 
-#: The tasks of this package.
+#: The built-in tasks, one row each.
 TASKS = {
-    "classification": TaskFacts(("images", "features"), ("class",)),
-    "causal_lm": TaskFacts(("tokens",), ("next tokens",)),
+    "classification": TaskFacts(
+        ("images", "features"), ("class",), "hpc_train.tasks.classification:Classification"
+    ),
+    "causal_lm": TaskFacts(("tokens",), ("next tokens",), "hpc_train.tasks.causal_lm:CausalLM"),
 }
 
 _Row = TypeVar("_Row", DataFacts, TaskFacts)

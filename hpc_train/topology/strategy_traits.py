@@ -42,13 +42,20 @@ class StrategyTraits:
     runs_one_by_one: bool = False
     #: Whether a DeviceMesh is created, with process groups along its axes.
     has_mesh: bool = True
+    #: ``module:attr`` of a built-in strategy's class. A plug-in names it by an entry point instead.
+    implementation: str = ""
 
 
 _UNUSED = ("find_unused_parameters",)
 
-#: The strategies of this package.
+#: The built-in strategies, one row each.
 BUILT_IN = {
-    "ddp": StrategyTraits(arguments=_UNUSED, runs_one_by_one=True, has_mesh=False),
+    "ddp": StrategyTraits(
+        arguments=_UNUSED,
+        runs_one_by_one=True,
+        has_mesh=False,
+        implementation="hpc_train.strategies.ddp:DDPStrategy",
+    ),
     "fsdp": StrategyTraits(
         degrees=("shard",),
         rest=("shard",),
@@ -57,6 +64,7 @@ BUILT_IN = {
         shards_parameters=True,
         shards_optimizer=True,
         runs_one_by_one=True,
+        implementation="hpc_train.strategies.fsdp:FSDPStrategy",
     ),
     "hsdp": StrategyTraits(
         degrees=("shard", "replicate"),
@@ -66,6 +74,7 @@ BUILT_IN = {
         shards_parameters=True,
         shards_optimizer=True,
         runs_one_by_one=True,
+        implementation="hpc_train.strategies.hsdp:HSDPStrategy",
     ),
     "zero1": StrategyTraits(
         degrees=("shard",),
@@ -73,6 +82,7 @@ BUILT_IN = {
         arguments=_UNUSED,
         shards_optimizer=True,
         runs_one_by_one=True,
+        implementation="hpc_train.strategies.zero1:ZeRO1Strategy",
     ),
     "zero2": StrategyTraits(
         degrees=("shard",),
@@ -81,6 +91,7 @@ BUILT_IN = {
         shards_parameters=True,
         shards_optimizer=True,
         runs_one_by_one=True,
+        implementation="hpc_train.strategies.zero2:ZeRO2Strategy",
     ),
     "tensor": StrategyTraits(
         degrees=("shard", "replicate", "tensor"),
@@ -90,6 +101,7 @@ BUILT_IN = {
         shards_optimizer=True,
         is_model_parallel=True,
         runs_one_by_one=True,
+        implementation="hpc_train.strategies.tensor:TensorStrategy",
     ),
     "pipeline": StrategyTraits(
         degrees=("shard", "replicate", "tensor", "pipeline"),
@@ -100,6 +112,7 @@ BUILT_IN = {
         is_model_parallel=True,
         has_stages=True,
         has_schedule=True,
+        implementation="hpc_train.strategies.pipeline:PipelineStrategy",
     ),
     "split": StrategyTraits(
         degrees=("shard", "replicate", "tensor", "pipeline"),
@@ -109,6 +122,7 @@ BUILT_IN = {
         shards_optimizer=True,
         is_model_parallel=True,
         has_stages=True,
+        implementation="hpc_train.strategies.split:SplitStrategy",
     ),
 }
 

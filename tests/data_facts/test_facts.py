@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,19 @@ def plugged_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpc_train.validate.part_rules.parts", registry.parts)
 
 
-def test_every_built_in_data_set_and_task_has_a_row() -> None:
-    assert DATA_SETS.keys() == registry._BUILT_IN["datasets"].keys()
-    assert TASKS.keys() == registry._BUILT_IN["tasks"].keys()
+@pytest.mark.usefixtures("plugged_in")
+def test_a_row_names_a_new_data_set_and_a_new_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row is all that the package has of them outside of their modules."""
+    stamps = DataFacts("images", "mask", implementation="json:loads", num_samples=lambda data: 8)
+    monkeypatch.setitem(DATA_SETS, "stamps", stamps)
+    monkeypatch.setitem(TASKS, "tracing", TaskFacts(("images",), ("mask",), "json:dumps"))
+    assert (registry.load("datasets", "stamps"), registry.load("tasks", "tracing")) == (
+        json.loads,
+        json.dumps,
+    )
+    assert training_samples(DataConfig(name="stamps")) == 8
+    assert task_misfit("tracing", "stamps", data_facts("stamps")) is None
+    assert task_misfit("tracing", "text", data_facts("text")) is not None
 
 
 def test_what_has_no_row_may_be_anything() -> None:

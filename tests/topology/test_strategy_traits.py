@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hpc_train import registry
 from hpc_train.config.training_sections import ParallelConfig
 from hpc_train.errors import BadFileError
 from hpc_train.topology.degrees import Degrees, find_degrees
-from hpc_train.topology.strategy_traits import BUILT_IN, StrategyTraits, traits_of
+from hpc_train.topology.strategy_traits import BUILT_IN, StrategyTraits, taking, traits_of
 from tests.config.files import GOOD, problems_of
 
 OWN = StrategyTraits(
@@ -30,8 +31,12 @@ def plugged_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpc_train.validate.part_rules.parts", registry.parts)
 
 
-def test_every_built_in_strategy_has_a_row() -> None:
-    assert BUILT_IN.keys() == registry._BUILT_IN["strategies"].keys()
+def test_a_row_names_a_new_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row is all that the package has of it outside of its module."""
+    monkeypatch.setitem(BUILT_IN, "sorted", StrategyTraits(degrees=("shard",), implementation="json:loads"))
+    assert registry.load("strategies", "sorted") is json.loads
+    assert "sorted" in taking("shard")
+    assert find_degrees(ParallelConfig(strategy="sorted", shard=4), 8, 4) == Degrees(replicate=2, shard=4)
 
 
 @pytest.mark.usefixtures("plugged_in")
