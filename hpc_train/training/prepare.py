@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import nn
 
 from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.facts import training_samples
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import try_samples
 from hpc_train.datasets.building import build_source
@@ -79,7 +80,13 @@ def _try_data(experiment: Experiment, source: DataSource, task: Task) -> list[Ba
 
 
 def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None:
-    if problem := too_few_samples(experiment.optimization, len(source.train)):
+    planned, found = training_samples(experiment.data), len(source.train)
+    if planned is not None and planned != found:
+        _say(
+            f"data.name: {experiment.data.name} has {found} training samples, but plan computes steps per "
+            f"epoch from the {planned} of its DataFacts; fix num_samples there (training uses {found})"
+        )
+    if problem := too_few_samples(experiment.optimization, found):
         raise problem.as_error()
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpc_train.config.schema import Experiment
+from hpc_train.config.schema import DataConfig, Experiment
+from hpc_train.data_facts.facts import DATA_SETS, DataFacts
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
@@ -176,3 +177,21 @@ def test_no_forward_does_not_run_the_model(tmp_path: Path, capsys: pytest.Captur
     assert main([str(file)]) == 65
     assert "can't compute the loss of training samples" in capsys.readouterr().err
     assert main([str(file), "--no-forward", "seed=3"]) == 0
+
+
+@pytest.mark.parametrize(("planned", "warnings"), [(40, 0), (48, 1)])
+def test_facts_with_a_wrong_number_of_samples_are_reported(
+    planned: int, warnings: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``plan`` has shown the wrong number of steps, though training does not use it."""
+    facts = DataFacts("images", num_samples=lambda data: planned, implementation=f"{HERE}:plugged_in")
+    monkeypatch.setitem(DATA_SETS, "forty", facts)
+    prepare([experiment("images", {}, data={"name": "forty"})])
+    found = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("data.name: forty has 40")
+    ]
+    assert len(found) == warnings
+
+
+def plugged_in(rest: str, config: DataConfig, *, download: bool) -> DataSource:
+    return DataSource(Samples((1, 4, 4)), None, DataInfo(3, 1, (0.5,), (0.5,)))
