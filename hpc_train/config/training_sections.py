@@ -152,17 +152,15 @@ class ScheduleConfig(Section):
     """Learning rate schedule: a factor of the peak learning rate per step."""
 
     name: ScheduleName = "constant"
-    """``constant``, ``cosine``, ``linear``, ``poly``, ``step``, ``multistep``, ``exponential``,
-    ``timm/<name>`` or ``torch/<class>``."""
+    """A schedule listed in the table of schedules, ``timm/<name>`` or ``torch/<class>``."""
     warmup_epochs: NotNegativeFloat | None = None
     """Epochs of linear warm-up; may be fractional. Default: ``warmup_steps``."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     """Steps of linear warm-up. Default: ``warmup_epochs``, otherwise no warm-up."""
     min_factor: Probability = 0.0
-    """Final factor (cosine, linear, poly) or minimum factor (other schedules)."""
+    """Final or minimum factor after the warm-up; the table of schedules shows which."""
     args: Arguments = {}
-    """Arguments of the schedule: power (poly); every_epochs or every_steps, gamma (step, exponential);
-    milestones_epochs or milestones_steps, gamma (multistep); or the class's own arguments."""
+    """Arguments of the schedule, as the table of schedules lists them."""
 
 
 class EmaConfig(Section):
@@ -209,8 +207,7 @@ class ParallelConfig(Section):
     """How ranks share the work. Only ``sync_batchnorm`` changes the training result."""
 
     strategy: PlainName = "ddp"
-    """``ddp``, ``fsdp``, ``hsdp``, ``zero1``, ``zero2``, ``tensor``, ``pipeline``, ``split``, or a plug-in's
-    name."""
+    """A name of the table of strategies, or a plug-in's."""
     shard: PositiveInt | None = None
     """Number of ranks that shard one copy of the parameters. Default: depends on the strategy."""
     replicate: PositiveInt | None = None

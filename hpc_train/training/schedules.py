@@ -29,9 +29,9 @@ _KEY = "optimization.schedule"
 def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> Schedule:
     """Return the factor of each of ``total_steps`` steps: linear warm-up, then what ``config`` names.
 
-    Warm-up is (step + 1) / warmup_steps. cosine, linear and poly, and those of timm and torch, run over
-    the steps after it; step, multistep and exponential count from the run's beginning, so that "epoch 30"
-    means that. Raises BadFileError.
+    Warm-up is (step + 1) / warmup_steps. Schedules of ``OVER_SPAN``, timm and torch run over the steps
+    after it; those of ``OVER_STEPS`` count from the start of the run, so that "epoch 30" means that. Raises
+    BadFileError.
     """
     warmup = _warmup_steps(config, total_steps, steps_per_epoch)
     provider, name = split_name(config.name)

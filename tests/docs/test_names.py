@@ -1,0 +1,29 @@
+"""The reference has a row for every built-in part that an experiment file can name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hpc_train.registry import parts
+from hpc_train.topology.learning_rate import OVER_SPAN, OVER_STEPS
+from tests.docs.pages import REPOSITORY
+
+#: Key of the file, in a heading or the first cell of a table → the names that the table must list.
+NAMES = {
+    "task": parts("tasks").keys(),
+    "parallel.strategy": parts("strategies").keys(),
+    "optimization.schedule.name": OVER_SPAN.keys() | OVER_STEPS.keys(),
+    "model.name": parts("models").keys(),
+    "data.name": parts("datasets").keys(),
+}
+
+
+@pytest.mark.parametrize("key", NAMES)
+def test_the_table_of_a_key_has_a_row_for_each_name(key: str) -> None:
+    page = (REPOSITORY / "docs" / "reference.md").read_text(encoding="utf-8")
+    heading, head_of_table = rf"### [^\n]*: `{re.escape(key)}`", rf"\| `{re.escape(key)}` \| meaning \|"
+    [section] = re.findall(rf"^(?:{heading}|{head_of_table})\n(.*?)^##", page, re.DOTALL | re.MULTILINE)
+    cells = "\n".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))
+    assert NAMES[key] - set(re.findall(r"`(\w+)", cells)) == set()
