@@ -13,7 +13,9 @@ from hpc_train.loggers.base import LoggerContext
 from hpc_train.paths import RunPaths
 
 
-def context(folder: Path, attempt: int = 1, mode: str = "auto") -> LoggerContext:
+def context(
+    folder: Path, attempt: int = 1, mode: str = "auto", args: dict[str, Any] | None = None
+) -> LoggerContext:
     experiment = Experiment.model_validate(
         {
             "name": "cifar",
@@ -29,7 +31,7 @@ def context(folder: Path, attempt: int = 1, mode: str = "auto") -> LoggerContext
             "logging": {"wandb": {"project": "p", "mode": mode, "tags": ["a"]}},
         }
     )
-    return LoggerContext(experiment, RunPaths(folder), "run1", attempt, "wid123", {})
+    return LoggerContext(experiment, RunPaths(folder), "run1", attempt, "wid123", args or {})
 
 
 def row(split: str, step: int, attempt: int = 1) -> dict[str, Any]:
