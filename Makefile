@@ -6,11 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Of three workers one waits for Slurm most of the time; ranks that tests start share the cores with all of them.
 TEST_WORKERS ?= 3
-# Where it is set, each process of a test would compile hpc-train anew.
+# If it were set, each process of a test would compile hpc-train again.
 unexport PYTHONDONTWRITEBYTECODE
 # Fast tests start no ranks.
 CHECK_WORKERS ?= 2
-# A socket's path is short: where the checkout lies deep, write make CLUSTER=/tmp/slurm cluster.
+# Paths of sockets are limited in length: in a deep checkout use make CLUSTER=/tmp/slurm cluster.
 CLUSTER ?= .cluster
 # Seeds of random faults: of `make soak`, and of `make test-full`.
 SEEDS ?= 1-100
@@ -22,13 +22,13 @@ SEED ?= 1
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-full test-slurm-new soak reliability mutation parallelism test-gpu cluster cluster-down check build clean docs lint
 
-help: ## say what there is
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
-install: $(STAMP) ## make .venv with hpc-train and all that tests need
+install: $(STAMP) ## create .venv with hpc-train and the development tools
 
 $(STAMP): pyproject.toml
-	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; write make PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; run make PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (PyTorch is large, the first time takes minutes)" >&2
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
@@ -41,30 +41,30 @@ demo: install ## train a small model on two ranks of this machine, in about a mi
 test-fast: install ## run the tests that start no ranks and no Slurm: under two minutes
 	@$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) -m "not slow and not gpu"
 
-coverage: install ## run the fast tests; show the share of lines and branches that they run, by module
+coverage: install ## run the fast tests; show their line and branch coverage by module
 	@$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) -m "not slow and not gpu" \
 		--cov=hpc_train --cov-branch --cov-report=term:skip-covered
 
-durations: install ## run what make test runs; write where the time goes into tests/durations.json
+durations: install ## run the tests of make test; record the time of each in tests/durations.json
 	@tests/slurm/install.sh
 	@$(BIN)/python -m tests.durations -q -n $(TEST_WORKERS) --dist worksteal -m "not soak"
 
 # Every rank starts as it does for a user; make test forks many from a process that has imported torch.
 test-full reliability: export HPC_TRAIN_TEST_FRESH_RANKS := 1
 
-test: install ## run all tests but those of hours; installs Slurm for them by apt where it can
+test: install ## run all tests except those that take hours; as root on Debian installs Slurm by apt
 	@tests/slurm/install.sh
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not soak"
 
-test-full: install ## all tests with more seeds, all parallel settings, a short soak, sampled mutants: hours
+test-full: install ## all tests with more seeds, all parallel settings, a short soak and mutation testing: hours
 	@tests/slurm/install.sh
 	@HPC_TRAIN_ALL_PARALLEL=1 HPC_TRAIN_FAULT_SEEDS=$(FULL_SEEDS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "soak or not soak"
 	@$(BIN)/python -m tests.mutation --num $(NUM) --seed $(SEED) --slow
 
-test-slurm-new: install ## Slurm's tests on Debian 13's Slurm 24.11, installed into a chroot: half an hour; needs root
+test-slurm-new: install ## run the Slurm tests with Debian 13's Slurm 24.11 in a chroot: half an hour; needs root
 	@tests/slurm/debian13.sh $(CURDIR)/$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) --dist worksteal tests/slurm
 
-soak: install ## SEEDS=1-100: runs on a real Slurm through random faults, under a minute a seed
+soak: install ## SEEDS=1-100: run on a real Slurm with random faults, under a minute per seed
 	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh
 	@$(BIN)/python -m tests.faults.soak --seeds $(SEEDS)
 
@@ -72,37 +72,37 @@ reliability: install ## cause every fault of the catalogue and write docs/reliab
 	@tests/slurm/install.sh
 	@$(BIN)/python -m tests.faults.reliability -n $(TEST_WORKERS)
 
-mutation: install ## NUM=40 SEED=1: change one place at a time and list what no fast test notices: hours
+mutation: install ## NUM=40 SEED=1: mutation testing: list changes of the code that no fast test detects: hours
 	@$(BIN)/python -m tests.mutation --num $(NUM) --seed $(SEED)
 
-parallelism: install ## train all that may stand together and write the table of docs/parallelism.md: hours
+parallelism: install ## train all supported combinations and write the table of docs/parallelism.md: hours
 	@$(BIN)/python -m tests.parallelism.report
 
-test-gpu: install ## run the tests that need a CUDA device and keep the results in benchmarks/results/gpu.json
+test-gpu: install ## run the tests that need a CUDA device and write benchmarks/results/gpu.json
 	@$(BIN)/python -m benchmarks.gpu
 
-cluster: install ## start a real Slurm of four nodes on this machine (root, Debian), for trying things out
+cluster: install ## start a real Slurm of four nodes on this machine (root, Debian)
 	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh
 	@$(BIN)/python -m tests.slurm.cluster up $(CLUSTER)
 
-cluster-down: ## end that Slurm and what runs on it
+cluster-down: ## stop that Slurm and its jobs
 	@test ! -d $(CLUSTER) || $(BIN)/python -m tests.slurm.cluster down $(CLUSTER)
 
-lint: install ## ruff, mypy and import layers
+lint: install ## run ruff, mypy and import-linter
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-check: lint ## lint and the fast tests: one minute or two
+check: lint ## lint and the fast tests: a few minutes
 	@$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) -m "not slow and not gpu"
 
-docs: install ## the documentation as a site in build/docs; any warning is an error
+docs: install ## build the documentation site in build/docs; any warning is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-build: install ## sdist and wheel into dist/
+build: install ## build sdist and wheel into dist/
 	@$(BIN)/python -m build --no-isolation
 
-clean: ## remove the environment and what tools left behind; runs and data stay
+clean: ## remove the environment, build outputs and caches; keeps runs and data
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
