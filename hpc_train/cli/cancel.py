@@ -8,8 +8,9 @@ from hpc_train.console import say
 from hpc_train.errors import ExitCode, NoSlurmError
 from hpc_train.launchers.lookup import by_launcher
 from hpc_train.paths import RunPaths
+from hpc_train.recovery.history import current_status
 from hpc_train.run.find import find_runs, run_name
-from hpc_train.run.run_status import GOING_ON, current_status, read_status
+from hpc_train.run.run_status import GOING_ON, read_status
 
 
 def cancel(words: Sequence[str]) -> ExitCode:

@@ -11,13 +11,14 @@ from pathlib import Path
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
+from hpc_train.recovery.history import current_status
 from hpc_train.run import checkpoints
 from hpc_train.run.attempts import newest_number, no_claims
 from hpc_train.run.code.unused_snapshots import unused_snapshots
 from hpc_train.run.files import remove_folder
 from hpc_train.run.find import find_runs, run_name
 from hpc_train.run.liveness import lives, newest_record
-from hpc_train.run.run_status import GOING_ON, current_status
+from hpc_train.run.run_status import GOING_ON
 
 
 class LivingRunError(UserError):

@@ -16,6 +16,7 @@ from hpc_train.errors import ExitCode, TryAgainError, UserError
 from hpc_train.launchers.base import AttemptLauncher, KeyProblem, LaunchRequest, Ranks, StartRequest
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.recovery.diagnosis import one_line
+from hpc_train.recovery.history import current_status
 from hpc_train.registry import refusing_exit
 from hpc_train.run.attempts import AttemptRecord, claim_exactly, read_record
 from hpc_train.run.create import effective_experiment
@@ -30,7 +31,6 @@ from hpc_train.run.run_status import (
     INTERRUPTED,
     STOPPED_BY_CTRL_C,
     RunStatus,
-    current_status,
     mark_cancelled,
     read_status,
     write_status,

@@ -15,6 +15,7 @@ from enum import Enum
 
 from hpc_train.errors import ExitCode, printable
 from hpc_train.recovery.bad_nodes import DIED, FAILED_CHECK, is_device_error
+from hpc_train.run.liveness import minutes
 from hpc_train.run.run_status import CANCELLED_BY, STOPPED_BY_CTRL_C
 
 #: Exit codes of errors that every further attempt would repeat.
@@ -25,6 +26,8 @@ _FINAL_WITHOUT_ERROR = {int(ExitCode.BAD_FILE), int(ExitCode.IO)}
 FOLLOWED = {int(ExitCode.TRY_AGAIN), int(ExitCode.PEER_LOST)}
 #: Signals that end a rank whose node may be at fault, unless memory ran out.
 _NODE_SIGNALS = {int(signal.SIGKILL), int(signal.SIGSEGV), int(signal.SIGBUS)}
+#: Of a run without a scheduler whose launcher could not write the end.
+LAUNCHER_DIED = "launcher died"
 LESS_MEMORY = "fewer data.workers or a smaller micro_batch_size need less"
 _SEE_LOGS = "see hpc-train logs"
 _NO_LAST_LINE = "it said nothing"
@@ -258,6 +261,11 @@ def diagnose_lost(attempt: LostAttempt) -> Diagnosis:
     else:
         what = "ended without a word"
     return _diagnosis(cause, f"{what} at step {attempt.step}", bad_nodes=blamed)
+
+
+def silent_for(node: str, seconds: float) -> str:
+    """Return what can be said of a node, or a launcher's machine, that no longer writes anything."""
+    return f"no sign of life from {node} for {minutes(seconds)}"
 
 
 class JobEnd(Enum):

@@ -1,4 +1,4 @@
-"""What a run's attempts have left for the decision about the next one."""
+"""What a run's attempts have left: for the decision about the next one, and where a launcher died."""
 
 from __future__ import annotations
 
@@ -12,10 +12,21 @@ from typing import TYPE_CHECKING
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes
-from hpc_train.recovery.diagnosis import Diagnosis, LostAttempt, Stop, diagnose_lost
+from hpc_train.recovery.diagnosis import (
+    LAUNCHER_DIED,
+    Diagnosis,
+    LostAttempt,
+    Stop,
+    diagnose_lost,
+    silent_for,
+)
 from hpc_train.run.attempts import AttemptRecord, newest_number, now, read_record
 from hpc_train.run.checkpoints import committed
+from hpc_train.run.files import read_json
+from hpc_train.run.liveness import lives, living, newest_record, silent_s
+from hpc_train.run.processes import Process
 from hpc_train.run.rank_ends import exit_codes, rank_ends
+from hpc_train.run.run_status import RunStatus, read_status, write_status
 
 if TYPE_CHECKING:
     from hpc_train.config.schema import RecoveryConfig
@@ -89,3 +100,45 @@ def _last_write(folder: Path) -> str | None:
         if latest is not None:
             return datetime.fromtimestamp(latest, UTC).isoformat(timespec="seconds")
     return None
+
+
+def current_status(paths: RunPaths) -> RunStatus:
+    """Return the status of the run; one whose local launcher is dead is recorded as ``failed``."""
+    status = read_status(paths)
+    if status.state not in {"pending", "running"}:
+        return status
+    if (silence := _silence(paths)) is not None:
+        return replace(status, state="failed", reason=silence)
+    if not _is_orphaned(paths):
+        return status
+    latest = read_status(paths)  # its launcher may have written the end just before it ended
+    if latest.state not in {"pending", "running"}:
+        return latest
+    corrected = replace(latest, state="failed", reason=LAUNCHER_DIED)
+    with suppress(OSError):  # another user's run, or a full disk: report it nevertheless
+        write_status(paths, corrected)
+    return corrected
+
+
+def _silence(paths: RunPaths) -> str | None:
+    """Return the reason of a run that can't be seen from here and has been silent for long; else None.
+
+    Not written: the machine may only be disconnected, and its heartbeats return.
+    """
+    record = newest_record(paths)
+    if record is None or living(record) is not None or lives(paths, record) is not False:
+        return None
+    assert record.launcher_process is not None
+    return silent_for(record.launcher_process.host, silent_s(paths, record))
+
+
+def _is_orphaned(paths: RunPaths) -> bool:
+    """Tell whether a process of this machine was responsible for the run and is certainly gone."""
+    record = newest_record(paths)
+    if record is not None and record.launcher not in {None, "local"}:
+        return False  # what it queued outlives the command that claimed the attempt
+    if record is not None:
+        return living(record) is False
+    run = read_json(paths.run) or {}
+    creator = Process.from_json(run.get("creator"))
+    return run.get("launcher") == "local" and creator is not None and creator.is_alive() is False

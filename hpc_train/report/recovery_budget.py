@@ -13,6 +13,7 @@ from hpc_train.launchers.lookup import launcher_of
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.recovery import bad_nodes, budgets
 from hpc_train.recovery.budgets import Left
+from hpc_train.recovery.diagnosis import silent_for
 from hpc_train.recovery.history import effective_recovery
 from hpc_train.run.attempts import AttemptRecord, job_ids, newest_number, read_record
 from hpc_train.run.files import read_json
@@ -73,7 +74,7 @@ def _silent_nodes(attempt: AttemptPaths) -> tuple[str, ...]:
             age_s = time.time() - path.stat().st_mtime
             if age_s > _SILENT_S:
                 node = path.stem.removeprefix("heartbeat-")
-                found.append(f"no sign of life from {node} for {age_s / 60:.0f} min")
+                found.append(silent_for(node, age_s))
     return tuple(found)
 
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import now
 from hpc_train.run.files import read_json, write_json
-from hpc_train.run.liveness import lives, living, minutes, newest_record, silent_s
-from hpc_train.run.processes import Process
 from hpc_train.run.storage_errors import retried
 
 #: ``interrupted``: stopped by a signal from its owner (Ctrl-C), with its progress saved.
 STATES = ("pending", "running", "requeued", "completed", "interrupted", "failed", "cancelled", "unknown")
 #: States that a run leaves automatically.
 GOING_ON = {"pending", "running", "requeued"}
-LAUNCHER_DIED = "launcher died"
 INTERRUPTED = "interrupted"
 STOPPED_BY_CTRL_C = "stopped by Ctrl-C"
 CANCELLED = "cancelled"
@@ -81,45 +77,3 @@ def mark_cancelled(paths: RunPaths) -> None:
     """Write the marker that makes ``cancel`` final, whatever launcher and ranks write later."""
     if not paths.cancelled.exists():
         write_json(paths.cancelled, {"version": 1, "time": now()}, sync=True)
-
-
-def current_status(paths: RunPaths) -> RunStatus:
-    """Return the status of the run; one whose local launcher is dead is recorded as ``failed``."""
-    status = read_status(paths)
-    if status.state not in {"pending", "running"}:
-        return status
-    if (silence := _silence(paths)) is not None:
-        return replace(status, state="failed", reason=silence)
-    if not _is_orphaned(paths):
-        return status
-    latest = read_status(paths)  # its launcher may have written the end just before it ended
-    if latest.state not in {"pending", "running"}:
-        return latest
-    corrected = replace(latest, state="failed", reason=LAUNCHER_DIED)
-    with suppress(OSError):  # another user's run, or a full disk: report it nevertheless
-        write_status(paths, corrected)
-    return corrected
-
-
-def _silence(paths: RunPaths) -> str | None:
-    """Return the reason of a run that can't be seen from here and has been silent for long; else None.
-
-    Not written: the machine may only be disconnected, and its heartbeats return.
-    """
-    record = newest_record(paths)
-    if record is None or living(record) is not None or lives(paths, record) is not False:
-        return None
-    assert record.launcher_process is not None
-    return f"no sign of life from {record.launcher_process.host} for {minutes(silent_s(paths, record))}"
-
-
-def _is_orphaned(paths: RunPaths) -> bool:
-    """Tell whether a process of this machine was responsible for the run and is certainly gone."""
-    record = newest_record(paths)
-    if record is not None and record.launcher not in {None, "local"}:
-        return False  # what it queued outlives the command that claimed the attempt
-    if record is not None:
-        return living(record) is False
-    run = read_json(paths.run) or {}
-    creator = Process.from_json(run.get("creator"))
-    return run.get("launcher") == "local" and creator is not None and creator.is_alive() is False

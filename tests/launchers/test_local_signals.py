@@ -10,8 +10,9 @@ import pytest
 
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.base import LaunchRequest
+from hpc_train.recovery.history import current_status
 from hpc_train.run.liveness import end_living
-from hpc_train.run.run_status import current_status, read_status
+from hpc_train.run.run_status import read_status
 from tests.launchers.fake_ranks import new_request, record_of, start_launcher, told, wait_for
 
 pytestmark = pytest.mark.slow

@@ -1,4 +1,4 @@
-"""``status.json`` always has every key, and does not claim that the dead are running."""
+"""``status.json`` always has every key."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
-from hpc_train.run import run_status as status_module
-from hpc_train.run.attempts import claim_attempt, read_record, write_record
-from hpc_train.run.files import read_json, write_json
-from hpc_train.run.processes import Process
-from hpc_train.run.run_status import RunStatus, current_status, read_status, write_status
+from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.run.runs import small_run
 
 RUNNING = RunStatus("running", 5, 10, 0.5, 1)
@@ -22,17 +18,6 @@ RUNNING = RunStatus("running", 5, 10, 0.5, 1)
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
     return small_run(tmp_path)
-
-
-def begin_attempt(run: RunPaths, launcher_process: Process, launcher: str = "local") -> None:
-    attempt = run.attempt(claim_attempt(run))
-    record = read_record(attempt)
-    assert record is not None
-    write_record(attempt, replace(record, launcher=launcher, launcher_process=launcher_process))
-
-
-def dead() -> Process:
-    return replace(Process.current(), start_ticks=1)
 
 
 def test_a_status_comes_back_as_it_was_written(run: RunPaths) -> None:
@@ -49,7 +34,7 @@ def test_a_status_comes_back_as_it_was_written(run: RunPaths) -> None:
 )
 def test_what_is_no_status_is_unknown(run: RunPaths, text: str) -> None:
     run.status.write_text(text)
-    assert current_status(run).state == "unknown"
+    assert read_status(run).state == "unknown"
 
 
 def test_an_interrupted_run_of_0_1_is_interrupted_not_failed(run: RunPaths) -> None:
@@ -59,70 +44,3 @@ def test_an_interrupted_run_of_0_1_is_interrupted_not_failed(run: RunPaths) -> N
 
 def test_a_missing_status_is_unknown(tmp_path: Path) -> None:
     assert read_status(RunPaths(tmp_path)).state == "unknown"
-
-
-def test_a_living_launcher_runs(run: RunPaths) -> None:
-    begin_attempt(run, Process.current())
-    write_status(run, RUNNING)
-    assert current_status(run) == RUNNING
-
-
-def test_a_dead_launcher_is_noted(run: RunPaths) -> None:
-    begin_attempt(run, dead())
-    write_status(run, RUNNING)
-    expected = RunStatus("failed", 5, 10, 0.5, 1, "launcher died")
-    assert current_status(run) == expected
-    assert read_status(run) == expected
-
-
-@pytest.mark.parametrize("state", ["completed", "interrupted", "failed", "cancelled", "requeued"])
-def test_an_end_is_never_corrected(run: RunPaths, state: str) -> None:
-    begin_attempt(run, dead())
-    ended = replace(RUNNING, state=state, reason="said")
-    write_status(run, ended)
-    assert current_status(run) == ended
-
-
-def test_an_end_written_in_the_last_moment_is_not_overwritten(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_status(run, RUNNING)
-    completed = replace(RUNNING, state="completed", step=10)
-
-    def end_and_die(_: RunPaths) -> bool:
-        write_status(run, completed)
-        return True
-
-    monkeypatch.setattr(status_module, "_is_orphaned", end_and_die)
-    assert current_status(run) == completed == read_status(run)
-
-
-def test_other_launchers_answer_for_themselves(run: RunPaths) -> None:
-    begin_attempt(run, dead(), launcher="slurm")
-    write_status(run, RUNNING)
-    assert current_status(run) == RUNNING
-
-
-def test_a_launcher_on_another_machine_is_left_alone(run: RunPaths) -> None:
-    begin_attempt(run, replace(Process.current(), host="elsewhere", boot_id="another"))
-    write_status(run, RUNNING)
-    assert current_status(run) == RUNNING
-
-
-def test_a_run_whose_creator_died_before_its_first_attempt_failed(run: RunPaths) -> None:
-    assert current_status(run).state == "pending"
-    write_json(run.run, (read_json(run.run) or {}) | {"creator": dead().to_json()})
-    assert current_status(run).reason == "launcher died"
-
-
-def test_a_correction_that_can_not_be_written_is_still_told(
-    run: RunPaths, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begin_attempt(run, dead())
-    write_status(run, RUNNING)
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(status_module, "write_status", refuse)
-    assert current_status(run).reason == "launcher died"
