@@ -22,7 +22,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     USAGE = 2
     BAD_FILE = 65
-    NO_SLURM = 69
+    NO_SCHEDULER = 69
     IO = 74
     TRY_AGAIN = 75
     #: This rank ended because another one did.
@@ -74,10 +74,10 @@ class TransientStorageError(HpcTrainError):
     """A disk error that may be temporary or may not affect another node: the run is requeued."""
 
 
-class NoSlurmError(UserError):
-    """Slurm does not answer."""
+class NoSchedulerError(UserError):
+    """The scheduler does not answer."""
 
-    exit_code = ExitCode.NO_SLURM
+    exit_code = ExitCode.NO_SCHEDULER
 
 
 class TryAgainError(UserError):

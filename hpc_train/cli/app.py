@@ -23,7 +23,7 @@ _P = ParamSpec("_P")
 
 app = typer.Typer(
     name="hpc-train",
-    help="Train PyTorch models from one YAML file, on a laptop or on Slurm.",
+    help="Train PyTorch models from one YAML file, on a laptop or on a cluster.",
     epilog="RUN is a run's id, name/id, its folder, or an experiment's name (then all its runs).",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -103,7 +103,7 @@ def _options(
         typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version."),
     ] = False,
 ) -> None:
-    """Train PyTorch models from one YAML file, on a laptop or on Slurm."""
+    """Train PyTorch models from one YAML file, on a laptop or on a cluster."""
 
 
 @_command

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpc_train.console import say
-from hpc_train.errors import ExitCode, NoSlurmError
+from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.lookup import by_launcher
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
@@ -20,7 +20,7 @@ def cancel(words: Sequence[str]) -> ExitCode:
         before = {paths: _state(paths) for paths in runs}
         try:
             left = launcher.cancel(runs)
-        except NoSlurmError as error:
+        except NoSchedulerError as error:
             say(str(error))
             codes.append(error.exit_code)
             continue

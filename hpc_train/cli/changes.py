@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_train.config.keys import NOT_IDENTITY
+from hpc_train.config.keys import JOB, NOT_IDENTITY
 from hpc_train.config.marked_yaml import read_value
 from hpc_train.config.problems import KeyPath, dotted, one_line, shortened
 from hpc_train.config.schema import Experiment
@@ -34,8 +34,8 @@ class Change:
         return dotted(self.path)
 
     @property
-    def is_of_slurm(self) -> bool:
-        return self.path[0] == "slurm"
+    def is_of_job(self) -> bool:
+        return self.path[0] == JOB
 
     @property
     def can_be_taken(self) -> bool:
@@ -64,13 +64,13 @@ def changes(before: Experiment, after: Experiment) -> list[Change]:
     ]
 
 
-def changes_on_resume(frozen: Experiment, wanted: Experiment, *, with_slurm: bool = False) -> list[str]:
+def changes_on_resume(frozen: Experiment, wanted: Experiment, *, is_queued: bool = False) -> list[str]:
     """Return ``KEY=VALUE`` of each key that a resume may change and that differs in ``wanted``.
 
-    ``with_slurm``: including the resources requested from Slurm, which don't matter on this machine.
+    ``is_queued``: including the resources that a job requests, which don't matter on this machine.
     """
     found = [change for change in changes(frozen, wanted) if change.can_be_taken]
-    return [change.override for change in found if with_slurm or not change.is_of_slurm]
+    return [change.override for change in found if is_queued or not change.is_of_job]
 
 
 def value_at(data: Any, path: KeyPath, default: Any = None) -> Any:

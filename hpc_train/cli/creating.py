@@ -129,4 +129,4 @@ def changes_since(paths: RunPaths, wanted: Experiment, *, is_queued: bool) -> li
         frozen = effective_experiment(paths, newest_number(paths) + 1)
     except BadFileError:
         return []  # the frozen file is broken; resume reports how
-    return changes_on_resume(frozen, wanted, with_slurm=is_queued)
+    return changes_on_resume(frozen, wanted, is_queued=is_queued)

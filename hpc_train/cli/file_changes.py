@@ -21,10 +21,10 @@ from hpc_train.validate.loading import Loaded, load
 _NAMED = 10
 
 
-def say_file_changes(runs: Sequence[tuple[RunPaths, Experiment]], *, with_slurm: bool) -> None:
+def say_file_changes(runs: Sequence[tuple[RunPaths, Experiment]], *, is_queued: bool) -> None:
     """Report for runs, each with the experiment that it will use, what has changed in their files.
 
-    ``with_slurm``: including the resources requested from Slurm. Runs with the same changes are reported
+    ``is_queued``: including the resources that a job requests. Runs with the same changes are reported
     together.
     """
     files: dict[str, _File] = {}
@@ -33,7 +33,7 @@ def say_file_changes(runs: Sequence[tuple[RunPaths, Experiment]], *, with_slurm:
         origin = origin_of(paths)
         if origin is not None:
             file = files.setdefault(repr(origin), _File(origin))
-            told.setdefault(file.lines(paths, used, with_slurm), []).append(run_name(paths))
+            told.setdefault(file.lines(paths, used, is_queued), []).append(run_name(paths))
     for lines, ids in told.items():
         _say_lines(either(ids), lines)
 
@@ -70,7 +70,7 @@ class _File:
         except BadFileError:
             return
 
-    def lines(self, paths: RunPaths, used: Experiment, with_slurm: bool) -> tuple[str, ...]:
+    def lines(self, paths: RunPaths, used: Experiment, is_queued: bool) -> tuple[str, ...]:
         """Return a heading and a line for each change, or that they can't be determined; empty without
         changes.
         """
@@ -78,7 +78,7 @@ class _File:
             if self._loaded is None:
                 return (self._unreadable(),)
             frozen = frozen_experiment.read(paths)
-            entries = list(_entries(frozen, _as_run(self._loaded, frozen), used, with_slurm))
+            entries = list(_entries(frozen, _as_run(self._loaded, frozen), used, is_queued))
         except BadFileError:
             return (self._unreadable(),)
         return (f"{self._name} has changed since:", *entries) if entries else ()
@@ -95,14 +95,14 @@ def _as_run(loaded: Loaded, frozen: Experiment) -> Experiment:
     return loaded.variant(values) if values else loaded.experiment
 
 
-def _entries(frozen: Experiment, wanted: Experiment, used: Experiment, with_slurm: bool) -> Iterator[str]:
+def _entries(frozen: Experiment, wanted: Experiment, used: Experiment, is_queued: bool) -> Iterator[str]:
     """Yield a line for each key that differs between the file then and now, and between the file and
     the run.
     """
     uses = used.model_dump(mode="json")
     for change in changes(frozen, wanted):
         value = value_at(uses, change.path)
-        if value != change.after and (with_slurm or not change.is_of_slurm):
+        if value != change.after and (is_queued or not change.is_of_job):
             yield _entry(change, value)
 
 

@@ -50,20 +50,21 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
     """Show what would be started."""
     if options.devices is not None and not options.local:
         raise UsageError(DEVICES_WITHOUT_LOCAL)
-    loaded = load(file, overrides)
+    loaded, launcher = load(file, overrides), load_launcher(LOCAL if options.local else DEFAULT)
     devices = options.devices
     if options.local and devices is None:
-        devices = load_launcher(LOCAL).choose_devices(loaded.experiment, None)
+        devices = launcher.choose_devices(loaded.experiment, None)
     made = with_found_sizes(make_plan(loaded, devices, options.local))
     problems = start_problems(loaded, made)
     scripts: list[str] = []
-    if loaded.experiment.slurm is not None and not options.local and not problems:
+    lacking = launcher_problems(launcher, loaded)
+    if not problems and not lacking:
         try:
-            scripts = batch_scripts(load_launcher(DEFAULT), loaded, made)
+            scripts = batch_scripts(launcher, loaded, made)
         except BadFileError as error:
             problems += error.problems
-    if options.script and loaded.experiment.slurm is None:
-        problems.append(loaded.problem("slurm", "is missing, so there is no batch script", "write slurm:"))
+    if options.script:
+        problems += lacking
     show(made, as_json=options.as_json, scripts=scripts if options.script or options.as_json else ())
     for line in problems:
         say(line)
@@ -73,14 +74,16 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
 def submit_problems(loaded: Loaded, made: Plan) -> list[str]:
     """Return all lines with which ``submit`` would reject the plan, for ``validate``.
 
-    A file without ``slurm:`` can be started with ``--local`` on any number of ranks, and reads its data here.
+    A file that says nothing of a job can be started with ``--local`` on any number of ranks, and reads its
+    data here.
     """
-    if loaded.experiment.slurm is None:
+    launcher = load_launcher(DEFAULT)
+    if launcher.problems(loaded.experiment):
         return start_problems(loaded, made, ranks_are_known=False) + missing_data(loaded, FETCH_DATA)
     if problems := start_problems(loaded, made):
         return problems
     try:
-        batch_scripts(load_launcher(DEFAULT), loaded, made)
+        batch_scripts(launcher, loaded, made)
     except BadFileError as error:
         return error.problems
     return []

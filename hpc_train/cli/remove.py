@@ -11,7 +11,7 @@ from pathlib import Path
 from hpc_train.cli.clean import LivingRunError, remove_unused_code
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import put, say
-from hpc_train.errors import ExitCode, NoSlurmError, TryAgainError, UsageError, UserError
+from hpc_train.errors import ExitCode, NoSchedulerError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import claim_attempt, read_record
@@ -52,7 +52,7 @@ def _ended(paths: RunPaths) -> RunStatus:
     """Return the run's status. Raises LivingRunError if it is not over."""
     try:
         (status,) = statuses([paths], is_fresh=True)
-    except NoSlurmError:
+    except NoSchedulerError:
         status = read_status(paths)
         if status.state != "completed":  # it may be in the queue again
             raise

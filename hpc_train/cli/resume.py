@@ -217,7 +217,7 @@ def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:
         if each.left_out:
             changes = " ".join(each.left_out)
             say(f"{run_name(each.paths)}: omits {changes}, with which the last attempt was refused")
-    say_file_changes([(each.paths, each.loaded.experiment) for each in runs], with_slurm=is_queued)
+    say_file_changes([(each.paths, each.loaded.experiment) for each in runs], is_queued=is_queued)
     told: dict[str, list[str]] = {}
     for each in runs:
         if words := each.versions.words:

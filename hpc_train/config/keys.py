@@ -33,6 +33,8 @@ SCALING: tuple[KeyPath, ...] = (
     ("slurm", "cpus_per_gpu"),
 )
 GRID: KeyPath = ("sweep", "grid")
+#: The section with the resources that a job requests from its queue; without effect on this machine.
+JOB = "slurm"
 
 
 class BadKeyError(Exception):

@@ -120,7 +120,7 @@ class Launcher(Protocol):
         Return how it ended; for a queue DONE, or TRY_AGAIN where the scheduler has accepted a job that it can
         never start, and say why.
 
-        Raises NoSlurmError where the scheduler does not answer (the next ``submitting`` finishes it),
+        Raises NoSchedulerError where the scheduler does not answer (the next ``submitting`` finishes it),
         BadFileError where it refuses: then nothing of these runs is queued, and they are as before.
         """
 
@@ -128,7 +128,7 @@ class Launcher(Protocol):
         """Return the status of runs, by folder and scheduler; correct ``status.json`` where they differ.
 
         Where the scheduler does not answer, the folders' word; ``is_fresh``, which takes no answer of a
-        moment ago either, raises NoSlurmError then.
+        moment ago either, raises NoSchedulerError then.
         """
 
     def cancel(self, runs: Sequence[RunPaths]) -> list[RunPaths]:

@@ -66,7 +66,7 @@ def by_launcher(runs: Sequence[RunPaths]) -> list[tuple[Launcher, list[RunPaths]
 def statuses(runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
     """Return the status of each run; ``status.json`` is corrected where it is behind.
 
-    ``is_fresh``: an answer of a moment ago won't do; raises NoSlurmError where the scheduler gives none.
+    ``is_fresh``: an answer of a moment ago won't do; raises NoSchedulerError where the scheduler gives none.
     """
     found: dict[RunPaths, RunStatus] = {}
     for launcher, some in by_launcher(runs):

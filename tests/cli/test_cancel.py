@@ -164,7 +164,7 @@ def test_without_slurm_the_run_is_marked_and_that_is_said(
     paths = queued_run(tmp_path / "runs", "12_3")
     begin(paths, "12_3")
     done = hpc_train("cancel", "abc")
-    assert done.code == ExitCode.NO_SLURM
+    assert done.code == ExitCode.NO_SCHEDULER
     assert "squeue: no such program here" in done.err
     assert "abc: marked as cancelled" in done.err and "`scancel 12_3`" in done.err
     assert read_json(paths.cancelled) is not None

@@ -36,6 +36,13 @@ def test_a_plan_for_slurm_shows_its_script(file: Path) -> None:
     assert script.startswith("#!/bin/bash")
 
 
+def test_a_plan_without_a_job_has_no_script(file: Path) -> None:
+    assert hpc_train("plan", file).err == ""
+    done = hpc_train("plan", file, "--script")
+    assert (done.code, "#SBATCH" in done.out) == (0, False)
+    assert "slurm: is missing" in done.err and "write `slurm: {}`" in done.err
+
+
 def test_a_plan_whose_script_cannot_be_made_says_why(file: Path) -> None:
     done = hpc_train("plan", file, "slurm={profile: nowhere}")
     assert done.code == 0

@@ -47,6 +47,20 @@ def test_every_package_has_a_row_and_a_layer() -> None:
     assert layers - {"__main__"} == modules
 
 
+_SCHEDULER = re.compile(r"slurm|sbatch|squeue|scancel|scontrol|srun|sacct|sinfo", re.IGNORECASE)
+
+
+def test_commands_name_no_scheduler() -> None:
+    """A launcher plug-in for another scheduler gets the same commands and the same messages."""
+    named = [
+        f"{file.name}:{number}: {line.strip()}"
+        for file in sorted(PACKAGE.joinpath("cli").glob("*.py"))
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
+        if _SCHEDULER.search(line)
+    ]
+    assert named == []
+
+
 #: The protocol of each plug-in package; the same step for data sets and models, and the arguments of both; a
 #: provider of both; a model's facts asked for and found; a rank's process as Slurm and as training see it.
 _SHARED_NAMES = {"base", "building", "arguments", "factory", "torchvision", "model_facts", "rank"}

@@ -253,7 +253,7 @@ def test_without_slurmctld_status_gives_the_folders_word_and_cancel_is_kept_for_
         assert "running" in done.out
         assert done.err.count("Slurm does not answer") == 1
         refused = hpc_train("cancel", "abc")
-        assert refused.code == ExitCode.NO_SLURM
+        assert refused.code == ExitCode.NO_SCHEDULER
         assert "abc: marked as cancelled" in refused.err and f"scancel {_job(paths)}" in refused.err
         assert paths.cancelled.exists() and read_status(paths).state == "running"
     assert hpc_train("cancel", "abc").code == 0

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from hpc_train.errors import NoSlurmError, UserError, printable
+from hpc_train.errors import NoSchedulerError, UserError, printable
 from hpc_train.launchers.slurm import queue_cache
 
 #: Above Slurm's own patience: a command that finds no slurmctld gives up after 9 to 18 s (measured, 22.05).
@@ -45,7 +45,7 @@ class RefusedError(UserError):
         super().__init__(f"Slurm refused `{shlex.join(argv)}`: {words}")
 
 
-class NoAnswerError(NoSlurmError):
+class NoAnswerError(NoSchedulerError):
     """Slurm is installed here but does not answer now; asking again may help."""
 
 
@@ -53,7 +53,7 @@ def run(argv: Sequence[str], *, limit_s: float = LIMIT_S, retry: bool = False) -
     """Run one of Slurm's programs; return what it printed.
 
     ``retry``: ask again, ever later, while nobody answers. Not for sbatch, which may have been heard.
-    Raises NoSlurmError where there is no Slurm or no answer, RefusedError where the answer is no.
+    Raises NoSchedulerError where there is no Slurm or no answer, RefusedError where the answer is no.
     """
     if not retry:
         return _run(argv, limit_s)
@@ -81,12 +81,12 @@ def _run(argv: Sequence[str], limit_s: float) -> str:
             env=_environment(argv[0], os.environ),
         )
     except FileNotFoundError:
-        raise NoSlurmError(
+        raise NoSchedulerError(
             f"{argv[0]}: no such program here; is this a login node of the cluster? "
             "Load Slurm's module, or add --local to train on this machine"
         ) from None
     except OSError as error:
-        raise NoSlurmError(f"{argv[0]}: can't be run: {error.strerror or error}") from None
+        raise NoSchedulerError(f"{argv[0]}: can't be run: {error.strerror or error}") from None
     except subprocess.TimeoutExpired:
         raise NoAnswerError(
             f"Slurm does not answer: `{_shown(argv)}` said nothing for {limit_s:g} s"

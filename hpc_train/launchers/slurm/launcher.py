@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hpc_train.config.schema import Experiment
 from hpc_train.console import say
-from hpc_train.errors import BadFileError, ExitCode, NoSlurmError
+from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
 from hpc_train.launchers.base import KeyProblem, Ranks, StartRequest
 from hpc_train.launchers.queue_changes import prepared
 from hpc_train.launchers.slurm import (
@@ -114,8 +114,8 @@ class SlurmLauncher:
                 job.record = steps.place(folder, job.paths, job.record)
             for job in jobs:
                 steps.release(job.paths, job.record)
-        except NoSlurmError as error:
-            raise NoSlurmError(f"{error}; {_FINISH}") from error
+        except NoSchedulerError as error:
+            raise NoSchedulerError(f"{error}; {_FINISH}") from error
         except KeyboardInterrupt:
             say(f"interrupted; {_FINISH}")
             raise
@@ -343,7 +343,7 @@ def _judged(job_ids: Sequence[str]) -> dict[str, set[str]]:
         time.sleep(_REASON_PAUSE_S * (look > 0))
         try:
             found = steps.reasons(job_ids)
-        except NoSlurmError:
+        except NoSchedulerError:
             return {}  # submitted all the same; status asks again
         if not any("None" in reasons for reasons in found.values()):
             break

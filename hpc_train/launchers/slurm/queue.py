@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
-from hpc_train.errors import NoSlurmError
+from hpc_train.errors import NoSchedulerError
 from hpc_train.launchers.slurm import queue_cache
 from hpc_train.launchers.slurm.commands import NoAnswerError, RefusedError, run
 from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S, Answer
@@ -69,7 +69,7 @@ def ask(ids: Iterable[str], *, max_age_s: float = MAX_AGE_S) -> dict[str, JobSta
     """Return the state of jobs by id; more than were asked for, maybe.
 
     One is absent where it can't be told now: accounting does not answer. ``max_age_s``: how old an answer
-    may be; 0 asks again. Raises NoSlurmError where squeue has no answer.
+    may be; 0 asks again. Raises NoSchedulerError where squeue has no answer.
     """
     wanted = set(ids)
 
@@ -78,7 +78,7 @@ def ask(ids: Iterable[str], *, max_age_s: float = MAX_AGE_S) -> dict[str, JobSta
 
     answer = queue_cache.shared(max_age_s, is_enough, lambda: _ask(wanted))
     if "error" in answer:
-        raise NoSlurmError(str(answer["error"]))
+        raise NoSchedulerError(str(answer["error"]))
     return {job: JobState(**state) for job, state in answer["jobs"].items()}
 
 
@@ -89,7 +89,7 @@ def _ask(wanted: set[str]) -> Answer:
             with suppress(RefusedError):
                 found |= _squeue(f"--jobs={_numbers(missing)}")
         ended, untold = _sacct(wanted - set(found))
-    except (NoSlurmError, RefusedError) as error:
+    except (NoSchedulerError, RefusedError) as error:
         return {"error": str(error)}  # to be shared as well: each question costs seconds then
     found |= ended
     found |= {job: JobState(job, FORGOTTEN) for job in wanted - set(found) - untold}
@@ -144,7 +144,7 @@ def _sacct(ids: set[str]) -> tuple[dict[str, JobState], set[str]]:
         )
     except NoAnswerError:
         return {}, ids
-    except (NoSlurmError, RefusedError):
+    except (NoSchedulerError, RefusedError):
         return {}, set()  # a site without accounting
     rows = (line.split(_SEPARATOR) for line in said.splitlines())
     states = [state for row in rows if len(row) >= len(_SACCT_FIELDS) for state in _from_sacct(row)]

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from hpc_train.console import say
-from hpc_train.errors import NoSlurmError
+from hpc_train.errors import NoSchedulerError
 from hpc_train.launchers.slurm.evidence import MORE_MEMORY, stop_by
 from hpc_train.launchers.slurm.pending_reasons import waiting_words
 from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState, ask
@@ -94,7 +94,7 @@ def standings(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list
     """Return the status of runs; ``status.json`` is corrected where Slurm knows of an end or a requeue.
 
     Where Slurm does not answer the folders' word is returned and that is said, once; with ``max_age_s`` 0,
-    which insists, NoSlurmError is raised.
+    which insists, NoSchedulerError is raised.
     """
     folders = [Folder.read(paths) for paths in runs]
     going_on = {folder.job for folder in folders if folder.job and folder.status.state in GOING_ON}
@@ -102,7 +102,7 @@ def standings(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list
     if going_on or max_age_s == 0:
         try:
             jobs = ask(going_on, max_age_s=max_age_s)
-        except NoSlurmError as error:
+        except NoSchedulerError as error:
             if max_age_s == 0:
                 raise
             say(f"{error}\n  what follows is what the run folders say")

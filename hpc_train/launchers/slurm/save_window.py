@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpc_train.config.schema import Experiment
-from hpc_train.errors import NoSlurmError
+from hpc_train.errors import NoSchedulerError
 from hpc_train.launchers.slurm import commands, options
 from hpc_train.paths import ExperimentPaths
 
@@ -28,7 +28,7 @@ def warnings(experiment: Experiment, folder: ExperimentPaths) -> list[str]:
 def _preemption(partition: str, longest_s: float) -> str | None:
     try:
         name, grace_s = grace(partition)
-    except (NoSlurmError, commands.RefusedError):
+    except (NoSchedulerError, commands.RefusedError):
         return None  # submitted all the same
     # A save under way is finished before the last one begins.
     if grace_s is None or grace_s >= 2 * longest_s + _STEP_RESERVE_S:

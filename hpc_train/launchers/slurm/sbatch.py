@@ -16,7 +16,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 from hpc_train.console import say
-from hpc_train.errors import NoSlurmError
+from hpc_train.errors import NoSchedulerError
 from hpc_train.launchers.entry import Entry
 from hpc_train.launchers.slurm import commands, script
 from hpc_train.launchers.slurm.script import Batch
@@ -29,10 +29,10 @@ _TOO_FEW_NODES = re.compile(r"configuration is not available|node name", re.IGNO
 
 
 def check_programs() -> None:
-    """Raise NoSlurmError where Slurm is not installed: before anything is made that would wait for it."""
+    """Raise NoSchedulerError where Slurm is not installed: before anything is made that would wait for it."""
     for program in ("sbatch", "squeue", "scontrol", "srun"):  # srun is looked for by submitit
         if shutil.which(program) is None:
-            raise NoSlurmError(
+            raise NoSchedulerError(
                 f"{program}: no such program here; is this a login node of the cluster? Load Slurm's module, "
                 "or add --local to train on this machine"
             )
@@ -41,7 +41,7 @@ def check_programs() -> None:
 def send(paths: SubmissionPaths, batch: Batch, folders: Sequence[Path]) -> str:
     """Have one held job of the run ``folders`` in the queue and return its number.
 
-    Raises NoSlurmError where Slurm has not answered for ``LIMIT_S``, RefusedError where it says no.
+    Raises NoSchedulerError where Slurm has not answered for ``LIMIT_S``, RefusedError where it says no.
     """
     deadline, pause_s = time.monotonic() + LIMIT_S, 1.0
     is_unclear = False
@@ -55,7 +55,7 @@ def send(paths: SubmissionPaths, batch: Batch, folders: Sequence[Path]) -> str:
         except commands.NoAnswerError as error:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise NoSlurmError(f"{error}; gave up after {LIMIT_S:g} s") from error
+                raise NoSchedulerError(f"{error}; gave up after {LIMIT_S:g} s") from error
             say(f"{error}; tries again for {left_s:.0f} s more")
         is_unclear = True
         time.sleep(pause_s)

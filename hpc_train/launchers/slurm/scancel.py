@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from hpc_train.console import say
-from hpc_train.errors import NoSlurmError
+from hpc_train.errors import NoSchedulerError
 from hpc_train.launchers.slurm import commands
 from hpc_train.launchers.slurm.queue import JobState, ask
 from hpc_train.launchers.slurm.queue_status import Folder, end_cancelled
@@ -24,7 +24,7 @@ _POLLS_S = (0.5, 0.5, 1.0, 1.0, 2.0, 5.0)
 def cancel(runs: Sequence[RunPaths]) -> None:
     """End the jobs of active runs; wait, within bounds, until they are gone; write that down.
 
-    Runs that have ended stay as they are, but for one whose job was requeued by hand. Raises NoSlurmError
+    Runs that have ended stay as they are, but for one whose job was requeued by hand. Raises NoSchedulerError
     where Slurm does not answer: then the runs are marked, so that they end where they would start.
     """
     folders = [Folder.read(paths) for paths in runs]
@@ -33,8 +33,8 @@ def cancel(runs: Sequence[RunPaths]) -> None:
             mark_cancelled(folder.paths)
     try:
         _end_jobs(folders)
-    except NoSlurmError as error:
-        raise NoSlurmError(f"{error}\n{_left(folders)}") from error
+    except NoSchedulerError as error:
+        raise NoSchedulerError(f"{error}\n{_left(folders)}") from error
 
 
 def _end_jobs(folders: Sequence[Folder]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import ExitCode, NoSlurmError
+from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.slurm import commands
 from hpc_train.launchers.slurm.commands import NoAnswerError, RefusedError, run
 from tests.launchers.slurm.programs import Programs, put_programs_first
@@ -20,9 +20,9 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
 
 def test_a_program_that_is_not_there_is_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NoSlurmError, match=r"squeue: no such program here.*--local") as raised:
+    with pytest.raises(NoSchedulerError, match=r"squeue: no such program here.*--local") as raised:
         run(["squeue"], retry=True)
-    assert raised.value.exit_code == ExitCode.NO_SLURM
+    assert raised.value.exit_code == ExitCode.NO_SCHEDULER
     assert not isinstance(raised.value, NoAnswerError)
 
 

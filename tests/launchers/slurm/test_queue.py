@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import NoSlurmError
+from hpc_train.errors import NoSchedulerError
 from hpc_train.launchers.slurm import queue_cache
 from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState, ask
 from tests.launchers.slurm.programs import Programs, put_programs_first
@@ -131,7 +131,7 @@ def test_a_job_is_not_forgotten_while_accounting_is_silent(programs: Programs) -
 def test_silence_is_shared_too(programs: Programs) -> None:
     programs.put("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
     for _ in range(3):
-        with pytest.raises(NoSlurmError, match="Unable to contact"):
+        with pytest.raises(NoSchedulerError, match="Unable to contact"):
             ask(["7"])
     assert len(programs.calls("squeue")) == 1
 

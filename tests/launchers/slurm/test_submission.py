@@ -10,7 +10,7 @@ import pytest
 
 from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.marked_yaml import read_value
-from hpc_train.errors import BadFileError, ExitCode, NoSlurmError
+from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
 from hpc_train.launchers.base import StartRequest
 from hpc_train.launchers.slurm import commands, launcher, sbatch, sbatch_errors
 from hpc_train.launchers.slurm import submission as steps
@@ -260,7 +260,9 @@ def test_a_slurm_that_never_answers_leaves_all_to_the_next_command(
     monkeypatch.setattr(sbatch, "LIMIT_S", 0.0)
     programs.put("sbatch", "echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1")
     runs = _runs(tmp_path, folder)
-    with pytest.raises(NoSlurmError, match="gave up after 0 s; what is made stays: submit the file again"):
+    with pytest.raises(
+        NoSchedulerError, match="gave up after 0 s; what is made stays: submit the file again"
+    ):
         _enqueue(folder, runs)
     assert not programs.calls("scancel")
     programs.put("sbatch", "echo Submitted batch job 13")
@@ -363,7 +365,7 @@ def test_without_slurm_nothing_is_made(
     (programs.folder / "sbatch").unlink()
     monkeypatch.setenv("PATH", str(programs.folder))
     with (
-        pytest.raises(NoSlurmError, match="sbatch: no such program here"),
+        pytest.raises(NoSchedulerError, match="sbatch: no such program here"),
         SlurmLauncher().submitting(folder),
     ):
         pass
