@@ -12,6 +12,7 @@ from hpc_train.config.fields import Arguments, Section
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.errors import BadFileError
 from hpc_train.registry import nearest
+from hpc_train.validate.part_rules import rest_not_taken
 
 AnySection = TypeVar("AnySection", bound=Section)
 _Result = TypeVar("_Result")
@@ -35,10 +36,10 @@ def _line(problem: Any, section: type[Section]) -> str:
     return f"data.args.{key}: no such argument; {meant}"
 
 
-def refuse_rest(rest: str, config: DataConfig) -> None:
+def refuse_rest(config: DataConfig) -> None:
     """Raise BadFileError if a name has a part after the slash but its data set has no parts."""
-    if rest:
-        raise BadFileError(f"data.name: {config.name!r} has {rest!r} after the slash; remove it")
+    if problem := rest_not_taken(("data", "name"), config.name):
+        raise problem.as_error()
 
 
 def call(name: str, function: Callable[..., _Result], *given: Any, **args: Any) -> _Result:

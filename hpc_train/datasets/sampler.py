@@ -26,7 +26,7 @@ from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from hpc_train.datasets.random_numbers import hash_words
-from hpc_train.errors import BadFileError
+from hpc_train.topology.batch_arithmetic import too_few_micro_batches, too_few_samples, undivided_batch
 
 
 @dataclass(frozen=True)
@@ -149,23 +149,13 @@ class MicroBatchSampler(DistributedSampler[Slot]):
 
 
 def _check_sizes(num_samples: int, global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
-    if num_samples < global_batch_size:
-        raise BadFileError(
-            f"optimization.global_batch_size: {global_batch_size} is more than the {num_samples} training "
-            f"samples; write at most {num_samples}"
-        )
-    if global_batch_size % micro_batch_size:
-        raise BadFileError(
-            f"optimization.micro_batch_size: {micro_batch_size} does not divide global_batch_size "
-            f"{global_batch_size}; write a divisor of it"
-        )
-    micro_batches = global_batch_size // micro_batch_size
-    if world_size > micro_batches:
-        raise BadFileError(
-            f"optimization.micro_batch_size: {micro_batch_size} makes {micro_batches} micro-batches of "
-            f"global_batch_size {global_batch_size}, fewer than the {world_size} ranks; use at most "
-            f"{micro_batches} ranks, or write at most {max(1, global_batch_size // world_size)}"
-        )
+    for problem in (
+        too_few_samples(global_batch_size, micro_batch_size, num_samples),
+        undivided_batch(global_batch_size, micro_batch_size),
+        too_few_micro_batches(global_batch_size // micro_batch_size, world_size),
+    ):
+        if problem is not None:
+            raise problem.as_error()
 
 
 class EvaluationSampler(Sampler[Slot]):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hpc_train.errors import BadFileError
+from hpc_train.validate.compatibility import no_float8
 
 
 @dataclass(frozen=True)
@@ -69,10 +70,9 @@ def choose_precision(name: str, device: torch.device) -> Precision:
 
 
 def _refuse_without_float8(device: torch.device) -> None:
-    needed = "precision: fp8 needs an NVIDIA GPU of compute capability 9.0 or higher (H100)"
     if device.type != "cuda":
-        raise BadFileError(f"{needed}, and this run is on the {device.type.upper()}; write bf16")
+        raise no_float8(f"this run is on the {device.type.upper()}").as_error()
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is not None or capability < _FLOAT8_CAPABILITY:
         name, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))
-        raise BadFileError(f"{needed}, and {name} has {found}; write bf16")
+        raise no_float8(f"{name} has {found}").as_error()

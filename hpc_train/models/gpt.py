@@ -23,6 +23,8 @@ from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import unknown_argument
 from hpc_train.models.weights import load_weights
+from hpc_train.validate.part_rules import rest_not_taken
+from hpc_train.validate.text_rules import needs_tokens
 
 _STD = 0.02
 
@@ -156,13 +158,10 @@ class GPT(nn.Module):
 
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
     """Build the model for the data's vocabulary and sequence length."""
-    if rest:
-        raise BadFileError(f"model.name: gpt takes no name after it; write gpt, and {rest!r} as model.args")
+    if problem := rest_not_taken(("model", "name"), config.name):
+        raise problem.as_error()
     if info.sequence_length is None:
-        raise BadFileError(
-            "model.name: gpt reads sequences of tokens, and these data are images; write data.name: text, "
-            "or another model, like timm/resnet50"
-        )
+        raise needs_tokens(config.name, "this data set").as_error()
     if config.pretrained is True:
         raise BadFileError("model.pretrained: gpt has no weights on a hub; write false, or a path")
     args = _parse(config)

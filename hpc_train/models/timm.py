@@ -19,7 +19,7 @@ from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import parameter_names, wrong_arguments
 from hpc_train.models.weights import StateDict, head_keys, hub_report, keep_report, load_weights
-from hpc_train.registry import nearest
+from hpc_train.validate.part_rules import not_an_argument, unlisted
 
 #: Arguments of timm.create_model that name files to read, or have keys of their own.
 _OWNED = ("checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
@@ -30,7 +30,7 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     _refuse_unknown(rest)
     for name in _OWNED:
         if name in config.args:
-            raise BadFileError(f"model.args: {name} is not allowed here; write model.pretrained")
+            raise not_an_argument(("model", "args"), name, "model.pretrained").as_error()
     arguments = _arguments(config, info)
     if config.pretrained is True:
         return _with_hub_weights(rest, config, arguments, download=download)
@@ -48,9 +48,7 @@ def _arguments(config: ModelConfig, info: DataInfo) -> Arguments:
 def _refuse_unknown(name: str) -> None:
     base, _, tag = name.partition(".")
     if not timm.is_model(base):
-        hint = nearest(base, timm.list_models())
-        meant = f"did you mean timm/{hint}?" if hint else "`python -m hpc_train.models.names` lists them"
-        raise BadFileError(f"model.name: timm has no model {base!r}; {meant}")
+        raise unlisted(("model", "name"), "timm", "model", base, timm.list_models()).as_error()
     known = sorted(full.partition(".")[2] for full in timm.list_models(f"{base}.*", pretrained=True))
     if tag and tag not in known:
         raise BadFileError(

@@ -24,7 +24,7 @@ from hpc_train.models.weights import (
     keep_report,
     load_weights,
 )
-from hpc_train.registry import nearest
+from hpc_train.validate.part_rules import not_an_argument, unlisted
 
 #: In training these also return auxiliary logits, which a classification loss can't use.
 _WITH_AUXILIARY_LOGITS = ("googlenet", "inception_v3")
@@ -58,16 +58,12 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
 
 def _refuse_unknown(name: str) -> None:
     if name not in model_names():
-        hint = nearest(name, model_names())
-        meant = (
-            f"did you mean torchvision/{hint}?" if hint else "`python -m hpc_train.models.names` lists them"
-        )
-        raise BadFileError(f"model.name: torchvision has no classification model {name!r}; {meant}")
+        raise unlisted(("model", "name"), "torchvision", "model", name, model_names()).as_error()
 
 
 def _arguments(name: str, config: ModelConfig) -> Arguments:
     if "weights" in config.args:
-        raise BadFileError("model.args: weights are chosen by model.pretrained; write true or a path there")
+        raise not_an_argument(("model", "args"), "weights", "model.pretrained").as_error()
     if name not in _WITH_AUXILIARY_LOGITS:
         return dict(config.args)
     random = {} if config.pretrained is True else {"init_weights": True}

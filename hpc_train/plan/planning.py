@@ -164,7 +164,9 @@ def _misfits(variant: Variant, num_samples: int) -> Iterator[Problem]:
     elif num_samples == 0:
         remedy = "write the folder that contains train/<class>/"
         yield Problem(("data", "root"), "contains no training images", remedy)
-    elif too_few := too_few_samples(optimization, num_samples):
+    elif too_few := too_few_samples(
+        optimization.global_batch_size, optimization.micro_batch_size, num_samples
+    ):
         yield too_few
     else:
         steps_per_epoch = num_samples // optimization.global_batch_size

@@ -17,6 +17,7 @@ from hpc_train.config.training_sections import ParallelConfig
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import Precision
 from hpc_train.topology.degrees import Degrees
+from hpc_train.topology.strategy_traits import problems_of_arguments
 
 
 class Forward(Protocol):
@@ -54,6 +55,11 @@ class RankContext:
     @property
     def args(self) -> dict[str, Any]:
         return self.parallel.args
+
+    def check_args(self, strategy: str) -> None:
+        """Raise BadFileError unless ``args`` are those of this strategy of the package."""
+        for problem in problems_of_arguments(strategy, self.args):
+            raise problem.as_error()
 
     @property
     def world_size(self) -> int:

@@ -32,14 +32,9 @@ class DDPStrategy(DataParallel):
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(context)
-        arguments = dict(context.args)
+        context.check_args(self.name)
         #: For models that leave parameters out of some forward passes; searching the graph costs time.
-        self._finds_unused = bool(arguments.pop("find_unused_parameters", False))
-        if arguments:
-            raise BadFileError(
-                f"parallel.args: {self.name} takes no {next(iter(arguments))!r}; "
-                "it takes find_unused_parameters"
-            )
+        self._finds_unused = bool(context.args.get("find_unused_parameters", False))
         # With that search on DDP keeps its first layout.
         self._is_rehearsed = context.world_size == 1 or self._finds_unused
 

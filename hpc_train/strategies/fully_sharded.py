@@ -28,10 +28,7 @@ class FullySharded(DataParallel):
     reshard_after_forward = True
 
     def __init__(self, context: RankContext) -> None:
-        if context.args:
-            raise BadFileError(
-                f"parallel.args: {self.name} takes none; take {next(iter(context.args))!r} out"
-            )
+        context.check_args(self.name)
         super().__init__(context)
 
     @abstractmethod

@@ -6,7 +6,7 @@ Called by the planner, which may not know N, and by every rank.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from hpc_train.config.problems import Problem
 from hpc_train.config.training_sections import OptimizationConfig, ScheduleConfig
@@ -27,7 +27,8 @@ class BatchArithmetic:
     @classmethod
     def of(cls, optimization: OptimizationConfig, num_samples: int, ranks: int) -> BatchArithmetic:
         """Raises BadFileError where N < G or R > M."""
-        if problem := too_few_samples(optimization, num_samples):
+        sizes = optimization.global_batch_size, optimization.micro_batch_size
+        if problem := too_few_samples(*sizes, num_samples):
             raise problem.as_error()
         micro_batches = count_micro_batches(optimization)
         assert micro_batches is not None, "micro_batch_size: auto must be resolved first"
@@ -127,13 +128,28 @@ def too_few_micro_batches(
     return Problem(("optimization", "micro_batch_size"), message, remedy)
 
 
-def too_few_samples(optimization: OptimizationConfig, num_samples: int) -> Problem | None:
+def undivided_batch(global_batch_size: int, micro_batch_size: int) -> Problem | None:
+    """Return what is wrong where the micro-batch size does not divide G."""
+    if global_batch_size % micro_batch_size == 0:
+        return None
+    below = global_batch_size // micro_batch_size * micro_batch_size
+    fitting = f"{below} or {below + micro_batch_size}" if below else f"{micro_batch_size}"
+    return Problem(
+        ("optimization", "global_batch_size"),
+        f"{global_batch_size} is not a multiple of micro_batch_size {micro_batch_size}",
+        f"write {fitting}, or a micro_batch_size that divides {global_batch_size}",
+    )
+
+
+def too_few_samples(
+    global_batch_size: int, micro_batch_size: int | Literal["auto"], num_samples: int
+) -> Problem | None:
     """Return what is wrong where N < G."""
-    if num_samples >= optimization.global_batch_size:
+    if num_samples >= global_batch_size:
         return None
     path = ("optimization", "global_batch_size")
-    message = f"{optimization.global_batch_size} is more than the {num_samples} training samples of the data"
-    micro = 1 if optimization.micro_batch_size == "auto" else optimization.micro_batch_size
+    message = f"{global_batch_size} is more than the {num_samples} training samples of the data"
+    micro = 1 if micro_batch_size == "auto" else micro_batch_size
     if num_samples < micro:
         return Problem(
             path, message, f"write {num_samples} or less, in it and in optimization.micro_batch_size"

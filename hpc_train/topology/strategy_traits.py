@@ -6,8 +6,10 @@ exports its own row as an entry point under the strategy's name in the group ``h
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from hpc_train.config.problems import Problem, shown
 from hpc_train.errors import BadFileError
 from hpc_train.registry import load_traits
 
@@ -144,6 +146,21 @@ def traits_of(strategy: str) -> StrategyTraits:
             "export a hpc_train.topology.strategy_traits.StrategyTraits"
         )
     return row
+
+
+def problems_of_arguments(strategy: str, given: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield what is wrong with ``parallel.args``. Validation calls it, and the strategies of this package."""
+    taken = traits_of(strategy).arguments
+    if taken is None:
+        return
+    for argument, value in given.items():
+        path = ("parallel", "args", argument)
+        if argument not in taken:
+            remedy = f"write {' or '.join(taken)}, or take it out" if taken else "take it out"
+            yield Problem(path, f"does not apply to strategy {strategy}", remedy, on_key=True)
+        elif not isinstance(value, bool):
+            message = f"needs true or false, got {shown(value)}"
+            yield Problem(path, message, "write one of them, without quotes")
 
 
 def taking(degree: str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from hpc_train.distributed.precision import Precision
 from hpc_train.errors import BadFileError
 from hpc_train.registry import nearest
 from hpc_train.topology.learning_rate import Schedule
-from hpc_train.validate.part_rules import UNUSABLE_OPTIMIZERS
+from hpc_train.validate.part_rules import UNUSABLE_OPTIMIZERS, not_an_argument, problem_of_optimizer
 
 _KEY = "optimization.optimizer"
 #: Keys of the file that are arguments of the optimizer's class, too.
@@ -160,20 +160,20 @@ def _num_meshes(parameters: Iterable[nn.Parameter]) -> int:
 
 def _find(name: str) -> tuple[_Maker, type[torch.optim.Optimizer]]:
     """Return how to make the optimizer called ``name``, and its class. timm is imported only if asked."""
-    provider, _, rest = name.rpartition("/")
-    if provider in ("", "torch", "timm") and rest.lower() in UNUSABLE_OPTIMIZERS:
-        why, remedy = UNUSABLE_OPTIMIZERS[rest.lower()]
-        raise BadFileError(f"{_KEY}.name: {name} {why}; {remedy}")
-    of_torch = _torch_classes()
-    if provider in ("", "torch") and rest.lower() in of_torch:
-        kind = of_torch[rest.lower()]
+    if problem := problem_of_optimizer(name, _names_of_timm):
+        raise problem.as_error()
+    provider, _, rest = name.lower().rpartition("/")
+    if provider != "timm" and rest in (of_torch := _torch_classes()):
+        kind = of_torch[rest]
         return lambda groups, arguments: kind(groups, **arguments), kind
-    if provider in ("", "timm"):
-        from timm import optim
+    return _timm_maker(rest), _timm_class(rest)
 
-        if rest.lower() in optim.list_optimizers():
-            return _timm_maker(rest.lower()), _timm_class(rest.lower())
-    raise _unknown(name, provider, of_torch)
+
+def _names_of_timm() -> list[str]:
+    from timm import optim
+
+    names: list[str] = optim.list_optimizers()
+    return names
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
@@ -214,20 +214,6 @@ def _timm_maker(name: str) -> _Maker:
     return make
 
 
-def _unknown(name: str, provider: str, of_torch: dict[str, type[torch.optim.Optimizer]]) -> BadFileError:
-    known = [f"{provider}/{key}" if provider == "torch" else key for key in of_torch]
-    if provider in ("", "timm"):
-        from timm import optim
-
-        of_timm = [key for key in optim.list_optimizers() if key not in UNUSABLE_OPTIMIZERS]
-        known = [f"timm/{key}" for key in of_timm] if provider else known + of_timm
-    hint = nearest(name.lower(), known)
-    meant = (
-        f"did you mean {hint!r}?" if hint else f"known of torch: {', '.join(of_torch)}, and all of timm.optim"
-    )
-    return BadFileError(f"{_KEY}.name: there is no optimizer {name!r}; {meant}")
-
-
 def _arguments(
     config: OptimizerConfig, kind: type[torch.optim.Optimizer], global_batch_size: int
 ) -> Arguments:
@@ -248,7 +234,7 @@ def _arguments(
 
 def _checked(config: OptimizerConfig, key: str, value: object, taken: Any) -> object:
     if key in _OWN_KEYS:
-        raise BadFileError(f"{_KEY}.args: {key} is a key of its own; write {_KEY}.{key}")
+        raise not_an_argument(("optimization", "optimizer", "args"), key, f"{_KEY}.{key}").as_error()
     known = sorted(taken.keys() - {"self", "params", "kwargs", *_OWN_KEYS})
     if key not in known:
         hint = nearest(key, known)

@@ -86,7 +86,8 @@ def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None
             f"data.name: {experiment.data.name} has {found} training samples, but plan computes steps per "
             f"epoch from the {planned} of its DataFacts; fix num_samples there (training uses {found})"
         )
-    if problem := too_few_samples(experiment.optimization, found):
+    sizes = experiment.optimization.global_batch_size, experiment.optimization.micro_batch_size
+    if problem := too_few_samples(*sizes, found):
         raise problem.as_error()
 
 

@@ -13,7 +13,7 @@ import torch
 
 from hpc_train.config.training_sections import ScheduleConfig
 from hpc_train.errors import BadFileError
-from hpc_train.registry import nearest, split_name
+from hpc_train.registry import split_name
 from hpc_train.topology.batch_arithmetic import count_warmup_steps, too_long_warmup
 from hpc_train.topology.learning_rate import (
     OVER_SPAN,
@@ -22,6 +22,7 @@ from hpc_train.topology.learning_rate import (
     ScheduleArguments,
     unknown_argument,
 )
+from hpc_train.validate.part_rules import problem_of_schedule_name
 
 _KEY = "optimization.schedule"
 
@@ -33,6 +34,8 @@ def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int
     after it; those of ``OVER_STEPS`` count from the start of the run, so that "epoch 30" means that. Raises
     BadFileError.
     """
+    if problem := problem_of_schedule_name(config.name, _foreign_names):
+        raise problem.as_error()
     warmup = _warmup_steps(config, total_steps, steps_per_epoch)
     provider, name = split_name(config.name)
     span = total_steps - warmup
@@ -44,11 +47,9 @@ def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int
         shape = OVER_SPAN[provider](arguments)
         floor = config.min_factor
         after = _warmed_up(warmup, lambda step: floor + (1 - floor) * shape((step - warmup) / span))
-    elif provider in OVER_STEPS:
+    else:
         decay = OVER_STEPS[provider](arguments)
         after = _warmed_up(warmup, lambda step: max(config.min_factor, decay(step)))
-    else:
-        raise _unknown_name(config.name, [*OVER_SPAN, *OVER_STEPS])
     arguments.refuse_unused()
     return after
 
@@ -64,19 +65,27 @@ def _warmed_up(warmup: int, after: Schedule) -> Schedule:
     return lambda step: (step + 1) / warmup if step < warmup else after(step)
 
 
-def _unknown_name(name: str, known: list[str]) -> BadFileError:
-    hint = nearest(name, known)
-    meant = f"did you mean {hint!r}?" if hint else f"known: {', '.join(known)}, timm/<name>, torch/<class>"
-    return BadFileError(f"{_KEY}.name: there is no schedule {name!r}; {meant}")
-
-
 def _foreign(provider: str, name: str, config: ScheduleConfig, span: int, *, has_warmup: bool) -> Schedule:
     """Return the schedule of timm or torch, of the steps after the warm-up."""
+    return (
+        _timm(name, config, span, has_warmup=has_warmup) if provider == "timm" else _torch(name, config, span)
+    )
+
+
+def _foreign_names(provider: str) -> list[str]:
     if provider == "timm":
-        return _timm(name, config, span, has_warmup=has_warmup)
-    if provider == "torch":
-        return _torch(name, config, span)
-    raise BadFileError(f"{_KEY}.name: {config.name!r} is of {provider!r}; write timm/<name> or torch/<class>")
+        return sorted(_timm_classes())
+    return [name for name in torch.optim.lr_scheduler.__all__ if name != "LRScheduler"]
+
+
+def _timm_classes() -> dict[str, Any]:
+    from timm import scheduler as timm_scheduler
+
+    return {
+        kind.removesuffix("LRScheduler").lower(): getattr(timm_scheduler, kind)
+        for kind in dir(timm_scheduler)
+        if kind.endswith("LRScheduler") and kind != "PlateauLRScheduler"
+    }
 
 
 def _dummy_optimizer() -> torch.optim.Optimizer:
@@ -86,18 +95,9 @@ def _dummy_optimizer() -> torch.optim.Optimizer:
 
 def _timm(name: str, config: ScheduleConfig, span: int, *, has_warmup: bool) -> Schedule:
     """Return timm's scheduler, which is a function of the update already; rates in ``args`` are factors."""
-    from timm import scheduler as timm_scheduler
-
-    classes = {
-        kind.removesuffix("LRScheduler").lower(): getattr(timm_scheduler, kind)
-        for kind in dir(timm_scheduler)
-        if kind.endswith("LRScheduler") and kind != "PlateauLRScheduler"
-    }
-    if name.lower() not in classes:
-        raise _unknown_name(config.name, [f"timm/{known}" for known in sorted(classes)])
     if has_warmup and "warmup_t" in config.args:
         raise BadFileError(f"{_KEY}.args: warmup_t and {_KEY}.warmup_… both warm up; write one of them")
-    kind = classes[name.lower()]
+    kind = _timm_classes()[name.lower()]
     taken = inspect.signature(kind).parameters
     defaults = {"t_initial": span, "lr_min": config.min_factor}
     arguments = {key: value for key, value in defaults.items() if key in taken} | config.args
@@ -113,7 +113,7 @@ def _timm(name: str, config: ScheduleConfig, span: int, *, has_warmup: bool) -> 
 
 def _torch(name: str, config: ScheduleConfig, span: int) -> Schedule:
     """Return torch's scheduler, replayed from step 0 and remembered; rates in ``args`` are factors."""
-    kind = _torch_class(name, config)
+    kind: Any = getattr(torch.optim.lr_scheduler, name)
     taken = inspect.signature(kind).parameters
     if "cycle_momentum" in taken and config.args.get("cycle_momentum") is not False:
         raise BadFileError(f"{_KEY}.args: {name} changes momentum too; write cycle_momentum: false")
@@ -133,18 +133,6 @@ def _torch(name: str, config: ScheduleConfig, span: int) -> Schedule:
         return values[step]
 
     return factor
-
-
-def _torch_class(name: str, config: ScheduleConfig) -> Any:
-    schedulers = torch.optim.lr_scheduler
-    known = [key for key in schedulers.__all__ if key not in ("LRScheduler", "ReduceLROnPlateau")]
-    if name == "ReduceLROnPlateau":
-        raise BadFileError(
-            f"{_KEY}.name: ReduceLROnPlateau needs the loss, and a schedule knows the step alone"
-        )
-    if name not in known:
-        raise _unknown_name(config.name, [f"torch/{key}" for key in known])
-    return getattr(schedulers, name)
 
 
 def _refuse_short(name: str, arguments: dict[str, Any], span: int) -> None:

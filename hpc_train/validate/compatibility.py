@@ -116,6 +116,7 @@ def _replays_graphs(experiment: Experiment) -> bool:
 _FP32_OR_DDP = "write fp32, or parallel.strategy: ddp"
 _WRITE_A_NUMBER = "write a number, like 64"
 _WRITE_BLOCKS = "write blocks"
+_NO_FLOAT8 = "write bf16, or use such a GPU"
 
 
 def sharded_batchnorm(precision: str, strategy: str, model: str) -> Problem:
@@ -134,6 +135,12 @@ def compiled_whole(strategy: str) -> Problem:
     """Return what is wrong with compiling the whole model where the strategy cuts it into stages."""
     message = f"model compiles the forward of the whole model, which no rank runs under {strategy}"
     return Problem(("compile", "scope"), message, _WRITE_BLOCKS)
+
+
+def no_float8(found: str) -> Problem:
+    """Return what is wrong with fp8 on a device without it; ``found``: what there is in its place."""
+    message = f"fp8 needs an NVIDIA GPU of compute capability 9.0 or higher (H100), and {found}"
+    return Problem(("precision",), message, _NO_FLOAT8)
 
 
 def uneven_sync_batchnorm(micro_batches: int, ranks: int) -> Problem | None:
@@ -204,8 +211,8 @@ REFUSALS = (
         reads=("precision", "device"),
         path=("precision",),
         holds=lambda e: e.precision == "fp8" and e.device == "cpu",
-        message=lambda e: "fp8 needs a GPU with float8 (H100), and device is cpu",
-        remedy="write bf16, or device: cuda",
+        message=lambda e: no_float8("device is cpu").message,
+        remedy=_NO_FLOAT8,
     ),
     Refusal(
         reads=("precision", "parallel.strategy"),

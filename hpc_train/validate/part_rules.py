@@ -1,17 +1,20 @@
-"""Rules on the names of parts (models, data sets, strategies, …) and on their keyword arguments."""
+"""Rules on the names of parts (models, data sets, strategies, …) and on their keyword arguments.
+
+What ranks check too, for files that never were validated here, is a function that returns a ``Problem``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened, shown
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
 from hpc_train.config.schema import Experiment, LoggingConfig
 from hpc_train.data_facts.facts import data_facts, missing_root
 from hpc_train.registry import is_factory, nearest, parts, split_name
 from hpc_train.topology.degrees import AXES
 from hpc_train.topology.learning_rate import OVER_SPAN, OVER_STEPS
 from hpc_train.topology.pipeline_schedules import problem_of_stages
-from hpc_train.topology.strategy_traits import taking, traits_of
+from hpc_train.topology.strategy_traits import problems_of_arguments, taking, traits_of
 from hpc_train.validate import model_facts
 
 #: Providers whose names need a part after the slash, with an example.
@@ -57,6 +60,26 @@ def _unknown_part(path: KeyPath, what: str, name: str, known: Iterable[str]) -> 
     close = nearest(name, choices)
     remedy = f"did you mean {close}?" if close else f"write one of {', '.join(choices)}"
     return Problem(path, f"there is no {what} '{shortened(name)}'", remedy)
+
+
+def unlisted(path: KeyPath, provider: str, what: str, name: str, known: Collection[str]) -> Problem:
+    """Return what is wrong with a name that the provider does not list."""
+    close = nearest(name, known) or nearest(name.lower(), known)
+    remedy = f"did you mean {provider}/{close}?" if close else f"write one that {provider} lists"
+    return Problem(path, f"{provider} has no {what} '{shortened(name)}'", remedy)
+
+
+def rest_not_taken(path: KeyPath, name: str) -> Problem | None:
+    """Return what is wrong with ``gpt/small``, of a provider that takes no name after it."""
+    if "/" not in name:
+        return None
+    provider, _ = split_name(name)
+    return Problem(path, f"{provider} takes no name after it", f"write {provider}")
+
+
+def not_an_argument(section: KeyPath, argument: str, key: str) -> Problem:
+    """Return what is wrong with an argument in ``args`` whose value belongs in another key."""
+    return Problem((*section, argument), "is not allowed here", f"write {key}", on_key=True)
 
 
 @rule("task")
@@ -118,8 +141,8 @@ def dataset_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
         yield _unknown_part(path, "data set or provider", provider, parts("datasets"))
     elif (example := data_facts(name).example) and not rest:
         yield Problem(path, f"'{shortened(name)}' names no data set", f"write {example}")
-    elif example == "" and "/" in name:
-        yield Problem(path, f"{provider} takes no name after it", f"write {provider}")
+    elif example == "" and (problem := rest_not_taken(path, name)):
+        yield problem
 
 
 @rule("data.name", "data.root")
@@ -139,29 +162,18 @@ def arguments_say_nothing_twice(experiment: Experiment) -> Iterator[Problem]:
     }
     for path, arguments in given.items():
         for argument in arguments:
-            key = (*path, argument)
-            if argument in _SAID_ELSEWHERE[path]:
-                remedy = f"write {_SAID_ELSEWHERE[path][argument]}"
-                yield Problem(key, "is not allowed here", remedy, on_key=True)
+            if key := _SAID_ELSEWHERE[path].get(argument):
+                yield not_an_argument(path, argument, key)
             elif not argument.isidentifier():
-                yield Problem(key, "is not a valid argument name", "write a Python name", on_key=True)
+                yield Problem(
+                    (*path, argument), "is not a valid argument name", "write a Python name", on_key=True
+                )
 
 
 @rule("parallel")
 def strategy_takes_its_arguments(experiment: Experiment) -> Iterator[Problem]:
     """The strategy must know the keys of ``parallel.args``."""
-    parallel = experiment.parallel
-    taken = traits_of(parallel.strategy).arguments
-    if taken is None:
-        return
-    for argument in parallel.args:
-        if argument not in taken:
-            remedy = f"write {' or '.join(taken)}, or take it out" if taken else "take it out"
-            message = f"does not apply to strategy {parallel.strategy}"
-            yield Problem(("parallel", "args", argument), message, remedy, on_key=True)
-        elif not isinstance(parallel.args[argument], bool):
-            message = f"needs true or false, got {shown(parallel.args[argument])}"
-            yield Problem(("parallel", "args", argument), message, "write one of them, without quotes")
+    yield from problems_of_arguments(experiment.parallel.strategy, experiment.parallel.args)
 
 
 @rule("parallel")
@@ -206,48 +218,68 @@ def model_is_known(experiment: Experiment) -> Iterator[Problem]:
     provider, rest = split_name(experiment.model.name)
     if provider in _MODEL_EXAMPLES and rest and not is_factory(experiment.model.name):
         # A tag after the dot selects the weights, not the model.
-        yield from _unlisted(("model", "name"), provider, "model", rest.partition(".")[0], provider)
+        base, known = rest.partition(".")[0], model_facts.known_names(provider)
+        if known is not None and base not in known:
+            yield unlisted(("model", "name"), provider, "model", base, known)
 
 
 @rule("optimization.optimizer.name")
 def optimizer_is_known(experiment: Experiment) -> Iterator[Problem]:
     """torch or timm must know the optimizer, and it must be supported."""
     name = experiment.optimization.optimizer.name
+    if problem := problem_of_optimizer(name, lambda: model_facts.known_names("timm_optimizers")):
+        yield problem
+
+
+def problem_of_optimizer(name: str, of_timm: Callable[[], Collection[str] | None]) -> Problem | None:
+    """Return what is wrong with the name. ``of_timm``: lists timm's; None: they are unknown here."""
     path = ("optimization", "optimizer", "name")
     provider, _, rest = name.lower().rpartition("/")
     if provider in {"", "torch", "timm"} and rest in UNUSABLE_OPTIMIZERS:
         why, remedy = UNUSABLE_OPTIMIZERS[rest]
-        yield Problem(path, f"{name} {why}", remedy)
-        return
+        return Problem(path, f"{shortened(name)} {why}", remedy)
     known = [*TORCH_OPTIMIZERS] if provider in {"", "torch"} else []
     if rest not in known and provider in {"", "timm"}:
-        of_timm = model_facts.known_names("timm_optimizers")
-        if of_timm is None:
-            return
-        known += [of for of in of_timm if of not in UNUSABLE_OPTIMIZERS]
-    if rest not in known:
-        close = nearest(rest, known)
-        remedy = f"did you mean {close}?" if close else "write one of torch.optim or timm.optim, like adamw"
-        yield Problem(path, f"there is no optimizer '{shortened(name)}'", remedy)
+        listed = of_timm()
+        if listed is None:
+            return None
+        known += [each for each in listed if each not in UNUSABLE_OPTIMIZERS]
+    if rest in known:
+        return None
+    close = nearest(rest, known)
+    meant = f"{provider}/{close}" if provider else close
+    remedy = f"did you mean {meant}?" if close else "write one of torch.optim or timm.optim, like adamw"
+    return Problem(path, f"there is no optimizer '{shortened(name)}'", remedy)
 
 
 @rule("optimization.schedule.name")
 def schedule_is_known(experiment: Experiment) -> Iterator[Problem]:
     """The learning rate schedule must be built in, of timm, or of torch."""
-    name, path = experiment.optimization.schedule.name, ("optimization", "schedule", "name")
+
+    def known(provider: str) -> Collection[str] | None:
+        return model_facts.known_names("torch_schedules") if provider == "torch" else None
+
+    if problem := problem_of_schedule_name(experiment.optimization.schedule.name, known):
+        yield problem
+
+
+def problem_of_schedule_name(name: str, known: Callable[[str], Collection[str] | None]) -> Problem | None:
+    """Return what is wrong with the name. ``known``: lists a provider's; None: they are unknown here."""
+    path = ("optimization", "schedule", "name")
     provider, _, rest = name.rpartition("/")
-    built_in = [*OVER_SPAN, *OVER_STEPS]
-    if not provider and name not in built_in:
-        yield _unknown_part(path, "schedule", name, built_in)
-    elif provider and provider not in {"timm", "torch"}:
+    if not provider:
+        built_in = [*OVER_SPAN, *OVER_STEPS]
+        return None if name in built_in else _unknown_part(path, "schedule", name, built_in)
+    if provider not in {"timm", "torch"}:
         remedy = "write timm/<name> or torch/<class>, like torch/OneCycleLR"
-        yield Problem(path, f"there is no provider of schedules '{shortened(provider)}'", remedy)
-    elif provider == "torch":
-        known = model_facts.known_names("torch_schedules")
-        if known is not None and rest not in known:
-            close = nearest(rest, known)
-            remedy = f"did you mean torch/{close}?" if close else "write a class of torch.optim.lr_scheduler"
-            yield Problem(path, f"torch has no schedule '{shortened(rest)}'", remedy)
+        return Problem(path, f"there is no provider of schedules '{shortened(provider)}'", remedy)
+    if rest == "ReduceLROnPlateau":
+        return Problem(path, f"{rest} needs the loss, and a schedule knows the step alone", "write cosine")
+    listed = known(provider)
+    spelled = rest.lower() if provider == "timm" else rest
+    if listed is None or spelled in listed:
+        return None
+    return unlisted(path, provider, "schedule", rest, listed)
 
 
 @rule("data.name")
@@ -255,16 +287,9 @@ def dataset_is_known(experiment: Experiment) -> Iterator[Problem]:
     """torchvision must know the data set."""
     provider, rest = split_name(experiment.data.name)
     if data_facts(experiment.data.name).is_listed and rest:
-        yield from _unlisted(("data", "name"), provider, "data set for this", rest, "datasets")
-
-
-def _unlisted(path: KeyPath, provider: str, what: str, name: str, kind: str) -> Iterator[Problem]:
-    known = model_facts.known_names(kind)
-    if known is None or name in known:
-        return
-    close = nearest(name, known) or nearest(name.lower(), known)
-    remedy = f"did you mean {provider}/{close}?" if close else f"write one that {provider} lists"
-    yield Problem(path, f"{provider} has no {what} '{shortened(name)}'", remedy)
+        known = model_facts.known_names("datasets")
+        if known is not None and rest not in known:
+            yield unlisted(("data", "name"), provider, "data set for this", rest, known)
 
 
 RULES: tuple[Rule, ...] = (

@@ -12,7 +12,7 @@ from itertools import islice
 
 from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_clean, rule, shortened
 from hpc_train.config.schema import Experiment
-from hpc_train.topology.batch_arithmetic import too_long_warmup
+from hpc_train.topology.batch_arithmetic import too_long_warmup, undivided_batch
 from hpc_train.validate import (
     channel_rules,
     compatibility,
@@ -69,15 +69,8 @@ def _beside(path: KeyPath, other: str) -> Problem:
 def micro_batches_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
     """``micro_batch_size`` must divide ``global_batch_size``."""
     batch, micro = experiment.optimization.global_batch_size, experiment.optimization.micro_batch_size
-    if micro == "auto" or batch % micro == 0:
-        return
-    below = batch // micro * micro
-    fitting = f"{below} or {below + micro}" if below else f"{micro}"
-    yield Problem(
-        ("optimization", "global_batch_size"),
-        f"{batch} is not a multiple of micro_batch_size {micro}",
-        f"write {fitting}, or a micro_batch_size that divides {batch}",
-    )
+    if micro != "auto" and (problem := undivided_batch(batch, micro)):
+        yield problem
 
 
 @rule("checkpoint.every_min", "checkpoint.every_steps")

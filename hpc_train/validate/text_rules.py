@@ -12,6 +12,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.data_facts.facts import Modality, data_facts, task_misfit
 from hpc_train.registry import is_factory, split_name
+from hpc_train.validate.part_rules import rest_not_taken
 
 _TEXT_MODELS = ("gpt",)
 _IMAGE_MODELS = ("timm", "torchvision")
@@ -41,16 +42,21 @@ def model_fits_the_data(experiment: Experiment) -> Iterator[Problem]:
     if _provider(model) in _IMAGE_MODELS and _modality(experiment) == "tokens":
         yield Problem(path, f"{shortened(model)} reads images, and {shortened(data)} has tokens", "write gpt")
     if _provider(model) in _TEXT_MODELS and _modality(experiment) == "images":
-        message = f"{shortened(model)} reads tokens, and {shortened(data)} has images"
-        yield Problem(path, message, "write data.name: text, or another model, like timm/resnet50")
+        yield needs_tokens(shortened(model), shortened(data))
+
+
+def needs_tokens(model: str, data: str) -> Problem:
+    """Return what is wrong with images for a model of tokens. Ranks find it out too."""
+    message = f"{model} reads tokens, and {data} has images"
+    return Problem(("model", "name"), message, "write data.name: text, or another model, like timm/resnet50")
 
 
 @rule("model.name")
 def gpt_stands_alone(experiment: Experiment) -> Iterator[Problem]:
     """``gpt`` and ``text`` take no name after a slash."""
     name = experiment.model.name
-    if _provider(name) in _TEXT_MODELS and "/" in name:
-        yield Problem(("model", "name"), f"{_provider(name)} takes no name after it", "write gpt")
+    if _provider(name) in _TEXT_MODELS and (problem := rest_not_taken(("model", "name"), name)):
+        yield problem
 
 
 @rule(

@@ -113,7 +113,9 @@ def test_a_global_batch_larger_than_the_data_is_refused() -> None:
 
 
 def test_more_ranks_than_micro_batches_are_refused() -> None:
-    with pytest.raises(BadFileError, match=r"6 micro-batches .* fewer than the 7 ranks; use at most 6 ranks"):
+    with pytest.raises(
+        BadFileError, match=r"needs at most 6 ranks, one per micro-batch, got 7; start 6 ranks or fewer"
+    ):
         sampler(world_size=7)
 
 

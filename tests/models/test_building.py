@@ -76,7 +76,7 @@ def test_five_channels_are_refused_by_torchvision() -> None:
         (
             "torchvision/resnet18",
             {"weights": "DEFAULT"},
-            "model.args: weights are chosen by model.pretrained",
+            "model.args.weights: is not allowed here; write model.pretrained",
         ),
         ("tests.models.factories:mlp", {"widht": 1}, "no argument 'widht'; did you mean 'width'"),
         ("tests.models.factories:no_module", {}, "model.name: .*made a str"),
@@ -283,5 +283,7 @@ def test_a_damaged_or_missing_file_is_the_files_error(name: str, tmp_path: Path)
 
 def test_a_file_named_by_the_arguments_is_never_read(tmp_path: Path) -> None:
     """``validate`` builds models in a child process: no argument may make timm read a file there."""
-    with pytest.raises(BadFileError, match="checkpoint_path is not allowed here"):
+    with pytest.raises(
+        BadFileError, match=r"^model\.args\.checkpoint_path: is not allowed here; write model\.pretrained$"
+    ):
         build("timm/test_resnet", args={"checkpoint_path": str(tmp_path / "weights.pth")})

@@ -147,11 +147,12 @@ def test_wrong_arguments_are_named(args: dict[str, Any], words: str) -> None:
 
 def test_what_gpt_can_not_be_is_said() -> None:
     with pytest.raises(
-        BadFileError, match=r"^model.name: gpt reads sequences of tokens, .*write data.name: text"
+        BadFileError,
+        match=r"^model.name: gpt reads tokens, and this data set has images; write data.name: text",
     ):
         gpt(DataInfo(10, 3, (0.5,) * 3, (0.5,) * 3))
     with pytest.raises(BadFileError, match=r"^model.pretrained: gpt has no weights on a hub"):
         gpt(pretrained=True)
-    with pytest.raises(BadFileError, match=r"^model.name: gpt takes no name after it"):
+    with pytest.raises(BadFileError, match=r"^model.name: gpt takes no name after it; write gpt$"):
         build_model(ModelConfig(name="gpt/2"), TEXT)
     assert gpt(num_classes=64).head.out_features == 64, "the file wins over the data"

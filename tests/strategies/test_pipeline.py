@@ -473,7 +473,7 @@ def test_what_ranks_of_a_stage_cant_share_is_refused_by_those_of_all(
         ({"stages_per_rank": 2}, "parallel.stages_per_rank: 1f1b has one stage per rank; take it out"),
         ({"strategy": "split", "stages_per_rank": 2}, "split has one stage per rank; take it out"),
         ({**INTERLEAVED, "stages_per_rank": 1}, "interleaved needs at least 2 stages per rank; write 2"),
-        ({"args": {"chunks": 2}}, "parallel.args: pipeline takes none; take 'chunks' out"),
+        ({"args": {"chunks": 2}}, "parallel.args.chunks: does not apply to strategy pipeline; take it out"),
     ],
 )
 def test_stages_that_the_schedule_does_not_have_are_refused(parallel: dict[str, Any], said: str) -> None:

@@ -69,7 +69,9 @@ def test_linear_layers_inside_blocks_are_converted_and_nothing_else() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [[], [make_block(24)], [nn.Linear(16, 16)]])
 def test_nothing_to_convert_is_refused(blocks: list[nn.Module]) -> None:
-    with pytest.raises(BadFileError, match=r"^precision: fp8 finds no linear layer .*; write bf16$"):
+    with pytest.raises(
+        BadFileError, match=r"^precision: fp8 finds no linear layer .*; write bf16, or use such a GPU$"
+    ):
         use_float8(blocks, CPU)
 
 
@@ -99,12 +101,13 @@ def gradients_of(block: nn.Module, plain: nn.Module, inputs: Tensor) -> tuple[Te
 
 
 def test_a_cpu_and_older_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    instead = "write bf16, or use such a GPU"
     needed = r"precision: fp8 needs an NVIDIA GPU of compute capability 9\.0 or higher \(H100\), and"
-    with pytest.raises(BadFileError, match=rf"^{needed} this run is on the CPU; write bf16$"):
+    with pytest.raises(BadFileError, match=rf"^{needed} this run is on the CPU; {instead}$"):
         choose_precision("fp8", CPU)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(BadFileError, match=rf"^{needed} NVIDIA A100 has 8\.0; write bf16$"):
+    with pytest.raises(BadFileError, match=rf"^{needed} NVIDIA A100 has 8\.0; {instead}$"):
         choose_precision("fp8", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert choose_precision("fp8", torch.device("cuda", 0)) == FP8
@@ -119,7 +122,10 @@ def test_a_missing_torchao_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("device=cpu",), "fp8 needs a GPU with float8 (H100), and device is cpu; write bf16"),
+        (
+            ("device=cpu",),
+            "fp8 needs an NVIDIA GPU of compute capability 9.0 or higher (H100), and device is cpu; write",
+        ),
         (("parallel.strategy=tensor",), "fp8 does not work under tensor, whose ranks share layers; write"),
         (("parallel.strategy=pipeline",), "fp8 does not work under pipeline"),
         (

@@ -163,13 +163,13 @@ def test_timms_schedule_leaves_the_random_numbers_alone() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"name": "cosin"}, "schedule.name: there is no schedule 'cosin'; did you mean 'cosine'"),
-        ({"name": "tf/cosine"}, "schedule.name: 'tf/cosine' is of 'tf'"),
-        ({"name": "timm/cosin"}, "did you mean 'timm/cosine'"),
-        ({"name": "timm/plateau"}, "there is no schedule 'timm/plateau'"),
+        ({"name": "cosin"}, "schedule.name: there is no schedule 'cosin'; did you mean cosine"),
+        ({"name": "tf/cosine"}, "schedule.name: there is no provider of schedules 'tf'; write timm/<name>"),
+        ({"name": "timm/cosin"}, "did you mean timm/cosine"),
+        ({"name": "timm/plateau"}, "timm has no schedule 'plateau'"),
         ({"name": "timm/cosine", "args": {"lr_mn": 1}}, "no argument 'lr_mn'; did you mean 'lr_min'"),
         ({"name": "timm/cosine", "warmup_steps": 2, "args": {"warmup_t": 2}}, "write one of them"),
-        ({"name": "torch/StepLr", "args": {}}, "did you mean 'torch/StepLR'"),
+        ({"name": "torch/StepLr", "args": {}}, "did you mean torch/StepLR"),
         ({"name": "torch/StepLR", "args": {}}, "schedule.args: torch/StepLR can't be made"),
         ({"name": "torch/ReduceLROnPlateau"}, "needs the loss"),
         ({"name": "torch/OneCycleLR"}, "write cycle_momentum: false"),

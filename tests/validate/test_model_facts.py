@@ -192,7 +192,7 @@ def test_the_lists_kept_by_hand_are_those_of_torch_and_of_the_engine() -> None:
 @pytest.mark.parametrize(("override", "said"), [
     ("optimization.optimizer.name=adamww", "there is no optimizer 'adamww'; did you mean adamw?"),
     ("optimization.optimizer.name=torch/lamb", "no optimizer 'torch/lamb'; write one of torch.optim"),
-    ("optimization.optimizer.name=timm/lanb", "there is no optimizer 'timm/lanb'; did you mean lamb?"),
+    ("optimization.optimizer.name=timm/lanb", "there is no optimizer 'timm/lanb'; did you mean timm/lamb?"),
     ("optimization.optimizer.name=timm/krom", "there is no optimizer 'timm/krom'; write one of torch.optim"),
     ("optimization.optimizer.name=kron", "kron keeps lists of tensors and its own random generator"),
     ("optimization.optimizer.name=timm/AdaHessian", "AdaHessian needs second derivatives, which"),
@@ -200,6 +200,7 @@ def test_the_lists_kept_by_hand_are_those_of_torch_and_of_the_engine() -> None:
     ("optimization.optimizer.name=LBFGS", "LBFGS evaluates the loss several times per step"),
     ("optimization.schedule.name=cosin", "there is no schedule 'cosin'; did you mean cosine?"),
     ("optimization.schedule.name=torch/OneCycle", "no schedule 'OneCycle'; did you mean torch/OneCycleLR?"),
+    ("optimization.schedule.name=torch/ReduceLROnPlateau", "ReduceLROnPlateau needs the loss"),
     ("optimization.schedule.name=keras/cosine", "no provider of schedules 'keras'; write timm/<name>"),
 ])  # fmt: skip
 def test_a_misspelt_optimizer_or_schedule_is_found(

@@ -37,7 +37,7 @@ class DigitsArgs(Section):
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return 1,438 training and 359 validation images of 1x32x32."""
-    refuse_rest(rest, config)
+    refuse_rest(config)
     args = parse_args(DigitsArgs, config.args)
     images, classes = _load()
     images = images.expand(-1, args.channels, -1, -1)

@@ -83,7 +83,7 @@ def _class_names(folder: Path) -> tuple[str, ...]:
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the two splits; without ``val`` and ``test`` there is no validation."""
-    refuse_rest(rest, config)
+    refuse_rest(config)
     args = parse_args(ImageFolderArgs, config.args)
     root = _root(config)
     class_names = _class_names(root / "train")

@@ -82,7 +82,7 @@ def _random_bytes(part: int, indices: Tensor, shape: tuple[int, int, int]) -> Te
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return ``num_samples`` training images and a fifth as many for validation, at least one."""
-    refuse_rest(rest, config)
+    refuse_rest(config)
     args = parse_args(SyntheticArgs, config.args)
     info = DataInfo(args.num_classes, args.channels, (_MEAN,) * args.channels, (_STD,) * args.channels)
     val_count = max(1, args.num_samples // _VAL_PART)

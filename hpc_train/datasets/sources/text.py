@@ -54,7 +54,7 @@ class TextSplit:
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the sequences of the training and, if there is any, the validation text."""
-    refuse_rest(rest, config)
+    refuse_rest(config)
     args = parse_args(TextArgs, config.args)
     train, val = _parts(_root(config), args)
     vocabulary = _vocabulary(train, val) if args.tokens == "characters" else list(range(_NUM_BYTES))

@@ -21,7 +21,7 @@ from hpc_train.datasets.sources.infer import count_channels, count_classes, name
 from hpc_train.datasets.sources.statistics import mean_and_std
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.registry import nearest
+from hpc_train.validate.part_rules import unlisted
 
 _TRAIN_SPLITS = ("train", "trainval", "train-standard")
 _VAL_SPLITS = ("val", "valid", "test")
@@ -44,9 +44,7 @@ def _class(name: str) -> Any:
     if inspect.isclass(found) and issubclass(found, torch.utils.data.Dataset):
         return found
     known = sorted(torchvision.datasets.__all__)
-    hint = nearest(name, known)
-    meant = f"did you mean torchvision/{hint}?" if hint else "for example torchvision/CIFAR10"
-    raise BadFileError(f"data.name: torchvision has no data set {name!r}; {meant}")
+    raise unlisted(("data", "name"), "torchvision", "data set for this", name, known).as_error()
 
 
 def _parameters(cls: Any) -> set[str]:

@@ -146,7 +146,7 @@ def test_a_missing_text_is_named(tmp_path: Path) -> None:
         built(tmp_path)
     with pytest.raises(BadFileError, match=r"^data.root: is missing, and text needs it; write a text file"):
         build_source(DataConfig(name="text"))
-    with pytest.raises(BadFileError, match=r"^data.name: 'text/x'"):
+    with pytest.raises(BadFileError, match=r"^data.name: text takes no name after it; write text$"):
         build_source(DataConfig(name="text/x"))
 
 

@@ -135,9 +135,9 @@ def test_an_array_that_is_not_the_images_is_not_taken_for_them(
     [
         (
             "CIFAR1O",
-            r"^data\.name: torchvision has no data set 'CIFAR1O'; did you mean torchvision/CIFAR10\?",
+            r"^data\.name: torchvision has no data set for this 'CIFAR1O'; did you mean .*/CIFAR10\?",
         ),
-        ("folder", r"^data\.name: torchvision has no data set 'folder'"),
+        ("folder", r"^data\.name: torchvision has no data set for this 'folder'"),
         ("FakeData", r"^data\.name: torchvision/FakeData does not separate training from validation"),
     ],
 )
