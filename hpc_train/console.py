@@ -53,7 +53,7 @@ def put_json(data: dict[str, Any]) -> None:
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines, each column as wide as its widest cell, line breaks shown as escapes."""
-    cells = [[cell_text(cell) for cell in row] for row in rows]
+    cells = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -61,6 +61,6 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def cell_text(text: str) -> str:
+def one_line(text: str) -> str:
     """Return ``text`` safe for one line of a terminal."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")

@@ -15,9 +15,6 @@ from importlib.metadata import entry_points
 
 from hpc_train.errors import BadFileError
 
-#: The kinds of plug-ins; the entry-point group of each is ``hpc_train.<kind>``.
-KINDS = ("models", "datasets", "tasks", "strategies", "loggers", "launchers")
-
 #: The key of the file that names a part of each kind; launchers are named on the command line.
 _KEYS = {
     "models": "model.name",

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from hpc_train.cli.next_steps import next_steps
 from hpc_train.cli.status import RunRow, rows_json
-from hpc_train.console import cell_text, put, put_json, say
+from hpc_train.console import one_line, put, put_json, say
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
@@ -58,7 +58,7 @@ def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
     names = run_names([row.paths for row in rows])
     for row in rows:
         cells = (names[row.paths], row.state, row.progress, row.path)
-        put("  ".join(cell_text(cell) for cell in cells))
+        put("  ".join(one_line(cell) for cell in cells))
 
 
 def say_end(paths: RunPaths, code: ExitCode) -> None:

@@ -17,9 +17,8 @@ from hpc_train.recovery.budgets import Left
 from hpc_train.report.changed_keys import in_words
 from hpc_train.report.metrics_reader import last_metric, newest_rows
 from hpc_train.report.recovery_budget import recovery_of
-from hpc_train.report.restart_times import Restart, newest_restart
 from hpc_train.report.run_table import print_table
-from hpc_train.report.run_times import elapsed_s, remaining_s, short_duration
+from hpc_train.report.run_times import Restart, elapsed_s, newest_restart, remaining_s, short_duration
 from hpc_train.report.step_layout import layout_of, ranks_of
 from hpc_train.run.attempts import job_ids, newest_number
 from hpc_train.run.files import read_json, read_text

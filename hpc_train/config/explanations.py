@@ -72,7 +72,7 @@ def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, A
     if kind == "value_error":
         message, _, remedy = str(context["error"]).partition("; ")
         return Problem(path, message, remedy)
-    return _wrong_value(path, _value_at(data, path))
+    return _wrong_value(path, value_at(data, path))
 
 
 def _key_path(loc: KeyPath) -> KeyPath:
@@ -90,7 +90,8 @@ def _key_path(loc: KeyPath) -> KeyPath:
     return path
 
 
-def _value_at(data: Any, path: KeyPath) -> Any:
+def value_at(data: Any, path: KeyPath) -> Any:
+    """Return the value at a path that exists."""
     for segment in path:
         data = data[segment]
     return data

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hpc_train.config.schema import Experiment
-from hpc_train.errors import BadFileError, printable
+from hpc_train.console import one_line
+from hpc_train.errors import BadFileError
 
 #: Keys from the top of the file; an int is an index into a list.
 KeyPath = tuple[str | int, ...]
@@ -131,11 +132,6 @@ def dotted(path: KeyPath) -> str:
     for segment in path:
         text += f"[{segment}]" if isinstance(segment, int) else f".{shortened(segment)}"
     return text.removeprefix(".")
-
-
-def one_line(text: str) -> str:
-    """Return ``text`` safe for a terminal and without line breaks."""
-    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def shortened(text: str) -> str:

@@ -13,8 +13,7 @@ from typing import Literal, TypeVar
 
 from hpc_train.config.problems import Problem, shortened
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.image_count import count_images
-from hpc_train.data_facts.text_size import count_sequences
+from hpc_train.data_facts.data_size import count_images, count_sequences
 from hpc_train.errors import BadFileError
 from hpc_train.paths import expanded
 from hpc_train.registry import is_factory, load_traits, split_name

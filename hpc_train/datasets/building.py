@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.facts import missing_root
+from hpc_train.datasets.arguments import call
 from hpc_train.datasets.base import AnySplit, ArraySplit, DatasetBuilder, DataSource
 from hpc_train.datasets.images import ImageSplit
-from hpc_train.datasets.sources.factory import build_by_factory
+from hpc_train.datasets.sources.infer import infer_info
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.registry import is_factory, load, split_name
@@ -53,3 +54,35 @@ def _as_tensors(split: AnySplit, info: DataInfo) -> AnySplit:
             "write one that returns inputs and targets (B, T) int64"
         )
     return ImageSplit(split, info.channels)
+
+
+def build_by_factory(config: DataConfig) -> DataSource:
+    """Return the data of ``package.module:factory``, a user's own.
+
+    Called as ``factory(root=data.root, **data.args)``, without ``root`` if the file has none. It returns a
+    DataSource, or (train, val), or only a training set; each has ``__len__`` and ``__getitem__`` → (image,
+    target), or ``__len__`` and ``batch``.
+    """
+    factory = load("datasets", config.name)
+    if not callable(factory):
+        raise BadFileError(
+            f"data.name: {config.name!r} is {type(factory).__name__}; name a function or a class"
+        )
+    root = {} if config.root is None else {"root": config.root}
+    made = call(config.name, factory, **root, **config.args)
+    if isinstance(made, DataSource):
+        return made
+    train, val = _pair(config.name, made)
+    return DataSource(train, val, infer_info(config.name, train, val))
+
+
+def _pair(name: str, made: Any) -> tuple[Any, Any]:
+    train, val = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    for split in (train, val):
+        is_readable = isinstance(split, ArraySplit) or hasattr(split, "__getitem__")
+        if split is not None and not (hasattr(split, "__len__") and is_readable):
+            raise BadFileError(
+                f"data.name: {name} returned {type(split).__name__}; return a DataSource, (train, val) or "
+                "train, each with __len__ and __getitem__, or with __len__ and batch"
+            )
+    return train, val

@@ -15,10 +15,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d
 
-from hpc_train.distributed.collectives import collectives_begun
 from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.signals import STOP_SIGNALS
 from hpc_train.distributed.timed_call import TimedCall, within
@@ -248,3 +251,25 @@ def _told(report: Report, at: float) -> dict[str, object]:
     told = {key: getattr(report, key) for key in ("count", "phase", "step", "note", "age_s")}
     pid = report.process.pid if report.process else None
     return told | {"pid": pid, "told_s_ago": round(time.monotonic() - at, 1)}
+
+
+def collectives_begun() -> dict[str, int]:
+    """Return the number of collectives that this rank has started, by process group; for any thread.
+
+    A group's name is the same on all its ranks, and a rank that is behind has started fewer. On CUDA, started
+    means enqueued by the host: NCCL's flight recorder knows what the device has started only with
+    TORCH_NCCL_ENABLE_TIMING, with which, according to torch, its own watchdog hangs more often.
+    """
+    found: dict[str, int] = {}
+    devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_initialized() else [])
+    with suppress(Exception):  # private, and the main thread may be changing it
+        for group in list(distributed_c10d._world.pg_map):
+            found[group.group_name] = sum(_begun(group, device) for device in devices)
+    return found
+
+
+def _begun(group: dist.ProcessGroup, device: torch.device) -> int:
+    with suppress(RuntimeError):  # the group has no backend for this device
+        backend = group._get_backend(device)
+        return int(backend._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    return 0

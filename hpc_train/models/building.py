@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import nn
 
+from hpc_train.config.fields import Arguments
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.models import factory
+from hpc_train.models.arguments import parameter_names, takes, unknown_argument
 from hpc_train.models.base import ModelBuilder
+from hpc_train.models.weights import load_weights
 from hpc_train.registry import is_factory, load, split_name
+
+Factory = Callable[..., nn.Module]
 
 
 def build_model(config: ModelConfig, info: DataInfo, *, download: bool = False) -> nn.Module:
@@ -22,7 +28,7 @@ def build_model(config: ModelConfig, info: DataInfo, *, download: bool = False) 
     ``download``. Raises BadFileError if the file requests something that does not exist.
     """
     if is_factory(config.name):
-        return _plain(factory.build(config.name, config, info, download=download), config)
+        return _plain(build_by_factory(config, info), config)
     provider, rest = split_name(config.name)
     builder = cast(ModelBuilder, load("models", provider))
     return _plain(builder(rest, config, info, download=download), config)
@@ -41,3 +47,39 @@ def _plain(model: object, config: ModelConfig) -> nn.Module:
     if any(tensor.is_floating_point() and tensor.dtype != torch.float32 for tensor in model.parameters()):
         model.float()
     return model
+
+
+def build_by_factory(config: ModelConfig, info: DataInfo) -> nn.Module:
+    """Call ``package.module:factory`` as ``factory(num_classes=…, **args)``.
+
+    It gets ``num_classes`` only if its signature takes it.
+    """
+    if config.pretrained is True:
+        raise BadFileError(
+            f"model.pretrained: true means a hub's weights, and {config.name} has none; "
+            "give a path, or load them in the factory"
+        )
+    make = cast(Factory, load("models", config.name))
+    if not callable(make):
+        raise BadFileError(
+            f"model.name: {config.name} is a {type(make).__name__}; name a function or class to call"
+        )
+    model = make(**_arguments(make, config, info))
+    if isinstance(config.pretrained, str) and isinstance(model, nn.Module):
+        load_weights(model, config.pretrained)
+    return model
+
+
+def _arguments(make: Factory, config: ModelConfig, info: DataInfo) -> Arguments:
+    """Return the factory's arguments; checked before, so that its own TypeErrors are not hidden."""
+    arguments = dict(config.args)
+    if takes(make, "num_classes"):
+        arguments.setdefault("num_classes", info.num_classes)
+    for name in arguments:
+        if not takes(make, name):
+            raise unknown_argument(config, name, parameter_names(make))
+    try:
+        inspect.signature(make).bind(**arguments)
+    except TypeError as error:
+        raise BadFileError(f"model.args: {config.name}: {error}; write it there") from error
+    return arguments

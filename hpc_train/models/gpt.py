@@ -23,8 +23,8 @@ from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import unknown_argument
 from hpc_train.models.weights import load_weights
+from hpc_train.validate.data_rules import needs_tokens
 from hpc_train.validate.part_rules import rest_not_taken
-from hpc_train.validate.text_rules import needs_tokens
 
 _STD = 0.02
 

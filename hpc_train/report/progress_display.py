@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from hpc_train.console import cell_text, say, tolerating_closed_stderr
+from hpc_train.console import one_line, say, tolerating_closed_stderr
 from hpc_train.errors import printable
 from hpc_train.paths import RunPaths
 from hpc_train.report.metrics_reader import MetricsReader, told
@@ -118,7 +118,7 @@ class Progress:
 
     def _words(self, status: RunStatus) -> Words:
         rate, left = self._pace.words(status)
-        return Words(*map(cell_text, (rate, left, self._loss, self._validation)))
+        return Words(*map(one_line, (rate, left, self._loss, self._validation)))
 
 
 class _Pace:
@@ -179,7 +179,7 @@ class _Bar:
     """rich's bar on stderr; other output appears above it."""
 
     def __init__(self, name: str) -> None:
-        self._name = cell_text(name)
+        self._name = one_line(name)
         self._rich, self._column = _rich_progress()
         self._task = self._rich.add_task(self._name, total=None, words="starting", steps="")
         with tolerating_closed_stderr():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from hpc_train.console import cell_text, columns, put
+from hpc_train.console import columns, one_line, put
 
 #: Columns that may be cut, in the order in which they are cut, with their minimum width.
 _MIN_WIDTHS = (("last metric or reason", 14), ("experiment", 8), ("last metric or reason", 4))
@@ -42,7 +42,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def fitted(cells: Sequence[Sequence[str]], width: int) -> list[str]:
     """Return the lines, heads first, none longer than ``width``; cut cells end with ``…``."""
-    shown = [[cell_text(cell) for cell in row] for row in cells]
+    shown = [[one_line(cell) for cell in row] for row in cells]
     heads = shown[0]
     for head, least in _MIN_WIDTHS:
         widths = [max(map(len, column)) for column in zip(*shown, strict=True)]

@@ -1,4 +1,4 @@
-"""How long a run has trained, and how long it will take, from its attempts' records and newest metrics."""
+"""How long a run has trained, will take, and took to restart: from its attempts' records and newest rows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from hpc_train.recovery.budgets import COMES_BACK
 from hpc_train.report.metrics_reader import Row, number
 from hpc_train.run.attempts import AttemptRecord, read_record
 
@@ -74,3 +76,40 @@ def short_duration(seconds: float | None) -> str:
         if whole >= size:
             return f"{whole // size}{unit}{whole % size // parts:02}{part}"
     return f"{whole}s"
+
+
+@dataclass(frozen=True)
+class Restart:
+    """From an interruption to the next step, in parts; None for one that is not over, or was not recorded."""
+
+    cause: str | None
+    signal_to_saved_s: float | None
+    saved_to_requeue_s: float | None
+    requeue_to_begin_s: float | None
+    begin_to_first_step_s: float | None
+
+
+def newest_restart(paths: RunPaths) -> Restart | None:
+    """Return the newest interruption; None if there was none."""
+    records = [record for attempt in paths.attempt_folders() if (record := read_record(attempt))]
+    if records and records[-1].job and records[-1].cause in COMES_BACK:
+        return _between(records[-1], None)
+    if len(records) > 1 and records[-2].job and records[-1].job:
+        return _between(records[-2], records[-1])
+    return None
+
+
+def _between(before: AttemptRecord, after: AttemptRecord | None) -> Restart:
+    old, new = before.events, after.events if after else {}
+    return Restart(
+        cause=before.cause,
+        signal_to_saved_s=_seconds(old.get("signal"), old.get("saved")),
+        saved_to_requeue_s=_seconds(old.get("saved"), old.get("requeue")),
+        requeue_to_begin_s=_seconds(old.get("requeue"), new.get("begin")),
+        begin_to_first_step_s=_seconds(new.get("begin"), new.get("first_step")),
+    )
+
+
+def _seconds(start: str | None, end: str | None) -> float | None:
+    began, ended = _timestamp(start), _timestamp(end)
+    return None if began is None or ended is None else round(ended - began, 3)

@@ -1,4 +1,7 @@
-"""What fsdp, hsdp, zero2 and tensor share: ``fully_shard`` (FSDP2) of each block, then of the rest."""
+"""``strategy: fsdp``, ``hsdp`` and ``zero2``, and what ``tensor`` and ``pipeline`` share with them.
+
+``fully_shard`` (FSDP2) of each block, then of the rest.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hpc_train.distributed.precision import Precision
@@ -15,6 +18,8 @@ from hpc_train.errors import BadFileError
 from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.clipping import clip_over_ranks
 from hpc_train.strategies.data_parallel import DataParallel
+from hpc_train.strategies.mesh import mesh_of
+from hpc_train.strategies.sync_batchnorm import has_batchnorm
 from hpc_train.validate.compatibility import sharded_batchnorm
 
 
@@ -73,8 +78,7 @@ def refuse_unshardable(
     model: nn.Module, blocks: Sequence[nn.Module], precision: Precision, strategy: str
 ) -> None:
     """Raise BadFileError for what ``fully_shard`` can't do. ``strategy``: its name in the file."""
-    has_batchnorm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    if precision.is_mixed and has_batchnorm:
+    if precision.is_mixed and has_batchnorm(model):
         raise sharded_batchnorm(precision.name, strategy, "this model").as_error()
     numbers = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if numbers:
@@ -108,3 +112,39 @@ def _uses(
     for key, child in module._modules.items():
         if child is not None:
             yield from _uses(child, blocks, f"{prefix}{key}.", block)
+
+
+class FSDPStrategy(FullySharded):
+    """Parameters, gradients and optimizer state sharded over all ranks (ZeRO-3).
+
+    A block's parameters are gathered twice per micro-batch.
+    """
+
+    name = "fsdp"
+
+    def mesh(self) -> DeviceMesh:
+        return init_device_mesh(
+            self.context.device.type, (self.context.degrees.shard,), mesh_dim_names=("shard",)
+        )
+
+
+class HSDPStrategy(FullySharded):
+    """Sharded within groups of ranks (mostly a node), the groups replicas of each other.
+
+    Gathers within a group only; between groups gradient shards are averaged.
+    """
+
+    name = "hsdp"
+
+    def mesh(self) -> DeviceMesh:
+        return mesh_of(self.context, ("replicate", "shard"))
+
+
+class ZeRO2Strategy(FSDPStrategy):
+    """As fsdp, but a block keeps its gathered parameters until its backward is done.
+
+    Gathers once per micro-batch where fsdp gathers twice, for the memory of a whole model's parameters.
+    """
+
+    name = "zero2"
+    reshard_after_forward = False

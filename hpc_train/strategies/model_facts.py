@@ -19,8 +19,8 @@ from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import UserError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
-from hpc_train.models.inspection import has_batchnorm
 from hpc_train.models.splitting import most_stages
+from hpc_train.strategies.sync_batchnorm import has_batchnorm
 from hpc_train.strategies.tensor_layers import numbers_shared, shareable_in
 
 #: What models are made for that don't say it.

@@ -216,3 +216,15 @@ class PipelineStrategy(FullySharded):
         shape = tuple(tensor.shape)
         is_writer = self.context.rank == self._first_of_stage
         return [Piece(shape, (0,) * len(shape), tensor.detach(), is_writer)]
+
+
+class SplitStrategy(PipelineStrategy):
+    """A pipeline of one micro-batch: minimal memory for activations, but all ranks except one wait.
+
+    Gradients are reduced once a step.
+    """
+
+    name = "split"
+
+    def new_run(self, stages: list[MicroBatchStage], slots: int) -> Run:
+        return Run(stages, ScheduleGPipe, 1, self.context.degrees.data_ranks)

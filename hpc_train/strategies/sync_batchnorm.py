@@ -40,6 +40,11 @@ def sync_batchnorm(model: nn.Module, device: torch.device, micro_batches: int) -
     return replaced.get(model, model)
 
 
+def has_batchnorm(model: nn.Module) -> bool:
+    """Tell whether any part normalises over a micro-batch (timm's fused variants and SyncBatchNorm count)."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
 def _synced(layer: _BatchNorm, name: str, device: torch.device) -> nn.Module:
     make = _kind(layer, name, device)
     new = make(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)

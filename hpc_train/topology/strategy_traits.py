@@ -66,7 +66,7 @@ BUILT_IN = {
         shards_parameters=True,
         shards_optimizer=True,
         runs_one_by_one=True,
-        implementation="hpc_train.strategies.fsdp:FSDPStrategy",
+        implementation="hpc_train.strategies.fully_sharded:FSDPStrategy",
     ),
     "hsdp": StrategyTraits(
         degrees=("shard", "replicate"),
@@ -76,7 +76,7 @@ BUILT_IN = {
         shards_parameters=True,
         shards_optimizer=True,
         runs_one_by_one=True,
-        implementation="hpc_train.strategies.hsdp:HSDPStrategy",
+        implementation="hpc_train.strategies.fully_sharded:HSDPStrategy",
     ),
     "zero1": StrategyTraits(
         degrees=("shard",),
@@ -93,7 +93,7 @@ BUILT_IN = {
         shards_parameters=True,
         shards_optimizer=True,
         runs_one_by_one=True,
-        implementation="hpc_train.strategies.zero2:ZeRO2Strategy",
+        implementation="hpc_train.strategies.fully_sharded:ZeRO2Strategy",
     ),
     "tensor": StrategyTraits(
         degrees=("shard", "replicate", "tensor"),
@@ -124,7 +124,7 @@ BUILT_IN = {
         shards_optimizer=True,
         is_model_parallel=True,
         has_stages=True,
-        implementation="hpc_train.strategies.split:SplitStrategy",
+        implementation="hpc_train.strategies.pipeline:SplitStrategy",
     ),
 }
 

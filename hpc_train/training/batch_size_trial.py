@@ -35,21 +35,20 @@ from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.precision import Precision, choose_precision
 from hpc_train.distributed.process_group import join, peer_lost
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, UserError
-from hpc_train.models.inspection import has_batchnorm
 from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.paths import RunPaths
 from hpc_train.run.bad_samples import BadSample
 from hpc_train.run.create import effective_experiment
 from hpc_train.strategies.base import RankContext
+from hpc_train.strategies.sync_batchnorm import has_batchnorm
 from hpc_train.tasks.base import make_task, target_spec
 from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.topology.degrees import Degrees, find_degrees
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.training.batch_size_search import DONE, FAILED, OUT_OF_MEMORY, PEER
 from hpc_train.training.compiling import compile_error
-from hpc_train.training.forward import TrainingForward
+from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.free_memory import limit_memory
-from hpc_train.training.model_inputs import make_to_input
 from hpc_train.training.non_finite import Guard
 from hpc_train.training.rank_exit import out_of_memory
 from hpc_train.training.step import train_step

@@ -28,10 +28,10 @@ from hpc_train.tasks.base import make_task, target_spec
 from hpc_train.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from hpc_train.training import batch_size_search
 from hpc_train.training.cadence import Cadence
+from hpc_train.training.forward import make_to_input
 from hpc_train.training.loop import BadSampleCount, Trainer, Validation
 from hpc_train.training.meters import Meters, MetricsWriter, StatusWriter
 from hpc_train.training.metrics_file import MetricsFile
-from hpc_train.training.model_inputs import make_to_input
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
 from hpc_train.training.rank import Rank
 from hpc_train.training.saving import Saves

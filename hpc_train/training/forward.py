@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import CompileConfig
-from hpc_train.datasets.types import Batch
+from hpc_train.datasets.normalize import Normalize
+from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.distributed.precision import Precision
 from hpc_train.distributed.seeds import seed_forward
 from hpc_train.tasks.base import Task, WholeTask, mean_loss
@@ -86,3 +87,16 @@ class TrainingForward:
         with self.begin(replace(batch, step=step)):
             moved = self.to_input(batch)
             return self.task.sums(self.task.forward(model, moved), moved)
+
+
+def make_to_input(
+    config: Experiment, info: DataInfo, device: torch.device, precision: Precision
+) -> Callable[[Batch], Batch]:
+    """Return what moves a batch to ``device`` and normalises it there."""
+    normalize = Normalize(info, config.data, precision.param_dtype, channels_last=config.model.channels_last)
+
+    def to_input(batch: Batch) -> Batch:
+        moved = batch.to(device)
+        return replace(moved, inputs=normalize(moved.inputs))
+
+    return to_input

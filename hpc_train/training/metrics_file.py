@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from hpc_train.errors import StorageError
 from hpc_train.run.files import UnreadableFileError, open_regular, replacing
-from hpc_train.run.metric_rows import Row, iter_rows, lines_from_end, looks_like_row, parse_row
+from hpc_train.run.metric_rows import Row, lines_from_end, looks_like_row, parse_row
 from hpc_train.run.storage_errors import retried, storage_error
 
 _BLOCK_BYTES = 1 << 20
@@ -176,11 +176,6 @@ def _copy(old: BinaryIO, size: int, new: BinaryIO) -> None:
     while size > 0 and (block := old.read(min(size, _BLOCK_BYTES))):
         size -= len(block)
         new.write(block)
-
-
-def read_rows(path: Path) -> list[Row]:
-    """Return all rows of the file; a last line that was cut off is not among them."""
-    return list(iter_rows(path))
 
 
 def _line(row: Row) -> bytes:

@@ -22,11 +22,10 @@ from hpc_train.errors import BadFileError, ExitCode, UserError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.models.depths import layer_depths
-from hpc_train.models.inspection import has_batchnorm
 from hpc_train.models.weights import LoadReport, report_of
 from hpc_train.run import versions
 from hpc_train.strategies.base import RankContext, Strategy
-from hpc_train.strategies.sync_batchnorm import sync_batchnorm
+from hpc_train.strategies.sync_batchnorm import has_batchnorm, sync_batchnorm
 from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.training import hardware, other_ranks
 from hpc_train.training.activation_checkpointing import checkpoint_activations

@@ -13,8 +13,9 @@ from hpc_train.config.explanations import explain, failed_paths
 from hpc_train.config.json_schema import Node
 from hpc_train.config.keys import GRID, BadKeyError, as_mapping, members, node_at, replaced, split_key
 from hpc_train.config.marked_yaml import MAX_BYTES, read_document, read_value
-from hpc_train.config.problems import COMMAND_LINE, KeyPath, Problem, Source, one_line, related
+from hpc_train.config.problems import COMMAND_LINE, KeyPath, Problem, Source, related
 from hpc_train.config.schema import Experiment
+from hpc_train.console import one_line
 from hpc_train.errors import BadFileError
 from hpc_train.validate import rules
 

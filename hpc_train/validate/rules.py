@@ -16,13 +16,13 @@ from hpc_train.topology.batch_arithmetic import too_long_warmup, undivided_batch
 from hpc_train.validate import (
     channel_rules,
     compatibility,
+    data_rules,
     layer_rules,
     part_rules,
     size_rules,
     slurm_rules,
     start_rules,
     sweep_rules,
-    text_rules,
 )
 
 check_start = start_rules.check_start
@@ -32,7 +32,7 @@ def check(
     experiment: Experiment, failed: Collection[KeyPath] = (), *, check_names: bool = True
 ) -> list[Problem]:
     """Return the problems across keys. Rules that read a key of ``failed`` are skipped."""
-    rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *text_rules.RULES)
+    rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *data_rules.RULES)
     rules += (*channel_rules.RULES, *layer_rules.RULES, *compatibility.RULES)
     if check_names:
         rules += FILE_RULES

@@ -27,7 +27,7 @@ from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import FileEntry, Manifest, hash_file, listing
 from hpc_train.strategies.base import RankContext, Strategy
 from hpc_train.strategies.ddp import DDPStrategy
-from hpc_train.strategies.fsdp import FSDPStrategy
+from hpc_train.strategies.fully_sharded import FSDPStrategy
 from hpc_train.strategies.zero1 import ZeRO1Strategy
 from hpc_train.topology.degrees import Degrees
 from tests.forwards import PlainForward

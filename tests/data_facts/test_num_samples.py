@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts import image_count
+from hpc_train.data_facts import data_size
 from hpc_train.data_facts.facts import training_samples
 
 
@@ -45,7 +45,7 @@ def test_a_folder_that_takes_too_long_to_count_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = _image_folder(tmp_path)
-    monkeypatch.setattr(image_count, "COUNT_LIMIT_S", -1.0)
+    monkeypatch.setattr(data_size, "COUNT_LIMIT_S", -1.0)
     assert training_samples(config) is None
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts import text_size
+from hpc_train.data_facts import data_size
 from hpc_train.data_facts.facts import training_samples
 from hpc_train.datasets.sources.text import build
 
@@ -33,7 +33,7 @@ def test_a_plan_counts_what_the_data_set_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks of 7 bytes end within characters."""
-    monkeypatch.setattr(text_size, "_READ_BYTES", read_bytes)
+    monkeypatch.setattr(data_size, "_READ_BYTES", read_bytes)
     file = tmp_path / "odd.txt"
     file.write_bytes((ODD * 5).encode())
     args = {"tokens": tokens, "sequence_length": length}
@@ -76,6 +76,6 @@ def test_a_text_that_takes_too_long_to_count_is_unknown(
 ) -> None:
     file = tmp_path / "long.txt"
     file.write_text("a" * 1000)
-    monkeypatch.setattr(text_size, "COUNT_LIMIT_S", -1.0)
+    monkeypatch.setattr(data_size, "COUNT_LIMIT_S", -1.0)
     assert training_samples(config(file)) is None
     assert training_samples(config(file, tokens="bytes")) == 7, "asked of the file system, which knows"

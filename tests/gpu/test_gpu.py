@@ -33,12 +33,13 @@ from hpc_train.health import node_check
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.found_micro_batch import kept
+from hpc_train.run.metric_rows import iter_rows
 from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.ddp import DDPStrategy
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.fp8 import use_float8
 from hpc_train.training.meters import Meters, MetricsWriter
-from hpc_train.training.metrics_file import MetricsFile, read_rows
+from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.non_finite import FiniteWatch
 from hpc_train.validate.loading import load
 from tests.end_to_end import paced
@@ -384,12 +385,12 @@ def test_a_row_is_taken_without_waiting_for_the_device(device: torch.device, tmp
     try:
         torch.cuda._sleep(500_000_000)  # cycles: a quarter of a second or more that the loss comes behind
         meters.train_row(2, 0.1, loss, norm)
-        assert [row["step"] for row in read_rows(path)] == [1], "the device is not through yet"
+        assert [row["step"] for row in iter_rows(path)] == [1], "the device is not through yet"
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     meters.drain(wait=False)
-    row = read_rows(path)[-1]
+    row = list(iter_rows(path))[-1]
     assert row["step"] == 2
     assert (row["loss"], row["grad_norm"]) == (1.0, 2.0)
     metrics_writer.close()

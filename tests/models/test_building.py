@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.models.building import build_model
-from hpc_train.models.factory import build as build_factory
+from hpc_train.models.building import build_by_factory, build_model
 from hpc_train.models.torchvision import _resampled
 from hpc_train.models.weights import LoadReport, keep_report, report_of
 
@@ -103,9 +102,7 @@ def test_a_factorys_own_mistake_stays_its_own() -> None:
 
 def test_factory_has_no_hub() -> None:
     with pytest.raises(BadFileError, match=r"^model.pretrained: true means a hub's"):
-        build_factory(
-            "tests.models.factories:mlp", ModelConfig(name="x", pretrained=True), info(), download=True
-        )
+        build_by_factory(ModelConfig(name="tests.models.factories:mlp", pretrained=True), info())
 
 
 @pytest.mark.parametrize("name", ["timm/resnet18", "torchvision/resnet18"])

@@ -7,8 +7,8 @@ import sys
 import pytest
 from torch import nn
 
-from hpc_train.models.inspection import has_batchnorm
 from hpc_train.models.names import list_names
+from hpc_train.strategies.sync_batchnorm import has_batchnorm
 
 
 def test_names_hold_models_and_data_sets_of_classification() -> None:

@@ -16,7 +16,7 @@ from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import choose_precision
 from hpc_train.registry import load
 from hpc_train.strategies.base import RankContext
-from hpc_train.strategies.gathering import _buckets, gather_slices, own_slice
+from hpc_train.strategies.zero1 import _buckets, gather_slices, own_slice
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.optimization import Optimization, make_optimizer
 from tests.forwards import PlainForward, optimizer_step

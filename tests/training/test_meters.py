@@ -20,10 +20,11 @@ from hpc_train.errors import HpcTrainError
 from hpc_train.paths import RunPaths
 from hpc_train.run import run_status as status_module
 from hpc_train.run import storage_errors
+from hpc_train.run.metric_rows import iter_rows
 from hpc_train.run.run_status import read_status
 from hpc_train.training import meters
 from hpc_train.training.meters import STATUS_EVERY_S, Meters, MetricsWriter, StatusWriter, SupersededError
-from hpc_train.training.metrics_file import MetricsFile, read_rows
+from hpc_train.training.metrics_file import MetricsFile
 
 
 @dataclass
@@ -100,7 +101,7 @@ def number(value: float) -> Tensor:
 
 
 def places(path: Path) -> list[tuple[str, int]]:
-    return [(row["split"], row["step"]) for row in read_rows(path)]
+    return [(row["split"], row["step"]) for row in iter_rows(path)]
 
 
 def test_rows_are_due_every_so_many_steps() -> None:
@@ -111,7 +112,7 @@ def test_rows_are_due_every_so_many_steps() -> None:
 def test_a_train_row_says_where_and_what(path: Path) -> None:
     metrics_writer, _ = make_recorder(path)
     make_meters(metrics_writer).train_row(25, 0.1, number(1.5), torch.tensor(2.5))
-    (row,) = read_rows(path)
+    (row,) = list(iter_rows(path))
     assert row.pop("time") > 0
     assert row == {
         "attempt": 3, "split": "train", "step": 25, "epoch": 2.5, "lr": 0.1, "loss": 1.5, "grad_norm": 2.5,
@@ -126,7 +127,7 @@ def test_throughput_is_counted_from_the_row_before(path: Path, monkeypatch: pyte
     found = make_meters(metrics_writer)
     found.train_row(10, 0.1, number(1.0), None)
     found.train_row(15, 0.1, number(1.0), None)
-    first, second = read_rows(path)
+    first, second = list(iter_rows(path))
     assert "samples_per_s" not in first
     assert second["samples_per_s"] == 5 * 48 / 2
     metrics_writer.close()
@@ -189,7 +190,7 @@ def test_a_loss_that_is_no_number_is_null(split: str, value: float, path: Path) 
         found.train_row(7, 0.1, number(value), None)
     else:
         found.val_row(7, {"loss": value})
-    assert [row["loss"] for row in read_rows(path)] == [None] == [row["loss"] for row in noting.rows]
+    assert [row["loss"] for row in iter_rows(path)] == [None] == [row["loss"] for row in noting.rows]
     metrics_writer.close()
 
 
@@ -209,7 +210,7 @@ def test_another_number_that_is_none_is_null(path: Path) -> None:
     noting = Noting()
     metrics_writer, log = make_recorder(path, noting)
     make_meters(metrics_writer).train_row(1, 0.1, number(1.0), torch.tensor(float("inf")))
-    assert read_rows(path)[0]["grad_norm"] is None
+    assert next(iter_rows(path))["grad_norm"] is None
     assert noting.rows[0]["grad_norm"] is None
     assert "grad_norm" not in log.getvalue()
     metrics_writer.close()
@@ -221,7 +222,7 @@ def test_loggers_and_the_log_are_told_every_row_and_the_end(path: Path) -> None:
     make_meters(metrics_writer).val_row(20, {"loss": 0.123456, "accuracy": 0.5})
     metrics_writer.state = "completed"
     metrics_writer.close()
-    assert noting.rows == read_rows(path)
+    assert noting.rows == list(iter_rows(path))
     assert noting.state == "completed"
     assert log.getvalue() == "val step 20 epoch 2 loss 0.12346 accuracy 0.5\n"
 

@@ -13,7 +13,8 @@ import pytest
 
 from hpc_train.errors import StorageError, TransientStorageError
 from hpc_train.run import storage_errors
-from hpc_train.training.metrics_file import MetricsFile, read_rows
+from hpc_train.run.metric_rows import iter_rows
+from hpc_train.training.metrics_file import MetricsFile
 
 
 def row(step: int, split: str = "train", **more: Any) -> dict[str, Any]:
@@ -38,12 +39,12 @@ def test_a_new_run_begins_with_an_empty_file(path: Path) -> None:
 def test_rows_past_the_resumed_step_are_dropped_and_may_be_written_again(path: Path) -> None:
     written(path, *(row(step, attempt=1) for step in range(1, 8)), row(6, "val", attempt=1))
     file = MetricsFile(path, 5)
-    assert read_rows(path) == [row(step, attempt=1) for step in range(1, 6)]
+    assert list(iter_rows(path)) == [row(step, attempt=1) for step in range(1, 6)]
     assert not file.has("val", 6)
     file.append(row(6, attempt=2))
     file.append(row(6, "val", attempt=2))
     file.close()
-    assert [each["attempt"] for each in read_rows(path)] == [1] * 5 + [2, 2]
+    assert [each["attempt"] for each in iter_rows(path)] == [1] * 5 + [2, 2]
 
 
 def test_what_is_kept_counts_as_written(path: Path) -> None:
@@ -62,7 +63,7 @@ def test_a_step_of_a_split_is_written_once(path: Path) -> None:
     with pytest.raises(AssertionError, match="has its row already"):
         file.append(row(1))
     file.close()
-    assert len(read_rows(path)) == 2
+    assert len(list(iter_rows(path))) == 2
 
 
 def test_a_file_cut_anywhere_keeps_its_whole_rows(path: Path) -> None:
@@ -73,7 +74,7 @@ def test_a_file_cut_anywhere_keeps_its_whole_rows(path: Path) -> None:
         path.write_bytes(whole[:cut])
         MetricsFile(path, 3).close()
         count = sum(end < cut for end in ends)
-        assert read_rows(path) == rows[:count], f"cut at byte {cut}"
+        assert list(iter_rows(path)) == rows[:count], f"cut at byte {cut}"
         assert path.read_bytes().endswith(b"\n") or count == 0, "the next row begins a line of its own"
 
 
@@ -107,7 +108,7 @@ def test_a_pipe_that_replaces_it_later_is_refused_at_once(path: Path) -> None:
 def test_a_row_reaches_other_processes_at_once(path: Path) -> None:
     file = MetricsFile(path, 0)
     file.append(row(1))
-    assert read_rows(path) == [row(1)]
+    assert list(iter_rows(path)) == [row(1)]
     file.close()
 
 
@@ -151,7 +152,7 @@ def test_a_resume_holds_a_small_part_of_a_large_file(large: Path) -> None:
     tracemalloc.stop()
     _closed(file)
     assert peak < size / 8
-    assert read_rows(large)[-1] == row(38_000, note="x" * 60)
+    assert list(iter_rows(large))[-1] == row(38_000, note="x" * 60)
 
 
 def test_a_resume_parses_only_the_rows_that_it_drops(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +210,7 @@ def test_a_row_that_is_refused_for_a_moment_is_written_once(
     file.append(row(2))
     file.append(row(3))
     file.sync()
-    assert left == [0] and read_rows(path) == [row(1), row(2), row(3)]
+    assert left == [0] and list(iter_rows(path)) == [row(1), row(2), row(3)]
     file.close()
 
 
@@ -230,11 +231,11 @@ def test_rows_that_an_fsync_did_not_write_are_written_again(
         lost.seek(-20, os.SEEK_END)
         lost.write(bytes(20))
     file.sync()
-    assert read_rows(path) == [row(1), row(2), row(3)]
+    assert list(iter_rows(path)) == [row(1), row(2), row(3)]
     assert path.stat().st_ino != before, "another fsync of the same file proves nothing"
     file.append(row(4))
     file.sync()
-    assert read_rows(path)[-1] == row(4)
+    assert list(iter_rows(path))[-1] == row(4)
     file.close()
 
 

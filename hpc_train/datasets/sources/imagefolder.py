@@ -15,7 +15,7 @@ from hpc_train.config.fields import Section
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.arguments import parse_args, refuse_rest
 from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.sources.statistics import mean_and_std
+from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 

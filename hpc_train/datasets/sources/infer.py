@@ -1,5 +1,5 @@
-"""Infers channels and classes of data sets that do not define them, from their attributes and first
-sample.
+"""Infers what a data set does not define: channels and classes from its attributes and first sample, mean and
+standard deviation from its name.
 """
 
 from __future__ import annotations
@@ -11,10 +11,32 @@ import torch
 from hpc_train.datasets.base import ArraySplit
 from hpc_train.datasets.images import as_inputs
 from hpc_train.datasets.structures import is_structured, map_tensors, tensors_of
+from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 
 #: Where torchvision's data sets and most others store all targets.
 _TARGET_ATTRIBUTES = ("targets", "labels", "_labels")
+#: Per channel, of images scaled to 0…1.
+_IMAGENET_MEAN = (0.485, 0.456, 0.406)
+_IMAGENET_STD = (0.229, 0.224, 0.225)
+#: Of ImageNet in gray, with the weights of luminance.
+_GRAY_MEAN, _GRAY_STD = (0.459,), (0.226,)
+
+_BY_NAME = {
+    "CIFAR10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "CIFAR100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "MNIST": ((0.1307,), (0.3081,)),
+    "FashionMNIST": ((0.2860,), (0.3530,)),
+    "KMNIST": ((0.1918,), (0.3483,)),
+    "SVHN": ((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
+}
+
+
+def infer_info(name: str, train: Any, val: Any) -> DataInfo:
+    """Return the information on a data set that has none of its own."""
+    channels, num_classes = count_channels(train), count_classes(train, val)
+    mean, std = mean_and_std(name, channels)
+    return DataInfo(num_classes, channels, mean, std, name_classes(train, num_classes))
 
 
 def count_channels(split: Any) -> int:
@@ -81,3 +103,18 @@ def name_classes(split: Any, num_classes: int) -> tuple[str, ...]:
     if not isinstance(names, (list, tuple)) or len(names) != num_classes:
         return ()
     return tuple(str(name) for name in names)
+
+
+def mean_and_std(name: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of the data set ``name``, or ImageNet's.
+
+    0.5 and 0.25 for other than 1 or 3 channels.
+    """
+    known = _BY_NAME.get(name)
+    if known is not None and len(known[0]) == channels:
+        return known
+    if channels == 3:
+        return _IMAGENET_MEAN, _IMAGENET_STD
+    if channels == 1:
+        return _GRAY_MEAN, _GRAY_STD
+    return (0.5,) * channels, (0.25,) * channels

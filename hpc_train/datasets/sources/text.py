@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.text_size import TextArgs, num_sequences, train_file, val_tokens
+from hpc_train.data_facts.data_size import TextArgs, num_sequences, train_file, val_tokens
 from hpc_train.datasets.arguments import parse_args, refuse_rest
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.types import DataInfo

@@ -17,9 +17,7 @@ from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.arguments import call
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.sources.in_memory import in_memory
-from hpc_train.datasets.sources.infer import count_channels, count_classes, name_classes
-from hpc_train.datasets.sources.statistics import mean_and_std
-from hpc_train.datasets.types import DataInfo
+from hpc_train.datasets.sources.infer import infer_info
 from hpc_train.errors import BadFileError
 from hpc_train.validate.part_rules import unlisted
 
@@ -32,10 +30,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     cls = _class(rest)
     root = Path(config.root or ".").expanduser()
     train, val = _parts(rest, cls, root, config.args, download)
-    channels = count_channels(train)
-    num_classes = count_classes(train, val)
-    mean, std = mean_and_std(rest, channels)
-    info = DataInfo(num_classes, channels, mean, std, name_classes(train, num_classes))
+    info = infer_info(rest, train, val)
     return DataSource(in_memory(train), None if val is None else in_memory(val), info)
 
 

@@ -11,7 +11,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,6 @@ from hpc_train.distributed.env import parse_tasks_per_node
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
-from hpc_train.launchers.slurm.dead_nodes import gone
 from hpc_train.launchers.slurm.evidence import stop_by
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes, budgets
@@ -39,6 +38,10 @@ _SCONTROL_LIMIT_S = 60.0
 _MOST_ASKED = 2
 #: Set by the batch script where Slurm can't leave the nodes out.
 _ANY_NODE = "HPC_TRAIN_ANY_NODE"
+#: sinfo is asked at a requeue only; one that hangs must not keep the job from starting.
+_SINFO_LIMIT_S = 30.0
+#: Not ``power*``: nodes that are switched off to save power are not broken.
+_GONE = ("down", "fail")
 
 
 class BudgetSpentError(UserError):
@@ -164,7 +167,7 @@ def _diagnosed(paths: RunPaths, record: AttemptRecord, *, is_requeued: bool) -> 
         record,
         step=read_status(paths).step,
         stop=stop_by(name) if name else None,
-        dead_nodes=gone(record.hosts),
+        dead_nodes=gone_nodes(record.hosts),
         is_requeued=is_requeued,
     )
     return ended_unseen(paths, record, found)
@@ -233,6 +236,28 @@ def _num_ranks(environ: Mapping[str, str]) -> int | None:
             return int(environ["SLURM_NTASKS"])
         return sum(parse_tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "")))
     return None
+
+
+def gone_nodes(hosts: Sequence[str]) -> list[str]:
+    """Return those of the nodes that Slurm calls down, or has not heard of; none where it can't be asked."""
+    wanted = bad_nodes.names(hosts)
+    if not wanted:
+        return []
+    command = ["sinfo", "--noheader", "--Node", f"--nodes={','.join(wanted)}", "--format=%N %T"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SINFO_")}
+    with suppress(OSError, subprocess.SubprocessError):  # in a container there is none
+        done = subprocess.run(
+            command, env=clean, capture_output=True, text=True, check=True, timeout=_SINFO_LIMIT_S
+        )
+        pairs = (line.split() for line in done.stdout.splitlines())
+        states = {pair[0]: pair[1].lower() for pair in pairs if len(pair) == 2}
+        return sorted(node for node in wanted if _is_gone(states.get(node, "")))
+    return []
+
+
+def _is_gone(state: str) -> bool:
+    """``idle*``: it does not respond."""
+    return state.startswith(_GONE) or state.endswith("*")
 
 
 def main(words: Iterable[str]) -> int:

@@ -16,12 +16,13 @@ import platformdirs
 from pydantic import Field, ValidationError
 
 from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.config.explanations import wanted
+from hpc_train.config.explanations import value_at, wanted
 from hpc_train.config.fields import ScriptPath, Section
 from hpc_train.config.keys import as_mapping, child
 from hpc_train.config.marked_yaml import MAX_BYTES, read_document
-from hpc_train.config.problems import KeyPath, Problem, Source, is_clean, one_line, shown
+from hpc_train.config.problems import KeyPath, Problem, Source, is_clean, shown
 from hpc_train.config.schema import Experiment
+from hpc_train.console import one_line
 from hpc_train.errors import BadFileError
 from hpc_train.registry import nearest
 from hpc_train.validate.slurm_rules import bad_option_values, taken_options
@@ -162,7 +163,7 @@ def _explained(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
             message, _, remedy = str(entry["ctx"]["error"]).partition("; ")
             new = Problem(path, message, remedy)
         else:
-            message = f"needs {wanted(node)}, got {shown(_value(data, path))}"
+            message = f"needs {wanted(node)}, got {shown(value_at(data, path))}"
             new = Problem(path, message, "write that, or take it out")
         found.setdefault(new.path, new)
     return list(found.values())
@@ -184,12 +185,6 @@ def _unknown(path: KeyPath, known: list[str]) -> Problem:
     close = nearest(str(path[-1]), known)
     remedy = f"did you mean {close}?" if close else f"take it out, or write one of {', '.join(known)}"
     return Problem(path, "unknown key of a profile", remedy, on_key=True)
-
-
-def _value(data: Any, path: KeyPath) -> object:
-    for segment in path:
-        data = data[segment]
-    return data
 
 
 def _contradictions(profile: Profile) -> Iterator[Problem]:

@@ -1,11 +1,16 @@
-"""``data.args`` of ``text`` and the number of sequences of a text: for planning and for the data set.
+"""How many samples data have: images of a folder, sequences of a text, with the ``data.args`` that decide it.
+
+For planning, so without torch, and for the data sets.
 
 Legend: T tokens of a sequence.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,7 +18,6 @@ from pydantic import Field, ValidationError
 
 from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.image_count import COUNT_LIMIT_S
 from hpc_train.paths import expanded
 
 #: Default, for a single file.
@@ -21,6 +25,10 @@ _VAL_FRACTION = 0.1
 _READ_BYTES = 1 << 22
 #: UTF-8 continuation bytes, which start no character.
 _CONTINUATION = bytes(range(0x80, 0xC0))
+#: Assumed: a person waits that long for a plan; millions of files on a slow shared disk take longer.
+COUNT_LIMIT_S = 10.0
+#: Extensions that torchvision's ImageFolder takes for images.
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 class TextArgs(Section):
@@ -85,3 +93,25 @@ def _count_tokens(path: Path, args: TextArgs, limit_s: float) -> int | None:
                 return None
             count += len(block.translate(None, _CONTINUATION))
     return count
+
+
+def count_images(folder: Path) -> int | None:
+    """Count the images in ``folder/<class>/``; None if it is not on this machine or has too many."""
+    deadline = time.monotonic() + COUNT_LIMIT_S
+    try:
+        classes = [entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    except OSError:
+        return None
+    count = 0
+    for number in itertools.chain.from_iterable(map(_images_by_folder, classes)):
+        if time.monotonic() > deadline:
+            return None
+        count += number
+    return count
+
+
+def _images_by_folder(folder: Path) -> Iterator[int]:
+    """Yield the number of images in ``folder`` and in each folder below it, without hidden ones."""
+    for _, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield sum(name.lower().endswith(IMAGE_EXTENSIONS) and name[0] != "." for name in names)
