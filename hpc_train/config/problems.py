@@ -7,12 +7,13 @@ positions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpc_train.config.schema import Experiment
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError
+from hpc_train.registry import nearest
 
 #: Keys from the top of the file; an int is an index into a list.
 KeyPath = tuple[str | int, ...]
@@ -118,6 +119,14 @@ class Rule:
 def rule(*reads: str) -> Callable[[Find], Rule]:
     """Make a rule of a function that yields problems; ``reads`` are the dotted key paths that it reads."""
     return lambda find: Rule(tuple(tuple(key.split(".")) for key in reads), find)
+
+
+def unknown_argument(section: KeyPath, owner: str, name: str, known: Sequence[str]) -> Problem:
+    """Return what is wrong with an argument in ``section`` that ``owner`` does not take."""
+    hint = nearest(name, known)
+    takes = f"it takes {', '.join(known)}" if known else "it takes none"
+    remedy = f"did you mean {hint!r}?" if hint else takes
+    return Problem(section, f"{owner} takes no argument {name!r}", remedy)
 
 
 def related(one: KeyPath, other: KeyPath) -> bool:

@@ -6,10 +6,10 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 
+from hpc_train.config import problems
 from hpc_train.config.fields import Arguments
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.errors import BadFileError
-from hpc_train.registry import nearest
 
 _UNEXPECTED = re.compile(r"unexpected keyword argument '(\w+)'")
 
@@ -29,11 +29,7 @@ def takes(function: Callable[..., object], name: str) -> bool:
 def unknown_argument(config: ModelConfig, name: str, known: Iterable[str]) -> BadFileError:
     """Return the error for an argument that ``model.name`` does not take."""
     names = sorted(set(known) - {"self", "num_classes", "weights", "progress"})
-    hint = nearest(name, names)
-    meant = (
-        f"did you mean {hint!r}?" if hint else f"it takes {', '.join(names)}" if names else "it takes none"
-    )
-    return BadFileError(f"model.args: {config.name} takes no argument {name!r}; {meant}")
+    return problems.unknown_argument(("model", "args"), config.name, name, names).as_error()
 
 
 def wrong_arguments(config: ModelConfig, error: Exception, known: Callable[[], Iterable[str]]) -> Exception:

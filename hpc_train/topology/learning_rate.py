@@ -10,14 +10,14 @@ import bisect
 import math
 from collections.abc import Callable
 
+from hpc_train.config.problems import dotted, unknown_argument
 from hpc_train.config.training_sections import ScheduleConfig
 from hpc_train.errors import BadFileError
-from hpc_train.registry import nearest
 
 #: Step → factor of the peak learning rate.
 Schedule = Callable[[int], float]
 
-_KEY = "optimization.schedule"
+ARGS = ("optimization", "schedule", "args")
 
 
 class ScheduleArguments:
@@ -60,7 +60,7 @@ class ScheduleArguments:
     def refuse_unused(self) -> None:
         """Raise for the first name that the schedule did not ask for."""
         for name in self._config.args.keys() - self._known:
-            raise self._error(unknown_argument(self._config.name, name, sorted(self._known)))
+            raise unknown_argument(ARGS, self._config.name, name, sorted(self._known)).as_error()
 
     def _one_of(self, first: str, second: str, *, needed: bool) -> str:
         given = [name for name in (first, second) if name in self._config.args]
@@ -70,16 +70,7 @@ class ScheduleArguments:
         return given[0] if given else first
 
     def _error(self, what: str) -> BadFileError:
-        return BadFileError(f"{_KEY}.args: {what}")
-
-
-def unknown_argument(schedule: str, name: str, known: list[str]) -> str:
-    """Return what is wrong with an argument that the schedule does not take."""
-    hint = nearest(name, known)
-    meant = (
-        f"did you mean {hint!r}?" if hint else f"it takes {', '.join(known)}" if known else "it takes none"
-    )
-    return f"{schedule} takes no argument {name!r}; {meant}"
+        return BadFileError(f"{dotted(ARGS)}: {what}")
 
 
 # Of the part x in [0, 1) of the steps after the warm-up that is done, from 1 to 0.

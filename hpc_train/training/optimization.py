@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpc_train.config.fields import Arguments
+from hpc_train.config.problems import unknown_argument
 from hpc_train.config.training_sections import OptimizerConfig
 from hpc_train.distributed.precision import Precision
 from hpc_train.errors import BadFileError
-from hpc_train.registry import nearest
 from hpc_train.topology.learning_rate import Schedule
 from hpc_train.validate.part_rules import UNUSABLE_OPTIMIZERS, not_an_argument, problem_of_optimizer
 
-_KEY = "optimization.optimizer"
+_KEY, _ARGS = "optimization.optimizer", ("optimization", "optimizer", "args")
 #: Keys of the file that are arguments of the optimizer's class, too.
 _OWN_KEYS = ("lr", "momentum", "weight_decay")
 #: torch's automatic choice leaves DTensors one by one, which takes ten times as long (measured on CPU).
@@ -234,12 +234,10 @@ def _arguments(
 
 def _checked(config: OptimizerConfig, key: str, value: object, taken: Any) -> object:
     if key in _OWN_KEYS:
-        raise not_an_argument(("optimization", "optimizer", "args"), key, f"{_KEY}.{key}").as_error()
+        raise not_an_argument(_ARGS, key, f"{_KEY}.{key}").as_error()
     known = sorted(taken.keys() - {"self", "params", "kwargs", *_OWN_KEYS})
     if key not in known:
-        hint = nearest(key, known)
-        meant = f"did you mean {hint!r}?" if hint else f"it takes {', '.join(known)}"
-        raise BadFileError(f"{_KEY}.args: {config.name} takes no argument {key!r}; {meant}")
+        raise unknown_argument(_ARGS, config.name, key, known).as_error()
     return tuple(value) if isinstance(value, list) else value
 
 

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 
+from hpc_train.config.problems import unknown_argument
 from hpc_train.config.training_sections import ScheduleConfig
 from hpc_train.errors import BadFileError
 from hpc_train.registry import split_name
 from hpc_train.topology.batch_arithmetic import count_warmup_steps, too_long_warmup
 from hpc_train.topology.learning_rate import (
+    ARGS,
     OVER_SPAN,
     OVER_STEPS,
     Schedule,
     ScheduleArguments,
-    unknown_argument,
 )
 from hpc_train.validate.part_rules import problem_of_schedule_name
 
@@ -151,7 +152,7 @@ def _construct(
     own = {"self", "optimizer", "last_epoch", "t_in_epochs", "initialize"}
     known = sorted(inspect.signature(kind).parameters.keys() - own)
     for name in config.args.keys() - set(known):
-        raise BadFileError(f"{_KEY}.args: {unknown_argument(config.name, name, known)}")
+        raise unknown_argument(ARGS, config.name, name, known).as_error()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
