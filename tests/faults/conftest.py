@@ -9,15 +9,26 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.faults import shim
 from tests.slurm.fixtures import leave_out
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def shimmed() -> None:
-    """Leave the test out, or fail it in CI, where no shim can be built."""
+    """Skip the test, or fail it in CI, where no shim can be built."""
     if why := shim.why_not():
         leave_out(why)
+
+
+@pytest.fixture(scope="module")
+def preloaded(shimmed: None) -> Iterator[None]:
+    """Fork ranks from a process that was started with the shim."""
+    with pytest.MonkeyPatch.context() as patch:
+        warm.close()
+        patch.setenv("LD_PRELOAD", str(shim.library()))
+        yield
+        warm.close()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Protocol
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, newest_number, read_record
 from tests.end_to_end.runs import found_runs, only_run, start, write_experiment
-from tests.faults.shim import Shim, why_not
+from tests.faults.shim import Shim
 from tests.waiting import came_true
 
 LIMIT_S = 400.0
@@ -94,11 +94,11 @@ class LocalRun:
         shim: Shim | None = None,
         **environment: str,
     ) -> None:
-        self.shim: Shim | None = shim or Shim(folder / "orders")
+        self.shim: Shim | None = shim
         self._environment = {
             "HPC_TRAIN_RUNS": str(folder / "runs"),
             "PACED_TRAIN_S": str(pace_s),
-            **(self.shim.environment() if why_not() == "" else {}),
+            **(shim.environment() if shim is not None else {}),
             **environment,
         }
         experiment = write_experiment(folder, text)

@@ -6,7 +6,10 @@
  * Counting begins with the first touch that finds the order. Once it strikes it renames the order to
  * "rank-<r>.struck", so that no later attempt is hit. Anything that is no rank is left alone.
  *
- * FAULTS_CLOCK_S  by how many seconds the ranks' clocks are wrong, one number a rank: "7200,-7200"
+ * FAULTS_CLOCK_S  by how many seconds the ranks' clocks are wrong, one number per rank: "7200,-7200"
+ *
+ * A process reads these variables, and RANK, when it starts and when it sets any variable: a rank that is forked
+ * from a warm process sets them itself.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -70,6 +73,13 @@ static int is_under(const char *path)
         next += size + (next[size] == ':');
     }
     return 0;
+}
+
+int setenv(const char *name, const char *value, int replaces)
+{
+    int error = NEXT(setenv)(name, value, replaces);
+    start();
+    return error;
 }
 
 /* By system calls: what this file does is not counted. */

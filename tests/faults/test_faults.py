@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import shutil
 from pathlib import Path
@@ -14,12 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.runs import assert_equal_to_the_bit, hpc_train, write_experiment
-from tests.faults.driver import assert_whole, complete, strike, survive
-from tests.faults.faults import Kill
+from tests.faults.driver import survive
+from tests.faults.local import EXPERIMENT, seeds, survive_here
 from tests.faults.on_slurm import SlurmRun, submitted
-from tests.faults.runs import LocalRun
 from tests.faults.schedule import Frame, Schedule, chosen_seeds
-from tests.faults.shim import Shim, Touch
 from tests.faults.soak import soak
 from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster
@@ -28,35 +24,6 @@ from tests.slurm.fixtures import leave_out
 from tests.slurm.host import why_not
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-#: Steps of a tenth of a second: a run that is struck late on a busy machine is not over by then.
-PACE_S = 0.04
-EXPERIMENT = """\
-name: digits
-seed: 3
-task: classification
-model: {name: "tests.end_to_end.paced:net"}
-data: {name: digits, augment: {hflip: 0.5, crop_padding: 2}}
-optimization:
-  steps: 40
-  global_batch_size: 48
-  micro_batch_size: 12
-  optimizer: {name: adamw, lr: 0.003}
-  schedule: {name: cosine, warmup_steps: 20}
-  clip_grad_norm: 1.0
-evaluation: {every_steps: 20}
-checkpoint: {every_steps: 4}
-recovery: {max_crashes: 100, max_without_progress: 100, exclude_nodes_for_h: 0}
-logging: {every_steps: 1}
-"""
-LOCAL = Frame(ranks=2, nodes=1, first=3, last=22)
-seeds = pytest.mark.parametrize("seed", chosen_seeds("1"))
-
-
-def survive_here(kind: str, seed: int, quiet_runs: QuietRuns, folder: Path, *overrides: str) -> None:
-    expected = quiet_runs.of(text=EXPERIMENT, ranks=LOCAL.ranks, environment=ENVIRONMENT)
-    run = LocalRun(folder, EXPERIMENT, *overrides, pace_s=PACE_S)
-    survive(run, Schedule.of(seed, kind, LOCAL).faults, expected)
 
 
 @pytest.mark.fault(1, 47)
@@ -77,38 +44,6 @@ def test_kills(seed: int, quiet_runs: QuietRuns, tmp_path: Path) -> None:
     survive_here("kills", seed, quiet_runs, tmp_path)
 
 
-@pytest.mark.fault(6, 13)
-@seeds
-def test_kills_while_a_checkpoint_is_written(
-    seed: int, quiet_runs: QuietRuns, tmp_path: Path, shimmed: None
-) -> None:
-    survive_here("writes", seed, quiet_runs, tmp_path)
-
-
-@pytest.mark.fault(7, 8)
-@seeds
-def test_no_room_and_no_quota(seed: int, quiet_runs: QuietRuns, tmp_path: Path, shimmed: None) -> None:
-    survive_here("no room", seed, quiet_runs, tmp_path)
-
-
-@pytest.mark.fault(9)
-@seeds
-def test_input_output_errors(seed: int, quiet_runs: QuietRuns, tmp_path: Path, shimmed: None) -> None:
-    survive_here("input/output error", seed, quiet_runs, tmp_path)
-
-
-@pytest.mark.fault(9)
-def test_input_output_errors_beside_checkpoints(quiet_runs: QuietRuns, tmp_path: Path, shimmed: None) -> None:
-    """A file server that is away for a moment while rows, log and status are written ends no attempt."""
-    expected = quiet_runs.of(text=EXPERIMENT, ranks=LOCAL.ranks, environment=ENVIRONMENT)
-    shim = Shim(tmp_path / "orders", ("status.json", "metrics.jsonl", "rank-0.log"))
-    shim.order(0, 60, errno.ESTALE, 2, Touch.WRITE | Touch.SYNC | Touch.CREATE | Touch.RENAME)
-    run = LocalRun(tmp_path, EXPERIMENT, shim=shim)
-    complete(run)
-    assert shim.has_struck(0) and run.attempt() == 1, run.account()
-    assert_whole(run, expected)
-
-
 @pytest.mark.fault(7)
 @seeds
 def test_a_full_disk(seed: int, quiet_runs: QuietRuns, tmp_path: Path, small_disk: Path) -> None:
@@ -121,21 +56,9 @@ def test_a_rank_that_hangs(seed: int, quiet_runs: QuietRuns, tmp_path: Path) -> 
     survive_here("hang", seed, quiet_runs, tmp_path, "recovery.hang_after_min=0.15")
 
 
-@pytest.mark.fault(42)
-def test_clocks_that_disagree(quiet_runs: QuietRuns, tmp_path: Path, shimmed: None) -> None:
-    """Two hours between ranks, and the next attempt begins two hours before the one before."""
-    expected = quiet_runs.of(text=EXPERIMENT, ranks=LOCAL.ranks, environment=ENVIRONMENT)
-    run = LocalRun(tmp_path, EXPERIMENT, pace_s=PACE_S, FAULTS_CLOCK_S="7200,0")
-    strike(run, Kill(step=11, ranks=(0, 1)), FAULTS_CLOCK_S="-7200,0")
-    complete(run)
-    assert_whole(run, expected)
-    times = [json.loads(line)["time"] for line in run.paths.metrics.read_text().splitlines()]
-    assert float(times[0]) > float(times[-1]) + 7200, "the ranks' clocks were right"
-
-
 @pytest.mark.fault(43)
 def test_a_full_home(quiet_runs: QuietRuns, tmp_path: Path, small_disk: Path) -> None:
-    """Caches lie elsewhere, that of compiled code too, and what else wants a home does without."""
+    """Caches, also that of compiled code, are elsewhere; whatever else needs a home works without it."""
     short = EXPERIMENT.replace("steps: 40", "steps: 8").replace("warmup_steps: 20", "warmup_steps: 2")
     text = short + "compile: true\n"
     ballast = small_disk / "ballast"
@@ -156,8 +79,7 @@ def test_a_full_home(quiet_runs: QuietRuns, tmp_path: Path, small_disk: Path) ->
 # --- on a real Slurm
 
 
-SLURM = "slurm: {partition: low, nodes: 2, ranks_per_node: 2, time_limit: 30min}\n"
-ON_SLURM = Frame(ranks=4, nodes=2, first=3, last=22)
+SLURM = "slurm: {{partition: low, nodes: 2, ranks_per_node: {}, time_limit: 30min}}\n"
 
 
 def survive_on(
@@ -169,11 +91,17 @@ def survive_on(
     *,
     pace_s: float,
     strategy: str,
+    ranks_per_node: int = 1,
 ) -> None:
-    text = EXPERIMENT + f"parallel: {{strategy: {strategy}}}\n" + SLURM
-    expected = quiet_runs.of(text=text, ranks=ON_SLURM.ranks, environment=ENVIRONMENT)
+    """Let the faults of a seed strike a run on two nodes: of one rank each where more make no difference.
+
+    Each rank takes seconds of two cores to start.
+    """
+    frame = Frame(ranks=2 * ranks_per_node, nodes=2, first=3, last=22)
+    text = EXPERIMENT + f"parallel: {{strategy: {strategy}}}\n" + SLURM.format(ranks_per_node)
+    expected = quiet_runs.of(text=text, ranks=frame.ranks, environment=ENVIRONMENT)
     run = SlurmRun(cluster, folder, text, pace_s=pace_s)
-    survive(run, Schedule.of(seed, kind, ON_SLURM).faults, expected)
+    survive(run, Schedule.of(seed, kind, frame).faults, expected)
 
 
 @pytest.mark.slurm
@@ -182,9 +110,8 @@ def survive_on(
 def test_preemption_and_signals(
     seed: int, cluster_without_accounting: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
-    survive_on(
-        cluster_without_accounting, "preemption", seed, quiet_runs, tmp_path, pace_s=0.1, strategy="fsdp"
-    )
+    cluster = cluster_without_accounting
+    survive_on(cluster, "preemption", seed, quiet_runs, tmp_path, pace_s=0.05, strategy="fsdp")
 
 
 @pytest.mark.slurm
@@ -194,7 +121,7 @@ def test_a_requeue_by_hand_and_ranks_of_a_node(
     seed: int, cluster_without_accounting: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     cluster = cluster_without_accounting
-    survive_on(cluster, "requeue", seed, quiet_runs, tmp_path, pace_s=0.1, strategy="ddp")
+    survive_on(cluster, "requeue", seed, quiet_runs, tmp_path, pace_s=0.1, strategy="ddp", ranks_per_node=2)
 
 
 @pytest.mark.slurm
@@ -204,7 +131,7 @@ def test_a_controller_that_dies(
     seed: int, cluster_without_accounting: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     cluster = cluster_without_accounting
-    survive_on(cluster, "daemons", seed, quiet_runs, tmp_path, pace_s=0.2, strategy="ddp")
+    survive_on(cluster, "daemons", seed, quiet_runs, tmp_path, pace_s=0.1, strategy="ddp")
 
 
 @pytest.mark.slurm
@@ -216,7 +143,7 @@ def test_a_node_that_dies(
 ) -> None:
     """Its ranks may outlive it: they may not be done before Slurm has given it up."""
     cluster = cluster_without_accounting
-    survive_on(cluster, "node", seed, quiet_runs, tmp_path, pace_s=1.0, strategy="ddp")
+    survive_on(cluster, "node", seed, quiet_runs, tmp_path, pace_s=0.5, strategy="ddp")
 
 
 @pytest.mark.slurm

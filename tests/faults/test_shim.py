@@ -100,3 +100,27 @@ def test_an_order_strikes_in_one_process_only(shim: Shim, tmp_path: Path) -> Non
     shim.order(1, 1, 0, 1, EVERY_TOUCH)
     assert touch(shim, tmp_path / "1" / "checkpoints" / "step")[0] == -signal.SIGKILL
     assert touch(shim, tmp_path / "2" / "checkpoints" / "step") == (0, WHOLE)
+
+
+def test_it_strikes_a_process_that_sets_the_variables_itself(shim: Shim, tmp_path: Path) -> None:
+    """As a rank does that is forked from a warm process."""
+    folder = tmp_path / "checkpoints" / "step"
+    folder.mkdir(parents=True)
+    shim.order(1, 2, errno.EIO, 1, Touch.WRITE)
+    variables = {"RANK": "1", **shim.environment()}
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            f"import os; os.environ.update({variables})\n{SCRIPT}",
+            str(folder),
+        ],
+        env=os.environ | {"LD_PRELOAD": variables["LD_PRELOAD"]},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines() == ["mkdir", "write", "fsync", f"write {errno.EIO}", "fsync", "rename"]
