@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from hpc_train.launchers.gpus import count_gpus
+from tests import warm
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [
@@ -27,6 +31,8 @@ _FENCE = re.compile(r"^```(?P<language>\S*)\n(?P<text>.*?)^```$", re.MULTILINE |
 _FILE_NAME = re.compile(r"`((?:[\w-]+/)*[\w-]+\.(?:py|yaml))`")
 _SESSION = re.compile(r"^<!-- session(?P<slurm> on Slurm)? -->$", re.MULTILINE)
 _EXIT_CODE = re.compile(r"#\s*exits with (\d+)\s*$")
+#: What a shell expands outside of single quotes, none of which hides an ``hpc-train`` argument on any page.
+_SHELL = re.compile(r"[|<>&;$`*?~]")
 _MOMENT = re.compile(r"#\s*(once .+?)\s*$")
 
 
@@ -134,22 +140,38 @@ def play(
 
 
 def run(command: Command, folder: Path, limit_s: float = LIMIT_S) -> tuple[int, str]:
-    """Run it with the hpc-train of this interpreter and no GPU; return its exit code and all it printed."""
-    own = {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    done = subprocess.run(
-        ["bash", "-c", command.line],
+    """Run it without a GPU; return its exit code and all it printed.
+
+    A shell types what is more than a plain ``hpc-train …``, whose ranks are forked from a warm process.
+    """
+    words = shlex.split(command.line, comments=True)
+    is_plain = words[0] == "hpc-train" and not _SHELL.search(command.line.partition(" #")[0])
+    start = warm.start if is_plain else subprocess.Popen
+    with start(
+        [sys.executable, "-m", "hpc_train", *words[1:]] if is_plain else ["bash", "-c", command.line],
         cwd=folder,
-        env={name: value for name, value in os.environ.items() if name != "HPC_TRAIN_RUNS"} | own,
+        env=_environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=limit_s,
-        check=False,
-    )
-    return done.returncode, done.stdout
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=limit_s)
+        except BaseException:
+            process.kill()
+            raise
+    return process.returncode, printed
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a shell in which ``hpc-train`` is that of this interpreter."""
+    own = {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "OMP_NUM_THREADS": "1",  # two threads of one rank wait for each other most of the time on busy cores
+    }
+    if count_gpus(os.environ):
+        own["CUDA_VISIBLE_DEVICES"] = ""
+    return {name: value for name, value in os.environ.items() if name != "HPC_TRAIN_RUNS"} | own
 
 
 def missing_lines(shown: list[str], printed: str) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.paths import RunPaths
+from hpc_train.run.run_status import read_status
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import NODES
 from tests.slurm.experiments import account
@@ -75,17 +76,22 @@ class Stage:
     def _wait(
         self, is_so: Callable[[dict[str, Any]], bool], of: Callable[[Iterable[bool]], bool] = any
     ) -> None:
-        """Wait until it is so for any (or ``all``) runs, by the word of ``status``."""
+        """Wait until ``status`` shows it for any (or ``all``) runs; it is asked once the folders say so."""
 
         def has_come() -> bool:
-            found = of(map(is_so, runs := self._runs()))
-            assert found or any(run["state"] not in _ENDED for run in runs), f"{runs}\n{self.account()}"
-            return found
+            for runs_of in (self._files, self._runs):
+                if not of(map(is_so, runs := runs_of())):
+                    assert any(run["state"] not in _ENDED for run in runs), f"{runs}\n{self.account()}"
+                    return False
+            return True
 
         assert came_true(has_come, LIMIT_S), self.account()
 
+    def _files(self) -> list[dict[str, Any]]:
+        return [read_status(paths).to_json() for paths in self._folders()]
+
     def _is_training(self) -> bool:
-        """Ask the folders: a command takes so long that what it tells is over."""
+        """Read the folders: what a command shows is over by the time it ends."""
         for paths in self._folders():
             with suppress(OSError):
                 status = json.loads(paths.status.read_text())

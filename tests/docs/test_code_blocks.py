@@ -36,12 +36,6 @@ def of(*languages: str) -> list[Any]:
     return [pytest.param(block, id=str(block)) for block in ALL_BLOCKS if block.language in languages]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One list of models' names for all commands: making it imports timm."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_fence_has_a_language_that_is_checked(page: Path) -> None:
     fences = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("```")]
@@ -99,10 +93,7 @@ def test_python_runs(block: Block, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("session", [each for each in SESSIONS if not each.on_slurm], ids=str)
-def test_commands_do_what_the_page_shows(
-    session: Session, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HPC_TRAIN_CACHE", str(cache))
+def test_commands_do_what_the_page_shows(session: Session, tmp_path: Path) -> None:
     for where, command, code, printed in play(session, tmp_path):
         assert code == command.exit_code, f"{where}: {command.line}\n{printed}"
         assert not missing_lines(command.shown, printed), f"{where}: {command.line}\n{printed}"
@@ -112,11 +103,8 @@ def test_commands_do_what_the_page_shows(
 @pytest.mark.slurm
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("session", [each for each in SESSIONS if each.on_slurm], ids=str)
-def test_commands_on_slurm_do_what_the_page_shows(
-    session: Session, cluster: Cluster, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_on_slurm_do_what_the_page_shows(session: Session, cluster: Cluster, tmp_path: Path) -> None:
     """On the test cluster, in a folder that has the repository's examples."""
-    monkeypatch.setenv("HPC_TRAIN_CACHE", str(cache))
     shutil.copytree(REPOSITORY / "examples", tmp_path / "examples")
     stage = Stage(cluster, tmp_path)
     for where, command, code, printed in play(session, tmp_path, stage.wait_until):

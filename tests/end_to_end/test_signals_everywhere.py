@@ -28,7 +28,7 @@ from tests.end_to_end.runs import (
     write_experiment,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.fault(2), pytest.mark.usefixtures("fresh_ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.fault(2)]
 
 #: Far beyond what a stop may take on a busy machine, and far below what is being waited for.
 SOON_S, LONG_S = 60.0, 600
@@ -53,6 +53,7 @@ def wait_for_event(paths: RunPaths, name: str, process: subprocess.Popen[str]) -
     assert process.poll() is None, process.communicate()[1]
 
 
+@pytest.mark.usefixtures("fresh_ranks")
 @pytest.mark.parametrize(
     ("model", "event"),
     [
