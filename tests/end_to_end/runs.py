@@ -44,8 +44,8 @@ checkpoint: {every_steps: 7}
 logging: {every_steps: 1}
 """
 
-#: Each rank computes with one thread. Two threads spin while they wait for each other: on two busy cores a run
-#: of one rank took ten times the CPU time.
+#: Each rank computes with one thread. Two threads spin while they wait for each other: on two busy cores a
+#: run of one rank took ten times the CPU time.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 #: For ``end_what_is_left``.
 _started: list[subprocess.Popen[str]] = []
