@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import timm.optim
@@ -24,9 +23,8 @@ from hpc_train.run import versions
 from hpc_train.run.checkpoints import verify
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training import other_ranks
-from hpc_train.training.rank import Rank
-from hpc_train.training.train_state import TrainState, resumed
 from tests.checkpoint.checkpoint_runs import Trainee, forge, make_run
+from tests.training.resumes import resume
 
 Place = tuple[str | int, ...]
 
@@ -117,21 +115,7 @@ def forged(data: dict[str, Any], place: Place, value: object) -> dict[str, Any]:
 
 def load(made: Trainee, run: RunPaths) -> None:
     """Resume as a rank does, and train a step."""
-    rank = SimpleNamespace(
-        experiment=SimpleNamespace(
-            environment=SimpleNamespace(strict=False),
-            parallel=SimpleNamespace(strategy="ddp", sync_batchnorm=True),
-        ),
-        is_first=True,
-        facts=SimpleNamespace(world_size=1),
-        degrees=Degrees(),
-        device=torch.device("cpu"),
-    )
-    source = SimpleNamespace(train=range(3), info=SimpleNamespace(class_names=["a", "b"]))
-    train_state = SimpleNamespace(state=made.state, has_batchnorm=True)
-    found = resumed(
-        cast(Rank, rank), made.checkpointer(run), cast(TrainState, train_state), cast(Any, source)
-    )
+    found = resume(made.checkpointer(run), made.state, batchnorm=True)
     next(found.position.windows())
     assert found.skips + 1
     scaler = made.state.scaler

@@ -11,7 +11,7 @@ import torch
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.base import DataSource, TensorSplit
-from hpc_train.datasets.batches import training_batches
+from hpc_train.datasets.batches import TrainingBatches, training_batches
 from hpc_train.datasets.sampler import Position
 from hpc_train.datasets.types import Batch, DataInfo
 
@@ -93,13 +93,23 @@ class BrokenSplit:
         return Path(f"folder/{index}.png")
 
 
-def steps(
-    train: Any, start: int = 0, rank: int = 0, world_size: int = 1, **data: Any
-) -> list[tuple[int, list[Batch]]]:
-    data = {"augment": AUGMENT, **data}
-    with training_batches(
-        source(train), experiment(**data), Position(start), TOTAL_STEPS, rank, world_size, CPU
-    ) as batches:
+def training(
+    train: Any,
+    total_steps: int = TOTAL_STEPS,
+    *,
+    start: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    **keys: Any,
+) -> TrainingBatches:
+    """Return a rank's batches from step ``start`` on; ``keys`` are those of ``experiment``."""
+    config = experiment(**keys)
+    return training_batches(source(train), config, Position(start), total_steps, rank, world_size, CPU)
+
+
+def steps(train: Any, **keys: Any) -> list[tuple[int, list[Batch]]]:
+    """Return all that ``training`` gives, augmented."""
+    with training(train, **{"augment": AUGMENT, **keys}) as batches:
         return list(batches)
 
 

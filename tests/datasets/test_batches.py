@@ -10,8 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches, training_batches
-from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches
 from hpc_train.datasets.workers import WorkerLostError
 from hpc_train.errors import BadFileError
 from tests.datasets.samples import (
@@ -24,8 +23,8 @@ from tests.datasets.samples import (
     assert_equal,
     experiment,
     random_split,
-    source,
     steps,
+    training,
 )
 
 
@@ -117,9 +116,7 @@ def test_a_killed_worker_is_explained_where_its_batch_is_waited_for() -> None:
 
 
 def test_workers_outlive_the_jobs_signals_and_end_when_closed() -> None:
-    batches = training_batches(
-        source(random_split(20)), experiment(workers=2), Position(0), TOTAL_STEPS, 0, 1, CPU
-    )
+    batches = training(random_split(20), workers=2)
     pids = batches.worker_pids
     assert len(pids) == 2
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
@@ -130,7 +127,7 @@ def test_workers_outlive_the_jobs_signals_and_end_when_closed() -> None:
 
 
 def test_closing_early_ends_the_workers() -> None:
-    batches = training_batches(source(random_split(20)), experiment(workers=2), Position(0), 1000, 0, 1, CPU)
+    batches = training(random_split(20), total_steps=1000, workers=2)
     next(batches)
     pids = batches.worker_pids
     batches.close()
@@ -151,7 +148,7 @@ def test_the_ranks_own_signal_mask_is_kept() -> None:
 
 def test_too_little_data_is_refused_before_anything_starts() -> None:
     with pytest.raises(BadFileError, match=r"optimization\.global_batch_size: 8 is more than the 7"):
-        training_batches(source(random_split(7)), experiment(), Position(0), 1, 0, 1, CPU)
+        training(random_split(7), total_steps=1)
 
 
 @pytest.mark.slow

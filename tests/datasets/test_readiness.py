@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpc_train.datasets.batches import TrainingBatches, evaluation_batches, training_batches
-from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.batches import TrainingBatches, evaluation_batches
 from hpc_train.datasets.workers import WorkerLostError
 from hpc_train.errors import BadFileError
 from tests.datasets.samples import (
@@ -26,8 +25,8 @@ from tests.datasets.samples import (
     assert_equal,
     experiment,
     random_split,
-    source,
     steps,
+    training,
 )
 
 
@@ -53,10 +52,6 @@ def wait_until_ready(batches: TrainingBatches, limit_s: float = 60.0) -> None:
     end = time.monotonic() + limit_s
     while not batches.is_ready(within_s=0.05):
         assert time.monotonic() < end, "the batches never came"
-
-
-def training(train: Any, total_steps: int = TOTAL_STEPS, **keys: Any) -> TrainingBatches:
-    return training_batches(source(train), experiment(**keys), Position(0), total_steps, 0, 1, CPU)
 
 
 @pytest.mark.fault(2)

@@ -1,0 +1,29 @@
+"""A resume as the only rank of a run does it, without a run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from hpc_train.topology.degrees import Degrees
+from hpc_train.training.rank import Rank
+from hpc_train.training.train_state import Resumed, TrainState, resumed
+
+
+def resume(checkpointer: Any, state: Any = None, *, strict: bool = False, batchnorm: bool = False) -> Resumed:
+    """Load the newest checkpoint into ``state``; ``batchnorm``: the model has some, synchronized."""
+    rank = SimpleNamespace(
+        experiment=SimpleNamespace(
+            environment=SimpleNamespace(strict=strict),
+            parallel=SimpleNamespace(strategy="ddp", sync_batchnorm=batchnorm),
+        ),
+        is_first=True,
+        facts=SimpleNamespace(world_size=1),
+        degrees=Degrees(),
+        device=torch.device("cpu"),
+    )
+    source = SimpleNamespace(train=range(3), info=SimpleNamespace(class_names=["a", "b"]))
+    train_state = SimpleNamespace(state=state, has_batchnorm=batchnorm)
+    return resumed(cast(Rank, rank), checkpointer, cast(TrainState, train_state), cast(Any, source))
