@@ -36,7 +36,7 @@ def test_one_worker_begins_with_slurm_and_what_takes_long() -> None:
     assert durations.in_order(FILES, QUICK, 1) == ["d1", "d2", "b1", "a1", "a2", "c1", "c2", "c3", *QUICK]
 
 
-def test_more_workers_than_files_leave_out_no_test() -> None:
+def test_more_workers_than_files_omit_no_test() -> None:
     slow = [test for tests in FILES.values() for test in tests]
     assert sorted(durations.in_order(FILES, QUICK, 20)) == sorted([*slow, *QUICK])
 

@@ -75,7 +75,7 @@ def test_it_is_the_file_that_a_save_in_between_writes(tmp_path: Path) -> None:
     assert beside == between
 
 
-def test_buffers_are_reserved_once_and_anew_when_the_optimizers_state_appears(run: RunPaths) -> None:
+def test_buffers_are_allocated_once_and_again_when_optimizer_state_appears(run: RunPaths) -> None:
     trainee = Trainee()
     checkpointer = trainee.checkpointer(run)
     checkpointer.reserve(trainee.state)
@@ -194,7 +194,7 @@ def error_of(work: Callable[[], None]) -> str:
 
 
 @pytest.mark.slow
-def test_saves_beside_training_are_right_on_two_ranks_and_fail_on_both(tmp_path: Path) -> None:
+def test_asynchronous_saves_are_right_on_two_ranks_and_fail_on_both(tmp_path: Path) -> None:
     for strategy in ("ddp", "fsdp"):
         make_run(tmp_path / strategy)
     for found in run_ranks(2, overlap, tmp_path, folder=tmp_path):

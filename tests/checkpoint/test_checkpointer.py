@@ -60,7 +60,7 @@ def saved(run: RunPaths) -> Trainee:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_everything_comes_back_to_the_bit(run: RunPaths, dtype: torch.dtype) -> None:
+def test_everything_is_restored_bitwise(run: RunPaths, dtype: torch.dtype) -> None:
     trainee = Trainee(seed=1, dtype=dtype)
     trainee.train(3)
     trainee.state.scaler.scale(torch.ones(()))  # type: ignore[union-attr]  # makes its tensors
@@ -109,7 +109,7 @@ def test_a_compiled_model_has_the_names_of_the_plain_one() -> None:
         assert NamedTensors.of(model).tensors.keys() == plain.state_dict().keys()
 
 
-def test_state_that_is_no_tensor_is_refused() -> None:
+def test_state_that_is_not_a_tensor_is_refused() -> None:
     class Odd(nn.Linear):
         def get_extra_state(self) -> dict[str, int]:
             return {"calls": 1}
@@ -154,7 +154,7 @@ def test_an_attempt_that_lost_the_run_commits_and_removes_nothing(
     assert loaded is not None and loaded.extra == {"by": 2}
 
 
-def test_the_next_attempt_goes_on_from_the_one_before(run: RunPaths, saved: Trainee) -> None:
+def test_the_next_attempt_continues_from_the_previous_one(run: RunPaths, saved: Trainee) -> None:
     begin_attempt(run, 2)
     other = Trainee(seed=2)
     loaded = other.checkpointer(run, attempt=2).load_newest(other.state)
@@ -227,7 +227,7 @@ _OF_TIMM = (
 @pytest.mark.parametrize(
     "name", [f"torch/{name}" for name in TORCH_OPTIMIZERS] + [f"timm/{name}" for name in _OF_TIMM]
 )
-def test_an_optimizer_goes_on_as_if_never_stopped(name: str, tmp_path: Path) -> None:
+def test_an_optimizer_continues_as_if_never_stopped(name: str, tmp_path: Path) -> None:
     if name == "torch/muon" and not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
     check_resumed_equals_straight(name, tmp_path)
@@ -296,7 +296,9 @@ def test_a_checkpoint_from_before_groups_noted_their_tensors_still_loads(
 
 
 @pytest.mark.parametrize(("is_fused", "place"), [(False, "cpu"), (True, "meta")])
-def test_counters_lie_where_the_optimizers_kernel_reads_them(is_fused: bool, place: str) -> None:
+def test_counters_are_on_the_device_where_the_optimizers_kernel_reads_them(
+    is_fused: bool, place: str
+) -> None:
     """The meta device stands for a GPU: only the placing is looked at."""
     parameters = [torch.empty(3, device="meta"), torch.empty((), device="meta")]
     optimizer = torch.optim.AdamW(parameters)

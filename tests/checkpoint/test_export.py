@@ -127,7 +127,7 @@ def forged(run: RunPaths) -> None:
         (forged, 65, "state.json is not as hpc-train writes it"),
     ],
 )
-def test_what_can_not_be_exported_is_said(  # type: ignore[no-untyped-def]
+def test_what_can_not_be_exported_is_reported(  # type: ignore[no-untyped-def]
     run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil, code: int, said: str
 ) -> None:
     spoil(run)
@@ -140,7 +140,7 @@ def test_what_can_not_be_exported_is_said(  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("target", ["no/such/folder/out", "folder"])
-def test_a_target_that_can_not_be_written_is_said(
+def test_a_target_that_can_not_be_written_is_reported(
     run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
     (tmp_path / "folder").mkdir()
@@ -157,7 +157,7 @@ def test_wrong_arguments_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "folder", "socket"])
-def test_what_is_no_plain_file_is_not_replaced(run: RunPaths, tmp_path: Path, kind: str) -> None:
+def test_what_is_not_a_plain_file_is_not_replaced(run: RunPaths, tmp_path: Path, kind: str) -> None:
     target = tmp_path / "out"
     if kind == "pipe":
         os.mkfifo(target)

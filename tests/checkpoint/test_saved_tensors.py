@@ -80,7 +80,7 @@ def test_the_file_is_what_safetensors_reads(tmp_path: Path) -> None:
             assert torch.equal(found.float(), tensor.float())
 
 
-def test_tensors_lie_aligned_in_the_file(tmp_path: Path) -> None:
+def test_tensors_are_aligned_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     tensors = {"a": torch.zeros(3, dtype=torch.bool), "b": torch.zeros(3), "c": torch.zeros(5).double()}
     write_safetensors(path, {name: Entry.of(tensor) for name, tensor in tensors.items()}, {})

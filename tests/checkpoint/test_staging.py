@@ -32,7 +32,7 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def test_copies_are_equal_to_the_bit_whatever_dtype_and_layout() -> None:
+def test_copies_are_bitwise_equal_for_any_dtype_and_layout() -> None:
     sources = tensors()
     staging = Staging(sources)
     staging.begin(sources, ())
@@ -90,7 +90,7 @@ def test_contents_tell_buffers_from_what_the_optimizer_changes() -> None:
     assert {"model.first.weight", "optimizer.first.weight.exp_avg"} <= contents.pieces.keys()
 
 
-def test_what_is_no_tensor_is_copied_too() -> None:
+def test_what_is_not_a_tensor_is_copied_too() -> None:
     extra = {"position": {"skipped": [1]}}
     trainee = Trainee()
     contents = Contents.of(trainee.state, trainee.strategy, extra)
@@ -111,7 +111,7 @@ def test_the_writing_thread_waits_on_the_ranks_own_gpu(monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_gpu_is_copied_from_beside_its_work_into_pinned_memory() -> None:
+def test_a_gpu_is_copied_into_pinned_memory_while_it_computes() -> None:
     sources = {name: tensor.detach().cuda() for name, tensor in tensors().items()}
     sources["counter"] = torch.tensor(1.0)  # as optimizers keep it
     before = {name: tensor.cpu() for name, tensor in sources.items()}

@@ -79,7 +79,7 @@ def refuse_fsync(monkeypatch: pytest.MonkeyPatch, number: int, times: int) -> li
 
 @pytest.mark.fault(7)
 @pytest.mark.parametrize("is_foreseen", [True, False])
-def test_a_full_disk_is_said_and_harms_nothing(disk: Path, is_foreseen: bool) -> None:
+def test_a_full_disk_is_reported_and_harms_nothing(disk: Path, is_foreseen: bool) -> None:
     run = make_run(disk / "run")
     trainee, wide = Trainee(), Trainee(width=800)
     save(trainee, run, 1)
@@ -162,7 +162,7 @@ def test_the_disks_refusal_is_named(number: int, said: str, kind: type[HpcTrainE
     assert type(error) is kind
 
 
-def test_an_old_checkpoint_that_can_not_be_removed_does_not_fail_the_save_and_is_told_once(
+def test_an_old_checkpoint_that_can_not_be_removed_does_not_fail_the_save_and_is_reported_once(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
@@ -293,7 +293,7 @@ def test_the_writing_thread_leaves_torchs_threads_as_they_are(run: RunPaths) -> 
 
 @pytest.mark.fault(20)
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_a_weight_that_is_no_number_is_not_saved(value: float, run: RunPaths) -> None:
+def test_a_weight_that_is_not_finite_is_not_saved(value: float, run: RunPaths) -> None:
     trainee = Trainee()
     checkpointer = trainee.checkpointer(run)
     checkpointer.save(trainee.state, 1, {})

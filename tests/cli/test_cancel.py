@@ -156,7 +156,7 @@ def test_a_launcher_without_a_way_to_cancel_is_named(tmp_path: Path) -> None:
     assert done.code == 1 and "launcher theirs has it" in done.err
 
 
-def test_without_slurm_the_run_is_marked_and_that_is_said(
+def test_without_slurm_the_run_is_marked_cancelled_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_programs_first(tmp_path, monkeypatch)

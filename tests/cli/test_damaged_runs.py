@@ -204,5 +204,5 @@ def test_values_of_a_wrong_type(runs: tuple[RunPaths, RunPaths], file: Path, nam
 
 
 @pytest.mark.parametrize("name", ["²", "0", "1.bad", "9" * 30])
-def test_a_folder_that_is_no_attempt(runs: tuple[RunPaths, RunPaths], file: Path, name: str) -> None:
+def test_a_folder_that_is_not_an_attempt(runs: tuple[RunPaths, RunPaths], file: Path, name: str) -> None:
     assert problems(runs, file, f"attempts/{name}", lambda path: path.mkdir(), {"status", "logs"}) == []

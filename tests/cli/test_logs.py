@@ -161,7 +161,7 @@ def test_earlier_attempts_logs_stay_to_be_read(queued: RunPaths) -> None:
 
 
 @pytest.mark.slow
-def test_following_goes_on_through_a_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_continues_through_a_requeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = put_programs_first(tmp_path, monkeypatch)
     programs.put("squeue", "exit 1")  # says no: the folder's word counts
     paths = queued_run(tmp_path / "runs", "12")

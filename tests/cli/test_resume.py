@@ -40,7 +40,7 @@ def _resume(*arguments: str | Path) -> int:
     return hpc_train("resume", *arguments).code
 
 
-def test_a_failed_run_goes_on_in_its_next_attempt(failed: RunPaths) -> None:
+def test_a_failed_run_continues_in_its_next_attempt(failed: RunPaths) -> None:
     done = hpc_train("resume", failed.folder.name, "--launcher", COMPLETING, "--json")
     assert done.code == 0
     assert [request.attempt for request in requests] == [1, 2]
@@ -101,7 +101,7 @@ def test_changes_that_leave_the_run_what_it_is_are_noted_and_stay(failed: RunPat
     assert changes == {"2": ["parallel.strategy=fsdp", "data.workers=2"], "3": ["data.workers=1"]}
 
 
-def test_changes_that_ranks_refused_are_left_out_of_what_follows(failed: RunPaths) -> None:
+def test_changes_that_ranks_refused_are_dropped_from_later_attempts(failed: RunPaths) -> None:
     done = hpc_train("resume", failed.folder, "parallel.strategy=fsdp", "--launcher", REFUSING)
     assert done.code == 65
     way_on = f"`hpc-train resume {failed.folder.name}` omits parallel.strategy=fsdp and starts at step 0"
@@ -280,7 +280,7 @@ def test_a_run_that_lives_here_is_not_taken_over(failed: RunPaths) -> None:
     assert newest_number(failed) == 2
 
 
-def test_all_runs_of_an_experiment_go_on(file: Path) -> None:
+def test_all_runs_of_an_experiment_continue(file: Path) -> None:
     hpc_train("submit", file, "--local", "--launcher", FAILING, "sweep.grid={seed: [1, 2]}")
     assert _resume("tiny", "--launcher", COMPLETING) == 0
     assert [request.attempt for request in requests] == [1, 1, 2, 2]
@@ -332,7 +332,7 @@ def test_changes_of_an_attempt_that_never_began_stay(cancelled: list[RunPaths]) 
     assert experiment.slurm is not None and experiment.slurm.nodes == 3
 
 
-def test_changes_that_ranks_of_a_queue_refused_are_left_out(cancelled: list[RunPaths]) -> None:
+def test_changes_that_ranks_of_a_queue_refused_are_dropped(cancelled: list[RunPaths]) -> None:
     run = cancelled[0]
     assert _resume(run.folder, "parallel.strategy=fsdp") == 0
     number = claim_attempt(run, QUEUE, job="7")
@@ -363,7 +363,7 @@ def test_a_run_in_the_queue_is_refused_and_one_that_never_reached_it_is_not(
     assert [run.paths for run in queued[-1]] == [cancelled[1]]
 
 
-def test_a_run_of_a_queue_goes_on_here_and_back(cancelled: list[RunPaths]) -> None:
+def test_a_run_of_a_queue_continues_here_and_back(cancelled: list[RunPaths]) -> None:
     run = cancelled[0]
     assert _resume(run.folder, "--launcher", FAILING) == 1
     assert not run.cancelled.exists()

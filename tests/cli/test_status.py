@@ -230,7 +230,7 @@ def test_the_budget_is_what_the_file_and_later_changes_say(tmp_path: Path) -> No
 
 
 @pytest.mark.fault(14)
-def test_nodes_that_are_left_out_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excluded_nodes_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # no Slurm here: the folder's word
     paths = _on_slurm(tmp_path)
     how = "failed its check: no memory"
@@ -246,7 +246,7 @@ def test_nodes_that_are_left_out_are_named(tmp_path: Path, monkeypatch: pytest.M
     assert _row()["reason"] is None, "nothing comes after"
 
 
-def test_a_node_without_a_heartbeat_is_told(tmp_path: Path) -> None:
+def test_a_node_without_a_heartbeat_is_shown(tmp_path: Path) -> None:
     paths = _run(tmp_path)
     number = claim_attempt(paths, "slurm")
     write_status(paths, RunStatus(state="running", attempt=number))

@@ -97,7 +97,7 @@ def test_new_runs_enter_the_queue_beside_what_is_there(file: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [[], ["--new"]])
-def test_a_run_that_never_reached_the_queue_is_made_anew(file: Path, option: list[str]) -> None:
+def test_a_run_that_never_reached_the_queue_is_made_again(file: Path, option: list[str]) -> None:
     for _ in range(1 + len(option)):
         _queue(file, *option)
     paths = find_runs([])[-1]
@@ -273,7 +273,7 @@ def test_a_diverged_run_names_what_to_change_in_commands_that_can_be_pasted(file
     assert len({request.paths for request in requests}) == 5
 
 
-def test_a_refused_run_goes_on_from_its_checkpoints_if_it_has_any(file: Path) -> None:
+def test_a_refused_run_continues_from_its_checkpoints_if_it_has_any(file: Path) -> None:
     done = _submit(file, launcher=REFUSING)
     assert (done.code, "fix the cause and submit the file again" in done.err) == (65, True)
     (paths,) = find_runs([])
@@ -353,7 +353,7 @@ def test_a_launcher_that_ends_the_process_does_not_exit_0(launcher: str, file: P
     assert states == {"failed"}
 
 
-def test_ctrl_c_before_the_launcher_heeds_it_is_interrupted(file: Path) -> None:
+def test_ctrl_c_before_the_launcher_handles_it_is_interrupted(file: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert _submit(file, launcher=CTRL_C).code == 130

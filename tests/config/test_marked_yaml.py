@@ -144,7 +144,7 @@ def test_more_values_than_an_experiment_has_are_not_read(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("line", ["sed{}: 1\n", "a{}: &x 1\n"])
-def test_of_very_many_problems_the_first_are_told(tmp_path: Path, line: str) -> None:
+def test_of_very_many_problems_the_first_are_shown(tmp_path: Path, line: str) -> None:
     few, many = (
         problems_of(tmp_path, GOOD + "".join(line.format(n) for n in range(number))) for number in (20, 5000)
     )

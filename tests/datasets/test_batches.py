@@ -53,7 +53,7 @@ def test_each_step_gives_its_slots_in_order() -> None:
         assert all(slot.inputs.shape == (2, 3, 12, 12) and slot.valid.all() for slot in slots)
 
 
-def test_a_resumed_loader_gives_the_tail_to_the_bit() -> None:
+def test_a_resumed_loader_gives_the_rest_bitwise() -> None:
     assert_equal(steps(random_split(20), start=3), steps(random_split(20))[3:])
 
 
@@ -73,7 +73,7 @@ def test_whole_batches_equal_samples_read_one_by_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("train", [random_split(20), OneByOne(random_split(20)), RandomSplit()])
-def test_workers_change_nothing_to_the_bit(train: Any) -> None:
+def test_workers_give_bitwise_identical_batches(train: Any) -> None:
     assert_equal(steps(train, workers=2), steps(train, workers=0))
 
 
@@ -86,7 +86,7 @@ def test_generators_of_the_rank_are_left_as_they_were() -> None:
         assert (random.random(), np.random.random(), torch.rand(()).item()) == expected
 
 
-def test_careless_data_sets_draw_anew_each_epoch() -> None:
+def test_careless_data_sets_draw_new_numbers_each_epoch() -> None:
     seen = torch.cat(
         [slot.inputs.flatten(1) for _, slots in steps(RandomSplit(), augment={}) for slot in slots]
     )

@@ -69,7 +69,7 @@ def test_float_images_pass_unchanged() -> None:
     "image",
     ["a word", torch.zeros(3, 4, 4, dtype=torch.int64), torch.zeros(4, dtype=torch.uint8), torch.zeros(())],
 )
-def test_what_is_no_image_is_refused(image: object) -> None:
+def test_what_is_not_an_image_is_refused(image: object) -> None:
     with pytest.raises(BadFileError, match=r"data: a sample is .*an image must be PIL"):
         as_tensor(image)  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ def test_operations_and_their_order_are_torchvisions() -> None:
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("magnitude", [0, 9, 30])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_equals_torchvisions_to_the_bit(name: str, magnitude: int, channels: int) -> None:
+def test_an_operation_equals_torchvisions_bitwise(name: str, magnitude: int, channels: int) -> None:
     image = random_images(1, channels, 20, 30)[0]
     theirs = v2.RandAugment()
     magnitudes = theirs._AUGMENTATION_SPACE[name][0](31, 20, 30)
@@ -32,7 +32,7 @@ def test_an_operation_equals_torchvisions_to_the_bit(name: str, magnitude: int, 
         assert level(name, magnitude, 20, 30) == strength
 
 
-def test_a_sample_is_changed_alike_alone_and_in_a_batch() -> None:
+def test_a_sample_is_augmented_equally_alone_and_in_a_batch() -> None:
     images, samples = list(random_images(32)), torch.arange(32) + 7
     batch = randaugment(images, Keys(0, 1, samples), 2, 9)
     for place, image in enumerate(images):

@@ -77,7 +77,7 @@ def test_neighbouring_samples_and_epochs_are_uncorrelated() -> None:
     assert abs((here * after).mean() * 12) < 0.025
 
 
-def test_integers_lie_within_bounds_that_differ_by_sample() -> None:
+def test_integers_are_within_bounds_that_differ_by_sample() -> None:
     high = torch.arange(1, 1001)
     numbers = Keys(0, 0, torch.arange(1000)).integers("x", 0, high)
     assert (numbers >= 0).all()

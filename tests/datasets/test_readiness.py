@@ -55,7 +55,7 @@ def wait_until_ready(batches: TrainingBatches, limit_s: float = 60.0) -> None:
 
 
 @pytest.mark.fault(2)
-def test_it_is_known_whether_the_next_step_is_there(tmp_path: Path) -> None:
+def test_is_ready_tells_whether_the_next_step_is_loaded(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with training(GatedSplit(gate), workers=2) as batches:
         assert not batches.is_ready()
@@ -178,7 +178,7 @@ def test_a_signal_is_noted_while_next_waits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_evaluation_beside_training_waits_for_nobody() -> None:
+def test_evaluation_does_not_wait_for_training_batches() -> None:
     with training(RandomSplit(), total_steps=1000, workers=2) as batches:
         for _ in range(10):
             batches.is_ready()

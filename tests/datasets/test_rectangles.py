@@ -14,7 +14,7 @@ def crops_of(height: int, width: int, count: int = 4000):
     return resized_crops(Keys(0, 0, torch.arange(count)), *sizes, SCALE, RATIO)
 
 
-def test_crops_lie_inside_their_images() -> None:
+def test_crops_are_inside_their_images() -> None:
     samples = torch.arange(2000)
     heights = Keys(0, 1, samples).integers("h", 1, 300)
     widths = Keys(0, 1, samples).integers("w", 1, 300)

@@ -73,7 +73,7 @@ def test_an_epoch_is_a_permutation_without_its_remainder() -> None:
     assert epochs[0] != epochs[1]
 
 
-def test_skipped_windows_are_left_out_and_the_rest_moves_up() -> None:
+def test_skipped_windows_are_omitted_and_the_rest_moves_up() -> None:
     windows = [slot.window for slot in sampler(Position(0, (1, 2, 5))) if slot.number == 0]
     assert windows == [0, 3, 4, 6, 7, 8, 9, 10, 11, 12, 13]
 

@@ -188,7 +188,7 @@ def test_another_epoch_takes_another_sample() -> None:
     assert all(other != 5 for _, other in stand_ins(0, 0, 5, 6))
 
 
-def test_what_stands_in_is_itself_named_where_it_is_bad(paths: RunPaths) -> None:
+def test_a_substitute_is_itself_named_where_it_is_bad(paths: RunPaths) -> None:
     split = PartlyBroken(set(range(SAMPLES)) - {7, 8, 9})
     found = slots(training(source(split), paths))
     assert {target for slot in found.values() for target in slot.targets.tolist()} == {7, 8, 9}

@@ -74,7 +74,7 @@ def test_nodes_without_a_common_address_are_refused(tmp_path: Path, monkeypatch:
         join(RankFacts(0, 2, 0, 1, 0, 2), CPU, tmp_path / "rendezvous.json", "token")
 
 
-def test_a_store_that_nobody_reaches_is_told_of_with_where_it_was_sought(tmp_path: Path) -> None:
+def test_a_store_that_nobody_reaches_is_reported_with_its_address(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     rendezvous = tmp_path / "rendezvous.json"
@@ -124,7 +124,7 @@ def test_what_counts_as_a_lost_peer(error: Exception, is_lost: bool) -> None:
         ("NCCL error: ncclRemoteError: remote process exited", None),
     ],
 )
-def test_what_nccl_may_say_of_this_node_is_told_in_a_line(text: str, words: str | None) -> None:
+def test_what_nccl_says_of_this_node_is_reported_in_a_line(text: str, words: str | None) -> None:
     error = dist.DistBackendError(text)
     assert peer_lost(error) and nccl_words(error) == words
     wrapped = RuntimeError("backward failed")

@@ -77,14 +77,16 @@ def test_fsdp_trains_as_ddp_does(quiet: RunPaths, text: str, tmp_path: Path) -> 
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=1e-9, msg=name)
 
 
-def test_it_learns_and_says_so(quiet: RunPaths) -> None:
+def test_it_learns_and_reports_it(quiet: RunPaths) -> None:
     first, last = rows(quiet, "val")
     assert last["loss"] < first["loss"] < losses(quiet)[0] - 0.1
     assert last["perplexity"] == pytest.approx(torch.tensor(last["loss"]).exp().item(), rel=1e-5)
     assert 0.1 < last["accuracy"] < 1
 
 
-def test_a_kill_changes_no_bit_and_other_text_is_refused(quiet: RunPaths, text: str, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_bitwise_and_other_text_is_refused(
+    quiet: RunPaths, text: str, tmp_path: Path
+) -> None:
     runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
     experiment = write_experiment(tmp_path, text)
     process = start("submit", experiment, "parallel.strategy=fsdp", "--local", "--devices", "2", **runs)

@@ -96,7 +96,7 @@ def started(
 
 
 @pytest.mark.fault(40)
-def test_a_run_goes_on_at_another_size_and_under_another_strategy(tmp_path: Path) -> None:
+def test_a_run_continues_at_another_size_and_under_another_strategy(tmp_path: Path) -> None:
     quiet = submit(tmp_path / "quiet", devices=1, text=ELASTIC)
     paths = elastic_run(tmp_path / "elastic")
     told = [(span.ranks, span.strategy) for span in spans(paths)]

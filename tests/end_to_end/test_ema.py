@@ -52,7 +52,9 @@ def check_export(paths: RunPaths, folder: Path) -> None:
         assert torch.equal(value, weights[name]) != value.is_floating_point(), name
 
 
-def test_an_interrupted_average_is_the_quiet_runs_to_the_bit(quiet_runs: QuietRuns, tmp_path: Path) -> None:
+def test_an_interrupted_average_equals_the_uninterrupted_runs_bitwise(
+    quiet_runs: QuietRuns, tmp_path: Path
+) -> None:
     overrides = ("parallel.strategy=fsdp", *EMA, SLOW)
     quiet = quiet_runs.of(*overrides)
     killed = submit_with_kills(tmp_path / "killed", [11], *overrides)

@@ -142,7 +142,7 @@ def test_ctrl_c_saves_the_step_that_it_stops_at(interrupted: tuple[RunPaths, Don
 
 
 @pytest.mark.fault(40, 47)
-def test_after_ctrl_c_a_resume_changes_no_bit(
+def test_after_ctrl_c_a_resume_is_bitwise_identical(
     interrupted: tuple[RunPaths, Done], quiet: RunPaths, tmp_path: Path
 ) -> None:
     paths = copy_of(interrupted[0], tmp_path)
@@ -154,7 +154,7 @@ def test_after_ctrl_c_a_resume_changes_no_bit(
 
 
 @pytest.mark.fault(2, 47)
-def test_ctrl_c_in_an_evaluation_ends_it_and_a_resume_does_it_anew(quiet: RunPaths, tmp_path: Path) -> None:
+def test_ctrl_c_in_an_evaluation_ends_it_and_a_resume_repeats_it(quiet: RunPaths, tmp_path: Path) -> None:
     process = begin(tmp_path, PACED, **SLOW_EVALUATION)
     paths = wait_for_run(tmp_path, process)
     wait_for_step(paths, 20, process)  # ranks agreed on the end of this step before its row was written
@@ -170,7 +170,7 @@ def test_ctrl_c_in_an_evaluation_ends_it_and_a_resume_does_it_anew(quiet: RunPat
 
 @pytest.mark.fault(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_to_one_rank_alone_saves_and_asks_to_try_again(
+def test_a_signal_to_one_rank_alone_saves_and_requests_a_requeue(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     process = begin(tmp_path, PACED, **SLOW_TRAINING)
@@ -208,7 +208,7 @@ def test_a_rank_that_raises_ends_the_run_and_is_its_reason(tmp_path: Path) -> No
 
 
 @pytest.mark.fault(20)
-def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     rate = "optimization.optimizer={name: sgd, lr: 1.0e+30}"
     done = end_of(begin(tmp_path, EXPERIMENT, *SHORT, rate, "model.args={norm: false}"), 120)
     assert done.code == 1, done.err
@@ -255,7 +255,7 @@ def test_images_that_are_not_there_are_the_files_mistake(tmp_path: Path) -> None
 
 
 @pytest.mark.fault(22)
-def test_a_file_that_is_no_image_ends_the_run_and_is_named(tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_image_ends_the_run_and_is_named(tmp_path: Path) -> None:
     for split, count in (("train", 48), ("val", 1)):
         folder = tmp_path / "images" / split / "cat"
         folder.mkdir(parents=True)
@@ -334,7 +334,7 @@ def keep_full(folder: Path, process: subprocess.Popen[str]) -> Path:
 
 
 @pytest.mark.fault(7)
-def test_no_room_for_a_checkpoint_ends_the_run_and_with_room_again_it_goes_on(
+def test_no_room_for_a_checkpoint_ends_the_run_and_with_room_again_it_continues(
     quiet: RunPaths, small_disk: Path, tmp_path: Path
 ) -> None:
     process = begin(tmp_path, PACED, **SLOW_TRAINING)
@@ -356,7 +356,7 @@ def test_no_room_for_a_checkpoint_ends_the_run_and_with_room_again_it_goes_on(
 
 
 @pytest.mark.fault(7)
-def test_no_room_at_all_ends_the_run_and_with_room_again_it_goes_on(
+def test_a_full_disk_ends_the_run_and_with_room_again_it_continues(
     quiet: RunPaths, small_disk: Path, tmp_path: Path
 ) -> None:
     # A status that can't be written ends nothing; the next checkpoint, of step 14, does.
@@ -398,7 +398,7 @@ def flip_a_bit(shard: Path) -> None:
         pytest.param(Path.unlink, marks=pytest.mark.fault(12)),
     ],
 )
-def test_of_a_damaged_checkpoint_the_one_before_is_used(
+def test_the_checkpoint_before_a_damaged_one_is_used(
     damage: Callable[[Path], None], interrupted: tuple[RunPaths, Done], quiet: RunPaths, tmp_path: Path
 ) -> None:
     paths = copy_of(interrupted[0], tmp_path)
@@ -413,7 +413,7 @@ def test_of_a_damaged_checkpoint_the_one_before_is_used(
 
 
 @pytest.mark.fault(11)
-def test_where_every_checkpoint_is_damaged_training_does_not_begin_anew_in_silence(
+def test_where_every_checkpoint_is_damaged_training_does_not_restart_silently(
     interrupted: tuple[RunPaths, Done], tmp_path: Path
 ) -> None:
     paths = copy_of(interrupted[0], tmp_path)
@@ -443,7 +443,7 @@ def submit_again(paths: RunPaths, text: str, *options: str) -> Done:
     )
 
 
-def test_a_run_that_is_there_is_not_started_again(quiet: RunPaths) -> None:
+def test_a_run_that_has_completed_is_not_started_again(quiet: RunPaths) -> None:
     done = submit_again(quiet, PACED)
     assert done.code == 0, done.err
     assert "completed already" in done.err
@@ -451,7 +451,7 @@ def test_a_run_that_is_there_is_not_started_again(quiet: RunPaths) -> None:
 
 
 @pytest.mark.fault(37)
-def test_a_run_that_goes_on_is_not_started_again(tmp_path: Path) -> None:
+def test_a_run_in_training_is_not_started_again(tmp_path: Path) -> None:
     process = begin(tmp_path, PACED, **SLOW_TRAINING)
     paths = wait_for_run(tmp_path, process)
     wait_for_step(paths, 1, process)
@@ -472,7 +472,7 @@ def test_a_run_that_failed_is_resumed_or_begun_beside(interrupted: tuple[RunPath
     assert len(paths.attempt_folders()) == 1
 
 
-def test_new_begins_beside_it_and_equals_it(tmp_path: Path) -> None:
+def test_new_starts_a_second_run_that_equals_the_first(tmp_path: Path) -> None:
     first = submit(tmp_path, *SHORT)
     done = submit_again(first, EXPERIMENT, *SHORT, "--new")
     assert done.code == 0, done.err
@@ -521,7 +521,7 @@ def losses(paths: RunPaths) -> torch.Tensor:
     ],
     ids=["three ranks", "fsdp"],
 )
-def test_a_run_goes_on_in_another_way_with_the_same_losses(
+def test_a_run_continues_on_other_ranks_with_the_same_losses(
     changes: tuple[str, ...], who: str, interrupted_plain: RunPaths, quiet_plain: RunPaths, tmp_path: Path
 ) -> None:
     at = committed(interrupted_plain)[0].step

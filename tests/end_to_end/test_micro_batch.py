@@ -68,7 +68,7 @@ def test_all_ranks_take_what_fits_on_each_and_keep_it(tmp_path: Path) -> None:
     assert_equal_to_the_bit(paths, written)
 
 
-def test_where_nothing_fits_the_run_ends_and_says_so(tmp_path: Path) -> None:
+def test_where_nothing_fits_the_run_ends_with_an_explanation(tmp_path: Path) -> None:
     experiment, runs = write_experiment(tmp_path, EXPERIMENT), {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
     done = hpc_train("submit", experiment, "model.args={sample_mb: 1500}", *SCARCE, "--devices", "1", **runs)
     assert done.code == 65

@@ -76,7 +76,7 @@ def test_skip_leaves_the_weights_and_statistics_of_that_step_alone(strategy: str
     assert last_step(paths) == 50 and are_finite(paths)
 
 
-def test_more_than_the_most_end_the_run(tmp_path: Path) -> None:
+def test_more_non_finite_steps_than_allowed_end_the_run(tmp_path: Path) -> None:
     overrides = ("optimization.on_non_finite=skip", "optimization.max_non_finite=1", "optimization.steps=60")
     paths, done = train(tmp_path, *overrides)
     assert done.code == 1
@@ -85,7 +85,7 @@ def test_more_than_the_most_end_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_a_kill_changes_no_bit_of_it(policy: str, tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_bitwise_past_non_finite_losses(policy: str, tmp_path: Path) -> None:
     """Wherever the run was saved and interrupted, and wherever it went back to."""
     text = f"optimization.on_non_finite={policy}"
     quiet, done = train(tmp_path / "quiet", text, "checkpoint.every_steps=1000")
@@ -105,7 +105,7 @@ def test_a_kill_changes_no_bit_of_it(policy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_rollback_leaves_the_data_out_for_good(strategy: str, tmp_path: Path) -> None:
+def test_rollback_skips_the_data_for_good(strategy: str, tmp_path: Path) -> None:
     paths, done = train(tmp_path, "optimization.on_non_finite=rollback", f"parallel.strategy={strategy}")
     assert done.code == 0, done.err
     position = extra(paths)["position"]

@@ -43,7 +43,7 @@ def test_losses_and_weights_are_the_same_on_any_number_of_ranks(strategy: str, t
         assert_alike(final_tensors(one), final_tensors(other))
 
 
-def test_evaluation_of_the_same_weights_is_the_same_to_the_bit(tmp_path: Path) -> None:
+def test_evaluation_of_the_same_weights_is_bitwise_identical(tmp_path: Path) -> None:
     """A rate too small to change a weight: what differs could only come from how ranks share the data."""
     frozen = (*SGD, "optimization.optimizer={name: sgd, lr: 1.0e-30}", "optimization.steps=1")
     found = [

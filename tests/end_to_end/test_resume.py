@@ -52,7 +52,9 @@ def submit_with_kills(folder: Path, kill_at: list[int], *overrides: str, devices
 
 @pytest.mark.fault(16, 48)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_five_kills_change_no_bit(strategy: str, quiet_runs: QuietRuns, tmp_path: Path) -> None:
+def test_a_run_killed_five_times_is_bitwise_identical(
+    strategy: str, quiet_runs: QuietRuns, tmp_path: Path
+) -> None:
     overrides = (f"parallel.strategy={strategy}", SLOW)
     quiet = quiet_runs.of(*overrides)
     steps = sorted(random.Random(strategy).sample(range(2, 50), 5))
@@ -62,7 +64,7 @@ def test_five_kills_change_no_bit(strategy: str, quiet_runs: QuietRuns, tmp_path
 
 
 @pytest.mark.fault(16)
-def test_on_three_ranks_a_kill_changes_no_bit(quiet_runs: QuietRuns, tmp_path: Path) -> None:
+def test_a_run_killed_on_three_ranks_is_bitwise_identical(quiet_runs: QuietRuns, tmp_path: Path) -> None:
     """Three ranks share four micro-batches: spare slots, and sums whose order may depend on DDP's buckets."""
     quiet = quiet_runs.of(SLOW, ranks=3)
     killed = submit_with_kills(tmp_path / "killed", [25], SLOW, devices=3)
@@ -91,7 +93,7 @@ def test_a_compiled_run_is_resumed_from_the_caches_in_its_folder(
 
 
 @pytest.mark.fault(6)
-def test_a_run_killed_before_its_first_checkpoint_starts_anew(quiet_runs: QuietRuns, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_checkpoint_starts_again(quiet_runs: QuietRuns, tmp_path: Path) -> None:
     overrides = (SLOW, "optimization.schedule={name: constant}", "optimization.steps=20")
     quiet = quiet_runs.of(*overrides)
     killed = submit_with_kills(tmp_path / "killed", [1], *overrides)

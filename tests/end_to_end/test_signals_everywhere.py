@@ -84,7 +84,7 @@ def test_before_the_first_step_a_signal_ends_the_ranks_at_once(
     assert json.loads(paths.attempt(1).events.read_text())["signal"] == number.name
 
 
-def test_a_signal_in_the_midst_of_compiling_ends_the_ranks_and_a_resume_goes_on(tmp_path: Path) -> None:
+def test_a_signal_during_compilation_ends_the_ranks_and_a_resume_continues(tmp_path: Path) -> None:
     text = EXPERIMENT.replace(NET, 'model: {name: "tests.end_to_end.parts:layered"}\ncompile: true')
     process, paths = begin(tmp_path, text)
     wait_for(lambda: any((paths.cache / "inductor").rglob("*.cpp")) or process.poll() is not None, "kernels")

@@ -49,7 +49,7 @@ def test_a_report_becomes_rows(tmp_path: Path) -> None:
     assert not reliability.is_sound(read), "most faults have no test that passed"
 
 
-def test_what_is_not_as_promised_stands_in_the_faults_row() -> None:
+def test_what_is_not_as_promised_is_in_the_faults_row() -> None:
     page = reliability.page(reliability.Report("2026-11-21", [])).splitlines()
     departing = [row for row in catalogue() if row.departs]
     assert [row.number for row in departing] == [4, 34]

@@ -47,7 +47,9 @@ def test_input_output_errors(seed: int, quiet_runs: QuietRuns, tmp_path: Path, s
 
 
 @pytest.mark.fault(9)
-def test_input_output_errors_beside_checkpoints(quiet_runs: QuietRuns, tmp_path: Path) -> None:
+def test_input_output_errors_of_rows_log_and_status_end_no_attempt(
+    quiet_runs: QuietRuns, tmp_path: Path
+) -> None:
     """A file server that fails for a moment while rows, log and status are written ends no attempt."""
     expected = uninterrupted(quiet_runs)
     shim = Shim(tmp_path / "orders", ("status.json", "metrics.jsonl", "rank-0.log"))

@@ -281,7 +281,9 @@ def test_compiled_code_trains_as_eager_does(
 @on_gpu
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor", "pipeline"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_killed_and_resumed_equals_quiet_to_the_bit(strategy: str, precision: str, tmp_path: Path) -> None:
+def test_killed_and_resumed_equals_the_uninterrupted_run_bitwise(
+    strategy: str, precision: str, tmp_path: Path
+) -> None:
     # FSDP can't cast a BatchNorm's statistics: only ddp's model has one.
     text = PACED if strategy == "ddp" else VIT
     overrides = (
@@ -309,7 +311,7 @@ def test_killed_and_resumed_equals_quiet_to_the_bit(strategy: str, precision: st
 
 
 @on_gpu
-def test_ctrl_c_saves_and_a_resume_goes_on(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_a_resume_continues(tmp_path: Path) -> None:
     experiment = write_experiment(tmp_path, PACED)
     runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs"), paced.TRAIN_S: "0.02"}
     process = start("submit", experiment, CUDA, "--local", "--devices", "1", **runs)
@@ -326,7 +328,7 @@ def test_ctrl_c_saves_and_a_resume_goes_on(tmp_path: Path) -> None:
 
 
 @on_gpu
-def test_a_checkpoint_of_the_gpu_goes_on_with_the_cpu(on_cpu: RunPaths, tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_gpu_continues_on_the_cpu(on_cpu: RunPaths, tmp_path: Path) -> None:
     long = (*SHORT[1:], "optimization.steps=16", SGD)
     experiment = write_experiment(tmp_path, PACED)
     runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs"), paced.TRAIN_S: "0.05"}
@@ -447,7 +449,7 @@ def test_a_loss_that_is_nan_is_dealt_with_as_the_file_says(policy: str, tmp_path
 
 
 @on_gpu
-def test_a_save_beside_training_waits_for_nothing_and_holds_the_step_it_was_begun_at(
+def test_an_asynchronous_save_waits_for_nothing_and_has_the_step_it_began_at(
     device: torch.device, tmp_path: Path
 ) -> None:
     """The copies run on a stream of their own; what changes the weights afterwards comes after them."""

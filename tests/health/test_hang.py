@@ -34,7 +34,7 @@ def test_one_that_does_not_answer_is_named_before_all_others() -> None:
     )
 
 
-def test_a_node_that_is_silent_as_a_whole_is_said_to_be() -> None:
+def test_a_node_whose_ranks_are_all_silent_is_named() -> None:
     found = verdict(report(0), last=(report(1, node="n2"), report(2, node="n2")))
     assert (found.guilty, found.silent) == (1, [1, 2])
     assert "nor does any other rank on n2, which may be down or disconnected; nor do ranks 2" in found.text
@@ -46,7 +46,7 @@ def test_one_that_never_said_anything_is_named_without_its_node() -> None:
     assert "rank 2 does not answer and never did" in found.text
 
 
-def test_the_rank_that_came_least_far_is_named() -> None:
+def test_the_rank_furthest_behind_is_named() -> None:
     found = verdict(report(0), report(1, count=59, step=56), report(2, collectives={"0": 1, "1": 1}))
     assert (found.guilty, found.node) == (1, "n2")
     assert "in step 56 (training) while rank 0 has reached step 57 (training)" in found.text
@@ -77,7 +77,7 @@ def test_the_rank_whose_data_do_not_come_is_named() -> None:
     assert "in step 57 (training, waiting for data) while others have what they need" in found.text
 
 
-def test_where_all_stand_alike_nobody_is_named() -> None:
+def test_where_all_ranks_are_equally_far_nobody_is_named() -> None:
     found = verdict(report(0), report(1), report(2))
     assert (found.guilty, found.node, found.speaker) == (None, None, 0)
     assert "all 3 ranks are in step 57 (training) for 300 s" in found.text

@@ -90,7 +90,7 @@ def test_a_disk_that_refuses_is_the_nodes_fault(
 @pytest.mark.fault(9)
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
-def test_a_file_server_that_fails_is_no_nodes_fault(
+def test_a_file_server_that_fails_is_not_blamed_on_the_node(
     attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(node_check.os, "fsync", refusing(number))
@@ -100,7 +100,7 @@ def test_a_file_server_that_fails_is_no_nodes_fault(
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_no_nodes_fault(
+def test_a_full_disk_is_not_blamed_on_the_node(
     attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(node_check.os, "fsync", refusing(number))
@@ -118,7 +118,7 @@ def test_a_disk_that_gives_back_other_bytes_is_refused(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_folder_that_is_not_there_is_said(attempt: AttemptPaths) -> None:
+def test_a_missing_folder_is_reported(attempt: AttemptPaths) -> None:
     attempt.folder.rmdir()
     with pytest.raises(BadNodeError, match="No such file"):
         check(RankFacts(), CPU, attempt, "n1")

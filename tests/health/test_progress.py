@@ -36,7 +36,7 @@ def test_each_new_piece_of_work_counts_and_renews_the_age(clock: list[float]) ->
         assert standing.since == clock[0]
 
 
-def test_the_same_work_said_again_is_no_progress(clock: list[float]) -> None:
+def test_reporting_the_same_work_again_is_not_progress(clock: list[float]) -> None:
     progress = Progress()
     progress.at("training", 5)
     before = progress.standing
@@ -111,7 +111,7 @@ def test_a_standing_without_a_step_says_its_phase() -> None:
     assert str(Standing(0, "joining", None, 0, None, False, 0.0, True)) == "joining"
 
 
-def test_what_is_built_anew_may_take_long_again() -> None:
+def test_what_is_built_again_may_take_long_again() -> None:
     progress = Progress()
     for phase in ("building", "first step", "training"):
         progress.at(phase, 1)

@@ -158,7 +158,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 
 @pytest.mark.fault(17)
-def test_one_rank_that_hangs_is_told_of_with_its_stacks(watched: Watched) -> None:
+def test_one_rank_that_hangs_is_reported_with_its_stacks(watched: Watched) -> None:
     watched.progress.at("training", 57)
     watched.watchdog.has_stepped()
     watched.watchdog.start()
@@ -370,7 +370,7 @@ def work(step):
 
 
 @pytest.mark.slow
-def test_a_suspended_job_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_a_suspended_job_continues_where_it_was(tmp_path: Path) -> None:
     """All ranks are stopped in the midst of a step for longer than the limit, as gang scheduling does it."""
     work = """
 def work(step):

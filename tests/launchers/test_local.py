@@ -192,7 +192,7 @@ def test_a_crash_ends_all_and_its_traceback_is_shown(
 
 
 @pytest.mark.fault(16)
-def test_a_rank_that_does_not_heed_is_killed_after_the_grace(
+def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "_FAILURE_GRACE_S", 0.2)
@@ -294,7 +294,7 @@ def test_ranks_that_were_stopped_by_others_can_be_resumed(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("end", ["os.abort()", "sys.exit(76)"])
-def test_an_abort_after_completion_is_no_failure(tmp_path: Path, end: str) -> None:
+def test_an_abort_after_completion_is_not_a_failure(tmp_path: Path, end: str) -> None:
     request = new_request(tmp_path)
     script = f"""
 if rank == 0:

@@ -116,7 +116,7 @@ def test_a_second_ctrl_c_ends_ranks_at_once(tmp_path: Path) -> None:
     assert read_status(request.paths).reason == "stopped by Ctrl-C"
 
 
-def test_a_failure_while_stopping_is_told_as_such(tmp_path: Path) -> None:
+def test_a_failure_while_stopping_is_reported_as_such(tmp_path: Path) -> None:
     request = new_request(tmp_path)
     script = SAVE_AND_STOP.replace(
         "sys.exit(75)", "fail('the disk is full', 74) if rank == 1 else sys.exit(76)"

@@ -46,7 +46,7 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
         load_launcher("slurmm")
 
 
-def test_what_is_no_launcher_is_refused_before_anything_starts() -> None:
+def test_what_is_not_a_launcher_is_refused_before_anything_starts() -> None:
     with pytest.raises(UsageError, match=r"neither launch\(\) nor all"):
         load_launcher("builtins:dict")
 

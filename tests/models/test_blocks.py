@@ -61,7 +61,7 @@ class _Nested(nn.Module):
         self.inner = nn.Sequential(*(_Nested(depth - 1) for _ in range(2 if depth else 0)))
 
 
-def test_blocks_do_not_lie_inside_each_other() -> None:
+def test_blocks_are_not_inside_each_other() -> None:
     model = nn.Sequential(_Nested(1), _Nested(1))
     assert find_blocks(model) == list(model)
 

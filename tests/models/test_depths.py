@@ -77,7 +77,7 @@ def test_torchvisions_models_are_ordered_by_their_blocks() -> None:
     assert (depths["encoder.ln.weight"], depths["heads.head.bias"]) == (13, 13)
 
 
-def test_what_lies_between_blocks_belongs_to_the_next() -> None:
+def test_what_is_between_blocks_belongs_to_the_next() -> None:
     depths = depths_of(Blocky())
     assert depths == {
         "stem.weight": 0, "one.weight": 1, "between.weight": 2, "two.weight": 2, "head.bias": 3

@@ -145,7 +145,7 @@ def test_wrong_arguments_are_named(args: dict[str, Any], words: str) -> None:
         gpt(**args)
 
 
-def test_what_gpt_can_not_be_is_said() -> None:
+def test_unsupported_settings_of_gpt_are_reported() -> None:
     with pytest.raises(
         BadFileError,
         match=r"^model.name: gpt reads tokens, and this data set has images; write data.name: text",

@@ -98,7 +98,7 @@ def test_points_that_do_not_do_are_refused(points: tuple[str, ...], num_stages: 
     ("said", "what"),
     [(None, "None"), ("groups.1", "a str"), ([nn.Linear(4, 4)], "a list with a Linear in it")],
 )
-def test_what_is_no_list_of_names_is_refused(said: Any, what: str) -> None:
+def test_what_is_not_a_list_of_names_is_refused(said: Any, what: str) -> None:
     words = rf"^model\.name: split_points\(\) returned {what}; write a list of names, like \['layers\.2'\]$"
     with pytest.raises(BadFileError, match=words):
         _split(_saying(said), 2)

@@ -366,7 +366,7 @@ class _LeavesOutAFrozenOne(_LeavesOneOut):
         self.layers[0].requires_grad_(False)
 
 
-def test_parts_may_leave_out_what_is_not_trained() -> None:
+def test_parts_may_omit_what_is_not_trained() -> None:
     first, last = _split(_LeavesOutAFrozenOne(), 2)
     assert "layers.1.linear.weight" in first.state_dict()
     assert "layers.0.linear.weight" in last.state_dict(), "the last has what no step uses"

@@ -33,7 +33,7 @@ def test_an_id_stays_what_it_was_in_earlier_versions(tmp_path: Path) -> None:
         "data.workers=5",
     ],
 )
-def test_what_the_contract_leaves_out_keeps_the_id(tmp_path: Path, override: str) -> None:
+def test_what_the_contract_omits_keeps_the_id(tmp_path: Path, override: str) -> None:
     assert run_id(loaded(tmp_path, override).experiment) == run_id(loaded(tmp_path).experiment)
 
 

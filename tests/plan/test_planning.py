@@ -94,7 +94,7 @@ def test_steps_are_unknown_where_the_data_are(tmp_path: Path) -> None:
     assert (run.steps_per_epoch, run.total_steps, run.micro_batches) == (None, None, 4)
 
 
-def test_data_smaller_than_a_batch_are_told_at_the_place_in_the_file(tmp_path: Path) -> None:
+def test_data_smaller_than_a_batch_are_reported_at_the_place_in_the_file(tmp_path: Path) -> None:
     with pytest.raises(BadFileError) as error:
         make_plan(loaded(tmp_path, "data.args.num_samples=31"))
     (line,) = error.value.problems
@@ -103,7 +103,7 @@ def test_data_smaller_than_a_batch_are_told_at_the_place_in_the_file(tmp_path: P
     )
 
 
-def test_a_warmup_as_long_as_the_run_is_told_at_its_place(tmp_path: Path) -> None:
+def test_a_warmup_as_long_as_the_run_is_reported_at_its_place(tmp_path: Path) -> None:
     """Epochs against steps: only the size of the data makes them comparable."""
     one_epoch = ("optimization.schedule={name: cosine, warmup_epochs: 1}", "data.args.num_samples=320")
     with pytest.raises(BadFileError) as error:

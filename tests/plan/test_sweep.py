@@ -93,7 +93,7 @@ def test_two_combinations_that_are_one_run_are_refused_at_the_grid(tmp_path: Pat
     assert "are the same run" in line
 
 
-def test_every_bad_combination_is_told_at_once(tmp_path: Path) -> None:
+def test_every_bad_combination_is_reported_at_once(tmp_path: Path) -> None:
     more = "sweep:\n  grid: {optimization.micro_batch_size: [8, 5, 7]}\n"
     with pytest.raises(BadFileError) as error:
         expand(loaded(tmp_path, more=more))

@@ -42,7 +42,7 @@ def test_it_comes_back_after_its_time_and_goes_at_its_next_fault() -> None:
     assert excluded([*records, attempt(0, n1="died")], 24, NOW).keys() == {"n1"}
 
 
-def test_zero_hours_leave_out_nothing() -> None:
+def test_zero_hours_exclude_nothing() -> None:
     assert excluded([attempt(0, n1="failed its check: x")], 0, NOW) == {}
 
 
@@ -69,5 +69,5 @@ def test_words() -> None:
         ("ValueError: maxid 3", False),
     ],
 )
-def test_errors_of_a_device_are_told_from_a_programs(text: str, is_one: bool) -> None:
+def test_errors_of_a_device_are_distinguished_from_a_programs(text: str, is_one: bool) -> None:
     assert is_device_error(f"Traceback\n  …\n{text}\n") is is_one

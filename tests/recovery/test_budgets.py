@@ -81,7 +81,7 @@ def test_two_attempts_without_progress_come_back_and_the_third_fails(idle: Attem
     assert left([idle] * 3, DEFAULTS) == Left(3, None, 0)
 
 
-def test_nothing_saved_at_all_is_told_so() -> None:
+def test_nothing_saved_at_all_is_reported() -> None:
     assert "no checkpoint at all" in decide([attempt("time limit")], DEFAULTS).reason
 
 
@@ -102,7 +102,7 @@ def test_what_had_no_chance_counts_neither_way(neutral: AttemptRecord) -> None:
     assert not decide([idle, neutral, idle, neutral, idle], DEFAULTS).comes_back
 
 
-def test_a_checkpoint_begins_the_count_anew() -> None:
+def test_a_checkpoint_resets_the_count() -> None:
     idle, good = attempt("preemption", began=40, saved=40), attempt("preemption", began=40, saved=50)
     assert left([idle, idle, good], DEFAULTS).without_progress_left == 2
     assert decide([idle, idle, good, idle, idle], DEFAULTS).comes_back

@@ -68,7 +68,7 @@ def _slurm(code: int, error: str | None, how: str) -> tuple[str, str | None]:
         (3, None, "crash"),
     ],
 )
-def test_the_same_end_has_the_same_words_here_and_on_slurm(
+def test_the_same_end_has_the_same_reason_here_and_on_slurm(
     tmp_path: Path, code: int, error: str | None, cause: str
 ) -> None:
     here = _local(tmp_path, code, error)
@@ -77,7 +77,7 @@ def test_the_same_end_has_the_same_words_here_and_on_slurm(
     assert (there[1] or "").replace(" on n1: ended", ": ended") == here[1]
 
 
-def test_a_killed_rank_has_the_same_words_but_for_its_node_and_slurms_key(tmp_path: Path) -> None:
+def test_a_killed_rank_has_the_same_reason_except_for_its_node_and_slurms_key(tmp_path: Path) -> None:
     cause, words = _slurm(137, None, "Killed")
     assert words is not None
     words = words.replace(" on n1", "").replace("ask for more slurm.mem_gb; ", "")
@@ -129,5 +129,5 @@ def test_the_diagnosis_knows_no_scheduler() -> None:
     assert not [word for word in ("slurm", "srun", "sacct", "sbatch") if word in text.lower()]
 
 
-def test_the_states_of_jobs_have_their_words_in_one_place() -> None:
+def test_the_states_of_jobs_are_described_in_one_place() -> None:
     assert {end for end, _ in queue_status._JOB_ENDS.values()} == set(JobEnd)

@@ -79,7 +79,7 @@ def test_notices_of_the_attempt_are_shown_once(
     assert [line for line in capsys.readouterr().err.splitlines() if "step" not in line] == [shown]
 
 
-def test_an_evaluation_is_told_at_once(
+def test_an_evaluation_is_shown_immediately(
     run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = Progress(run, attempt=2)
@@ -88,7 +88,7 @@ def test_an_evaluation_is_told_at_once(
     assert capsys.readouterr().err == f"{run.folder.name}: step 7: val loss 0.25 accuracy 0.9\n"
 
 
-def test_what_earlier_attempts_said_is_not_told_again(
+def test_rows_of_earlier_attempts_are_not_shown_again(
     run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _row(run, split="val", attempt=1, loss=0.25)
@@ -100,7 +100,7 @@ def test_what_earlier_attempts_said_is_not_told_again(
     assert capsys.readouterr().err == ""
 
 
-def test_the_last_rows_are_told_at_the_end(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_last_rows_are_shown_at_the_end(run: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress(run, attempt=2)
     progress.update()
     _row(run, split="val", step=100, accuracy=1.0)
@@ -153,7 +153,7 @@ def test_a_damaged_or_unfinished_row_is_skipped_until_it_is_whole(run: RunPaths)
     assert list(reader.new_rows()) == [{"step": 2}]
 
 
-def test_a_file_that_a_resume_wrote_anew_is_read_from_its_start(run: RunPaths, tmp_path: Path) -> None:
+def test_a_file_that_a_resume_rewrote_is_read_from_its_start(run: RunPaths, tmp_path: Path) -> None:
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
     reader = MetricsReader(run.metrics)
     list(reader.new_rows())

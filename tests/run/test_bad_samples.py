@@ -35,7 +35,7 @@ def test_the_first_to_name_a_sample_counts(paths: RunPaths) -> None:
 @pytest.mark.parametrize(
     "rest", ["{", '{"split": "train", "ind', "[]", "3", '{"split": "other", "index": 1}']
 )
-def test_half_a_line_is_no_sample(paths: RunPaths, rest: str) -> None:
+def test_half_a_line_is_not_a_sample(paths: RunPaths, rest: str) -> None:
     file = paths.attempt(1).bad_samples(0)
     append(file, [sample(1), sample(2)])
     file.write_text(file.read_text() + rest)

@@ -266,7 +266,9 @@ def test_a_hostile_manifest_is_refused_before_a_file_is_opened(
     assert verify(checkpoint)
 
 
-def test_a_checkpoint_of_a_newer_version_is_no_damage_and_nothing_goes_on_without_it(run: RunPaths) -> None:
+def test_a_checkpoint_of_a_newer_version_is_not_damaged_and_nothing_continues_without_it(
+    run: RunPaths,
+) -> None:
     begin_attempt(run, 1)
     newer = write_checkpoint(run, 200, attempt=1)
     write_checkpoint(run, 100, attempt=1)

@@ -86,7 +86,7 @@ def test_the_number_of_an_attempt_is_its_folders(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["\u00b2", "\u0663", "01", "0", "1" * 200])
-def test_a_folder_with_another_name_is_no_attempt(tmp_path: Path, name: str) -> None:
+def test_a_folder_with_another_name_is_not_an_attempt(tmp_path: Path, name: str) -> None:
     paths = small_run(tmp_path)
     claim_attempt(paths)
     (paths.attempts / name).mkdir()

@@ -31,7 +31,7 @@ def test_a_file_that_went_stale_is_read_again(tmp_path: Path, monkeypatch: pytes
     assert read_json(tmp_path / "status.json") == {"step": 1}
 
 
-def test_other_errors_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_json(tmp_path / "status.json", {"step": 1})
     _failing(monkeypatch, errno.EACCES)
     with pytest.raises(PermissionError):

@@ -133,7 +133,7 @@ def test_a_damaged_file_is_refused_at_its_place(tmp_path: Path) -> None:
         read(paths)
 
 
-def test_keys_keep_the_schemas_order_and_defaults_are_left_out(tmp_path: Path) -> None:
+def test_keys_keep_the_schemas_order_and_defaults_are_omitted(tmp_path: Path) -> None:
     path = tmp_path / "exp.yaml"
     path.write_text("seed: 0\nprecision: bf16\n" + GOOD)
     text = dump(load(path, ["slurm.time_limit=24:00:00", "compile=true", "checkpoint.keep=3"]).experiment)

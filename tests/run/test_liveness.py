@@ -115,7 +115,7 @@ def test_ranks_of_a_dead_launcher_are_ended(run: RunPaths, child: subprocess.Pop
 
 
 @pytest.mark.parametrize("attempt", ["2", None])
-def test_a_process_that_is_no_rank_of_the_attempt_is_left_alone(
+def test_a_process_that_is_not_a_rank_of_the_attempt_is_left_alone(
     run: RunPaths, child: subprocess.Popen[bytes], attempt: str | None
 ) -> None:
     """A forged ``attempt.json`` may name any process of the user's."""

@@ -382,7 +382,7 @@ def groups_after_builds(rank: int, world_size: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_model_built_anew_takes_no_more_process_groups(tmp_path: Path) -> None:
+def test_a_model_built_again_takes_no_more_process_groups(tmp_path: Path) -> None:
     """After a rollback, or for another size of micro-batch: NCCL's hold memory until they are destroyed."""
     for counts in run_ranks(2, groups_after_builds, folder=tmp_path):
         assert len(set(counts)) == 1, counts

@@ -116,7 +116,7 @@ def test_the_module_answers_line_by_line() -> None:
         ("torchvision/vgg11", {}, 8, ("Output size is too small", 224, False)),
     ],
 )
-def test_a_size_that_the_model_cannot_take_is_told_with_one_that_it_takes(
+def test_a_size_that_the_model_cannot_take_is_reported_with_one_that_it_takes(
     name: str, args: dict[str, Any], size: int, told: tuple[str, int, bool] | None
 ) -> None:
     found = facts(name, args, size)

@@ -358,7 +358,7 @@ def mlps(*widths: int) -> nn.Module:
         (dropping_weights_of_attention, 2, r"model\.args\.dropout: .*layers\.0\.attention .*write 0, or"),
     ],
 )
-def test_what_ranks_cant_share_is_said_with_what_they_can(
+def test_a_degree_that_does_not_divide_is_reported_with_ones_that_do(
     make: Callable[[], nn.Module], ranks: int, said: str
 ) -> None:
     with pytest.raises(BadFileError, match=said):

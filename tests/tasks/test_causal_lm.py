@@ -76,7 +76,7 @@ def test_label_smoothing_is_torchs() -> None:
     ("given", "computed"),
     [(torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)],
 )
-def test_loss_is_computed_in_at_least_float32(given: torch.dtype, computed: torch.dtype) -> None:
+def test_loss_is_computed_in_float32_or_wider(given: torch.dtype, computed: torch.dtype) -> None:
     logits, targets = logits_and_targets(3)
     assert task().loss(logits.to(given), batch(logits, targets)).dtype == computed
 
@@ -111,7 +111,7 @@ def test_batches_merge_to_the_metrics_of_the_whole() -> None:
     assert metrics["accuracy"] == (logits.argmax(2) == targets).double().mean().item()
 
 
-def test_a_loss_beyond_all_numbers_is_no_error() -> None:
+def test_an_infinite_loss_is_not_an_error() -> None:
     assert task().metrics({"loss": 1e6, "count": 1.0, "correct": 0.0})["perplexity"] == math.inf
 
 

@@ -57,7 +57,7 @@ def test_loss_is_cross_entropy_with_label_smoothing() -> None:
     ("given", "computed"),
     [(torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)],
 )
-def test_loss_is_computed_in_at_least_float32(given: torch.dtype, computed: torch.dtype) -> None:
+def test_loss_is_computed_in_float32_or_wider(given: torch.dtype, computed: torch.dtype) -> None:
     logits, targets = logits_and_targets(6)
     logits = logits.to(given).requires_grad_()
     found = task().loss(logits, batch(logits, targets))
@@ -103,7 +103,7 @@ def test_batches_merge_to_the_metrics_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("num_classes", [2, 5])
-def test_top5_is_left_out_where_it_says_nothing(num_classes: int) -> None:
+def test_top5_is_omitted_where_it_is_meaningless(num_classes: int) -> None:
     found = sums(task(num_classes), batch(*logits_and_targets(4, num_classes)))
     assert found.keys() == {"count", "loss", "correct"}
     assert task(num_classes).metrics(found).keys() == {"loss", "accuracy"}

@@ -115,7 +115,7 @@ def saved_for_backward() -> Iterator[list[Tensor]]:
 
 @pytest.mark.parametrize("block", [Block, Replacing])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_training_is_equal_to_the_bit(setting: str, block: type[nn.Module]) -> None:
+def test_training_is_bitwise_equal(setting: str, block: type[nn.Module]) -> None:
     expected = trained(make_model())
     model = make_model(block)
     checkpoint_activations(list(model)[1:], setting)

@@ -86,7 +86,7 @@ def test_memory_that_runs_out_is_known_however_it_is_said(error: BaseException) 
     assert "\n" not in words
 
 
-def test_other_ends_of_a_trial_are_told_apart() -> None:
+def test_other_ends_of_a_trial_are_distinguished() -> None:
     assert raised(RuntimeError("Connection closed by peer [127.0.0.1]:1"))[0] == PEER
     assert raised(PeerLostError("gone"))[0] == PEER
     assert raised(BadFileError("model.name: is wrong")) == (FAILED, "model.name: is wrong", ExitCode.BAD_FILE)

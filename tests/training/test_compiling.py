@@ -90,7 +90,7 @@ def test_off_compiles_nothing() -> None:
     assert compiled_graphs() == 0
 
 
-def test_without_blocks_the_whole_model_is_compiled_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_blocks_the_whole_model_is_compiled_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     target = nn.Sequential(nn.Linear(2, 2))
     with caplog.at_level(logging.WARNING):
         compile_model(target, [], CompileConfig(), CPU)
@@ -168,7 +168,7 @@ def test_other_failures_say_what_to_try() -> None:
 # --- CUDA graphs
 
 
-def test_a_cpu_has_no_cuda_graphs_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cpu_has_no_cuda_graphs_and_that_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     target = model()
     with caplog.at_level(logging.WARNING):
         compile_model(target, find_blocks(target), CompileConfig(mode="reduce-overhead"), CPU)
@@ -188,7 +188,7 @@ def test_a_cpu_has_no_cuda_graphs_and_that_is_said(caplog: pytest.LogCaptureFixt
         (CompileConfig(), CUDA, 0),
     ],
 )
-def test_graphs_are_told_where_a_forward_begins(
+def test_graphs_are_notified_where_a_forward_begins(
     config: CompileConfig, device: torch.device, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[None] = []
@@ -266,7 +266,7 @@ def backend(monkeypatch: pytest.MonkeyPatch, *, forward: bool = True, backward: 
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
-def test_with_fallback_training_goes_on_and_says_so_once(
+def test_with_fallback_training_continues_with_one_warning(
     part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend(monkeypatch, **{part: False})
@@ -287,7 +287,7 @@ def test_with_fallback_training_goes_on_and_says_so_once(
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])
-def test_without_fallback_the_failure_is_told(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fallback_the_failure_is_raised(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend(monkeypatch, **{part: False})
     target = model()
     compile_model(target, find_blocks(target), CompileConfig(), CPU)
@@ -355,7 +355,7 @@ def test_ranks_share_what_they_compiled_and_so_does_the_next_attempt(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_broken_cxx_compiler_ends_the_run_or_is_gone_on_without(tmp_path: Path) -> None:
+def test_a_broken_cxx_compiler_ends_the_run_unless_fallback_is_set(tmp_path: Path) -> None:
     plain = training(tmp_path / "plain", CXX="/bin/false")
     fallback = training(tmp_path / "fallback", "fallback", CXX="/bin/false")
     _, errors = plain.communicate()

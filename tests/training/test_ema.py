@@ -71,7 +71,7 @@ def test_the_average_is_torchs() -> None:
     assert not torch.equal(ema.averages["norm.running_mean"], now["norm.running_mean"])
 
 
-def test_swapped_the_model_is_the_average_and_afterwards_itself_to_the_bit() -> None:
+def test_swapped_the_model_is_the_average_and_afterwards_itself_bitwise() -> None:
     trainee = Trainee()
     ema = Ema(trainee.model, DECAY)
     train(trainee, ema, 3)
@@ -213,7 +213,7 @@ def wrong_after_resume(trainee: Trainee, ema: Ema, run: RunPaths, strategy: str)
 
 
 @pytest.mark.slow
-def test_on_two_ranks_it_is_sharded_as_the_model_and_resumes_to_the_bit(tmp_path: Path) -> None:
+def test_on_two_ranks_it_is_sharded_as_the_model_and_resumes_bitwise(tmp_path: Path) -> None:
     for strategy in STRATEGIES:
         make_run(tmp_path / strategy)
     found = run_ranks(2, average_on_ranks, tmp_path, folder=tmp_path)

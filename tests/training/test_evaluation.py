@@ -155,7 +155,7 @@ def test_the_numbers_would_show_another_order() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_group")
-def test_one_to_four_ranks_agree_to_the_bit(tmp_path: Path) -> None:
+def test_one_to_four_ranks_agree_bitwise(tmp_path: Path) -> None:
     alone = on_rank(0, 1)
     for ranks in (2, 3, 4):
         found = run_ranks(ranks, both_on_rank, folder=tmp_path)

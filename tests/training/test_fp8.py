@@ -134,7 +134,7 @@ def test_a_missing_torchao_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_what_does_not_stand_beside_fp8_is_refused_before_the_queue(
+def test_what_does_not_work_with_fp8_is_refused_before_the_queue(
     overrides: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_facts, "has_batchnorm", lambda name, args: name == "timm/resnet18")

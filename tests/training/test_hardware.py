@@ -55,7 +55,7 @@ def test_threads_of_the_checkpoint_are_used_on_fewer_and_on_more_cores() -> None
     )
 
 
-def test_threads_that_the_user_set_stay_and_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_the_user_set_stay_and_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(THREADS_BY_SHARE)
     now, said = taken_over(saved(threads=[3]))
     assert (torch.get_num_threads(), now.threads) == (2, [2])
@@ -63,7 +63,7 @@ def test_threads_that_the_user_set_stay_and_are_said(monkeypatch: pytest.MonkeyP
     assert said[0].startswith("checkpoint 7 was computed with other threads per rank: 3 then, 2 now (OMP_NUM")
 
 
-def test_another_processor_is_said() -> None:
+def test_another_processor_is_reported() -> None:
     _, said = taken_over(saved(processor="Abacus 3000"))
     words = (
         f"checkpoint 7 was computed on another processor: Abacus 3000 → {processor(CPU)}; the weights may "
@@ -78,7 +78,7 @@ def test_older_checkpoints_and_other_numbers_of_ranks_change_nothing(then: objec
     assert taken_over(then) == (Hardware(processor(CPU), [2]), [])
 
 
-def test_the_local_launcher_tells_its_own_number_from_the_users(tmp_path: Path) -> None:
+def test_the_local_launcher_distinguishes_its_own_number_from_the_users(tmp_path: Path) -> None:
     paths = small_run(tmp_path)
     bare = {
         key: value for key, value in os.environ.items() if key not in {"OMP_NUM_THREADS", THREADS_BY_SHARE}

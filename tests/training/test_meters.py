@@ -182,7 +182,7 @@ def test_other_ranks_write_nothing(events: list[FakeEvent]) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_loss_that_is_no_number_is_null(split: str, value: float, path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_null(split: str, value: float, path: Path) -> None:
     noting = Noting()
     metrics_writer, _ = make_recorder(path, noting)
     found = make_meters(metrics_writer)
@@ -216,7 +216,7 @@ def test_another_number_that_is_none_is_null(path: Path) -> None:
     metrics_writer.close()
 
 
-def test_loggers_and_the_log_are_told_every_row_and_the_end(path: Path) -> None:
+def test_loggers_and_the_log_receive_every_row_and_the_end(path: Path) -> None:
     noting = Noting()
     metrics_writer, log = make_recorder(path, noting)
     make_meters(metrics_writer).val_row(20, {"loss": 0.123456, "accuracy": 0.5})
@@ -240,7 +240,7 @@ class Breaking(Noting):
         super().log(row)
 
 
-def test_a_logger_that_raises_is_left_out_and_training_goes_on(
+def test_a_logger_that_raises_is_dropped_and_training_continues(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     breaking, noting = Breaking(), Noting()

@@ -81,7 +81,7 @@ def test_a_file_cut_anywhere_keeps_its_whole_rows(path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["{", "[]", "3", '"step"', '{"split": "train"}', '{"step": 1}', "\0\0", "\xff"]
 )
-def test_a_line_that_is_no_row_is_left_out(line: str, path: Path) -> None:
+def test_a_line_that_is_not_a_row_is_skipped(line: str, path: Path) -> None:
     path.write_bytes(line.encode("latin-1") + b"\n" + json.dumps(row(1)).encode() + b"\n")
     MetricsFile(path, 1).close()
     assert path.read_text() == json.dumps(row(1)) + "\n"

@@ -91,7 +91,7 @@ def test_norms_and_biases_need_not_decay() -> None:
     assert len(groups[1]["params"]) == 4
 
 
-def test_frozen_parameters_are_left_out() -> None:
+def test_frozen_parameters_are_excluded() -> None:
     target = model()
     target[0].requires_grad_(False)
     assert len(optimizer("sgd", target).param_groups[0]["params"]) == 4
@@ -132,7 +132,7 @@ def test_mistakes_are_named_with_their_key(keys: Any, message: str) -> None:
         optimizer(**keys)
 
 
-def test_steps_equal_plain_torch_to_the_bit() -> None:
+def test_steps_equal_plain_torch_bitwise() -> None:
     ours, plain = model(), model()
     keys = {"momentum": 0.9, "weight_decay": 0.01}
     owned = Optimization(optimizer("sgd", ours, **keys), lambda step: 1 / (step + 1), _fp32(), CPU)

@@ -17,7 +17,7 @@ def words(then: dict[str, Any], now: dict[str, Any], **facts: bool) -> str | Non
     return difference(then, now, 7, **({"has_batchnorm": False, "is_synced": False} | facts))
 
 
-def test_of_the_same_ranks_nothing_is_said() -> None:
+def test_the_same_ranks_are_not_reported() -> None:
     assert words({"position": {}, "seed": 3} | TWO, TWO, has_batchnorm=True, is_synced=True) is None
 
 

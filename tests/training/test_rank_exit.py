@@ -39,7 +39,7 @@ def end(paths: RunPaths, error: BaseException, *, has_stepped: bool = False) -> 
     return code, left.read_text() if left.exists() else None
 
 
-def test_memory_that_is_full_before_the_first_step_is_the_files_to_mend(
+def test_memory_that_is_full_before_the_first_step_must_be_fixed_in_the_file(
     paths: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, text = end(paths, FULL)
@@ -57,7 +57,7 @@ def test_memory_that_is_full_later_is_a_crash_with_the_same_words(paths: RunPath
     assert text is not None and text.startswith("optimization.micro_batch_size: 4 does not fit")
 
 
-def test_what_fitted_in_an_earlier_attempt_is_no_mistake_of_the_files(
+def test_what_fitted_in_an_earlier_attempt_is_not_the_files_mistake(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rank_exit, "committed", lambda paths: [paths.checkpoint(5)])

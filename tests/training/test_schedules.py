@@ -101,7 +101,7 @@ def test_milestones_count_from_the_runs_beginning() -> None:
     assert (found[19], found[20]) == pytest.approx((1.0, 0.1))
 
 
-def test_no_factor_falls_below_the_least_one() -> None:
+def test_no_factor_falls_below_the_minimum() -> None:
     assert min(factors(name="exponential", min_factor=0.3, args={"gamma": 0.1})) == 0.3
     assert min(factors(name="torch/ExponentialLR", min_factor=0.3, args={"gamma": 0.5})) == 0.3
     assert min(factors(name="timm/step", min_factor=0.3, args={"decay_t": 5, "decay_rate": 0.1})) == 0.3
@@ -114,7 +114,7 @@ def test_no_factor_falls_below_the_least_one() -> None:
     warmup=st.integers(0, 400),
     least=st.floats(0, 1),
 )
-def test_factors_stay_between_the_least_and_one(name: str, total: int, warmup: int, least: float) -> None:
+def test_factors_stay_between_the_minimum_and_one(name: str, total: int, warmup: int, least: float) -> None:
     warmup = min(warmup, total - 1)
     found = factors(total, name=name, warmup_steps=warmup, min_factor=least)
     assert max(found) <= 1 + 1e-12

@@ -40,19 +40,19 @@ def test_other_versions_are_refused_by_the_rank_where_the_file_asks(package: str
 
 
 @pytest.mark.fault(41)
-def test_other_versions_are_said_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_versions_are_otherwise_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert resume_with(strict=False, torch="0.0.1").position == Position(7)
     assert "checkpoint 7 was saved with other versions: torch 0.0.1 → " in caplog.text
 
 
-def test_of_the_same_versions_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_same_versions_are_not_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert resume_with(strict=True).position == Position(7)
     assert caplog.text == ""
 
 
 @pytest.mark.parametrize("extra", [{}, {"position": None}])
-def test_a_checkpoint_that_does_not_say_where_training_stood_is_refused(extra: dict[str, Any]) -> None:
+def test_a_checkpoint_without_the_position_of_training_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(BadFileError, match=r"checkpoint 7: state\.json .* position of training"):
         resume(saved(extra))

@@ -61,7 +61,7 @@ def test_without_validation_folders_there_is_none(root: Path) -> None:
     assert build(root).val is None
 
 
-def test_other_files_hidden_files_and_link_cycles_are_left_out(root: Path) -> None:
+def test_other_files_hidden_files_and_link_cycles_are_skipped(root: Path) -> None:
     (root / "train" / "ant" / "notes.txt").write_text("x")
     (root / "train" / "ant" / "._0.png").write_text("x")
     (root / "train" / ".cache").mkdir()

@@ -48,7 +48,7 @@ def test_validation_holds_other_images_of_the_same_classes() -> None:
     assert not (train == val).flatten(1).all(dim=1).any()
 
 
-def test_classes_can_be_told_apart_on_images_never_seen() -> None:
+def test_classes_can_be_distinguished_on_images_never_seen() -> None:
     made = synthetic()
     train, train_classes = batch(made.train, torch.arange(1024))
     centres = torch.stack([train[train_classes == k].double().mean(dim=0) for k in range(10)]).flatten(1)

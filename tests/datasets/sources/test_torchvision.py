@@ -38,7 +38,7 @@ def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_cifar_lies_in_memory_with_the_pixels_of_torchvision(cifar10: Path) -> None:
+def test_cifar_is_in_memory_with_the_pixels_of_torchvision(cifar10: Path) -> None:
     source = build("CIFAR10", cifar10)
     theirs = torchvision.datasets.CIFAR10(str(cifar10), train=True)
     assert isinstance(source.train, TensorSplit)
@@ -100,7 +100,7 @@ def test_a_class_with_splits_gives_train_and_test(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("splits")
-def test_data_are_fetched_when_told_to(tmp_path: Path) -> None:
+def test_data_are_downloaded_on_request(tmp_path: Path) -> None:
     build_source(DataConfig(name="torchvision/Splits", root=str(tmp_path / "new")), download=True)
     assert (tmp_path / "new" / "fetched").exists()
 

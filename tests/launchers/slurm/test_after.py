@@ -150,7 +150,7 @@ def test_time_limits_without_a_checkpoint_end_at_the_third(batch: Batch) -> None
     assert "raise slurm.time_limit" in (read_status(batch.paths).reason or "")
 
 
-def test_an_attempt_that_saved_begins_the_count_anew(batch: Batch) -> None:
+def test_an_attempt_that_saved_resets_the_count(batch: Batch) -> None:
     for number in (1, 2, 3, 4):
         signalled(batch, "SIGUSR2", 110)
         batch.rank(0, 75)
@@ -181,7 +181,7 @@ def test_a_node_that_failed_its_check_is_named_to_the_script(batch: Batch) -> No
     assert read_status(batch.paths).reason == reason
 
 
-def test_a_node_is_left_out_once_it_has_ended_two_attempts(batch: Batch) -> None:
+def test_a_node_is_excluded_once_it_has_ended_two_attempts(batch: Batch) -> None:
     output = batch.submission / "12_0_0_log.out"
     for number in (1, 2):
         output.write_text(f"hpc-train: attempt {number} of run abc\nsrun: error: Node failure on n2\n")

@@ -58,7 +58,7 @@ def test_it_claims_an_attempt_and_says_where_it_lies(
     assert f"{MARK} 1 of run abc, job 12_0" in capsys.readouterr().err
 
 
-def test_a_job_that_is_no_array_is_its_own_name(tmp_path: Path) -> None:
+def test_a_job_that_is_not_an_array_is_its_own_name(tmp_path: Path) -> None:
     paths, submission = submitted_run(tmp_path)
     begun(submission, {"SLURM_JOB_ID": "13", "SLURM_NTASKS": "3", "HPC_TRAIN_HOSTS": "n1"})
     record = record_of(paths.attempt(1))
@@ -199,7 +199,7 @@ def test_what_ranks_said_of_their_nodes_is_heard_though_nobody_judged(tmp_path: 
 
 
 @pytest.mark.fault(14)
-def test_on_a_node_that_it_leaves_out_it_asks_for_another_twice(
+def test_on_an_excluded_node_it_requests_another_twice(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     paths, submission = submitted_run(tmp_path)
@@ -233,7 +233,7 @@ def test_what_an_old_attempt_saves_after_this_does_not_count(tmp_path: Path) -> 
 
 
 @pytest.mark.fault(15)
-def test_it_does_not_start_beside_another_attempt(tmp_path: Path, other: Process) -> None:
+def test_it_does_not_start_while_another_attempt_runs(tmp_path: Path, other: Process) -> None:
     paths, submission = submitted_run(tmp_path)
     write_status(paths, RunStatus("running", 3, 10, attempt=1))
     number = claim_attempt(paths, "local")
@@ -244,7 +244,7 @@ def test_it_does_not_start_beside_another_attempt(tmp_path: Path, other: Process
     assert read_status(paths) == RunStatus("running", 3, 10, attempt=1), "it belongs to the other"
 
 
-def test_it_starts_where_the_job_itself_was_started_anew(tmp_path: Path, other: Process) -> None:
+def test_it_starts_where_the_job_itself_was_started_again(tmp_path: Path, other: Process) -> None:
     """A batch script that outlived its node's daemons is over for Slurm."""
     paths, submission = submitted_run(tmp_path)
     begun(submission, ENVIRON)
@@ -319,7 +319,7 @@ def test_as_a_command_it_prints_the_line_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_as_a_command_it_names_the_nodes_to_leave_out(tmp_path: Path) -> None:
+def test_as_a_command_it_names_the_nodes_to_exclude(tmp_path: Path) -> None:
     paths, submission = submitted_run(tmp_path)
     begun(submission, ENVIRON)
     bad = {"n2": "failed its check", "n7": "failed its check"}

@@ -35,7 +35,7 @@ def test_a_cancelled_run_is_not_requeued(facts: Facts) -> None:
 
 
 @pytest.mark.parametrize("code", [65, 74])
-def test_a_users_error_is_final_and_told_whole(code: int) -> None:
+def test_a_users_error_is_final_and_reported_whole(code: int) -> None:
     facts = Facts(code, errors={0: "data.root: not there\ndata.args: wrong"}, codes={0: code, 1: 76})
     assert told(facts) == ("user error", f"stop {code}", "data.root: not there; data.args: wrong")
     assert judge(facts).state == "failed"
@@ -46,7 +46,7 @@ def test_a_users_error_on_one_rank_counts_more_than_anothers_traceback() -> None
     assert told(facts)[1:] == ("stop 65", "wrong file")
 
 
-def test_a_crash_is_told_with_its_rank() -> None:
+def test_a_crash_is_reported_with_its_rank() -> None:
     assert told(CRASHED) == ("crash", "requeue 75", "rank 1: ValueError: too hot")
 
 
@@ -64,7 +64,7 @@ def test_the_first_error_is_the_reason() -> None:
     assert told(facts)[2] == "rank 3: ValueError: too hot"
 
 
-def test_a_crash_that_makes_others_stop_is_no_preemption() -> None:
+def test_a_crash_that_makes_others_stop_is_not_a_preemption() -> None:
     """The SIGTERM that srun sends to the others may reach a rank that can stop still."""
     facts = replace(CRASHED, srun_code=75, codes={0: 75, 1: 1}, signal="SIGTERM")
     assert told(facts)[0] == "crash"
@@ -97,12 +97,12 @@ def test_a_rank_that_was_killed_is_named_by_srun(first: str) -> None:
     assert reason.startswith("rank 3 on n2: killed by SIGKILL; out of memory? ask for more slurm.mem_gb")
 
 
-def test_a_rank_killed_while_others_only_wait_for_it_is_no_preemption() -> None:
+def test_a_rank_killed_while_others_only_wait_for_it_is_not_a_preemption() -> None:
     facts = replace(STOPPED, srun_code=137, output=KILLED + EXITS_75)
     assert told(facts)[0] == "crash"
 
 
-def test_memory_that_ran_out_is_said() -> None:
+def test_memory_that_ran_out_is_reported() -> None:
     output = "slurmstepd: error: Detected 1 oom_kill event in StepId=4.0.\n"
     output += "srun: error: n2: task 3: Out Of Memory\n"
     reason = told(Facts(125, codes={0: 76}, output=output, logs={0: ""}))[2]

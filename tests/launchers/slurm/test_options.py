@@ -219,7 +219,7 @@ def test_the_lead_follows_the_longest_save_within_half_the_time_limit(tmp_path: 
     assert lead_s(plain, folder) == 65535  # what Slurm can keep
 
 
-def test_a_runs_nodes_to_leave_out_stand_beside_the_files() -> None:
+def test_a_runs_excluded_nodes_are_added_to_the_files() -> None:
     def excluded(asked: str | None) -> list[str]:
         lines = options_of(experiment(slurm={"exclude": asked}), leave_out=["n2", "n3"])
         return [line.replace("'", "") for line in lines if line.startswith("exclude=")]

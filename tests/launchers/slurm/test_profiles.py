@@ -103,12 +103,12 @@ def test_an_empty_profile_says_nothing(own: Path) -> None:
         ("- a\n", "1:1: ", "the file holds a list"),
     ],
 )
-def test_a_wrong_key_is_told_at_its_place(own: Path, text: str, where: str, said: str) -> None:
+def test_a_wrong_key_is_reported_at_its_place(own: Path, text: str, where: str, said: str) -> None:
     (line,) = lines_of(own, text)
     assert line.startswith(f"site.yaml:{where}") and said in line, line
 
 
-def test_all_problems_are_told_at_once(own: Path) -> None:
+def test_all_problems_are_reported_at_once(own: Path) -> None:
     lines = lines_of(own, "gpu: gres\ndescription: 3\nsetup: [1]\n")
     assert [line.split(": ")[1] for line in lines] == ["gpu", "description", "setup[0]"]
 
@@ -129,7 +129,7 @@ def test_a_profile_in_a_folder_that_others_can_write_is_refused(own: Path) -> No
     assert profiles.find("site").description == "mine"
 
 
-def test_a_profile_that_cannot_be_read_says_so(own: Path) -> None:
+def test_a_profile_that_cannot_be_read_is_reported(own: Path) -> None:
     path = written(own, "")
     path.unlink()
     os.mkfifo(path)
@@ -137,7 +137,7 @@ def test_a_profile_that_cannot_be_read_says_so(own: Path) -> None:
         profiles.find("site")  # no plain file: not opened, where it would hang
 
 
-def test_defaults_fill_in_only_what_the_file_leaves_out() -> None:
+def test_defaults_fill_in_only_what_the_file_omits() -> None:
     profile = profiles.Profile.model_validate(
         {"defaults": {"partition": "gpu", "time_limit": "2h", "qos": "q"}}
     )

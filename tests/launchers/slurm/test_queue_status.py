@@ -205,7 +205,7 @@ def test_an_end_in_the_folder_is_not_questioned(tmp_path: Path, state: str) -> N
         assert _stand(paths, said) == read_status(paths)
 
 
-def test_a_failed_run_whose_job_was_requeued_by_hand_goes_on(tmp_path: Path) -> None:
+def test_a_failed_run_whose_job_was_requeued_by_hand_continues(tmp_path: Path) -> None:
     paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12")
     write_status(paths, RunStatus("failed", 9, 10, attempt=1, reason="rank 0: it broke"))

@@ -55,7 +55,7 @@ def test_a_new_log_is_its_owners_alone(environ: dict[str, str]) -> None:
     assert stat.S_IMODE(log_of(environ).stat().st_mode) == 0o600
 
 
-def test_a_rank_without_a_log_goes_on_with_srun_s_output(environ: dict[str, str]) -> None:
+def test_a_rank_without_a_log_writes_to_srun_s_output(environ: dict[str, str]) -> None:
     log_of(environ).parent.rmdir()
     done = run(environ, "echo", "out")
     assert done.stdout == "out\n"

@@ -286,7 +286,7 @@ def leaving_out(tmp_path: Path, programs: Programs, excluded: str = "(null)", **
 
 @pytest.mark.fault(14)
 @pytest.mark.parametrize(("own", "nodes"), [(None, "n2,n3"), ("n[7-9]", "n[7-9],n2,n3")])
-def test_a_requeued_job_leaves_out_the_verdicts_nodes_and_the_files(
+def test_a_requeued_job_excludes_the_diagnosed_nodes_and_the_files(
     tmp_path: Path, programs: Programs, own: str | None, nodes: str
 ) -> None:
     done = run(leaving_out(tmp_path, programs, exclude=own), programs)
@@ -349,7 +349,7 @@ def test_slurms_refusal_to_leave_nodes_out_is_told_and_harmless(tmp_path: Path, 
 
 
 @pytest.mark.fault(14)
-def test_a_job_on_a_node_that_it_leaves_out_asks_for_another(tmp_path: Path, programs: Programs) -> None:
+def test_a_job_on_an_excluded_node_requests_another(tmp_path: Path, programs: Programs) -> None:
     batch = leaving_out(tmp_path, programs)
     (batch.submission / "begin").write_text("n2|78")
     done = run(batch, programs)
@@ -441,7 +441,7 @@ def test_a_requeue_whose_answer_was_lost_is_not_asked_for_again(tmp_path: Path, 
     assert asked(programs) == ["requeue 7", "update JobId=7 StartTime=now+5"]
 
 
-def test_a_refused_requeue_is_told_and_not_repeated(tmp_path: Path, programs: Programs) -> None:
+def test_a_refused_requeue_is_reported_and_not_repeated(tmp_path: Path, programs: Programs) -> None:
     batch = fake_batch(tmp_path)
     (batch.submission / "rank").write_text("75")
     programs.put("scontrol", "echo 'Requested operation is presently disabled' >&2; exit 1")

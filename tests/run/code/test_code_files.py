@@ -54,7 +54,7 @@ def test_a_data_folder_around_the_current_one_hides_nothing(tmp_path: Path) -> N
     assert files(tree / "sub", tree, tmp_path.parent, Path()) == {"sub/a.py"}
 
 
-def test_caches_and_virtual_environments_are_left_out(tmp_path: Path) -> None:
+def test_caches_and_virtual_environments_are_skipped(tmp_path: Path) -> None:
     tree = work_tree(tmp_path, "env/gym.py")
     write(tree, "__pycache__/a.pyc", "node_modules/b.js", "my/pyvenv.cfg", "my/lib/c.py", "wandb/run/d.py")
     write(tree, "conda/conda-meta/history", "conda/lib/e.py")
@@ -95,7 +95,7 @@ def test_git_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert files(tree) == {"a.py"}
 
 
-def test_a_walk_that_finds_too_much_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk_that_finds_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code_files, "_MAX_WALKED", 3)
     write(tmp_path, "a.py", "b.txt", "c.txt")
     assert files(tmp_path) == {"a.py"}
@@ -131,7 +131,7 @@ SECRETS = [
 
 
 @pytest.mark.fault(45)
-def test_what_may_hold_a_secret_is_left_out_and_told(tmp_path: Path) -> None:
+def test_what_may_contain_a_secret_is_skipped_and_reported(tmp_path: Path) -> None:
     selection = select(work_tree(tmp_path, "a.py", *SECRETS), [])
     assert set(selection.files) == {"a.py"}
     assert selection.left_out == dict.fromkeys(SECRETS, "may contain a secret")
@@ -181,7 +181,7 @@ def test_links_stay_within_the_selection(tmp_path: Path) -> None:
     assert set(selection.left_out) == {"out.py", "root", "loop", "to_ignored.py", "none"}
 
 
-def test_what_is_no_file_is_left_out(tmp_path: Path) -> None:
+def test_what_is_not_a_file_is_skipped(tmp_path: Path) -> None:
     write(tmp_path, "a.py")
     os.mkfifo(tmp_path / "pipe.py")
     selection = select(tmp_path, [])
@@ -193,7 +193,7 @@ def test_names_of_odd_bytes_are_files_like_others(tmp_path: Path) -> None:
     assert files(work_tree(tmp_path, *names)) == set(names)
 
 
-def test_a_large_file_is_left_out_and_a_large_tree_refused(
+def test_a_large_file_is_skipped_and_a_large_tree_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree = work_tree(tmp_path, "a.py")

@@ -139,7 +139,7 @@ def test_a_snapshot_that_can_not_be_written_leaves_nothing(
     assert not any(root.iterdir())
 
 
-def test_a_damaged_snapshot_is_told_and_not_used(tree: Path, root: Path) -> None:
+def test_a_damaged_snapshot_is_reported_and_not_used(tree: Path, root: Path) -> None:
     folder = take(root, tree, [])
     (folder / "tree" / "a.py").unlink()
     with pytest.raises(StorageError, match=r"tree/a\.py: differs from what was written there; move .* away"):
@@ -207,7 +207,7 @@ def test_a_file_that_always_changes_or_goes_holds_nothing_up(
     assert not (folder / "tree" / "sub").exists()
 
 
-def test_a_file_that_can_not_be_read_is_left_out(
+def test_a_file_that_can_not_be_read_is_skipped(
     tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = snapshot._read_file
