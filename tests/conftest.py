@@ -51,6 +51,12 @@ def pytest_sessionfinish() -> None:
     warm.close()
 
 
+@pytest.fixture
+def fresh_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of how ranks start, or of what happens meanwhile: none is forked from a warm process."""
+    monkeypatch.setenv(warm.FRESH, "1")
+
+
 @pytest.fixture(autouse=True)
 def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test writes runs or caches outside its own folder, or inherits what a rank or Slurm was told."""

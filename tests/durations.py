@@ -39,7 +39,8 @@ def in_order(files: Mapping[tuple[str, bool], Sequence[T]], quick: Sequence[T], 
 
     pytest-xdist's ``worksteal`` gives out such parts, and an idle worker takes over the end of another's. So
     a part begins with its longest file and ends with quick tests. ``files``: tests that share fixtures, by
-    file and whether they need Slurm. Those come first in the first part: mostly one cluster runs.
+    file and whether they need Slurm. Those wait most of their time: they come first, in all parts but the
+    last, whose tests need the cores meanwhile.
     """
     measured = json.loads(FILE.read_text()) if FILE.exists() else {}
 
@@ -49,7 +50,8 @@ def in_order(files: Mapping[tuple[str, bool], Sequence[T]], quick: Sequence[T], 
     parts: list[list[T]] = [[] for _ in range(num_workers)]
     busy = [0.0] * num_workers
     for file in sorted(files, key=lambda file: (not file[1], -seconds(file), file)):
-        part = 0 if file[1] else busy.index(min(busy))
+        open_to_it = busy[: max(1, num_workers - 1)] if file[1] else busy
+        part = open_to_it.index(min(open_to_it))
         parts[part] += files[file]
         busy[part] += seconds(file)
     rest, num_left = list(quick), len(quick) + sum(map(len, parts))

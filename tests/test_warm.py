@@ -14,6 +14,7 @@ import pytest
 
 from hpc_train.launchers.rank_processes import _die_with
 from tests import warm
+from tests.waiting import came_true
 
 pytestmark = pytest.mark.slow
 
@@ -78,3 +79,46 @@ def test_a_signal_ends_a_forked_rank_as_it_would_a_fresh_one(forked: type[_Forke
         assert process.stdout.readline()
         process.kill()
         assert process.wait(60) == -signal.SIGKILL
+
+
+def task(*words: str, output: Any, **variables: str) -> subprocess.Popen[Any]:
+    """Start Python as srun does where tests/warm_site has it ask for a warm rank."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", warm.__file__, "task", *FACTS[:1], "-u", *FACTS[1:3], *words],
+        env=os.environ | warm.for_jobs() | {"PYTHONPATH": REPOSITORY} | variables,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def test_a_rank_that_a_task_orders_is_like_a_fresh_one(tmp_path: Path) -> None:
+    found = {}
+    for name, more in (("fresh", {warm.FRESH: "1"}), ("warm", {})):
+        with (tmp_path / name).open("wb") as output:
+            assert task("one", output=output, **more).wait(60) == 7, (tmp_path / name).read_text()
+        found[name] = json.loads((tmp_path / name).read_text())
+        assert found[name].pop("has torch") == (name == "warm")
+        for varying in ("parent", "streams", "proc environ", "died with", "blocked"):
+            found[name].pop(varying)
+        for own in (warm.FRESH, warm.DOOR):
+            found[name]["environ"].pop(own, None)
+    assert found["warm"] == found["fresh"]
+
+
+def test_a_task_passes_signals_on_and_ends_as_its_rank() -> None:
+    with task("wait", output=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["has torch"]
+        process.send_signal(signal.SIGUSR1)
+        assert process.wait(60) == -signal.SIGUSR1
+
+
+def test_a_task_that_is_killed_takes_its_rank_with_it() -> None:
+    with task("wait", output=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        supervisor = json.loads(process.stdout.readline())["parent"]
+        (rank,) = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+        process.kill()
+        assert came_true(lambda: not Path(f"/proc/{rank}").exists(), 30)

@@ -9,11 +9,17 @@ fork server::
       └ launcher ── fork server        knows nothing of hpc_train, which comes from the run's snapshot
            └ rank                      forked by that server, becomes the launcher's child
 
+    slurmstepd ── task                 Python as srun starts it; its first import (tests/warm_site) orders a
+                                       rank of pytest's server, passes signals on, and ends as the rank does
+    pytest ── fork server
+           └ supervisor ── rank        killed by the supervisor where its task is killed
+
 A rank is like a fresh process in all that tests and hpc-train look at (tests/test_warm.py): parent, session,
 signal mask, death with its launcher, exit code, open files, arguments and environment (in /proc too),
 ``sys.path``, ``__main__``. It is not in what the dynamic linker, Python and torch read as they start: where
-the environment differs in such a variable (``_READ_AT_START``) a process starts as usual, as do Slurm's ranks
-and, where ``FRESH`` is set, all processes. The warm ranks of one process of pytest share Python's hash seed.
+the environment differs in such a variable (``_READ_AT_START``) a process starts as usual; where ``FRESH`` is
+set, all do. The warm ranks of one process of pytest share Python's hash seed. What Slurm itself does to a
+rank is tested with fresh ranks.
 """
 
 from __future__ import annotations
@@ -24,27 +30,35 @@ import importlib
 import io
 import json
 import os
+import resource
 import runpy
+import select
+import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 #: Set where each rank starts as usual: by tests of the start itself, and by ``make test-full``.
 FRESH = "HPC_TRAIN_TEST_FRESH_RANKS"
+#: In the environment of jobs: the socket at which pytest's fork server listens.
+DOOR = "HPC_TRAIN_TEST_WARM"
+_HOOK = Path(__file__).parent / "warm_site"
 #: The third-party modules that ``hpc_train.training.main`` imports; a rank imports what is missing.
 _IMPORTED = (
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining", "torch.nn.utils.fusion", "torch.utils.data", "torch.export",
     "pydantic.main", "pydantic.functional_serializers", "PIL.Image", "safetensors.torch", "numpy", "xxhash",
-    "yaml", "filelock", "stamina", "platformdirs",
+    "yaml", "filelock", "stamina", "platformdirs", "submitit.core.submission",
 )  # fmt: skip
 #: Modules that a launcher starts with ``python -m`` and that import torch.
 _WARM = {
@@ -72,19 +86,23 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class ForkServer:
     """One end of a socket whose other end ``_serve`` reads."""
 
-    def __init__(self, end: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self, end: socket.socket, process: subprocess.Popen[bytes] | None = None, door: str | None = None
+    ) -> None:
         self._end = end
         self._process = process
+        self._door = door
         self._lock = threading.Lock()
         self._environment = dict(os.environ)
 
     def can_change_to(self, environment: Mapping[str, str]) -> bool:
         """Tell whether a fork that takes over this environment is like a process that started with it."""
-        own = self._environment
-        names = {name for name in environment.keys() | own.keys() if name.startswith(_READ_AT_START)}
-        differing = {name for name in names if environment.get(name) != own.get(name)}
-        size = sum(len(os.fsencode(name + value)) + 2 for name, value in environment.items())
-        return FRESH not in environment and differing <= _SET_AFTERWARDS and size < _ROOM
+        return _can_change(self._environment, environment)
+
+    def for_jobs(self) -> dict[str, str]:
+        """Return the variables with which a job is submitted whose ranks are to be forked."""
+        path = os.pathsep.join(filter(None, (str(_HOOK), os.environ.get("PYTHONPATH"))))
+        return {DOOR: str(self._door), "PYTHONPATH": path}
 
     def fork(self, order: Mapping[str, Any], files: Sequence[int]) -> int:
         """Return a new child of this process that carries out the order; ``files`` become its 0, 1, 2."""
@@ -98,6 +116,25 @@ class ForkServer:
         self._end.close()
         if self._process is not None:
             self._process.wait(_LIMIT_S)
+        if self._door is not None:
+            shutil.rmtree(Path(self._door).parent)
+
+
+def _can_change(own: Mapping[str, str], environment: Mapping[str, str]) -> bool:
+    names = {name for name in environment.keys() | own.keys() if name.startswith(_READ_AT_START)}
+    differing = {name for name in names if environment.get(name) != own.get(name)}
+    size = sum(len(os.fsencode(name + value)) + 2 for name, value in environment.items())
+    return FRESH not in environment and differing <= _SET_AFTERWARDS and size < _ROOM
+
+
+def _own_state() -> dict[str, Any]:
+    """Return what a child of this process inherits."""
+    os.umask(umask := os.umask(0))
+    return {
+        "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+        "umask": umask,
+        "max_files": resource.getrlimit(resource.RLIMIT_NOFILE),
+    }
 
 
 @contextmanager
@@ -115,16 +152,21 @@ def _server() -> ForkServer:
     """Return this process's fork server, started at the first call; it ends with this process or before."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MOST_BYTES)
+    path = f"{tempfile.mkdtemp(prefix='hpc-train-warm-')}/socket"  # entered by this user alone
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    door.bind(path)
+    door.listen()
     variables = {name: value for name, value in os.environ.items() if name not in _SET_AFTERWARDS}
     process = subprocess.Popen(  # it ends with the socket
-        [sys.executable, "-P", __file__, "serve", str(theirs.fileno()), "-" * _ROOM],
+        [sys.executable, "-P", __file__, "serve", str(theirs.fileno()), str(door.fileno()), "-" * _ROOM],
         env=variables | {"OPENBLAS_NUM_THREADS": "1", "ROOM": "-" * _ROOM},
         stdin=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
+        pass_fds=[theirs.fileno(), door.fileno()],
         start_new_session=True,
     )
     theirs.close()
-    return ForkServer(ours, process)
+    door.close()
+    return ForkServer(ours, process, path)
 
 
 def close() -> None:
@@ -170,13 +212,12 @@ class _WarmPopen(subprocess.Popen[Any]):
             )
             return
         files = [own if own != -1 else number for number, own in enumerate((pipes[0], pipes[3], pipes[5]))]
-        order = {
+        order = _own_state() | {
             "role": self.role,
             "command": command,
             "environment": environment,
             "folder": os.path.abspath(cwd or "."),  # noqa: PTH100  (follows no link)
             "new_session": new_session,
-            "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
             "is_rank": is_rank,
         }
         self.pid = self.server.fork(order, files)
@@ -204,27 +245,73 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
     return _Launcher(command, **options)
 
 
-def _serve(end: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def for_jobs() -> dict[str, str]:
+    """Return the variables with which a job is submitted whose ranks are to be forked."""
+    return {} if FRESH in os.environ else _server().for_jobs()
+
+
+def _serve(end: socket.socket, door: socket.socket | None) -> tuple[dict[str, Any], list[int]]:
     """Fork for each order that comes. Returns in forks only: what to do."""
+    own = dict(os.environ)
+    ends = selectors.DefaultSelector()
+    ends.register(end, selectors.EVENT_READ)
+    if door is not None:
+        ends.register(door, selectors.EVENT_READ)
     while True:
-        message, files, _, _ = socket.recv_fds(end, _MOST_BYTES, 3)
-        if not message:
-            os._exit(0)
-        ready, written = os.pipe()
-        helper = os.fork()
-        if helper == 0:
-            if pid := os.fork():
-                os.write(written, str(pid).encode())
+        is_task = door is not None and ends.select()[0][0].fileobj is door
+        asking = door.accept()[0] if is_task and door is not None else end
+        message, files, _, _ = socket.recv_fds(asking, _MOST_BYTES, 3)
+        if is_task:
+            order = json.loads(message) if message else None
+            if order and _can_change(own, order["environment"]) and os.fork() == 0:
+                _supervise(order, asking, files)
+                return order, files
+            asking.close()
+            with suppress(ChildProcessError):  # supervisors that have ended
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+        else:
+            if not message:
                 os._exit(0)
-            return json.loads(message), files
-        # With the helper gone, the fork's parent is the subreaper, which waits for this answer.
-        os.waitpid(helper, 0)
-        end.send(os.read(ready, 100))
-        for number in (ready, written, *files):
+            ready, written = os.pipe()
+            helper = os.fork()
+            if helper == 0:
+                if pid := os.fork():
+                    os.write(written, str(pid).encode())
+                    os._exit(0)
+                return json.loads(message), files
+            # With the helper gone, the fork's parent is the subreaper, which waits for this answer.
+            os.waitpid(helper, 0)
+            end.send(os.read(ready, 100))
+            os.close(ready)
+            os.close(written)
+        for number in files:
             os.close(number)
 
 
-def _become(order: Mapping[str, Any], files: Sequence[int], end: socket.socket) -> socket.socket | None:
+def _supervise(order: dict[str, Any], task: socket.socket, files: Sequence[int]) -> None:
+    """Fork a rank, tell its task the process and how it ended; returns in the rank only."""
+    order["parent"] = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        task.close()
+        return
+    for number in files:
+        os.close(number)
+    with suppress(OSError):  # the task was killed
+        task.send(str(pid).encode())
+        rank = os.pidfd_open(pid)
+        if task in select.select([task, rank], [], [])[0]:
+            os.kill(pid, signal.SIGKILL)
+    status = os.waitpid(pid, 0)[1]
+    with suppress(OSError):
+        task.send(str(status).encode())
+    os._exit(0)
+
+
+def _become(
+    order: Mapping[str, Any], files: Sequence[int], end: socket.socket, door: socket.socket | None
+) -> socket.socket | None:
     """Become the process that was ordered. Returns a socket in the fork server of a launcher."""
     if order["new_session"]:
         os.setsid()
@@ -240,8 +327,11 @@ def _become(order: Mapping[str, Any], files: Sequence[int], end: socket.socket) 
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != launcher:
                 os._exit(1)
-            for number in (ours.detach(), end.detach(), *files):
+            for number in (ours.detach(), *files):
                 os.close(number)
+            end.close()
+            if door is not None:
+                door.close()
             return theirs
         theirs.close()
     mask = {*order["mask"]}
@@ -252,6 +342,8 @@ def _become(order: Mapping[str, Any], files: Sequence[int], end: socket.socket) 
             os._exit(1)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.chdir(order["folder"])
+    os.umask(order["umask"])
+    resource.setrlimit(resource.RLIMIT_NOFILE, order["max_files"])
     for number, file in enumerate(files):
         os.dup2(file, number)
     if ours is not None:
@@ -261,6 +353,8 @@ def _become(order: Mapping[str, Any], files: Sequence[int], end: socket.socket) 
         os.execve(sys.executable, command, order["environment"])
     os.closerange(3, 256)
     end.detach()
+    if door is not None:
+        door.detach()
     _take_over(order["command"], order["environment"])
     return None
 
@@ -278,10 +372,10 @@ def _take_over(command: Sequence[str], environment: Mapping[str, str]) -> None:
         text = b"".join(os.fsencode(word) + b"\0" for word in words)
         ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
     sys.orig_argv = list(command)
-    sys.argv = ["-m", *command[3:]]
+    sys.argv = ["-m", *command[command.index("-m") + 2 :]]
     own = [] if environment.get("PYTHONSAFEPATH") else [str(Path.cwd())]
     sys.path[:0] = own + [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
-    is_unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
+    is_unbuffered = bool(environment.get("PYTHONUNBUFFERED")) or "-u" in command[: command.index("-m")]
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         setattr(sys, name, _stream(number, getattr(sys, name), mode, is_unbuffered))
         setattr(sys, f"__{name}__", getattr(sys, name))
@@ -319,7 +413,55 @@ def _run_as_main(module: str) -> NoReturn:
     sys.exit()
 
 
+def _be_task(command: Sequence[str]) -> NoReturn:
+    """Be a task of Slurm whose rank is forked, where that makes no difference to it; else become Python."""
+    environment = {name: value for name, value in os.environ.items() if name != DOOR}
+    order = _own_state() | {
+        "role": "module",
+        "command": command,
+        "environment": environment,
+        "folder": str(Path.cwd()),
+        "new_session": True,
+        "is_rank": True,
+    }
+    with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MOST_BYTES)
+        end.connect(os.environ[DOOR])
+        socket.send_fds(end, [json.dumps(order).encode()], (0, 1, 2))
+        pid = int(end.recv(100))  # ValueError: it declined
+        os.set_inheritable(end.fileno(), True)
+        # Nothing that looks for ranks is to find this process; the test's cluster does, by these.
+        kept = {name: environment[name] for name in ("SLURM_CONF", "SLURMD_NODENAME") if name in environment}
+        words = ["wait", str(end.fileno()), str(pid)]
+        os.execve(sys.executable, [sys.executable, "-I", "-S", __file__, *words], kept)
+    os.execve(command[0], command, environment)
+
+
+def _wait(supervisor: socket.socket, pid: int) -> NoReturn:
+    """Pass signals on to the rank, and end as it ends."""
+
+    def pass_on(number: int, _: object) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD, signal.SIGPIPE}:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # some may have come before there was a rank
+    status = int(supervisor.recv(100))
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if number != signal.SIGKILL:
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
 def main() -> None:
+    if sys.argv[1] == "task":
+        _be_task(sys.argv[2:])
+    if sys.argv[1] == "wait":
+        _wait(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
     if sys.argv[1] == "launch":
         sys.path[:1] = [] if sys.flags.safe_path else [str(Path.cwd())]
         _launch(sys.argv[2:])
@@ -329,10 +471,12 @@ def main() -> None:
         del os.environ[name]
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork loses other threads"
     end: socket.socket | None = socket.socket(fileno=int(sys.argv[2]))
+    door: socket.socket | None = socket.socket(fileno=int(sys.argv[3]))
     while end is not None:
-        order, files = _serve(end)
-        end = _become(order, files, end)
-    _run_as_main(order["command"][2])
+        order, files = _serve(end, door)
+        end = _become(order, files, end, door)
+        door = None
+    _run_as_main(order["command"][order["command"].index("-m") + 1])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import warm
 from tests.end_to_end.runs import end_what_is_left
 
 
@@ -14,9 +13,3 @@ from tests.end_to_end.runs import end_what_is_left
 def _nothing_is_left_running() -> Iterator[None]:
     yield
     end_what_is_left()
-
-
-@pytest.fixture
-def fresh_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of how ranks start, or of what happens meanwhile: none is forked from a warm process."""
-    monkeypatch.setenv(warm.FRESH, "1")

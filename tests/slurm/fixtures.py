@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.slurm.cluster import Cluster, running
 from tests.slurm.configuration import Settings
 from tests.slurm.host import why_not
@@ -48,7 +49,7 @@ def _without_accounting() -> Iterator[Cluster]:
 
 
 def _for_one_test(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    for name, value in cluster.environment.items():
+    for name, value in (cluster.environment | warm.for_jobs()).items():
         monkeypatch.setenv(name, value)
     yield cluster
     cluster.clear()

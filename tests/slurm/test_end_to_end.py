@@ -93,6 +93,7 @@ def see_it_complete(paths: RunPaths, quiet: RunPaths, limit_s: float = LIMIT_S) 
 @pytest.mark.parametrize(
     ("strategy", "fixture"), [("ddp", "cluster"), ("fsdp", "cluster_without_accounting")]
 )
+@pytest.mark.usefixtures("fresh_ranks")
 def test_three_preemptions_change_no_bit(
     strategy: str, fixture: str, quiet: Quiet, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -131,6 +132,9 @@ def test_a_preemption_changes_no_bit_of_a_shared_model(
 
 
 @pytest.mark.fault(1)
+@pytest.mark.parametrize(
+    "any_cluster", ["accounting", pytest.param("no accounting", marks=pytest.mark.soak)], indirect=True
+)
 def test_time_limits_change_no_bit(any_cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
     # Slurm tells a job that ends within the lead and a minute, at its next look each half a minute.
     slurm = ("slurm.time_limit=2min", "slurm.signal_lead_s=5")

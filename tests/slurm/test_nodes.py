@@ -33,7 +33,7 @@ from tests.slurm.experiments import (
 )
 from tests.slurm.runs import high_job, squeue
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("fresh_ranks")]
 
 #: A step takes about a tenth of a second: the run is caught in the middle of it.
 PACE_S = 0.05
