@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import BadFileError
-from hpc_train.registry import KINDS, load, parts
+from hpc_train.registry import _KEYS, load, parts
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_a_module_that_ends_the_process_is_an_error(code: str, package: Path) ->
         load("launchers", "own_launcher:Launcher")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", _KEYS)
 def test_every_part_can_be_imported(kind: str) -> None:
     assert parts(kind)
     for name in parts(kind):

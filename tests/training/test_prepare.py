@@ -15,7 +15,7 @@ from hpc_train.data_facts.facts import DATA_SETS, DataFacts
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.registry import KINDS, parts
+from hpc_train.registry import _KEYS, parts
 from hpc_train.tasks.classification import Classification
 from hpc_train.training import forward_trial
 from hpc_train.training.prepare import main, prepare
@@ -153,7 +153,7 @@ def test_an_error_of_evaluation_alone_is_found_too() -> None:
 
 
 def test_a_loss_that_is_no_mean_is_refused_as_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {kind: parts(kind) for kind in KINDS}
+    known = {kind: parts(kind) for kind in _KEYS}
     known["tasks"] = known["tasks"] | {"per_sample": f"{HERE}:LossPerSample"}
     monkeypatch.setattr("hpc_train.registry.parts", known.get)
     with pytest.raises(BadFileError, match=r"^task: loss returned shape \(2,\); return the mic"):
