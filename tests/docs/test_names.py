@@ -26,4 +26,5 @@ def test_the_table_of_a_key_has_a_row_for_each_name(key: str) -> None:
     heading, head_of_table = rf"### [^\n]*: `{re.escape(key)}`", rf"\| `{re.escape(key)}` \| meaning \|"
     [section] = re.findall(rf"^(?:{heading}|{head_of_table})\n(.*?)^##", page, re.DOTALL | re.MULTILINE)
     cells = "\n".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))
-    assert NAMES[key] - set(re.findall(r"`(\w+)", cells)) == set()
+    missing = NAMES[key] - set(re.findall(r"`(\w+)", cells))
+    assert not missing, f"docs/reference.md: the table of {key} has no row for {sorted(missing)}; add one"
