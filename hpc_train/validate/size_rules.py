@@ -35,9 +35,8 @@ def images_fit_the_model(experiment: Experiment) -> Iterator[Problem]:
     name, why = shortened(model.name), shortened(refusal).rstrip(".")
     message = f"{name} can't take images of {size}×{size} ({why})"
     if key is None:
-        message = (
-            f"is missing, and {name} can't take {experiment.data.name}'s images of {size}×{size} ({why})"
-        )
+        data = shortened(experiment.data.name)
+        message = f"is missing, and {name} can't take the {size}×{size} images of {data} ({why})"
     own = f", or model.args: {{img_size: {size}}}" if answer.get("takes_img_size") is True else ""
     yield Problem(key or _IMAGE_SIZE, message, f"write {fitting}{own}")
 

@@ -86,7 +86,7 @@ def test_memory_that_runs_out_is_known_however_it_is_said(error: BaseException) 
     assert "\n" not in words
 
 
-def test_other_ends_of_a_trial_are_distinguished() -> None:
+def test_other_ends_of_a_trial_are_told_apart() -> None:
     assert raised(RuntimeError("Connection closed by peer [127.0.0.1]:1"))[0] == PEER
     assert raised(PeerLostError("gone"))[0] == PEER
     assert raised(BadFileError("model.name: is wrong")) == (FAILED, "model.name: is wrong", ExitCode.BAD_FILE)
@@ -153,8 +153,8 @@ def test_auto_is_refused_for_a_model_with_batchnorm(tmp_path: Path, monkeypatch:
         "statistics depend on memory, and timm/resnet50 has BatchNorm; write a number, like 64"
     )
     assert problems_of(tmp_path, text, "optimization.micro_batch_size=16") == []
-    without = ("model.name=timm/vit_tiny_patch16_224", "data.image_size=224")
-    assert problems_of(tmp_path, text, *without) == []
+    vit = ("model.name=timm/vit_tiny_patch16_224", "data.image_size=224")
+    assert problems_of(tmp_path, text, *vit) == []
 
 
 def test_auto_starts_on_as_many_ranks_as_the_batch_has_samples(tmp_path: Path) -> None:

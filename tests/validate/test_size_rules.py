@@ -40,8 +40,9 @@ def questions(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
 def test_the_data_sets_own_size_is_asked_for(tmp_path: Path, questions: list[list[Any]]) -> None:
     (line,) = problems_of(tmp_path, GOOD, VIT, CIFAR)
     assert line == (
-        "command line: data.image_size: is missing, and timm/vit can't take torchvision/CIFAR10's images of "
-        "32×32 (Input height (32) doesn't match model (224)); write 224, or model.args: {img_size: 32}"
+        "command line: data.image_size: is missing, and timm/vit can't take the 32×32 images of "
+        "torchvision/CIFAR10 (Input height (32) doesn't match model (224)); write 224, or model.args: "
+        "{img_size: 32}"
     )
     assert questions == [["timm/vit", {}, 32]]
 
@@ -87,7 +88,10 @@ def test_nothing_is_asked_without_need(
 def test_a_vit_is_asked_whether_it_takes_cifars_images(tmp_path: Path) -> None:
     model = "model.name=timm/vit_base_patch16_224"
     (line,) = problems_of(tmp_path, GOOD, model, CIFAR)
-    assert "data.image_size: is missing" in line and "images of 32×32 (Input height (32)" in line
+    assert (
+        "data.image_size: is missing" in line
+        and "32×32 images of torchvision/CIFAR10 (Input height (32)" in line
+    )
     assert line.endswith("; write 224, or model.args: {img_size: 32}")
     assert problems_of(tmp_path, GOOD, model, CIFAR, "model.args={img_size: 32}") == []
     assert problems_of(tmp_path, GOOD, model, CIFAR, "data.image_size=224") == []
