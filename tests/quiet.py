@@ -1,4 +1,4 @@
-"""Runs that nothing happens to, trained once for all that are compared with them."""
+"""Uninterrupted runs, trained once for all that are compared with them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class QuietRuns:
         ranks: int = 2,
         environment: Mapping[str, str] = _NOTHING,
     ) -> RunPaths:
-        """Return the run of this file on this machine: a second one would be the same to the bit."""
+        """Return the run of this file on this machine: a second one would be bitwise identical."""
         asked = json.dumps([text, overrides, ranks, sorted(environment.items())])
         folder = self.folder / hashlib.sha256(asked.encode()).hexdigest()[:16]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -48,6 +48,6 @@ class QuietRuns:
 
 @pytest.fixture(scope="session")
 def quiet_runs(tmp_path_factory: pytest.TempPathFactory) -> QuietRuns:
-    """One set for all workers of pytest-xdist, whose own folders lie beside each other."""
+    """One set for all workers of pytest-xdist, whose own folders are siblings."""
     own = tmp_path_factory.getbasetemp()
     return QuietRuns((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "quiet-runs")

@@ -141,7 +141,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
-    """Return the names that are not equal to the bit, or not on both sides."""
+    """Return the names that are not bitwise equal, or not on both sides."""
     names = left.keys() ^ right.keys()
     for name in left.keys() & right.keys():
         a, b = left[name], right[name]
@@ -162,7 +162,7 @@ def begin_attempt(run: RunPaths, number: int) -> None:
 
 
 def forge(checkpoint: CheckpointPaths, **state: Any) -> None:
-    """Change keys of ``state.json``, then make the manifest true again of whatever lies in the folder."""
+    """Change keys of ``state.json``, then make the manifest true again for whatever is in the folder."""
     if state:
         data = json.loads(checkpoint.state.read_text())
         checkpoint.state.write_text(json.dumps(data | state))

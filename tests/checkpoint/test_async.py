@@ -1,4 +1,4 @@
-"""Saves beside training: what changes after them is not in them, on one rank and on several."""
+"""Asynchronous saves: what changes after them is not in them, on one rank and on several."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_an_error_is_raised_by_the_next_save_and_only_once(run: RunPaths) -> Non
 
 
 def overlap(rank: int, world_size: int, folder: Path) -> dict[str, list[str]]:
-    """Save beside training under both strategies; return what is not as it was at ``begin``."""
+    """Save asynchronously under both strategies; return what is not as it was at ``begin``."""
     found = {}
     for strategy in ("ddp", "fsdp"):
         run = RunPaths(folder / strategy)

@@ -1,4 +1,4 @@
-"""Saving and loading on one rank: to the bit, past damage, and against forged folders."""
+"""Saving and loading on one rank: bitwise, past damage, and against forged folders."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> RunPaths:
 
 @pytest.fixture
 def saved(run: RunPaths) -> Trainee:
-    """Steps 1 and 2 saved; the trainee stands at step 2."""
+    """Steps 1 and 2 saved; the trainee is at step 2."""
     trainee = Trainee()
     for step in (1, 2):
         trainee.train(1)
@@ -299,7 +299,7 @@ def test_a_checkpoint_from_before_groups_noted_their_tensors_still_loads(
 def test_counters_are_on_the_device_where_the_optimizers_kernel_reads_them(
     is_fused: bool, place: str
 ) -> None:
-    """The meta device stands for a GPU: only the placing is looked at."""
+    """The meta device represents a GPU: only the device is checked."""
     parameters = [torch.empty(3, device="meta"), torch.empty((), device="meta")]
     optimizer = torch.optim.AdamW(parameters)
     optimizer.param_groups[0]["fused"] = is_fused

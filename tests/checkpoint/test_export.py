@@ -166,7 +166,7 @@ def test_what_is_not_a_plain_file_is_not_replaced(run: RunPaths, tmp_path: Path,
     elif kind == "folder":
         target.mkdir()
     else:
-        with socket.socket(socket.AF_UNIX) as server:  # stands for a device, which a failure would replace
+        with socket.socket(socket.AF_UNIX) as server:  # represents a device, which a failure would replace
             server.bind(str(target))
     before = target.lstat()
     with pytest.raises(StorageError, match="not a plain file"):

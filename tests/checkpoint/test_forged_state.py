@@ -34,7 +34,7 @@ FORGERIES: list[Any] = [
     _MISSING, None, True, -1, 2**62, 10**400, float("nan"), "x", [], {}, [0, 2**62, 2**62],
     [[[[[1]]]]], {"x": {"x": [1]}},
 ]  # fmt: skip
-#: Keys that stand for all of their object: a matrix, a number and an empty tensor; one of each other kind.
+#: Keys that represent all of their object: a matrix, a number and an empty tensor; one of each other kind.
 _SAMPLES: dict[str, set[str]] = {
     "tensors": {"model.first.weight", "model.norm.num_batches_tracked", "model.none"},
     "state": {"first.bias"},

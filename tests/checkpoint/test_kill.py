@@ -1,6 +1,6 @@
-"""SIGKILL at every point of a write leaves the newest committed checkpoint, and the next attempt goes on.
+"""SIGKILL at every point of a write leaves the newest committed checkpoint, and the next attempt continues.
 
-A thread writes while the one that trains goes on, so a kill finds both at work.
+A thread writes while another trains, so a kill finds both at work.
 """
 
 from __future__ import annotations

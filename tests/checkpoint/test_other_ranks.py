@@ -28,7 +28,7 @@ from tests.checkpoint.checkpoint_runs import (
 )
 from tests.ranks import run_ranks
 
-#: strategy → the number format of its run: a sharded bf16 model, too.
+#: strategy → the precision of its run: a sharded bf16 model, too.
 DTYPES = {"ddp": torch.float32, "fsdp": torch.bfloat16, "zero1": torch.float32}
 #: Attempt → what reads the attempt before it.
 READERS = ((2, "fsdp"), (3, "zero1"), (4, "ddp"), (5, "zero1"), (6, "fsdp"))

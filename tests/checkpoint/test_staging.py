@@ -1,4 +1,4 @@
-"""Buffers that stay, and what is in them while the tensors that they were copied from go on changing."""
+"""Buffers that stay, and what is in them while the tensors that they were copied from keep changing."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def mesh_of(ranks: tuple[int, ...]) -> DeviceMesh:
 
 
 class Stages:
-    """The strategy, and what it trains: each rank holds the layers that ``placing`` gives it.
+    """The strategy, and what it trains: each rank owns the layers that ``placing`` gives it.
 
     As little as a checkpoint needs of ``strategies.base.Strategy``.
     """
@@ -166,7 +166,7 @@ class Stages:
 
 
 def assembled(of_ranks: Sequence[list[tuple[str, Piece]]]) -> dict[str, Tensor]:
-    """Return whole tensors of what ranks hold; where two hold the same, it must be alike."""
+    """Return whole tensors of what ranks own; where two own the same, it must be equal."""
     found: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
     for name, piece in (each for of_rank in of_ranks for each in of_rank):
@@ -435,7 +435,7 @@ def change_alone(rank: int, ranks: int, folder: Path) -> list[str]:
     if rank == 2:
         stages.train(1)
     seen = [error_of(lambda: begin_and_finish(checkpointer, stages.state, 2))]
-    checkpointer.save(stages.state, 3, {})  # they agree anew
+    checkpointer.save(stages.state, 3, {})  # they agree again
     extra = nn.Module()
     extra.register_buffer("same_name", torch.zeros(2 if rank else 3))
     other = TrainingState(extra, torch.optim.SGD([{"params": []}]))

@@ -1,4 +1,4 @@
-"""Writing beside training: what a disk refuses, who owns the run at the rename, and signals meanwhile."""
+"""Asynchronous writing: what a disk refuses, who owns the run at the rename, and signals meanwhile."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typer.main import get_command
 from hpc_train.cli.app import app
 
 REPOSITORY = Path(__file__).parents[2]
-#: Built once: an app that is called builds it anew each time.
+#: Built once: an app that is called builds it again each time.
 _COMMAND = get_command(app)
 
 

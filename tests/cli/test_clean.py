@@ -20,7 +20,7 @@ from tests.run.test_checkpoints import begin_attempt, write_checkpoint
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
-    """A failed run with all that can lie around."""
+    """A failed run with everything that can be left over."""
     paths = small_run(tmp_path / "runs")
     begin_attempt(paths, 1)
     for step in (5, 10, 15):
@@ -102,7 +102,7 @@ def test_where_none_is_whole_all_are_kept(run: RunPaths) -> None:
     for step in (5, 10, 15):
         run.checkpoint(step).shard(0).write_bytes(b"")
     hpc_train("clean", "abc", "--yes")
-    # What was set aside, too: a resume would begin anew if none of them were there.
+    # What was set aside, too: a resume would start from step 0 if none of them were there.
     assert _names(run) == {"step-00000005", "step-00000010", "step-00000015", "step-00000003.bad", "mine"}
 
 

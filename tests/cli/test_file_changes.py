@@ -103,7 +103,7 @@ def test_a_file_that_can_not_be_compared_is_said_in_a_line(file: Path, text: str
 
 
 def test_runs_of_a_sweep_are_compared_with_their_own_values(file: Path) -> None:
-    """What the sweep is by now, is none of theirs."""
+    """The sweep as it is now is none of theirs."""
     file.write_text(file.read_text() + "sweep: {grid: {seed: [1, 2], optimization.optimizer.lr: [0.3]}}\n")
     hpc_train("submit", file, "--launcher", QUEUE)
     for paths in find_runs([]):

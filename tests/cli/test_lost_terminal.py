@@ -1,4 +1,4 @@
-"""Whoever reads the words may go at any time; the run goes on, or saves and stops."""
+"""The reader of the output may leave at any time; the run continues, or saves and stops."""
 
 from __future__ import annotations
 

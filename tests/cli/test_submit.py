@@ -459,7 +459,7 @@ def test_no_file_below_the_runs_folder_holds_a_secret(
 def test_other_data_under_the_same_id_are_not_completed_already(
     launcher: str, file: Path, tmp_path: Path
 ) -> None:
-    """The id leaves ``data.root`` out, since the same data lie elsewhere on another machine."""
+    """The id does not depend on ``data.root``, since the same data are elsewhere on another machine."""
 
     def submit(root: Path, *more: str) -> Done:
         data = f"data={{name: imagefolder, root: {root}, image_size: 8}}"

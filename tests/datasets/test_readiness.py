@@ -69,7 +69,7 @@ def test_is_ready_tells_whether_the_next_step_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_step_is_ready_only_when_all_its_micro_batches_are(tmp_path: Path) -> None:
-    """Ten micro-batches a step, of which torch reads ahead two."""
+    """Ten micro-batches per step, of which torch reads ahead two."""
     gate = tmp_path / "gate"
     ((_, slots),) = training(OneByOne(random_split(20)), total_steps=1, global_batch_size=20)
     last = int(slots[-1].targets[0])

@@ -1,4 +1,4 @@
-"""Samples that can't be read: real files that are damaged, and what stands in for them."""
+"""Samples that can't be read: real files that are damaged, and what replaces them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.fault(22)
 
 AUGMENT = {"hflip": 0.5, "crop_padding": 2, "erasing": 0.3}
 SAMPLES = 20
-TOTAL_STEPS = 7  # G = 8: two steps an epoch
+TOTAL_STEPS = 7  # G = 8: two steps per epoch
 
 
 def _truncate(file: Path) -> None:
@@ -154,7 +154,7 @@ class PartlyBroken(OneByOne):
 
 
 def indices_of(count: int = SAMPLES) -> dict[tuple[int, int], list[int]]:
-    """Which samples stand where when all can be read."""
+    """Return which samples are where when all can be read."""
     with training_batches(
         source(random_split(count)), experiment(), Position(0), TOTAL_STEPS, 0, 1, CPU
     ) as batches:

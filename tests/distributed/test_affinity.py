@@ -49,7 +49,7 @@ def test_ranks_are_near_their_gpus() -> None:
     [
         [RIGHT, LEFT, RIGHT],  # not all ranks' GPUs are seen
         [RIGHT, LEFT, RIGHT, frozenset()],  # one GPU's place is unknown
-        [RIGHT, LEFT, RIGHT, LEFT | {4, 12}],  # a core that lies near two
+        [RIGHT, LEFT, RIGHT, LEFT | {4, 12}],  # a core that is near two
         [frozenset({90}), LEFT, RIGHT, LEFT],  # the job has no core there
     ],
 )

@@ -13,7 +13,7 @@ from hpc_train.errors import UsageError
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """What names resolve to; this machine is called ``node1``, its address 127.0.0.5 stands for a far one."""
+    """What names resolve to; this machine is called ``node1``, 127.0.0.5 is as if remote."""
     known: dict[str, list[str]] = {}
     monkeypatch.setattr(network, "_resolved", lambda name: known.get(name, []))
     monkeypatch.setattr(network, "is_loopback", lambda address: address == "127.0.0.1")

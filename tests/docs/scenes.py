@@ -45,7 +45,7 @@ class Stage:
         moments[moment]()
 
     def go_on(self) -> None:
-        """Let ranks go on that were held for the command before."""
+        """Let ranks continue that were stopped for the previous command."""
         for pid in self._held:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)

@@ -41,7 +41,7 @@ def test_every_fence_has_a_language_that_is_checked(page: Path) -> None:
     fences = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("```")]
     found = blocks(page)
     assert len(fences) == 2 * len(found), "a fence is not closed"
-    # A diagram may stand in a fence without a language, as text.
+    # A diagram may be in a fence without a language, as text.
     assert {block.language for block in found} <= LANGUAGES | {""}
 
 

@@ -1,4 +1,4 @@
-"""What pages say of costs stands in benchmarks/results/."""
+"""What pages say of costs is in benchmarks/results/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model as slow as the environment says: a run that is to be caught and a quiet one are the same run."""
+"""A model as slow as the environment says: so that a run and its reference are the same."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def recording(num_classes: int, path: str) -> nn.Module:
 
 
 class Poisoned(Net):
-    """A net that makes NaN of a micro-batch in which one certain digit stands; without augmentation."""
+    """A net that makes NaN of a micro-batch that contains one certain digit; without augmentation."""
 
     def __init__(self, num_classes: int, pause_s: float) -> None:
         super().__init__(num_classes, norm=True, dropout=0.2, pause_s=pause_s)

@@ -1,4 +1,4 @@
-"""A run that goes on at another size and under another strategy: the same training but for rounding."""
+"""A run that continues at another size and under another strategy: the same training but for rounding."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ DATA_RANKS = {"ddp": 4, "fsdp": 2, "hsdp": 4, "tensor": 1, "pipeline": 2}
 
 
 def stop_at(step: int, process: subprocess.Popen[str], paths: RunPaths) -> None:
-    """Press Ctrl-C once so many steps are done."""
+    """Press Ctrl-C once ``step`` steps are done."""
     wait_for(lambda: last_step(paths) >= step or process.poll() is not None, f"step {step}")
     assert process.poll() is None, process.communicate()[1]
     process.send_signal(signal.SIGINT)
@@ -122,7 +122,7 @@ class Span:
 
 
 def spans(paths: RunPaths) -> list[Span]:
-    """Return what each attempt's first rank said as it began; each ends where the next one went on."""
+    """Return what each attempt's first rank said as it began; each ends where the next one continued."""
     logs = [attempt.log(0).read_text() for attempt in paths.attempt_folders()]
     said = [SAID.search(log) for log in logs]
     assert len({m["size"] for m in said if m}) == 1, "the whole model's parameters, whatever a rank holds"
@@ -147,7 +147,7 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 def assert_every_sample_once(paths: RunPaths) -> None:
-    """Ask the sampler what each attempt's ranks took, from where it stood."""
+    """Ask the sampler what each attempt's ranks read, from its first step."""
     taken: Counter[int] = Counter()
     for span in spans(paths):
         for rank in range(DATA_RANKS[span.strategy]):

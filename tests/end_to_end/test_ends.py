@@ -150,7 +150,7 @@ def test_after_ctrl_c_a_resume_is_bitwise_identical(
     assert done.code == 0, done.err
     assert status(paths)["state"] == "completed"
     assert_equal_to_the_bit(quiet, paths)
-    assert "continuing with" not in paths.attempt(2).log(0).read_text(), "the same ranks go on"
+    assert "continuing with" not in paths.attempt(2).log(0).read_text(), "the same ranks continue"
 
 
 @pytest.mark.fault(2, 47)
@@ -436,7 +436,7 @@ def test_where_every_checkpoint_is_damaged_training_does_not_restart_silently(
 
 
 def submit_again(paths: RunPaths, text: str, *options: str) -> Done:
-    """Submit the file to where the run lies already."""
+    """Submit the file to where the run is already."""
     runs = paths.folder.parents[1]
     return hpc_train(
         "submit", write_experiment(runs.parent, text), *options, *LOCAL, HPC_TRAIN_RUNS=str(runs)

@@ -46,7 +46,7 @@ SLOW = "model.args={pause_s: 0.05}"
 
 
 def test_all_ranks_take_what_fits_on_each_and_keep_it(tmp_path: Path) -> None:
-    """Stopped, and resumed where there is more memory, the run is that of the number to the bit."""
+    """Stopped, and resumed where there is more memory, the run is bitwise that of the number."""
     folder = tmp_path / "auto"
     experiment, runs = write_experiment(folder, EXPERIMENT), {"HPC_TRAIN_RUNS": str(folder / "runs")}
     process = start("submit", experiment, SLOW, *SCARCE, "--devices", "2", **runs)

@@ -1,4 +1,4 @@
-"""A micro-batch that makes NaN: the run ends, leaves the step out, or goes back; all ranks alike."""
+"""A micro-batch that makes NaN: the run ends, skips the step, or rolls back, on all ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.end_to_end.runs import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault(20)]
 
-#: 29 steps an epoch: one or two of these steps meet the poisoned sample.
+#: 29 steps per epoch: one or two of these steps meet the poisoned sample.
 TEXT = (
     EXPERIMENT.replace("parts:net", "parts:poisoned")
     .replace(", augment: {hflip: 0.5, crop_padding: 2}", "")

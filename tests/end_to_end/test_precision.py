@@ -1,4 +1,4 @@
-"""Number formats and torch.compile, seen by what they do rather than by what the file says."""
+"""Precision and torch.compile, seen by what they do rather than by what the file says."""
 
 from __future__ import annotations
 

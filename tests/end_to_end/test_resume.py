@@ -1,4 +1,4 @@
-"""Killed in the middle of an epoch and resumed: the same run to the bit as one that nothing happened to."""
+"""Killed in the middle of an epoch and resumed: bitwise identical to an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stop signal is heeded wherever a rank is: while it builds, compiles, waits for data."""
+"""A stop signal takes effect wherever a rank is: while it builds, compiles, waits for data."""
 
 from __future__ import annotations
 

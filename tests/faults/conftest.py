@@ -44,7 +44,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let reports tell which faults a test causes, wherever it lies."""
+    """Let reports say which faults a test causes, wherever it is."""
     for item in items:
         for mark in item.iter_markers("fault"):
             item.user_properties += [("fault", str(number)) for number in mark.args]

@@ -1,4 +1,4 @@
-"""Drives a run through faults to its end, and checks that it is the run that nothing happened to."""
+"""Drives a run through faults to its end, and checks that it equals the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def complete(run: Run) -> None:
 
 
 def assert_whole(run: Run, quiet: RunPaths) -> None:
-    """Raise AssertionError where the run differs from the quiet one, or holds something half-written."""
+    """Raise AssertionError where the run differs from ``quiet``, or contains something half-written."""
     for folder in run.paths.checkpoints.iterdir():
         assert re.fullmatch(r"step-\d{8}", folder.name), f"{folder.name} was left behind"
     for checkpoint in run.paths.checkpoint_folders():

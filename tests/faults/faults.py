@@ -1,6 +1,6 @@
 """Faults as data: what strikes a run, at which step, and how the attempt may end then.
 
-``strike`` causes it and returns its cure: what must be done once the attempt is over, before the run goes on.
+``strike`` causes it and returns its cure: what to do after the attempt, before the run continues.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def nothing() -> None:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that goes wrong when the attempt that goes on has done ``step`` steps."""
+    """Something that goes wrong when the running attempt has done ``step`` steps."""
 
     step: int
 
@@ -39,9 +39,9 @@ class Fault:
     causes: ClassVar[set[str]] = set()
     #: The attempt's reason holds this.
     reason: ClassVar[str] = ""
-    #: False where the attempt may, or does, go on.
+    #: False where the attempt may, or does, continue.
     ends: ClassVar[bool] = True
-    #: On Slurm too the run goes on only by ``resume``.
+    #: On Slurm too the run continues only by ``resume``.
     is_final: ClassVar[bool] = False
 
     def strike(self, run: Run) -> Cure:

@@ -1,4 +1,4 @@
-"""A run on a test cluster: what Slurm is made to do to it, and how it comes back."""
+"""A run on a test cluster: what Slurm is made to do to it, and how it continues."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class SlurmRun:
         assert self.attempt() > attempt, self.account()
 
     def resume(self) -> None:
-        """Let a run that has failed go on, as its owner does."""
+        """Resume a run that has failed, as its owner does."""
         done = self._command("resume", self.paths.folder)
         assert done.code == 0, done.err
 

@@ -1,4 +1,4 @@
-"""A run as faults see it: its folder, its ranks' processes, and how it goes on after an attempt's end."""
+"""A run as faults see it: its folder, its ranks' processes, and how it continues after an attempt's end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Run(Protocol):
     shim: Shim | None
 
     def attempt(self) -> int:
-        """Return the number of the attempt that goes on, or ended last."""
+        """Return the number of the running attempt, or the one that ended last."""
         ...
 
     def ranks(self) -> dict[int, int]:

@@ -2,7 +2,7 @@
 
 Starts a cluster of its own. A line a seed; exit code 1 where a run did not end as the run that nothing
 happened to: its folder is kept then. Each seed's result is added to benchmarks/results/soak.json, so that a
-soak can be stopped and go on with the seeds that are left.
+soak can be stopped and continued with the remaining seeds.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ slurm: {{partition: low, nodes: {nodes}, ranks_per_node: {ranks}, time_limit: 2h
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a seed. ``error`` is empty where its run equals the quiet one to the bit."""
+    """What became of a seed. ``error`` is empty where its run equals the uninterrupted one."""
 
     seed: int
     strategy: str

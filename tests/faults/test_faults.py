@@ -1,4 +1,4 @@
-"""Seeded faults on runs of this machine and on a real Slurm: each ends as the run that nothing happened to.
+"""Seeded faults on runs of this machine and on a real Slurm: each ends as the uninterrupted run.
 
 ``HPC_TRAIN_FAULT_SEEDS=1-20`` takes other seeds than the sample that ``make test`` does.
 """

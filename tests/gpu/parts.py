@@ -9,7 +9,7 @@ from tests.end_to_end.parts import Net
 
 
 class Hungry(Net):
-    """Takes so many bytes of the device's memory a sample, for as long as a forward of training lasts."""
+    """Takes N bytes of the device's memory per sample, for as long as a forward of training lasts."""
 
     def __init__(self, num_classes: int, sample_bytes: int) -> None:
         super().__init__(num_classes, norm=False, dropout=0.0)

@@ -127,7 +127,7 @@ def vit_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     return submit(folder, "device=cpu", *VIT_SHORT, EMA, devices=1, text=VIT)
 
 
-# --- strategies and number formats
+# --- strategies and precision
 
 
 @on_gpu

@@ -69,7 +69,7 @@ def test_groups_that_not_all_ranks_are_in_say_nothing() -> None:
 
 
 def test_the_rank_whose_data_do_not_come_is_named() -> None:
-    """Its peers go on asking it meanwhile, and so are never at the same number."""
+    """Its peers keep asking it meanwhile, and so are never at the same number."""
     found = verdict(
         report(0, collectives={"0": 7}), report(1, note="waiting for data"), report(2, collectives={"0": 3})
     )

@@ -1,4 +1,4 @@
-"""A stand-in for wandb's server: keeps runs as the real one does, lines of history by their offset."""
+"""A fake of wandb's server: keeps runs as the real one does, lines of history by their offset."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which settings are trained together and compared with plain PyTorch: all pairs that the table allows.
 
 Without torch. A case is one choice of each factor. Under every strategy the cases hold each pair of choices
-that ``validate.compatibility`` lets stand together, so that a feature meets each other one under each
+that ``validate.compatibility`` allows together, so that a feature meets each other one under each
 strategy.
 """
 
@@ -60,7 +60,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Shape:
-    """So many ranks share so many micro-batches."""
+    """How many ranks share how many micro-batches."""
 
     ranks: int
     micro_batches: int
@@ -92,7 +92,7 @@ _PARALLEL: dict[str, dict[Shape, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One training: everything that ``ranks`` ranks are told."""
+    """One training: everything that ``ranks`` ranks receive."""
 
     strategy: str
     shape: Shape
@@ -153,7 +153,7 @@ def _read(override: str) -> tuple[KeyPath, Any]:
 
 
 def problems_of(case: Case) -> list[Problem]:
-    """Return why a file can't say this, or why so many ranks can't start it or share the model's layers."""
+    """Return why a file can't say this, or why its ranks can't start it or share the model's layers."""
     experiment = case.experiment
     ranks = case.shape.ranks
     return [*rules.check(experiment), *rules.check_start(experiment, ranks, ranks)]
@@ -175,7 +175,7 @@ def factors(features: Sequence[compatibility.Feature] = FEATURES) -> dict[str, l
 def allowed_cases(strategy: str) -> list[Case]:
     """Return cases that hold every allowed pair of what a CPU has under this strategy; always the same.
 
-    In fp64, where weights, gradients and EMA are compared, each two features stand together once more, and
+    In fp64, where weights, gradients and EMA are compared, each two features are combined once more, and
     each on 2 and on 4 ranks.
     """
     draw = random.Random(strategy)
@@ -254,7 +254,7 @@ def _columns(choices: Mapping[str, list[Choice]]) -> list[Sequence[_Value]]:
 
 
 def case_of(strategy: str, values: Sequence[_Value]) -> Case:
-    """Return the case of these values, anything allowed for the factors that are left out."""
+    """Return the case of these values, anything allowed for the factors that are omitted."""
     shape = next((value for value in values if isinstance(value, Shape)), SHAPES[0])
     given = {value.factor: value for value in values if isinstance(value, Choice)}
     rest = {key: value[0] for key, value in factors().items()}
@@ -306,7 +306,7 @@ def refusals() -> Iterator[tuple[str, str, Problem]]:
 
 
 def refused_with_batchnorm(strategy: str, title: str) -> Problem | None:
-    """Return why this stands together for no model that has BatchNorm; None where it does."""
+    """Return why this works with no model that has BatchNorm; None where it does."""
     choice = next(choice for column in factors().values() for choice in column if choice.title == title)
     if problems_of(case_of(strategy, (Choice("model", (RESNET,)),))):
         return None
@@ -315,13 +315,13 @@ def refused_with_batchnorm(strategy: str, title: str) -> Problem | None:
 
 
 def _refused(strategy: str, choice: Choice) -> Problem | None:
-    """Return why the feature stands with this strategy under neither model; None where it does."""
+    """Return why the feature works with this strategy for neither model; None where it does."""
     found = [problems_of(case_of(strategy, (choice, Choice("model", (model,))))) for model in (VIT, RESNET)]
     return found[0][0] if all(found) else None
 
 
 def sample(ranks: int, count: int, seed: int, compiled: int) -> list[Case]:
-    """Draw so many cases of so many ranks, ``compiled`` of them with a compiler. Strategies take turns."""
+    """Draw cases of some number of ranks, ``compiled`` of them with a compiler. Strategies take turns."""
     draw = random.Random(seed)
     turns = [[case for case in allowed_cases(each) if case.shape.ranks == ranks] for each in STRATEGIES]
     for turn in turns:

@@ -27,7 +27,7 @@ Work = Callable[..., Any]
 
 
 class Group:
-    """So many ranks. ``run`` calls ``work(rank, world_size, *args)``, importable, on all of them."""
+    """A number of ranks. ``run`` calls ``work(rank, world_size, *args)``, importable, on all of them."""
 
     def __init__(self, world_size: int, limit_s: float = LIMIT_S) -> None:
         self.world_size = world_size

@@ -147,7 +147,7 @@ def tables(results: Iterable[Result]) -> str:
 
 def batchnorm_table(results: Iterable[Result]) -> list[str]:
     """Return ranks × strategies: how far running statistics are from plain PyTorch's in float64; a dash where
-    the strategy can't share this model among so many ranks.
+    the strategy can't share this model among its ranks.
     """
     known = [result for result in results if result.buffers is not None and "fp64" in result.titles]
     columns = [strategy for strategy in STRATEGIES if batchnorm_cases(strategy)]

@@ -1,4 +1,4 @@
-"""A checkpoint of any strategy loads under any other: the same full tensors, to the bit."""
+"""A checkpoint of any strategy loads under any other: bitwise the same full tensors."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_any_strategy_loads_under_any_other(
                 for found, after in groups.run(RANKS, load, seeded, folder):
                     assert differences(found, saved) == [], f"{saved_under} under {loaded_under}"
                     steps[loaded_under] = after
-            # Each goes on as the others do; the last bit may be another. BatchNorm's statistics are those of
+            # Each continues as the others do, except for rounding. BatchNorm's statistics are those of
             # the first data-parallel rank's micro-batches, all of them where it is the only one.
             for name, value in steps["ddp"].items():
                 for strategy, after in steps.items():

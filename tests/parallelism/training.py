@@ -39,7 +39,7 @@ class Trained:
     weights: dict[str, Tensor]
     #: Of the weights; empty without EMA.
     average: dict[str, Tensor] = field(default_factory=dict)
-    #: Steps that fp16's scaler left out.
+    #: Steps that fp16's scaler skipped.
     skipped: tuple[int, ...] = ()
 
 
@@ -110,7 +110,7 @@ class Trainee:
 def whole(
     strategy: Strategy, tensors: Mapping[str, Tensor | None], likes: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Put tensors together of what all ranks hold of them, as ``Strategy.pieces`` tells it. Collective.
+    """Put tensors together from what all ranks own, as in ``Strategy.pieces``. Collective.
 
     Asserts that ranks that hold the same hold it alike, and that nothing is missing.
     """

@@ -1,4 +1,4 @@
-"""Which nodes are left out, for how long."""
+"""Which nodes are excluded, for how long."""
 
 from __future__ import annotations
 

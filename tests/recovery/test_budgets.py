@@ -1,4 +1,4 @@
-"""Who comes back by itself, and how often: by the attempts' records alone."""
+"""Which runs are requeued, and how often: by the attempts' records alone."""
 
 from __future__ import annotations
 

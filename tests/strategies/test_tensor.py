@@ -191,7 +191,7 @@ def plain(make: Callable[[], nn.Module], config: OptimizerConfig) -> dict[str, A
 
 
 def put_together(ranks: list[dict[str, list[tuple[Any, ...]]]]) -> Tensors:
-    """Return whole tensors of the writers' pieces; copies must be equal to the bit, nothing written twice."""
+    """Return whole tensors of the writers' pieces; copies must be bitwise equal, nothing written twice."""
     return {name: whole([piece for rank in ranks for piece in rank[name]]) for name in ranks[0]}
 
 

@@ -149,7 +149,7 @@ def fp16_with_an_overflow(rank: int, world_size: int) -> dict[str, Any]:
 
 
 class Numbered(nn.Module):
-    """A single number comes first, and a matrix lies transposed."""
+    """A single number comes first, and a matrix is transposed."""
 
     def __init__(self) -> None:
         super().__init__()

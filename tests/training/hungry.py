@@ -55,7 +55,7 @@ class ScarceLauncher:
 
 
 def _grown_by(num_mb: int) -> int:
-    """Return the limit of data, in bytes, that lets this process grow by so many MB."""
+    """Return the limit of data, in bytes, that lets this process grow by this many MB."""
     (held_kb,) = re.findall(r"^VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(held_kb) * 1024 + (num_mb << 20)
 

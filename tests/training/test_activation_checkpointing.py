@@ -1,4 +1,4 @@
-"""Activation checkpointing against the same training without it: equal to the bit, with less kept."""
+"""Activation checkpointing against the same training without it: bitwise equal, with less kept."""
 
 from __future__ import annotations
 

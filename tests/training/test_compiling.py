@@ -198,7 +198,7 @@ def test_graphs_are_notified_where_a_forward_begins(
 
 
 class _Owning(torch.autograd.Function):
-    """An operation whose gradient lies in memory of its own, as a CUDA graph's does."""
+    """An operation whose gradient is in memory of its own, as a CUDA graph's does."""
 
     memory = torch.ones(3)
 

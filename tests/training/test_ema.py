@@ -194,7 +194,7 @@ def unshared_buffers(trainee: Trainee, ema: Ema) -> list[str]:
 
 
 def wrong_after_resume(trainee: Trainee, ema: Ema, run: RunPaths, strategy: str) -> list[str]:
-    """Save, load under every strategy, and go on for a step under the same."""
+    """Save, load under every strategy, and train one more step under the same."""
     trainee.strategy.share_buffers(all_persistent=True)
     trainee.checkpointer(run).save(state_of(trainee, ema), 3, {})
     saved = averages_of(ema)

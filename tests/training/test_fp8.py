@@ -1,6 +1,6 @@
 """float8 linear layers on the CPU, by torchao's emulation: what is converted, and training near bf16's.
 
-What only a GPU can show (the products themselves) stands in tests/gpu.
+What only a GPU can show (the products themselves) is in tests/gpu.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ def test_a_cancelled_run_is_not_called_running_again(tmp_path: Path) -> None:
 
 
 def test_an_attempt_that_another_took_over_from_ends(tmp_path: Path) -> None:
-    """Its node was given up for dead and lives: it must not write over what goes on elsewhere."""
+    """Its node was given up for dead and lives: it must not write over what continues elsewhere."""
     paths = RunPaths(tmp_path)
     writer = StatusWriter(paths, attempt=1, total_steps=40, steps_per_epoch=10)
     for number in (1, 2):

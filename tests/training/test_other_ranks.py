@@ -1,4 +1,4 @@
-"""What is said where other ranks go on with a run than those that saved its checkpoint."""
+"""What is logged where other ranks continue a run than those that saved its checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank makes of a checkpoint: other versions are said, or refused where the file asks for that."""
+"""What a rank makes of a checkpoint: other versions are reported, or refused where the file asks for that."""
 
 from __future__ import annotations
 

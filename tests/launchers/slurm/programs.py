@@ -8,7 +8,7 @@ import pytest
 
 
 class Programs:
-    """Scripts that stand before all others on PATH, and how often each was called."""
+    """Scripts that come before all others on PATH, and how often each was called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -223,7 +223,7 @@ def test_on_an_excluded_node_it_requests_another_twice(
 
 
 def test_what_an_old_attempt_saves_after_this_does_not_count(tmp_path: Path) -> None:
-    """Its node was given up, and goes on."""
+    """Its node was given up, and is alive."""
     paths, submission = submitted_run(tmp_path)
     begun(submission, ENVIRON)
     write_checkpoint(paths, 2, attempt=1)

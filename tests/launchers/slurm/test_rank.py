@@ -108,7 +108,7 @@ def test_it_tells_when_it_began_and_forgets_an_outer_launcher(environ: dict[str,
 
 
 def test_it_imports_the_standard_library_alone() -> None:
-    """It stands before the first signal can come, whatever the environment is like."""
+    """It is installed before the first signal can come, whatever the environment is like."""
     script = (
         f"import runpy, sys; runpy.run_path({str(RANK)!r}); print([n for n in sys.modules if 'hpc' in n])"
     )

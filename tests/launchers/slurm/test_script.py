@@ -1,4 +1,4 @@
-"""The batch script, run by bash on programs that stand in for Slurm's: what set-up and tear-down do."""
+"""The batch script, run by bash on programs that replace Slurm's: what set-up and tear-down do."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_modules_are_loaded_in_order_from_the_profiles_own_file(
 
 
 def test_a_container_holds_python_and_sees_the_folders(tmp_path: Path, programs: Programs) -> None:
-    # Runs what stands behind the image.
+    # Runs what follows the image.
     programs.put("apptainer", 'while [[ $1 != *.sif ]]; do shift; done; shift; exec "$@"')
     programs.put("scontrol", "printf 'n1\\nn2\\n'")
     runs = tmp_path / "ru ns"
@@ -271,7 +271,7 @@ def test_a_slurm_that_may_start_an_ended_job_again_is_told_of(tmp_path: Path, pr
 
 
 def told_of(excluded: str) -> str:
-    """Return a scontrol whose job leaves out these nodes."""
+    """Return a scontrol whose job excludes these nodes."""
     return f"[ $2 != show ] || echo 'JobId=7 Restarts=0 ExcNodeList={excluded} NodeList=n1'"
 
 
