@@ -14,12 +14,11 @@ from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_c
 from hpc_train.config.schema import Experiment
 from hpc_train.topology.batch_arithmetic import too_long_warmup, undivided_batch
 from hpc_train.validate import (
-    channel_rules,
     compatibility,
     data_rules,
+    image_rules,
     layer_rules,
     part_rules,
-    size_rules,
     slurm_rules,
     start_rules,
     sweep_rules,
@@ -33,14 +32,14 @@ def check(
 ) -> list[Problem]:
     """Return the problems across keys. Rules that read a key of ``failed`` are skipped."""
     rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *data_rules.RULES)
-    rules += (*channel_rules.RULES, *layer_rules.RULES, *compatibility.RULES)
+    rules += (*image_rules.RULES, *layer_rules.RULES, *compatibility.RULES)
     if check_names:
         rules += FILE_RULES
         rules += (
             *part_rules.NAME_RULES,
             *layer_rules.MODEL_RULES,
             *compatibility.MODEL_RULES,
-            *size_rules.MODEL_RULES,
+            *image_rules.MODEL_RULES,
         )
     return [
         replace(problem, reads=each.reads)

@@ -1,8 +1,7 @@
-"""Whether the model accepts images of the file's size: a child process runs its forward on the meta device
-(``names``).
+"""Whether the model takes images of their size and channels, and ``data.normalize`` has as many values.
 
-Checked for models of timm and torchvision where the file or the facts of the data set give the size; for
-others ``prepare`` and the ranks find out.
+Checked where the file or the facts of the data set give the size or the number of channels; for others
+``prepare`` and the ranks find out.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts import channels
 from hpc_train.data_facts.facts import TASKS, data_facts
 from hpc_train.registry import is_factory, split_name
 from hpc_train.validate import model_facts
@@ -23,7 +23,10 @@ _MAX_SIZE = 8192
 
 @rule("model.name", "model.args", "data.name", "data.image_size", "data.args", "task")
 def images_fit_the_model(experiment: Experiment) -> Iterator[Problem]:
-    """The model must accept images of the size in the file, or of the data set's own."""
+    """The model must accept images of the size in the file, or of the data set's own.
+
+    A child process runs the forward of a model of timm or torchvision on the meta device.
+    """
     model, key = experiment.model, _key_of_size(experiment)
     size = _own_size(experiment) if key is None else _written_size(experiment.data, key)
     if size is None or not _is_listed(model.name):
@@ -67,5 +70,47 @@ def _is_listed(name: str) -> bool:
     return rest.partition(".")[0] in (model_facts.known_names(provider) or ())
 
 
+@rule("model.name", "data.name", "data.args")
+def model_takes_the_channels(experiment: Experiment) -> Iterator[Problem]:
+    """torchvision's models take gray and color images only."""
+    number = _num_channels(experiment)
+    if number is not None and (problem := channels.model_problem(experiment.model.name, number)):
+        yield problem
+
+
+@rule("model.name", "model.args", "data.name", "data.args", "task")
+def in_chans_is_that_of_the_data(experiment: Experiment) -> Iterator[Problem]:
+    """``in_chans`` of timm's models must be the number of channels of the data."""
+    number, model = _num_channels(experiment), experiment.model
+    # A task of the user's may give the model other channels.
+    if number is None or split_name(model.name)[0] != "timm" or experiment.task not in TASKS:
+        return
+    if model.args.get("in_chans", number) != number:
+        message = f"{model.args['in_chans']} channels, and the images of {experiment.data.name} have {number}"
+        yield Problem(("model", "args", "in_chans"), message, "take it out; it follows from the data")
+
+
+@rule("data.name", "data.args", "data.normalize")
+def normalization_has_a_value_per_channel(experiment: Experiment) -> Iterator[Problem]:
+    """``data.normalize`` must have one value per channel of the images."""
+    number, normalize = _num_channels(experiment), experiment.data.normalize
+    if number is None or normalize is None or normalize.from_weights:
+        return
+    if len(normalize.mean) != len(normalize.std):
+        return  # a rule of its own
+    for key, values in (("mean", normalize.mean), ("std", normalize.std)):
+        if values and (problem := channels.normalize_problem(key, values, number)):
+            yield problem
+
+
+def _num_channels(experiment: Experiment) -> int | None:
+    return data_facts(experiment.data.name).channels(experiment.data)
+
+
+RULES: tuple[Rule, ...] = (
+    model_takes_the_channels,
+    in_chans_is_that_of_the_data,
+    normalization_has_a_value_per_channel,
+)
 #: May start a child process.
 MODEL_RULES: tuple[Rule, ...] = (images_fit_the_model,)
