@@ -76,7 +76,7 @@ class TensorSplit:
         return self.images[index], self.targets[index]
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        return self.images[indices], self.targets[indices]
+        return self.images.index_select(0, indices), self.targets.index_select(0, indices)
 
 
 @dataclass(frozen=True)

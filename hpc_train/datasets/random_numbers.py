@@ -1,4 +1,4 @@
-# ruff: noqa: N803, N806  (shape suffixes)
+# ruff: noqa: N802, N803, N806  (shape suffixes)
 """Counter-based random numbers of the data: a hash of (seed, epoch, sample, repeat, draw).
 
 SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014; constants of
@@ -12,7 +12,7 @@ Legend: B samples, K numbers per sample.
 from __future__ import annotations
 
 import hashlib
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -71,9 +71,14 @@ class Keys:
     """
 
     def __init__(self, seed: int, epoch: int, samples_B: Tensor, repeat: int = 0) -> None:
-        state = hash_words(seed, epoch, repeat)
-        steps_B = samples_B.to(torch.int64) * _signed(_GOLDEN)
-        self._keys_B = _mix_tensor(steps_B + _signed((state + _GOLDEN) & _MASK_64))
+        self._words = seed, epoch, repeat
+        self._samples_B = samples_B
+
+    @cached_property
+    def _keys_B(self) -> Tensor:
+        # At the first draw: many files augment nothing.
+        steps_B = self._samples_B.to(torch.int64) * _signed(_GOLDEN)
+        return _mix_tensor(steps_B + _signed((hash_words(*self._words) + _GOLDEN) & _MASK_64))
 
     def words(self, draw: int | str) -> Tensor:
         """Return 64 random bits per sample, (B,) int64."""

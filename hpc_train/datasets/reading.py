@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from hpc_train.datasets.base import AnySplit, ArraySplit
+from hpc_train.datasets.base import AnySplit, ArraySplit, Split
 from hpc_train.datasets.images import as_inputs, sample_path
 from hpc_train.datasets.random_numbers import hash_words
 from hpc_train.datasets.sampler import Slot
@@ -87,6 +87,13 @@ class SlotReader(Dataset[Read | Failure]):
         skip_bad: bool = False,
     ) -> None:
         self._split = split
+        # Once: a check of a protocol takes as long as reading a small sample.
+        self._arrays: ArraySplit | None = None
+        self._samples: Split | None = None
+        if isinstance(split, ArraySplit):
+            self._arrays = split
+        else:
+            self._samples = split
         self._channels = channels
         self._seed = seed
         self._prepare = prepare
@@ -115,8 +122,8 @@ class SlotReader(Dataset[Read | Failure]):
 
     def _read(self, slot: Slot, bad: dict[int, BadSample]) -> tuple[Tensors | list[Tensors], Tensors]:
         """Return inputs and targets; bad samples are added to ``bad`` by index."""
-        if isinstance(self._split, ArraySplit):
-            return self._whole_batch(self._split, slot)
+        if self._arrays is not None:
+            return self._whole_batch(self._arrays, slot)
         with _own_generators():
             samples = [
                 # Another rank reports bad samples in the padding.
@@ -180,8 +187,8 @@ class SlotReader(Dataset[Read | Failure]):
         for pause_s in (*_PAUSES_S, None):
             seed_generators(seed)
             try:
-                assert not isinstance(self._split, ArraySplit), "ArraySplit is read in whole batches"
-                inputs, target = self._split[index]
+                assert self._samples is not None, "ArraySplit is read in whole batches"
+                inputs, target = self._samples[index]
                 return as_inputs(inputs, self._channels), self._targets.one(target)
             except (OSError, MemoryError) as error:
                 if isinstance(error, OSError) and error.errno not in _NOT_THE_SAMPLES:

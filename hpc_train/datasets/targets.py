@@ -96,9 +96,8 @@ class TargetCheck:
         if not (_has_kind(targets_B, spec) and _has_shape(targets_B, spec)):
             raise self._misfit(first, f"{_named(name)}{_in_words(targets_B[0])}", _FIX_DATA, spec)
         converted_B = targets_B.to(torch.int64) if spec.kind == "integer" else targets_B
-        wrong_B = _out_of_bounds(converted_B, spec)
-        if wrong_B.any():
-            place = int(wrong_B.to(torch.int8).argmax())
+        if not _are_in_bounds(converted_B, spec):
+            place = int(_out_of_bounds(converted_B, spec).to(torch.int8).argmax())
             raise self._misfit(
                 first + place, f"{_named(name)}{_in_words(targets_B[place])}", _FIX_VALUE, spec
             )
@@ -192,6 +191,16 @@ def _has_shape(targets_B: Tensor, spec: TargetSpec) -> bool:
     found = targets_B.shape[1:]
     return len(found) == len(spec.shape) and all(
         wanted in (None, size) for size, wanted in zip(found, spec.shape, strict=True)
+    )
+
+
+def _are_in_bounds(targets_B: Tensor, spec: TargetSpec) -> bool:
+    """Tell whether all values are; in one pass, since each batch is checked."""
+    if (spec.minimum is None and spec.maximum is None) or targets_B.numel() == 0:
+        return True
+    lowest, highest = (value.item() for value in targets_B.aminmax())  # both NaN if a value is
+    return (lowest == lowest if spec.minimum is None else lowest >= spec.minimum) and (
+        highest == highest if spec.maximum is None else highest <= spec.maximum
     )
 
 

@@ -52,25 +52,12 @@ class BatchStream(Iterator[Read]):
     def __init__(
         self, reader: SlotReader, sampler: Sampler[Slot], *, workers: int, device: torch.device
     ) -> None:
-        multiprocess: dict[str, Any] = {}
+        pins = device.type == "cuda"
+        self._iterator: Any
         if workers:
-            multiprocess = {
-                "worker_init_fn": partial(_prepare_worker, os.getpid()),
-                "multiprocessing_context": "fork",  # the data are not copied, and need not be picklable
-                "persistent_workers": True,
-                "prefetch_factor": _PREFETCHED_BATCHES,
-            }
-        loader: DataLoader[Any] = DataLoader(
-            reader,
-            batch_sampler=sampler,  # type: ignore[arg-type]  # yields slots: see SlotReader.__getitems__
-            num_workers=workers,
-            collate_fn=unchanged,
-            pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # otherwise each iterator draws from the global one
-            **multiprocess,
-        )
-        with _quiet_start():
-            self._iterator: Any = iter(loader)
+            self._iterator = _loader_iterator(reader, sampler, workers, pins=pins)
+        else:
+            self._iterator = _OwnReads(reader, sampler, pins=pins)
         self._can_tell = all(hasattr(self._iterator, part) for part in _LOADER_PARTS)
         #: Received from the loader and not yet requested; the exception that ended it comes last.
         self._taken: deque[Read | Failure | Exception] = deque()
@@ -144,6 +131,37 @@ class BatchStream(Iterator[Read]):
         for worker in iterator._workers:
             if worker.is_alive():  # busy, and ignoring the SIGTERM that torch sends
                 worker.kill()
+
+
+def _loader_iterator(reader: SlotReader, sampler: Sampler[Slot], workers: int, *, pins: bool) -> Any:
+    """Return torch's iterator over the batches; its loader processes have started."""
+    loader: DataLoader[Any] = DataLoader(
+        reader,
+        batch_sampler=sampler,  # type: ignore[arg-type]  # yields slots: see SlotReader.__getitems__
+        num_workers=workers,
+        collate_fn=unchanged,
+        pin_memory=pins,
+        generator=torch.Generator(),  # otherwise each iterator draws from the global one
+        worker_init_fn=partial(_prepare_worker, os.getpid()),
+        multiprocessing_context="fork",  # the data are not copied, and need not be picklable
+        persistent_workers=True,
+        prefetch_factor=_PREFETCHED_BATCHES,
+    )
+    with _quiet_start():
+        return iter(loader)
+
+
+class _OwnReads(Iterator[Read | Failure]):
+    """The batches, read by the rank itself when it asks for them."""
+
+    def __init__(self, reader: SlotReader, sampler: Sampler[Slot], *, pins: bool) -> None:
+        self._reader = reader
+        self._slots = iter(sampler)
+        self._pins = pins
+
+    def __next__(self) -> Read | Failure:
+        read = self._reader.__getitems__(next(self._slots))
+        return read.pin_memory() if self._pins and isinstance(read, Read) else read
 
 
 def _lost(worker: Any) -> WorkerLostError:

@@ -48,7 +48,7 @@ class TextSplit:
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, both (B, T) int64."""
         windows = self.tokens.unfold(0, self.sequence_length + 1, self.sequence_length)  # a view
-        chosen = windows[indices].to(torch.int64)
+        chosen = windows.index_select(0, indices).to(torch.int64)
         return chosen[:, :-1].contiguous(), chosen[:, 1:].contiguous()
 
 
