@@ -26,15 +26,16 @@ _LEFT_BEHIND = {
 @pytest.hookimpl(trylast=True)  # once tests/slurm has its marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests so that all workers of pytest-xdist are busy to the end."""
-    files: dict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
+    groups: dict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
     quick = []
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("gpu"):
             needs_slurm = item.get_closest_marker("slurm") is not None
-            files[item.nodeid.partition("::")[0], needs_slurm].append(item)
+            name = item.nodeid if needs_slurm else item.nodeid.partition("::")[0]
+            groups[name, needs_slurm].append(item)
         else:
             quick.append(item)
-    items[:] = durations.in_order(files, quick, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    items[:] = durations.in_order(groups, quick, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
 def pytest_collection_finish() -> None:

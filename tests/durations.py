@@ -34,26 +34,29 @@ _ASSUMED_S = 10.0
 T = TypeVar("T")
 
 
-def in_order(files: Mapping[tuple[str, bool], Sequence[T]], quick: Sequence[T], num_workers: int) -> list[T]:
+def in_order(groups: Mapping[tuple[str, bool], Sequence[T]], quick: Sequence[T], num_workers: int) -> list[T]:
     """Return all tests such that equal consecutive parts, one per worker, take about equally long.
 
     pytest-xdist's ``worksteal`` gives out such parts, and an idle worker takes over the end of another's. So
-    a part begins with its longest file and ends with quick tests. ``files``: tests that share fixtures, by
-    file and whether they need Slurm. Those wait most of their time: they come first, in all parts but the
-    last, whose tests need the cores meanwhile.
+    a part begins with what takes longest and ends with quick tests. ``groups``: slow tests by file, or each
+    by its own node id where it needs Slurm (then the second is true). Those wait most of their time: they
+    come first, in all parts but the last, whose tests need the cores meanwhile.
     """
     measured = json.loads(FILE.read_text()) if FILE.exists() else {}
 
-    def seconds(file: tuple[str, bool]) -> float:
-        return float(measured[file[0]]["wall"]) if file[0] in measured else _ASSUMED_S * len(files[file])
+    def seconds(group: tuple[str, bool]) -> float:
+        file, _, test = group[0].partition("::")
+        if file not in measured:
+            return _ASSUMED_S * len(groups[group])
+        return float(measured[file]["tests"].get(test, (_SHORTEST_S,))[0] if test else measured[file]["wall"])
 
     parts: list[list[T]] = [[] for _ in range(num_workers)]
     busy = [0.0] * num_workers
-    for file in sorted(files, key=lambda file: (not file[1], -seconds(file), file)):
-        open_to_it = busy[: max(1, num_workers - 1)] if file[1] else busy
+    for group in sorted(groups, key=lambda group: (not group[1], -seconds(group), group)):
+        open_to_it = busy[: max(1, num_workers - 1)] if group[1] else busy
         part = open_to_it.index(min(open_to_it))
-        parts[part] += files[file]
-        busy[part] += seconds(file)
+        parts[part] += groups[group]
+        busy[part] += seconds(group)
     rest, num_left = list(quick), len(quick) + sum(map(len, parts))
     for number, part in enumerate(parts):
         missing = max(0, num_left // (num_workers - number) - len(part))

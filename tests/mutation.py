@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import importlib.util
 import json
 import os
 import platform
@@ -114,14 +115,20 @@ def killed_by(mutant: Mutant, copy: Path, *, slow: bool) -> str | None:
     """Return the stage that noticed the mutant; None for a survivor."""
     target = copy / mutant.module
     original = target.read_text()
-    target.write_text(mutant.code)
+    _write(target, mutant.code)
     try:
         for stage, arguments in _stages(mutant, copy, slow=slow):
             if not _passes(arguments, copy):
                 return stage
         return None
     finally:
-        target.write_text(original)
+        _write(target, original)
+
+
+def _write(module: Path, code: str) -> None:
+    """Write a module such that the next import reads it: byte code counts as current for a second."""
+    module.write_text(code)
+    Path(importlib.util.cache_from_source(str(module))).unlink(missing_ok=True)
 
 
 def _stages(mutant: Mutant, copy: Path, *, slow: bool) -> Iterator[tuple[str, list[str]]]:
