@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml
 demo: install ## train a small model on two ranks of this machine, in about a minute
 	@HPC_TRAIN_RUNS=runs $(BIN)/hpc-train submit examples/digits.yaml --local --devices 2 --new device=cpu
 
-.PHONY: test-fast coverage durations
+.PHONY: test-fast coverage durations bench
 test-fast: install ## run the tests that start no ranks and no Slurm: under two minutes
 	@$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) -m "not slow and not gpu"
 
@@ -77,6 +77,9 @@ mutation: install ## NUM=40 SEED=1: mutation testing: list changes of the code t
 
 parallelism: install ## train all supported combinations and write the table of docs/parallelism.md: hours
 	@$(BIN)/python -m tests.parallelism.report
+
+bench: install ## compare a training step with other loops on the CPU: minutes; writes benchmarks/results/step.json
+	@$(BIN)/python -m benchmarks.step
 
 test-gpu: install ## run the tests that need a CUDA device and write benchmarks/results/gpu.json
 	@$(BIN)/python -m benchmarks.gpu
