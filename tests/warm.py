@@ -129,10 +129,10 @@ def _can_change(own: Mapping[str, str], environment: Mapping[str, str]) -> bool:
 
 def _own_state() -> dict[str, Any]:
     """Return what a child of this process inherits."""
-    os.umask(umask := os.umask(0))
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return {
         "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
-        "umask": umask,
+        "umask": int(status["Umask"], 8),
         "max_files": resource.getrlimit(resource.RLIMIT_NOFILE),
     }
 
