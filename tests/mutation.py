@@ -210,7 +210,7 @@ def _copied(target: Path) -> Path:
     )
     for name in filter(None, listed.stdout.split("\0")):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(REPOSITORY / name, target / name)
+        shutil.copy2(REPOSITORY / name, target / name, follow_symlinks=False)
     shared = REPOSITORY.parent / "shared"
     if shared.is_dir():
         (target.parent / "shared").symlink_to(shared)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation import REPOSITORY, Mutant, killed_by, sampled
+from tests.mutation import REPOSITORY, Mutant, _copied, killed_by, sampled
 
 
 def test_mutants_are_changed_code_that_compiles_and_the_same_for_a_seed() -> None:
@@ -37,3 +37,8 @@ def test_a_mutant_that_a_test_notices_is_killed_and_another_survives(tmp_path: P
         mutant = Mutant("hpc_train/part/module.py", "", "", code)
         assert killed_by(mutant, tmp_path, slow=False) == stage
         assert (tmp_path / mutant.module).read_text() == "checked = 1\nunchecked = 1\n"
+
+
+def test_the_copy_has_the_templates_behind_a_link(tmp_path: Path) -> None:
+    copy = _copied(tmp_path / "main")
+    assert (copy / "hpc_train/launchers/slurm/templates/setup.sh.j2").is_file()
