@@ -39,6 +39,7 @@ def test_a_mutant_that_a_test_notices_is_killed_and_another_survives(tmp_path: P
         assert (tmp_path / mutant.module).read_text() == "checked = 1\nunchecked = 1\n"
 
 
+@pytest.mark.slow  # also, a copy is no git checkout, and its fast tests must pass
 def test_the_copy_has_the_templates_behind_a_link(tmp_path: Path) -> None:
     copy = _copied(tmp_path / "main")
     assert (copy / "hpc_train/launchers/slurm/templates/setup.sh.j2").is_file()
