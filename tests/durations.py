@@ -82,7 +82,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def _cpu_clock() -> Callable[[], float]:
     """Return a clock of the CPU seconds of this process and of all that it starts from now on.
 
-    A control group counts them, whoever their parent is by then. Where none can be made (no root), only
+    A control group counts them, whatever their parent is by then. Where none can be made (no root), only
     children that were waited for count.
     """
     root = Path("/sys/fs/cgroup")

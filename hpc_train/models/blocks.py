@@ -52,7 +52,7 @@ def own_modules(model: nn.Module, method: str) -> list[nn.Module] | None:
 
 
 def own_list(model: nn.Module, method: str, kind: type[_T], wanted: str) -> list[_T] | None:
-    """Return what the method of the model's class returns, each of ``kind``; None if there is no such method.
+    """Return what the method of the model's class returns, each of ``kind``; None if it lacks the method.
 
     Raises BadFileError, which says to write what is ``wanted``, if it returns something else.
     """

@@ -97,7 +97,7 @@ def traced_in_both_modes(model: nn.Module, units: set[nn.Module]) -> dict[bool, 
     """Return, per value of ``training``, the steps of the model's forward, whose only argument is the batch's
     inputs.
 
-    The steps are the same for both, except for constants. Raises BadFileError if there is no such graph.
+    The steps are the same for both, except for constants. Raises BadFileError if the model has no such graph.
     """
     modes = {module: module.training for module in model.modules()}
     graphs: dict[bool, fx.Graph] = {}

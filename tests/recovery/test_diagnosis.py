@@ -1,4 +1,4 @@
-"""Why an attempt ended: the same words whoever launched it, and whoever says so."""
+"""Why an attempt ended: the same wording for every launcher and every command that reports it."""
 
 from __future__ import annotations
 
