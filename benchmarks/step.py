@@ -14,11 +14,10 @@ benchmarks/results/step.json.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
-import platform
-import random
 import statistics
 import subprocess
 import sys
@@ -26,8 +25,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +32,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "step.json"
+from benchmarks.measuring import MIN_ROUNDS, ROOT, comparison, conditions, interleaved, write
+
 BARE, OURS = "bare loop", "hpc-train"
 PEERS = {"Fabric": "lightning-fabric", "Accelerate": "accelerate"}
 BATCH, NUM_CLASSES = 64, 10
 #: Steps per window, of which each gives one time; windows of the warm-up; windows that count.
 WINDOWS = {"mlp": (100, 5, 30), "resnet18": (2, 2, 8)}
-MIN_ROUNDS = 7
 MEAN, STD, LR = 0.5, 0.5, 0.01
 
 EXPERIMENT = """\
@@ -86,33 +82,26 @@ def main() -> None:
     if arguments.arm:
         print(json.dumps(_train(*arguments.arm)))
         return
-    rounds = max(arguments.rounds, MIN_ROUNDS)
     search = os.pathsep.join(filter(None, (str(ROOT), arguments.peers and str(arguments.peers))))
     environment = os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
-    versions = _versions(arguments.peers)
-    result: dict[str, Any] = _conditions(rounds, versions)
+    measured_with = conditions(("torchvision", *PEERS.values()), arguments.peers)
+    measured_with |= {"threads of each arm": 1, "ranks": 1, "micro-batch": [BATCH, 1, 32, 32]}
+    missing = [peer for peer, package in PEERS.items() if package not in measured_with["versions"]]
+    comparisons = []
     for model in arguments.models:
-        arms = [BARE, "DataLoader loop", *(peer for peer in PEERS if PEERS[peer] in versions), OURS]
-        measured = [_round(model, arms, environment) for _ in range(rounds)]
-        result[model] = {
-            "median us a step": {
-                arm: round(statistics.median(m[arm] for m in measured) * 1e6) for arm in arms
-            },
-            "ratio to the bare loop": {
-                arm: _spread([m[arm] / m[BARE] for m in measured]) if arm in arms else "not measured"
-                for arm in ("DataLoader loop", *PEERS, OURS)
-            },
+        arms = {
+            arm: functools.partial(_seconds_per_step, model, arm, environment)
+            for arm in (*_SETUPS, OURS)
+            if arm not in missing
         }
-        print(json.dumps({model: result[model]}, indent=1), flush=True)
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        values = interleaved(arms, max(arguments.rounds, MIN_ROUNDS))
+        title = f"Training step, {model}, 1 rank, 1 thread"
+        comparisons.append(comparison(title, "seconds per step", values, BARE, missing))
+        print(json.dumps(comparisons[-1], indent=1), flush=True)
+    write("step", measured_with, comparisons)
 
 
-def _round(model: str, arms: list[str], environment: dict[str, str]) -> dict[str, float]:
-    """Run every arm once, in random order; return its seconds a step."""
-    return {arm: _seconds_a_step(model, arm, environment) for arm in random.sample(arms, len(arms))}
-
-
-def _seconds_a_step(model: str, arm: str, environment: dict[str, str]) -> float:
+def _seconds_per_step(model: str, arm: str, environment: dict[str, str]) -> float:
     if arm == OURS:
         return statistics.median(_windows_of_ours(model, environment))
     command = [sys.executable, "-m", "benchmarks.step", "--arm", arm, model]
@@ -155,7 +144,7 @@ def _differences(times: list[float], window: int) -> list[float]:
 
 
 def _train(arm: str, name: str) -> list[float]:
-    """Train in this process; return the seconds a step of each window."""
+    """Train in this process; return the seconds per step of each window."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = {"mlp": mlp, "resnet18": resnet18}[name]()
@@ -244,37 +233,6 @@ def _indexed(images: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]
 def _epochs(loader: Any) -> Iterator[tuple[Tensor, Tensor]]:
     while True:
         yield from loader
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    tenths = statistics.quantiles(values, n=10, method="inclusive")
-    return {
-        "median": round(statistics.median(values), 3),
-        "p10": round(tenths[0], 3),
-        "p90": round(tenths[-1], 3),
-    }
-
-
-def _versions(peers: Path | None) -> dict[str, str]:
-    found = {name: metadata.version(name) for name in ("hpc-train", "torch", "torchvision")}
-    places = [*sys.path, *([str(peers)] if peers else [])]
-    installed = metadata.distributions(path=places)
-    return found | {each.name: each.version for each in installed if each.name in PEERS.values()}
-
-
-def _conditions(rounds: int, versions: dict[str, str]) -> dict[str, Any]:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": f"cpu: {processor}",
-        "cores": len(os.sched_getaffinity(0)),
-        "threads of each arm": 1,
-        "ranks": 1,
-        "versions": {"python": platform.python_version()} | versions,
-        "rounds": rounds,
-        "micro-batch": [BATCH, 1, 32, 32],
-    }
 
 
 if __name__ == "__main__":
