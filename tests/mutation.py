@@ -146,15 +146,15 @@ def _parallel() -> list[str]:
     return ["-n", str(len(os.sched_getaffinity(0)))]
 
 
-def _passes(arguments: list[str], copy: Path) -> bool:
+def _passes(arguments: list[str], copy: Path, *, shows: bool = False) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
     try:
         done = subprocess.run(
             command,
             cwd=copy,
             env=os.environ | {"PYTHONPATH": str(copy)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            stdout=None if shows else subprocess.DEVNULL,
+            stderr=None if shows else subprocess.DEVNULL,
             timeout=STAGE_LIMIT_S,
             check=False,
         )
@@ -176,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     survivors: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as folder:
         copy = _copied(Path(folder) / "main")
-        if not _passes(["-m", FAST, *_parallel()], copy):
+        if not _passes(["-m", FAST, *_parallel()], copy, shows=True):
             print("the fast tests fail without any mutant", file=sys.stderr)
             return 1
         for number, mutant in enumerate(sampled(given.num, given.seed), start=1):

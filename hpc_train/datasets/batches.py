@@ -214,7 +214,7 @@ def _training_reader(
 
     def prepare(inputs: Tensors | Sequence[Tensors], targets: Tensors, slot: Slot) -> Tensors:
         _refuse_image_keys(inputs, data)
-        if is_structured(_first(inputs)):
+        if not isinstance(inputs, Tensor) and is_structured(_first(inputs)):
             return inputs if is_structured(inputs) else stack_inputs(inputs)
         refuse_moved_masks(inputs, targets, moving_key or _resizing_key(inputs, data))
         return augmentation(inputs, slot.epoch, slot.indices)
@@ -260,6 +260,8 @@ def _first(inputs: Tensors | Sequence[Tensors]) -> Tensors:
 
 def _refuse_image_keys(inputs: Tensors | Sequence[Tensors], data: DataConfig) -> None:
     """Raise BadFileError if a sample is not one image and the file resizes or augments images."""
+    if isinstance(inputs, Tensor) and inputs.dim() == 4:
+        return
     sample = _first(inputs)
     if is_structured(sample):
         found = "have several inputs"

@@ -33,8 +33,10 @@ class Normalize:
         mean, std = (info.mean, info.std) if own is None else (own.mean, own.std)
         _check_length("mean", mean, info.channels)
         _check_length("std", std, info.channels)
-        self._mean = torch.tensor(mean, dtype=dtype).view(1, info.channels, 1, 1)
-        self._std = torch.tensor(std, dtype=dtype).view(1, info.channels, 1, 1)
+        # (x / 255 - mean) / std in two operations.
+        shape = (1, info.channels, 1, 1)
+        self._offset = torch.tensor([255 * value for value in mean], dtype=dtype).view(shape)
+        self._scale = torch.tensor([255 * value for value in std], dtype=dtype).view(shape)
         self._dtype = dtype
         self._memory_format = torch.channels_last if channels_last else torch.contiguous_format
 
@@ -48,7 +50,7 @@ class Normalize:
         if not part.is_floating_point() and not (part.dtype == torch.uint8 and part.dim() == 4):
             return part
         if part.dtype == torch.uint8:
-            _check_length("mean", self._mean.flatten().tolist(), part.shape[1])
+            _check_length("mean", self._offset.flatten().tolist(), part.shape[1])
         return self._images(part)
 
     def _images(self, images_BCHW: Tensor) -> Tensor:
@@ -59,10 +61,11 @@ class Normalize:
             is_image = images_BCHW.dim() == 4
             layout = self._memory_format if is_image else torch.preserve_format
             return images_BCHW.to(self._dtype, memory_format=layout)
-        if self._mean.device != images_BCHW.device:
-            self._mean, self._std = self._mean.to(images_BCHW.device), self._std.to(images_BCHW.device)
-        scaled = images_BCHW.to(self._dtype, memory_format=self._memory_format).div_(255)
-        return scaled.sub_(self._mean).div_(self._std)
+        device = images_BCHW.device
+        if self._offset.device != device:
+            self._offset, self._scale = self._offset.to(device), self._scale.to(device)
+        floats = images_BCHW.to(self._dtype, memory_format=self._memory_format)
+        return floats.sub_(self._offset).div_(self._scale)
 
 
 def _check_length(name: str, values: Sequence[float], channels: int) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from hpc_train.datasets.base import AnySplit, ArraySplit, Split
+from hpc_train.datasets.base import AnySplit, ArraySplit, Split, TensorSplit
 from hpc_train.datasets.images import as_inputs, sample_path
 from hpc_train.datasets.random_numbers import hash_words
 from hpc_train.datasets.sampler import Slot
@@ -98,6 +98,8 @@ class SlotReader(Dataset[Read | Failure]):
         self._seed = seed
         self._prepare = prepare
         self._targets = targets
+        # Targets that are in memory are checked once, all together.
+        self._targets_fit = type(split) is TensorSplit and targets.accepts(split.targets)
         self._part: Part = part
         self._skip_bad = skip_bad
 
@@ -114,7 +116,8 @@ class SlotReader(Dataset[Read | Failure]):
             return Failure(str(error))
         except TransientStorageError as error:
             return Failure(str(error), is_transient=True)
-        valid = torch.arange(len(slot.indices)) < slot.num_valid
+        valid = torch.ones(len(slot.indices), dtype=torch.bool)
+        valid[slot.num_valid :] = False
         if bad and self._part == "val":
             valid &= torch.tensor([index not in bad for index in slot.indices.tolist()])
         batch = Batch(slot.step, slot.number, slot.weight, inputs, targets, valid)
@@ -145,6 +148,8 @@ class SlotReader(Dataset[Read | Failure]):
         inputs, targets = read
         if not is_structured(inputs):
             self._check_inputs(inputs, type(split).__name__)
+        if self._targets_fit:
+            return inputs, targets
         try:
             return inputs, self._targets.batch(targets)
         except MisfitError as error:

@@ -49,6 +49,13 @@ class TargetCheck:
         """Return the targets of a batch as the task reads them. Raises MisfitError for the first misfit."""
         return self._each_part(targets, self._whole)
 
+    def accepts(self, targets: Tensor) -> bool:
+        """Tell whether ``batch`` would return any of these targets unchanged."""
+        try:
+            return self.batch(targets) is targets
+        except MisfitError:
+            return False
+
     def one(self, target: Any) -> Tensors:
         """Return one sample's target as the task reads it. Raises MisfitError if it does not fit."""
         try:

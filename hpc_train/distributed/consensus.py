@@ -52,6 +52,8 @@ class Agreement:
         self._group = group
         self._flag = flag
         self._counts = torch.zeros(6, dtype=torch.int64)
+        #: The same memory; writing and reading it costs less than a tensor operation.
+        self._array = self._counts.numpy()
         self._work: dist.Work | None = None
         self._has_begun = False
 
@@ -62,7 +64,7 @@ class Agreement:
         saves = wish.save and self._group.rank == 0
         flags = (bool(self._flag), saves, wish.has_failed, wish.is_waiting, wish.is_non_finite)
         # A sum: flags of which one is set stay above zero.
-        self._counts.copy_(torch.tensor([*map(int, flags), wish.bad_samples], dtype=torch.int64))
+        self._array[:] = (*flags, wish.bad_samples)
         if self._group.world_size > 1:
             self._work = dist.all_reduce(self._counts, group=self._group.control, async_op=True)
 
@@ -74,8 +76,8 @@ class Agreement:
             work, self._work = self._work, None
             work.wait()
         elif self._flag:  # single rank: what arrived since begin counts, too
-            self._counts[0] = 1
-        stop, save, has_failed, is_waiting, is_non_finite, bad_samples = self._counts.tolist()
+            self._array[0] = 1
+        stop, save, has_failed, is_waiting, is_non_finite, bad_samples = self._array.tolist()
         return Consensus(stop > 0, save > 0, has_failed > 0, is_waiting > 0, is_non_finite > 0, bad_samples)
 
     def exchange(self, wish: StepFlags = StepFlags()) -> Consensus:

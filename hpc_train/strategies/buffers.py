@@ -7,7 +7,7 @@ Used by the strategies and by what in ``engine`` keeps copies. Buffers that are 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -51,6 +51,10 @@ class Buffers:
             if key not in module._non_persistent_buffers_set
         ]
         self._uses = Counter(id(place.tensor) for place in self._places)
+        self._all = _distinct(self._places)
+        self._read_in_training = _distinct(
+            place for place in self._places if not only_updates_statistics(place.module)
+        )
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -75,12 +79,7 @@ class Buffers:
     def tensors(self, *, all_persistent: bool = True) -> list[Tensor]:
         """Return the tensors themselves, each once: all, or those that a training forward may read."""
         self.settle()
-        found = {
-            id(place.tensor): place.tensor
-            for place in self._places
-            if place.tensor is not None and (all_persistent or not only_updates_statistics(place.module))
-        }
-        return list(found.values())
+        return self._all if all_persistent else self._read_in_training
 
     def copies(self) -> list[Tensor]:
         return [tensor.clone() for tensor in self.tensors()]
@@ -92,6 +91,10 @@ class Buffers:
             place.module._buffers[place.key] = place.tensor
         for tensor, value in zip(self.tensors(), copies, strict=True):
             tensor.copy_(value)
+
+
+def _distinct(places: Iterable[_Place]) -> list[Tensor]:
+    return list({id(place.tensor): place.tensor for place in places if place.tensor is not None}.values())
 
 
 def _fits(now: Tensor, first: Tensor) -> bool:

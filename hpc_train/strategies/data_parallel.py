@@ -66,7 +66,7 @@ class DataParallel(ABC):
         """Return the context of one slot; gradients are averaged over ranks in the last slot's backward."""
 
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
-        total = torch.zeros((), device=self.context.device, dtype=torch.float64)
+        losses: list[Tensor] = []
         with self._statistics.step(len(batches)):
             for slot, batch in enumerate(batches):
                 is_spare = batch.weight == 0
@@ -75,10 +75,11 @@ class DataParallel(ABC):
                 with self.synchronised(slot == len(batches) - 1), kept, statistics:
                     loss = forward.loss(self.wrapped, batch)
                     # Averaging over ranks divides by R; the mean over M micro-batches is what is wanted.
-                    forward.scale(loss * (batch.weight * self.context.degrees.data_ranks)).backward()
+                    share = batch.weight * self.context.degrees.data_ranks
+                    forward.scale(loss if share == 1 else loss * share).backward()
                     self._buffers.settle()
-                total += loss.detach() * batch.weight
-        return total
+                losses.append(loss.detach().double() * batch.weight)
+        return sum(losses[1:], losses[0])
 
     def optimized(self) -> dict[str, nn.Parameter]:
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}

@@ -38,10 +38,10 @@ class FiniteWatch:
 
     def look(self, number: Tensor) -> None:
         """Take a number of shape ()."""
-        is_finite = number.isfinite()
         if number.device.type == "cpu":
-            self._has_seen |= not is_finite.item()
+            self._has_seen |= not math.isfinite(number.item())
             return
+        is_finite = number.isfinite()
         host = torch.empty((), dtype=torch.bool, pin_memory=True)
         host.copy_(is_finite, non_blocking=True)
         copied = torch.cuda.Event()
