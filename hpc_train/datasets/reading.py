@@ -117,7 +117,8 @@ class SlotReader(Dataset[Read | Failure]):
         except TransientStorageError as error:
             return Failure(str(error), is_transient=True)
         valid = torch.ones(len(slot.indices), dtype=torch.bool)
-        valid[slot.num_valid :] = False
+        if slot.num_valid < len(valid):
+            valid[slot.num_valid :] = False
         if bad and self._part == "val":
             valid &= torch.tensor([index not in bad for index in slot.indices.tolist()])
         batch = Batch(slot.step, slot.number, slot.weight, inputs, targets, valid)

@@ -56,7 +56,6 @@ class Buffers:
             place for place in self._places if not only_updates_statistics(place.module)
         )
 
-    @torch.no_grad()
     def settle(self) -> None:
         """Write what forwards have put in the buffers' places into the buffers. After a slot's backward.
 
@@ -64,17 +63,20 @@ class Buffers:
         """
         for place in self._places:
             now = place.now
-            if now is place.tensor:
-                continue
-            if now is None or place.tensor is None or not _fits(now, place.tensor):
-                raise _misfit(place, now)
-            if self._uses[id(place.tensor)] > 1:
-                raise BadFileError(
-                    f"model.name: the buffer {place.name} is registered twice, and forward puts another "
-                    f"tensor in one of its places; write self.{place.key}.copy_(…)"
-                )
-            place.tensor.copy_(now)
-            place.module._buffers[place.key] = place.tensor
+            if now is not place.tensor:
+                self._settle_one(place, now)
+
+    @torch.no_grad()
+    def _settle_one(self, place: _Place, now: Tensor | None) -> None:
+        if now is None or place.tensor is None or not _fits(now, place.tensor):
+            raise _misfit(place, now)
+        if self._uses[id(place.tensor)] > 1:
+            raise BadFileError(
+                f"model.name: the buffer {place.name} is registered twice, and forward puts another "
+                f"tensor in one of its places; write self.{place.key}.copy_(…)"
+            )
+        place.tensor.copy_(now)
+        place.module._buffers[place.key] = place.tensor
 
     def tensors(self, *, all_persistent: bool = True) -> list[Tensor]:
         """Return the tensors themselves, each once: all, or those that a training forward may read."""

@@ -78,7 +78,7 @@ class DataParallel(ABC):
                     share = batch.weight * self.context.degrees.data_ranks
                     forward.scale(loss if share == 1 else loss * share).backward()
                     self._buffers.settle()
-                losses.append(loss.detach().double() * batch.weight)
+                losses.append(_weighted(loss.detach(), batch.weight))
         return sum(losses[1:], losses[0])
 
     def optimized(self) -> dict[str, nn.Parameter]:
@@ -107,6 +107,12 @@ class DataParallel(ABC):
         if like is not None and tuple(shape) == tuple(like.shape):
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
         return torch.empty(tuple(shape), dtype=dtype)
+
+
+def _weighted(loss: Tensor, weight: float) -> Tensor:
+    """Return ``weight`` times ``loss``, shape (), float64, in memory of its own."""
+    own = loss.to(torch.float64, copy=True)
+    return own if weight == 1 else own.mul_(weight)
 
 
 def move(model: nn.Module, context: RankContext) -> None:

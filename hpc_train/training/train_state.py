@@ -108,7 +108,11 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, context:
     normalises = has_batchnorm(model)
     wrapped = strategy.place(model, blocks)
     optimizer = make_optimizer(
-        config.optimization.optimizer, strategy.optimized(), config.optimization.global_batch_size, depths
+        config.optimization.optimizer,
+        strategy.optimized(),
+        config.optimization.global_batch_size,
+        depths,
+        has_sparse_gradients=any(getattr(module, "sparse", False) for module in strategy.model.modules()),
     )
     schedule = make_schedule(config.optimization.schedule, batches.total_steps, batches.steps_per_epoch)
     optimization = Optimization(optimizer, schedule, context.precision, context.device)

@@ -28,7 +28,7 @@ from hpc_train.strategies.tensor_plan import refuse_unshared
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.ema import Ema
-from hpc_train.training.optimization import Optimization, _in_groups, make_optimizer
+from hpc_train.training.optimization import Optimization, _with_kernel, make_optimizer
 from hpc_train.training.schedules import make_schedule
 from tests.forwards import PlainForward, optimizer_step
 from tests.ranks import run_ranks
@@ -446,10 +446,12 @@ def test_a_model_without_layers_to_share_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("key", ["foreach", "fused"])
-def test_kernels_for_all_parameters_are_asked_for_over_one_mesh_or_by_the_file(key: str) -> None:
-    assert _in_groups({}, 1) == {"foreach": True}
-    assert _in_groups({}, 2) == {"foreach": False}
-    assert _in_groups({key: True}, 2) == {key: True}
+def test_parameters_of_several_meshes_are_updated_one_by_one(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpc_train.training.optimization._num_meshes", lambda parameters: 2)
+    assert _with_kernel({}, []) == {"foreach": False}
+    assert _with_kernel({key: True}, []) == {key: True}
 
 
 def test_rows_are_dealt_out_by_rank_then_part() -> None:

@@ -58,6 +58,36 @@ def test_names_are_torchs_classes_or_else_timms(name: str, kind: str) -> None:
     assert f"{found.__module__}.{found.__qualname__}" == kind
 
 
+@pytest.mark.parametrize("name", ["sgd", "AdamW", "torch/adam"])
+@pytest.mark.parametrize("keys", [{}, {"args": {"fused": False}}, {"args": {"foreach": True}}])
+def test_one_kernel_updates_all_parameters_unless_the_file_chooses(name: str, keys: dict[str, Any]) -> None:
+    is_fused = optimizer(name, **keys).defaults["fused"]
+    assert bool(is_fused) == (not keys)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
+def test_fused_updates_equal_those_one_by_one(name: str) -> None:
+    given = {"weight_decay": 0.1} | ({"momentum": 0.9} if name == "sgd" else {})
+    trained = []
+    for args in ({}, {"fused": False, "foreach": False}):
+        target = model().double()
+        made = optimizer(name, target, args=args, **given)
+        for _ in range(5):
+            target(torch.ones(3, 4, dtype=torch.float64)).square().sum().backward()
+            made.step()
+            made.zero_grad()
+        trained.append(torch.cat([parameter.detach().flatten() for parameter in target.parameters()]))
+    torch.testing.assert_close(*trained, rtol=0, atol=1e-12)
+
+
+def test_sparse_gradients_are_not_given_to_kernels_that_refuse_them() -> None:
+    target = nn.Embedding(4, 2, sparse=True)
+    named = dict(target.named_parameters())
+    made = make_optimizer(OptimizerConfig(name="sgd", lr=0.1), named, 64, has_sparse_gradients=True)
+    target(torch.tensor([1])).sum().backward()
+    made.step()
+
+
 def test_torchs_sgd_is_plain_and_timms_has_timms_defaults() -> None:
     ours, timms = optimizer("sgd").defaults, optimizer("timm/sgd").defaults
     assert (ours["momentum"], ours["nesterov"]) == (0, False)
