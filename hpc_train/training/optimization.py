@@ -136,33 +136,41 @@ def make_optimizer(
     global_batch_size: int,
     depths: Mapping[str, int] | None = None,
     *,
-    has_sparse_gradients: bool = False,
+    may_fuse: bool = True,
 ) -> torch.optim.Optimizer:
     """Make the optimizer of ``Strategy.optimized``. Raises BadFileError.
 
-    ``depths``: of each parameter (``models.depths``), where the file has ``layer_decay``.
+    ``depths``: of each parameter (``models.depths``), where the file has ``layer_decay``. ``may_fuse``: false
+    for sparse gradients, which fused kernels refuse, and for a scaler: fused SGD, when the scaler skips its
+    first step, continues from a momentum buffer that was never written (torch 2.15, ``torch.optim.sgd``).
     """
     make, kind = _find(config.name)
     arguments = _arguments(config, kind, global_batch_size)
-    if config.name.lower().removeprefix("torch/") in _FUSED and not has_sparse_gradients:
-        arguments = _with_kernel(arguments, list(parameters.values()))
+    if config.name.lower().removeprefix("torch/") in _FUSED:
+        arguments = _with_kernel(arguments, list(parameters.values()), may_fuse=may_fuse)
+    if kind is torch.optim.SGD and arguments.get("fused") and not may_fuse:
+        raise BadFileError(
+            f"{_KEY}.args.fused: fused sgd is wrong under precision: fp16, whose scaler skips steps, "
+            "and takes no sparse gradients; omit it"
+        )
     try:
         return make(_parameter_groups(config, parameters, arguments["lr"], depths), arguments)
     except (TypeError, ValueError, AssertionError, ImportError, RuntimeError) as error:
         raise BadFileError(f"{_KEY}.args: {config.name} can't be made: {error}; fix them") from error
 
 
-def _with_kernel(arguments: Arguments, parameters: Sequence[nn.Parameter]) -> Arguments:
-    """Ask for the kernels that update all parameters at once, unless the file has chosen others.
+def _with_kernel(arguments: Arguments, parameters: Sequence[nn.Parameter], *, may_fuse: bool) -> Arguments:
+    """Ask for the fastest kernels, unless the file has chosen others.
 
-    Not where ranks share some layers: that these kernels take DTensors of several meshes is known of torch
-    2.15 alone.
+    DTensors have no fused SGD, and torch's automatic choice updates them one by one, which takes ten times as
+    long as all at once (measured on CPU). That ``foreach`` takes DTensors of several meshes is known of torch
+    2.15 alone, so it is not used where ranks share some layers.
     """
     if any(arguments.get(key) is not None for key in _KERNEL_ARGUMENTS):
         return arguments
-    if _num_meshes(parameters) > 1:
-        return arguments | {"foreach": False}
-    is_supported = all(parameter.device.type in _FUSED_DEVICES for parameter in parameters)
+    if num_meshes := _num_meshes(parameters):
+        return arguments | {"foreach": num_meshes == 1}
+    is_supported = may_fuse and all(each.device.type in _FUSED_DEVICES for each in parameters)
     return arguments | ({"fused": True} if is_supported else {})
 
 

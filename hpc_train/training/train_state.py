@@ -112,7 +112,7 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, context:
         strategy.optimized(),
         config.optimization.global_batch_size,
         depths,
-        has_sparse_gradients=any(getattr(module, "sparse", False) for module in strategy.model.modules()),
+        may_fuse=not (context.precision.needs_scaler or _has_sparse_gradients(strategy.model)),
     )
     schedule = make_schedule(config.optimization.schedule, batches.total_steps, batches.steps_per_epoch)
     optimization = Optimization(optimizer, schedule, context.precision, context.device)
@@ -132,6 +132,11 @@ def _strategy(config: Experiment, context: RankContext) -> Strategy:
             "update its package, or write parallel.strategy: ddp"
         )
     return cast(Strategy, strategy)
+
+
+def _has_sparse_gradients(model: nn.Module) -> bool:
+    """Tell whether an embedding has ``sparse=True``."""
+    return any(getattr(module, "sparse", False) for module in model.modules())
 
 
 class OtherVersionsError(UserError):

@@ -450,8 +450,8 @@ def test_parameters_of_several_meshes_are_updated_one_by_one(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hpc_train.training.optimization._num_meshes", lambda parameters: 2)
-    assert _with_kernel({}, []) == {"foreach": False}
-    assert _with_kernel({key: True}, []) == {key: True}
+    assert _with_kernel({}, [], may_fuse=True) == {"foreach": False}
+    assert _with_kernel({key: True}, [], may_fuse=True) == {key: True}
 
 
 def test_rows_are_dealt_out_by_rank_then_part() -> None:

@@ -83,9 +83,15 @@ def test_fused_updates_equal_those_one_by_one(name: str) -> None:
 def test_sparse_gradients_are_not_given_to_kernels_that_refuse_them() -> None:
     target = nn.Embedding(4, 2, sparse=True)
     named = dict(target.named_parameters())
-    made = make_optimizer(OptimizerConfig(name="sgd", lr=0.1), named, 64, has_sparse_gradients=True)
+    made = make_optimizer(OptimizerConfig(name="sgd", lr=0.1), named, 64, may_fuse=False)
     target(torch.tensor([1])).sum().backward()
     made.step()
+
+
+def test_fused_sgd_is_refused_where_steps_are_skipped_inside_it() -> None:
+    config = OptimizerConfig(name="sgd", lr=0.1, momentum=0.9, args={"fused": True})
+    with pytest.raises(BadFileError, match=r"optimizer\.args\.fused: .* fp16"):
+        make_optimizer(config, dict(model().named_parameters()), 64, may_fuse=False)
 
 
 def test_torchs_sgd_is_plain_and_timms_has_timms_defaults() -> None:
