@@ -162,6 +162,7 @@ def _trainer(
         batches.steps_per_epoch,
         config.logging.every_steps,
         run.metrics_writer,
+        run.source.info.sequence_length,
     )
     guard = Guard(
         config.optimization, train_state.model, norm_counts=not rank.precision.needs_scaler, skips=start.skips

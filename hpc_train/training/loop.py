@@ -108,13 +108,14 @@ class Trainer:
         if self._evaluation_is_missing() and not self._evaluate():
             return False
         self.state.wrapped.train()
-        for step, batches in self.training:
+        for step, batches in self.meters.times.reading(self.training):
             agreed = self._one_step(step, batches)
             must_stop = agreed.stop
             if not must_stop and self.cadence.evaluates(self.step):
                 must_stop = not self._evaluate()
             if not must_stop and agreed.is_waiting:
-                must_stop = not self._wait_for_data()
+                with self.meters.times.waiting_for_data():
+                    must_stop = not self._wait_for_data()
             if must_stop:
                 return self._stop(saved_step)
             if agreed.save or self.cadence.saves(self.step):
@@ -203,11 +204,15 @@ class Trainer:
         """Write the ``val`` row of this step. Returns False where it was asked to stop before the end."""
         if self.validation is None:
             return True
+        with self.meters.times.paused():
+            return self._evaluated(self.validation)
+
+    def _evaluated(self, validation: Validation) -> bool:
         self._share_all_buffers()
-        metrics = self._metrics(self.validation)
+        metrics = self._metrics(validation)
         if metrics is not None and self.state.ema is not None:
             with self.state.ema.swapped():
-                averages = self._metrics(self.validation)
+                averages = self._metrics(validation)
             named = {f"ema_{name}": value for name, value in (averages or {}).items()}
             metrics = None if averages is None else metrics | named
         if metrics is not None:
@@ -270,8 +275,9 @@ class Trainer:
 
     def _begin_save(self) -> None:
         self._save_began_at = time.monotonic()
-        self._share_all_buffers()
-        self._in_phase("saving", lambda: self.saves.begin(self.step))
+        with self.meters.times.paused():
+            self._share_all_buffers()
+            self._in_phase("saving", lambda: self.saves.begin(self.step))
         if self.status is not None:
             self.status.write("running", self.step)
 

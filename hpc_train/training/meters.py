@@ -24,6 +24,7 @@ from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.run_status import RunStatus, try_status, write_status
 from hpc_train.run.storage_errors import storage_error
 from hpc_train.training.metrics_file import MetricsFile
+from hpc_train.training.step_times import StepTimes
 
 _log = logging.getLogger(__name__)
 
@@ -120,14 +121,14 @@ class Meters:
         steps_per_epoch: int,
         every_steps: int,
         metrics_writer: MetricsWriter | None,
+        sequence_length: int | None = None,
     ) -> None:
+        self.times = StepTimes(global_batch_size, sequence_length)
         self._attempt = attempt
-        self._global_batch_size = global_batch_size
         self._steps_per_epoch = steps_per_epoch
         self._every_steps = every_steps
         self._recorder = metrics_writer
         self._pending: deque[_PendingRow] = deque()
-        self._last_row: tuple[int, float] | None = None
 
     def train_row_is_due(self, step: int) -> bool:
         return step % self._every_steps == 0
@@ -140,18 +141,9 @@ class Meters:
         names, values = ["loss"], [loss]
         if grad_norm is not None:
             names, values = [*names, "grad_norm"], [*values, grad_norm.to(loss.dtype)]
-        row = self._head("train", step) | {"lr": lr} | self._rate(step)
+        row = self._head("train", step) | {"lr": lr} | self.times.row(step) | peak_memory(loss.device)
         self._pending.append(_to_host(row, names, torch.stack(values)))
         self.drain(wait=False)
-
-    def _rate(self, step: int) -> Row:
-        """Return the throughput since the row before; the first row of an attempt has none to start from."""
-        now = time.monotonic()
-        before, self._last_row = self._last_row, (step, now)
-        if before is None:
-            return {}
-        samples = (step - before[0]) * self._global_batch_size
-        return {"samples_per_s": round(samples / (now - before[1]), 2)}
 
     def val_row(self, step: int, metrics: dict[str, float]) -> None:
         self.drain(wait=True)
@@ -181,6 +173,13 @@ class Meters:
             "step": step,
             "epoch": round(step / self._steps_per_epoch, 4),
         }
+
+
+def peak_memory(device: torch.device) -> Row:
+    """Return the most memory that tensors of this process took on a GPU at once so far, in GiB."""
+    if device.type != "cuda":
+        return {}
+    return {"peak_memory_gib": round(torch.cuda.max_memory_allocated(device) / 2**30, 3)}
 
 
 def _to_host(row: Row, names: list[str], values: Tensor) -> _PendingRow:

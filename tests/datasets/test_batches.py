@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -170,6 +170,11 @@ def test_evaluation_counts_each_sample_once_and_is_not_augmented(workers: int, w
                     found[int(target)] = image
     assert sorted(found) == list(range(11))
     assert all(torch.equal(image, split.images[target]) for target, image in found.items())
+
+
+@pytest.mark.parametrize(("samples", "size", "batches"), [(1, 1, 1), (7, 2, 4), (8, 2, 4), (3, 8, 1)])
+def test_an_evaluation_has_as_many_batches_as_hold_all_samples(samples: int, size: int, batches: int) -> None:
+    assert evaluation_batch_count(cast(Any, range(samples)), size) == batches
 
 
 def test_evaluation_batches_are_numbered_over_all_ranks() -> None:

@@ -24,7 +24,15 @@ from tests.waiting import came_true
 REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 240.0
 #: What a row says of the moment, not of the training.
-OF_THE_MOMENT = {"time", "attempt", "samples_per_s"}
+OF_THE_MOMENT = {
+    "time",
+    "attempt",
+    "step_s",
+    "data_wait_s",
+    "samples_per_s",
+    "tokens_per_s",
+    "peak_memory_gib",
+}
 
 EXPERIMENT = """\
 name: digits

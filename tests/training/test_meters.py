@@ -123,7 +123,7 @@ def test_a_train_row_says_where_and_what(path: Path) -> None:
 def test_throughput_is_counted_from_the_row_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics_writer, _ = make_recorder(path)
     clock = iter([100.0, 102.0])
-    monkeypatch.setattr("hpc_train.training.meters.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("hpc_train.training.step_times.time.monotonic", lambda: next(clock))
     found = make_meters(metrics_writer)
     found.train_row(10, 0.1, number(1.0), None)
     found.train_row(15, 0.1, number(1.0), None)
