@@ -124,6 +124,16 @@ class AttemptPaths:
         """NCCL's last collectives, from its flight recorder, at the same moment."""
         return self.folder / f"rank-{rank}.nccl.json"
 
+    @property
+    def profile_trace(self) -> Path:
+        """The trace of ``profile``, in Chrome's format."""
+        return self.folder / "profile.json.gz"
+
+    @property
+    def profile_table(self) -> Path:
+        """What limits the profiled steps, and the operations that take longest."""
+        return self.folder / "profile.txt"
+
     def heartbeat(self, node: str) -> Path:
         """The last known activity of the ranks of a node."""
         return self.folder / f"heartbeat-{node}.json"

@@ -168,12 +168,15 @@ def submit(
     jobs: Annotated[
         int, typer.Option("--jobs", min=1, help="With --local: number of runs of a sweep to train at a time.")
     ] = 1,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Profile some steps of each run, as profile=true does.")
+    ] = False,
 ) -> int:
     """Plan and start the runs of a file."""
     from hpc_train.cli.submit import Choices, submit
 
     choices = Choices(local, devices, dry_run, new, as_json, launcher, jobs)
-    return submit(file, overrides or [], choices)
+    return submit(file, [*(overrides or []), *(["profile=true"] if profile else [])], choices)
 
 
 @_command

@@ -18,6 +18,7 @@ NOT_IDENTITY = (
     "device",
     "environment",
     "logging",
+    "profile",
     "checkpoint",
     "recovery",
     "sweep",

@@ -28,6 +28,7 @@ from hpc_train.config.training_sections import (
     ModelConfig,
     OptimizationConfig,
     ParallelConfig,
+    ProfileConfig,
 )
 
 #: What plug-ins are told, from one place.
@@ -180,6 +181,10 @@ class Experiment(Section):
     environment: EnvironmentConfig = EnvironmentConfig()
     sweep: SweepConfig = SweepConfig()
     logging: LoggingConfig = LoggingConfig()
+    profile: Annotated[
+        ProfileConfig | None, BeforeValidator(lambda v: ({} if v else None) if isinstance(v, bool) else v)
+    ] = None
+    """Profile some steps: ``true`` (default settings) or a section of settings. Default: off."""
 
     @property
     def micro_batches(self) -> int:

@@ -170,6 +170,15 @@ class EmaConfig(Section):
     """Decay: the fraction of the average that is kept at each step."""
 
 
+class ProfileConfig(Section):
+    """A profile of some steps of rank 0: a trace, and a table of what limits them."""
+
+    after_steps: PositiveInt = 10
+    """Steps of the attempt before the profile begins: the first ones compile and read cold data."""
+    steps: PositiveInt = 5
+    """Steps to profile."""
+
+
 class OptimizationConfig(Section):
     """How the model is optimized. The result does not depend on the hardware."""
 

@@ -29,7 +29,7 @@ from hpc_train.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from hpc_train.training import batch_size_search
 from hpc_train.training.cadence import Cadence
 from hpc_train.training.forward import make_to_input
-from hpc_train.training.loop import BadSampleCount, Trainer, Validation
+from hpc_train.training.loop import BadSampleCount, Profiler, Trainer, Validation
 from hpc_train.training.meters import Meters, MetricsWriter, StatusWriter
 from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
@@ -189,7 +189,20 @@ def _trainer(
         on_first_step=rank.has_stepped,
         on_event=rank.note,
         step=start.position.step,
+        profiler=_profiler(run, meters, stack),
     )
+
+
+def _profiler(run: _Run, meters: Meters, stack: ExitStack) -> Profiler | None:
+    """Return what profiles steps on rank 0 if the file asks for it; at the end it writes what it has."""
+    rank, config = run.rank, run.rank.experiment.profile
+    if config is None or not rank.is_first:
+        return None
+    from hpc_train.training.profiling import StepProfiler
+
+    profiler = StepProfiler(config, rank.paths.attempt(rank.attempt), rank.device, meters.times)
+    stack.callback(profiler.close)
+    return profiler
 
 
 def _saves(

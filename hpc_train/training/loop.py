@@ -33,6 +33,13 @@ from hpc_train.training.train_state import TrainState
 _DATA_PAUSE_S = 0.05
 
 
+class Profiler(Protocol):
+    """See ``training.profiling.StepProfiler``."""
+
+    def step_done(self) -> None:
+        """Called after each step."""
+
+
 class Steps(Iterator[tuple[int, list[Batch]]], Protocol):
     """(step, this rank's micro-batches of it) for every step that is left."""
 
@@ -69,7 +76,7 @@ class Trainer:
     agreement: Agreement
     progress: Progress
     meters: Meters
-    #: On rank 0 alone.
+    #: On rank 0 alone, like ``profiler``.
     status: StatusWriter | None
     cadence: Cadence
     training: Steps
@@ -82,6 +89,7 @@ class Trainer:
     #: Called with ``agreed`` once all ranks know that they must stop, and ``saved`` once that is on the disk.
     on_event: Callable[[str], None]
     step: int
+    profiler: Profiler | None = None
     _has_stepped: bool = False
     #: Counts the step's forward passes, as many on every rank, a rehearsal included.
     _slot: int = 0
@@ -135,6 +143,8 @@ class Trainer:
         agreed = self.agreement.wait()
         with self._saves_finished():
             self._raise_if_failed(step, is_allowed, agreed)
+        if self.profiler is not None:
+            self.profiler.step_done()
         return agreed
 
     @contextmanager

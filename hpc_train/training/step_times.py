@@ -7,8 +7,8 @@ behind, but over the steps of a row not by more than its queue, so means over a 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
 from hpc_train.loggers.base import Row
@@ -25,6 +25,7 @@ class StepTimes:
         self._sequence_length = sequence_length
         self._data_wait_s = 0.0
         self._paused_s = 0.0
+        self._annotation: Callable[[], AbstractContextManager[object]] = nullcontext
         #: Step and time of the row before, whose numbers later ones are counted from.
         self._last: tuple[int, float] | None = None
 
@@ -34,18 +35,24 @@ class StepTimes:
         while True:
             began = time.monotonic()
             try:
-                step = next(iterator)
+                with self._annotation():
+                    step = next(iterator)
             except StopIteration:
                 return
             self._data_wait_s += time.monotonic() - began
             yield step
+
+    def annotate_waits(self, annotation: Callable[[], AbstractContextManager[object]] | None) -> None:
+        """From now on wait for data inside ``annotation()``, for a profiler; None: inside nothing."""
+        self._annotation = annotation or nullcontext
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """Count what happens inside as a wait for data."""
         began = time.monotonic()
         try:
-            yield
+            with self._annotation():
+                yield
         finally:
             self._data_wait_s += time.monotonic() - began
 

@@ -1,0 +1,176 @@
+"""``profile:`` of the file: a trace of some steps of rank 0, and a table of what limits them.
+
+``build`` makes the profiler on rank 0, the loop tells it of each step. The trace is for chrome://tracing or
+https://ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.profiler_util import DeviceType  # type: ignore[attr-defined]  # private elsewhere
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from hpc_train.config.training_sections import ProfileConfig
+from hpc_train.paths import AttemptPaths
+from hpc_train.training.step_times import StepTimes
+
+_log = logging.getLogger(__name__)
+
+_WAIT = "wait for data"
+#: How the names of communication begin: NCCL's kernels and gloo's operations; c10d's only start them.
+_COMMUNICATION = ("nccl", "gloo:")
+_STARTS_COMMUNICATION = ("c10d::", "nccl:")
+_MEANING = {
+    "input": "waiting for the next batch",
+    "device": "computing",
+    "network": "communication during which nothing is computed",
+    "host": "Python and launches of kernels, while the device is idle",
+}
+_REMEDY = {
+    "input": "raise data.workers, or simplify data.augment",
+    "device": "use precision: bf16, compile, or more ranks",
+    "network": "use a larger micro_batch_size, gradient accumulation, or fewer nodes",
+    "host": "use compile, or a larger micro_batch_size",
+}
+_TABLE_ROWS = 15
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Where the time of the steps went, in seconds; a moment counts for the first of these that it is in."""
+
+    input: float
+    device: float
+    network: float
+    host: float
+
+    @classmethod
+    def of(
+        cls, total_s: float, waits: list[Interval], computing: list[Interval], sending: list[Interval]
+    ) -> Shares:
+        """``total_s``: of the steps; intervals may overlap, in seconds of any one clock."""
+        input_s = length(waits)
+        device_s = length(waits + computing) - input_s
+        network_s = length(waits + computing + sending) - input_s - device_s
+        host_s = max(0.0, total_s - input_s - device_s - network_s)
+        return cls(input_s, device_s, network_s, host_s)
+
+    @property
+    def limit(self) -> str:
+        """Return the name of the largest."""
+        return max(_MEANING, key=lambda name: getattr(self, name))
+
+    def table(self, num_steps: int) -> str:
+        """Return lines with milliseconds per step and per cent, and what to change."""
+        total_s = sum(getattr(self, name) for name in _MEANING)
+        steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
+        lines = [f"{steps} of rank 0, {1000 * total_s / num_steps:.2f} ms each"]
+        for name, meaning in _MEANING.items():
+            part_s = getattr(self, name)
+            per_cent = 100 * part_s / total_s if total_s else 0.0
+            lines.append(f"  {name:8} {1000 * part_s / num_steps:9.2f} ms {per_cent:4.0f} %  {meaning}")
+        return "\n".join([*lines, f"limited by: {self.limit}; to go faster {_REMEDY[self.limit]}"])
+
+
+class StepProfiler:
+    """Profiles the steps that ``config`` names, once per attempt. On rank 0 only."""
+
+    def __init__(
+        self, config: ProfileConfig, paths: AttemptPaths, device: torch.device, times: StepTimes
+    ) -> None:
+        self._config = config
+        self._paths = paths
+        self._device = device
+        self._times = times
+        self._steps_done = 0
+        self._began_at = 0.0
+        self._profile: profile | None = None
+
+    def step_done(self) -> None:
+        """Called after each step: starts the profile or ends it where its steps begin or end."""
+        self._steps_done += 1
+        if self._steps_done == self._config.after_steps:
+            self._begin()
+        elif self._steps_done == self._config.after_steps + self._config.steps:
+            self.close()
+
+    def close(self) -> None:
+        """Write what was profiled, also of fewer steps than were asked for; nothing if there were none."""
+        running, self._profile = self._profile, None
+        if running is None:
+            return
+        _synchronize(self._device)
+        total_s = time.perf_counter() - self._began_at
+        running.stop()
+        self._times.annotate_waits(None)
+        num_steps = self._steps_done - self._config.after_steps
+        if num_steps:
+            self._write(running, total_s, num_steps)
+
+    def _begin(self) -> None:
+        is_cuda = self._device.type == "cuda"
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+        _synchronize(self._device)
+        self._profile = profile(activities=activities)
+        self._profile.start()
+        self._times.annotate_waits(lambda: record_function(_WAIT))
+        self._began_at = time.perf_counter()
+
+    def _write(self, finished: profile, total_s: float, num_steps: int) -> None:
+        shares = shares_of(finished.events() or (), total_s, self._device)
+        by = f"self_{self._device.type}_time_total"
+        operations = finished.key_averages().table(sort_by=by, row_limit=_TABLE_ROWS)
+        table = shares.table(num_steps)
+        try:
+            finished.export_chrome_trace(str(self._paths.profile_trace))
+            self._paths.profile_table.write_text(f"{table}\n\n{operations}\n", encoding="utf-8")
+        except (OSError, RuntimeError) as error:
+            _log.warning("the profile can't be written (%s); training continues", error)
+        print(f"{table}\ntrace: {self._paths.profile_trace}", flush=True)
+
+
+def shares_of(events: Iterable[Any], total_s: float, device: torch.device) -> Shares:
+    """Return where ``total_s`` seconds went. ``events``: of ``torch.profiler``, on ``device``."""
+    found = list(events)
+    waits = [_interval(event) for event in found if event.name == _WAIT]
+    sending = [_interval(event) for event in found if event.name.startswith(_COMMUNICATION)]
+    kind = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
+    computing = [_interval(event) for event in found if event.device_type == kind and _computes(event)]
+    return Shares.of(total_s, waits, computing, sending)
+
+
+def _computes(event: Any) -> bool:
+    if event.is_user_annotation or event.name == _WAIT:
+        return False
+    # Of operations within operations the outer ones have all of the time.
+    is_outer = event.device_type != DeviceType.CPU or event.cpu_parent is None or _is_note(event.cpu_parent)
+    return is_outer and not event.name.startswith((*_COMMUNICATION, *_STARTS_COMMUNICATION))
+
+
+def _is_note(event: Any) -> bool:
+    return bool(event.is_user_annotation) or event.name == _WAIT
+
+
+def _interval(event: Any) -> Interval:
+    return event.time_range.start / 1e6, event.time_range.end / 1e6
+
+
+def length(intervals: Sequence[Interval]) -> float:
+    """Return the length of the union of intervals."""
+    total, end = 0.0, float("-inf")
+    for begin, until in sorted(intervals):
+        total += max(0.0, until - max(begin, end))
+        end = max(end, until)
+    return total
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
