@@ -21,7 +21,10 @@ def cached_schema() -> Node:
     """Return the cached schema, which must not be changed."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Experiment.model_json_schema()
     _allow_plain_bool(schema["properties"]["compile"])
-    _allow_weights(schema["$defs"]["DataConfig"]["properties"]["normalize"])
+    _allow_also(schema["properties"]["profile"], {"type": "boolean"})
+    _allow_also(
+        schema["$defs"]["DataConfig"]["properties"]["normalize"], {"const": "weights", "type": "string"}
+    )
     _for_editors(schema)
     return schema
 
@@ -31,8 +34,8 @@ def _allow_plain_bool(node: Node) -> None:
     node["default"] = False
 
 
-def _allow_weights(node: Node) -> None:
-    node["anyOf"] = [*node["anyOf"], {"const": "weights", "type": "string"}]
+def _allow_also(node: Node, other: Node) -> None:
+    node["anyOf"] = [*node["anyOf"], other]
 
 
 def _for_editors(node: Any) -> None:
