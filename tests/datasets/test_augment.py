@@ -143,3 +143,11 @@ def count_operations(config: dict[str, Any], num_samples: int) -> int:
 )
 def test_a_larger_batch_takes_no_more_tensor_operations(key: dict[str, Any]) -> None:
     assert 0 < count_operations(key, 256) == count_operations(key, 8)
+
+
+@pytest.mark.parametrize("key", ["hflip", "vflip"])
+def test_flips_are_the_same_in_any_memory_layout(key: str) -> None:
+    images, samples = random_images(32), torch.arange(32)
+    as_decoded = [image.permute(1, 2, 0).contiguous().permute(2, 0, 1) for image in images]
+    augment = augmentation({key: 0.5})
+    assert torch.equal(augment(as_decoded, 0, samples), augment(images, 0, samples))

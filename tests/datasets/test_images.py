@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tvf
 
-from hpc_train.datasets.images import as_tensor, centre_square
+from hpc_train.datasets.images import as_tensor, centre_square, resize, stack
 from hpc_train.errors import BadFileError
 from tests.datasets.samples import random_images
 
@@ -88,3 +89,24 @@ def test_evaluation_crop_equals_torchvisions_resize_and_centre_crop() -> None:
 @pytest.mark.parametrize(("height", "width"), [(3, 50), (50, 3), (8, 8), (9, 8), (1, 1)])
 def test_a_square_comes_of_any_shape(height: int, width: int) -> None:
     assert centre_square(random_images(1, 3, height, width)[0], 8, 0.875).shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("sides", [(20, 24), (80, 33)])
+def test_resized_pixels_are_torchvisions(
+    interpolation: str, dtype: torch.dtype, sides: tuple[int, int]
+) -> None:
+    part = random_images(1, 3, 48, 64)[0].to(dtype)[:, 5:40, 3:50]
+    expected = tvf.resize(part, list(sides), InterpolationMode(interpolation), antialias=True)
+    for image in (part, part.permute(1, 2, 0).contiguous().permute(2, 0, 1)):
+        assert torch.equal(resize(image, *sides, interpolation), expected)
+
+
+def test_decoded_images_are_stacked_in_their_own_layout() -> None:
+    images = random_images(4)
+    decoded = [image.permute(1, 2, 0).contiguous().permute(2, 0, 1) for image in images]
+    stacked = stack(decoded)
+    assert torch.equal(stacked, images)
+    assert stacked.is_contiguous(memory_format=torch.channels_last)
+    assert stack(list(images)).is_contiguous()
