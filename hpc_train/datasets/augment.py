@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hpc_train.config.training_sections import AugmentConfig, RandAugmentConfig, RandomResizedCropConfig
+from hpc_train.datasets.decoding import EncodedImage, decoded
 from hpc_train.datasets.images import centre_square, resize, stack
 from hpc_train.datasets.random_numbers import Keys
 from hpc_train.datasets.rectangles import erased_parts, resized_crops
@@ -35,7 +36,11 @@ class Augmentation:
         self._interpolation = interpolation
 
     def __call__(
-        self, images: Tensor | Sequence[Tensor], epoch: int, samples_B: Tensor, repeat: int = 0
+        self,
+        images: Tensor | Sequence[Tensor | EncodedImage],
+        epoch: int,
+        samples_B: Tensor,
+        repeat: int = 0,
     ) -> Tensor:
         """Return (B, C, H, W) of the input's dtype, from (B, C, H, W) or B images (C, H, W).
 
@@ -53,13 +58,15 @@ class Augmentation:
             images_BCHW = erase(images_BCHW, keys, config.erasing)
         return images_BCHW
 
-    def _sized(self, images: Tensor | Sequence[Tensor], keys: Keys) -> Tensor | Sequence[Tensor]:
+    def _sized(
+        self, images: Tensor | Sequence[Tensor | EncodedImage], keys: Keys
+    ) -> Tensor | Sequence[Tensor]:
         size, crop = self._image_size, self._config.random_resized_crop
         if crop is not None:
             return _resized_crops(images, keys, crop, size, self._interpolation)
         if size is not None and not _are_square(images, size):
-            return [centre_square(image, size, 1.0, self._interpolation) for image in images]
-        return images
+            return [centre_square(decoded(image), size, 1.0, self._interpolation) for image in images]
+        return images if isinstance(images, Tensor) else [decoded(image) for image in images]
 
     def _flipped(self, images: Tensor | Sequence[Tensor], keys: Keys) -> Tensor | Sequence[Tensor]:
         for name, probability, dim in (("hflip", self._config.hflip, -1), ("vflip", self._config.vflip, -2)):
@@ -72,13 +79,13 @@ def _batch(images: Tensor | Sequence[Tensor]) -> Tensor:
     return images if isinstance(images, Tensor) else stack(images)
 
 
-def _are_square(images: Tensor | Sequence[Tensor], size: int) -> bool:
+def _are_square(images: Tensor | Sequence[Tensor | EncodedImage], size: int) -> bool:
     distinct = images[:1] if isinstance(images, Tensor) else images
     return all(image.shape[-2:] == (size, size) for image in distinct)
 
 
 def _resized_crops(
-    images: Tensor | Sequence[Tensor],
+    images: Tensor | Sequence[Tensor | EncodedImage],
     keys: Keys,
     config: RandomResizedCropConfig,
     size: int | None,
@@ -89,14 +96,18 @@ def _resized_crops(
     crops = resized_crops(keys, heights_B, widths_B, config.scale, config.ratio)
     corners = torch.stack([crops.tops, crops.lefts, crops.heights, crops.widths], dim=1)
     return [
-        resize(
-            image[:, top : top + height, left : left + width],
-            size or image.shape[-2],
-            size or image.shape[-1],
-            interpolation,
-        )
-        for image, (top, left, height, width) in zip(images, corners.tolist(), strict=True)
+        _resized_part(image, crop, (size or image.shape[-2], size or image.shape[-1]), interpolation)
+        for image, crop in zip(images, corners.tolist(), strict=True)
     ]
+
+
+def _resized_part(
+    image: Tensor | EncodedImage, crop: Sequence[int], to: tuple[int, int], interpolation: str
+) -> Tensor:
+    top, left, height, width = crop
+    if isinstance(image, EncodedImage):
+        return image.resized_part((top, left), (height, width), to, interpolation)
+    return resize(image[:, top : top + height, left : left + width], *to, interpolation)
 
 
 def padded_crop(images_BCHW: Tensor, keys: Keys, padding: int) -> Tensor:

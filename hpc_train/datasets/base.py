@@ -55,7 +55,20 @@ class ArraySplit(Protocol):
         """
 
 
-AnySplit = Split | ArraySplit
+@runtime_checkable
+class FileSplit(Protocol):
+    """A split of image files, of which the loader decodes as little as a batch needs."""
+
+    #: 1 or 3; other images are converted.
+    channels: int
+
+    def __len__(self) -> int: ...
+
+    def file_content(self, index: int, /) -> tuple[bytes, RawTarget]:
+        """Return what the file of sample ``index`` contains, not decoded, and the sample's target."""
+
+
+AnySplit = Split | ArraySplit | FileSplit
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import AugmentConfig, DataConfig
 from hpc_train.datasets.augment import Augmentation
 from hpc_train.datasets.base import AnySplit, DataSource
-from hpc_train.datasets.images import centre_square, stack_inputs
+from hpc_train.datasets.decoding import decoded
+from hpc_train.datasets.images import centre_square, stack, stack_inputs
 from hpc_train.datasets.reading import Failure, SlotReader
 from hpc_train.datasets.sampler import EvaluationSampler, MicroBatchSampler, Position, Slot
 from hpc_train.datasets.skipping import BadSamples
@@ -233,8 +234,10 @@ def _evaluation_reader(
         if not is_structured(_first(inputs)):
             refuse_moved_masks(inputs, targets, _resizing_key(inputs, data))
         if size is not None:
-            inputs = [centre_square(image, size, data.eval_crop, data.interpolation) for image in inputs]
-        return stack_inputs(inputs) if isinstance(inputs, list) else inputs
+            return stack(
+                [centre_square(decoded(image), size, data.eval_crop, data.interpolation) for image in inputs]
+            )
+        return stack_inputs([*map(decoded, inputs)]) if isinstance(inputs, list) else inputs
 
     targets = TargetCheck(experiment.task, target_spec)
     return SlotReader(split, None, experiment.seed, prepare, targets, part="val", skip_bad=skip_bad)

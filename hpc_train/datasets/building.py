@@ -8,7 +8,7 @@ from typing import Any, cast
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.facts import missing_root
 from hpc_train.datasets.arguments import call
-from hpc_train.datasets.base import AnySplit, ArraySplit, DatasetBuilder, DataSource
+from hpc_train.datasets.base import AnySplit, ArraySplit, DatasetBuilder, DataSource, FileSplit
 from hpc_train.datasets.images import ImageSplit
 from hpc_train.datasets.sources.infer import infer_info
 from hpc_train.datasets.types import DataInfo
@@ -42,7 +42,7 @@ def _build(config: DataConfig, download: bool) -> DataSource:
 
 
 def _as_tensors(split: AnySplit, info: DataInfo) -> AnySplit:
-    if isinstance(split, ArraySplit):
+    if isinstance(split, (ArraySplit, FileSplit)):
         return split
     if not hasattr(split, "__getitem__"):
         raise BadFileError(

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-from hpc_train.datasets.base import AnySplit, ArraySplit, Split, TensorSplit
+from hpc_train.datasets.base import AnySplit, ArraySplit, FileSplit, Split, TensorSplit
+from hpc_train.datasets.decoding import UndecodableError, encoded_image
 from hpc_train.datasets.images import as_inputs, sample_path
 from hpc_train.datasets.random_numbers import hash_words
 from hpc_train.datasets.sampler import Slot
@@ -33,7 +34,8 @@ from hpc_train.run.bad_samples import BadSample, Part
 #: Errors of a disk or file server that may be temporary; they do not mean that the sample is bad. Assumed.
 _NOT_THE_SAMPLES = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _PAUSES_S = (0.1, 1.0)
-#: The inputs of a batch, or of B samples one by one, its targets and slot → the batch's inputs.
+#: The inputs of a batch, or of B samples one by one (of a FileSplit not decoded yet), its targets and slot →
+#: the batch's inputs. Raises UndecodableError.
 Prepare = Callable[[Tensors | Sequence[Tensors], Tensors, Slot], Tensors]
 
 
@@ -89,9 +91,12 @@ class SlotReader(Dataset[Read | Failure]):
         self._split = split
         # Once: a check of a protocol takes as long as reading a small sample.
         self._arrays: ArraySplit | None = None
+        self._files: FileSplit | None = None
         self._samples: Split | None = None
         if isinstance(split, ArraySplit):
             self._arrays = split
+        elif isinstance(split, FileSplit):
+            self._files = split
         else:
             self._samples = split
         self._channels = channels
@@ -110,8 +115,7 @@ class SlotReader(Dataset[Read | Failure]):
         """Return the slot's batch; an error that the user can fix is returned as a Failure, not raised."""
         bad: dict[int, BadSample] = {}
         try:
-            given, targets = self._read(slot, bad)
-            inputs = self._prepare(given, targets, slot)
+            inputs, targets = self._read(slot, bad)
         except BadFileError as error:
             return Failure(str(error))
         except TransientStorageError as error:
@@ -124,14 +128,39 @@ class SlotReader(Dataset[Read | Failure]):
         batch = Batch(slot.step, slot.number, slot.weight, inputs, targets, valid)
         return Read(batch, tuple(bad.values()))
 
-    def _read(self, slot: Slot, bad: dict[int, BadSample]) -> tuple[Tensors | list[Tensors], Tensors]:
-        """Return inputs and targets; bad samples are added to ``bad`` by index."""
+    def _read(self, slot: Slot, bad: dict[int, BadSample]) -> tuple[Tensors, Tensors]:
+        """Return prepared inputs and targets; bad samples are added to ``bad`` by index."""
         if self._arrays is not None:
-            return self._whole_batch(self._arrays, slot)
+            given, targets = self._whole_batch(self._arrays, slot)
+            return self._prepare(given, targets, slot), targets
+        undecodable: dict[int, BadSample] = {}
+        while True:
+            bad.clear()  # in the order of the batch, as if all had been decoded at once
+            samples, targets = self._one_by_one(slot, bad, undecodable)
+            try:
+                return self._prepare(samples, targets, slot), targets
+            except UndecodableError as error:
+                # Rare: the batch is read again, with another sample in its place.
+                undecodable[error.index] = self._undecodable(error)
+
+    def _undecodable(self, error: UndecodableError) -> BadSample:
+        """Return the sample to replace. Raises BadFileError if none is, and if memory was the cause."""
+        cause = error.__cause__
+        assert isinstance(cause, Exception)
+        sample = self._bad_sample(error.index, cause)
+        if isinstance(cause, MemoryError):
+            raise _transient(sample) from cause
+        if not self._skip_bad:
+            raise _unreadable(sample) from cause
+        return sample
+
+    def _one_by_one(
+        self, slot: Slot, bad: dict[int, BadSample], undecodable: dict[int, BadSample]
+    ) -> tuple[list[Tensors], Tensors]:
         with _own_generators():
             samples = [
                 # Another rank reports bad samples in the padding.
-                self._sample(slot.epoch, index, bad if place < slot.num_valid else {})
+                self._sample(slot.epoch, index, bad if place < slot.num_valid else {}, undecodable)
                 for place, index in enumerate(slot.indices.tolist())
             ]
         inputs, targets = zip(*samples, strict=True)
@@ -170,17 +199,25 @@ class SlotReader(Dataset[Read | Failure]):
                 f"has channels={self._channels}; make them the same"
             )
 
-    def _sample(self, epoch: int, index: int, bad: dict[int, BadSample]) -> tuple[Tensors, Tensors]:
-        try:
-            return self._try_sample(index, hash_words(self._seed, epoch, index))
-        except TransientStorageError:
-            raise
-        except Exception as error:
-            first = self._bad_sample(index, error)
-            if not self._skip_bad:
-                raise _unusable(first, error) from error
-            bad[index] = first
+    def _sample(
+        self, epoch: int, index: int, bad: dict[int, BadSample], undecodable: dict[int, BadSample]
+    ) -> tuple[Tensors, Tensors]:
+        if index in undecodable:
+            first = bad[index] = undecodable[index]
+        else:
+            try:
+                return self._try_sample(index, hash_words(self._seed, epoch, index))
+            except TransientStorageError:
+                raise
+            except Exception as error:
+                first = self._bad_sample(index, error)
+                if not self._skip_bad:
+                    raise _unusable(first, error) from error
+                bad[index] = first
         for word, other in stand_ins(self._seed, epoch, index, len(self._split)):
+            if other in undecodable:
+                bad[other] = undecodable[other]
+                continue
             try:
                 return self._try_sample(other, word)
             except TransientStorageError:
@@ -191,21 +228,26 @@ class SlotReader(Dataset[Read | Failure]):
 
     def _try_sample(self, index: int, seed: int) -> tuple[Tensors, Tensors]:
         for pause_s in (*_PAUSES_S, None):
-            seed_generators(seed)
             try:
-                assert self._samples is not None, "ArraySplit is read in whole batches"
-                inputs, target = self._samples[index]
-                return as_inputs(inputs, self._channels), self._targets.one(target)
+                inputs, target = self._load(index, seed)
+                return inputs, self._targets.one(target)
             except (OSError, MemoryError) as error:
                 if isinstance(error, OSError) and error.errno not in _NOT_THE_SAMPLES:
                     raise
                 if pause_s is None:
-                    bad = self._bad_sample(index, error)
-                    raise TransientStorageError(
-                        f"data: {bad.title} can't be read at the moment: {bad.why}"
-                    ) from error
+                    raise _transient(self._bad_sample(index, error)) from error
                 time.sleep(pause_s)
         raise AssertionError("the last try returns or raises")
+
+    def _load(self, index: int, seed: int) -> tuple[Tensors, Any]:
+        """Return a sample's inputs, of a FileSplit not decoded yet, and its target as it is stored."""
+        if self._files is not None:
+            content, target = self._files.file_content(index)
+            return encoded_image(content, self._files.channels, index), target
+        assert self._samples is not None, "ArraySplit is read in whole batches"
+        seed_generators(seed)
+        inputs, target = self._samples[index]
+        return as_inputs(inputs, self._channels), target
 
     def _bad_sample(self, index: int, error: Exception) -> BadSample:
         path = sample_path(self._split, index)
@@ -224,6 +266,10 @@ def _has_rows(part: Any, count: int) -> bool:
 
 def _unusable(sample: BadSample, error: Exception) -> BadFileError:
     return error.of_sample(sample.title) if isinstance(error, MisfitError) else _unreadable(sample)
+
+
+def _transient(sample: BadSample) -> TransientStorageError:
+    return TransientStorageError(f"data: {sample.title} can't be read at the moment: {sample.why}")
 
 
 def _unreadable(sample: BadSample) -> BadFileError:

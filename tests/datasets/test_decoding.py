@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simplejpeg
 import torch
 from PIL import Image
 
-from hpc_train.datasets.decoding import decode
-from hpc_train.datasets.images import as_tensor
+from hpc_train.datasets.decoding import UndecodableError, decode, encoded_image
+from hpc_train.datasets.images import as_tensor, resize
 
 #: Smooth and odd-sized, so that upsampled chroma and incomplete blocks count.
 PIXELS = np.asarray(
@@ -84,3 +85,76 @@ def test_an_image_of_too_many_pixels_is_refused_as_by_pillow(monkeypatch: pytest
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", PIXELS.size // 3 // 4)
     with pytest.raises(Image.DecompressionBombError):
         decode(content(), 3)
+
+
+LARGE = Image.fromarray(PIXELS).resize((640, 480), Image.Resampling.BICUBIC)
+
+
+def large(form: str = "JPEG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    LARGE.save(file, form, **options)
+    return file.getvalue()
+
+
+def expected_part(data: bytes, box: tuple[int, int, int, int], to: tuple[int, int]) -> torch.Tensor:
+    top, left, height, width = box
+    return resize(by_pillow(data, 3)[:, top : top + height, left : left + width], *to)
+
+
+def resized_part(data: bytes, box: tuple[int, int, int, int], to: tuple[int, int]) -> torch.Tensor:
+    return encoded_image(data, 3, 0).resized_part(box[:2], box[2:], to, "bilinear")
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+@pytest.mark.parametrize("box", [(33, 101, 200, 255), (0, 0, 480, 640), (479, 639, 1, 1)])
+def test_a_part_of_less_than_twice_its_new_sides_has_pillows_pixels(
+    form: str, box: tuple[int, int, int, int]
+) -> None:
+    to = box[2] // 2 + 1, box[3]
+    assert torch.equal(resized_part(large(form), box, to), expected_part(large(form), box, to))
+
+
+@pytest.mark.parametrize(
+    ("to", "decoded_sides"),
+    [((240, 320), (240, 320)), ((240, 321), (480, 640)), ((61, 80), (120, 160)), ((60, 80), (60, 80))],
+)
+def test_a_jpeg_is_decoded_no_smaller_than_its_part_becomes(
+    monkeypatch: pytest.MonkeyPatch, to: tuple[int, int], decoded_sides: tuple[int, int]
+) -> None:
+    decoded: list[tuple[int, ...]] = []
+    decode_jpeg = simplejpeg.decode_jpeg
+
+    def spied(*args: Any) -> Any:
+        pixels = decode_jpeg(*args)
+        decoded.append(pixels.shape[:2])
+        return pixels
+
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", spied)
+    part = resized_part(large(), (0, 0, 480, 640), to)
+    assert decoded == [decoded_sides]
+    assert part.shape == (3, *to)
+
+
+@pytest.mark.parametrize(("form", "pixels_off"), [("JPEG", 8), ("PNG", 0)])
+@pytest.mark.parametrize("box", [(40, 80, 400, 480), (3, 5, 477, 635), (101, 203, 161, 161)])
+def test_a_part_of_a_reduced_image_is_at_most_one_of_its_pixels_off(
+    box: tuple[int, int, int, int], form: str, pixels_off: int
+) -> None:
+    rows, columns = np.mgrid[:480, :640]
+    file = io.BytesIO()
+    slope = 0.39
+    ramps = np.stack([rows * slope, columns * slope, (rows + columns) * slope / 2], axis=2)
+    Image.fromarray(ramps.astype(np.uint8)).save(file, form, quality=95)
+    ours = resized_part(file.getvalue(), box, (40, 40))
+    theirs = expected_part(file.getvalue(), box, (40, 40))
+    rounding = 1 if pixels_off else 0
+    assert (ours.double() - theirs.double()).abs().max() <= pixels_off * slope + rounding
+
+
+def test_a_damaged_jpeg_is_undecodable_and_says_why() -> None:
+    image = encoded_image(large()[:-400], 3, index=7)
+    for read in (image.decode, lambda: image.resized_part((0, 0), (480, 640), (60, 60), "bilinear")):
+        with pytest.raises(UndecodableError) as raised:
+            read()
+        assert raised.value.index == 7
+        assert "truncated" in str(raised.value.__cause__)

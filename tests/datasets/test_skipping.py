@@ -182,6 +182,47 @@ def _taken(epoch: int, index: int, bad: set[int]) -> int:
     return next(other for _, other in stand_ins(0, epoch, index, SAMPLES) if other not in bad)
 
 
+class Decoded:
+    """A folder of images whose samples are decoded by ``__getitem__``, as those of a plug-in are."""
+
+    def __init__(self, split: Any) -> None:
+        self._split = split
+        self.path = split.path
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+    def __getitem__(self, index: int, /) -> tuple[Any, int]:
+        sample: tuple[Any, int] = self._split[index]
+        return sample
+
+
+@pytest.mark.parametrize("augment", [AUGMENT, {"random_resized_crop": {}}])
+def test_files_are_replaced_alike_whenever_they_are_decoded(
+    data: DataSource, tmp_path: Path, augment: dict[str, Any]
+) -> None:
+    for index in range(13, SAMPLES - 1):  # most replacements can't be decoded either
+        _truncate(_file(data.train, index))
+    ours, theirs = run_paths(tmp_path / "ours"), run_paths(tmp_path / "theirs")
+    found = slots(training(data, ours, augment=augment, image_size=12))
+    assert_equal(found, slots(training(source(Decoded(data.train)), theirs, augment=augment, image_size=12)))
+    named = [paths.attempt(1).bad_samples(0).read_text() for paths in (ours, theirs)]
+    assert named[0] == named[1]
+
+
+@pytest.mark.fault(9)
+def test_no_memory_to_decode_a_file_makes_no_sample_bad(
+    data: DataSource, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("simplejpeg.decode_jpeg", fail)
+    with pytest.raises(TransientStorageError, match=r"can't be read at the moment: MemoryError"):
+        slots(training(data, paths))
+    assert not {index for _, index in all_known(paths)} - {11, 12}
+
+
 def test_another_epoch_takes_another_sample() -> None:
     firsts = {next(stand_ins(0, epoch, 5, 1000)) for epoch in range(10)}
     assert len(firsts) == 10

@@ -35,7 +35,7 @@ class FolderSplit:
 
     def __init__(self, folder: Path, class_names: tuple[str, ...], channels: int) -> None:
         self._folder = os.fspath(folder)
-        self._channels = channels
+        self.channels = channels
         paths: list[bytes] = []
         counts: list[int] = []
         for name in class_names:
@@ -55,9 +55,13 @@ class FolderSplit:
         return len(self._paths)
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
+        content, target = self.file_content(index)
+        return decode(content, self.channels), target
+
+    def file_content(self, index: int, /) -> tuple[bytes, int]:
+        """Return what the file of a sample contains, and the sample's class."""
         with open(self._file(index), "rb", buffering=0) as file:  # noqa: PTH123  (Path: half as long as decoding)
-            content = file.read()
-        return decode(content, self._channels), int(self._classes[index])
+            return file.read(), int(self._classes[index])
 
     def path(self, index: int) -> Path:
         """Return the file of a sample."""
