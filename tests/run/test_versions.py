@@ -17,7 +17,16 @@ def test_versions_are_those_that_ranks_import() -> None:
     import torch
 
     found = versions()
-    assert list(found) == ["hpc-train", "python", "torch", "torchvision", "timm", "numpy"]
+    assert list(found) == [
+        "hpc-train",
+        "python",
+        "torch",
+        "torchvision",
+        "timm",
+        "numpy",
+        "pillow",
+        "simplejpeg",
+    ]
     assert found["hpc-train"] == __version__
     assert found["python"] == platform.python_version()
     assert found["torch"] == torch.__version__, "with the CUDA that it was built with"
@@ -26,7 +35,7 @@ def test_versions_are_those_that_ranks_import() -> None:
 def test_nothing_is_imported_to_find_out() -> None:
     code = (
         "import sys; from hpc_train.run.versions import versions; versions(); "
-        "sys.exit(bool({'torch', 'torchvision', 'timm', 'numpy'} & sys.modules.keys()))"
+        "sys.exit(bool({'torch', 'torchvision', 'timm', 'numpy', 'PIL', 'simplejpeg'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
 
@@ -54,3 +63,11 @@ def test_differences_name_what_changed_came_and_went() -> None:
     }
     assert in_words(found) == "torch 2.14.0+cu130 → 2.14.0+cu132, timm 1.0.20 → none, numpy none → 2.4.6"
     assert differences(then, then) == {}
+
+
+def test_a_decoder_that_was_not_recorded_is_no_difference() -> None:
+    then = {"torch": "2.15.0"}
+    now = {"torch": "2.15.0", "pillow": "13.0.0", "simplejpeg": "1.9.0"}
+    assert differences(then, now) == {}
+    assert differences(now | {"pillow": "12.0.0"}, now) == {"pillow": ("12.0.0", "13.0.0")}
+    assert differences(now, then) == {"pillow": ("13.0.0", None), "simplejpeg": ("1.9.0", None)}
