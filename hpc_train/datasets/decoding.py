@@ -25,7 +25,6 @@ _JPEG_START = b"\xff\xd8"
 #: gray of a colour image is not libjpeg's, nor is its RGB of CMYK.
 _DECODED_TO = {(3, "YCbCr"): "RGB", (3, "RGB"): "RGB", (3, "Gray"): "RGB", (1, "Gray"): "GRAY"}
 
-
 #: JPEG decodes to these fractions of its sides in less time than to all of them.
 _REDUCTIONS = (8, 4, 2)
 
@@ -40,14 +39,13 @@ class UndecodableError(Exception):
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """The image of sample ``index``, decoded when it is used. ``shape`` is (C, H, W)."""
+    """The JPEG of sample ``index``, decoded when it is used. ``shape`` is (C, H, W)."""
 
     content: bytes
     shape: tuple[int, int, int]
+    #: The colorspace that simplejpeg decodes it to.
+    colorspace: str
     index: int
-    #: What simplejpeg decodes it to; None: Pillow decodes it.
-    decoded_to: str | None = None
-    opened: Image.Image | None = None
 
     def dim(self) -> int:
         """Return the dimensions of the decoded image."""
@@ -56,8 +54,7 @@ class EncodedImage:
     def decode(self, reduction: int = 1) -> Tensor:
         """Return the image (C, H, W) uint8, its pixels stored as (H, W, C).
 
-        ``reduction``: 2, 4 or 8 return a JPEG that simplejpeg decodes with sides of that fraction, rounded
-        up. Raises UndecodableError.
+        ``reduction``: 2, 4 or 8 return sides of that fraction, rounded up. Raises UndecodableError.
         """
         try:
             return self._decoded(reduction)
@@ -65,33 +62,24 @@ class EncodedImage:
             raise UndecodableError(self.index) from error
 
     def _decoded(self, reduction: int) -> Tensor:
-        _, height, width = self.shape
-        if self.decoded_to is None:
-            return self._by_pillow()
-        least = -(-height // reduction), -(-width // reduction)
+        channels, height, width = self.shape
+        sides = -(-height // reduction), -(-width // reduction)
         try:
-            pixels = simplejpeg.decode_jpeg(self.content, self.decoded_to, False, False, *least)
+            pixels = simplejpeg.decode_jpeg(self.content, self.colorspace, False, False, *sides)
         except ValueError:  # Pillow reads some damaged files, and has a better message for the others
-            return resize(self._by_pillow(), *least)
+            return resize(_decode_by_pillow(self.content, channels), *sides)
         return torch.from_numpy(pixels).permute(2, 0, 1)
-
-    def _by_pillow(self) -> Tensor:
-        with self.opened or _opened(self.content) as image:
-            image.load()
-            return as_tensor(image, self.shape[0])
 
     def resized_part(
         self, corner: tuple[int, int], sides: tuple[int, int], to: tuple[int, int], interpolation: str
     ) -> Tensor:
         """Return the rectangle at ``corner`` (top, left) of ``sides`` (height, width), resized to ``to``.
 
-        A JPEG is first decoded to the smallest fraction at which the rectangle has at least the sides
+        The image is first decoded to the smallest fraction at which the rectangle has at least the sides
         ``to``; the rectangle is then rounded to that grid. Raises UndecodableError.
         """
-        reduction = 1
-        if self.decoded_to is not None:
-            fits = (r for r in _REDUCTIONS if all(a // r >= b for a, b in zip(sides, to, strict=True)))
-            reduction = next(fits, 1)
+        fits = (r for r in _REDUCTIONS if all(a // r >= b for a, b in zip(sides, to, strict=True)))
+        reduction = next(fits, 1)
         image = self.decode(reduction)
         height, width = (length // reduction for length in sides)
         top = min(round(corner[0] / reduction), image.shape[1] - height)
@@ -100,22 +88,25 @@ class EncodedImage:
         return resize(part, *to, interpolation)
 
 
-def encoded_image(content: bytes, channels: int, index: int) -> EncodedImage:
-    """Return the image of a file's ``content``, of which only the header is read, as 1 or 3 channels.
+def read_image(content: bytes, channels: int, index: int) -> EncodedImage | Tensor:
+    """Return the image of a file's ``content`` as 1 or 3 channels; of ordinary JPEG only the header is read.
 
-    Raises OSError, SyntaxError or ValueError as Pillow does if that is no image's.
+    Raises OSError, SyntaxError or ValueError as Pillow does if the content is not an image, or is damaged.
     """
-    if content.startswith(_JPEG_START):
-        try:
-            height, width, colorspace, _ = simplejpeg.decode_jpeg_header(content)
-        except ValueError:
-            pass
-        else:
-            decoded_to = _DECODED_TO.get((channels, colorspace))
-            if decoded_to is not None and height * width <= (Image.MAX_IMAGE_PIXELS or height * width):
-                return EncodedImage(content, (channels, height, width), index, decoded_to)
-    image = _opened(content)
-    return EncodedImage(content, (channels, image.height, image.width), index, opened=image)
+    encoded = _read_header(content, channels, index) if content.startswith(_JPEG_START) else None
+    return _decode_by_pillow(content, channels) if encoded is None else encoded
+
+
+def _read_header(content: bytes, channels: int, index: int) -> EncodedImage | None:
+    """Return the JPEG, or None if Pillow should decode it or say why it can't be decoded."""
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(content)
+    except ValueError:
+        return None
+    decoded_to = _DECODED_TO.get((channels, colorspace))
+    if decoded_to is None or height * width > (Image.MAX_IMAGE_PIXELS or height * width):
+        return None
+    return EncodedImage(content, (channels, height, width), decoded_to, index)
 
 
 def decoded(image: Tensor | EncodedImage) -> Tensor:
@@ -126,14 +117,17 @@ def decoded(image: Tensor | EncodedImage) -> Tensor:
 def decode(content: bytes, channels: int) -> Tensor:
     """Return the image (C, H, W) uint8 of a file's ``content`` with ``channels`` channels, 1 or 3.
 
-    Pixels are stored as (H, W, C). Raises OSError, SyntaxError or ValueError as Pillow does for what is not
-    an intact image.
+    Pixels are stored as (H, W, C). Raises what ``read_image`` does.
     """
-    return encoded_image(content, channels, 0)._decoded(1)
+    image = read_image(content, channels, 0)
+    return image._decoded(1) if isinstance(image, EncodedImage) else image
 
 
-def _opened(content: bytes) -> Image.Image:
+def _decode_by_pillow(content: bytes, channels: int) -> Tensor:
     try:
-        return Image.open(io.BytesIO(content))
+        image = Image.open(io.BytesIO(content))
     except UnidentifiedImageError as error:  # names the buffer's address
         raise UnidentifiedImageError("cannot identify the image format") from error
+    with image:
+        image.load()
+        return as_tensor(image, channels)

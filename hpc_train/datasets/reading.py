@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from hpc_train.datasets.base import AnySplit, ArraySplit, FileSplit, Split, TensorSplit
-from hpc_train.datasets.decoding import UndecodableError, encoded_image
+from hpc_train.datasets.decoding import UndecodableError, read_image
 from hpc_train.datasets.images import as_inputs, sample_path
 from hpc_train.datasets.random_numbers import hash_words
 from hpc_train.datasets.sampler import Slot
@@ -34,8 +34,8 @@ from hpc_train.run.bad_samples import BadSample, Part
 #: Errors of a disk or file server that may be temporary; they do not mean that the sample is bad. Assumed.
 _NOT_THE_SAMPLES = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _PAUSES_S = (0.1, 1.0)
-#: The inputs of a batch, or of B samples one by one (of a FileSplit not decoded yet), its targets and slot →
-#: the batch's inputs. Raises UndecodableError.
+#: The inputs of a batch, or of B samples one by one (JPEG files not decoded yet), its targets and slot → the
+#: batch's inputs. Raises UndecodableError.
 Prepare = Callable[[Tensors | Sequence[Tensors], Tensors, Slot], Tensors]
 
 
@@ -240,10 +240,10 @@ class SlotReader(Dataset[Read | Failure]):
         raise AssertionError("the last try returns or raises")
 
     def _load(self, index: int, seed: int) -> tuple[Tensors, Any]:
-        """Return a sample's inputs, of a FileSplit not decoded yet, and its target as it is stored."""
+        """Return a sample's inputs, a JPEG file's not decoded yet, and its target as it is stored."""
         if self._files is not None:
             content, target = self._files.file_content(index)
-            return encoded_image(content, self._files.channels, index), target
+            return read_image(content, self._files.channels, index), target
         assert self._samples is not None, "ArraySplit is read in whole batches"
         seed_generators(seed)
         inputs, target = self._samples[index]
