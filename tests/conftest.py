@@ -58,6 +58,12 @@ def fresh_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(warm.FRESH, "1")
 
 
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the forking itself, in ``make test-full`` too."""
+    monkeypatch.delenv(warm.FRESH, raising=False)
+
+
 @pytest.fixture(autouse=True)
 def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test writes runs or caches outside its own folder, or inherits what a rank or Slurm was told."""

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 
@@ -28,6 +29,7 @@ def facts() -> dict[str, object]:
         "proc environ": sorted(filter(None, Path("/proc/self/environ").read_text().split("\0"))),
         "proc cmdline": Path("/proc/self/cmdline").read_text().rstrip("\0"),
         "folder": str(Path.cwd()),
+        "temporary folder": tempfile.gettempdir(),
         "umask": (mask := os.umask(0), os.umask(mask))[0],
         "parent": os.getppid(),
         "leads": (os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()),

@@ -16,7 +16,7 @@ from hpc_train.launchers.rank_processes import _die_with
 from tests import warm
 from tests.waiting import came_true
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
 
 FACTS = [sys.executable, "-m", "tests.start_facts", "one", "two words"]
 REPOSITORY = str(Path(__file__).parents[1])
@@ -97,7 +97,8 @@ def test_a_rank_that_a_task_orders_is_like_a_fresh_one(tmp_path: Path) -> None:
     found = {}
     for name, more in (("fresh", {warm.FRESH: "1"}), ("warm", {})):
         with (tmp_path / name).open("wb") as output:
-            assert task("one", output=output, **more).wait(60) == 7, (tmp_path / name).read_text()
+            code = task("one", output=output, TMPDIR=str(tmp_path), **more).wait(60)
+        assert code == 7, (tmp_path / name).read_text()
         found[name] = json.loads((tmp_path / name).read_text())
         assert found[name].pop("has torch") == (name == "warm")
         for varying in ("parent", "streams", "proc environ", "died with", "blocked"):

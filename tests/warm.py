@@ -73,7 +73,7 @@ _READ_AT_START = (
 #: Of these, what ``_take_over`` or hpc-train itself sets as well.
 _SET_AFTERWARDS = {
     "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR",
+    "TRITON_CACHE_DIR", "TMPDIR",
 }  # fmt: skip
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 #: Room for a process's arguments and environment in the memory that /proc shows.
@@ -363,6 +363,7 @@ def _take_over(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Make arguments, environment and streams those of a Python that was started so."""
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # Slurm sets TMPDIR for its jobs
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     arguments, end_of_arguments, variables, end_of_variables = map(int, fields[45:49])
     for begin, end, words in (

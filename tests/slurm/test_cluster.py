@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.end_to_end.runs import REPOSITORY, wait_for
 from tests.slurm import host, processes
 from tests.slurm.cluster import Cluster
@@ -37,6 +39,16 @@ def test_a_step_runs_on_two_nodes(any_cluster: Cluster, tmp_path: Path) -> None:
     assert wait_for_state(any_cluster, job, "COMPLETED", "FAILED") == "COMPLETED"
     lines = (tmp_path / f"{job}.out").read_text().split()
     assert sorted(lines) == ["n1:0", "n1:1", "n2:0", "n2:1"]
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_ranks_of_jobs_are_forked_from_a_warm_process(cluster: Cluster, tmp_path: Path) -> None:
+    task = [sys.executable, "-I", "-S", warm.__file__, "task"]
+    rank = [sys.executable, "-m", "tests.start_facts", "one"]
+    wrap = f"srun {shlex.join(task + rank)}"
+    job = sbatch(cluster, f"--chdir={REPOSITORY}", wrap=wrap, folder=tmp_path)
+    assert wait_for_state(cluster, job, "COMPLETED", "FAILED") == "FAILED"  # with the rank's own exit code
+    assert json.loads((tmp_path / f"{job}.out").read_text().splitlines()[0])["has torch"]
 
 
 def test_gpus_are_given_out(cluster: Cluster, tmp_path: Path) -> None:
