@@ -24,8 +24,10 @@ rank is tested with fresh ranks.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
+import gc
 import importlib
 import io
 import json
@@ -466,8 +468,12 @@ def main() -> None:
     if sys.argv[1] == "launch":
         sys.path[:1] = [] if sys.flags.safe_path else [str(Path.cwd())]
         _launch(sys.argv[2:])
+    gc.disable()
     for name in _IMPORTED:
         importlib.import_module(name)
+    gc.freeze()  # else each fork's collections write to all objects, which copies their pages
+    atexit.register(gc.unfreeze)  # nanobind reports what is not collected at exit
+    gc.enable()
     for name in ("OPENBLAS_NUM_THREADS", "ROOM"):
         del os.environ[name]
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork loses other threads"
