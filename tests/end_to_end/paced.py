@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 
-import timm
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +30,8 @@ def vit(num_classes: int, dropout: float = 0.1, stem_dropout: float = 0.0) -> nn
 
     ``stem_dropout`` is drawn before the first block: in a pipeline's first stage, as by a rank alone.
     """
+    import timm  # here alone: half a second of each rank
+
     model: nn.Module = timm.create_model(
         "test_vit", num_classes=num_classes, in_chans=1, img_size=32, patch_size=8, embed_dim=16, depth=4,
         num_heads=2, proj_drop_rate=dropout, drop_path_rate=dropout, pos_drop_rate=stem_dropout,
