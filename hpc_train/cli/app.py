@@ -78,6 +78,14 @@ def exit_code_of(body: Callable[[], int]) -> int:
     except OSError as error:
         say(f"{error.filename or 'input/output'}: {error.strerror or error}")
         return int(ExitCode.IO)
+    except Exception as error:
+        from hpc_train.run.tracebacks import users_traceback
+
+        shown = users_traceback(error)
+        if shown is None:
+            raise
+        say(f"{shown}\na plug-in of yours raised this when hpc-train loaded or called it; fix it there")
+        return int(ExitCode.FAILED)
     finally:
         _flush()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +12,8 @@ _MAX_FRAMES = 4
 _MAX_MESSAGE = 3
 _BEGIN = "Traceback (most recent call last):"
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line \d+')
+#: What Python writes instead of the further frames of a recursion.
+_REPEATED = re.compile(r"^  \[Previous line repeated \d+ more times?\]$")
 #: Installed packages, Python's own modules, compiled strings, and a run's copy of this package.
 _FOREIGN = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<|/package/hpc_train/")
 #: A run's copy of the user's work tree.
@@ -34,7 +37,7 @@ def shortened_traceback(text: str, log: Path | None = None) -> str:
     """
     lines = text.splitlines()
     if len(lines) <= MAX_LINES:
-        return text
+        return "\n".join(lines)
     see_log = [] if log is None else [f"the rest is in {log}"]
     parts = _parts(lines)
     if not parts:
@@ -50,12 +53,22 @@ def shortened_traceback(text: str, log: Path | None = None) -> str:
     return "\n".join([head, *shown, *cut, *see_log])
 
 
+def users_traceback(error: BaseException) -> str | None:
+    """Return the shortened traceback of an error that passed through the user's code; None of any other.
+
+    The others are errors of the disk, of an installed package, or our own, whose frames all count.
+    """
+    text = "".join(traceback.format_exception(error))
+    is_users = any(_is_own(frame) for part in _parts(text.splitlines()) for frame in part.frames)
+    return shortened_traceback(text) if is_users else None
+
+
 def _parts(lines: list[str]) -> list[_Part]:
     parts: list[_Part] = []
     for line in lines:
         if line.strip() == _BEGIN:
             parts.append(_Part())
-        elif not parts:
+        elif not parts or _REPEATED.match(line):
             continue
         elif _FRAME.match(line) and not parts[-1].message:
             parts[-1].frames.append([line])

@@ -8,7 +8,9 @@ commands import no torch.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import nn
@@ -20,11 +22,12 @@ from hpc_train.datasets.batches import try_samples
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.errors import ExitCode, UserError, printable
+from hpc_train.errors import BadFileError, ExitCode, UserError, printable
 from hpc_train.models.building import build_model
 from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.models.weights import report_of
 from hpc_train.plan.sweep import expand
+from hpc_train.run.tracebacks import shortened_traceback, users_traceback
 from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.topology.batch_arithmetic import too_few_samples
 from hpc_train.training.forward_trial import try_forward
@@ -51,7 +54,8 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
         if (data, model, experiment.task) in done:
             continue
         done.add((data, model, experiment.task))
-        task = make_task(experiment, source.info)
+        with _building("task", experiment.task):
+            task = make_task(experiment, source.info)
         batches = _try_data(experiment, source, task)
         built = _fetch_model(experiment, source.info)
         if runs_forward:
@@ -60,7 +64,8 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
 
 def _fetch_data(experiment: Experiment) -> DataSource:
     config = experiment.data
-    source = build_source(config, download=True)
+    with _building("data.name", config.name):
+        source = build_source(config, download=True)
     where = f" in {config.root}" if config.root else ""
     num_val = 0 if source.val is None else len(source.val)
     _say(
@@ -93,7 +98,8 @@ def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None
 
 def _fetch_model(experiment: Experiment, info: DataInfo) -> nn.Module:
     config = experiment.model
-    model = build_model(config, info, download=True)
+    with _building("model.name", config.name):
+        model = build_model(config, info, download=True)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     report = report_of(model)
     weights = "random weights" if config.pretrained is False else "pretrained weights at hand"
@@ -109,6 +115,24 @@ def _try_model(
     _say(f"model {name}: computing loss and metrics of a few samples on the CPU ({NO_FORWARD} skips this)")
     if why := try_forward(experiment, info, model, task, batches):
         _say(f"model {name}: not run on samples: {why}")
+
+
+@contextmanager
+def _building(key: str, name: str) -> Iterator[None]:
+    """Raise BadFileError, with the user's own frames, for what the code of the part raises.
+
+    An OSError that no code of the user's raised or passed on, such as no network, stays one.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # whatever the part's code raises
+        shown = users_traceback(error)
+        if shown is None and isinstance(error, OSError):
+            raise
+        shown = shown or shortened_traceback(traceback.format_exc())
+        raise BadFileError(f"{shown}\n{key}: {name} raised this while it was built; fix it there") from error
 
 
 def _say(words: str) -> None:

@@ -26,6 +26,7 @@ from hpc_train.run.create import effective_experiment
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.rank_ends import tell_error
 from hpc_train.run.storage_errors import storage_error
+from hpc_train.training.batch_size_search import TrialError
 from hpc_train.training.compiling import compile_error
 
 #: Errors of the disk that the user mends; any other OSError is shown whole.
@@ -54,7 +55,7 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
     if isinstance(error, TryAgainError):
         print(f"rank {facts.rank}: {error}", file=sys.stderr, flush=True)
         return ExitCode.TRY_AGAIN
-    is_plain = isinstance(cause, UserError | NonFiniteError | MicroBatchError)
+    is_plain = isinstance(cause, UserError | NonFiniteError | MicroBatchError | TrialError)
     where = "".join(traceback.format_exception(error))
     text = str(cause) if is_plain else where
     print(f"{where}{text}" if cause.__cause__ is error else text, file=sys.stderr, flush=True)

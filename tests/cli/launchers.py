@@ -25,6 +25,7 @@ INTERRUPTED = "tests.cli.launchers:Interrupted"
 QUEUEING = "tests.cli.launchers:Queueing"
 QUEUE = "tests.cli.launchers:Queue"
 BROKEN = "tests.cli.launchers:Broken"
+RAISING = "tests.cli.launchers:Raising"
 LEAVING = "tests.cli.launchers:Leaving"
 LEAVING_AT_ONCE = "tests.cli.launchers:LeavingAtOnce"
 CTRL_C = "tests.cli.launchers:CtrlC"
@@ -129,6 +130,13 @@ class Broken:
 
     def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
         return ExitCode.FAILED
+
+
+class Raising:
+    """Can't be constructed."""
+
+    def __init__(self) -> None:
+        raise KeyError("site")
 
 
 class Leaving:

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from hpc_train import __version__
 from hpc_train.cli import status as status_module
+from hpc_train.cli.app import exit_code_of
 from tests.cli.commands import REPOSITORY, hpc_train, python
 
 _NEVER = {"torch", "torchvision", "timm", "wandb", "numpy", "safetensors", "submitit"}
@@ -67,6 +69,12 @@ def test_escape_sequences_of_a_name_do_not_reach_the_terminal() -> None:
     assert done.code == 2
     assert "\x1b" not in done.err
     assert r"\x1b[31mred" in done.err
+
+
+def test_a_mistake_of_ours_keeps_its_whole_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_module, "status", Mock(side_effect=KeyError("ours")))
+    with pytest.raises(KeyError, match="ours"):
+        exit_code_of(status_module.status)
 
 
 def test_an_error_of_the_disk_exits_74_without_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ from tests.cli.launchers import (
     LEAVING_AT_ONCE,
     QUEUE,
     QUEUEING,
+    RAISING,
     REFUSING,
     queued,
     requests,
@@ -342,6 +343,17 @@ def test_an_end_that_the_launcher_did_not_write_is_written(file: Path) -> None:
     (paths,) = find_runs([])
     status = read_status(paths)
     assert (status.state, status.attempt, status.reason) == ("failed", 1, f"launcher {BROKEN}: exit code 1")
+
+
+def test_an_error_of_a_users_launcher_is_shown_with_the_users_frames(file: Path) -> None:
+    done = _submit(file, launcher=RAISING)
+    lines = done.err.splitlines()
+    assert done.code == 1 and len(lines) <= 15
+    assert any("launchers.py" in line and line.endswith("in __init__") for line in lines), done.err
+    assert lines[-2:] == [
+        "KeyError: 'site'",
+        "a plug-in of yours raised this when hpc-train loaded or called it; fix it there",
+    ]
 
 
 @pytest.mark.parametrize("launcher", [LEAVING, LEAVING_AT_ONCE])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpc_train import __file__ as package_file
-from hpc_train.run.tracebacks import MAX_LINES, shortened_traceback
+from hpc_train.run.tracebacks import MAX_LINES, shortened_traceback, users_traceback
 
 LOG = Path("runs/x/1/attempts/1/rank-0.log")
 BEGIN = "Traceback (most recent call last):"
@@ -54,3 +54,18 @@ def test_a_short_traceback_and_other_text_stay_as_they_are() -> None:
     short = "\n".join([BEGIN, *torch_frames(2), "ValueError: bad"])
     assert shortened_traceback(short, LOG) == short
     assert len(lines_of(*map(str, range(99)))) == MAX_LINES
+
+
+def test_a_recursion_does_not_hide_the_message() -> None:
+    user = frame("/home/ada/net.py", 7)
+    repeated = "  [Previous line repeated 18 more times]"
+    shown = lines_of(BEGIN, *torch_frames(9), user, repeated, frame("/home/ada/net.py", 8), "KeyError: 'x'")
+    assert [shown[1][-13:], shown[3][-13:], shown[5]] == ["7, in forward", "8, in forward", "KeyError: 'x'"]
+
+
+def test_an_error_without_a_frame_of_the_user_is_not_the_users() -> None:
+    assert users_traceback(FileNotFoundError("no network")) is None
+    try:
+        {}["x"]  # in a file of the user's, as this one is
+    except KeyError as error:
+        assert (users_traceback(error) or "").endswith("KeyError: 'x'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from hpc_train.training import forward_trial
 from hpc_train.training.prepare import main, prepare
 
 HERE = "tests.training.test_prepare"
+DEEP = f"{HERE}:deep"
 
 
 class Samples:
@@ -80,6 +82,18 @@ class NeedsMemory(OnlyTrains):
 class LossPerSample(Classification):
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         return outputs.sum(1)
+
+
+def deep(what: str, depth: int = 12) -> Any:
+    """Raise where Python's whole traceback would fill the screen."""
+    if depth:
+        return deep(what, depth - 1)
+    raise FileNotFoundError(what) if what == "weights.pth" else KeyError(what)
+
+
+class CantBeBuilt(Classification):
+    def __init__(self, experiment: Experiment, info: DataInfo) -> None:
+        deep("task")
 
 
 def experiment(factory: str, args: dict[str, Any], **keys: Any) -> Experiment:
@@ -143,6 +157,51 @@ def test_a_shape_error_of_the_users_model_is_shown_with_the_users_frames() -> No
         f"training samples of {HERE}:images (inputs of shape (2, 1, 4, 4)); fix the one that raised this, or "
         "write --no-forward if it only works on a GPU"
     )
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "words"),
+    [
+        (
+            {"data": {"name": f"{HERE}:deep", "args": {"what": "x"}}},
+            "KeyError: 'x'",
+            f"data.name: {HERE}:deep",
+        ),
+        ({"task": "cant_be_built"}, "KeyError: 'task'", "task: cant_be_built"),
+        (
+            {"model": {"name": f"{HERE}:deep", "args": {"what": "y"}}},
+            "KeyError: 'y'",
+            f"model.name: {HERE}:deep",
+        ),
+        (
+            {"model": {"name": DEEP, "args": {"what": "weights.pth"}}},
+            "FileNotFoundError: weights.pth",
+            f"model.name: {DEEP}",
+        ),
+    ],
+    ids=["data", "task", "model", "OSError"],
+)
+def test_an_error_of_a_users_factory_is_shown_with_the_users_frames(
+    keys: dict[str, Any], error: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {kind: parts(kind) for kind in _KEYS}
+    known["tasks"] = known["tasks"] | {"cant_be_built": f"{HERE}:CantBeBuilt"}
+    monkeypatch.setattr("hpc_train.registry.parts", known.get)
+    with pytest.raises(BadFileError) as caught:
+        prepare([experiment("images", {}, **keys)])
+    first, *_, said, last = lines = str(caught.value).splitlines()
+    assert first == "Traceback of your code (most recent call last):" and len(lines) <= 15
+    assert "test_prepare.py" in lines[1] and said == error
+    assert last == f"{words} raised this while it was built; fix it there"
+
+
+def test_an_error_of_the_network_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says all by itself, and ``main`` prints it alone."""
+    offline = OSError("no network")
+    monkeypatch.setattr("hpc_train.training.prepare.build_source", Mock(side_effect=offline))
+    with pytest.raises(OSError, match=r"^no network$") as caught:
+        prepare([experiment("images", {})])
+    assert caught.value is offline
 
 
 def test_an_error_of_evaluation_alone_is_found_too() -> None:

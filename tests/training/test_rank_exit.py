@@ -14,6 +14,7 @@ from hpc_train.errors import BadFileError, ExitCode, TransientStorageError
 from hpc_train.paths import RunPaths
 from hpc_train.run.found_micro_batch import Found, keep
 from hpc_train.training import rank_exit
+from hpc_train.training.batch_size_search import TrialError
 from hpc_train.training.rank_exit import report
 from tests.run.runs import small_run
 
@@ -104,3 +105,12 @@ def test_nccls_words_on_a_peer_that_may_not_be_gone_are_kept(paths: RunPaths) ->
         ExitCode.PEER_LOST,
         "a peer is gone, or NCCL fails on this node: NCCL error: ncclSystemError Last error: no /dev/shm\n",
     )
+
+
+def test_what_a_trial_raised_is_told_as_the_ranks_own(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Within a second traceback, of the rank that waited, the user's frames would be cut off the screen."""
+    said = 'Traceback (most recent call last):\n  File "net.py", line 3, in net\nKeyError: 3'
+    assert end(paths, TrialError(said)) == (ExitCode.FAILED, f"{said}\n")
+    assert said in capsys.readouterr().err, "the log has the whole of it"
