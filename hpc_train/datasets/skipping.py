@@ -13,6 +13,7 @@ from hpc_train.datasets.random_numbers import hash_words
 from hpc_train.errors import BadFileError, printable
 from hpc_train.paths import RunPaths
 from hpc_train.run.bad_samples import BadSample, SampleKey, all_known, append, of_attempt
+from hpc_train.run.files import UnreadableFileError
 
 #: Replacements that are tried for one sample. If all are bad, the data are not there at all.
 TRIES = 100
@@ -69,7 +70,7 @@ class BadSamples:
             _log.warning("data: skipped, since it can't be read: %s", printable(str(sample)))
         try:
             append(self._file, own)
-        except OSError as error:  # a full disk is reported by the checkpoints
+        except (OSError, UnreadableFileError) as error:  # a full disk is reported by the checkpoints
             _log.warning("%s can't be written: %s", self._file, error)
 
 

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hpc_train.run.files import open_regular
 from hpc_train.run.processes import Process
 
 #: Further processes under a rank are omitted.
@@ -30,19 +31,22 @@ _WORDS = {
 
 
 def save_stacks(path: Path, header: str) -> None:
-    """Write the stacks of all threads of this process, below ``header``. Raises OSError."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(header.rstrip() + "\n\n")
+    """Write the stacks of all threads of this process, below ``header``. Raises like ``open_regular``."""
+    with open_regular(path, "wb") as file:
+        file.write(f"{header.rstrip()}\n\n".encode())
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
 
 
 def save_flight_record(path: Path) -> bool:
-    """Write the content of NCCL's flight recorder; return whether it had any. Raises OSError."""
+    """Write the content of NCCL's flight recorder; return whether it had any. Raises like
+    ``open_regular``.
+    """
     record = _flight_record()
     if not record:
         return False
-    path.write_bytes(record)
+    with open_regular(path, "wb") as file:
+        file.write(record)
     return True
 
 

@@ -18,7 +18,9 @@ from hpc_train.distributed.env import THREADS_BY_SHARE
 from hpc_train.launchers.entry import ATTEMPT_VARIABLE, FOLDER_VARIABLE, TOKEN_VARIABLE
 from hpc_train.paths import RunPaths
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
+from hpc_train.run.files import open_regular
 from hpc_train.run.processes import Process
+from hpc_train.run.storage_errors import named_errors
 
 _PR_SET_PDEATHSIG = 1
 #: Left over from a job, an agent or another rank that this launcher runs inside of.
@@ -143,7 +145,7 @@ def _import_places(environ: Mapping[str, str], paths: RunPaths) -> dict[str, str
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as output:
+    with named_errors(log), open_regular(log, "ab") as output:
         return subprocess.Popen(
             command,
             env=environment,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.paths import RunPaths
-from hpc_train.run.files import read_json, write_json
+from hpc_train.run.files import UnreadableFileError, open_regular, read_json, write_json
 from hpc_train.run.metric_rows import Row, parse_row
 
 #: Rows sent between two writes of the record (assumed).
@@ -70,10 +70,10 @@ class History:
             return False
         last = self._sent.last.encode()
         try:
-            with self._metrics.open("rb") as file:
+            with open_regular(self._metrics) as file:
                 file.seek(max(0, self._sent.end - len(last)))
                 return file.read(len(last)) != last
-        except FileNotFoundError:
+        except (FileNotFoundError, UnreadableFileError):
             return True
 
     def begin_segment(self) -> None:
@@ -108,8 +108,8 @@ class History:
     def _read(self, step: int | None = None) -> Iterator[tuple[bytes, Row]]:
         """Yield the next (line, row), up to ``step``, and advance past each."""
         try:
-            file = self._metrics.open("rb")
-        except FileNotFoundError:
+            file = open_regular(self._metrics)
+        except (FileNotFoundError, UnreadableFileError):
             return
         with file:
             file.seek(self._end)

@@ -23,6 +23,7 @@ from hpc_train.loggers.wandb import warning
 from hpc_train.loggers.wandb_history import History
 from hpc_train.loggers.wandb_key import has_key
 from hpc_train.paths import RunPaths
+from hpc_train.run.files import UnreadableFileError, open_regular
 
 #: How long to wait for the server at the start; wandb's own 90 s would outlive short runs.
 _INIT_TIMEOUT_S = 30.0
@@ -121,9 +122,9 @@ class _Mirror:
 
 def _locked(paths: RunPaths) -> IO[bytes] | None:
     """Wait until the process of a killed attempt has sent its rows, if locks work."""
-    with suppress(OSError):
+    with suppress(OSError, UnreadableFileError):
         paths.wandb.mkdir(exist_ok=True)
-        file = paths.wandb_lock.open("wb")
+        file = open_regular(paths.wandb_lock, "wb")
         deadline = time.monotonic() + _ORPHAN_LIMIT_S
         while time.monotonic() < deadline:
             try:

@@ -16,7 +16,7 @@ from hpc_train.recovery.budgets import Left
 from hpc_train.recovery.diagnosis import silent_for
 from hpc_train.recovery.history import effective_recovery
 from hpc_train.run.attempts import AttemptRecord, job_ids, newest_number, read_record
-from hpc_train.run.files import read_json
+from hpc_train.run.files import read_json, read_text
 from hpc_train.run.run_status import GOING_ON, RunStatus
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _limits(paths: RunPaths, facts: dict[str, Any]) -> RecoveryConfig:
 
 def _section(paths: RunPaths) -> list[str]:
     """Return the lines of the frozen file's ``recovery:``, which is written with one key per line."""
-    lines = paths.experiment.read_text("utf-8").splitlines()
+    lines = read_text(paths.experiment).splitlines()
     if "recovery:" not in lines:
         return []
     return list(takewhile(lambda line: line.startswith(" "), lines[lines.index("recovery:") + 1 :]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.run.files import UnreadableFileError, read_text
+from hpc_train.run.files import UnreadableFileError, open_regular, read_text
 
 Part = Literal["train", "val"]
 #: What identifies a bad sample.
@@ -45,10 +45,10 @@ class BadSample:
 
 
 def append(file: Path, samples: Iterable[BadSample]) -> None:
-    """Append one line per sample. Raises OSError if the disk rejects it."""
+    """Append one line per sample. Raises OSError if the disk rejects it, else like ``open_regular``."""
     lines = "".join(json.dumps(asdict(sample)) + "\n" for sample in samples)
-    with file.open("a", encoding="utf-8") as out:
-        out.write(lines)
+    with open_regular(file, "ab") as out:
+        out.write(lines.encode())
 
 
 def of_attempt(attempt: AttemptPaths) -> dict[SampleKey, BadSample]:

@@ -1,8 +1,8 @@
 """Small files that are always complete: written to a temporary file, then renamed; and the only way to read
-them.
+them, and to open a file that grows in place.
 
-Anyone who can write to a run folder may have replaced a file: reading is bounded, never waits for a pipe, and
-a file of the wrong shape is unreadable.
+Anyone who can write to a run folder may have replaced a file: reading is bounded, opening never waits for a
+pipe, and a file of the wrong shape is unreadable.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from hpc_train.run.file_shapes import fits
 
 #: On NFS, a file that another node replaces while it is read is stale; the next read finds the new one.
 _STALE_READS = 3
-#: A link that leads to itself; a socket.
-_NO_FILE = {errno.ELOOP, errno.ENXIO}
+#: A link that leads to itself; a socket, or a pipe that nobody reads; a folder that is to be written.
+_NO_FILE = {errno.ELOOP, errno.ENXIO, errno.EISDIR}
+_FLAGS = {
+    "rb": os.O_RDONLY,
+    "ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT,
+    "wb": os.O_WRONLY | os.O_TRUNC | os.O_CREAT,
+}
 #: Larger than any small file of a run with thousands of ranks.
 MAX_SMALL_BYTES = 64 << 20
 
@@ -101,13 +106,18 @@ def _read(path: Path, max_bytes: int) -> bytes:
     return content
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open for reading.
+def open_regular(path: Path, mode: Literal["rb", "ab", "wb"] = "rb") -> BinaryIO:
+    """Open a file; what is written to it is buffered. Raises like ``open_descriptor``."""
+    return os.fdopen(open_descriptor(path, _FLAGS[mode]), mode)
+
+
+def open_descriptor(path: Path, flags: int) -> int:
+    """Return the descriptor of a file opened with ``flags`` (``os.O_…``).
 
     Raises UnreadableFileError for a folder, pipe or device, which could block, and for a link to itself.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno in _NO_FILE:
             raise UnreadableFileError(f"{path}: {error.strerror}") from error
@@ -115,7 +125,8 @@ def open_regular(path: Path) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise UnreadableFileError(f"{path}: not a regular file")
-    return os.fdopen(descriptor, "rb")
+    os.set_blocking(descriptor, True)  # whoever inherits it expects that
+    return descriptor
 
 
 def sync_folder(folder: Path) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import errno
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from hpc_train.errors import StorageError, TransientStorageError
+from hpc_train.run.files import UnreadableFileError
 
 #: Pauses before each retry (assumed).
 RETRY_AFTER_S = (0.5, 2.0)
@@ -58,6 +60,22 @@ def retried(
                 _log.warning("%s: %s; tried again", path, error.strerror)
             time.sleep(pause_s)
     return work()
+
+
+@contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """Raise StorageError or TransientStorageError, naming ``path``, where opening or using it fails."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, path) from error
+    except UnreadableFileError as error:
+        raise replaced_file(error) from error
+
+
+def replaced_file(error: UnreadableFileError) -> StorageError:
+    """Return the message for a pipe, a folder or a device in the place of a file of the run."""
+    return StorageError(f"{error}; move it away, then continue")
 
 
 def storage_error(error: OSError, path: Path) -> StorageError | TransientStorageError:

@@ -6,15 +6,13 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from hpc_train.errors import StorageError
-from hpc_train.run.files import UnreadableFileError, open_regular, replacing
+from hpc_train.run.files import UnreadableFileError, open_descriptor, open_regular, replacing
 from hpc_train.run.metric_rows import Row, lines_from_end, looks_like_row, parse_row
-from hpc_train.run.storage_errors import retried, storage_error
+from hpc_train.run.storage_errors import named_errors, replaced_file, retried
 
 _BLOCK_BYTES = 1 << 20
 
@@ -35,7 +33,7 @@ class MetricsFile:
         # Training appends while the thread that saves syncs.
         self._lock = threading.Lock()
         self._unsynced: list[bytes] = []
-        with self._named_errors():
+        with named_errors(path):
             retried(lambda: self._drop_rows_past(resumed_step), path)
             facts = path.stat()
         self._inode, self._end = facts.st_ino, facts.st_size
@@ -71,7 +69,7 @@ class MetricsFile:
         assert row["step"] > self._newest.get(row["split"], -1), f"{key} has its row already"
         line = _line(row)
         self._newest[row["split"]] = row["step"]
-        with self._lock, self._named_errors():
+        with self._lock, named_errors(self._path):
             retried(lambda: self._write(line), self._path)
             self._unsynced.append(line)
 
@@ -90,8 +88,7 @@ class MetricsFile:
         self._end += len(line)
 
     def _open(self) -> None:
-        # Without blocking: a pipe in the file's place would wait for a reader.
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        self._descriptor = open_descriptor(self._path, os.O_WRONLY)
         if os.fstat(self._descriptor).st_ino != self._inode:
             self._close()
             raise OSError(errno.EEXIST, "another attempt has replaced the file", str(self._path))
@@ -111,13 +108,19 @@ class MetricsFile:
         return self._newest.get(split) == step
 
     def sync(self) -> None:
-        """Put all rows on the disk: before a checkpoint that takes them for granted. Any thread."""
+        """Put all rows on the disk: before a checkpoint that takes them for granted. Any thread.
+
+        Raises OSError, which the save names, or StorageError.
+        """
         work = [self._sync]
 
         def once() -> None:
             work.pop()() if work else self._write_again()
 
-        retried(once, self._path)
+        try:
+            retried(once, self._path)
+        except UnreadableFileError as error:
+            raise replaced_file(error) from error
 
     def _sync(self) -> None:
         with self._lock:
@@ -140,21 +143,12 @@ class MetricsFile:
             self._open()  # raises where the file is another attempt's
             unsynced = b"".join(self._unsynced)
             with replacing(self._path, sync=True) as new:
-                with self._path.open("rb") as old:
+                with open_regular(self._path) as old:
                     _copy(old, self._end - len(unsynced), new)
                 new.write(unsynced)
             self._close()
             self._unsynced.clear()
             self._inode = self._path.stat().st_ino
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise storage_error(error, self._path) from error
-        except UnreadableFileError as error:
-            raise StorageError(f"{error}; move it away, then continue") from error
 
     def close(self) -> None:
         self._close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -354,8 +355,12 @@ def test_counts_of_ranks_and_attempts_add_up(paths: RunPaths) -> None:
     assert len(all_known(paths)) == 5
 
 
-def test_a_disk_that_refuses_the_name_ends_nothing(paths: RunPaths, caplog: pytest.LogCaptureFixture) -> None:
-    paths.attempt(1).bad_samples(0).mkdir()
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("instead", [Path.mkdir, os.mkfifo])
+def test_a_disk_that_refuses_the_name_ends_nothing(
+    instead: Callable[[Path], None], paths: RunPaths, caplog: pytest.LogCaptureFixture
+) -> None:
+    instead(paths.attempt(1).bad_samples(0))
     bad = BadSamples(paths, 1, 0)
     bad.note([sample(1)])
     assert bad.count == 1

@@ -18,6 +18,7 @@ import pytest
 from torch._C import _distributed_c10d as c10d
 
 from hpc_train.health.stacks import GONE, describe, in_words, save_flight_record, save_stacks, state_of
+from hpc_train.run.files import UnreadableFileError
 from hpc_train.run.processes import Process
 
 LIMIT_S = 60.0
@@ -42,6 +43,13 @@ def wait_for_state(process: Process, state: str) -> None:
     while state_of(process) != state:
         assert time.monotonic() < deadline, state_of(process)
         time.sleep(0.01)
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_in_the_stacks_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "stacks")
+    with pytest.raises(UnreadableFileError):
+        save_stacks(tmp_path / "stacks", "rank 2, step 57")
 
 
 def test_the_stacks_of_all_threads_are_written_under_the_header(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hpc_train.errors import ExitCode, StorageError, UsageError, UserError
 from hpc_train.launchers import local
 from hpc_train.launchers.local import choose_num_ranks
+from hpc_train.launchers.outcome import log_tail
 from hpc_train.run.code.snapshot import link, take
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
@@ -108,6 +109,28 @@ def test_damaged_code_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"tree/own\.py: differs from what was written there"):
         launch(request, "print('ran')")
     assert not attempt_of(request).log(0).exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_a_file_of_the_code_is_not_waited_for(tmp_path: Path) -> None:
+    request = new_request(tmp_path / "runs", devices=1)
+    code = take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py"), [])
+    link(request.paths, code)
+    (code / "tree").chmod(0o700)
+    (code / "tree/own.py").unlink()
+    os.mkfifo(code / "tree/own.py", 0o600)
+    with pytest.raises(UserError, match=r"own\.py"):
+        launch(request, "print('ran')")
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_in_place_of_a_log_is_refused_and_no_rank_stays(tmp_path: Path) -> None:
+    request = new_request(tmp_path, devices=2)
+    attempt_of(request).folder.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(attempt_of(request).log(1))
+    with pytest.raises(StorageError, match=r"rank-1\.log: .*; move it away, then continue"):
+        launch(request, "wait_for(lambda: False)")
+    assert log_tail(attempt_of(request).log(1)) == ""
 
 
 def test_code_that_others_may_write_is_not_run(tmp_path: Path) -> None:

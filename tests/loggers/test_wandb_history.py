@@ -13,7 +13,7 @@ import pytest
 
 from hpc_train.loggers.wandb import WandbLogger
 from hpc_train.loggers.wandb_history import History
-from hpc_train.loggers.wandb_process import _named
+from hpc_train.loggers.wandb_process import _locked, _named
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.training.meters import MetricsWriter
@@ -38,6 +38,19 @@ def write(run: RunPaths, attempt: int, steps: range, kept: int = 0) -> None:
 
 def sent(history: History, step: int) -> list[tuple[int, int]]:
     return [(number, row["step"]) for number, row in history.rows_up_to(step)]
+
+
+@pytest.mark.timeout(10)
+def test_a_pipe_in_the_place_of_the_rows_or_of_the_lock_is_not_waited_for(run: RunPaths) -> None:
+    write(run, 1, range(1, 3))
+    history = History(run)
+    assert sent(history, 1) == [(0, 1)]
+    run.metrics.unlink()
+    os.mkfifo(run.metrics)
+    assert sent(history, 2) == [] and history.has_withdrawn()
+    run.wandb.mkdir(exist_ok=True)
+    os.mkfifo(run.wandb_lock)
+    assert _locked(run) is None
 
 
 def test_rows_are_numbered_as_in_the_file_and_sent_once(run: RunPaths) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -43,6 +44,28 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(UnreadableFileError, match="not a regular file"):
         open_regular(tmp_path / "status.json")
     assert read_json(tmp_path / "status.json") is None
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("mode", ["ab", "wb"])
+@pytest.mark.parametrize("has_reader", [False, True])
+def test_nothing_is_written_to_a_pipe(mode: Literal["ab", "wb"], has_reader: bool, tmp_path: Path) -> None:
+    pipe = tmp_path / "rank-0.log"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK) if has_reader else None
+    with pytest.raises(UnreadableFileError, match=r"rank-0\.log: "):
+        open_regular(pipe, mode)
+    if reader is not None:
+        os.close(reader)
+
+
+def test_a_file_grows_or_is_replaced_and_its_descriptor_blocks(tmp_path: Path) -> None:
+    modes: list[tuple[Literal["ab", "wb"], bytes]] = [("ab", b"one"), ("ab", b"onetwo"), ("wb", b"two")]
+    for (mode, expected), text in zip(modes, (b"one", b"two", b"two"), strict=True):
+        with open_regular(tmp_path / "log", mode) as file:
+            file.write(text)
+            assert os.get_blocking(file.fileno()), "a rank inherits it"
+        assert (tmp_path / "log").read_bytes() == expected
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "."])

@@ -102,6 +102,8 @@ def test_a_pipe_that_replaces_it_later_is_refused_at_once(path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(StorageError, match=r"metrics\.jsonl: "):
         file.append(row(1))
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: .*; move it away, then continue"):
+        file.sync()
     file.close()
 
 

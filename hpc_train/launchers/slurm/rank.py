@@ -7,6 +7,7 @@ Whatever fails here must not lose the rank.
 
 import os
 import signal
+import stat
 import sys
 import time
 
@@ -34,7 +35,13 @@ def redirect() -> None:
     """Let output go to the rank's log, and input come from nowhere."""
     rank = int(os.environ["SLURM_PROCID"])
     folder = os.path.join(os.environ["HPC_TRAIN_RUN_FOLDER"], "attempts", os.environ["HPC_TRAIN_ATTEMPT"])  # noqa: PTH118
-    log = os.open(os.path.join(folder, f"rank-{rank}.log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # noqa: PTH118
+    path = os.path.join(folder, f"rank-{rank}.log")  # noqa: PTH118
+    # As run.files does: a pipe in the log's place would wait for a reader.
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o600)
+    if not stat.S_ISREG(os.fstat(log).st_mode):
+        os.close(log)
+        raise OSError(f"{path}: not a regular file")
+    os.set_blocking(log, True)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(log, 1)

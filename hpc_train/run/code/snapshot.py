@@ -30,7 +30,7 @@ from hpc_train.run.code.code_files import (
     select,
 )
 from hpc_train.run.code.work_tree import commit_of
-from hpc_train.run.files import read_json, sync_folder, write_json
+from hpc_train.run.files import UnreadableFileError, open_regular, read_json, sync_folder, write_json
 from hpc_train.run.trust import check_holder, check_own
 
 _VERSION = 1
@@ -219,8 +219,9 @@ def check_whole(folder: Path) -> None:
     """Raise StorageError if a file is missing or its SHA-256 is not the manifest's."""
     for path, expected in _manifest(folder)["files"].items():
         try:
-            found = hashlib.sha256((folder / path).read_bytes()).hexdigest()
-        except FileNotFoundError:
+            with open_regular(folder / path) as file:
+                found = hashlib.sha256(file.read()).hexdigest()
+        except (FileNotFoundError, UnreadableFileError):
             found = None
         if found != expected:
             raise StorageError(

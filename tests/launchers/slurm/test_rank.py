@@ -64,6 +64,16 @@ def test_a_rank_without_a_log_writes_to_srun_s_output(environ: dict[str, str]) -
     assert done.stdout == "out\n"
 
 
+@pytest.mark.parametrize("has_reader", [False, True])
+def test_a_pipe_in_the_logs_place_is_not_waited_for(has_reader: bool, environ: dict[str, str]) -> None:
+    os.mkfifo(log_of(environ))
+    reader = os.open(log_of(environ), os.O_RDONLY | os.O_NONBLOCK) if has_reader else None
+    done = run(environ, "echo", "out")
+    assert done.stdout == "out\n" and "no log of its own" in done.stderr
+    if reader is not None:
+        os.close(reader)
+
+
 def test_a_program_that_is_not_there_is_told_in_the_log(environ: dict[str, str]) -> None:
     assert run(environ, "/no/such/python", "-m", "x").returncode == 127
     assert "/no/such/python -m x: can't be started" in log_of(environ).read_text()
