@@ -18,12 +18,11 @@ from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError, UserError
 from hpc_train.run.tracebacks import shortened_traceback
 from hpc_train.tasks.base import Task, mean_loss
-from hpc_train.training.free_memory import free_bytes
+from hpc_train.training.model_size import MEMORY_RAN_OUT, lacking_memory, weight_bytes
 from hpc_train.training.rank_exit import out_of_memory
 
 #: BatchNorm needs two.
 _SAMPLES = 2
-_GB = 1e9
 
 
 def try_forward(
@@ -35,9 +34,8 @@ def try_forward(
     of this machine does not suffice. Raises BadFileError, with the user's own frames if there are any.
     """
     # Assumed: without gradients, the activations of two samples need no more memory than the weights.
-    needed, free = _bytes(model), free_bytes()
-    if free < needed:
-        return f"its weights have {needed / _GB:.1f} GB, and {free / _GB:.1f} GB of memory are free here"
+    if why := lacking_memory(weight_bytes(model)):
+        return why
     normalize = Normalize(info, experiment.data, channels_last=experiment.model.channels_last)
     for batch, is_training in zip(batches, (True, False), strict=False):
         few = batch.first(_num_samples(experiment))
@@ -47,13 +45,9 @@ def try_forward(
             raise
         except Exception as error:  # whatever the user's code raises
             if out_of_memory(error):
-                return "the memory that is free here does not suffice"
+                return MEMORY_RAN_OUT
             raise _refusal(experiment, few, is_training=is_training) from error
     return None
-
-
-def _bytes(model: nn.Module) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
 
 
 def _num_samples(experiment: Experiment) -> int:

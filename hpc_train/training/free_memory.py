@@ -1,7 +1,7 @@
 """How much memory a trial may take, so that what does not fit is refused instead of killed.
 
 On the CPU the kernel grants more than there is, and kills later, and not always who asked. So a trial's
-process limits itself to the rank's share of what is free.
+process limits itself to the rank's share of what is free, and ``prepare`` to what is free.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 import torch
@@ -30,10 +31,25 @@ def limit_memory(device: torch.device, num_sharing: int) -> None:
         free, total = torch.cuda.mem_get_info(device)
         torch.cuda.set_per_process_memory_fraction(free * _PART / total, device)
         return
-    wanted = _data_bytes() + int(free_bytes() * _PART / num_sharing)
+    _limit_data(int(free_bytes() * _PART / num_sharing))
+
+
+@contextmanager
+def limited_to_free_memory() -> Iterator[None]:
+    """Let this process allocate what is free now and no more, within this context."""
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    _limit_data(free_bytes())
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+
+
+def _limit_data(more: int) -> None:
+    """Let this process allocate ``more`` bytes at most on top of what it has."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     given = [limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min([wanted, *given]), hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (min([_data_bytes() + more, *given]), hard))
 
 
 def free_bytes() -> int:

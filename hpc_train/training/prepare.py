@@ -10,12 +10,13 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from torch import nn
 
 from hpc_train.config.schema import Experiment
+from hpc_train.config.training_sections import ModelConfig
 from hpc_train.data_facts.facts import training_samples
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import try_samples
@@ -31,10 +32,15 @@ from hpc_train.run.tracebacks import shortened_traceback, users_traceback
 from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.topology.batch_arithmetic import too_few_samples
 from hpc_train.training.forward_trial import try_forward
+from hpc_train.training.free_memory import limited_to_free_memory
+from hpc_train.training.model_size import MEMORY_RAN_OUT, lacking_memory, planned_weight_bytes
+from hpc_train.training.rank_exit import out_of_memory
 from hpc_train.validate.loading import load as load_file
 
 #: On the command line of this module and of ``hpc-train prepare``.
 NO_FORWARD = "--no-forward"
+#: What is not found out here where the model is not built or not run.
+_LEFT, _UNCHECKED = "unchecked until the ranks start", "shapes, dtypes, loss and metrics"
 
 
 def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> None:
@@ -58,7 +64,7 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
             task = make_task(experiment, source.info)
         batches = _try_data(experiment, source, task)
         built = _fetch_model(experiment, source.info)
-        if runs_forward:
+        if runs_forward and built is not None:
             _try_model(experiment, source.info, built, task, batches)
 
 
@@ -96,10 +102,21 @@ def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None
         raise problem.as_error()
 
 
-def _fetch_model(experiment: Experiment, info: DataInfo) -> nn.Module:
+def _fetch_model(experiment: Experiment, info: DataInfo) -> nn.Module | None:
+    """Build the model; return None, having said so, where the memory of this machine does not suffice.
+
+    Raises UserError where that keeps weights from being fetched.
+    """
     config = experiment.model
-    with _building("model.name", config.name):
-        model = build_model(config, info, download=True)
+    model, why = _built(config, info)
+    if why is not None and config.pretrained is True:
+        raise UserError(
+            f"model.pretrained: the weights of {config.name} are not fetched: {why}; "
+            "run prepare on a machine with more memory"
+        )
+    if model is None:
+        _say(f"model {config.name}: not built: {why}; {_LEFT}: whether it can be built, {_UNCHECKED}")
+        return None
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     report = report_of(model)
     weights = "random weights" if config.pretrained is False else "pretrained weights at hand"
@@ -108,13 +125,29 @@ def _fetch_model(experiment: Experiment, info: DataInfo) -> nn.Module:
     return model
 
 
+def _built(config: ModelConfig, info: DataInfo) -> tuple[nn.Module | None, str | None]:
+    """Return the model, or why the memory of this machine does not suffice for it."""
+    nbytes = planned_weight_bytes(config, info)
+    if nbytes is not None and (why := lacking_memory(nbytes)):
+        return None, why
+    # What was not known to fit must not be killed, nor have another process killed.
+    limit = limited_to_free_memory() if nbytes is None else nullcontext()
+    try:
+        with _building("model.name", config.name), limit:
+            return build_model(config, info, download=True), None
+    except BadFileError as error:
+        if out_of_memory(error) is None:
+            raise
+        return None, MEMORY_RAN_OUT
+
+
 def _try_model(
     experiment: Experiment, info: DataInfo, model: nn.Module, task: Task, batches: Sequence[Batch]
 ) -> None:
     name = experiment.model.name
     _say(f"model {name}: computing loss and metrics of a few samples on the CPU ({NO_FORWARD} skips this)")
     if why := try_forward(experiment, info, model, task, batches):
-        _say(f"model {name}: not run on samples: {why}")
+        _say(f"model {name}: not run on samples: {why}; {_LEFT}: {_UNCHECKED}")
 
 
 @contextmanager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import resource
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,10 +18,10 @@ from hpc_train.config.schema import DataConfig, Experiment
 from hpc_train.data_facts.facts import DATA_SETS, DataFacts
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, UserError
 from hpc_train.registry import _KEYS, parts
 from hpc_train.tasks.classification import Classification
-from hpc_train.training import forward_trial
+from hpc_train.training import free_memory, model_size
 from hpc_train.training.prepare import main, prepare
 
 HERE = "tests.training.test_prepare"
@@ -77,6 +80,24 @@ class OnlyTrains(nn.Module):
 class NeedsMemory(OnlyTrains):
     def forward(self, images: Tensor) -> Tensor:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+
+class ReadsItsWeights(nn.Module):
+    """Can't be built on the meta device, as it looks at its own weights."""
+
+    def __init__(self, num_classes: int, elements: int = 51) -> None:
+        super().__init__()
+        self.layers = net(num_classes)
+        self.read = bytearray(elements)
+        self.largest = self.layers[1].weight.max().item()
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images)
+
+
+@cache
+def kept_net(num_classes: int) -> Any:
+    return net(num_classes)
 
 
 class LossPerSample(Classification):
@@ -224,9 +245,56 @@ def test_a_model_is_not_run_where_memory_does_not_suffice(
 ) -> None:
     prepare([experiment("images", {}, model={"name": f"{HERE}:NeedsMemory"})])
     assert "NeedsMemory: not run on samples: the memory that is free here does not" in capsys.readouterr().err
-    monkeypatch.setattr(forward_trial, "free_bytes", lambda: 203)  # 51 parameters of 4 bytes
+    free = iter((204, 203))  # before and after 51 parameters of 4 bytes
+    monkeypatch.setattr(model_size, "free_bytes", lambda: next(free))
     prepare([experiment("images", {"target": 2})])
-    assert "net: not run on samples: its weights have 0.0 GB, and 0.0 GB" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "net: not run on samples: its weights have 0.0 GB, and 0.0 GB" in said
+    assert said.endswith("; unchecked until the ranks start: shapes, dtypes, loss and metrics\n")
+
+
+def test_a_model_larger_than_the_memory_is_not_built(capsys: pytest.CaptureFixture[str]) -> None:
+    """The weights have 6.6 TB: to allocate them fails."""
+    prepare([experiment("images", {}, model={"name": f"{HERE}:net", "args": {"inputs": 1 << 39}})])
+    (said,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("model"))
+    assert re.fullmatch(
+        rf"model {HERE}:net: not built: its weights have 6597\.1 GB, and [0-9.]+ GB of memory are free here; "
+        r"unchecked until the ranks start: whether it can be built, shapes, dtypes, loss and metrics",
+        said,
+    )
+
+
+def test_weights_that_can_not_be_fetched_for_want_of_memory_are_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_size, "free_bytes", lambda: 1000)
+    monkeypatch.setattr("hpc_train.training.prepare.planned_weight_bytes", lambda config, info: 1001)
+    with pytest.raises(
+        UserError, match=r"^model\.pretrained: the weights of timm/resnet18 are not fetched: it"
+    ):
+        prepare([experiment("images", {}, model={"name": "timm/resnet18", "pretrained": True})])
+
+
+def test_a_model_that_can_not_be_built_on_meta_is_limited_to_the_free_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(free_memory, "free_bytes", lambda: 64 << 20)
+    prepare([experiment("images", {}, model={"name": f"{HERE}:ReadsItsWeights"})])
+    assert "ReadsItsWeights: 51 parameters" in capsys.readouterr().err
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    too_large = {"name": f"{HERE}:ReadsItsWeights", "args": {"elements": 256 << 20}}
+    prepare([experiment("images", {}, model=too_large)])
+    said = capsys.readouterr().err
+    assert "ReadsItsWeights: not built: the memory that is free here does not suffice; unchecked" in said
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_what_a_model_keeps_from_its_size_being_measured_is_not_used(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prepare([experiment("images", {}, model={"name": f"{HERE}:kept_net"})])
+    assert "kept_net: 51 parameters" in capsys.readouterr().err
+    assert kept_net(3)[1].weight.device.type == "cpu"
 
 
 def test_no_forward_does_not_run_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
