@@ -111,6 +111,11 @@ def load_traits(kind: str, name: str) -> object | None:
     return _attribute(kind, name, module, attr)
 
 
+def described(kind: str) -> list[str]:
+    """Return the names of installed plug-ins that come with a torch-free description of the part."""
+    return sorted(_traits(kind).keys() & parts(kind).keys() - _built_in(kind).keys())
+
+
 @cache
 def _traits(kind: str) -> dict[str, str]:
     groups = {"strategies": "strategy_traits", "datasets": "data_facts", "tasks": "task_facts"}

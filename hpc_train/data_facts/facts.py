@@ -7,7 +7,8 @@ the entry point of its data set's or task's name, in the groups ``hpc_train.data
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -16,7 +17,7 @@ from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.data_size import count_images, count_sequences
 from hpc_train.errors import BadFileError
 from hpc_train.paths import expanded
-from hpc_train.registry import is_factory, load_traits, split_name
+from hpc_train.registry import described, is_factory, load_traits, split_name
 
 #: What the model reads of a sample.
 Modality = Literal["images", "tokens", "features"]
@@ -243,6 +244,18 @@ def _exported(kind: str, key: str, name: str, default: _Row) -> _Row:
     return row
 
 
+def _rows(kind: str, key: str, built_in: Mapping[str, _Row], default: _Row) -> dict[str, _Row]:
+    """Return the rows of all parts of a kind, the built-in ones first.
+
+    A plug-in whose row can't be imported is omitted: the file does not name it.
+    """
+    rows = dict(built_in)
+    for name in described(kind):
+        with suppress(Exception):
+            rows[name] = _exported(kind, key, name, default)
+    return rows
+
+
 def training_samples(data: DataConfig) -> int | None:
     """Return N; None where only the data set's own code knows it."""
     return data_facts(data.name).num_samples(data)
@@ -264,8 +277,10 @@ def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] |
         return None
     target = () if data.target is None else (data.target,)
     modality = () if data.modality is None else (data.modality,)
-    tasks = [name for name, each in TASKS.items() if each.fits(data)]
-    others = [name for name, each in DATA_SETS.items() if needs.fits(each) and each.example == ""]
+    all_tasks = _rows("tasks", "task", TASKS, TaskFacts())
+    all_data = _rows("datasets", "data.name", DATA_SETS, DataFacts())
+    tasks = [name for name, each in all_tasks.items() if each.fits(data)]
+    others = [name for name, each in all_data.items() if needs.fits(each) and each.example == ""]
     remedies = [*tasks, f"data.name: {' or '.join(others)}"] if others else tasks
     wanted, found = _in_words(needs.modalities, needs.targets), _in_words(modality, target)
     message = f"{task} reads {wanted}, and {data_name} has {found}"

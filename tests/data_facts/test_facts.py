@@ -31,14 +31,15 @@ from tests.config.files import GOOD, problems_of
 MASKS = DataFacts("images", "mask", needs_root=True, num_samples=lambda data: 10 * data.args["scenes"])
 NUMBERS = DataFacts("features", "number")
 SEGMENTATION = TaskFacts(("images",), ("mask",))
+SCANS = DataFacts("images", "mask", example="")
 NOT_FACTS = {"modality": "images"}
 
 
 @pytest.fixture
 def plugged_in(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {
-        "datasets": {"masks": "MASKS", "numbers": "NUMBERS", "bad": "NOT_FACTS"},
-        "tasks": {"segmentation": "SEGMENTATION", "bad": "MASKS"},
+        "datasets": {"masks": "MASKS", "numbers": "NUMBERS", "scans": "SCANS", "bad": "NOT_FACTS"},
+        "tasks": {"segmentation": "SEGMENTATION", "bad": "MASKS", "cant_be_imported": "ABSENT"},
     }
 
     def exported(kind: str) -> dict[str, str]:
@@ -117,14 +118,14 @@ def test_torchvision_has_the_data_sets_of_the_table(name: str) -> None:
             ("data={name: masks, root: x}",),
             (
                 "task: classification reads images or features (target: class), and masks has images "
-                "(target: mask); write data.name: digits or synthetic or imagefolder"
+                "(target: mask); write segmentation, or data.name: digits or synthetic or imagefolder"
             ),
         ),
         (
             ("task=segmentation",),
             (
                 "task: segmentation reads images (target: mask), and digits has images (target: class); "
-                "write classification"
+                "write classification, or data.name: scans"
             ),
         ),
         (
