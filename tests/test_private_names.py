@@ -1,4 +1,4 @@
-"""Private names of torch and submitit that the package relies on: a canary for new versions of both.
+"""Private names of torch, submitit and multiprocessing that the package relies on: a canary for new versions.
 
 A public interface is missing for each of them. When a version renames one, the first tests fail and say which
 module to change; the last fails when a module begins to use another one.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import multiprocessing.queues
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ NAMES: list[tuple[Any, str, str]] = [
 #: Attributes that instances get in ``__init__``, and names that only source code holds.
 IN_SOURCE: list[tuple[Any, str, str]] = [
     (_ITERATOR, "_workers _task_info _rcvd_idx _send_idx _tasks_outstanding", "datasets/workers"),
-    (_ITERATOR, "_pin_memory_thread", "datasets/workers"),
+    (_ITERATOR, "_pin_memory_thread _worker_result_queue", "datasets/workers"),
+    (multiprocessing.queues.Queue, "_writer", "datasets/workers"),
     (torch._dynamo.OptimizedModule, "_orig_mod", "checkpoint/state"),
     (nn.Module, "_extra_state", "checkpoint/state"),
     (torch.fx.Tracer, "_tensor_constant", "models/tracing"),

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -54,8 +54,9 @@ class BatchStream(Iterator[Read]):
     ) -> None:
         pins = device.type == "cuda"
         self._iterator: Any
+        self._deaths: _Deaths | None = None
         if workers:
-            self._iterator = _loader_iterator(reader, sampler, workers, pins=pins)
+            self._iterator, self._deaths = _loader_iterator(reader, sampler, workers, pins=pins)
         else:
             self._iterator = _OwnReads(reader, sampler, pins=pins)
         self._can_tell = all(hasattr(self._iterator, part) for part in _LOADER_PARTS)
@@ -108,7 +109,7 @@ class BatchStream(Iterator[Read]):
         dead = multiprocessing.connection.wait(list(workers), _DEATH_LIMIT_S)
         if not dead:
             return error
-        lost = _lost(workers[dead[0]])
+        lost = _lost((self._deaths and self._deaths.first) or workers[dead[0]])
         lost.__cause__ = error
         self._end_workers()
         return lost
@@ -127,14 +128,20 @@ class BatchStream(Iterator[Read]):
         iterator, self._iterator = self._iterator, None
         if not hasattr(iterator, "_shutdown_workers"):
             return
+        if self._deaths is not None:
+            self._deaths.are_expected = True
         iterator._shutdown_workers()
         for worker in iterator._workers:
             if worker.is_alive():  # busy, and ignoring the SIGTERM that torch sends
                 worker.kill()
+        if self._deaths is not None:
+            self._deaths.end()
 
 
-def _loader_iterator(reader: SlotReader, sampler: Sampler[Slot], workers: int, *, pins: bool) -> Any:
-    """Return torch's iterator over the batches; its loader processes have started."""
+def _loader_iterator(
+    reader: SlotReader, sampler: Sampler[Slot], workers: int, *, pins: bool
+) -> tuple[Any, _Deaths | None]:
+    """Return torch's iterator over the batches, and who watches its loader processes, which have started."""
     loader: DataLoader[Any] = DataLoader(
         reader,
         batch_sampler=sampler,  # type: ignore[arg-type]  # yields slots: see SlotReader.__getitems__
@@ -148,7 +155,47 @@ def _loader_iterator(reader: SlotReader, sampler: Sampler[Slot], workers: int, *
         prefetch_factor=_PREFETCHED_BATCHES,
     )
     with _quiet_start():
-        return iter(loader)
+        iterator = iter(loader)
+        # With pinned memory torch's own thread reads the pipe, and the rank sees who has died.
+        return iterator, None if pins else _Deaths(iterator)
+
+
+class _Deaths:
+    """Lets a rank that reads from the loader's pipe notice that a loader process was killed while it wrote.
+
+    The rank is then in the middle of a message that no one completes, which no time limit and no stop signal
+    ends: the pipe stays open as long as anyone could write to it. So the rank closes its own end for writing,
+    and a thread kills the other loader processes once one has died: the rank reads the end of the pipe.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        #: Set before the loader processes are ended on purpose.
+        self.are_expected = False
+        #: The loader process that died first.
+        self.first: Any = None
+        results: Any = getattr(iterator, "_worker_result_queue", None)
+        if results is not None and hasattr(results, "_writer"):  # private names; without them nothing changes
+            results._writer.close()
+        self._workers = {worker.sentinel: worker for worker in getattr(iterator, "_workers", [])}
+        # It holds no lock at any time, so that evaluation can fork loader processes meanwhile.
+        self._thread = threading.Thread(target=self._watch, name="loader-deaths", daemon=True)
+        if self._workers:
+            self._thread.start()
+
+    def end(self) -> None:
+        """Return once the thread has ended; the loader processes have, or soon will."""
+        if self._workers:
+            self._thread.join(_DEATH_LIMIT_S)
+
+    def _watch(self) -> None:
+        dead = multiprocessing.connection.wait(list(self._workers))
+        if self.are_expected:
+            return
+        self.first = self._workers[dead[0]]
+        for worker in self._workers.values():
+            if worker is not self.first:
+                with suppress(OSError, ValueError):  # the rank has just ended it, too
+                    worker.kill()
 
 
 class _OwnReads(Iterator[Read | Failure]):

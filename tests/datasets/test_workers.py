@@ -7,10 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+
+from hpc_train.datasets.batches import training_batches
+from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.workers import WorkerLostError
+from hpc_train.errors import BadFileError
+from tests.datasets.samples import CPU, experiment, source
 
 pytestmark = pytest.mark.slow
 
@@ -87,3 +95,28 @@ def test_a_rank_that_fails_ends_at_once_and_leaves_no_worker(tmp_path: Path) -> 
     assert rank.returncode == 1
     assert "the rank's own mistake" in errors
     wait_until_gone(pids, limit_s=1)
+
+
+class Unreadable:
+    """Says so in more words than fit into a pipe: a loader process waits in the middle of its message."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, int]:
+        raise ValueError("x" * 300_000)
+
+
+@pytest.mark.fault(21)
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_that_is_killed_while_it_writes_is_noticed(workers: int) -> None:
+    what = experiment(workers=workers)
+    with training_batches(source(Unreadable()), what, Position(0), 1000, 0, 1, CPU) as batches:
+        iterator = batches._stream._iterator
+        assert iterator._data_queue._poll(60), "one writes"
+        os.kill(batches.worker_pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerLostError, match=rf"pid {batches.worker_pids[0]}, signal 9"):
+            while True:
+                with suppress(BadFileError):
+                    next(batches)
