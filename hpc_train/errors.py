@@ -106,6 +106,7 @@ class PeerLostError(HpcTrainError):
 
 #: All but printable ASCII, line breaks and tabs: looked up one by one.
 _UNUSUAL = re.compile(r"[^\n\t\x20-\x7e]")
+_SHOWN_LENGTH = 60
 
 
 def printable(text: str) -> str:
@@ -117,6 +118,11 @@ def printable(text: str) -> str:
     return _UNUSUAL.sub(
         lambda match: _shown(match.group()), text.encode("utf-8", "backslashreplace").decode()
     )
+
+
+def shortened(text: str) -> str:
+    """Return at most the first 60 characters of ``text``, which a hostile file may make long."""
+    return text if len(text) <= _SHOWN_LENGTH else f"{text[: _SHOWN_LENGTH - 1]}…"
 
 
 @cache

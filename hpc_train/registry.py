@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
 
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, shortened
 
 #: The key of the file that names a part of each kind; launchers are named on the command line.
 _KEYS = {
@@ -23,6 +23,16 @@ _KEYS = {
     "strategies": "parallel.strategy",
     "loggers": "logging.loggers",
     "launchers": "--launcher",
+}
+
+#: What a name of each kind names, in messages.
+_NOUNS = {
+    "models": "provider of models",
+    "datasets": "data set or provider",
+    "tasks": "task",
+    "strategies": "strategy",
+    "loggers": "logger",
+    "launchers": "launcher",
 }
 
 #: Built-in parts of the kinds that need no description without torch.
@@ -89,12 +99,22 @@ def load(kind: str, name: str) -> object:
     """
     target = name if is_factory(name) else parts(kind).get(name)
     if target is None:
-        known = sorted(parts(kind))
-        hint = nearest(name, known)
-        meant = f"did you mean {hint!r}?" if hint else f"known: {', '.join(known)}"
-        raise BadFileError(f"{_KEYS[kind]}: there is no {name!r}; {meant}")
+        raise BadFileError(f"{_KEYS[kind]}: {'; '.join(unknown_part(kind, name))}")
     module, _, attr = target.partition(":")
     return _attribute(kind, name, module, attr)
+
+
+def unknown_part(kind: str, name: str) -> tuple[str, str]:
+    """Return what is wrong with a name that no part of this kind has, and what to write instead."""
+    return unknown_name(_NOUNS[kind], name, parts(kind))
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> tuple[str, str]:
+    """Return what is wrong with a name that is not ``known``, and what to write instead."""
+    choices = sorted(known)
+    close = nearest(name, choices)
+    remedy = f"did you mean {close}?" if close else f"write one of {', '.join(choices)}"
+    return f"there is no {what} '{shortened(name)}'", remedy
 
 
 def load_traits(kind: str, name: str) -> object | None:

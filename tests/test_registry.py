@@ -57,7 +57,9 @@ def test_a_module_missing_inside_a_module_that_is_there_is_not_blamed_on_the_nam
 
 
 def test_a_misspelt_provider_gets_a_hint() -> None:
-    with pytest.raises(BadFileError, match=r"parallel\.strategy: there is no 'fsdpp'; did you mean 'fsdp'"):
+    with pytest.raises(
+        BadFileError, match=r"^parallel\.strategy: there is no strategy 'fsdpp'; did you mean fsdp\?$"
+    ):
         load("strategies", "fsdpp")
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 from hpc_train.config.keys import JOB, NOT_IDENTITY
 from hpc_train.config.marked_yaml import read_value
-from hpc_train.config.problems import KeyPath, dotted, shortened
+from hpc_train.config.problems import KeyPath, dotted
 from hpc_train.config.schema import Experiment
 from hpc_train.console import one_line
+from hpc_train.errors import shortened
 from hpc_train.plan.identity import CHANGEABLE
 
 #: Not relevant to an existing run.

@@ -15,8 +15,9 @@ from hpc_train.config.durations import seconds_in
 from hpc_train.config.json_schema import Node
 from hpc_train.config.keys import as_mapping, child, known_keys, meant_path, members, node_at, unknown_key
 from hpc_train.config.marked_yaml import resolve_scalar
-from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, shortened, shown
+from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, shown
 from hpc_train.config.synonyms import value_for
+from hpc_train.errors import shortened
 from hpc_train.registry import nearest
 
 

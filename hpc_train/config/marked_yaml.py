@@ -33,7 +33,8 @@ from yaml.parser import Parser
 from yaml.reader import Reader
 from yaml.scanner import Scanner
 
-from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Marks, Place, Problem, shortened, shown
+from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Marks, Place, Problem, shown
+from hpc_train.errors import shortened
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 64

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 
 from hpc_train.config.schema import Experiment
 from hpc_train.console import one_line
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, shortened
 from hpc_train.registry import nearest
 
 #: Keys from the top of the file; an int is an index into a list.
 KeyPath = tuple[str | int, ...]
-SHOWN_LENGTH = 60
 #: At most this many problems of a file are reported, so that a hostile file costs no more time and memory.
 MAX_PROBLEMS = 100
 
@@ -141,11 +140,6 @@ def dotted(path: KeyPath) -> str:
     for segment in path:
         text += f"[{segment}]" if isinstance(segment, int) else f".{shortened(segment)}"
     return text.removeprefix(".")
-
-
-def shortened(text: str) -> str:
-    """Return ``text`` as one printable line of at most ``SHOWN_LENGTH`` characters."""
-    return text if len(text) <= SHOWN_LENGTH else f"{text[: SHOWN_LENGTH - 1]}…"
 
 
 def shown(value: object) -> str:

@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from hpc_train.config.problems import Problem, shortened
+from hpc_train.config.problems import Problem
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.data_size import count_images, count_sequences
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, shortened
 from hpc_train.paths import expanded
 from hpc_train.registry import described, is_factory, load_traits, split_name
 

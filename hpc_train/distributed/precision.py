@@ -71,7 +71,7 @@ def choose_precision(name: str, device: torch.device) -> Precision:
 
 def _refuse_without_float8(device: torch.device) -> None:
     if device.type != "cuda":
-        raise no_float8(f"this run is on the {device.type.upper()}").as_error()
+        raise no_float8(f"device is {device.type}").as_error()
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is not None or capability < _FLOAT8_CAPABILITY:
         name, found = torch.cuda.get_device_name(device), ".".join(map(str, capability))

@@ -8,7 +8,6 @@ ranks. Everything else is whole on all ranks, which compute it alike.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +23,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.strategies.base import Piece
 from hpc_train.strategies.pieces import dealt_out, dealt_pieces, piece_of
 from hpc_train.strategies.tensor_layers import Shareable, numbers_shared, shareable_in
+from hpc_train.validate.layer_rules import dropped_attention, uneven_share
 
 _AXIS = "tensor"
 
@@ -113,27 +113,12 @@ def _is_shared(tensor: Tensor) -> bool:
 
 
 def _check(found: Mapping[str, Shareable], ranks: int) -> None:
-    """Raise BadFileError for the first number that ``ranks`` does not divide."""
-    numbers = numbers_shared(found)
-    for what, number in numbers.items():
-        if number % ranks:
-            raise BadFileError(
-                f"parallel.tensor: {ranks} ranks can't share the {number} {what}; {_fitting(numbers)}"
-            )
-    for name, each in found.items():
+    """Raise BadFileError where ``ranks`` ranks can't share these layers."""
+    if problem := uneven_share(numbers_shared(found), ranks):
+        raise problem.as_error()
+    for each in found.values():
         if each.attention_dropout > 0:
-            raise BadFileError(
-                f"{each.attention_key}: ranks that share the heads of {name or 'the model'} can't drop the "
-                "weights of attention that one device drops; write 0, or parallel.strategy: fsdp"
-            )
-
-
-def _fitting(numbers: Mapping[str, int]) -> str:
-    most = math.gcd(*numbers.values())
-    fitting = [str(size) for size in range(2, most + 1) if most % size == 0]
-    if not fitting:
-        return "no number of ranks divides all that they would share; write parallel.strategy: fsdp"
-    return "write " + " or ".join(part for part in (", ".join(fitting[:-1]), fitting[-1]) if part)
+            raise dropped_attention(each.attention_key, ranks).as_error()
 
 
 def _share(found: Shareable, mesh: DeviceMesh) -> list[tuple[nn.Linear, int]]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule
 from hpc_train.config.schema import Experiment
+from hpc_train.errors import shortened
 from hpc_train.topology.strategy_traits import StrategyTraits, traits_of
 from hpc_train.validate import model_facts
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.data_facts.facts import Modality, data_facts, task_misfit
+from hpc_train.errors import shortened
 from hpc_train.registry import is_factory, split_name
 from hpc_train.validate.part_rules import rest_not_taken
 

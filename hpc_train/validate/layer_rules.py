@@ -6,14 +6,15 @@ split them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule
 from hpc_train.config.schema import Experiment
+from hpc_train.errors import shortened
 from hpc_train.topology.degrees import Degrees, divisors, find_degrees
 from hpc_train.topology.pipeline_schedules import stages_per_rank
 from hpc_train.topology.strategy_traits import traits_of
@@ -43,6 +44,11 @@ class _Misfit:
     possible: list[int] = field(default_factory=list)
     otherwise: str = "write another parallel.strategy, like fsdp"
 
+    def problem(self) -> Problem:
+        """Return the problem where any number of ranks may be started."""
+        remedy = f"write {_either(self.possible)}" if self.possible else self.otherwise
+        return Problem(self.path, self.message, remedy)
+
 
 @rule("model.name", "model.args", "parallel")
 def gpt_can_be_shared_out(experiment: Experiment) -> Iterator[Problem]:
@@ -65,8 +71,7 @@ def _problems_of_the_file(experiment: Experiment) -> Iterator[Problem]:
         return
     degrees = Degrees(pipeline=parallel.pipeline or 1, tensor=parallel.tensor or 1)
     for misfit in _misfits(experiment, degrees):
-        remedy = f"write {_either(misfit.possible)}" if misfit.possible else misfit.otherwise
-        yield Problem(misfit.path, misfit.message, remedy)
+        yield misfit.problem()
 
 
 def problems_of_layers(experiment: Experiment, degrees: Degrees, ranks_per_node: int) -> list[Problem]:
@@ -89,7 +94,8 @@ def problems_of_layers(experiment: Experiment, degrees: Degrees, ranks_per_node:
 
 
 def _either(sizes: list[int]) -> str:
-    return " or ".join(map(str, sizes[-3:]))
+    *first, last = map(str, sizes[-3:])
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _misfits(experiment: Experiment, degrees: Degrees) -> Iterator[_Misfit]:
@@ -121,14 +127,33 @@ def _misfits_of_tensor(experiment: Experiment, facts: LayerFacts, ranks: int) ->
         else:
             yield _Misfit(("parallel", "tensor"), message, otherwise="take it out")
     if facts.dropout_key is not None:
-        message = f"{ranks} ranks that share heads can't drop the weights of attention"
-        path = tuple(facts.dropout_key.split("."))
-        yield _Misfit(path, message, otherwise="write 0, or parallel.strategy: fsdp")
-    for what, number in facts.shared.items():
+        yield _dropping(facts.dropout_key, ranks)
+    if uneven := _uneven(facts.shared, ranks):
+        yield uneven
+
+
+def _dropping(key: str, ranks: int) -> _Misfit:
+    message = f"{ranks} ranks that share heads can't drop the weights of attention"
+    return _Misfit(tuple(key.split(".")), message, otherwise="write 0, or parallel.strategy: fsdp")
+
+
+def _uneven(shared: Mapping[str, int], ranks: int) -> _Misfit | None:
+    for what, number in shared.items():
         if number % ranks:
             message = f"{ranks} ranks can't share {number} {what} evenly"
-            yield _Misfit(("parallel", "tensor"), message, divisors(math.gcd(*facts.shared.values()))[1:])
-            return
+            return _Misfit(("parallel", "tensor"), message, divisors(math.gcd(*shared.values()))[1:])
+    return None
+
+
+def dropped_attention(key: str, ranks: int) -> Problem:
+    """Return what is wrong with attention dropout, set by ``key``, where ranks share heads."""
+    return _dropping(key, ranks).problem()
+
+
+def uneven_share(shared: Mapping[str, int], ranks: int) -> Problem | None:
+    """Return what is wrong where ``ranks`` does not divide a number of ``shared`` (what → number)."""
+    misfit = _uneven(shared, ranks)
+    return None if misfit is None else misfit.problem()
 
 
 def layer_facts(name: str, args: dict[str, Any]) -> LayerFacts | None:

@@ -5,12 +5,13 @@ What ranks check too, for files that never were validated here, is a function th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shortened
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule
 from hpc_train.config.schema import Experiment, LoggingConfig
 from hpc_train.data_facts.facts import data_facts, missing_root
-from hpc_train.registry import is_factory, nearest, parts, split_name
+from hpc_train.errors import shortened
+from hpc_train.registry import is_factory, nearest, parts, split_name, unknown_name, unknown_part
 from hpc_train.topology.degrees import AXES
 from hpc_train.topology.learning_rate import OVER_SPAN, OVER_STEPS
 from hpc_train.topology.pipeline_schedules import problem_of_stages
@@ -55,13 +56,6 @@ _SAID_ELSEWHERE: dict[KeyPath, dict[str, str]] = {
 }
 
 
-def _unknown_part(path: KeyPath, what: str, name: str, known: Iterable[str]) -> Problem:
-    choices = sorted(known)
-    close = nearest(name, choices)
-    remedy = f"did you mean {close}?" if close else f"write one of {', '.join(choices)}"
-    return Problem(path, f"there is no {what} '{shortened(name)}'", remedy)
-
-
 def unlisted(path: KeyPath, provider: str, what: str, name: str, known: Collection[str]) -> Problem:
     """Return what is wrong with a name that the provider does not list."""
     close = nearest(name, known) or nearest(name.lower(), known)
@@ -86,15 +80,15 @@ def not_an_argument(section: KeyPath, argument: str, key: str) -> Problem:
 def task_is_known(experiment: Experiment) -> Iterator[Problem]:
     """``task`` must name a task."""
     if experiment.task not in parts("tasks"):
-        yield _unknown_part(("task",), "task", experiment.task, parts("tasks"))
+        yield Problem(("task",), *unknown_part("tasks", experiment.task))
 
 
 @rule("parallel.strategy")
 def strategy_is_known(experiment: Experiment) -> Iterator[Problem]:
     """``parallel.strategy`` must name a strategy."""
-    known = parts("strategies")
-    if experiment.parallel.strategy not in known:
-        yield _unknown_part(("parallel", "strategy"), "strategy", experiment.parallel.strategy, known)
+    name = experiment.parallel.strategy
+    if name not in parts("strategies"):
+        yield Problem(("parallel", "strategy"), *unknown_part("strategies", name))
 
 
 @rule("logging.loggers")
@@ -122,7 +116,7 @@ def model_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
     if provider not in parts("models"):
         remedy = f"write timm/{shortened(name)} or another of {', '.join(sorted(parts('models')))}"
         if rest:
-            yield _unknown_part(("model", "name"), "provider of models", provider, parts("models"))
+            yield Problem(("model", "name"), *unknown_part("models", provider))
         else:
             yield Problem(("model", "name"), f"'{shortened(name)}' names no provider", remedy)
     elif provider in _MODEL_EXAMPLES and not rest:
@@ -138,7 +132,7 @@ def dataset_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
     if is_factory(name):
         return
     if provider not in parts("datasets"):
-        yield _unknown_part(path, "data set or provider", provider, parts("datasets"))
+        yield Problem(path, *unknown_part("datasets", provider))
     elif (example := data_facts(name).example) and not rest:
         yield Problem(path, f"'{shortened(name)}' names no data set", f"write {example}")
     elif example == "" and (problem := rest_not_taken(path, name)):
@@ -269,7 +263,7 @@ def problem_of_schedule_name(name: str, known: Callable[[str], Collection[str] |
     provider, _, rest = name.rpartition("/")
     if not provider:
         built_in = [*OVER_SPAN, *OVER_STEPS]
-        return None if name in built_in else _unknown_part(path, "schedule", name, built_in)
+        return None if name in built_in else Problem(path, *unknown_name("schedule", name, built_in))
     if provider not in {"timm", "torch"}:
         remedy = "write timm/<name> or torch/<class>, like torch/OneCycleLR"
         return Problem(path, f"there is no provider of schedules '{shortened(provider)}'", remedy)

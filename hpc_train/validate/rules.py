@@ -10,8 +10,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import islice
 
-from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_clean, rule, shortened
+from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_clean, rule
 from hpc_train.config.schema import Experiment
+from hpc_train.errors import shortened
 from hpc_train.topology.batch_arithmetic import too_long_warmup, undivided_batch
 from hpc_train.validate import (
     compatibility,

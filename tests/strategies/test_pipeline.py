@@ -455,7 +455,7 @@ def gpt_of_uneven_heads() -> nn.Module:
             "parallel.tensor: ResNet has no layers that 2 ranks can share; take it out",
         ),
         # Of one stage alone: those of the other must not wait for it.
-        (gpt_of_uneven_heads, "parallel.tensor: 2 ranks can't share the 3 heads of layers.3."),
+        (gpt_of_uneven_heads, "parallel.tensor: 2 ranks can't share 3 heads of layers.3."),
     ],
 )
 def test_what_ranks_of_a_stage_cant_share_is_refused_by_those_of_all(

@@ -350,12 +350,12 @@ def mlps(*widths: int) -> nn.Module:
             3,
             "3 ranks .* 4 heads of blocks.0.attn .*write 2 or 4$",
         ),
-        (gpt, 8, "8 ranks can't share the 4 heads of layers.0.attention .*write 2 or 4$"),
-        (torchvision_vit, 5, "5 ranks .* the 24 columns of .*mlp.0; write 2, 3, 4, 6, 8, 12 or 24$"),
-        (lambda: mlps(7), 2, "7 columns of 0.fc1; write 7$"),
-        (lambda: mlps(7, 5), 2, "divides all .*strategy: fsdp$"),
-        (lambda: vit(attn_drop_rate=0.1), 2, r"model\.args\.attn_drop_rate: .*blocks\.0\.attn .*write 0, or"),
-        (dropping_weights_of_attention, 2, r"model\.args\.dropout: .*layers\.0\.attention .*write 0, or"),
+        (gpt, 8, "8 ranks can't share 4 heads of layers.0.attention .*write 2 or 4$"),
+        (torchvision_vit, 5, "5 ranks .* 24 columns of .*mlp.0 evenly; write 8, 12 or 24$"),
+        (lambda: mlps(7), 2, "7 columns of 0.fc1 evenly; write 7$"),
+        (lambda: mlps(7, 5), 2, "7 columns of 0.fc1 evenly; write another parallel.strategy, like fsdp$"),
+        (lambda: vit(attn_drop_rate=0.1), 2, r"model\.args\.attn_drop_rate: 2 ranks .*write 0, or"),
+        (dropping_weights_of_attention, 2, r"model\.args\.dropout: 2 ranks .*write 0, or"),
     ],
 )
 def test_a_degree_that_does_not_divide_is_reported_with_ones_that_do(
@@ -387,7 +387,7 @@ class Declared(nn.Module):
         ),
         ({"norm": "columns"}, "names norm, which is no nn.Linear of it"),
         ({"top": "rows"}, "names top, which is no nn.Linear of it"),
-        ({"up": "columns", "down": "rows"}, "3 ranks can't share the 8 columns of 0.up; write 2, 4 or 8"),
+        ({"up": "columns", "down": "rows"}, "3 ranks can't share 8 columns of 0.up evenly; write 2, 4 or 8"),
     ],
 )
 def test_a_plug_ins_plan_is_followed_or_its_mistake_said(plan: dict[str, str], said: str) -> None:

@@ -1,102 +1,372 @@
-"""What the file check and the ranks both refuse, they refuse in the same words."""
+"""What the file check and the ranks both find wrong, they report in the same words.
+
+A rule that ranks apply too is a function that returns a ``Problem``, which they raise by ``as_error``: each
+such call in the package has a row in ``SHARED``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import timm.optim
 import torch
+import torchvision
+import yaml
 from torch import nn
 
-from hpc_train.config.problems import Problem
+from hpc_train.config.keys import replaced, split_key
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.building import build_source
+from hpc_train.datasets.normalize import Normalize
+from hpc_train.datasets.sampler import MicroBatchSampler, Position
+from hpc_train.datasets.types import DataInfo
 from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
+from hpc_train.models.building import build_model
+from hpc_train.plan.planning import make_plan
+from hpc_train.registry import load as load_part
+from hpc_train.strategies import model_facts as facts_of_models
 from hpc_train.strategies import sync_batchnorm
 from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.fully_sharded import refuse_unshardable
 from hpc_train.strategies.pipeline import PipelineStrategy
+from hpc_train.strategies.tensor_plan import refuse_unshared
 from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.topology.degrees import Degrees
+from hpc_train.training import batch_size_search, batch_size_trial, optimization, prepare, rank
 from hpc_train.training.schedules import make_schedule
 from hpc_train.validate import model_facts
 from hpc_train.validate.loading import load
 from hpc_train.validate.rules import check_start
-from tests.config.files import GOOD, problems_of
+from tests.config.files import GOOD
 
+PACKAGE = Path(model_facts.__file__).parents[1]
 CPU = torch.device("cpu")
+IMAGES = DataInfo(num_classes=10, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+BATCHNORM = "acme.models:normalized"
+VIT = "timm/vit_tiny_patch16_224"
+TEXT = {"name": "text", "root": "/data", "args": {"sequence_length": 8}}
 
 
-def line_of_the_file(tmp_path: Path, *overrides: str) -> str:
-    """Return the only problem of a file, without its place."""
-    (line,) = problems_of(tmp_path, GOOD, *overrides)
-    return line.removeprefix("command line: ").partition("exp.yaml:")[0]
+@dataclass(frozen=True)
+class Shared:
+    """A rule that ranks apply too."""
+
+    #: Keys of the file → values that break the rule.
+    changes: dict[str, Any]
+    #: What a rank does with such an experiment.
+    at_rank: Callable[[Experiment], object]
+    #: The number of ranks, where the rule depends on it.
+    ranks: int | None = None
+    #: What ``micro_batch_size: auto`` found.
+    found: int | None = None
+    #: What a rank says in place of a name that it does not know, and that name.
+    unnamed: tuple[str, str] = ("", "")
+
+    def experiment(self) -> Experiment:
+        data = yaml.safe_load(GOOD)
+        for key, value in self.changes.items():
+            data = replaced(data, split_key(key), value)
+        return Experiment.model_validate(data)
 
 
-def experiment_of(tmp_path: Path, *overrides: str) -> Experiment:
-    path = tmp_path / "good.yaml"
-    path.write_text(GOOD)
-    return load(path, overrides).experiment
+def context(experiment: Experiment, degrees: Degrees | None = None) -> RankContext:
+    precision = choose_precision("fp32", CPU)
+    return RankContext(0, degrees or Degrees(), CPU, precision, parallel=experiment.parallel)
 
 
-def said_by(rank: Callable[[], object]) -> str:
-    with pytest.raises(BadFileError) as caught:
-        rank()
-    return str(caught.value)
+def build(experiment: Experiment) -> nn.Module:
+    with torch.device("meta"):
+        return build_model(experiment.model, IMAGES)
 
 
-def as_words(problems: list[Problem]) -> str:
-    (problem,) = problems
-    return str(problem.as_error())
+def read(experiment: Experiment) -> object:
+    return build_source(experiment.data)
 
 
-def test_more_ranks_than_micro_batches(tmp_path: Path) -> None:
-    experiment = experiment_of(tmp_path)
-    ranks = experiment.micro_batches + 1
-    rank = said_by(lambda: BatchArithmetic.of(experiment.optimization, 10**6, ranks))
-    assert rank == as_words(check_start(experiment, ranks))
+def sample(num_samples: int, ranks: int = 1) -> Callable[[Experiment], object]:
+    def at_rank(experiment: Experiment) -> object:
+        sizes = experiment.optimization.global_batch_size, experiment.optimization.micro_batch_size
+        assert sizes[1] != "auto"
+        return MicroBatchSampler(
+            num_samples,
+            global_batch_size=sizes[0],
+            micro_batch_size=sizes[1],
+            seed=0,
+            position=Position(0),
+            total_steps=1,
+            world_size=ranks,
+        )
+
+    return at_rank
 
 
-def test_a_warm_up_as_long_as_the_run(tmp_path: Path) -> None:
-    steps = ("optimization.epochs=", "optimization.steps=9")
-    schedule = experiment_of(tmp_path, *steps).optimization.schedule
-    changed = schedule.model_copy(update={"warmup_steps": 10})
-    file = line_of_the_file(tmp_path, *steps, "optimization.schedule={warmup_steps: 10}")
-    assert said_by(lambda: make_schedule(changed, 9, 3)) == file
+def compute(num_samples: int, ranks: int = 1) -> Callable[[Experiment], object]:
+    return lambda experiment: BatchArithmetic.of(experiment.optimization, num_samples, ranks)
 
 
-def test_a_missing_root(tmp_path: Path) -> None:
-    data = experiment_of(tmp_path).data.model_copy(update={"name": "imagefolder"})
-    assert said_by(lambda: build_source(data)) == line_of_the_file(tmp_path, "data={name: imagefolder}")
-
-
-def test_sync_batchnorm_beside_spare_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    experiment = experiment_of(tmp_path, "parallel.sync_batchnorm=true")
-    micro_batches = experiment.micro_batches
-    ranks = next(number for number in range(2, micro_batches) if micro_batches % number)
-    monkeypatch.setattr(sync_batchnorm.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(sync_batchnorm.dist, "get_world_size", lambda: ranks)
-    rank = said_by(lambda: sync_batchnorm.sync_batchnorm(nn.Identity(), CPU, micro_batches))
-    assert rank == as_words(check_start(experiment, ranks))
-
-
-def test_batchnorm_in_mixed_precision_where_parameters_are_sharded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_facts, "has_batchnorm", lambda name, args: True)
-    file = line_of_the_file(
-        tmp_path, "model={name: timm/resnet18}", "precision=bf16", "parallel={strategy: fsdp}"
-    )
-    model, precision = nn.Sequential(nn.BatchNorm1d(2)), choose_precision("bf16", CPU)
-    rank = said_by(lambda: refuse_unshardable(model, [], precision, "fsdp"))
-    assert rank == file.replace("timm/resnet18", "this model")
-
-
-def test_a_whole_model_compiled_for_stages(tmp_path: Path) -> None:
-    file = line_of_the_file(tmp_path, "parallel={strategy: pipeline}", "compile={scope: model}")
-    strategy = PipelineStrategy(RankContext(0, Degrees(), CPU, choose_precision("fp32", CPU)))
+def refuse_compiled(experiment: Experiment) -> None:
     model = nn.Linear(1, 1)
     model.compile()
-    assert said_by(lambda: strategy._refuse_compiled(model)) == file
+    PipelineStrategy(context(experiment))._refuse_compiled(model)
+
+
+def schedule_slots(slots: int) -> Callable[[Experiment], object]:
+    batch = cast(Any, SimpleNamespace(inputs=torch.zeros(1)))
+
+    def at_rank(experiment: Experiment) -> object:
+        strategy = PipelineStrategy(context(experiment, Degrees(pipeline=2)))
+        return strategy._run_for([batch] * slots, cast(Any, None))
+
+    return at_rank
+
+
+def find_found(size: int, ranks: int) -> Callable[[Experiment], object]:
+    def at_rank(experiment: Experiment) -> None:
+        here = SimpleNamespace(experiment=experiment, degrees=Degrees(replicate=ranks))
+        batch_size_search._check_ranks(cast(Any, here), size)
+
+    return at_rank
+
+
+def shard_batchnorm(experiment: Experiment) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    refuse_unshardable(model, [], choose_precision("bf16", CPU), experiment.parallel.strategy)
+
+
+def optimize(experiment: Experiment) -> object:
+    return optimization.make_optimizer(experiment.optimization.optimizer, {}, 64)
+
+
+def schedule(experiment: Experiment) -> object:
+    return make_schedule(experiment.optimization.schedule, experiment.optimization.steps or 9, 3)
+
+
+def start_on(ranks: int) -> Callable[[Experiment], object]:
+    facts = cast(Any, SimpleNamespace(world_size=ranks, num_nodes=1))
+    return lambda experiment: rank._degrees(experiment, facts)
+
+
+#: ``module.function: rule``, where a rank raises what the rule returns. A function may have several rules.
+SHARED = {
+    "datasets.arguments.refuse_rest: rest_not_taken": Shared({"data.name": "digits/x"}, read),
+    "datasets.building.build_source: missing_root": Shared({"data": {"name": "imagefolder"}}, read),
+    "datasets.normalize._check_length: normalize_problem": Shared(
+        {"data.normalize": {"mean": [0.5], "std": [0.5]}, "data.args": {"channels": 3}},
+        lambda experiment: Normalize(IMAGES, experiment.data),
+    ),
+    "datasets.sampler._check_sizes: too_few_micro_batches": Shared({}, sample(10**6, ranks=5), ranks=5),
+    "datasets.sampler._check_sizes: too_few_samples": Shared(
+        {"data": {"name": "synthetic", "args": {"num_samples": 40}}}, sample(40)
+    ),
+    "datasets.sampler._check_sizes: undivided_batch": Shared(
+        {"optimization.micro_batch_size": 24}, sample(10**6)
+    ),
+    "datasets.sources.torchvision._class: unlisted": Shared(
+        {"data": {"name": "torchvision/CIFAR11", "root": "/data"}}, read
+    ),
+    "distributed.precision._refuse_without_float8: no_float8": Shared(
+        {"precision": "fp8", "device": "cpu"}, lambda experiment: choose_precision("fp8", CPU)
+    ),
+    "models.gpt.build: needs_tokens": Shared(
+        {"model.name": "gpt"}, build, unnamed=("this data set", "digits")
+    ),
+    "models.gpt.build: rest_not_taken": Shared(
+        {"model.name": "gpt/small", "data": TEXT, "task": "causal_lm"}, build
+    ),
+    "models.timm.build: not_an_argument": Shared(
+        {"model": {"name": VIT, "args": {"pretrained": True}}}, build
+    ),
+    "models.timm._refuse_unknown: unlisted": Shared({"model.name": "timm/resnet19"}, build),
+    "models.torchvision._arguments: not_an_argument": Shared(
+        {"model": {"name": "torchvision/resnet18", "args": {"weights": "DEFAULT"}}}, build
+    ),
+    "models.torchvision._refuse_unknown: unlisted": Shared({"model.name": "torchvision/resnet19"}, build),
+    "models.torchvision.build: model_problem": Shared(
+        {
+            "model.name": "torchvision/resnet18",
+            "data": {"name": "synthetic", "args": {"channels": 2, "num_samples": 640}},
+        },
+        lambda experiment: build_model(experiment.model, replace(IMAGES, channels=2)),
+    ),
+    "strategies.base.check_args: problems_of_arguments": Shared(
+        {"parallel": {"strategy": "ddp", "args": {"bucket_cap_mb": 9}}},
+        lambda experiment: context(experiment).check_args("ddp"),
+    ),
+    "strategies.fully_sharded.refuse_unshardable: sharded_batchnorm": Shared(
+        {"model.name": "timm/resnet18", "precision": "bf16", "parallel": {"strategy": "fsdp"}},
+        shard_batchnorm,
+        unnamed=("this model", "timm/resnet18"),
+    ),
+    "strategies.pipeline.__init__: problem_of_stages": Shared(
+        {"parallel": {"strategy": "pipeline", "stages_per_rank": 2}},
+        lambda experiment: PipelineStrategy(context(experiment)),
+    ),
+    "strategies.pipeline._refuse_compiled: compiled_whole": Shared(
+        {"parallel": {"strategy": "pipeline"}, "compile": {"scope": "model"}}, refuse_compiled
+    ),
+    "strategies.pipeline._run_for: problem": Shared(
+        {
+            "parallel": {"strategy": "pipeline", "schedule": "interleaved"},
+            "optimization.global_batch_size": 80,
+        },
+        schedule_slots(5),
+        ranks=2,
+    ),
+    "strategies.sync_batchnorm.sync_batchnorm: uneven_sync_batchnorm": Shared(
+        {"parallel": {"sync_batchnorm": True}},
+        lambda experiment: sync_batchnorm.sync_batchnorm(nn.Identity(), CPU, experiment.micro_batches),
+        ranks=3,
+    ),
+    "strategies.tensor_plan._check: dropped_attention": Shared(
+        {
+            "model": {"name": VIT, "args": {"attn_drop_rate": 0.1}},
+            "parallel": {"strategy": "tensor", "tensor": 3},
+        },
+        lambda experiment: refuse_unshared(build(experiment), 3, ""),
+    ),
+    "strategies.tensor_plan._check: uneven_share": Shared(
+        {"model.name": VIT, "parallel": {"strategy": "tensor", "tensor": 2}},
+        lambda experiment: refuse_unshared(build(experiment), 2, ""),
+    ),
+    "topology.batch_arithmetic.of: too_few_micro_batches": Shared({}, compute(10**6, ranks=5), ranks=5),
+    "topology.batch_arithmetic.of: too_few_samples": Shared(
+        {"data": {"name": "synthetic", "args": {"num_samples": 40}}}, compute(40)
+    ),
+    "training.batch_size_search._check_ranks: too_few_micro_batches": Shared(
+        {"optimization.micro_batch_size": "auto"}, find_found(32, ranks=3), ranks=3, found=32
+    ),
+    "training.batch_size_trial._refuse_batchnorm: auto_batchnorm": Shared(
+        {"optimization.micro_batch_size": "auto", "model.name": BATCHNORM},
+        lambda experiment: batch_size_trial._refuse_batchnorm(
+            experiment, cast(Any, SimpleNamespace(model=nn.BatchNorm1d(1)))
+        ),
+    ),
+    "training.optimization._checked: not_an_argument": Shared(
+        {"optimization.optimizer": {"name": "sgd", "lr": 0.1, "args": {"momentum": 0.9}}}, optimize
+    ),
+    "training.optimization._find: problem_of_optimizer": Shared(
+        {"optimization.optimizer": {"name": "adamx", "lr": 0.1}}, optimize
+    ),
+    "training.prepare._check_number_of_samples: too_few_samples": Shared(
+        {"data": {"name": "synthetic", "args": {"num_samples": 40}}},
+        lambda experiment: prepare._check_number_of_samples(experiment, build_source(experiment.data)),
+    ),
+    "training.rank._degrees: find_degrees": Shared(
+        {"parallel": {"strategy": "fsdp", "shard": 3}}, start_on(4), ranks=4
+    ),
+    "training.schedules._warmup_steps: too_long_warmup": Shared(
+        {
+            "optimization.epochs": None,
+            "optimization.steps": 9,
+            "optimization.schedule": {"warmup_steps": 10},
+        },
+        schedule,
+    ),
+    "training.schedules.make_schedule: problem_of_schedule_name": Shared(
+        {"optimization.schedule": {"name": "cosin"}}, schedule
+    ),
+    # Ranks need no Problem for these: the registry raises the error of a part that does not exist.
+    "registry.load: strategies": Shared(
+        {"parallel": {"strategy": "fsdpp"}},
+        lambda experiment: load_part("strategies", experiment.parallel.strategy),
+    ),
+    "registry.load: tasks": Shared(
+        {"task": "classify"}, lambda experiment: load_part("tasks", experiment.task)
+    ),
+    "registry.load: models": Shared({"model.name": "tim/resnet18"}, build),
+    "registry.load: datasets": Shared({"data.name": "imagefolders"}, read),
+}
+#: Rules of ranks alone: which arguments a part takes is known once it is imported.
+OF_RANKS_ALONE = {"unknown_argument"}
+
+
+@pytest.fixture(autouse=True)
+def answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answer without a child process what the file check asks about models."""
+    names = {
+        "timm": timm.list_models(),
+        "torchvision": torchvision.models.list_models(module=torchvision.models),
+        "datasets": sorted(torchvision.datasets.__all__),
+        "timm_optimizers": timm.optim.list_optimizers(),
+    }
+    monkeypatch.setattr(model_facts, "known_names", names.get)
+    monkeypatch.setattr(model_facts, "facts", _facts)
+
+
+def _facts(name: str, args: dict[str, Any], image_size: int | None = None) -> dict[str, Any]:
+    if name == BATCHNORM:
+        return {"has_batchnorm": True}
+    known = {VIT, "timm/resnet18", "torchvision/resnet18"}
+    is_known = name in known and not {"pretrained", "weights"} & args.keys()
+    return facts_of_models.facts(name, args) if is_known else {}
+
+
+def words_of_the_file(shared: Shared, folder: Path) -> str:
+    """Return the first problem that ``validate`` reports, without its position."""
+    path = folder / "exp.yaml"
+    path.write_text(GOOD)
+    changes = [f"{key}={json.dumps(value)}" for key, value in shared.changes.items()]
+    try:
+        loaded = load(path, changes)
+        make_plan(loaded)
+    except BadFileError as error:
+        return re.sub(r"^(command line|\S+:\d+:\d+): ", "", error.problems[0])
+    problems = check_start(loaded.experiment, shared.ranks, found=shared.found)
+    return str(problems[0].as_error()) if problems else "nothing"
+
+
+@pytest.mark.parametrize("rule", SHARED)
+def test_file_check_and_ranks_report_the_same_words(
+    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = SHARED[rule]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: shared.ranks is not None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *group: shared.ranks or 1)
+    file = words_of_the_file(shared, tmp_path)
+    with pytest.raises(BadFileError) as caught:
+        shared.at_rank(shared.experiment())
+    assert str(caught.value).replace(*shared.unnamed) == file
+
+
+def functions(file: Path) -> Iterator[ast.FunctionDef]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def called_in(function: ast.FunctionDef) -> set[str]:
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return {call.attr if isinstance(call, ast.Attribute) else getattr(call, "id", "") for call in calls}
+
+
+def test_each_rule_that_ranks_apply_too_has_a_row() -> None:
+    files = {
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")
+    }
+    rules = {
+        function.name
+        for path in files.values()
+        for function in functions(path)
+        if function.returns is not None and "Problem" in ast.unparse(function.returns)
+    }
+    raised: dict[str, set[str]] = {
+        f"{module}.{function.name}": called & rules
+        for module, path in files.items()
+        for function in functions(path)
+        if "as_error" in (called := called_in(function)) and function.name != "as_error"
+    }
+    assert all(raised.values()), "a function of its own returns the Problem"
+    found = {f"{where}: {rule}" for where, some in raised.items() for rule in some - OF_RANKS_ALONE}
+    assert found == {row for row in SHARED if not row.startswith("registry.")}
+    checked = [
+        called_in(function) for path in (PACKAGE / "validate").glob("*.py") for function in functions(path)
+    ]
+    assert not OF_RANKS_ALONE & set().union(*checked)

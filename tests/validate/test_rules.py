@@ -325,7 +325,7 @@ GPT = ("task=causal_lm", "data={name: text, root: a.txt}", "model={name: gpt, ar
         (
             ("parallel={strategy: tensor, tensor: 4}", "model.args.num_heads=6"),
             "parallel.tensor",
-            "write 2 or 3 or 6",
+            "write 2, 3 or 6",
         ),
         (
             ("parallel={strategy: tensor, tensor: 2}", "model.args.num_heads=1"),
@@ -340,7 +340,7 @@ GPT = ("task=causal_lm", "data={name: text, root: a.txt}", "model={name: gpt, ar
         (
             ("parallel={strategy: split, pipeline: 5}",),
             "parallel.pipeline",
-            "gpt can be cut into 4; write 2 or 3 or 4",
+            "gpt can be cut into 4; write 2, 3 or 4",
         ),
         (
             ("parallel={strategy: pipeline, pipeline: 3, schedule: interleaved}",),
@@ -376,7 +376,7 @@ def test_what_of_gpt_ranks_can_not_share_is_named(
             6,
             "parallel.pipeline: 6 stages need a block each, and gpt can be cut into 4; write 2 or 3",
         ),
-        (("parallel.strategy=pipeline",), 5, "start a number of ranks that 2 or 3 or 4 divides"),
+        (("parallel.strategy=pipeline",), 5, "start a number of ranks that 2, 3 or 4 divides"),
         (("parallel.strategy=tensor", "model.args.dropout=0.5"), 2, "model.args.dropout: 2 ranks"),
     ],
 )
