@@ -138,11 +138,13 @@ def plan(
     devices: Devices = None,
     as_json: Json = False,
     script: Annotated[bool, typer.Option("--script", help="Also show the batch script of each job.")] = False,
+    launcher: LauncherName = None,
 ) -> int:
     """Show runs, ranks, batches and GPU-hours without starting anything."""
     from hpc_train.cli.plan import PlanOptions, plan
 
-    return plan(file, overrides or [], PlanOptions(local, devices, as_json, script))
+    options = PlanOptions(local=local, devices=devices, launcher=launcher, as_json=as_json, script=script)
+    return plan(file, overrides or [], options)
 
 
 @_command
@@ -181,10 +183,18 @@ def submit(
     ] = False,
 ) -> int:
     """Plan and start the runs of a file."""
-    from hpc_train.cli.submit import Choices, submit
+    from hpc_train.cli.submit import SubmitOptions, submit
 
-    choices = Choices(local, devices, dry_run, new, as_json, launcher, jobs)
-    return submit(file, [*(overrides or []), *(["profile=true"] if profile else [])], choices)
+    options = SubmitOptions(
+        local=local,
+        devices=devices,
+        launcher=launcher,
+        dry_run=dry_run,
+        new=new,
+        as_json=as_json,
+        jobs=jobs,
+    )
+    return submit(file, [*(overrides or []), *(["profile=true"] if profile else [])], options)
 
 
 @_command

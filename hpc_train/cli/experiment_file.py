@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpc_train.cli.children import run_child
 from hpc_train.cli.found_sizes import say_layouts, with_found_sizes
-from hpc_train.cli.plan import submit_problems
+from hpc_train.cli.plan import LauncherOptions, submit_problems
 from hpc_train.console import put_json, say
 from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.plan.planning import make_plan
@@ -16,9 +16,10 @@ from hpc_train.validate.loading import load
 
 def validate(file: Path, overrides: Sequence[str]) -> ExitCode:
     """Report that the file is valid; raises BadFileError with all problems."""
-    loaded = load(file, overrides)
-    plan = with_found_sizes(make_plan(loaded))
-    if problems := submit_problems(loaded, plan):
+    loaded, options = load(file, overrides), LauncherOptions()
+    launcher = options.load()
+    plan = with_found_sizes(options.plan(launcher, loaded, None))
+    if problems := submit_problems(launcher, loaded, plan):
         raise BadFileError(problems)
     runs = "1 run" if len(plan.runs) == 1 else f"{len(plan.runs)} runs"
     say(f"{file}: fine: {runs} of {plan.name}")

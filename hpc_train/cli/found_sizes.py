@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from hpc_train.console import say
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.plan.planning import Plan, PlannedRun
+from hpc_train.plan.planning import Plan, PlannedRun, with_micro_batches
 from hpc_train.run.found_micro_batch import kept_size
-from hpc_train.topology.batch_arithmetic import accumulation
 
 
 def with_found_sizes(made: Plan) -> Plan:
@@ -25,14 +24,12 @@ def _with_found_size(name: str, run: PlannedRun) -> PlannedRun:
     size = kept_size(RunPaths(runs_root() / name / run.id))
     if optimization.micro_batch_size != "auto" or size is None:
         return run
-    micro_batches = optimization.global_batch_size // size
-    data_ranks = run.ranks if run.degrees is None else run.degrees.data_ranks
-    return replace(run, micro_batches=micro_batches, accumulation=accumulation(micro_batches, data_ranks))
+    return with_micro_batches(run, optimization.global_batch_size // size)
 
 
 def say_layouts(runs: Sequence[PlannedRun]) -> None:
     """Print how a step of the runs is divided, each different way once."""
-    for words, number in Counter(str(run.layout) for run in runs).items():
+    for words, number in Counter(str(run.layout) for run in runs if run.layout).items():
         say(f"  {words}" if number == len(runs) else f"  {number} of {len(runs)} runs: {words}")
 
 

@@ -20,7 +20,6 @@ from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate.loading import Loaded, load
 from hpc_train.validate.rules import check_start
 
-DEVICES_WITHOUT_LOCAL = "--devices: is for this machine; add --local"
 FETCH_DATA = "write the folder of the data, or fetch them with `hpc-train prepare FILE`"
 #: Bubble above which ``plan`` says what to do.
 _LARGE_BUBBLE = 0.2  # assumed
@@ -36,25 +35,57 @@ _HEADS = (
 )
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """The options of ``plan``."""
+@dataclass(frozen=True, kw_only=True)
+class LauncherOptions:
+    """The options of ``plan`` and ``submit`` on who starts the runs."""
 
     local: bool = False
     devices: int | None = None
+    launcher: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The launcher's."""
+        return self.launcher or (LOCAL if self.local else DEFAULT)
+
+    @property
+    def on_this_machine(self) -> bool:
+        return self.local or self.launcher == LOCAL or self.devices is not None
+
+    def load(self) -> Launcher:
+        """Return the launcher. Raises UsageError where the options exclude each other."""
+        if self.devices is not None and not self.local and self.launcher is None:
+            raise UsageError("--devices: is for this machine; add --local")
+        launcher = load_launcher(self.name)
+        if launcher.is_queue and self.on_this_machine:
+            option = "--local" if self.local else "--devices"
+            raise UsageError(f"{option}: is for this machine, launcher {self.name} is not; omit one of them")
+        return launcher
+
+    def plan(self, launcher: Launcher, loaded: Loaded, devices: int | None) -> Plan:
+        """Return the plan of the file for this launcher."""
+        return make_plan(
+            loaded,
+            lambda experiment: launcher.ranks(experiment, devices),
+            on_this_machine=self.on_this_machine,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(LauncherOptions):
+    """The options of ``plan``."""
+
     as_json: bool = False
     script: bool = False
 
 
 def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode:
     """Show what would be started."""
-    if options.devices is not None and not options.local:
-        raise UsageError(DEVICES_WITHOUT_LOCAL)
-    loaded, launcher = load(file, overrides), load_launcher(LOCAL if options.local else DEFAULT)
+    launcher, loaded = options.load(), load(file, overrides)
     devices = options.devices
-    if options.local and devices is None:
+    if devices is None:  # given devices need not be here
         devices = launcher.choose_devices(loaded.experiment, None)
-    made = with_found_sizes(make_plan(loaded, devices, options.local))
+    made = with_found_sizes(options.plan(launcher, loaded, devices))
     problems = start_problems(loaded, made)
     scripts: list[str] = []
     lacking = launcher_problems(launcher, loaded)
@@ -71,13 +102,12 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
     return ExitCode.DONE
 
 
-def submit_problems(loaded: Loaded, made: Plan) -> list[str]:
+def submit_problems(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]:
     """Return all lines with which ``submit`` would reject the plan, for ``validate``.
 
     A file that says nothing of a job can be started with ``--local`` on any number of ranks, and reads its
     data here.
     """
-    launcher = load_launcher(DEFAULT)
     if launcher.problems(loaded.experiment):
         return start_problems(loaded, made, ranks_are_known=False) + missing_data(loaded, FETCH_DATA)
     if problems := start_problems(loaded, made):
@@ -171,15 +201,17 @@ def _hint(run: PlannedRun) -> str | None:
 
 
 def _cells(run: PlannedRun) -> list[str]:
-    by_trial = (run.micro_batches or "auto", run.accumulation or "auto")
-    by_data = ("unknown" if number is None else number for number in (run.steps_per_epoch, run.total_steps))
-    return [run.id, *map(str, (run.ranks, *by_trial, run.experiment.precision, *by_data)), _hours(run)]
+    is_auto = run.micro_batches is None
+    by_trial = ("auto", "auto") if is_auto else (run.micro_batches, run.accumulation)
+    cells = (run.ranks, *by_trial, run.experiment.precision, run.steps_per_epoch, run.total_steps)
+    return [run.id, *("unknown" if cell is None else str(cell) for cell in cells), _hours(run)]
 
 
 def _hours(run: PlannedRun) -> str:
-    if run.gpu_hours is None:
+    hours = run.size.gpu_hours
+    if hours is None:
         return "unknown"
-    return f"at most {run.gpu_hours:g}" if run.gpu_hours else "0"
+    return f"at most {hours:g}" if hours else "0"
 
 
 def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) -> list[str]:
@@ -188,7 +220,7 @@ def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) 
         loaded.problem(problem.path, problem.message, problem.remedy)
         for run in made.runs
         for problem in check_start(
-            run.experiment, run.ranks if ranks_are_known else None, run.ranks_per_node, run.fewest_ranks
+            run.experiment, run.ranks if ranks_are_known else None, run.size.per_node, run.size.fewest
         )
     ]
     return list(dict.fromkeys(lines))

@@ -268,7 +268,9 @@ def _prepare(paths: RunPaths, request: _Request, name: str, launcher: Launcher) 
     ranks = launcher.ranks(loaded.experiment, devices)
     problems = [
         loaded.problem(problem.path, problem.message, problem.remedy)
-        for problem in check_start(loaded.experiment, *ranks, kept_size(paths))
+        for problem in check_start(
+            loaded.experiment, ranks.most, ranks.per_node, ranks.fewest, kept_size(paths)
+        )
     ]
     problems += launcher_problems(launcher, loaded)
     if problems:

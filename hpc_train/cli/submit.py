@@ -20,8 +20,8 @@ from hpc_train.cli.creating import (
 from hpc_train.cli.found_sizes import say_layouts
 from hpc_train.cli.parallel_runs import Slots, devices_per_run
 from hpc_train.cli.plan import (
-    DEVICES_WITHOUT_LOCAL,
     FETCH_DATA,
+    LauncherOptions,
     batch_scripts,
     launcher_problems,
     missing_data,
@@ -34,51 +34,40 @@ from hpc_train.cli.status import rows_of
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.launchers.base import Launcher, StartRequest
-from hpc_train.launchers.following import LOCAL
-from hpc_train.launchers.lookup import DEFAULT, load_launcher, statuses
+from hpc_train.launchers.lookup import statuses
 from hpc_train.loggers.wandb_key import has_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
-from hpc_train.plan.planning import Plan, PlannedRun, make_plan
+from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.report.changed_keys import in_words
 from hpc_train.run.files import remove_folder
 from hpc_train.run.find import run_name
 from hpc_train.validate.loading import Loaded, load
 
 
-@dataclass(frozen=True)
-class Choices:
+@dataclass(frozen=True, kw_only=True)
+class SubmitOptions(LauncherOptions):
     """The options of ``submit``."""
 
-    local: bool = False
-    devices: int | None = None
     dry_run: bool = False
     new: bool = False
     as_json: bool = False
-    launcher: str | None = None
     #: Runs that this machine trains at a time.
     jobs: int = 1
 
-    @property
-    def launcher_name(self) -> str:
-        return self.launcher or (LOCAL if self.local else DEFAULT)
 
-    @property
-    def on_this_machine(self) -> bool:
-        return self.local or self.launcher == LOCAL or self.devices is not None
-
-
-def submit(file: Path, overrides: Sequence[str], choices: Choices) -> ExitCode:
+def submit(file: Path, overrides: Sequence[str], options: SubmitOptions) -> ExitCode:
     """Start what the file plans; return how the worst run ended, or DONE once all are queued."""
-    _check(choices)
+    launcher = options.load()
+    if options.jobs > 1 and not options.local:
+        raise UsageError(
+            "--jobs: is for this machine; add --local (in a queue sweep.max_parallel is the number of runs "
+            "at a time)"
+        )
     loaded = load(file, overrides)
-    launcher = load_launcher(choices.launcher_name)
-    if launcher.is_queue and choices.on_this_machine:
-        option, name = "--local" if choices.local else "--devices", choices.launcher_name
-        raise UsageError(f"{option}: is for this machine, launcher {name} is not; leave one of them out")
-    devices = _devices(launcher, loaded, choices)
-    plan = make_plan(loaded, devices, choices.on_this_machine)
+    devices = _devices(launcher, loaded, options)
+    plan = options.plan(launcher, loaded, devices)
     problems = start_problems(loaded, plan) + launcher_problems(launcher, loaded)
-    if choices.on_this_machine:
+    if options.on_this_machine:
         problems += missing_data(loaded, FETCH_DATA)
     scripts: list[str] = []
     if not problems:
@@ -86,26 +75,26 @@ def submit(file: Path, overrides: Sequence[str], choices: Choices) -> ExitCode:
             scripts = batch_scripts(launcher, loaded, plan)
         except BadFileError as error:
             problems += error.problems
-    if choices.dry_run:
-        show(plan, as_json=choices.as_json, scripts=scripts)
+    if options.dry_run:
+        show(plan, as_json=options.as_json, scripts=scripts)
     if problems:
         raise BadFileError(problems)
     if launcher.is_queue:
         for line in missing_data(loaded, "make sure that the nodes have it; submitting nevertheless"):
             say(line)
     _say_no_key(loaded)
-    if choices.dry_run:
+    if options.dry_run:
         return ExitCode.DONE
-    return _Submission(launcher, loaded, plan, devices, choices).start_all()
+    return _Submission(launcher, loaded, plan, devices, options).start_all()
 
 
-def _devices(launcher: Launcher, loaded: Loaded, choices: Choices) -> int | None:
+def _devices(launcher: Launcher, loaded: Loaded, options: SubmitOptions) -> int | None:
     """Return how many ranks each run has on this machine; None where that is not for this command to say."""
-    devices = choices.devices
-    if not choices.on_this_machine or (devices is not None and choices.dry_run):
+    devices = options.devices
+    if options.dry_run and devices is not None:
         return devices
-    if choices.jobs > 1:
-        devices = devices_per_run(devices, choices.jobs, loaded.experiment.device)
+    if options.jobs > 1:
+        devices = devices_per_run(devices, options.jobs, loaded.experiment.device)
     return launcher.choose_devices(loaded.experiment, devices)
 
 
@@ -119,24 +108,14 @@ def _say_no_key(loaded: Loaded) -> None:
     say(loaded.problem("logging.wandb.mode", f"there is no API key, so {outcome}", remedy))
 
 
-def _check(choices: Choices) -> None:
-    if choices.devices is not None and not choices.local and choices.launcher is None:
-        raise UsageError(DEVICES_WITHOUT_LOCAL)
-    if choices.jobs > 1 and not choices.local:
-        raise UsageError(
-            "--jobs: is for this machine; add --local (in a queue sweep.max_parallel is the number of runs "
-            "at a time)"
-        )
-
-
 class _Submission:
     """The runs of a plan on their way: created, then started in batches as large as the launcher takes."""
 
     def __init__(
-        self, launcher: Launcher, loaded: Loaded, plan: Plan, devices: int | None, choices: Choices
+        self, launcher: Launcher, loaded: Loaded, plan: Plan, devices: int | None, options: SubmitOptions
     ) -> None:
         self._launcher, self._loaded, self._plan = launcher, loaded, plan
-        self._devices, self._choices = devices, choices
+        self._devices, self._options = devices, options
         self._folder = ExperimentPaths(runs_root() / plan.name)
         self._context: SubmitContext | None = None
         self._slots: Slots | None = None
@@ -145,10 +124,10 @@ class _Submission:
 
     def start_all(self) -> ExitCode:
         """Start all runs; Ctrl-C ends the series. Return the worst exit code."""
-        if self._choices.jobs > 1:
+        if self._options.jobs > 1:
             assert self._devices is not None, "devices_per_run chose them"
             device = self._loaded.experiment.device
-            self._slots = Slots(self._choices.jobs, self._choices.launcher_name, self._devices, device)
+            self._slots = Slots(self._options.jobs, self._options.name, self._devices, device)
             with self._slots.taking_signals():
                 self._start_batches()
                 self._slots.wait_for_all()
@@ -157,7 +136,7 @@ class _Submission:
             self._start_batches()
         if left := len(self._plan.runs) - len(self._runs):
             say(f"{left} more runs were not started; submit the file again to start them")
-        report(rows_of(self._runs), as_json=self._choices.as_json)
+        report(rows_of(self._runs), as_json=self._options.as_json)
         return max(self._codes)
 
     def _start_batches(self) -> None:
@@ -183,7 +162,7 @@ class _Submission:
             for run in batch:
                 paths = RunPaths(self._folder.folder / run.id)
                 is_new = create(paths, run, context)
-                if not is_new and self._choices.new:
+                if not is_new and self._options.new:
                     paths, is_new = create_beside(paths, run, context, self._make_free), True
                 elif not is_new:
                     paths = existing_run(paths, run)
@@ -198,8 +177,8 @@ class _Submission:
         if self._context is None:
             for run in self._plan.runs:
                 self._make_free(RunPaths(self._folder.folder / run.id))
-            snapshot = snapshot_for(self._folder, self._plan.runs, always_new=self._choices.new)
-            self._context = SubmitContext(self._loaded, self._choices.launcher_name, snapshot)
+            snapshot = snapshot_for(self._folder, self._plan.runs, always_new=self._options.new)
+            self._context = SubmitContext(self._loaded, self._options.name, snapshot)
         return self._context
 
     def _make_free(self, paths: RunPaths) -> None:
@@ -238,4 +217,4 @@ class _Submission:
             if self._slots is not None:
                 self._slots.start(some[0], changes)
             else:
-                self._codes.append(start_again(some, changes, self._choices.launcher_name, self._devices))
+                self._codes.append(start_again(some, changes, self._options.name, self._devices))

@@ -16,6 +16,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.errors import ExitCode
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
+from hpc_train.topology.degrees import Ranks as Ranks  # a plug-in finds all of its protocol here
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class LaunchRequest:
 class AttemptLauncher(Protocol):
     """Starts one attempt. Constructed without arguments.
 
-    Optional: ``choose_devices(devices, experiment)`` returns how many ranks it will start for ``--devices``.
+    Optional: ``choose_devices(devices, experiment)`` returns how many ranks it will start for ``--devices``
+    (None: not given). Without it ``plan`` knows the ranks only of a run that is started with the option.
     """
 
     def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
@@ -68,14 +70,6 @@ class StartRequest:
     polling: Callable[[RunPaths, int], AbstractContextManager[Callable[[], None]]] = _no_poll
 
 
-class Ranks(NamedTuple):
-    """How many ranks a run has, at most on one node, and at least; None where that is not known yet."""
-
-    most: int | None
-    per_node: int | None
-    fewest: int | None
-
-
 class KeyProblem(NamedTuple):
     """A key of the experiment file without which a launcher can't start the run."""
 
@@ -100,10 +94,12 @@ class Launcher(Protocol):
         """Return what the experiment file lacks for this launcher."""
 
     def choose_devices(self, experiment: Experiment, devices: int | None) -> int | None:
-        """Return how many ranks ``--devices`` starts. Raises UsageError where this machine has too few."""
+        """Return how many ranks it starts here for ``--devices`` (None: not given); None where that does not
+        say. Raises UsageError where this machine has too few.
+        """
 
     def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
-        """Return how many ranks a run will have."""
+        """Return how many ranks a run will have. ``devices``: as ``choose_devices`` returned them."""
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
         """Return the batch scripts that ``start`` would submit; nothing is written, no scheduler asked."""

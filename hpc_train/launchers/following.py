@@ -64,7 +64,8 @@ class FollowingLauncher:
         return choose(devices, experiment) if choose else devices
 
     def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
-        return Ranks(devices, devices, devices)
+        # Nothing limits how long a run takes.
+        return Ranks(devices, devices, devices, gpu_hours=0.0 if experiment.device == "cpu" else None)
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
         return []

@@ -5,11 +5,10 @@ Called by ``plan``, ``submit`` and the launchers; a plan can be pickled and does
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.keys import GRID, SCALING
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
@@ -26,11 +25,10 @@ from hpc_train.topology.batch_arithmetic import (
     too_few_samples,
     too_long_warmup,
 )
-from hpc_train.topology.degrees import AXES, Degrees, find_degrees
+from hpc_train.topology.degrees import AXES, Degrees, Ranks, find_degrees
 from hpc_train.topology.pipeline_schedules import bubble, stages_per_rank
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate.loading import Loaded
-from hpc_train.validate.slurm_rules import max_nodes, min_nodes, ranks_on_each_node
 from hpc_train.validate.sweep_rules import swept_paths
 
 JSON_VERSION = 1
@@ -45,10 +43,8 @@ class PlannedRun:
     id: str
     values: dict[str, Any]
     experiment: Experiment
-    ranks: int
-    ranks_per_node: int
-    #: Of a range of nodes; ``ranks`` is the maximum.
-    fewest_ranks: int
+    #: As the launcher will start them.
+    size: Ranks
     #: None where they don't fit the ranks, which ``check_start`` reports.
     degrees: Degrees | None
     micro_batches: int | None
@@ -57,17 +53,26 @@ class PlannedRun:
     total_steps: int | None
     #: Of the device with the most.
     peak_memory_gb: float | None
-    #: Upper bound for one attempt: all its GPUs for the whole time limit.
-    gpu_hours: float | None
 
     @property
-    def layout(self) -> StepLayout:
-        """The arithmetic of a step."""
+    def ranks(self) -> int | None:
+        """Of a range of nodes the maximum."""
+        return self.size.most
+
+    @property
+    def data_ranks(self) -> int | None:
+        """The ranks, or groups of ranks with one copy of the model, that share a step."""
+        return self.ranks if self.degrees is None else self.degrees.data_ranks
+
+    @property
+    def layout(self) -> StepLayout | None:
+        """The arithmetic of a step; None where the ranks are not known."""
+        if self.ranks is None or self.data_ranks is None:
+            return None
         optimization = self.experiment.optimization
         size = optimization.global_batch_size // self.micro_batches if self.micro_batches else None
-        data_ranks = self.ranks if self.degrees is None else self.degrees.data_ranks
         precision = self.experiment.precision
-        return StepLayout(optimization.global_batch_size, size, self.ranks, data_ranks, precision)
+        return StepLayout(optimization.global_batch_size, size, self.ranks, self.data_ranks, precision)
 
     @property
     def stages(self) -> int | None:
@@ -106,7 +111,7 @@ class PlannedRun:
             "steps_per_epoch": self.steps_per_epoch,
             "total_steps": self.total_steps,
             "peak_memory_gb": self.peak_memory_gb,
-            "gpu_hours": self.gpu_hours,
+            "gpu_hours": self.size.gpu_hours,
         }
 
 
@@ -122,13 +127,18 @@ class Plan:
         return {"version": JSON_VERSION, "name": self.name, "runs": [run.to_json() for run in self.runs]}
 
 
-def make_plan(loaded: Loaded, devices: int | None = None, local: bool = False) -> Plan:
-    """Plan all runs of the file. ``devices``: ranks on this machine, for ``local``.
+def make_plan(
+    loaded: Loaded,
+    ranks_of: Callable[[Experiment], Ranks] = lambda experiment: Ranks(),
+    *,
+    on_this_machine: bool = False,
+) -> Plan:
+    """Plan all runs of the file. ``ranks_of``: the launcher's answer for a run.
 
     Raises BadFileError where the sweep is invalid, the data are smaller than a batch, or the warm-up is as
     long as the run.
     """
-    if local:
+    if on_this_machine:
         _refuse_scaling(loaded)
     sizes = _Sizes()
     runs, problems = [], []
@@ -137,16 +147,16 @@ def make_plan(loaded: Loaded, devices: int | None = None, local: bool = False) -
         if num_samples is not None:
             misfits = _misfits(variant, num_samples)
             problems += [loaded.problem(each.path, each.message, each.remedy) for each in misfits]
-        runs.append(_planned(variant, num_samples, devices, local))
+        runs.append(_planned(variant, num_samples, ranks_of(variant.experiment)))
     if problems:
         raise BadFileError(list(dict.fromkeys(problems)))
     return Plan(loaded.experiment.name, runs)
 
 
 def _refuse_scaling(loaded: Loaded) -> None:
-    """Raise BadFileError where a grid varies the size of a Slurm job, which has no effect on this machine."""
+    """Raise BadFileError where a grid varies the size of a job, which has no effect on this machine."""
     message = "has no effect on this machine, so all values would give the same run"
-    remedy = "take it out of the grid, or submit it to Slurm"
+    remedy = "take it out of the grid, or submit it to a queue"
     swept = swept_paths(loaded.experiment)
     problems = [
         loaded.problem((*GRID, key), message, remedy) for key, path in swept.items() if path in SCALING
@@ -189,57 +199,34 @@ class _Sizes:
         return self._known[key]
 
 
-def _planned(variant: Variant, num_samples: int | None, devices: int | None, local: bool) -> PlannedRun:
+def _planned(variant: Variant, num_samples: int | None, size: Ranks) -> PlannedRun:
     experiment = variant.experiment
     optimization = experiment.optimization
-    ranks = (devices or 1) if local else slurm_ranks(experiment.slurm)
-    per_node = ranks if local else slurm_ranks_per_node(experiment.slurm)
-    found = find_degrees(experiment.parallel, ranks, per_node)
-    degrees = None if isinstance(found, Problem) else found
-    data_ranks = ranks if degrees is None else degrees.data_ranks
     micro_batches = count_micro_batches(optimization)
     steps_per_epoch = None if num_samples is None else num_samples // optimization.global_batch_size
-    return PlannedRun(
+    run = PlannedRun(
         id=variant.id,
         values=variant.values,
         experiment=experiment,
-        ranks=ranks,
-        ranks_per_node=per_node,
-        fewest_ranks=ranks if local else fewest_slurm_ranks(experiment.slurm),
-        degrees=degrees,
-        micro_batches=micro_batches,
-        accumulation=None if micro_batches is None else accumulation(micro_batches, data_ranks),
+        size=size,
+        degrees=_degrees(experiment, size),
+        micro_batches=None,
+        accumulation=None,
         steps_per_epoch=steps_per_epoch,
         total_steps=count_total_steps(optimization, steps_per_epoch),
         peak_memory_gb=None,
-        gpu_hours=_local_gpu_hours(experiment) if local else _slurm_gpu_hours(experiment.slurm),
     )
+    return run if micro_batches is None else with_micro_batches(run, micro_batches)
 
 
-def slurm_ranks(slurm: SlurmConfig | None) -> int:
-    """Return the ranks that the file requests from Slurm, the maximum of a range of nodes; 1 without
-    ``slurm:``.
-    """
-    return 1 if slurm is None else max_nodes(slurm) * ranks_on_each_node(slurm)
+def with_micro_batches(run: PlannedRun, micro_batches: int) -> PlannedRun:
+    """Return the run with this number of micro-batches per step."""
+    each = None if run.data_ranks is None else accumulation(micro_batches, run.data_ranks)
+    return replace(run, micro_batches=micro_batches, accumulation=each)
 
 
-def fewest_slurm_ranks(slurm: SlurmConfig | None) -> int:
-    """Return the ranks at the lower end of a range of nodes."""
-    return 1 if slurm is None else min_nodes(slurm) * ranks_on_each_node(slurm)
-
-
-def slurm_ranks_per_node(slurm: SlurmConfig | None) -> int:
-    """Return the ranks that the file requests per node; 1 without ``slurm:``."""
-    return 1 if slurm is None else ranks_on_each_node(slurm)
-
-
-def _slurm_gpu_hours(slurm: SlurmConfig | None) -> float | None:
-    if slurm is None or slurm.gpus_per_node == 0:
-        return 0.0
-    if slurm.time_limit is None:
+def _degrees(experiment: Experiment, size: Ranks) -> Degrees | None:
+    if size.most is None:
         return None
-    return max_nodes(slurm) * slurm.gpus_per_node * slurm.time_limit / 60
-
-
-def _local_gpu_hours(experiment: Experiment) -> float | None:
-    return 0.0 if experiment.device == "cpu" else None  # nothing limits how long a local run takes
+    found = find_degrees(experiment.parallel, size.most, size.per_node or size.most)
+    return None if isinstance(found, Problem) else found

@@ -84,7 +84,7 @@ _known: dict[tuple[str, ...], RecoveryConfig] = {}
 
 def _limits(paths: RunPaths, facts: dict[str, Any]) -> RecoveryConfig:
     """Return the limits of the run's next attempt."""
-    from hpc_train.run.create import noted_changes  # 0.3 s, which runs outside Slurm don't need
+    from hpc_train.run.create import noted_changes  # 0.3 s, which few runs need
 
     next_number = newest_number(paths) + 1
     changes = noted_changes(paths, next_number) if facts.get("changes") else []

@@ -34,7 +34,7 @@ def layout_of(paths: RunPaths, facts: dict[str, Any], record: AttemptRecord | No
     # Reading an experiment takes 5 ms: it is only read where its values matter.
     if planned and planned.ranks == ranks and planned.micro_batch_size and not facts.get("changes"):
         return planned
-    return _from_experiment(paths, ranks)
+    return _from_experiment(paths, ranks, record)
 
 
 def _planned(facts: dict[str, Any]) -> StepLayout | None:
@@ -48,8 +48,8 @@ def _planned(facts: dict[str, Any]) -> StepLayout | None:
     return StepLayout(**values)
 
 
-def _from_experiment(paths: RunPaths, ranks: int) -> StepLayout | None:
-    from hpc_train.plan.planning import slurm_ranks_per_node
+def _from_experiment(paths: RunPaths, ranks: int, record: AttemptRecord | None) -> StepLayout | None:
+    from hpc_train.launchers.lookup import launcher_of
     from hpc_train.run.create import effective_experiment
     from hpc_train.topology.degrees import Degrees, find_degrees
 
@@ -57,8 +57,9 @@ def _from_experiment(paths: RunPaths, ranks: int) -> StepLayout | None:
         experiment = effective_experiment(paths, newest_number(paths) or 1)
     except (HpcTrainError, OSError):  # a damaged file: reported where it matters
         return None
-    per_node = min(ranks, slurm_ranks_per_node(experiment.slurm)) if experiment.slurm else ranks
-    found = find_degrees(experiment.parallel, ranks, per_node)
+    nodes = len(record.hosts) if record is not None else 0
+    per_node = ranks // nodes if nodes else launcher_of(paths).ranks(experiment, ranks).per_node or ranks
+    found = find_degrees(experiment.parallel, ranks, min(ranks, per_node))
     optimization = experiment.optimization
     size = optimization.micro_batch_size
     return StepLayout(

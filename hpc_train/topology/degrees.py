@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd, isqrt, prod
+from typing import NamedTuple
 
 from hpc_train.config.problems import Problem
 from hpc_train.config.training_sections import ParallelConfig
@@ -49,6 +50,16 @@ class Degrees:
     def tensor_rank(self, rank: int) -> int:
         """Return a rank's index along the ``tensor`` axis, whose ranks share each layer."""
         return rank % self.tensor
+
+
+class Ranks(NamedTuple):
+    """How many ranks a run has: at most, at most on one node, and at least; None: known once it starts."""
+
+    most: int | None = None
+    per_node: int | None = None
+    fewest: int | None = None
+    #: Upper bound for one attempt: all its GPUs for the whole time limit.
+    gpu_hours: float | None = None
 
 
 def find_degrees(parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> Degrees | Problem:

@@ -28,14 +28,13 @@ from hpc_train.config.problems import Problem
 from hpc_train.distributed.env import is_started_by_slurm
 from hpc_train.distributed.signals import STOP_SIGNALS
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, PeerLostError
-from hpc_train.plan.planning import slurm_ranks_per_node
 from hpc_train.run.found_micro_batch import Found, keep, kept
 from hpc_train.topology.batch_arithmetic import accumulation, too_few_micro_batches
 from hpc_train.topology.degrees import find_degrees
 from hpc_train.topology.pipeline_schedules import problem_of_schedule
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.training.rank import Rank
-from hpc_train.validate.slurm_rules import max_nodes
+from hpc_train.validate.slurm_rules import max_nodes, ranks_on_each_node
 
 _KEY = "optimization.micro_batch_size"
 _TRIAL_MODULE = "hpc_train.training.batch_size_trial"
@@ -143,7 +142,7 @@ def _most_data_ranks(rank: Rank) -> int:
     here, slurm = rank.degrees.data_ranks, rank.experiment.slurm
     if slurm is None or not is_started_by_slurm(os.environ):
         return here
-    per_node = slurm_ranks_per_node(slurm)
+    per_node = ranks_on_each_node(slurm)
     most = find_degrees(rank.experiment.parallel, max_nodes(slurm) * per_node, per_node)
     return here if isinstance(most, Problem) else max(here, most.data_ranks)
 

@@ -24,6 +24,7 @@ FAILING = "tests.cli.launchers:Failing"
 INTERRUPTED = "tests.cli.launchers:Interrupted"
 QUEUEING = "tests.cli.launchers:Queueing"
 QUEUE = "tests.cli.launchers:Queue"
+SIZED_QUEUE = "tests.cli.launchers:SizedQueue"
 BROKEN = "tests.cli.launchers:Broken"
 RAISING = "tests.cli.launchers:Raising"
 LEAVING = "tests.cli.launchers:Leaving"
@@ -123,6 +124,13 @@ class Queue:
 
     def output(self, paths: RunPaths) -> Path | None:
         return None
+
+
+class SizedQueue(Queue):
+    """Its jobs have 3 ranks on each of up to 2 nodes."""
+
+    def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
+        return Ranks(6, 3, 3, gpu_hours=1.5)
 
 
 class Broken:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from tests.cli.commands import hpc_train
+from tests.cli.launchers import COMPLETING, QUEUEING, SIZED_QUEUE
 
 
 def test_a_plan_is_a_table_on_stdout(file: Path) -> None:
@@ -90,3 +91,32 @@ def test_a_plan_for_this_machine_has_its_ranks(file: Path) -> None:
     assert (run["ranks"], run["accumulation"], plan["scripts"]) == (2, 2, [])
     refused = hpc_train("plan", file, "--devices", "2")
     assert (refused.code, refused.err) == (2, "--devices: is for this machine; add --local\n")
+
+
+def test_the_launcher_says_how_many_ranks_a_plan_has(file: Path) -> None:
+    # Its number counts, not that of the section for Slurm.
+    sizes = ("optimization.global_batch_size=64", "slurm={nodes: 8}")
+    queue = json.loads(hpc_train("plan", file, *sizes, "--launcher", SIZED_QUEUE, "--json").out)
+    (run,) = queue["runs"]
+    assert (run["ranks"], run["accumulation"], run["gpu_hours"]) == (6, 2, 1.5)
+    assert queue["scripts"] == ["#!/bin/bash\n# 1 runs\n"]
+    too_few = hpc_train("plan", file, "--launcher", SIZED_QUEUE)
+    assert too_few.code == 0 and "needs at most 4 ranks, one per micro-batch, got 6" in too_few.err
+    for devices in (1, 2):
+        on_devices = ("--launcher", COMPLETING, "--devices", str(devices))
+        (run,) = json.loads(hpc_train("plan", file, *sizes, *on_devices, "--json").out)["runs"]
+        assert (run["ranks"], run["gpu_hours"]) == (devices, 0.0)
+
+
+def test_ranks_that_the_launcher_does_not_know_are_unknown(file: Path) -> None:
+    done = hpc_train("plan", file, "slurm={nodes: 2}", "--launcher", QUEUEING)
+    heads, cells = (line.split("  ") for line in done.out.splitlines())
+    shown = dict(zip(map(str.strip, filter(None, heads)), map(str.strip, filter(None, cells)), strict=True))
+    assert (shown["ranks"], shown["accumulation"], shown["GPU-hours"]) == ("unknown", "unknown", "0")
+    assert done.err == ""
+
+
+def test_a_queue_takes_no_devices_of_this_machine(file: Path) -> None:
+    for command in ("plan", "submit"):
+        done = hpc_train(command, file, "--launcher", SIZED_QUEUE, "--devices", "2")
+        assert done.code == 2 and done.err.startswith("--devices: is for this machine, launcher tests.cli")

@@ -54,7 +54,8 @@ def test_commands_name_no_scheduler() -> None:
     """A launcher plug-in for another scheduler gets the same commands and the same messages."""
     named = [
         f"{file.name}:{number}: {line.strip()}"
-        for file in sorted(PACKAGE.joinpath("cli").glob("*.py"))
+        for package in ("cli", "report", "plan")
+        for file in sorted(PACKAGE.joinpath(package).glob("*.py"))
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
         if _SCHEDULER.search(line)
     ]

@@ -58,7 +58,8 @@ def test_a_file_that_names_plug_ins_of_every_kind_trains(installed: str, tmp_pat
 
 def test_commands_of_the_login_node_know_a_plug_ins_degrees_and_number_of_samples(installed: str) -> None:
     experiment = EXAMPLE / "example.yaml"
-    planned = hpc_train("plan", experiment, "--local", "--devices", "2", "--json", PYTHONPATH=installed)
+    on_two = ("--launcher", "torchrun", "--devices", "2")
+    planned = hpc_train("plan", experiment, *on_two, "--json", PYTHONPATH=installed)
     [run] = json.loads(planned.out)["runs"]
     assert run["degrees"] == {"pipeline": 1, "replicate": 2, "shard": 1, "tensor": 1}
     assert run["steps_per_epoch"] == 240 // 24

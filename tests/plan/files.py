@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hpc_train.config.schema import Experiment
+from hpc_train.launchers.slurm.launcher import SlurmLauncher
+from hpc_train.plan.planning import Plan, make_plan
+from hpc_train.topology.degrees import Ranks
 from hpc_train.validate.loading import Loaded, load
 
 EXPERIMENT = """\
@@ -24,3 +28,14 @@ def loaded(folder: Path, *overrides: str, more: str = "") -> Loaded:
     file = folder / "exp.yaml"
     file.write_text(EXPERIMENT + more, encoding="utf-8")
     return load(file, overrides)
+
+
+def plan_here(file: Loaded, devices: int) -> Plan:
+    def ranks_of(experiment: Experiment) -> Ranks:
+        return Ranks(devices, devices, devices, gpu_hours=0.0)
+
+    return make_plan(file, ranks_of, on_this_machine=True)
+
+
+def plan_on_slurm(file: Loaded) -> Plan:
+    return make_plan(file, lambda experiment: SlurmLauncher().ranks(experiment, None))

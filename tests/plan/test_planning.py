@@ -7,14 +7,14 @@ import pytest
 
 from hpc_train.errors import BadFileError
 from hpc_train.plan.planning import make_plan
-from tests.plan.files import loaded
+from tests.plan.files import loaded, plan_here, plan_on_slurm
 
 _SLURM = "slurm: {nodes: 2, gpus_per_node: 4, time_limit: 90min}\n"
 _16_MICRO_BATCHES = "optimization.micro_batch_size=2"
 
 
 def test_a_plan_as_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
-    data = make_plan(loaded(tmp_path), devices=2, local=True).to_json()
+    data = plan_here(loaded(tmp_path), 2).to_json()
     assert data["version"] == 1
     (run,) = data["runs"]
     assert run == {
@@ -36,8 +36,8 @@ def test_a_plan_as_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
 
 
 def test_ranks_and_gpu_hours_come_from_slurm(tmp_path: Path) -> None:
-    (run,) = make_plan(loaded(tmp_path, _16_MICRO_BATCHES, more=_SLURM)).runs
-    assert (run.ranks, run.gpu_hours) == (8, 12.0)
+    (run,) = plan_on_slurm(loaded(tmp_path, _16_MICRO_BATCHES, more=_SLURM)).runs
+    assert (run.ranks, run.size.gpu_hours) == (8, 12.0)
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def test_ranks_and_gpu_hours_come_from_slurm(tmp_path: Path) -> None:
 def test_slurm_is_planned_at_its_most(
     tmp_path: Path, overrides: list[str], ranks: int, gpu_hours: float | None
 ) -> None:
-    (run,) = make_plan(loaded(tmp_path, _16_MICRO_BATCHES, *overrides, more=_SLURM)).runs
-    assert (run.ranks, run.gpu_hours) == (ranks, gpu_hours)
+    (run,) = plan_on_slurm(loaded(tmp_path, _16_MICRO_BATCHES, *overrides, more=_SLURM)).runs
+    assert (run.ranks, run.size.gpu_hours) == (ranks, gpu_hours)
 
 
 def test_devices_count_locally_even_where_the_file_holds_slurm(tmp_path: Path) -> None:
-    (run,) = make_plan(loaded(tmp_path, _16_MICRO_BATCHES, more=_SLURM), devices=3, local=True).runs
+    (run,) = plan_here(loaded(tmp_path, _16_MICRO_BATCHES, more=_SLURM), 3).runs
     assert (run.ranks, run.accumulation) == (3, 6)
 
 
@@ -78,14 +78,14 @@ def test_a_pipelines_bubble_is_planned(
     tmp_path: Path, parallel: str, ranks: int, stages: int | None, schedule: str | None, bubble: float | None
 ) -> None:
     made = loaded(tmp_path, _16_MICRO_BATCHES, f"parallel={parallel}")
-    (run,) = make_plan(made, devices=ranks, local=True).to_json()["runs"]
+    (run,) = plan_here(made, ranks).to_json()["runs"]
     assert (run["stages"], run["schedule"]) == (stages, schedule)
     assert run["bubble"] == (None if bubble is None else pytest.approx(bubble, rel=1e-12))
 
 
 def test_degrees_are_unknown_where_they_do_not_fit_the_ranks(tmp_path: Path) -> None:
     made = loaded(tmp_path, _16_MICRO_BATCHES, "parallel={strategy: pipeline, pipeline: 3}")
-    (run,) = make_plan(made, devices=4, local=True).to_json()["runs"]
+    (run,) = plan_here(made, 4).to_json()["runs"]
     assert (run["degrees"], run["stages"], run["bubble"]) == (None, None, None)
 
 

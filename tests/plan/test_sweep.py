@@ -6,9 +6,8 @@ import pytest
 
 from hpc_train.errors import BadFileError
 from hpc_train.plan.identity import run_id
-from hpc_train.plan.planning import make_plan
 from hpc_train.plan.sweep import expand
-from tests.plan.files import loaded
+from tests.plan.files import loaded, plan_here
 
 
 def test_the_last_key_of_the_grid_varies_fastest(tmp_path: Path) -> None:
@@ -74,13 +73,13 @@ def test_a_size_that_does_not_fit_is_refused_at_its_value(tmp_path: Path) -> Non
 
 def test_this_machine_has_no_nodes_to_vary(tmp_path: Path) -> None:
     with pytest.raises(BadFileError) as error:
-        make_plan(loaded(tmp_path, more=SCALING), 1, local=True)
+        plan_here(loaded(tmp_path, more=SCALING), 1)
     (line,) = error.value.problems
     assert (
         "sweep.grid.slurm.nodes: has no effect on this machine, so all values would give the same run; "
         in line
     )
-    assert line.endswith("take it out of the grid, or submit it to Slurm")
+    assert line.endswith("take it out of the grid, or submit it to a queue")
 
 
 def test_two_combinations_that_are_one_run_are_refused_at_the_grid(tmp_path: Path) -> None:

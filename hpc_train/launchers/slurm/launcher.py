@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
@@ -33,13 +34,13 @@ from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S
 from hpc_train.launchers.slurm.script import Batch
 from hpc_train.launchers.slurm.submission import Submission
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
-from hpc_train.plan.planning import fewest_slurm_ranks, slurm_ranks, slurm_ranks_per_node
 from hpc_train.recovery.history import nodes_to_leave_out
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.code import snapshot
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.files import remove_folder
 from hpc_train.run.run_status import RunStatus
+from hpc_train.validate.slurm_rules import max_nodes, min_nodes, ranks_on_each_node
 
 #: Measured: four idle nodes take 1.4 s to judge a job after its release; a busy site's scheduler longer.
 _REASON_LOOKS = 2
@@ -75,8 +76,10 @@ class SlurmLauncher:
         return None
 
     def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
-        slurm = experiment.slurm
-        return Ranks(slurm_ranks(slurm), slurm_ranks_per_node(slurm), fewest_slurm_ranks(slurm))
+        if (slurm := experiment.slurm) is None:
+            return Ranks(1, 1, 1, gpu_hours=0.0)
+        per_node = ranks_on_each_node(slurm)
+        return Ranks(max_nodes(slurm) * per_node, per_node, min_nodes(slurm) * per_node, _gpu_hours(slurm))
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
         """Return the batch scripts; the arrays' sizes are not bounded, for Slurm is not asked."""
@@ -130,6 +133,14 @@ class SlurmLauncher:
 
     def output(self, paths: RunPaths) -> Path | None:
         return queue_status.output_without_logs(paths)
+
+
+def _gpu_hours(slurm: SlurmConfig) -> float | None:
+    if slurm.gpus_per_node == 0:
+        return 0.0
+    if slurm.time_limit is None:
+        return None
+    return max_nodes(slurm) * slurm.gpus_per_node * slurm.time_limit / 60
 
 
 def _groups(runs: Sequence[StartRequest], limit: int) -> list[list[StartRequest]]:

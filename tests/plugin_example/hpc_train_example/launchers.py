@@ -5,15 +5,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from hpc_train.config.schema import Experiment
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.base import LaunchRequest
 
 
 class TorchrunLauncher:
+    def choose_devices(self, devices: int | None, experiment: Experiment) -> int:
+        return devices or 1
+
     def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
         command = [
             sys.executable, "-m", "torch.distributed.run",
-            "--standalone", "--nproc-per-node", str(request.devices or 1),
+            "--standalone", "--nproc-per-node", str(request.devices),
             "-m", "hpc_train.launchers.entry", str(request.paths.folder),
         ]  # fmt: skip
         environment = os.environ | {"HPC_TRAIN_ATTEMPT": str(request.attempt)}
