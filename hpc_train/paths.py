@@ -24,6 +24,11 @@ def expanded(path: str) -> Path:
         return Path(path)
 
 
+def from_here(path: Path) -> str:
+    """Return the path as one would type it: relative where it is below the current folder."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
 def runs_root() -> Path:
     """Return the folder of all experiments: ``$HPC_TRAIN_RUNS``, else ``runs`` in the current folder."""
     given = Path(os.environ.get("HPC_TRAIN_RUNS") or "runs")

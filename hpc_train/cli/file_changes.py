@@ -11,7 +11,7 @@ from hpc_train.config.keys import split_key
 from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import BadFileError
-from hpc_train.paths import RunPaths
+from hpc_train.paths import RunPaths, from_here
 from hpc_train.run import frozen_experiment
 from hpc_train.run.create import Origin, origin_of
 from hpc_train.run.find import run_name
@@ -62,7 +62,7 @@ class _File:
 
     def __init__(self, origin: Origin) -> None:
         file = Path(origin.file)
-        self._name = str(file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file)
+        self._name = from_here(file)
         self._is_there = file.exists()
         self._loaded: Loaded | None = None
         try:

@@ -14,7 +14,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import DEFAULT
-from hpc_train.paths import RunPaths
+from hpc_train.paths import RunPaths, from_here
 from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.checkpoints import committed
@@ -34,10 +34,14 @@ _LR = "optimization.optimizer.lr"
 
 
 def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) -> list[str]:
-    """Return what to do with a run that has ended with ``status``, one line per choice.
+    """Return what to do with a run that has ended with ``status``, one line per choice; none where a run
+    that is completed has saved nothing.
 
     ``changes``: ``KEY=VALUE`` to resume with, as the experiment file has changed since.
     """
+    if status.state == "completed":
+        export = shlex.join(["hpc-train", "export", run_name(paths), "-o", "weights.safetensors"])
+        return [f"`{export}` writes its weights"] if has_saved(paths) else []
     resume = shlex.join(["hpc-train", "resume", run_name(paths), *changes])
     continues = f"`{resume}` {_continues(paths)}"
     if status.state != "failed":
@@ -77,11 +81,10 @@ def new_run_command(paths: RunPaths, changes: Sequence[str]) -> str:
     """Return the ``submit`` command of a run like this one, with other values of some keys."""
     origin = origin_of(paths)
     file = Path(origin.file if origin else paths.experiment)
-    shown = os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file)
     words = [word for word in (origin.overrides if origin else []) if _key(word).split(".")[0] != "sweep"]
     swept = _swept(paths, origin) if origin else []
     latest = {_key(word): word for word in [*words, *swept, *changes]}
-    return shlex.join(["hpc-train", "submit", shown, *latest.values(), *_launcher_options(paths)])
+    return shlex.join(["hpc-train", "submit", from_here(file), *latest.values(), *_launcher_options(paths)])
 
 
 def _key(override: str) -> str:

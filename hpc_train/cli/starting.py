@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 from hpc_train.cli.next_steps import next_steps
 from hpc_train.cli.status import RunRow, rows_json
-from hpc_train.console import one_line, put, put_json, say
+from hpc_train.console import columns, one_line, put, put_json, say
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
-from hpc_train.paths import RunPaths
+from hpc_train.paths import RunPaths, from_here
 from hpc_train.report.metrics_reader import Row, told, validation_rows
 from hpc_train.report.progress_display import Progress
 from hpc_train.run.find import run_name, run_names
@@ -46,8 +46,17 @@ def _say_queued(runs: Sequence[RunPaths]) -> None:
     if len(runs) > 1:
         which, folder = first.siblings.folder.name, first.siblings.folder
     say(f"{which}: queued, in {folder}")
-    say(f"  `hpc-train status {which}` shows its state, `hpc-train logs -f {run_name(first)}` follows")
-    say(f"  logs in {first.attempts}/<attempt>/rank-<rank>.log")
+    _say_details(
+        ("status", f"`hpc-train status {which}`"),
+        ("log", f"`hpc-train logs -f {run_name(first)}`"),
+        ("log files", f"{from_here(first.attempts)}/<attempt>/rank-<rank>.log"),
+    )
+
+
+def _say_details(*details: tuple[str, str]) -> None:
+    """Print labels and texts below the line on a run."""
+    for line in columns([(f"  {label}", text) for label, text in details]):
+        say(line)
 
 
 def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
@@ -62,26 +71,31 @@ def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
 
 
 def say_end(paths: RunPaths, code: ExitCode) -> None:
-    """Print the run's status, its metrics, its folder, and how to continue it."""
+    """Print the run's status, its results, its folder, and what to do next."""
     row, name = RunRow.of(paths), run_name(paths)
     if code == ExitCode.DONE and row.state in GOING_ON:
-        state = "queued" if row.state == "pending" else row.state
-        say(f"{name}: {state}; `hpc-train status {name}` shows its status")
-        say(f"  everything {row.path}")
+        say(f"{name}: {'queued' if row.state == 'pending' else row.state}")
+        _say_details(("run folder", from_here(paths.folder)), ("status", f"`hpc-train status {name}`"))
         return
     record = newest_record(paths)
     has_said_why = record is not None and record.launcher == LOCAL
     reason = f" ({row.reason})" if row.reason and not has_said_why else ""
     say(f"{name}: {row.state}{reason} at step {row.progress}")
-    if rows := validation_rows(paths.metrics):
-        say(f"  last val   step {rows[-1].get('step')}: {told(rows[-1])}")
-        best = _best(rows)
-        if best is not None:
-            say(f"  best val   step {best.get('step')}: {told(best)}")
-    say(f"  everything {row.path}")
-    if row.state != "completed":
-        for line in next_steps(paths, read_status(paths)):
-            say(f"  {line}")
+    details = [*_results(validation_rows(paths.metrics)), ("run folder", from_here(paths.folder))]
+    if paths.metrics.exists():
+        details.append(("metrics", from_here(paths.metrics)))
+    steps = next_steps(paths, read_status(paths))
+    _say_details(*details, *zip(("next", *[""] * len(steps)), steps, strict=False))
+
+
+def _results(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    if not rows:
+        return []
+    last, best = rows[-1], _best(rows)
+    results = [("last val", f"step {last.get('step')}: {told(last)}")]
+    if best is last:
+        return [("last val", f"{results[0][1]} (the best)")]
+    return results if best is None else [*results, ("best val", f"step {best.get('step')}: {told(best)}")]
 
 
 def _best(rows: Sequence[Row]) -> Row | None:

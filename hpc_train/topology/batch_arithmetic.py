@@ -172,5 +172,6 @@ def too_long_warmup(
     if warmup < length:
         return None
     key = "warmup_epochs" if schedule.warmup_steps is None else "warmup_steps"
-    message = f"a warm-up of {warmup:g} {unit} is not shorter than the run, which has {length}"
+    shown = unit.removesuffix("s") if warmup == 1 else unit
+    message = f"a warm-up of {warmup:g} {shown} is not shorter than the run, which has {length}"
     return Problem(("optimization", "schedule", key), message, "write a shorter one, or train longer")

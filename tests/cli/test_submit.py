@@ -155,10 +155,30 @@ def test_a_run_is_made_and_ends_with_where_everything_is(file: Path, tmp_path: P
     assert done.code == 0
     assert paths.folder == runs_root() / "tiny" / run_id(loaded(tmp_path).experiment)
     assert done.out == f"{paths.folder.name}  completed  5/9  {paths.folder}\n"
-    assert str(paths.folder) in done.err
-    assert "last val   step 5: loss 0.5 accuracy 0.75" in done.err
+    assert done.err.splitlines()[-4:] == [
+        f"{paths.folder.name}: completed at step 5/9",
+        "  last val    step 5: loss 0.5 accuracy 0.75 (the best)",
+        f"  run folder  {paths.folder}",
+        f"  metrics     {paths.metrics}",
+    ]
     (request,) = requests
     assert (request.attempt, request.devices) == (1, 2)
+
+
+def test_a_run_that_has_saved_ends_with_what_to_do_next(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _submit(file, launcher=FAILING)
+    (paths,) = find_runs([])
+    name = paths.folder.name
+    fix = "fix the cause and submit the file again: the run then uses the current code and file"
+    assert f"\n  next        {fix}\n" in _submit(file, launcher=FAILING).err
+    write_checkpoint(paths, 5, attempt=2)
+    monkeypatch.chdir(tmp_path)
+    done = hpc_train("resume", paths.folder, "--launcher", COMPLETING)
+    folder = paths.folder.relative_to(tmp_path)
+    next_step = f"`hpc-train export {name} -o weights.safetensors` writes its weights"
+    assert f"\n  run folder  {folder}\n" in done.err and done.err.endswith(f"\n  next        {next_step}\n")
 
 
 def test_a_completed_run_is_not_started_again(file: Path) -> None:
