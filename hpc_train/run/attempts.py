@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run import checkpoints
-from hpc_train.run.files import read_json, sync_folder, write_json
+from hpc_train.run.files import create_folder, read_json, write_json
 from hpc_train.run.processes import Process
 
 #: Why an attempt ended. ``lost``: without a record, as when a node dies. ``diverged``: NaN or infinity.
@@ -135,7 +132,9 @@ def claim_exactly(paths: RunPaths, number: int, launcher: str | None = None, **f
     owner = {"launcher_process": Process.current(), "launcher": launcher}
     record = AttemptRecord(number, now(), listed, **owner | facts)
     with no_claims(paths):
-        return _place(paths.attempt(number), record)
+        return create_folder(
+            paths.attempt(number).folder, lambda folder: write_record(AttemptPaths(folder), record)
+        )
 
 
 @contextmanager
@@ -152,27 +151,6 @@ def no_claims(paths: RunPaths) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _place(attempt: AttemptPaths, record: AttemptRecord) -> bool:
-    """Rename a finished folder into place; False if another, non-empty one was there first."""
-    temporary = AttemptPaths(attempt.folder.with_name(f".{attempt.folder.name}.{secrets.token_hex(4)}"))
-    temporary.folder.mkdir()
-    try:
-        write_record(temporary, record)
-        temporary.folder.rename(attempt.folder)
-    except OSError:
-        if not _is_taken(attempt.folder):
-            raise
-        return False
-    finally:
-        shutil.rmtree(temporary.folder, ignore_errors=True)
-    sync_folder(attempt.folder.parent)
-    return True
-
-
-def _is_taken(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.iterdir())
 
 
 def newest_number(paths: RunPaths) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import newest_number, now, read_record
 from hpc_train.run.code import snapshot as snapshots
 from hpc_train.run.code.work_tree import commit_of
-from hpc_train.run.files import read_json, sync_folder, write_json
+from hpc_train.run.files import create_folder, read_json, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.rank_ends import exit_codes
 from hpc_train.run.run_status import RunStatus, write_status
@@ -58,9 +57,9 @@ def create_run(
     if paths.folder.exists():
         return False
     make_experiment_folder(paths.siblings)
-    temporary = RunPaths(paths.folder.with_name(f".{paths.folder.name}.{secrets.token_hex(4)}"))
-    temporary.folder.mkdir(mode=0o700)
-    try:
+
+    def fill(folder: Path) -> None:
+        temporary = RunPaths(folder)
         frozen_experiment.write(temporary, experiment)
         facts = _run_facts(experiment, run_id, launcher, snapshot, origin) | {
             "values": dict(values or {}),
@@ -72,15 +71,8 @@ def create_run(
         if snapshot is not None:
             snapshots.link(temporary, snapshot)
         write_status(temporary, RunStatus(total_steps=total_steps))
-        temporary.folder.rename(paths.folder)
-    except OSError:
-        if not paths.folder.exists():
-            raise
-        return False
-    finally:
-        shutil.rmtree(temporary.folder, ignore_errors=True)
-    sync_folder(paths.folder.parent)
-    return True
+
+    return create_folder(paths.folder, fill, mode=0o700)
 
 
 def effective_experiment(paths: RunPaths, attempt: int) -> Experiment:

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -136,6 +136,30 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def create_folder(target: Path, fill: Callable[[Path], None], *, mode: int = 0o777) -> bool:
+    """Create a folder atomically, with what ``fill`` writes into the folder that it is given.
+
+    False if another process has created ``target`` meanwhile; an empty folder there is replaced.
+    """
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    temporary.mkdir(mode=mode)
+    try:
+        fill(temporary)
+        temporary.rename(target)
+    except OSError:
+        if not _is_taken(target):
+            raise
+        return False
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_folder(target.parent)
+    return True
+
+
+def _is_taken(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def remove_folder(folder: Path) -> None:

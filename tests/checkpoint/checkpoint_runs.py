@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -183,20 +182,6 @@ def make_run(folder: Path) -> RunPaths:
     run = RunPaths(folder)
     begin_attempt(run, 1)
     return run
-
-
-@contextmanager
-def small_disk(place: Path, size: str) -> Iterator[Path]:
-    """Mount a real file system of that size."""
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
-    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"mounting is not permitted: {mounted.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", place], check=True)
 
 
 @contextmanager

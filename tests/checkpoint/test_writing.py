@@ -34,8 +34,8 @@ from tests.checkpoint.checkpoint_runs import (
     differences,
     folder_names,
     make_run,
-    small_disk,
 )
+from tests.disks import small_disk
 
 LIMIT_S = 120.0
 

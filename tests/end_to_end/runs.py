@@ -52,6 +52,9 @@ checkpoint: {every_steps: 7}
 logging: {every_steps: 1}
 """
 
+#: Takes as long as the environment says.
+PACED = EXPERIMENT.replace("tests.end_to_end.parts:net", "tests.end_to_end.paced:net")
+
 #: Each rank computes with one thread. Two threads spin while they wait for each other: on two busy cores a
 #: run of one rank took ten times the CPU time.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}

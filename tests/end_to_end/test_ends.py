@@ -21,6 +21,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, read_record
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.rank_ends import exit_codes
+from tests.disks import small_disk
 from tests.end_to_end import paced
 from tests.end_to_end.runs import (
     EXPERIMENT,
@@ -300,16 +301,10 @@ def test_ranks_die_with_a_launcher_that_was_killed(quiet: RunPaths, tmp_path: Pa
 # --- out of disk
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MB."""
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("only root can mount a small file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+@pytest.fixture(name="small_disk")
+def _small_disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "runs", "16m") as folder:
+        yield folder
 
 
 def fill(folder: Path, leave_bytes: int) -> Path:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import warm
+from tests.disks import small_disk
 from tests.faults import shim
 from tests.slurm.fixtures import leave_out
 
@@ -31,16 +30,10 @@ def preloaded(shimmed: None) -> Iterator[None]:
         warm.close()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 MB for runs."""
-    folder = tmp_path / "runs"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-        leave_out("only root can mount a small file system")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
+@pytest.fixture(name="small_disk")
+def _small_disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "runs", "16m", leave_out) as folder:
+        yield folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

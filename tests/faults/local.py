@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
+from tests.end_to_end.runs import PACED
 from tests.faults.driver import survive
 from tests.faults.runs import LocalRun
 from tests.faults.schedule import Frame, Schedule, chosen_seeds
@@ -16,24 +17,10 @@ from tests.slurm.experiments import ENVIRONMENT
 
 #: A step takes a tenth of a second: a run that is struck late on a busy machine has not ended yet.
 PACE_S = 0.04
-EXPERIMENT = """\
-name: digits
-seed: 3
-task: classification
-model: {name: "tests.end_to_end.paced:net"}
-data: {name: digits, augment: {hflip: 0.5, crop_padding: 2}}
-optimization:
-  steps: 40
-  global_batch_size: 48
-  micro_batch_size: 12
-  optimizer: {name: adamw, lr: 0.003}
-  schedule: {name: cosine, warmup_steps: 20}
-  clip_grad_norm: 1.0
-evaluation: {every_steps: 20}
-checkpoint: {every_steps: 4}
-recovery: {max_crashes: 100, max_without_progress: 100, exclude_nodes_for_h: 0}
-logging: {every_steps: 1}
-"""
+EXPERIMENT = (
+    PACED.replace("  steps: 60", "  steps: 40").replace("{every_steps: 7}", "{every_steps: 4}")
+    + "recovery: {max_crashes: 100, max_without_progress: 100, exclude_nodes_for_h: 0}\n"
+)
 LOCAL = Frame(ranks=2, nodes=1, first=3, last=22)
 seeds = pytest.mark.parametrize("seed", chosen_seeds("1"))
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, read_record
-from tests.end_to_end.runs import EXPERIMENT as ON_ONE_MACHINE
-from tests.end_to_end.runs import Done, hpc_train, last_step, only_run, wait_for, write_experiment
+from tests.end_to_end.runs import PACED, Done, hpc_train, last_step, only_run, wait_for, write_experiment
 from tests.slurm.cluster import Cluster
 from tests.slurm.runs import squeue
 
@@ -20,9 +19,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
 
 #: That of the local tests, slow enough to be caught in the act; its saves are those of its signals.
 EXPERIMENT = (
-    ON_ONE_MACHINE.replace("tests.end_to_end.parts:net", "tests.end_to_end.paced:net").replace(
-        "checkpoint: {every_steps: 7}", "checkpoint: {every_steps: 1000}"
-    )
+    PACED.replace("checkpoint: {every_steps: 7}", "checkpoint: {every_steps: 1000}")
     + "slurm: {partition: low, nodes: 2, ranks_per_node: 2, time_limit: 30min}\n"
 )
 #: For what does not depend on how many ranks a node has: each takes seconds of two cores to start.

@@ -19,6 +19,7 @@ from hpc_train.launchers.entry import Entry
 from hpc_train.paths import RunPaths
 from hpc_train.run.run_status import read_status
 from tests.end_to_end.runs import wait_for
+from tests.plan.files import EXPERIMENT
 from tests.slurm.cluster import Cluster, running
 from tests.slurm.configuration import Settings
 from tests.slurm.submitters import Halt, start
@@ -27,23 +28,16 @@ pytestmark = [pytest.mark.slow]
 
 _LIMIT_S = 240.0
 _SWEEP = "sweep={grid: {seed: [1, 2, 3]}, max_parallel: 2}"
-_EXPERIMENT = """\
-name: tiny
-device: cpu
-task: classification
-model: {name: "some.module:build"}
-data: {name: synthetic, args: {num_samples: 100}}
-optimization:
-  epochs: 3
-  global_batch_size: 32
-  micro_batch_size: 8
-  optimizer: {name: sgd, lr: 0.1}
+_EXPERIMENT = (
+    EXPERIMENT
+    + """\
 slurm:
   partition: low
   nodes: 2
   ranks_per_node: 2
   time_limit: 10min
 """
+)
 
 
 class Place:
