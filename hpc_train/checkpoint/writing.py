@@ -82,7 +82,7 @@ class CheckpointWriter:
     ranks: ControlGroup
     keep: int
     #: Failures to remove old checkpoints that were already logged: each save meets them again.
-    _told: set[int | None] = field(default_factory=set)
+    _warned_of: set[int | None] = field(default_factory=set)
 
     def write(self, staged: Staged, before_commit: Callable[[], None] | None = None) -> None:
         """Write and commit. Raises an error of the same kind on all ranks; then nothing is left."""
@@ -194,8 +194,8 @@ class CheckpointWriter:
         try:
             prune(self.paths, self.keep, self.attempt)
         except OSError as error:  # the next save tries again
-            if error.errno not in self._told:
-                self._told.add(error.errno)
+            if error.errno not in self._warned_of:
+                self._warned_of.add(error.errno)
                 _log.warning("old checkpoints could not be removed (%s); each save tries again", error)
 
 

@@ -24,7 +24,7 @@ def cancel(words: Sequence[str]) -> ExitCode:
             say(str(error))
             codes.append(error.exit_code)
             continue
-        codes += [ExitCode.FAILED if paths in left else _told(paths, before[paths]) for paths in runs]
+        codes += [ExitCode.FAILED if paths in left else _report(paths, before[paths]) for paths in runs]
     return max(codes)
 
 
@@ -33,7 +33,7 @@ def _state(paths: RunPaths) -> str:
     return read_status(paths).state
 
 
-def _told(paths: RunPaths, before: str) -> ExitCode:
+def _report(paths: RunPaths, before: str) -> ExitCode:
     """Print the run's status."""
     run_id, status = run_name(paths), read_status(paths)
     if before not in GOING_ON and status.state == before:

@@ -116,10 +116,10 @@ def remove_unused_code(snapshots: Path) -> None:
         say(f"{path}  removed: code that no run uses")
 
 
-def _remove_code(folders: Collection[Path], told: Sequence[_Surplus]) -> None:
+def _remove_code(folders: Collection[Path], announced: Sequence[_Surplus]) -> None:
     """Remove what was listed and is still unused: a submit may have started using it since."""
     unused = {path for folder in folders for path in _unused(folder)}
-    for item in told:
+    for item in announced:
         if item.path in unused:
             remove_folder(item.path)
 

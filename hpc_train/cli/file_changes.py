@@ -28,13 +28,13 @@ def say_file_changes(runs: Sequence[tuple[RunPaths, Experiment]], *, is_queued: 
     together.
     """
     files: dict[str, _File] = {}
-    told: dict[tuple[str, ...], list[str]] = {}
+    runs_by_lines: dict[tuple[str, ...], list[str]] = {}
     for paths, used in runs:
         origin = origin_of(paths)
         if origin is not None:
             file = files.setdefault(repr(origin), _File(origin))
-            told.setdefault(file.lines(paths, used, is_queued), []).append(run_name(paths))
-    for lines, ids in told.items():
+            runs_by_lines.setdefault(file.lines(paths, used, is_queued), []).append(run_name(paths))
+    for lines, ids in runs_by_lines.items():
         _say_lines(either(ids), lines)
 
 

@@ -218,11 +218,11 @@ def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:
             changes = " ".join(each.left_out)
             say(f"{run_name(each.paths)}: omits {changes}, with which the last attempt was refused")
     say_file_changes([(each.paths, each.loaded.experiment) for each in runs], is_queued=is_queued)
-    told: dict[str, list[str]] = {}
+    runs_by_words: dict[str, list[str]] = {}
     for each in runs:
         if words := each.versions.words:
-            told.setdefault(words, []).append(run_name(each.paths))
-    for words, ids in told.items():
+            runs_by_words.setdefault(words, []).append(run_name(each.paths))
+    for words, ids in runs_by_words.items():
         say(f"{either(ids)}: {words}")
 
 

@@ -12,7 +12,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.paths import RunPaths, from_here
-from hpc_train.report.metrics_reader import Row, told, validation_rows
+from hpc_train.report.metrics_reader import Row, in_words, validation_rows
 from hpc_train.report.progress_display import Progress
 from hpc_train.run.find import run_name, run_names
 from hpc_train.run.liveness import newest_record
@@ -60,7 +60,7 @@ def _say_details(*details: tuple[str, str]) -> None:
 
 
 def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
-    """Print one line a run, or JSON, to stdout."""
+    """Print one line per run, or JSON, to stdout."""
     if as_json:
         put_json(rows_json(rows))
         return
@@ -92,10 +92,10 @@ def _results(rows: Sequence[Row]) -> list[tuple[str, str]]:
     if not rows:
         return []
     last, best = rows[-1], _best(rows)
-    results = [("last val", f"step {last.get('step')}: {told(last)}")]
+    results = [("last val", f"step {last.get('step')}: {in_words(last)}")]
     if best is last:
         return [("last val", f"{results[0][1]} (the best)")]
-    return results if best is None else [*results, ("best val", f"step {best.get('step')}: {told(best)}")]
+    return results if best is None else [*results, ("best val", f"step {best.get('step')}: {in_words(best)}")]
 
 
 def _best(rows: Sequence[Row]) -> Row | None:

@@ -215,8 +215,8 @@ def _print_error(paths: RunPaths) -> None:
     errors = sorted(path for path in newest.folder.glob("rank-*.error") if path.is_file())
     # The one named in the reason: the others follow from it.
     reason = read_status(paths).reason or ""
-    told = [path for path in errors if reason.startswith(f"rank {path.stem.removeprefix('rank-')}:")]
-    for path in (told or errors)[:1]:
+    named = [path for path in errors if reason.startswith(f"rank {path.stem.removeprefix('rank-')}:")]
+    for path in (named or errors)[:1]:
         text = read_text(path, errors="replace").rstrip()
         rank = path.stem.removeprefix("rank-")
         put("")

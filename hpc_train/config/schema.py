@@ -31,7 +31,7 @@ from hpc_train.config.training_sections import (
     ProfileConfig,
 )
 
-#: What plug-ins are told, from one place.
+#: What plug-ins receive, from one place.
 __all__ = ["DataConfig", "Experiment", "ModelConfig"]
 
 

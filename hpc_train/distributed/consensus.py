@@ -57,14 +57,14 @@ class Agreement:
         self._work: dist.Work | None = None
         self._has_begun = False
 
-    def begin(self, wish: StepFlags = StepFlags()) -> None:
+    def begin(self, own: StepFlags = StepFlags()) -> None:
         """Start the exchange."""
         assert not self._has_begun, "begin without wait"
         self._has_begun = True
-        saves = wish.save and self._group.rank == 0
-        flags = (bool(self._flag), saves, wish.has_failed, wish.is_waiting, wish.is_non_finite)
+        saves = own.save and self._group.rank == 0
+        flags = (bool(self._flag), saves, own.has_failed, own.is_waiting, own.is_non_finite)
         # A sum: flags of which one is set stay above zero.
-        self._array[:] = (*flags, wish.bad_samples)
+        self._array[:] = (*flags, own.bad_samples)
         if self._group.world_size > 1:
             self._work = dist.all_reduce(self._counts, group=self._group.control, async_op=True)
 
@@ -80,9 +80,9 @@ class Agreement:
         stop, save, has_failed, is_waiting, is_non_finite, bad_samples = self._array.tolist()
         return Consensus(stop > 0, save > 0, has_failed > 0, is_waiting > 0, is_non_finite > 0, bad_samples)
 
-    def exchange(self, wish: StepFlags = StepFlags()) -> Consensus:
+    def exchange(self, own: StepFlags = StepFlags()) -> Consensus:
         """Begin and wait at once, where there is nothing to overlap with."""
-        self.begin(wish)
+        self.begin(own)
         return self.wait()
 
     def rank_0_says(self, value: int) -> int:

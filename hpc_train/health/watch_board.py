@@ -33,7 +33,7 @@ class Board:
     def tell(self, report: Report) -> None:
         self._store.set(f"{_WATCH}{self._rank}", report.to_text())
 
-    def told(self, rank: int) -> Report | None:
+    def report_of(self, rank: int) -> Report | None:
         """Return the last report of ``rank``, None if it never sent one."""
         text = self._get(f"{_WATCH}{rank}")
         return None if text is None else Report.from_text(text)
@@ -75,7 +75,7 @@ class Board:
 
     def last_words(self, ranks: Iterable[int]) -> dict[int, Report]:
         """Return the last report of each rank that sent one."""
-        return {rank: report for rank in ranks if (report := self.told(rank)) is not None}
+        return {rank: report for rank in ranks if (report := self.report_of(rank)) is not None}
 
     def agree(self, verdict: Verdict) -> Verdict:
         """Publish a verdict; return the first one that was published."""

@@ -199,22 +199,22 @@ class Watchdog:
     def _answer(self) -> Report:
         """Return the report that a verdict needs: with collectives, and the state of the node's processes."""
         seen = {rank: state for rank, process in self._neighbours.items() if (state := state_of(process))}
-        told = vars(self._report()) | {"collectives": collectives_begun(), "seen": seen}
-        return Report(**told)
+        facts = vars(self._report()) | {"collectives": collectives_begun(), "seen": seen}
+        return Report(**facts)
 
     # The heartbeat file.
 
     def _write_heartbeat(self, hang: str | None) -> None:
         self._heartbeat_at = time.monotonic()
-        told = {
-            rank: _told(report, at)
+        reports = {
+            rank: _report_json(report, at)
             for rank, (report, at) in list(self._reports.items())
             if self._is_near(rank)
         }
-        told[self._facts.rank] = _told(self._report(), self._heartbeat_at)
+        reports[self._facts.rank] = _report_json(self._report(), self._heartbeat_at)
         data = {
             "version": 1, "attempt": self._attempt.number, "node": self._node, "time": now(), "hang": hang,
-            "ranks": {str(rank): told[rank] for rank in sorted(told)},
+            "ranks": {str(rank): reports[rank] for rank in sorted(reports)},
         }  # fmt: skip
         path = self._attempt.heartbeat(self._node)
         self._writing.do(lambda: write_json(path, data), 0.0 if hang is None else _STORE_LIMIT_S)
@@ -246,11 +246,11 @@ class Watchdog:
         self._stopping.set()
 
 
-def _told(report: Report, at: float) -> dict[str, object]:
+def _report_json(report: Report, at: float) -> dict[str, object]:
     """Return a report in the format of the heartbeat file; ``at``: when it was seen first."""
-    told = {key: getattr(report, key) for key in ("count", "phase", "step", "note", "age_s")}
+    facts = {key: getattr(report, key) for key in ("count", "phase", "step", "note", "age_s")}
     pid = report.process.pid if report.process else None
-    return told | {"pid": pid, "told_s_ago": round(time.monotonic() - at, 1)}
+    return facts | {"pid": pid, "told_s_ago": round(time.monotonic() - at, 1)}
 
 
 def collectives_begun() -> dict[str, int]:

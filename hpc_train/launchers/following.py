@@ -127,7 +127,7 @@ def _note_launcher(paths: RunPaths, launcher: str) -> None:
 
 def _write_end(paths: RunPaths, number: int, state: str, reason: str) -> None:
     """Write down how the attempt ended, unless its launcher or its ranks have."""
-    with suppress(OSError):  # the disk that broke it, maybe; that is told already
+    with suppress(OSError):  # the disk that broke it, maybe; that is reported already
         status = read_status(paths)
         if status.attempt == number and status.state in {"pending", "running"}:
             write_status(paths, replace(status, state=state, reason=one_line(reason)))
@@ -162,7 +162,7 @@ def _cancel(paths: RunPaths) -> bool:
 def _elsewhere(paths: RunPaths, record: AttemptRecord) -> str | None:
     """Say who alone can end the attempt, where that can't be done from here."""
     if record.launcher not in {None, LOCAL}:
-        return f"launcher {record.launcher} has it, which can't be told to end it; end it there"
+        return f"launcher {record.launcher} has it and can't be asked to end it; end it there"
     process = record.launcher_process
     if process is None or lives(paths, record) is not None:
         return None
@@ -183,13 +183,13 @@ def _end_ranks(paths: RunPaths, record: AttemptRecord) -> None:
 
 def _end_by(number: int, paths: RunPaths, attempt: int, limit_s: float) -> bool:
     """Send the signal to each rank, once it is there; return whether the attempt has ended in time."""
-    deadline, told = time.monotonic() + limit_s, set[Process]()
+    deadline, signalled = time.monotonic() + limit_s, set[Process]()
     while time.monotonic() < deadline:
         record = read_record(paths.attempt(attempt))
         if record is None or lives(paths, record) is False:
             return True
-        for rank in set(record.rank_processes) - told:
+        for rank in set(record.rank_processes) - signalled:
             rank.send(number, paths.folder, attempt)
-            told.add(rank)
+            signalled.add(rank)
         time.sleep(_POLL_S)
     return False

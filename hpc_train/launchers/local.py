@@ -114,21 +114,21 @@ class _Follower:
             with suppress(OSError):  # showing progress must not end the run
                 poll()
             self._ranks.collect()
-            self._heed_interrupts()
-            self._heed_ends()
+            self._handle_interrupts()
+            self._handle_ends()
             if len(self._interrupts) > 1 or self._is_overdue():
                 by_themselves = list(self._ranks.ended)
                 self._ranks.kill()
                 return by_themselves
         return self._ranks.ended
 
-    def _heed_interrupts(self) -> None:
+    def _handle_interrupts(self) -> None:
         if self._interrupts and not self._has_asked:
             self._has_asked = True
             say("stopping: the ranks save a checkpoint; Ctrl-C again ends them at once")
             self._ranks.terminate()
 
-    def _heed_ends(self) -> None:
+    def _handle_ends(self) -> None:
         if self._has_failed or not self._ranks.ended or not self._ranks.are_running:
             return
         is_completed = _is_completed(self._request)
@@ -162,8 +162,8 @@ def _noted_signals() -> Iterator[list[int]]:
 
     # Under nohup the terminal may go. SIGINT counts even in a script's background job: kill -INT is meant.
     ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    heeded = [number for number in _STOP_SIGNALS if not (number == signal.SIGHUP and ignores_hangup)]
-    before = [(number, signal.signal(number, note)) for number in heeded]
+    handled = [number for number in _STOP_SIGNALS if not (number == signal.SIGHUP and ignores_hangup)]
+    before = [(number, signal.signal(number, note)) for number in handled]
     try:
         yield noted
     finally:

@@ -32,9 +32,9 @@ def excluded(records: Sequence[AttemptRecord], hours: float, now: datetime | Non
     since = (now or datetime.now(UTC)) - timedelta(hours=hours)
     found: dict[str, str] = {}
     for node, entries in sorted(_by_node(records).items()):
-        told = _why(entries)
-        if told is not None and _is_name(node) and _time(entries[-1][0]) > since:
-            found[node] = told
+        why = _why(entries)
+        if why is not None and _is_name(node) and _time(entries[-1][0]) > since:
+            found[node] = why
     return found
 
 

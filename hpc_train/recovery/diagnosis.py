@@ -121,9 +121,9 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         return Diagnosis("completed")
     if evidence.is_cancelled:
         return Diagnosis("cancelled", CANCELLED_BY)
-    told = _final(evidence) or _told_by_a_rank(evidence)
-    if told is not None:
-        return told
+    found = _final(evidence) or _reported_by_a_rank(evidence)
+    if found is not None:
+        return found
     if evidence.failed_nodes is not None:
         reason = f"a node failed at step {evidence.step}"
         return _diagnosis("lost", reason, bad_nodes=dict.fromkeys(evidence.failed_nodes, DIED))
@@ -156,7 +156,7 @@ def _final(evidence: Evidence) -> Diagnosis | None:
     return None
 
 
-def _told_by_a_rank(evidence: Evidence) -> Diagnosis | None:
+def _reported_by_a_rank(evidence: Evidence) -> Diagnosis | None:
     """Return the diagnosis of the first rank's own error, or exit code where it could write no error."""
     own = [rank for rank in evidence.errors if evidence.codes.get(rank) not in FOLLOWED]
     own += _by_code(evidence, ExitCode.BAD_NODE) + _by_code(evidence, ExitCode.HUNG)

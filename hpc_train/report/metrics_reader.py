@@ -114,7 +114,7 @@ def last_metric(rows: Sequence[Row]) -> dict[str, Any] | None:
     return None
 
 
-def told(row: Row) -> str:
+def in_words(row: Row) -> str:
     """Return ``loss 0.0123 accuracy 0.98``: the row's metrics."""
     return " ".join(
         f"{name} {value:.4g}"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from hpc_train.console import one_line, say, tolerating_closed_stderr
 from hpc_train.errors import printable
 from hpc_train.paths import RunPaths
-from hpc_train.report.metrics_reader import MetricsReader, told
+from hpc_train.report.metrics_reader import MetricsReader, in_words
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.run_status import RunStatus, read_status
@@ -111,7 +111,7 @@ class Progress:
             if row.get("attempt") != self._attempt:
                 continue
             if row.get("split") == "val":
-                self._validation = f"val {told(row)}"
+                self._validation = f"val {in_words(row)}"
                 self._display.note(f"step {row.get('step')}: {self._validation}")
             elif isinstance(row.get("loss"), float):
                 self._loss = f"loss {row['loss']:.4g}"

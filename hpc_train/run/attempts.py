@@ -59,7 +59,7 @@ class AttemptRecord:
     cause: str | None = None
     #: When each of ``EVENTS`` happened: UTC, ISO 8601 with milliseconds.
     events: dict[str, str] = field(default_factory=dict)
-    #: The longest save, in seconds: determines how early before its end the next job is told to stop.
+    #: The longest save, in seconds: determines how early before its end the next job is signalled to stop.
     save_s: float | None = None
     #: Total time that training waited for saves, in seconds.
     checkpoint_stall_s: float | None = None
@@ -164,10 +164,10 @@ def read_record(attempt: AttemptPaths) -> AttemptRecord | None:
     data = read_json(attempt.record)
     if data is None:
         return None
-    told = read_json(attempt.events) or {}
+    noted = read_json(attempt.events) or {}
     data |= {"attempt": attempt.number}
-    data |= {"events": {**(data.get("events") or {}), **(told.get("events") or {})}}
-    data |= {key: told[key] for key in ("save_s", "checkpoint_stall_s") if told.get(key) is not None}
+    data |= {"events": {**(data.get("events") or {}), **(noted.get("events") or {})}}
+    data |= {key: noted[key] for key in ("save_s", "checkpoint_stall_s") if noted.get(key) is not None}
     try:
         return AttemptRecord.from_json(data)
     except TypeError:

@@ -50,9 +50,9 @@ class EventLog:
 
     def _write(self) -> None:
         with suppress(OSError):
-            told = {"events": self._events, "save_s": self._save_s, "signal": self._signal}
+            facts = {"events": self._events, "save_s": self._save_s, "signal": self._signal}
             stall = {"checkpoint_stall_s": round(self._stall_s, 4)} if self._save_s is not None else {}
-            write_json(self.attempt.events, {"version": 1} | told | stall)
+            write_json(self.attempt.events, {"version": 1} | facts | stall)
 
 
 def noted_signal(attempt: AttemptPaths) -> str | None:

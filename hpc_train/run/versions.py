@@ -45,8 +45,8 @@ def _torch_version(distribution: metadata.Distribution) -> str | None:
         text = Path(str(distribution.locate_file("torch/version.py"))).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
-    told = _TORCH_VERSION.search(text)
-    return told[1] if told else None
+    match = _TORCH_VERSION.search(text)
+    return match[1] if match else None
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> Differences:

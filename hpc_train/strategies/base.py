@@ -43,7 +43,7 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a strategy is told: the rank's place, its device and the numbers' format."""
+    """What a strategy receives: the rank's place, its device and its precision."""
 
     rank: int
     degrees: Degrees

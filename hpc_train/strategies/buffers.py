@@ -38,7 +38,7 @@ class Buffers:
     """The persistent buffers of ``model``, each the same tensor for ever.
 
     A forward may put another tensor in a buffer's place (``self.mean = 0.9 * self.mean + …``) while averages,
-    copies and compiled code know the first. ``settle`` writes the new numbers into the first and puts it
+    copies and compiled code know the first. ``write_back`` writes the new numbers into the first and puts it
     back; ``tensors`` and ``copies`` begin with that. Not collective.
     """
 
@@ -56,7 +56,7 @@ class Buffers:
             place for place in self._places if not only_updates_statistics(place.module)
         )
 
-    def settle(self) -> None:
+    def write_back(self) -> None:
         """Write what forwards have put in the buffers' places into the buffers. After a slot's backward.
 
         Raises BadFileError where it does not fit: a checkpoint could not bring it back either.
@@ -64,10 +64,10 @@ class Buffers:
         for place in self._places:
             now = place.now
             if now is not place.tensor:
-                self._settle_one(place, now)
+                self._write_back_one(place, now)
 
     @torch.no_grad()
-    def _settle_one(self, place: _Place, now: Tensor | None) -> None:
+    def _write_back_one(self, place: _Place, now: Tensor | None) -> None:
         if now is None or place.tensor is None or not _fits(now, place.tensor):
             raise _misfit(place, now)
         if self._uses[id(place.tensor)] > 1:
@@ -80,7 +80,7 @@ class Buffers:
 
     def tensors(self, *, all_persistent: bool = True) -> list[Tensor]:
         """Return the tensors themselves, each once: all, or those that a training forward may read."""
-        self.settle()
+        self.write_back()
         return self._all if all_persistent else self._read_in_training
 
     def copies(self) -> list[Tensor]:

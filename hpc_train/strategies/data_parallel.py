@@ -77,7 +77,7 @@ class DataParallel(ABC):
                     # Averaging over ranks divides by R; the mean over M micro-batches is what is wanted.
                     share = batch.weight * self.context.degrees.data_ranks
                     forward.scale(loss if share == 1 else loss * share).backward()
-                    self._buffers.settle()
+                    self._buffers.write_back()
                 losses.append(_weighted(loss.detach(), batch.weight))
         return sum(losses[1:], losses[0])
 

@@ -46,7 +46,7 @@ class PipelineStrategy(FullySharded):
     """Stages over ranks; see ``strategies.base.Strategy``.
 
     A stage's parameters and gradients are whole from a step's first forward to its last backward: gathering
-    for each micro-batch would cost 2·S times the traffic, and torch's schedules reduce gradients once a step.
+    for each micro-batch would cost 2·S times the traffic, and torch's schedules reduce them once per step.
     """
 
     name = "pipeline"
@@ -142,7 +142,7 @@ class PipelineStrategy(FullySharded):
             for statistics in self._stage_statistics.values():
                 steps.enter_context(statistics.step(len(batches)))
             total = run.step(batches, forward)
-            self._buffers.settle()
+            self._buffers.write_back()
         if self.context.degrees.tensor > 1:
             even_out(self._optimized.values(), part_of(self._mesh, "tensor"))
         return total if self.owns_loss else torch.zeros_like(total)
@@ -221,7 +221,7 @@ class PipelineStrategy(FullySharded):
 class SplitStrategy(PipelineStrategy):
     """A pipeline of one micro-batch: minimal memory for activations, but all ranks except one wait.
 
-    Gradients are reduced once a step.
+    Gradients are reduced once per step.
     """
 
     name = "split"

@@ -98,7 +98,7 @@ class MicroBatchStage(PipelineStage):
     ) -> Any:
         with self.run.begun(fwd_chunk_id, self) as batch:
             if self.is_first:
-                # As the stages were told that it lies: torch compares that under its debug level DETAIL.
+                # In the layout that the stages expect: torch compares that under its debug level DETAIL.
                 args = (batch.inputs.contiguous(),)
             try:
                 return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)

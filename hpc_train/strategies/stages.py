@@ -168,7 +168,7 @@ class PipelineForward(nn.Module):
     ) -> tuple[Any, list[OutputSpecs]]:
         """Return the outputs, None but on the last stage's ranks, and what each stage returns.
 
-        What it returns is told to all where it is not ``known``. ``around`` a stage's forward is entered.
+        What it returns is broadcast where it is not ``known``. ``around`` a stage's forward is entered.
         """
         held = dict(self._held)
         specs = list(known or ())
@@ -181,7 +181,7 @@ class PipelineForward(nn.Module):
                 with around(index):
                     outputs = held[index](*values)
             if known is None:
-                specs.append(self._told(index, outputs if index in held else None))
+                specs.append(self._broadcast_specs(index, outputs if index in held else None))
             if index in held:
                 values = outputs if isinstance(outputs, tuple) else (outputs,)
                 self._send(index, values)
@@ -190,7 +190,7 @@ class PipelineForward(nn.Module):
     def _rank_of(self, stage: int) -> int:
         return dist.get_global_rank(self._group, stage % self._group.size())
 
-    def _told(self, stage: int, outputs: Any) -> OutputSpecs:
+    def _broadcast_specs(self, stage: int, outputs: Any) -> OutputSpecs:
         box = [None if outputs is None else OutputSpecs.of(outputs)]
         if self._group.size() > 1:
             dist.broadcast_object_list(box, src=self._rank_of(stage), group=self._group, device=self._device)

@@ -118,13 +118,15 @@ def _misfit(parallel: ParallelConfig, degrees: Degrees, ranks: int, ranks_per_no
         remedy = f"write a {traits.spans_node} that divides {ranks}"
         remedy += f", like {fitting[0]}" if fitting else ""
     elif len(traits.degrees) > 1:
-        key, remedy = _mended(parallel, degrees, ranks, ranks_per_node)
+        key, remedy = _nearest_fit(parallel, degrees, ranks, ranks_per_node)
     elif traits.replicated_by and ranks % degrees.shard == 0:
         remedy = f"write strategy: {traits.replicated_by}, which replicates what it shards, or take it out"
     return Problem(("parallel", key), message, remedy)
 
 
-def _mended(parallel: ParallelConfig, degrees: Degrees, ranks: int, ranks_per_node: int) -> tuple[str, str]:
+def _nearest_fit(
+    parallel: ParallelConfig, degrees: Degrees, ranks: int, ranks_per_node: int
+) -> tuple[str, str]:
     """Return the key to change (copies first) and what to write: the nearest number that fits, if any."""
     keys = [key for key in ("replicate", "shard", "pipeline", "tensor") if getattr(parallel, key) is not None]
     for key in keys:

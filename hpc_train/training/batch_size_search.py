@@ -132,7 +132,7 @@ def _candidates(rank: Rank) -> list[int]:
     if not found:
         raise BadFileError(
             f"{_KEY}: auto finds no number of micro-batches for {degrees.data_ranks} data-parallel ranks and "
-            f"parallel.schedule: {parallel.schedule}; start fewer ranks, or write a greater global_batch_size"
+            f"parallel.schedule: {parallel.schedule}; start fewer ranks, or write a larger global_batch_size"
         )
     return found
 
@@ -191,10 +191,10 @@ def _followed(rank: Rank, control: ControlGroup, trial: _Trial, num_sizes: int) 
         fitted, weightiest, all_ended = control.smallest([trial.num_fitted, -weight, int(has_ended)])
         rank.progress.at("building", part=fitted + 1)
         if weightiest == -_WEIGHT[OUT_OF_MEMORY]:
-            told = control.first_text(trial.words if trial.outcome == OUT_OF_MEMORY else None)
-            assert told is not None, "one rank at least ran out"
-            return _Tried(fitted, f"rank {told[0]}: {told[1]}")
-        # Once more: the memory that another one ran out of may be the reason, and be told a moment later.
+            first = control.first_text(trial.words if trial.outcome == OUT_OF_MEMORY else None)
+            assert first is not None, "one rank at least ran out"
+            return _Tried(fitted, f"rank {first[0]}: {first[1]}")
+        # Once more: the memory that another one ran out of may be the reason, and be reported a moment later.
         if weightiest == -_WEIGHT[FAILED] and has_failed:
             control.together(trial.raise_failure)
         has_failed = weightiest == -_WEIGHT[FAILED]

@@ -40,7 +40,7 @@ class Ema:
     @torch.no_grad()
     def update(self) -> None:
         """Let the averages follow the weights; after each optimizer step."""
-        self._places.settle()
+        self._places.write_back()
         averages, values = self._locals(self._averaged)
         if averages:
             torch._foreach_lerp_(averages, values, 1 - self._decay)
@@ -68,7 +68,7 @@ class Ema:
     @torch.no_grad()
     def _exchange(self, names: Iterable[str]) -> None:
         _drop_gathered(self._model)
-        self._places.settle()
+        self._places.write_back()
         for average, value in zip(*self._locals(names), strict=True):
             kept = value.clone()
             value.copy_(average)

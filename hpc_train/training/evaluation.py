@@ -30,7 +30,7 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Return the sums over the whole validation set, or None where ``must_stop`` ended it early.
 
-    Collective: every rank passes equally many batches of its own. ``begin`` is told a batch's place and
+    Collective: every rank passes equally many batches of its own. ``begin`` receives a batch's place and
     starts to ask all ranks, ``must_stop`` says the same on all of them; the batch before is computed
     meanwhile. So a forward that is collective begins on all ranks or on none. None in place of a batch: it
     did not come before the rank was asked to stop. ``num_batches`` counts those of all ranks together; a

@@ -1,7 +1,7 @@
 """What happens when a loss or a gradient is NaN or infinite: ``optimization.on_non_finite``.
 
 The trainer makes one ``Guard`` on every rank. Under ``stop`` nothing waits for the device; ``skip`` and
-``rollback`` must know before the weights change, so they wait for it once a step.
+``rollback`` must know before the weights change, so they wait for it once per step.
 """
 
 from __future__ import annotations

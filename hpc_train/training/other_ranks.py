@@ -19,7 +19,7 @@ _SYNCED = (
 _STAGES = "dropout behind a pipeline's first stage draws other numbers"
 
 
-def told(world_size: int, strategy: str, degrees: Degrees) -> dict[str, Any]:
+def conditions(world_size: int, strategy: str, degrees: Degrees) -> dict[str, Any]:
     """Return what a checkpoint says of the ranks that save it: JSON."""
     return {"world_size": world_size, "strategy": strategy, "degrees": asdict(degrees)}
 
@@ -29,7 +29,7 @@ def difference(
 ) -> str | None:
     """Return what continuing from checkpoint ``step`` means; None where the same ranks continue.
 
-    ``then`` and ``now`` are what ``told`` returned, at the save and here; older checkpoints lack ``degrees``.
+    ``then`` and ``now`` are the ``conditions`` at the save and here; older checkpoints lack ``degrees``.
     ``is_synced``: ``parallel.sync_batchnorm``.
     """
     differing = {key for key in now if key in then and then[key] != now[key]}

@@ -1,4 +1,4 @@
-"""One rank among the others: what it is told, its device, the process group, and who watches over it."""
+"""One rank among the others: what it receives, its device, the process group, and who watches over it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from hpc_train.training.meters import Meters
 class Saves:
     """Every rank has one. ``extra``: step → what a checkpoint says besides tensors.
 
-    ``on_saved`` is told of each committed save. Before a checkpoint is committed the rows of metrics up to
+    ``on_saved`` receives each committed save. Before a checkpoint is committed the rows of metrics up to
     its step are on the disk.
     """
 
@@ -61,12 +61,12 @@ class Saves:
 
     def collect(self) -> None:
         """Tell of a save that has been committed meanwhile; never waits."""
-        self._told(self._checkpointer.collect())
+        self._note_saved(self._checkpointer.collect())
 
     def finish(self) -> None:
         """Wait for the save under way. Raises what it met, the same kind on every rank."""
         self.wait_staged()
-        self._told(self._checkpointer.finish())
+        self._note_saved(self._checkpointer.finish())
 
     def close(self) -> None:
         """Finish, and see old checkpoints removed. At the end of the run, or before it goes back to one."""
@@ -74,7 +74,7 @@ class Saves:
         self._checkpointer.close()
         self._checkpointer.clear_up()
 
-    def _told(self, save: Save | None) -> None:
+    def _note_saved(self, save: Save | None) -> None:
         if save is not None:
             self._on_saved(save)
 

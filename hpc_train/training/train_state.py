@@ -77,7 +77,7 @@ class TrainState:
 
 
 def context(rank: Rank) -> RankContext:
-    """Return what a strategy is told of this rank."""
+    """Return what a strategy receives of this rank."""
     config = rank.experiment
     return RankContext(
         rank=rank.facts.rank,
@@ -165,8 +165,8 @@ def resumed(rank: Rank, checkpointer: Checkpointer, train_state: TrainState, sou
     now = hardware.take_over(then, step, rank.device, checkpointer.ranks, partial(_warn, rank))
     if loaded is None:
         return Resumed(Position(0), now)
-    _heed_versions(rank, loaded)
-    _heed_ranks(rank, loaded, train_state)
+    _compare_versions(rank, loaded)
+    _compare_ranks(rank, loaded, train_state)
     _check_data(loaded, source)
     saved = loaded.extra.get("position")
     if saved is None:
@@ -179,7 +179,7 @@ def _warn(rank: Rank, words: str) -> None:
         _log.warning("%s", words)
 
 
-def _heed_versions(rank: Rank, loaded: Loaded) -> None:
+def _compare_versions(rank: Rank, loaded: Loaded) -> None:
     """Say what is of another version than at the save; refuse it where the file asks for that."""
     now = versions.versions()
     then = {key: value for key, value in loaded.extra.get("versions", {}).items() if key in now}
@@ -194,7 +194,7 @@ def _heed_versions(rank: Rank, loaded: Loaded) -> None:
     _warn(rank, f"{words}; the weights may differ in the last bit from here on")
 
 
-def _heed_ranks(rank: Rank, loaded: Loaded, train_state: TrainState) -> None:
+def _compare_ranks(rank: Rank, loaded: Loaded, train_state: TrainState) -> None:
     """Warn where other ranks continue than those that saved: results change, if only by rounding."""
     words = other_ranks.difference(
         loaded.extra,
@@ -208,7 +208,7 @@ def _heed_ranks(rank: Rank, loaded: Loaded, train_state: TrainState) -> None:
 
 
 def _ranks(rank: Rank) -> dict[str, Any]:
-    return other_ranks.told(rank.facts.world_size, rank.experiment.parallel.strategy, rank.degrees)
+    return other_ranks.conditions(rank.facts.world_size, rank.experiment.parallel.strategy, rank.degrees)
 
 
 def _check_data(loaded: Loaded, source: DataSource) -> None:

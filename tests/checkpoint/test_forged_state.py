@@ -81,7 +81,7 @@ def extra() -> dict[str, Any]:
         "data": None,
         "hardware": {"processor": "some", "threads": [1]},
         "versions": versions.versions() | {"torch": "0.0.1"},
-        **other_ranks.told(1, "fsdp", Degrees(pipeline=2)),
+        **other_ranks.conditions(1, "fsdp", Degrees(pipeline=2)),
     }
 
 

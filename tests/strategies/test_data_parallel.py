@@ -267,10 +267,10 @@ def test_a_buffer_that_would_not_come_back_is_refused(first: Any, then: Any, sai
     model = nn.Module()
     model.register_buffer("state", first)
     buffers = Buffers(model)
-    buffers.settle()
+    buffers.write_back()
     model.state = then
     with pytest.raises(BadFileError, match=said):
-        buffers.settle()
+        buffers.write_back()
 
 
 def test_a_buffer_of_two_names_is_refused_where_one_is_replaced() -> None:
@@ -282,7 +282,7 @@ def test_a_buffer_of_two_names_is_refused_where_one_is_replaced() -> None:
     assert buffers.tensors() == [shared]
     model[1].state = torch.ones(2)
     with pytest.raises(BadFileError, match=r"the buffer 1\.state is registered twice"):
-        buffers.settle()
+        buffers.write_back()
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.complex64), ("fp64", torch.complex128)])

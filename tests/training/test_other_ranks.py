@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from hpc_train.topology.degrees import Degrees
-from hpc_train.training.other_ranks import difference, told
+from hpc_train.training.other_ranks import conditions, difference
 
-TWO = told(2, "ddp", Degrees(replicate=2))
-ONE = told(1, "ddp", Degrees())
+TWO = conditions(2, "ddp", Degrees(replicate=2))
+ONE = conditions(1, "ddp", Degrees())
 
 
 def words(then: dict[str, Any], now: dict[str, Any], **facts: bool) -> str | None:
@@ -32,11 +32,11 @@ def test_fewer_ranks_go_on() -> None:
     ("then", "now", "said"),
     [
         pytest.param(
-            TWO, told(2, "fsdp", Degrees(shard=2)),
+            TWO, conditions(2, "fsdp", Degrees(shard=2)),
             "2 ranks under fsdp from checkpoint 7 of 2 ranks under ddp", id="strategy",
         ),
         pytest.param(
-            told(4, "hsdp", Degrees(replicate=2, shard=2)), told(4, "hsdp", Degrees(shard=4)),
+            conditions(4, "hsdp", Degrees(replicate=2, shard=2)), conditions(4, "hsdp", Degrees(shard=4)),
             "4 ranks under hsdp (shard 4) from checkpoint 7 of 4 ranks under hsdp (replicate 2 × shard 2)",
             id="degrees",
         ),
@@ -57,7 +57,7 @@ def test_synced_statistics_promise_no_equal_weights() -> None:
 
 
 def test_other_stages_draw_other_numbers() -> None:
-    said = words(TWO, told(2, "pipeline", Degrees(pipeline=2)))
+    said = words(TWO, conditions(2, "pipeline", Degrees(pipeline=2)))
     assert said is not None and "dropout behind a pipeline's first stage" in said
     assert "dropout" not in (words(TWO, ONE) or "")
 

@@ -49,11 +49,11 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     if record is None:
         raise HpcTrainError(f"{job.paths.attempt(number).record}: missing or not JSON")
     verdict = judge(gather(job, record, srun_code))
-    told = _told(job.paths, record, verdict, srun_code, ended)
+    final = _ended_record(job.paths, record, verdict, srun_code, ended)
     if verdict.state == "requeued":
         recovery = effective_recovery(job.paths, number)
-        verdict = verdict.decided(budgets.decide([*job.earlier(number), told], recovery))
-    _write(job.paths, told, verdict)
+        verdict = verdict.decided(budgets.decide([*job.earlier(number), final], recovery))
+    _write(job.paths, final, verdict)
     if verdict.reason is not None:
         say(f"{verdict.state}: {verdict.reason}")
     return verdict.words(nodes_to_leave_out(job.paths) if verdict.state == "requeued" else {})
@@ -135,7 +135,7 @@ def _end_of(path: Path, nbytes: int) -> str:
         return file.read().decode("utf-8", "replace")
 
 
-def _told(
+def _ended_record(
     paths: RunPaths, record: AttemptRecord, verdict: Verdict, srun_code: int, ended: str
 ) -> AttemptRecord:
     """Return the record of the attempt that has ended, before its budget was asked."""
@@ -151,10 +151,10 @@ def _told(
     )
 
 
-def _write(paths: RunPaths, told: AttemptRecord, verdict: Verdict) -> None:
+def _write(paths: RunPaths, final: AttemptRecord, verdict: Verdict) -> None:
     requeue = {"requeue": now_ms()} if verdict.state == "requeued" else {}
-    told = replace(told, reason=verdict.reason, events=told.events | requeue)
-    write_record(paths.attempt(told.attempt), told)
+    final = replace(final, reason=verdict.reason, events=final.events | requeue)
+    write_record(paths.attempt(final.attempt), final)
     if verdict.state != "completed":
         status = read_status(paths)
         write_status(paths, replace(status, state=verdict.state, reason=verdict.reason))

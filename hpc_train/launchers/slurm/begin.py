@@ -2,7 +2,7 @@
 
 ``python -m hpc_train.launchers.slurm.begin SUBMISSION`` prints attempt, token and run folder, tab-separated;
 nothing where the run must not start; with exit code 78 the nodes to exclude, where it found itself on one
-of them and asks for another start. What goes wrong is told on stderr and by the exit code.
+of them and asks for another start. What goes wrong is reported on stderr and by the exit code.
 """
 
 from __future__ import annotations
@@ -153,10 +153,10 @@ def _end_earlier(job: BatchJob, record: AttemptRecord) -> None:
         )
     if not is_own:
         end_living(job.paths)
-    told = _diagnosed(job.paths, record, is_requeued=is_own or not job.owns(record))
-    write_record(job.paths.attempt(record.attempt), told)
+    diagnosed = _diagnosed(job.paths, record, is_requeued=is_own or not job.owns(record))
+    write_record(job.paths.attempt(record.attempt), diagnosed)
     if job.owns(record):
-        _check_budget(job, told)
+        _check_budget(job, diagnosed)
 
 
 def _diagnosed(paths: RunPaths, record: AttemptRecord, *, is_requeued: bool) -> AttemptRecord:
@@ -173,17 +173,17 @@ def _diagnosed(paths: RunPaths, record: AttemptRecord, *, is_requeued: bool) -> 
     return ended_unseen(paths, record, found)
 
 
-def _check_budget(job: BatchJob, told: AttemptRecord) -> None:
+def _check_budget(job: BatchJob, diagnosed: AttemptRecord) -> None:
     """Raise BudgetSpentError where no attempt may follow the one that was lost; else tell what is left."""
-    attempt = job.paths.attempt(told.attempt)
-    recovery = effective_recovery(job.paths, told.attempt)
-    decision = budgets.decide([*job.earlier(told.attempt), told], recovery)
-    told = replace(told, reason=one_line(decision.reason))
+    attempt = job.paths.attempt(diagnosed.attempt)
+    recovery = effective_recovery(job.paths, diagnosed.attempt)
+    decision = budgets.decide([*job.earlier(diagnosed.attempt), diagnosed], recovery)
+    diagnosed = replace(diagnosed, reason=one_line(decision.reason))
     if decision.comes_back:
-        write_record(attempt, told)
+        write_record(attempt, diagnosed)
         return
     # It has taken note of this restart too: for `status` the job has not come back since.
-    write_record(attempt, replace(told, restart=job.restart))
+    write_record(attempt, replace(diagnosed, restart=job.restart))
     raise BudgetSpentError(decision.reason)
 
 

@@ -1,4 +1,4 @@
-"""Slurm's programs: run as argument lists, within a limit; told apart: no Slurm, and a Slurm that refuses."""
+"""Slurm's programs: run as argument lists, within a limit; two errors: no Slurm, and a Slurm that refuses."""
 
 from __future__ import annotations
 

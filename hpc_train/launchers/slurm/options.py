@@ -122,7 +122,7 @@ def srun_args(profile: Profile, cpus: int | None) -> list[str]:
 
 
 def lead_s(experiment: Experiment, folder: ExperimentPaths) -> int:
-    """Return how many seconds before its time limit a job is told to save and stop.
+    """Return how many seconds before its time limit a job is signalled to save and stop.
 
     What the file says; else by the longest save so far, at most half the time limit, so that a job always
     gets some work done. Slurm looks at its clock each half a minute or so and may tell up to 60 s earlier.

@@ -43,7 +43,7 @@ class JobState:
     job: str
     state: str
     reason: str | None = None
-    #: How often it was requeued; None where that is not told.
+    #: How often it was requeued; None where Slurm does not say.
     restarts: int | None = None
     nodes: str | None = None
     #: Of a job that waits: when it starts, or Slurm's guess.
@@ -68,7 +68,7 @@ class JobState:
 def ask(ids: Iterable[str], *, max_age_s: float = MAX_AGE_S) -> dict[str, JobState]:
     """Return the state of jobs by id; more than were asked for, maybe.
 
-    One is absent where it can't be told now: accounting does not answer. ``max_age_s``: how old an answer
+    One is absent where it can't be known now: accounting does not answer. ``max_age_s``: how old an answer
     may be; 0 asks again. Raises NoSchedulerError where squeue has no answer.
     """
     wanted = set(ids)

@@ -46,7 +46,7 @@ _PER_USER = re.compile(r"(QOS|Assoc)\w*(Per(User|Account)|Grp)\w*")
 
 
 def advice(words: str, experiment: Experiment) -> Advice:
-    """Return where the refusal belongs in the file and what to write; the section where it can't be told."""
+    """Return where the refusal belongs in the file and what to write; the section where that is unknown."""
     for option in _OPTION.findall(words):
         for key in experiment.slurm.extra if experiment.slurm else {}:
             if key.replace("_", "-") == option:

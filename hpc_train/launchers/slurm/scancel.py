@@ -77,7 +77,7 @@ def _wait(living: Sequence[Folder]) -> dict[str, JobState]:
             return states
         if time.monotonic() > deadline:
             jobs = ", ".join(str(folder.job) for folder in left)
-            say(f"jobs {jobs}: told to end, not gone yet; `hpc-train status` shows when they are")
+            say(f"jobs {jobs}: asked to end, not gone yet; `hpc-train status` shows when they are")
             return states
         time.sleep(next(pauses, _POLLS_S[-1]))
 
@@ -102,7 +102,7 @@ def _left(folders: Sequence[Folder]) -> str:
     ids = " ".join(run_name(folder.paths) for folder in marked)
     jobs = " ".join(str(folder.job) for folder in marked if folder.job)
     return (
-        f"{ids}: marked as cancelled, but what waits or runs was not told; "
+        f"{ids}: marked as cancelled, but what waits or runs was not cancelled; "
         f"`hpc-train cancel {ids}` again ends it once Slurm answers"
         + (f", or `scancel {jobs}`" if jobs else "")
     )

@@ -59,7 +59,7 @@ def _nodes(partition: str | None) -> list[Node]:
     where = [f"--partition={partition}"] if partition else []
     try:
         said = commands.run(["sinfo", "--noheader", "--Node", "--format=%c|%m|%G|%f", *where])
-    except UserError:  # no answer, or a refusal: then nothing can be told
+    except UserError:  # no answer, or a refusal: then nothing is known
         return []
     return [node for line in said.splitlines() if (node := Node.parse(line))]
 
