@@ -255,10 +255,10 @@ class Checkpointer:
             checkpoint = self.paths.checkpoint(step)
             if self._is_whole(checkpoint):
                 return self._load(checkpoint, state)
-        self._writer.together(self.paths.checkpoints, self._refuse_to_begin_anew)
+        self._writer.together(self.paths.checkpoints, self._refuse_to_start_over)
         return None
 
-    def _refuse_to_begin_anew(self) -> None:
+    def _refuse_to_start_over(self) -> None:
         """Raise StorageError on rank 0 if only checkpoints that were set aside are left."""
         bad = all_set_aside(self.paths) if self.ranks.rank == 0 else {}
         if bad:

@@ -9,8 +9,6 @@ notes and are not counted: the rank that waits reports them, the others do not.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 PHASES = (
@@ -85,17 +83,9 @@ class Progress:
         if self._standing.phase in self._known:
             self._standing = self._standing._replace(may_take_long=False)
 
-    def begin_anew(self) -> None:
+    def forget_phases(self) -> None:
         """Report that everything is rebuilt: each phase may take long again."""
         self._known.clear()
-
-    @contextmanager
-    def during(self, phase: str, step: int | None = None) -> Iterator[None]:
-        """Report that ``phase`` starts, and at its end that the previous phase continues."""
-        before = self._standing
-        self.at(phase, step)
-        yield
-        self.at(before.phase, before.step, before.part)
 
     def _wait_for(self, note: str) -> None:
         last = self._standing

@@ -103,7 +103,7 @@ def _versions(args: tuple[Any, ...], keys: dict[str, Any]) -> list[int]:
 
 
 # What torch calls before each forward of a block, or while it compiles one. Functions of this module without
-# arguments, because torch pickles them into the key of its cache, and compiles anew where they differ.
+# arguments, because torch pickles them into the key of its cache, and compiles again where they differ.
 def _contexts_keeping_nothing() -> Contexts:
     if TracingContext.try_get() is not None:
         # Compiled code changes buffers and draws random numbers in the forward alone.

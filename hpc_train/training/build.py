@@ -67,7 +67,7 @@ def train(rank: Rank) -> ExitCode:
         while is_done is None:
             is_done = _train_once(run)
             if is_done is None:
-                rank.begins_anew()
+                rank.rebuilds()
                 _free_memory()
         if run.metrics_writer is not None:
             run.metrics_writer.state = "completed" if is_done else "failed"

@@ -73,9 +73,9 @@ class Rank:
         self.watchdog.has_stepped()
         self.note("first_step")
 
-    def begins_anew(self) -> None:
+    def rebuilds(self) -> None:
         """Called at a rollback: everything is built once more, which may take as long as the first time."""
-        self.progress.begin_anew()
+        self.progress.forget_phases()
         self.progress.at("building")
 
     def end(self, code: ExitCode) -> None:

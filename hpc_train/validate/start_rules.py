@@ -26,17 +26,13 @@ def check_start(
     which a start may get. ``found``: the size that ``micro_batch_size: auto`` found in the run's first
     attempt; None before that.
     """
-    problems = [_not_yet(path) for path in _unsupported_keys(experiment)]
+    problems = [Problem(path, _MESSAGE, "take it out") for path in _unsupported_keys(experiment)]
     if ranks is not None:
         per_node = ranks_per_node or ranks
         possible = range(ranks, (fewest_ranks or ranks) - 1, -per_node)
         misfits = (_misfits(experiment, number, per_node, found) for number in possible)
         problems += next(filter(None, misfits), [])
     return problems
-
-
-def _not_yet(path: KeyPath) -> Problem:
-    return Problem(path, _MESSAGE, "take it out")
 
 
 def _unsupported_keys(experiment: Experiment) -> list[KeyPath]:

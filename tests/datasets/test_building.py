@@ -164,5 +164,5 @@ def test_a_type_error_inside_the_factory_is_not_called_a_wrong_argument() -> Non
 
 def test_providers_are_found_by_name() -> None:
     assert build_source(DataConfig(name="digits")).info.num_classes == 10
-    with pytest.raises(BadFileError, match="did you mean 'digits'"):
+    with pytest.raises(BadFileError, match="did you mean digits"):
         build_source(DataConfig(name="digit"))

@@ -92,16 +92,6 @@ def test_what_compiles_or_waits_for_one_disk_may_take_long() -> None:
     assert may_take_long("saving", 3)
 
 
-def test_what_went_before_goes_on_after_a_phase(clock: list[float]) -> None:
-    progress = Progress()
-    progress.at("training", 5)
-    before = progress.standing
-    with progress.during("saving", 5):
-        assert str(progress.standing) == "step 5 (saving)"
-    after = progress.standing
-    assert (after.phase, after.step, after.times) == ("training", 5, before.times + 2)
-
-
 def test_a_phase_that_is_none_is_our_own_mistake() -> None:
     with pytest.raises(AssertionError):
         Progress().at("trainig")
@@ -118,7 +108,7 @@ def test_what_is_built_again_may_take_long_again() -> None:
     progress.has_stepped()
     progress.at("building")
     assert not progress.standing.may_take_long
-    progress.begin_anew()
+    progress.forget_phases()
     for phase in ("building", "first step"):
         progress.at(phase, 2)
         assert progress.standing.may_take_long
