@@ -1,13 +1,13 @@
-"""The time of a training step beside a bare PyTorch loop, a DataLoader loop, Fabric and Accelerate.
+"""The time of a training step, compared with a bare PyTorch loop and other tools.
 
-    python -m benchmarks.step [--rounds 7] [--models mlp resnet18] [--peers FOLDER]
+    python -m benchmarks.step [--rounds 7] [--workloads mlp gpt_ddp …] [--peers FOLDER] [--quick]
 
-Each arm trains the same model on the same images with the same optimizer in a process of its own, one rank,
-one thread, on the CPU, and takes the median time of a step after a warm-up. Ours is a whole run of
+Each arm trains the same model on the same data with the same optimizer in processes of its own, on the CPU
+with one thread per rank, and takes the median time of a step after a warm-up. Workloads with ``ddp`` train on
+two ranks (gloo, DistributedDataParallel), which timm's train.py can't do without GPUs. Ours is a whole run of
 ``hpc-train submit --local``: metrics, exchange between ranks, checkpoints and validation of the data are on;
-its steps are timed by the rows of ``metrics.jsonl``. Rounds are interleaved and each ratio is taken within
-its round, so that a busy machine disturbs all alike. ``--peers``: where the packages of
-requirements-peers.txt were installed; without them their arms are "not measured". Writes
+its steps are timed by the rows of ``metrics.jsonl``. timm's script reads the same images by torchvision's
+MNIST class, through PIL. Arms whose package is not below ``--peers`` are "not measured". Writes
 benchmarks/results/step.json.
 """
 
@@ -15,42 +15,45 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
-import os
+import random
 import statistics
-import subprocess
+import string
+import struct
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from benchmarks.arms import TIMM_SCRIPT, environment, line_times, printed, row_times, under_torchrun
+from benchmarks.loops import (
+    GPT_ARGS,
+    LOOPS,
+    NUM_TOKENS,
+    SEQUENCE_LENGTH,
+    WORKLOADS,
+    Workload,
+    differences,
+    digits,
+    gpt,
+    vit_tiny,
+)
+from benchmarks.measuring import comparison, conditions, interleaved, parser, report, rounds_of
 
-from benchmarks.measuring import MIN_ROUNDS, ROOT, comparison, conditions, interleaved, write
-
-BARE, OURS = "bare loop", "hpc-train"
-PEERS = {"Fabric": "lightning-fabric", "Accelerate": "accelerate"}
-BATCH, NUM_CLASSES = 64, 10
-#: Steps per window, of which each gives one time; windows of the warm-up; windows that count.
-WINDOWS = {"mlp": (100, 5, 30), "resnet18": (2, 2, 8)}
-MEAN, STD, LR = 0.5, 0.5, 0.01
+BARE, OURS, TIMM = "bare loop", "hpc-train", "timm train.py"
+#: Arms that need a package below ``--peers``.
+PACKAGES = {"Fabric": "lightning-fabric", "Accelerate": "accelerate", "HF Trainer": "transformers"}
 
 EXPERIMENT = """\
 name: step
-task: classification
-model: {{name: "benchmarks.step:{model}"}}
-data: {{name: digits, normalize: {{mean: [0.5], std: [0.5]}}}}
+task: {task}
+model: {model}
+data: {data}
 optimization:
   steps: {steps}
-  global_batch_size: 64
-  micro_batch_size: 64
-  optimizer: {{name: sgd, lr: 0.01}}
+  global_batch_size: {batch}
+  micro_batch_size: {micro}
+  optimizer: {{name: {optimizer}, lr: {lr}}}
   schedule: {{name: constant}}
 evaluation: {{every_steps: 1000000}}
 checkpoint: {{every_steps: {every}}}
@@ -58,181 +61,127 @@ logging: {{every_steps: {window}}}
 """
 
 
-def mlp(num_classes: int = NUM_CLASSES) -> nn.Module:
-    """A model whose step takes less time than most of what surrounds it."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(1024, 64), nn.ReLU(), nn.Linear(64, num_classes))
-
-
-def resnet18(num_classes: int = NUM_CLASSES) -> nn.Module:
-    """torchvision's ResNet-18 for images of one channel."""
-    from torchvision.models import resnet18 as build
-
-    model = build(num_classes=num_classes)
-    model.conv1 = nn.Conv2d(1, 64, kernel_size=7, stride=2, padding=3, bias=False)
-    return model
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
-    parser.add_argument("--models", nargs="+", choices=[*WINDOWS], default=[*WINDOWS])
-    parser.add_argument("--peers", type=Path)
-    parser.add_argument("--arm", nargs=2, help=argparse.SUPPRESS)  # a process of one arm
-    arguments = parser.parse_args()
-    if arguments.arm:
-        print(json.dumps(_train(*arguments.arm)))
-        return
-    search = os.pathsep.join(filter(None, (str(ROOT), arguments.peers and str(arguments.peers))))
-    environment = os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"}
-    measured_with = conditions(("torchvision", *PEERS.values()), arguments.peers)
-    measured_with |= {"threads of each arm": 1, "ranks": 1, "micro-batch": [BATCH, 1, 32, 32]}
-    missing = [peer for peer, package in PEERS.items() if package not in measured_with["versions"]]
-    comparisons = []
-    for model in arguments.models:
-        arms = {
-            arm: functools.partial(_seconds_per_step, model, arm, environment)
-            for arm in (*_SETUPS, OURS)
-            if arm not in missing
-        }
-        values = interleaved(arms, max(arguments.rounds, MIN_ROUNDS))
-        title = f"Training step, {model}, 1 rank, 1 thread"
-        comparisons.append(comparison(title, "seconds per step", values, BARE, missing))
-        print(json.dumps(comparisons[-1], indent=1), flush=True)
-    write("step", measured_with, comparisons)
-
-
-def _seconds_per_step(model: str, arm: str, environment: dict[str, str]) -> float:
-    if arm == OURS:
-        return statistics.median(_windows_of_ours(model, environment))
-    command = [sys.executable, "-m", "benchmarks.step", "--arm", arm, model]
-    done = subprocess.run(command, env=environment, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    return float(statistics.median(json.loads(done.stdout.splitlines()[-1])))
-
-
-def _windows_of_ours(model: str, environment: dict[str, str]) -> list[float]:
-    window, warm_up, counted = WINDOWS[model]
-    steps = window * (warm_up + counted)
+    options = parser(__doc__)
+    options.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
+    arguments = options.parse_args()
+    measured_with = conditions(("torchvision", "timm", *PACKAGES.values()), arguments.peers)
+    missing = [arm for arm, package in PACKAGES.items() if package not in measured_with["versions"]]
+    if not _timm_script(arguments.peers).exists():
+        missing.append(TIMM)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "exp.yaml"
-        text = EXPERIMENT.format(model=model, steps=steps, every=steps // 3, window=window)
-        file.write_text(text, encoding="utf-8")
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "hpc_train",
-                "submit",
-                str(file),
-                "--local",
-                "--devices",
-                "1",
-                "device=cpu",
-            ],
-            env=environment | {"HPC_TRAIN_RUNS": folder},
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-        )
-        (metrics,) = Path(folder).glob("step/*/metrics.jsonl")
-        rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    times = [row["time"] for row in rows if row["split"] == "train"]
-    return _differences(times[warm_up:], window)
+        for name in arguments.workloads:
+            workload = WORKLOADS[name].quick() if arguments.quick else WORKLOADS[name]
+            arms = _arms(name, workload, arguments, Path(folder))
+            timed = {arm: run for arm, run in arms.items() if arm not in missing}
+            values = interleaved(timed, rounds_of(arguments))
+            absent = [arm for arm in arms if arm in missing]
+            compared = comparison(_title(workload), "seconds per step", values, BARE, absent)
+            batch = {"ranks": workload.ranks, "global batch size": workload.global_batch_size}
+            report("step", arguments, measured_with | batch | {"threads of each rank": 1}, [compared])
 
 
-def _differences(times: list[float], window: int) -> list[float]:
-    return [(after - before) / window for before, after in itertools.pairwise(times)]
+def _title(workload: Workload) -> str:
+    size = "1 rank, 1 thread" if workload.ranks == 1 else f"{workload.ranks} ranks, 1 thread each"
+    return f"Training step, {workload.model.__name__}, {size}"
 
 
-def _train(arm: str, name: str) -> list[float]:
-    """Train in this process; return the seconds per step of each window."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = {"mlp": mlp, "resnet18": resnet18}[name]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    criterion = nn.CrossEntropyLoss()
-    setup = _SETUPS[arm](model, optimizer, *_data())
-    window, warm_up, counted = WINDOWS[name]
-    times: list[float] = []
-    for step, (inputs, classes) in enumerate(setup.batches):
-        if step % window == 0:
-            times.append(time.time())
-        if len(times) == warm_up + counted:
-            break
-        loss = criterion(setup.model((inputs.float() / 255 - MEAN) / STD), classes)
-        setup.backward(loss)
-        setup.optimizer.step()
-        setup.optimizer.zero_grad()
-    return _differences(times[warm_up:], window)
+def _timm_script(peers: Path | None) -> Path:
+    return (peers or Path()).absolute() / TIMM_SCRIPT
 
 
-@dataclass(frozen=True)
-class _Setup:
-    """What a loop is written with; types are the peer's own."""
-
-    model: Any
-    optimizer: Any
-    batches: Iterator[tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor], Any] = torch.autograd.backward
-
-
-def _bare(model: nn.Module, optimizer: Any, images: Tensor, targets: Tensor) -> _Setup:
-    return _Setup(model, optimizer, _indexed(images, targets))
-
-
-def _with_loader(model: nn.Module, optimizer: Any, images: Tensor, targets: Tensor) -> _Setup:
-    return _Setup(model, optimizer, _epochs(_loader(images, targets)))
+def _arms(
+    name: str, workload: Workload, arguments: argparse.Namespace, folder: Path
+) -> dict[str, Callable[[], float]]:
+    """Return what measures the seconds per step of each arm."""
+    variables = environment(arguments.peers)
+    arms: dict[str, Callable[[], float]] = {
+        loop: functools.partial(_of_loop, loop, name, workload, variables, quick=arguments.quick)
+        for loop in LOOPS
+    }
+    if workload.model is vit_tiny and workload.ranks == 1:
+        script = _timm_script(arguments.peers)
+        arms[TIMM] = functools.partial(_of_timm, script, workload, variables, folder)
+    return arms | {OURS: functools.partial(_of_ours, workload, variables, folder)}
 
 
-def _with_fabric(model: nn.Module, optimizer: Any, images: Tensor, targets: Tensor) -> _Setup:
-    from lightning_fabric import Fabric
-
-    fabric = Fabric(accelerator="cpu", devices=1)
-    fabric.launch()
-    wrapped, wrapped_optimizer = fabric.setup(model, optimizer)
-    loader = fabric.setup_dataloaders(_loader(images, targets))
-    return _Setup(wrapped, wrapped_optimizer, _epochs(loader), fabric.backward)
+def _of_loop(loop: str, name: str, workload: Workload, variables: Mapping[str, str], *, quick: bool) -> float:
+    words = ["-m", "benchmarks.loops", loop, name, *(["--quick"] if quick else [])]
+    out = printed(under_torchrun(workload.ranks, words), variables)
+    return statistics.median(json.loads(out.splitlines()[-1]))
 
 
-def _with_accelerate(model: nn.Module, optimizer: Any, images: Tensor, targets: Tensor) -> _Setup:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    wrapped, wrapped_optimizer, loader = accelerator.prepare(model, optimizer, _loader(images, targets))
-    return _Setup(wrapped, wrapped_optimizer, _epochs(loader), accelerator.backward)
+def _of_ours(workload: Workload, variables: Mapping[str, str], folder: Path) -> float:
+    times = row_times(_experiment(workload, folder), workload.ranks, variables, "device=cpu")
+    return statistics.median(differences(times[workload.warm_up :], workload.window))
 
 
-_SETUPS: dict[str, Callable[..., _Setup]] = {
-    BARE: _bare,
-    "DataLoader loop": _with_loader,
-    "Fabric": _with_fabric,
-    "Accelerate": _with_accelerate,
-}
+def _experiment(workload: Workload, folder: Path) -> str:
+    is_text = workload.model is gpt
+    # Flow style, which JSON is a part of.
+    model = (
+        {"name": "gpt", "args": GPT_ARGS}
+        if is_text
+        else {"name": f"benchmarks.loops:{workload.model.__name__}"}
+    )
+    text = {"root": str(_text(folder)), "args": {"sequence_length": SEQUENCE_LENGTH, "val_fraction": 0}}
+    images = {"name": "digits", "normalize": {"mean": [0.5], "std": [0.5]}}
+    return EXPERIMENT.format(
+        task="causal_lm" if is_text else "classification",
+        model=json.dumps(model),
+        data=json.dumps({"name": "text", **text} if is_text else images),
+        steps=workload.steps(),
+        batch=workload.global_batch_size,
+        micro=workload.global_batch_size // workload.ranks,
+        optimizer=workload.optimizer,
+        lr=workload.lr,
+        every=max(workload.steps() // 3, 1),
+        window=workload.window,
+    )
 
 
-def _loader(images: Tensor, targets: Tensor) -> Any:
-    return DataLoader(TensorDataset(images, targets), batch_size=BATCH, shuffle=True, drop_last=True)
+def _text(folder: Path) -> Path:
+    """Return a file of as many kinds of characters as Shakespeare's, in random order."""
+    file = folder / "text.txt"
+    if not file.exists():
+        characters = (string.ascii_letters + string.digits + string.punctuation)[:NUM_TOKENS]
+        file.write_text("".join(random.Random(0).choices(characters, k=300_000)), encoding="utf-8")
+    return file
 
 
-def _data() -> tuple[Tensor, Tensor]:
-    """Return the training images and classes of the data set ``digits``, as hpc-train reads them."""
-    from hpc_train.config.training_sections import DataConfig
-    from hpc_train.datasets.sources.digits import build
+def _of_timm(script: Path, workload: Workload, variables: Mapping[str, str], folder: Path) -> float:
+    words = [
+        *(str(script), "--data-dir", str(_as_mnist(folder)), "--dataset", "torch/mnist"),
+        *("--model", "vit_tiny_patch16_224", "--img-size", "32", "--in-chans", "1", "--num-classes", "10"),
+        *("--model-kwargs", "patch_size=8", "img_size=32", "--mean", "0.5", "--std", "0.5", "--no-aug"),
+        *("--opt", workload.optimizer, "--lr", str(workload.lr), "--sched", "step", "--decay-epochs", "99"),
+        *("--warmup-epochs", "0", "--epochs", "1", "--batch-size", str(workload.global_batch_size)),
+        *("--smoothing", "0", "--log-interval", "1", "--workers", "0"),
+        *("--device", "cpu", "--output", str(folder / "timm")),
+    ]
+    # A line is written at the end of each step, so one more than times.
+    count = workload.warm_up + workload.counted + 1
+    times = line_times([sys.executable, *words], r"^Train: ", count, variables)
+    return statistics.median(differences(times[workload.warm_up :], 1))
 
-    split: Any = build("", DataConfig(name="digits"), download=False).train
-    return split.images, split.targets
+
+def _as_mnist(folder: Path) -> Path:
+    """Write the digits as the files that torchvision's MNIST reads; return the folder for it."""
+    raw = folder / "MNIST" / "raw"
+    if not raw.exists():
+        raw.mkdir(parents=True)
+        images, targets = digits()
+        for part in ("train", "t10k"):
+            _write_idx(raw / f"{part}-images-idx3-ubyte", (len(images), 32, 32), images.numpy().tobytes())
+            classes = targets.to(images.dtype).numpy().tobytes()
+            _write_idx(raw / f"{part}-labels-idx1-ubyte", (len(targets),), classes)
+    return folder
 
 
-def _indexed(images: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    while True:
-        order = torch.randperm(len(images))
-        for start in range(0, len(images) - BATCH + 1, BATCH):
-            chosen = order[start : start + BATCH]
-            yield images[chosen], targets[chosen]
-
-
-def _epochs(loader: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    while True:
-        yield from loader
+def _write_idx(file: Path, shape: Iterable[int], data: bytes) -> None:
+    """Write an array of bytes as LeCun's IDX format has it."""
+    sizes = list(shape)
+    file.write_bytes(bytes([0, 0, 8, len(sizes)]) + struct.pack(f">{len(sizes)}I", *sizes) + data)
 
 
 if __name__ == "__main__":
