@@ -12,6 +12,8 @@ unexport PYTHONDONTWRITEBYTECODE
 CHECK_WORKERS ?= 2
 # Paths of sockets are limited in length: in a deep checkout use make CLUSTER=/tmp/slurm cluster.
 CLUSTER ?= .cluster
+# What benchmarks compare with.
+PEERS := .bench/peers
 # Seeds of random faults: of `make soak`, and of `make test-full`.
 SEEDS ?= 1-100
 FULL_SEEDS ?= 1-20
@@ -37,7 +39,7 @@ $(STAMP): pyproject.toml
 demo: install ## train a small model on two ranks of this machine, in about a minute
 	@HPC_TRAIN_RUNS=runs $(BIN)/hpc-train submit examples/digits.yaml --local --devices 2 --new device=cpu
 
-.PHONY: test-fast coverage durations bench
+.PHONY: test-fast coverage durations bench bench-gpu bench-peers
 test-fast: install ## run the tests that start no ranks and no Slurm: under two minutes
 	@$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) -m "not slow and not gpu"
 
@@ -78,8 +80,24 @@ mutation: install ## NUM=40 SEED=1: mutation testing: list changes of the code t
 parallelism: install ## train all supported combinations and write the table of docs/parallelism.md: hours
 	@$(BIN)/python -m tests.parallelism.report
 
-bench: install ## compare a training step with other loops on the CPU: minutes; writes benchmarks/results/step.json
-	@$(BIN)/python -m benchmarks.step
+bench: $(PEERS)/.installed ## run all benchmarks that need no GPU and write docs/performance.md: hours; QUICK=1 only tries them
+	@$(BIN)/python -m benchmarks --peers $(PEERS) $(if $(QUICK),--quick)
+
+bench-gpu: $(PEERS)/.installed ## measure throughput and memory on one GPU: ten minutes; writes docs/performance.md
+	@$(BIN)/python -m benchmarks.gpu_throughput --peers $(PEERS) $(if $(QUICK),--quick)
+	@$(BIN)/python -m benchmarks.performance_page
+
+bench-peers: $(PEERS)/.installed ## install what benchmarks compare with into .bench/peers
+
+# Peers must not get into the environment. timm's training script is in its repository only.
+$(PEERS)/.installed: benchmarks/requirements-peers.txt | install
+	@echo "installing what benchmarks compare with into $(PEERS)" >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(PEERS) -r $<
+	@test -e $(PEERS)/timm_train.py || { rm -rf .bench/timm; GIT_TERMINAL_PROMPT=0 git clone --quiet --depth 1 \
+		--branch v$$($(BIN)/python -c 'from importlib.metadata import version; print(version("timm"))') \
+		https://github.com/huggingface/pytorch-image-models .bench/timm && cp .bench/timm/train.py $(PEERS)/timm_train.py; } \
+		|| echo "no timm_train.py in $(PEERS): its arms will not be measured" >&2
+	@touch $@
 
 test-gpu: install ## run the tests that need a CUDA device and write benchmarks/results/gpu.json
 	@$(BIN)/python -m benchmarks.gpu

@@ -1,13 +1,13 @@
-"""ResNet-18 on CIFAR-10: the real command on two CPU ranks beside a bare loop in one process.
+"""ResNet-18 on CIFAR-10: the real command on two CPU ranks, compared with a bare loop in one process.
 
-    python -m benchmarks.cifar10 [--data data/cifar10-images] [--steps N] [--ours]
+    python -m benchmarks.cifar10 [--data data/cifar10-images] [--quick] [--ours]
 
 Both train examples/cifar10-images.yaml: the same global batch, augmentation, schedule and evaluations, as
 many loader processes and threads in all. The bare loop is what one would write by hand: torchvision's
 ImageFolder and v2 transforms, one forward of the whole global batch (its BatchNorm normalises that, not a
 micro-batch), no checkpoints, no metrics, no resume. Seconds are those of the whole command, imports included.
-One after the other, ours first. Writes benchmarks/results/cifar10.json, with ``--ours`` (the real command
-alone) cifar10_ours.json; with ``--steps`` (a trial) it only prints.
+Each is run once, ours first: a round would take a quarter of an hour. Writes benchmarks/results/cifar10.json.
+``--ours`` runs the real command alone; ``--quick`` takes 4 steps and writes nothing.
 """
 
 from __future__ import annotations
@@ -16,75 +16,44 @@ import argparse
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.measuring import ROOT, cannot_run, conditions, parser, report, table
+
 EXAMPLE = ROOT / "examples" / "cifar10-images.yaml"
-RESULTS = ROOT / "benchmarks" / "results" / "cifar10.json"
 NUM_RANKS = NUM_THREADS = 2
+QUICK_STEPS = 4
+BOTH, ALONE = "ResNet-18 on CIFAR-10, whole command", "ResNet-18 on CIFAR-10, hpc-train alone"
+OURS = f"hpc-train, {NUM_RANKS} ranks"
+BARE = f"bare loop, 1 process, {NUM_THREADS} threads"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--data", type=Path, default=ROOT / "data" / "cifar10-images")
-    parser.add_argument("--steps", type=int, help="a trial of so many steps, without warm-up")
-    parser.add_argument("--ours", action="store_true", help="leave the bare loop out")
-    parser.add_argument("--bare", action="store_true", help="be the bare loop; started by this script")
-    options = parser.parse_args()
-    if options.bare:
-        print(json.dumps({"accuracy": bare_loop(options.data, options.steps)}))
+    options = parser(__doc__)
+    options.add_argument("--data", type=Path, default=ROOT / "data" / "cifar10-images")
+    options.add_argument("--ours", action="store_true", help="do not run the bare loop")
+    options.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)  # be the bare loop
+    arguments = options.parse_args()
+    steps = QUICK_STEPS if arguments.quick else None
+    data = arguments.data.absolute()
+    if not data.is_dir():
+        cannot_run(f"{data} does not exist; --data names a folder with CIFAR-10's images in train/ and test/")
+    if arguments.bare:
+        print(json.dumps({"accuracy": bare_loop(data, steps)}))
         return
-    measure = alone if options.ours else compare
-    text = json.dumps(_conditions(options.steps) | measure(options.data.absolute(), options.steps), indent=1)
-    print(text)
-    if options.steps is None:
-        RESULTS.parent.mkdir(parents=True, exist_ok=True)
-        target = RESULTS.with_name("cifar10_ours.json") if options.ours else RESULTS
-        target.write_text(text + "\n", encoding="utf-8")
+    measured_with = conditions(["torchvision"])
+    rows = {OURS: run_ours(data, steps)}
+    if not arguments.ours:
+        rows[BARE] = run_bare(data, steps)
+    report("cifar10", arguments, measured_with, tables=[table(ALONE if arguments.ours else BOTH, "", rows)])
 
 
-def alone(data: Path, steps: int | None) -> dict[str, Any]:
-    """Run the real command alone."""
-    return {f"hpc-train, {NUM_RANKS} ranks": run_ours(data, steps)}
-
-
-def compare(data: Path, steps: int | None) -> dict[str, Any]:
-    """Run both, one after the other."""
-    ours, bare = run_ours(data, steps), run_bare(data, steps)
-    return {
-        f"hpc-train, {NUM_RANKS} ranks": ours,
-        f"bare loop, 1 process, {NUM_THREADS} threads": bare,
-        "seconds, ratio to the bare loop": round(ours["seconds"] / bare["seconds"], 3),
-    }
-
-
-def _conditions(steps: int | None) -> dict[str, Any]:
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": f"cpu: {_processor()}",
-        "cores": len(os.sched_getaffinity(0)),
-        "versions": {"python": platform.python_version()}
-        | {name: metadata.version(name) for name in ("hpc-train", "torch", "torchvision")},
-        "steps": steps or "as in the example",
-    }
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )
-
-
-def run_ours(data: Path, steps: int | None) -> dict[str, float]:
+def run_ours(data: Path, steps: int | None) -> dict[str, float | None]:
     """Train by the real command; return its last accuracy and its seconds."""
     command = [sys.executable, "-m", "hpc_train", "submit", EXAMPLE, f"data.root={data}", "device=cpu"]
     command += ["--local", "--devices", str(NUM_RANKS), "--json", *_trial(steps)]
@@ -103,10 +72,12 @@ def _trial(steps: int | None) -> list[str]:
     return ["optimization.epochs=null", f"optimization.steps={steps}", schedule]
 
 
-def run_bare(data: Path, steps: int | None) -> dict[str, float]:
+def run_bare(data: Path, steps: int | None) -> dict[str, float | None]:
     """Train by ``bare_loop`` in a process of its own."""
-    trial = [] if steps is None else ["--steps", str(steps)]
-    out, seconds = _timed([sys.executable, __file__, "--bare", "--data", str(data), *trial], {})
+    trial = [] if steps is None else ["--quick"]
+    out, seconds = _timed(
+        [sys.executable, "-m", "benchmarks.cifar10", "--bare", "--data", str(data), *trial], {}
+    )
     return {"accuracy": json.loads(out)["accuracy"], "seconds": seconds}
 
 

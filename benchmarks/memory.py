@@ -1,8 +1,8 @@
-"""What a rank holds of parameters, gradients and optimizer state, by strategy, beside ZeRO's formulas.
+"""Parameters, gradients and optimizer state in a rank's memory, by strategy, compared with ZeRO's formulas.
 
-    python -m benchmarks.memory [--ranks 4]
+    python -m benchmarks.memory [--ranks 4] [--quick]
 
-A transformer of about 20 million parameters in fp32 under AdamW, on CPU ranks, one micro-batch a rank. Every
+A transformer of about 20 million parameters in fp32 under AdamW, on CPU ranks, one micro-batch per rank. Each
 storage is counted once, at its allocated size, at three moments of the second step (in the first the
 optimizer has no state yet):
 
@@ -11,24 +11,20 @@ optimizer has no state yet):
 - ``step's end``, before the gradients are dropped.
 
 What is counted: the parameters' local parts and what fully_shard has gathered of them, gradients of the model
-and of what is optimised, the optimizer's tensors. Not counted: activations, and what a collective needs for
-as long as it runs. Of all ranks the largest figure is shown.
+and of what is optimized, the optimizer's tensors. Not counted: activations, and what a collective needs for
+as long as it runs. The result is the peak of each part on the largest rank.
 
 The formulas (Rajbhandari et al. 2019, arXiv:1910.02054, section 3) with P parameters of 4 bytes, N ranks that
 share, and 8 bytes of Adam's state (the paper's 12 are those of mixed precision): ddp 4P + 4P + 8P; stage 1
 4P + 4P + 8P/N; stage 2 4P + 4P/N + 8P/N; stage 3, which is fsdp, 16P/N. hsdp is stage 3 over the half of the
-ranks that shares a copy. Writes benchmarks/results/memory.json and prints the table.
+ranks that shares a copy. Writes
+benchmarks/results/memory.json. ``--quick``: two ranks.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import tempfile
-from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from benchmarks.measuring import conditions, parser, report, table
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import Precision
 from hpc_train.registry import load
@@ -46,7 +43,7 @@ from hpc_train.strategies.base import RankContext
 from hpc_train.topology.degrees import Degrees
 from tests.forwards import PlainForward
 
-RESULTS = Path(__file__).parent / "results" / "memory.json"
+TITLE = "Memory of a rank at its peak, measured and by ZeRO's formulas"
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "hsdp")
 PARTS = ("parameters", "gradients", "optimizer state")
 _WIDTH, _LAYERS, _HEADS, _TOKENS, _WORDS = 512, 6, 8, 32, 1000
@@ -172,48 +169,43 @@ def measure(ranks: int) -> list[dict[str, Any]]:
         return [torch.load(Path(folder) / f"rank-{rank}", weights_only=True) for rank in range(ranks)]
 
 
-def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the largest rank's bytes, by strategy, beside the formulas'."""
-    ranks, num_parameters = len(found), found[0]["parameters of the model"]
+def largest(found: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, int]]]:
+    """Return the largest rank's bytes by strategy, moment and part."""
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": f"cpu: {platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "ranks": ranks,
-        "parameters": num_parameters,
-        "bytes a rank": {
-            name: {
-                moment: {part: max(rank[name][moment][part] for rank in found) for part in PARTS}
-                for moment in found[0][name]
-            }
-            for name in STRATEGIES
-        },
-        "bytes a rank, by ZeRO's formulas": {
-            name: predicted(name, ranks, num_parameters) for name in STRATEGIES
-        },
+        name: {
+            moment: {part: max(rank[name][moment][part] for rank in found) for part in PARTS}
+            for moment in found[0][name]
+        }
+        for name in STRATEGIES
     }
 
 
-def table(results: dict[str, Any]) -> str:
-    """Return MB by strategy and part, measured / by the formula: each part at the moment of its most."""
-    lines = ["| strategy | " + " | ".join(PARTS) + " | sum |", "| --- |" + " ---: |" * (len(PARTS) + 1)]
-    for name, moments in results["bytes a rank"].items():
-        formula = results["bytes a rank, by ZeRO's formulas"][name]
-        most = {part: max(each[part] for each in moments.values()) for part in PARTS}
-        pairs = [(most[part], formula[part]) for part in PARTS]
-        pairs.append((sum(most.values()), sum(formula.values())))
-        cells = " | ".join(f"{here / 1e6:.1f} / {there / 1e6:.1f}" for here, there in pairs)
-        lines.append(f"| `{name}` | {cells} |")
-    return "\n".join(lines)
+def result(
+    measured: Mapping[str, Mapping[str, Mapping[str, int]]], formulas: Mapping[str, Mapping[str, float]]
+) -> dict[str, Any]:
+    """Return the table of the results file: each part at its peak. Both arguments are bytes by strategy."""
+    rows: dict[str, dict[str, float | None]] = {}
+    for name, moments in measured.items():
+        peaks = {part: max(each[part] for each in moments.values()) for part in PARTS}
+        rows[f"{name}, measured"] = _megabytes(peaks)
+        rows[f"{name}, formula"] = _megabytes(formulas[name])
+    return table(TITLE, "MB", rows, remark="Bytes of allocated storages, counted once")
+
+
+def _megabytes(parts: Mapping[str, float]) -> dict[str, float | None]:
+    return {part: size / 1e6 for part, size in parts.items()} | {"sum": sum(parts.values()) / 1e6}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4, help="a multiple of two")
-    ranks = parser.parse_args().ranks
-    results = summary(measure(ranks))
-    print(table(results))
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    options = parser(__doc__)
+    options.add_argument("--ranks", type=int, default=4, help="a multiple of two")
+    arguments = options.parse_args()
+    ranks = 2 if arguments.quick else arguments.ranks
+    found = measure(ranks)
+    num_parameters = found[0]["parameters of the model"]
+    formulas = {name: predicted(name, ranks, num_parameters) for name in STRATEGIES}
+    measured_with = conditions() | {"ranks": ranks, "parameters": num_parameters}
+    report("memory", arguments, measured_with, tables=[result(largest(found), formulas)])
 
 
 if __name__ == "__main__":

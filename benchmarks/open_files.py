@@ -1,32 +1,33 @@
-"""Open files and sockets of a rank by the number of ranks, beside what ``distributed.open_files`` demands.
+"""Open files and sockets of a rank by the number of ranks, and what ``distributed.open_files`` demands.
 
-    python -m benchmarks.open_files [--ranks 4 8 16]
+    python -m benchmarks.open_files [--ranks 4 8 16] [--quick]
 
 CPU ranks on one machine join as in training, then make the DeviceMesh of ``fsdp``; each counts its own
 /proc/self/fd. The count per peer is the slope between the smallest and the largest number of ranks. Writes
-benchmarks/results/open_files.json and prints the table.
+benchmarks/results/open_files.json. ``--quick``: two and three ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import tempfile
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.measuring import conditions, parser, report, table
 from hpc_train.distributed import open_files
 from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.process_group import join
 from hpc_train.topology.degrees import AXES
 
-RESULTS = Path(__file__).parent / "results" / "open_files.json"
+FILES, SLOPE = "Open files of a rank", "Open files per peer"
+OTHERS = ("rank 0", "another rank")
 
 
 def _count() -> int:
@@ -58,29 +59,34 @@ def measure(ranks: int) -> dict[str, dict[str, int]]:
     added = [{"ddp": ddp - before, "fsdp": fsdp - before} for before, ddp, fsdp in counts]
     others = {key: max(each[key] for each in added[1:]) for key in ("ddp", "fsdp")}
     demanded = open_files.needed(RankFacts(0, ranks, 0, ranks), (1, 1, ranks, 1), loaders=0)
-    return {"rank 0": added[0], "another rank": others, "demanded of rank 0": {"fsdp": demanded}}
+    return {"rank 0": added[0], "another rank": others, "limit demanded of rank 0": {"fsdp": demanded}}
+
+
+def results(found: Mapping[int, Mapping[str, Mapping[str, int]]]) -> list[dict[str, Any]]:
+    """Return the tables of the results file. ``found``: what ``measure`` returns, by number of ranks."""
+    rows: dict[str, dict[str, float | None]] = {
+        f"{who} of {ranks}": dict(files) for ranks, by in found.items() for who, files in by.items()
+    }
+    smallest, largest = min(found), max(found)
+    slopes: dict[str, dict[str, float | None]] = {
+        who: {
+            key: (found[largest][who][key] - files) / (largest - smallest)
+            for key, files in found[smallest][who].items()
+        }
+        for who in OTHERS
+    }
+    return [
+        table(FILES, "files", rows, remark="Counted once"),
+        table(SLOPE, "files", slopes, remark="Counted once"),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
-    sizes = sorted(parser.parse_args().ranks)
-    found = {ranks: measure(ranks) for ranks in sizes}
-    least, most = sizes[0], sizes[-1]
-    slopes = {
-        who: {
-            key: (found[most][who][key] - found[least][who][key]) / (most - least) for key in ("ddp", "fsdp")
-        }
-        for who in ("rank 0", "another rank")
-    }
-    result = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "files by ranks": found,
-        "files per peer": slopes,
-    }
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    options = parser(__doc__)
+    options.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16])
+    arguments = options.parse_args()
+    sizes = [2, 3] if arguments.quick else sorted(arguments.ranks)
+    report("open_files", arguments, conditions(), tables=results({ranks: measure(ranks) for ranks in sizes}))
 
 
 if __name__ == "__main__":

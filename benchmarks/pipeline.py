@@ -1,6 +1,6 @@
-"""The part of a step in which a pipeline's ranks wait, measured beside the formula.
+"""The fraction of a step in which a pipeline's ranks wait, measured and by the formula.
 
-    python -m benchmarks.pipeline [--ranks 2] [--steps 7]
+    python -m benchmarks.pipeline [--ranks 2] [--steps 7] [--quick]
 
 Four equal blocks, an MLP of width 256 each, in fp32 over CPU ranks of one thread: all stages take equally
 long. In each step a rank counts the time that its stages compute, forward and backward; the bubble is what is
@@ -8,22 +8,17 @@ left of the step, from a barrier to the last rank's end, as a mean over ranks. T
 is shown, after two that are not counted. Both times are of the same step, so a slower machine changes neither
 side alone; one with fewer free cores than ranks does, and makes the bubble larger.
 
-What is measured holds the sends and the reduction of gradients at a step's end, too, which the formulas
-leave out (``hpc_train.topology.pipeline_schedules.bubble``). Writes benchmarks/results/pipeline.json and
-prints the table.
+What is measured includes the sends and the reduction of gradients at a step's end, which the formulas
+exclude (``hpc_train.topology.pipeline_schedules.bubble``). Writes benchmarks/results/pipeline.json.
+``--quick``: two steps, and fewer slots.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from benchmarks.measuring import conditions, parser, report, table
 from hpc_train.config.training_sections import ParallelConfig
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import Precision
@@ -42,8 +38,9 @@ from hpc_train.topology.degrees import Degrees
 from hpc_train.topology.pipeline_schedules import bubble, problem_of_schedule
 from tests.forwards import PlainForward
 
-RESULTS = Path(__file__).parent / "results" / "pipeline.json"
+TITLE = "Pipeline bubble, measured and by the formula"
 SLOTS = (1, 2, 4, 8, 16)
+QUICK_SLOTS, QUICK_STEPS = (1, 2), 2
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {"strategy": "pipeline", "schedule": "gpipe"},
     "1f1b": {"strategy": "pipeline", "schedule": "1f1b"},
@@ -122,7 +119,7 @@ def _waiting(rank: int, ranks: int, parallel: ParallelConfig, slots: int, steps:
     return statistics.median(shares[_WARM_UP:])
 
 
-def _rank_main(rank: int, ranks: int, steps: int, folder: str) -> None:
+def _rank_main(rank: int, ranks: int, steps: int, slots: Sequence[int], folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     busy = Busy()
@@ -131,64 +128,40 @@ def _rank_main(rank: int, ranks: int, steps: int, folder: str) -> None:
     found: dict[str, dict[int, float]] = {}
     for name, keys in SCHEDULES.items():
         parallel = ParallelConfig(**keys)
-        fitting = [slots for slots in SLOTS if problem_of_schedule(parallel, ranks, slots) is None]
-        found[name] = {slots: _waiting(rank, ranks, parallel, slots, steps, busy) for slots in fitting}
+        fitting = [each for each in slots if problem_of_schedule(parallel, ranks, each) is None]
+        found[name] = {each: _waiting(rank, ranks, parallel, each, steps, busy) for each in fitting}
     torch.save(found, Path(folder) / f"rank-{rank}")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(ranks: int, steps: int) -> dict[str, dict[int, float]]:
+def measure(ranks: int, steps: int, slots: Sequence[int]) -> dict[str, dict[int, float]]:
     """Return the bubble by schedule and slots."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, (ranks, steps, folder), nprocs=ranks)
+        mp.spawn(_rank_main, (ranks, steps, slots, folder), nprocs=ranks)
         found: dict[str, dict[int, float]] = torch.load(Path(folder) / "rank-0", weights_only=True)
         return found
 
 
-def summary(found: dict[str, dict[int, float]], ranks: int, load_before: float) -> dict[str, Any]:
-    """Return the measured bubbles beside the formula's."""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": f"cpu: {platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "processes that others ran (load average)": round(load_before, 1),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "ranks": ranks,
-        "bubble": {
-            name: {
-                str(slots): {
-                    "measured": round(share, 3),
-                    "formula": round(bubble(ParallelConfig(**SCHEDULES[name]), ranks, slots), 3),
-                }
-                for slots, share in by_slots.items()
-            }
-            for name, by_slots in found.items()
-        },
-    }
-
-
-def table(results: dict[str, Any]) -> str:
-    """Return % by schedule and slots, measured / by the formula."""
-    lines = [
-        "| schedule | " + " | ".join(f"S = {slots}" for slots in SLOTS) + " |",
-        "| --- |" + " ---: |" * len(SLOTS),
-    ]
-    for name, by_slots in results["bubble"].items():
-        found = [by_slots.get(str(slots)) for slots in SLOTS]
-        cells = [f"{100 * f['measured']:.0f} / {100 * f['formula']:.0f}" if f else "" for f in found]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+def result(found: Mapping[str, Mapping[int, float]], ranks: int) -> dict[str, Any]:
+    """Return the table of the results file. ``found``: what ``measure`` returns."""
+    rows: dict[str, dict[str, float | None]] = {}
+    for name, by_slots in found.items():
+        parallel = ParallelConfig(**SCHEDULES[name])
+        rows[f"{name}, measured"] = {f"S = {slots}": share for slots, share in by_slots.items()}
+        rows[f"{name}, formula"] = {f"S = {slots}": bubble(parallel, ranks, slots) for slots in by_slots}
+    return table(TITLE, "fraction of a step", rows, remark="Medians of several steps of one run")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="1, 2 or, but for interleaved, 4")
-    parser.add_argument("--steps", type=int, default=7)
-    arguments = parser.parse_args()
-    load_before = os.getloadavg()[0]
-    results = summary(measure(arguments.ranks, arguments.steps), arguments.ranks, load_before)
-    print(table(results))
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    options = parser(__doc__)
+    options.add_argument("--ranks", type=int, default=2, help="1, 2 or, except for interleaved, 4")
+    options.add_argument("--steps", type=int, default=7)
+    arguments = options.parse_args()
+    steps = QUICK_STEPS if arguments.quick else arguments.steps
+    measured_with = conditions() | {"ranks": arguments.ranks, "threads of each rank": 1}
+    found = measure(arguments.ranks, steps, QUICK_SLOTS if arguments.quick else SLOTS)
+    report("pipeline", arguments, measured_with, tables=[result(found, arguments.ranks)])
 
 
 if __name__ == "__main__":

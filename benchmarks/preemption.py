@@ -1,50 +1,64 @@
-"""From the signal to the next first step: hpc-train beside submitit's own requeue, on a real Slurm.
+"""From the signal to the next first step: hpc-train and submitit's own requeue, on a real Slurm.
 
-    python -m benchmarks.preemption [--rounds 3]
+    python -m benchmarks.preemption [--rounds 7] [--quick]
 
-Starts the test cluster (tests/slurm/cluster.py; root, Debian's Slurm). Both sides train the same small
-network on one CPU rank of one node, and both are disturbed in two ways, in turn:
+Starts the test cluster (tests/slurm/cluster.py; root, Debian's Slurm). Both train the same small network on
+one CPU rank of one node, and each is interrupted in two ways:
 
 - ``USR2``, Slurm's warning of the time limit, which is what submitit's checkpointing answers to;
 - real preemption by a job of a higher partition: SIGTERM, 20 s of grace, SIGKILL, then Slurm requeues.
-  submitit ignores SIGTERM, so it goes on training in the grace and loses all since its last save.
+  submitit ignores SIGTERM, so it trains until the end of the grace time and loses all since its last save.
 
-Parts are taken from what both sides write down themselves. Ratios are submitit's time over ours in a round.
-Writes benchmarks/results/preemption.json; with fewer rounds than three (a trial) it only prints.
+Parts are taken from what both write down themselves. A round takes five minutes, most of which is Slurm's
+hold of a requeued job. ``--quick`` preempts hpc-train alone, which takes a minute. Writes
+benchmarks/results/preemption.json.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
+import itertools
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measuring import (
+    cannot_run,
+    comparison,
+    conditions,
+    interleaved,
+    parser,
+    report,
+    rounds_of,
+    table,
+)
 from benchmarks.submitit_training import SubmititTraining
 from hpc_train.run.attempts import read_record
 from tests.end_to_end.runs import REPOSITORY, last_step
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import Settings
 from tests.slurm.experiments import job_of, submit_one
+from tests.slurm.host import why_not
 from tests.slurm.runs import high_job
 
-RESULTS = REPOSITORY / "benchmarks" / "results" / "preemption.json"
+#: Ways to interrupt → titles of their comparisons.
+TITLES = {"USR2": "Warning of the time limit to the next step", "preemption": "Preemption to the next step"}
+OURS, PEER = "hpc-train", "submitit"
+TO_FIRST_STEP, LOST = "signal to first step", "steps lost"
 LIMIT_S = 400.0
 #: A step of either side, so that neither ends before it is disturbed.
 STEP_S = 0.2
 STEPS_BEFORE = 20
-#: Fewer are a trial.
-MIN_ROUNDS = 3
+#: Seconds by part, and the number of steps lost.
+Parts = dict[str, float]
 EXPERIMENT = """\
 name: preemption
 task: classification
@@ -62,40 +76,62 @@ slurm: {partition: low, nodes: 1, time_limit: 60min}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
-    rounds = parser.parse_args().rounds
+    arguments = parser(__doc__).parse_args()
+    reason = why_not(accounting=False)
+    if reason:
+        cannot_run(f"there is no test cluster: {reason}")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o755)
-        cluster = Cluster(folder / "cluster", Settings(accounting=False, grace_s=20))
+        settings = Settings(accounting=False, grace_s=20)
+        cluster = Cluster(folder / "cluster", settings)
         cluster.up()
         os.environ.update(cluster.environment | {"OMP_NUM_THREADS": "1"})
         try:
             slurm = cluster.run("sinfo", "--version").strip()
-            measured = [_round(cluster, folder / str(number)) for number in range(rounds)]
+            arms = _arms(cluster, folder)
+            if arguments.quick:
+                arms = {(OURS, "preemption"): arms[OURS, "preemption"]}
+            values = interleaved(arms, rounds_of(arguments))
         finally:
             cluster.down()
-    text = json.dumps(_summary(measured, slurm), indent=1)
-    print(text)
-    if rounds >= MIN_ROUNDS:
-        RESULTS.write_text(text + "\n", encoding="utf-8")
+    measured_with = conditions(["submitit"]) | {"slurm": slurm, "ranks": 1}
+    baseline = OURS if arguments.quick else PEER
+    compared, tables = [], []
+    for how in dict.fromkeys(how for _, how in values):
+        sides = {side: rounds for (side, its_how), rounds in values.items() if its_how == how}
+        times = {side: [parts[TO_FIRST_STEP] for parts in rounds] for side, rounds in sides.items()}
+        compared.append(comparison(TITLES[how], "seconds", times, baseline))
+        tables.append(parts_table(how, sides))
+    report("preemption", arguments, measured_with, compared, tables)
 
 
-def _round(cluster: Cluster, folder: Path) -> dict[str, dict[str, Any]]:
-    sides: dict[str, Callable[[Cluster, Path, str], dict[str, Any]]] = {
-        "hpc-train": _ours,
-        "submitit": _submitits,
+def _arms(cluster: Cluster, folder: Path) -> dict[tuple[str, str], Callable[[], Parts]]:
+    """Return what measures one requeue, by side and way to interrupt. Each call uses a folder of its own."""
+    sides = {PEER: _submitits, OURS: _ours}
+    numbers = itertools.count()
+
+    def measured(side: str, how: str) -> Parts:
+        parts = sides[side](cluster, folder / str(next(numbers)), how)
+        print(f"{side}, {how}: {parts}", file=sys.stderr)
+        return parts
+
+    return {(side, how): functools.partial(measured, side, how) for how in TITLES for side in sides}
+
+
+def parts_table(how: str, sides: Mapping[str, Sequence[Parts]]) -> dict[str, Any]:
+    """Return the table of where the time goes. ``sides``: by side, what was measured by round."""
+    rows = {
+        side: {
+            part if part == LOST else f"{part}, s": statistics.median(each[part] for each in rounds)
+            for part in rounds[0]
+        }
+        for side, rounds in sides.items()
     }
-    found = {}
-    for how in ("USR2", "preemption"):
-        for side, measure in sides.items():
-            found[f"{side}, {how}"] = measure(cluster, folder / f"{side}-{how}", how)
-            print(f"{side}, {how}: {found[f'{side}, {how}']}", file=sys.stderr)
-    return found
+    return table(f"{TITLES[how]}: parts", "", rows, remark="Medians of the rounds above")
 
 
-def _ours(cluster: Cluster, folder: Path, how: str) -> dict[str, Any]:
+def _ours(cluster: Cluster, folder: Path, how: str) -> Parts:
     run = submit_one(folder, text=EXPERIMENT, pace_s=STEP_S)
     job = job_of(run)
     _wait(lambda: last_step(run) >= STEPS_BEFORE)
@@ -107,7 +143,7 @@ def _ours(cluster: Cluster, folder: Path, how: str) -> dict[str, Any]:
     cluster.run("scancel", job)
     _wait(lambda: not cluster.run("squeue", "--noheader").strip())
     trained, kept = _steps(run.metrics)
-    return _parts(sent, first.events, second.events) | {"steps lost": trained - kept}
+    return _parts(sent, first.events, second.events) | {LOST: trained - kept}
 
 
 def _steps(metrics: Path) -> tuple[int, int]:
@@ -117,7 +153,7 @@ def _steps(metrics: Path) -> tuple[int, int]:
     return first, min(row["step"] for row in rows if row["attempt"] == 2) - 1
 
 
-def _submitits(cluster: Cluster, folder: Path, how: str) -> dict[str, Any]:
+def _submitits(cluster: Cluster, folder: Path, how: str) -> Parts:
     from submitit import SlurmExecutor
 
     folder.mkdir(parents=True)
@@ -139,7 +175,7 @@ def _submitits(cluster: Cluster, folder: Path, how: str) -> dict[str, Any]:
     steps = [told["step"] for told in _told(folder, "step") if told["time"] < begins[1]["time"]]
     resumed_at = begins[1]["step"]
     return _parts(sent, events, {"begin": begins[1]["time"], "first_step": firsts[1]["time"]}) | {
-        "steps lost": max(steps) - resumed_at
+        LOST: max(steps) - resumed_at
     }
 
 
@@ -156,10 +192,10 @@ def _disturbed(cluster: Cluster, job: str, how: str) -> Iterator[str]:
         yield sent
 
 
-def _parts(sent: str, first: dict[str, str], second: dict[str, str]) -> dict[str, Any]:
+def _parts(sent: str, first: dict[str, str], second: dict[str, str]) -> Parts:
     """Return seconds from event to event. ``saved`` is missing where nothing was saved."""
-    parts: dict[str, Any] = {
-        "signal to first step": _between(sent, second["first_step"]),
+    parts: Parts = {
+        TO_FIRST_STEP: _between(sent, second["first_step"]),
         "begin to first step": _between(second["begin"], second["first_step"]),
     }
     if "saved" in first:
@@ -185,35 +221,6 @@ def _wait(is_so: Callable[[], bool]) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {LIMIT_S:g} s")
         time.sleep(0.1)
-
-
-def _summary(measured: list[dict[str, dict[str, Any]]], slurm: str) -> dict[str, Any]:
-    arms = {
-        arm: {
-            part: statistics.median(each[arm][part] for each in measured if part in each[arm])
-            for part in measured[0][arm]
-        }
-        for arm in measured[0]
-    }
-    ratios = {
-        how: [
-            round(each[f"submitit, {how}"][part] / each[f"hpc-train, {how}"][part], 2)
-            for each in measured
-            for part in ("signal to first step",)
-        ]
-        for how in ("USR2", "preemption")
-    }
-    packages = ("torch", "submitit", "hpc-train")
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": f"cpu: {platform.processor() or platform.machine()}, {os.cpu_count()} cores",
-        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
-        "slurm": slurm,
-        "rounds": len(measured),
-        "medians, seconds and steps": arms,
-        "submitit's time over ours, signal to first step": ratios,
-        "all": measured,
-    }
 
 
 if __name__ == "__main__":

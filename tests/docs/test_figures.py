@@ -3,33 +3,168 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from benchmarks.checkpoint import TARGETS
+import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from benchmarks import checkpoint, memory, open_files, performance_page, pipeline, preemption
+from benchmarks.measuring import RESULTS
+from tests.docs.pages import PAGES, REPOSITORY
 
-
-def test_checkpoints_cost_what_the_page_says_and_no_more_than_they_may() -> None:
-    kept = json.loads((REPOSITORY / "benchmarks" / "results" / "checkpoint.json").read_text(encoding="utf-8"))
-    medians = kept["ratios, medians"]
-    assert {name: most for name, most in TARGETS.items() if medians[name] > most} == {}
-    page = (REPOSITORY / "docs" / "recovery.md").read_text(encoding="utf-8")
-    for said in (
-        f"{medians['stall, ours / torch.save']:.1%}",
-        f"{medians['stall, ours / DCP']:.0%}",
-        f"{medians['stall with nothing beside, ours / torch.save']:.0%}",
-        f"{medians['stall with nothing beside, ours / DCP']:.0%}",
-    ):
-        assert said.replace("%", " %") in page, f"{said} is not on the page; {medians}"
-    assert f"{medians['whole save, ours / raw']:.2f} times a raw write" in page
+DOCS = REPOSITORY / "docs"
+#: What cites a measurement: the paragraphs that name a benchmark, and the tables right after them.
+_CITING = re.compile(r"benchmarks[./](?!results\b)\w+|benchmarks/results/|performance\.md|make bench")
+_TABLE = re.compile(r"^\s*\|")
+_FIGURE = re.compile(r"\d[\d.,]*\s?(?:%|times\b|/\s?\d)|\d+ open files")
 
 
-def test_a_pipelines_bubble_is_what_the_page_says() -> None:
-    kept = json.loads((REPOSITORY / "benchmarks" / "results" / "pipeline.json").read_text(encoding="utf-8"))
-    page = (REPOSITORY / "docs" / "parallelism.md").read_text(encoding="utf-8")
-    for schedule, slots in kept["bubble"].items():
-        cells = [
-            f"{each['measured']:.0%} / {each['formula']:.0%}".replace("%", "") for each in slots.values()
-        ]
-        assert f"| `{schedule}` | {' | '.join(cells)} |" in page
+def test_the_page_is_what_the_results_give() -> None:
+    assert performance_page.stale(DOCS, RESULTS) == set(), "run python -m benchmarks.performance_page"
+
+
+def test_a_figure_that_is_not_in_the_results_makes_the_page_stale(tmp_path: Path) -> None:
+    performance_page.write(tmp_path, RESULTS)
+    assert performance_page.stale(tmp_path, RESULTS) == set()
+    page, plot = tmp_path / "performance.md", next((tmp_path / "plots").iterdir())
+    figure = re.findall(r"\(\d\.\d+–", page.read_text())[0]
+    page.write_text(page.read_text().replace(figure, "(0.01–", 1))
+    plot.write_text(plot.read_text().replace('cx="', 'cx="1', 1))
+    (tmp_path / "plots" / "old.svg").touch()
+    assert performance_page.stale(tmp_path, RESULTS) == {page.name, f"plots/{plot.name}", "plots/old.svg"}
+    performance_page.write(tmp_path, RESULTS)
+    assert performance_page.stale(tmp_path, RESULTS) == set()
+
+
+def test_what_has_no_result_is_listed_as_not_measured(tmp_path: Path) -> None:
+    for name in ("step", "memory"):
+        shutil.copy(RESULTS / f"{name}.json", tmp_path)
+    found = json.loads((tmp_path / "step.json").read_text())
+    found["comparisons"][0]["not measured"] = ["Fabric"]
+    (tmp_path / "step.json").write_text(json.dumps(found))
+    page = performance_page.generated(tmp_path)["performance.md"]
+    listed = page.partition("## Not measured")[2].partition("## Conditions")[0]
+    assert f"- {found['comparisons'][0]['title']}: Fabric\n" in listed
+    assert "- `python -m benchmarks.preemption`: " in listed and "benchmarks.memory" not in listed
+    assert "- `python -m benchmarks.gpu_throughput`, which needs a CUDA device: " in listed
+
+
+@pytest.mark.parametrize("target", checkpoint.TARGETS, ids=": ".join)
+def test_a_save_costs_no_more_than_it_may(target: tuple[str, str]) -> None:
+    assert checkpoint.ratio(_result("checkpoint")["comparisons"], *target) <= checkpoint.TARGETS[target]
+
+
+def test_pages_say_what_was_measured() -> None:
+    missing = [(page, said) for page, said in _said() if said not in _words(DOCS / page)]
+    assert missing == []
+
+
+def test_a_figure_of_a_paragraph_that_names_a_benchmark_was_measured() -> None:
+    unknown = {}
+    for page in PAGES:
+        if page.name in ("CHANGELOG.md", "performance.md"):
+            continue
+        known = [said for name, said in _said() if name == page.name]
+        for paragraph in _citing(page.read_text(encoding="utf-8")):
+            if found := _figures(paragraph, known):
+                unknown[page.name, paragraph[:60]] = found
+    assert unknown == {}
+
+
+def test_a_planted_figure_is_found() -> None:
+    text = "`make bench`: 1.5 times as fast.\n\n| a | 3 / 4 |\n\nAlso 5 % of it.\n"
+    assert [_figures(each, ["1.5 times as"]) for each in _citing(text)] == [[], ["3 / 4"]]
+
+
+def _figures(paragraph: str, known: list[str]) -> list[str]:
+    for said in known:
+        paragraph = paragraph.replace(said, "")
+    return _FIGURE.findall(paragraph)
+
+
+def _citing(text: str) -> Iterator[str]:
+    """Yield paragraphs that name a benchmark, and each table that follows one."""
+    cites = False
+    for paragraph in re.split(r"\n\s*\n|\n(?=- )", text):
+        is_table = _TABLE.match(paragraph) is not None
+        cites = bool(_CITING.search(paragraph)) or (cites and is_table)
+        if cites:
+            yield " ".join(paragraph.split())
+
+
+def _words(page: Path) -> str:
+    return " ".join(page.read_text(encoding="utf-8").split())
+
+
+def _said() -> list[tuple[str, str]]:
+    """Return what pages say of measurements, made from the results: page and words."""
+    return [
+        *(("recovery.md", said) for said in _of_checkpoints()),
+        *(("preemption.md", said) for said in _of_preemption()),
+        *(("parallelism.md", said) for said in _of_bubbles()),
+        *(("parallelism.md", said) for said in _of_memory()),
+        *(("architecture.md", said) for said in _of_open_files()),
+    ]
+
+
+def _of_checkpoints() -> Iterator[str]:
+    compared = _result("checkpoint")["comparisons"]
+    blocked, dcp = checkpoint.BLOCKED, checkpoint.BLOCKED_DCP
+
+    def percent(title: str, arm: str, digits: int = 0) -> str:
+        return f"{100 * checkpoint.ratio(compared, title, arm):.{digits}f} %"
+
+    yield f"{percent(blocked, checkpoint.ASYNC, 1)} of the time that `torch.save`"
+    yield f"{percent(dcp, checkpoint.ASYNC)} of the time that DCP"
+    yield f"{percent(blocked, checkpoint.NO_OVERLAP)} and {percent(dcp, checkpoint.NO_OVERLAP)}"
+    whole = checkpoint.ratio(compared, checkpoint.COMPLETE, checkpoint.SYNC)
+    yield f"{whole:.2f} times a raw write"
+
+
+def _of_preemption() -> Iterator[str]:
+    result = _result("preemption")
+    factors = [
+        1 / checkpoint.ratio(result["comparisons"], preemption.TITLES[how], preemption.OURS)
+        for how in ("USR2", "preemption")
+    ]
+    yield f"takes {factors[0]:.0f} times as long after the time limit's warning"
+    yield f"takes {factors[1]:.0f} times as long, and also loses"
+    lost = _rows("preemption", f"{preemption.TITLES['preemption']}: parts")
+    ours, theirs = (lost[side][preemption.LOST] for side in (preemption.OURS, preemption.PEER))
+    yield f"({theirs:.0f} there, {ours:.0f} here)"
+
+
+def _of_bubbles() -> Iterator[str]:
+    rows = _rows("pipeline", pipeline.TITLE)
+    for schedule in pipeline.SCHEDULES:
+        measured, formula = (rows[f"{schedule}, {kind}"] for kind in ("measured", "formula"))
+        cells = [f"{100 * measured[slots]:.0f} / {100 * formula[slots]:.0f}" for slots in measured]
+        yield f"| `{schedule}` | {' | '.join(cells)} |"
+
+
+def _of_memory() -> Iterator[str]:
+    rows = _rows("memory", memory.TITLE)
+    for strategy in memory.STRATEGIES:
+        measured, formula = (rows[f"{strategy}, {kind}"] for kind in ("measured", "formula"))
+        cells = [f"{measured[part]:.1f} / {formula[part]:.1f}" for part in measured]
+        yield f"` {'(2 × 2) ' * (strategy == 'hsdp')}| {' | '.join(cells)} |"
+
+
+def _of_open_files() -> Iterator[str]:
+    rows = _rows("open_files", open_files.SLOPE)
+    files, of_rank_0 = (rows[who]["ddp"] for who in ("another rank", "rank 0"))
+    yield f"{files:.0f} open files per peer on a rank, {of_rank_0:.0f} on rank 0"
+
+
+def _rows(name: str, title: str) -> dict[str, dict[str, float]]:
+    (found,) = (table for table in _result(name)["tables"] if table["title"] == title)
+    rows: dict[str, dict[str, float]] = found["rows"]
+    return rows
+
+
+def _result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found

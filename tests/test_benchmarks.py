@@ -1,0 +1,119 @@
+"""Benchmarks: what they share, and that each starts. None asserts a time."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks import gpu_throughput, measuring, performance_page, plot
+from benchmarks.gpu_cases import CASES, Case, utilization
+from benchmarks.gpu_loop import flops_per_sample
+from benchmarks.measuring import ROOT, comparison, interleaved, parser, rounds_of, table
+
+#: Programs that measure nothing.
+_OTHERS = {"__main__", "gpu", "gpu_loop", "loops", "performance_page"}
+PROGRAMS = sorted(
+    path.stem
+    for path in (ROOT / "benchmarks").glob("*.py")
+    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+)
+
+
+@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - {"gpu"}))
+def test_each_program_says_how_to_use_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        module.main()
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert f"python -m benchmarks{'.' + name if name != '__main__' else ''}" in shown
+    assert name in _OTHERS or "--quick" in shown
+
+
+def test_a_machine_without_a_gpu_is_told_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_throughput"])
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        gpu_throughput.main()
+    assert ended.value.code == measuring.NOT_MEASURED
+    assert capsys.readouterr().err.startswith("not measured: there is no CUDA device")
+
+
+def test_a_gpu_run_ends_when_its_time_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(0, 60)  # a minute per reading: each case takes one
+    monkeypatch.setattr("benchmarks.gpu_throughput.time.monotonic", lambda: float(next(clock)))
+    assert len(list(gpu_throughput.within(9, CASES))) == 4
+    assert CASES[0] == Case("resnet50", "bf16", is_compiled=False)
+
+
+def test_flops_and_utilization() -> None:
+    """4.1 G multiply-accumulates forward (He et al. 2015), of which the backward pass has twice as many."""
+    flops = flops_per_sample("resnet50")
+    assert flops == pytest.approx(3 * 2 * 4.1e9, rel=0.01)
+    assert utilization("NVIDIA H100 80GB HBM3", "bf16", 98.9e12) == pytest.approx(0.1)
+    assert utilization("Some GPU", "bf16", 1e12) is None
+
+
+def test_every_benchmark_has_a_section_of_the_page() -> None:
+    listed = [name for names in performance_page.SECTIONS.values() for name in names]
+    assert sorted(listed) == sorted(set(PROGRAMS) - _OTHERS)
+
+
+def test_every_round_runs_each_arm_once() -> None:
+    calls: list[str] = []
+    arms = {arm: lambda arm=arm: calls.append(arm) or len(calls) for arm in "abc"}  # type: ignore[misc]
+    values = interleaved(arms, rounds=4)
+    assert [sorted(calls[start : start + 3]) for start in range(0, 12, 3)] == [["a", "b", "c"]] * 4
+    assert sorted(itertools.chain(*values.values())) == list(range(1, 13))
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    found = comparison("t", "seconds", {"bare": [1.0, 10.0, 100.0], "ours": [2.0, 20.0, 200.0]}, "bare")
+    assert found["arms"]["ours"]["ratio"] == {"median": 2.0, "p10": 2.0, "p90": 2.0}
+    assert found["arms"]["ours"]["median"] == 20.0 and found["rounds"] == 3
+
+
+def test_a_quick_trial_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "RESULTS", tmp_path)
+    quick, whole = (parser(None).parse_args(words) for words in (["--quick"], ["--rounds", "3"]))
+    assert rounds_of(quick) == 2 and rounds_of(whole) == 7
+    rows = table("t", "files", {"a": {"b": 1}})
+    measuring.report("x", quick, {}, tables=[rows])
+    assert list(tmp_path.iterdir()) == []
+    measuring.report("x", whole, {"cores": 2}, tables=[rows])
+    measuring.report("x", whole, {"cores": 3}, tables=[table("other", "files", {})])
+    kept = json.loads((tmp_path / "x.json").read_text())
+    assert [(each["title"], each["conditions"]["cores"]) for each in kept["tables"]] == [
+        ("t", 2),
+        ("other", 3),
+    ]
+    assert kept["comparisons"] == []
+
+
+def test_a_plot_shows_medians_and_spread_on_one_axis() -> None:
+    arms = {
+        "bare": {"median": 1.0, "p10": 1.0, "p90": 1.0},
+        "hpc-train <x>": {"median": 0.25, "p10": 0.125, "p90": 0.5},
+        "peer": {"median": 2.0, "p10": None, "p90": None},
+    }
+    root = ElementTree.fromstring(plot.ratio_plot("Step", "bare", arms, lambda arm: arm.startswith("hpc")))
+    svg = "{http://www.w3.org/2000/svg}"
+    texts = [text.text for text in root.iter(f"{svg}text")]
+    assert "hpc-train <x>" in texts and "0.250 (0.125–0.500)" in texts and "2.00" in texts
+    assert root.findtext(f"{svg}title") == "Step" and "peer: 2.00" in (root.findtext(f"{svg}desc") or "")
+    bare, ours, peer = (float(dot.attrib["cx"]) for dot in root.iter(f"{svg}circle"))
+    assert (bare - ours) / (peer - bare) == pytest.approx(2, abs=0.01)  # a quarter and twice, logarithmic
+    assert [path.attrib["class"] for path in root.iter(f"{svg}path")] == ["peer", "ours"]
+    (line,) = (line for line in root.iter(f"{svg}line") if line.attrib["class"] == "baseline")
+    assert float(line.attrib["x1"]) == bare
