@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-_ROW, _TOP, _BOTTOM, _PLOT, _CHARACTER = 28, 34, 40, 300, 7.8
+_ROW, _TOP, _BOTTOM, _PLOT, _CHARACTER = 28, 34, 46, 300, 7.8
 _TICK_SPACING = 38
 #: Multiples that get a tick in each decade, and steps between ticks, of which the finest that fits is used.
 _DECADES = ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0))
