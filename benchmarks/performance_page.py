@@ -45,6 +45,7 @@ NO_BENCHMARK = (
     "shared file systems (Lustre, GPFS, NFS): checkpoints were written to a local disk",
     "a scheduler with a real queue: Slurm runs on the same machine, with no other users",
 )
+EMPTY: dict[str, Any] = {"comparisons": [], "tables": []}
 HEAD = """\
 # Performance
 
@@ -107,7 +108,7 @@ class _Page:
 
     def __init__(self, results: Path) -> None:
         self.results = {
-            name: json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
+            name: EMPTY | json.loads((results / f"{name}.json").read_text(encoding="utf-8"))
             for names in SECTIONS.values()
             for name in names
             if (results / f"{name}.json").exists()

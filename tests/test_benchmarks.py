@@ -57,6 +57,7 @@ def test_a_gpu_run_ends_when_its_time_is_used_up(monkeypatch: pytest.MonkeyPatch
     assert CASES[0] == Case("resnet50", "bf16", is_compiled=False)
 
 
+@pytest.mark.slow
 def test_flops_and_utilization() -> None:
     """4.1 G multiply-accumulates forward (He et al. 2015), of which the backward pass has twice as many."""
     flops = flops_per_sample("resnet50")
