@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +12,11 @@ from hpc_train.cli.next_steps import has_saved, next_steps
 from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode
-from hpc_train.paths import RunPaths
+from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.plan.planning import PlannedRun
 from hpc_train.run.attempts import newest_number
-from hpc_train.run.create import Origin, create_run, effective_experiment, inputs_differ
+from hpc_train.run.create import Origin, Surroundings, create_run, effective_experiment, inputs_differ
+from hpc_train.run.files import in_parallel, sync_folder
 from hpc_train.run.find import is_run, run_name
 from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus
 from hpc_train.validate.loading import Loaded
@@ -28,6 +29,7 @@ class SubmitContext:
     loaded: Loaded
     launcher: str
     snapshot: Path | None
+    surroundings: Surroundings
 
     @property
     def origin(self) -> Origin:
@@ -44,10 +46,22 @@ def create(paths: RunPaths, run: PlannedRun, context: SubmitContext) -> bool:
         run.total_steps,
         launcher=context.launcher,
         snapshot=context.snapshot,
+        surroundings=context.surroundings,
         origin=context.origin,
         values=run.values,
         layout=run.layout,
     )
+
+
+def create_all(
+    folder: ExperimentPaths, runs: Sequence[PlannedRun], context: SubmitContext
+) -> list[tuple[RunPaths, bool]]:
+    """Create the runs in the experiment's folder; return each one's paths, and False where it existed."""
+    paths = [RunPaths(folder.folder / run.id) for run in runs]
+    created = in_parallel(lambda pair: create(*pair, context), zip(paths, runs, strict=True))
+    if any(created):
+        sync_folder(folder.folder)
+    return list(zip(paths, created, strict=True))
 
 
 def create_beside(
@@ -64,6 +78,7 @@ def create_beside(
         other = RunPaths(paths.folder.with_name(f"{run.id}-{number}"))
         make_free(other)
         if create(other, run, context):
+            sync_folder(other.folder.parent)
             return other
     raise AssertionError("itertools.count ends")
 

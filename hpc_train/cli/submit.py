@@ -10,7 +10,7 @@ from hpc_train.cli.code import snapshot_for
 from hpc_train.cli.creating import (
     SubmitContext,
     changes_since,
-    create,
+    create_all,
     create_beside,
     existing_run,
     say_existing,
@@ -39,6 +39,7 @@ from hpc_train.loggers.wandb_key import has_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.report.changed_keys import in_words
+from hpc_train.run.create import Surroundings
 from hpc_train.run.files import remove_folder
 from hpc_train.run.find import run_name
 from hpc_train.validate.loading import Loaded, load
@@ -159,14 +160,13 @@ class _Submission:
         existing: list[tuple[RunPaths, PlannedRun]] = []
         with self._launcher.submitting(self._folder):
             context = self._submit_context()
-            for run in batch:
-                paths = RunPaths(self._folder.folder / run.id)
-                is_new = create(paths, run, context)
-                if not is_new and self._options.new:
-                    paths, is_new = create_beside(paths, run, context, self._make_free), True
-                elif not is_new:
-                    paths = existing_run(paths, run)
-                (new if is_new else existing).append((paths, run))
+            for run, (own, is_new) in zip(batch, create_all(self._folder, batch, context), strict=True):
+                if not is_new and not self._options.new:
+                    existing.append((existing_run(own, run), run))
+                    self._runs.append(existing[-1][0])
+                    continue
+                paths = own if is_new else create_beside(own, run, context, self._make_free)
+                new.append((paths, run))
                 self._runs.append(paths)
             if new:
                 self._start_new(new)
@@ -178,7 +178,9 @@ class _Submission:
             for run in self._plan.runs:
                 self._make_free(RunPaths(self._folder.folder / run.id))
             snapshot = snapshot_for(self._folder, self._plan.runs, always_new=self._options.new)
-            self._context = SubmitContext(self._loaded, self._options.name, snapshot)
+            surroundings = Surroundings.read(snapshot)
+            name = self._options.name
+            self._context = SubmitContext(self._loaded, name, snapshot, surroundings)
         return self._context
 
     def _make_free(self, paths: RunPaths) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -34,6 +35,8 @@ _BLOCKS, _BLOCK_BYTES = 64, 1 << 16
 _SETTLED_NS = 3_000_000_000
 #: With more folders, looking at each costs as much as reading them.
 _MAX_CACHED_FOLDERS = 20_000
+#: Runs are created by several threads, which mostly share their data: one of them reads these.
+_LOCK = threading.Lock()
 
 
 def fingerprints(experiment: Experiment) -> dict[str, dict[str, str]]:
@@ -41,9 +44,9 @@ def fingerprints(experiment: Experiment) -> dict[str, dict[str, str]]:
     data, weights = experiment.data, experiment.model.pretrained
     found = {}
     if data.root is not None and data_facts(data.name).is_in_root:
-        found[DATA] = _fingerprint(os.path.realpath(Path(data.root).expanduser()))
+        found[DATA] = _fingerprint_of(data.root)
     if isinstance(weights, str):
-        found[WEIGHTS] = _fingerprint(os.path.realpath(Path(weights).expanduser()))
+        found[WEIGHTS] = _fingerprint_of(weights)
     return {key: parts for key, parts in found.items() if parts}
 
 
@@ -59,6 +62,11 @@ def other_inputs(then: object, experiment: Experiment) -> list[str]:
 
 def _differ(then: object, now: Mapping[str, str]) -> bool:
     return isinstance(then, Mapping) and any(then[part] != now[part] for part in now if part in then)
+
+
+def _fingerprint_of(path: str) -> dict[str, str]:
+    with _LOCK:
+        return _fingerprint(os.path.realpath(Path(path).expanduser()))
 
 
 @cache

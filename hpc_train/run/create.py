@@ -17,10 +17,10 @@ from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import newest_number, now, read_record
 from hpc_train.run.code import snapshot as snapshots
 from hpc_train.run.code.work_tree import commit_of
-from hpc_train.run.files import create_folder, read_json, write_json
+from hpc_train.run.files import create_folder, json_text, read_json, sync_folder, write_json, write_new
 from hpc_train.run.processes import Process
 from hpc_train.run.rank_ends import exit_codes
-from hpc_train.run.run_status import RunStatus, write_status
+from hpc_train.run.run_status import RunStatus
 from hpc_train.run.trust import make_experiment_folder
 from hpc_train.run.versions import versions
 from hpc_train.topology.batch_arithmetic import StepLayout
@@ -36,6 +36,23 @@ class Origin:
     overrides: list[str]
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """The code and the versions around a command, the same for all runs that it creates.
+
+    Asking git takes longer than creating a run, so a command that creates many asks once.
+    """
+
+    #: ``code`` of ``run.json``.
+    code: dict[str, Any] | None
+    versions: dict[str, str]
+
+    @classmethod
+    def read(cls, snapshot: Path | None) -> Surroundings:
+        """``snapshot``: of the code that the runs use; None: whatever ranks find in their current folder."""
+        return cls(commit_of(Path.cwd()) if snapshot is None else _code_facts(snapshot), versions())
+
+
 def create_run(
     paths: RunPaths,
     experiment: Experiment,
@@ -44,35 +61,39 @@ def create_run(
     *,
     launcher: str = "local",
     snapshot: Path | None = None,
+    surroundings: Surroundings | None = None,
     origin: Origin | None = None,
     values: Mapping[str, Any] | None = None,
     layout: StepLayout | None = None,
 ) -> bool:
     """Create the run's folder atomically. Returns False if it exists.
 
-    ``snapshot``: of the code that the run uses; None: whatever ranks find in their current folder.
+    All but the folder's own entry is on disk then: the caller syncs the experiment's folder, once for all
+    runs. ``snapshot`` and ``surroundings``: of the code that the run uses; None: they are read here.
     ``values``: the swept keys and their values. ``layout``: of a step, as planned. Raises UntrustedError if
     another user could replace the run.
     """
     if paths.folder.exists():
         return False
     make_experiment_folder(paths.siblings)
+    surroundings = surroundings or Surroundings.read(snapshot)
 
     def fill(folder: Path) -> None:
         temporary = RunPaths(folder)
         frozen_experiment.write(temporary, experiment)
-        facts = _run_facts(experiment, run_id, launcher, snapshot, origin) | {
+        facts = _run_facts(experiment, run_id, launcher, surroundings, origin) | {
             "values": dict(values or {}),
             "ranks": layout.ranks if layout else None,
             "step": layout.to_json() if layout else None,
             "inputs": fingerprints(experiment),
         }
-        write_json(temporary.run, facts, sync=True)
+        write_new(temporary.run, json_text(facts))
         if snapshot is not None:
             snapshots.link(temporary, snapshot)
-        write_status(temporary, RunStatus(total_steps=total_steps))
+        write_new(temporary.status, json_text(RunStatus(total_steps=total_steps).to_json()), sync=False)
+        sync_folder(folder)
 
-    return create_folder(paths.folder, fill, mode=0o700)
+    return create_folder(paths.folder, fill, mode=0o700, syncs_parent=False)
 
 
 def effective_experiment(paths: RunPaths, attempt: int) -> Experiment:
@@ -204,7 +225,7 @@ def _versions(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _run_facts(
-    experiment: Experiment, run_id: str, launcher: str, snapshot: Path | None, origin: Origin | None
+    experiment: Experiment, run_id: str, launcher: str, surroundings: Surroundings, origin: Origin | None
 ) -> dict[str, Any]:
     return {
         "version": 1,
@@ -214,8 +235,8 @@ def _run_facts(
         "created": now(),
         "creator": Process.current().to_json(),
         "source": asdict(origin) if origin else None,
-        "versions": versions(),
-        "code": commit_of(Path.cwd()) if snapshot is None else _code_facts(snapshot),
+        "versions": surroundings.versions,
+        "code": surroundings.code,
         "launcher": launcher,
         "slurm_job_ids": [],
         "wandb_id": secrets.token_hex(8),

@@ -13,10 +13,11 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from hpc_train.run.file_shapes import fits
 
@@ -31,6 +32,11 @@ _FLAGS = {
 }
 #: Larger than any small file of a run with thousands of ranks.
 MAX_SMALL_BYTES = 64 << 20
+#: Measured (ext4): beyond eight, threads that wait for fsync gain nothing.
+_WRITERS = 8
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class UnreadableFileError(ValueError):
@@ -68,7 +74,24 @@ def write_text(path: Path, text: str, *, sync: bool = False) -> None:
 
 def write_json(path: Path, data: dict[str, Any], *, sync: bool = False) -> None:
     """Replace ``path`` by ``data`` as JSON atomically."""
-    write_text(path, json.dumps(data, indent=1, allow_nan=False) + "\n", sync=sync)
+    write_text(path, json_text(data), sync=sync)
+
+
+def write_new(path: Path, text: str, *, sync: bool = True) -> None:
+    """Write a file into a folder that nobody else can see yet, and that is renamed once it is complete.
+
+    With ``sync`` its content is on disk when this returns; the caller syncs the folder.
+    """
+    with path.open("xb") as file:
+        file.write(text.encode())
+        if sync:
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def json_text(data: dict[str, Any]) -> str:
+    """Return ``data`` as the text of one of our files."""
+    return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -99,11 +122,18 @@ def read_text(path: Path, max_bytes: int = MAX_SMALL_BYTES, *, errors: str = "st
 
 
 def _read(path: Path, max_bytes: int) -> bytes:
-    with open_regular(path) as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise UnreadableFileError(f"{path}: larger than {max_bytes} bytes")
-    return content
+    descriptor, size = _open(path)
+    try:
+        # What has been added since is not read.
+        if size > max_bytes:
+            raise UnreadableFileError(f"{path}: larger than {max_bytes} bytes")
+        parts = []
+        while size > 0 and (part := os.read(descriptor, size)):
+            parts.append(part)
+            size -= len(part)
+    finally:
+        os.close(descriptor)
+    return b"".join(parts)
 
 
 def open_regular(path: Path, mode: Literal["rb", "ab", "wb"] = "rb") -> BinaryIO:
@@ -116,17 +146,24 @@ def open_descriptor(path: Path, flags: int) -> int:
 
     Raises UnreadableFileError for a folder, pipe or device, which could block, and for a link to itself.
     """
+    descriptor, _ = _open(path, flags)
+    os.set_blocking(descriptor, True)  # whoever inherits it expects that
+    return descriptor
+
+
+def _open(path: Path, flags: int = os.O_RDONLY) -> tuple[int, int]:
+    """Return a descriptor and the file's size in bytes."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno in _NO_FILE:
             raise UnreadableFileError(f"{path}: {error.strerror}") from error
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    seen = os.fstat(descriptor)
+    if not stat.S_ISREG(seen.st_mode):
         os.close(descriptor)
         raise UnreadableFileError(f"{path}: not a regular file")
-    os.set_blocking(descriptor, True)  # whoever inherits it expects that
-    return descriptor
+    return descriptor, seen.st_size
 
 
 def sync_folder(folder: Path) -> None:
@@ -138,10 +175,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def create_folder(target: Path, fill: Callable[[Path], None], *, mode: int = 0o777) -> bool:
+def create_folder(
+    target: Path, fill: Callable[[Path], None], *, mode: int = 0o777, syncs_parent: bool = True
+) -> bool:
     """Create a folder atomically, with what ``fill`` writes into the folder that it is given.
 
     False if another process has created ``target`` meanwhile; an empty folder there is replaced.
+    ``syncs_parent``: false where the caller syncs it, once for several folders.
     """
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     temporary.mkdir(mode=mode)
@@ -154,12 +194,22 @@ def create_folder(target: Path, fill: Callable[[Path], None], *, mode: int = 0o7
         return False
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    sync_folder(target.parent)
+    if syncs_parent:
+        sync_folder(target.parent)
     return True
 
 
 def _is_taken(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
+
+
+def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return ``work`` of each item, done by a few threads: for writes that mostly wait for fsync.
+
+    After the first error, which is raised, no further item is begun.
+    """
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        return list(pool.map(work, items))
 
 
 def remove_folder(folder: Path) -> None:

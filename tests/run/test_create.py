@@ -71,7 +71,7 @@ def test_a_failed_creation_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("hpc_train.run.create.write_status", fail)
+    monkeypatch.setattr("hpc_train.run.create.sync_folder", fail)
     with pytest.raises(OSError, match="No space"):
         create_run(RunPaths(tmp_path / "small" / "abc"), small_experiment(), "abc", 10)
     assert not any((tmp_path / "small").iterdir())

@@ -10,7 +10,14 @@ from typing import Literal
 import pytest
 
 from hpc_train.run import files
-from hpc_train.run.files import UnreadableFileError, open_regular, read_json, read_text, write_json
+from hpc_train.run.files import (
+    UnreadableFileError,
+    in_parallel,
+    open_regular,
+    read_json,
+    read_text,
+    write_json,
+)
 
 
 def _failing(monkeypatch: pytest.MonkeyPatch, *codes: int) -> None:
@@ -100,3 +107,17 @@ def test_a_full_disk_is_reported_with_the_file(tmp_path: Path, monkeypatch: pyte
         write_json(tmp_path / "run.json", {}, sync=True)
     assert caught.value.filename == str(tmp_path / "run.json")
     assert not [*tmp_path.iterdir()]
+
+
+def test_work_in_parallel_keeps_the_order_and_raises_the_first_error() -> None:
+    assert in_parallel(str, range(20)) == [str(number) for number in range(20)]
+    with pytest.raises(ZeroDivisionError):
+        in_parallel(lambda number: 1 // number, [1, 0, 2])
+
+
+def test_a_file_of_exactly_the_limit_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.error"
+    path.write_text("a" * 100_000)
+    assert read_text(path, 100_000) == "a" * 100_000
+    with pytest.raises(UnreadableFileError, match="larger than 99999 bytes"):
+        read_text(path, 99_999)

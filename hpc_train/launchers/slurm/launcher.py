@@ -68,6 +68,8 @@ class SlurmLauncher:
     """A ``Launcher`` over sbatch, squeue, scontrol and sacct."""
 
     title, is_queue = "Slurm", True
+    #: Within ``submitting``, before ``start``: the runs that are in a submission, once that was asked.
+    _recorded: set[str] | None = None
 
     def problems(self, experiment: Experiment) -> list[KeyProblem]:
         return [] if experiment.slurm is not None else [_NO_SECTION]
@@ -92,6 +94,7 @@ class SlurmLauncher:
         """Hold the lock; finish what a command that died left half done."""
         sbatch.check_programs()
         with steps.locked(folder):
+            self._recorded = None
             for paths, record in steps.unfinished(folder):
                 if steps.may_be_at_work(record.creator, record.created):
                     assert record.creator is not None
@@ -101,10 +104,15 @@ class SlurmLauncher:
             yield
 
     def is_unsubmitted(self, paths: RunPaths) -> bool:
-        return steps.is_unsubmitted(paths)
+        if not steps.is_without_job(paths):
+            return False
+        if self._recorded is None:
+            self._recorded = steps.recorded_runs(paths.siblings)
+        return paths.folder.name not in self._recorded
 
     def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
         """Submit all, held; release them once all are recorded. TRY_AGAIN where one can never start."""
+        self._recorded = None
         with prepared(runs):
             return self._submit(folder, runs)
 

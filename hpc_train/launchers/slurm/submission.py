@@ -20,7 +20,7 @@ from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.launchers.slurm.script import Batch
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.run.attempts import job_ids
-from hpc_train.run.files import read_json, remove_folder, sync_folder, write_json
+from hpc_train.run.files import in_parallel, read_json, remove_folder, sync_folder, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import read_status, write_status
 from hpc_train.run.trust import check_holder, make_experiment_folder
@@ -160,11 +160,13 @@ def prepare(
 
 def place(folder: ExperimentPaths, paths: SubmissionPaths, submission: Submission) -> Submission:
     """Give each task of the held job its pickle and each run its job's id."""
-    for task, run_id in enumerate(submission.runs):
-        run = RunPaths(folder.folder / run_id)
-        job = submission.task_job(task)
+
+    def place_task(task: int) -> None:
+        run, job = RunPaths(folder.folder / submission.runs[task]), submission.task_job(task)
         place_pickle(paths, job, run)
         note_job(run, job)
+
+    in_parallel(place_task, range(len(submission.runs)))
     _remove_leftovers(paths)
     sync_folder(paths.folder)
     submitted = replace(submission, state=SUBMITTED)
@@ -191,7 +193,9 @@ def note_job(run: RunPaths, job: str) -> None:
     jobs = job_ids(facts)
     if job not in jobs:
         write_json(run.run, facts | {"slurm_job_ids": [*jobs, job], "launcher": LAUNCHER}, sync=True)
-    write_status(run, replace(read_status(run), state="pending", reason=None))
+    status = read_status(run)
+    if (status.state, status.reason) != ("pending", None):
+        write_status(run, replace(status, state="pending", reason=None))
 
 
 def _remove_leftovers(paths: SubmissionPaths) -> None:
@@ -234,13 +238,21 @@ def reasons(job_ids: Sequence[str]) -> dict[str, set[str]]:
 
 def is_unsubmitted(paths: RunPaths) -> bool:
     """Tell whether the run was made for Slurm by a command that died before it wrote down a submission."""
+    return is_without_job(paths) and paths.folder.name not in recorded_runs(paths.siblings)
+
+
+def is_without_job(paths: RunPaths) -> bool:
+    """Tell whether the run was made for Slurm by a command that has ended, and has no job."""
     facts = read_json(paths.run) or {}
     if facts.get("launcher") != LAUNCHER or job_ids(facts) or paths.attempt_folders():
         return False
-    if may_be_at_work(Process.from_json(facts.get("creator")), str(facts.get("created"))):
-        return False
-    recorded = (read(each) for each in paths.siblings.submission_folders())
-    return not any(paths.folder.name in each.runs for each in recorded if each is not None)
+    return not may_be_at_work(Process.from_json(facts.get("creator")), str(facts.get("created")))
+
+
+def recorded_runs(folder: ExperimentPaths) -> set[str]:
+    """Return the ids of the experiment's runs that are in a submission."""
+    recorded = (read(each) for each in folder.submission_folders())
+    return {run_id for each in recorded if each is not None for run_id in each.runs}
 
 
 def withdraw(paths: RunPaths, reason: str) -> None:
