@@ -43,7 +43,8 @@ class Loaded:
 
         Raises BadFileError; problems point to the values in ``sweep.grid``.
         """
-        data = self.data
+        # Else each run would be checked together with the values of all.
+        data = _without(self.data, GRID)
         for key, value in values.items():
             data = replaced(data, split_key(key), value)
         experiment, problems = _judge(data, self.check_names, JUDGED_ONCE)
@@ -202,5 +203,8 @@ def _named(problem: Problem) -> str:
 
 def _grid_path(key: str, value: Any, base: Experiment) -> KeyPath:
     items = base.sweep.grid.get(key, [])
-    index = next((i for i, item in enumerate(items) if item is value or repr(item) == repr(value)), None)
+    same = (i for i, item in enumerate(items) if item is value)
+    index = next(same, None)
+    if index is None:  # of a run that is compared with the file
+        index = next((i for i, item in enumerate(items) if repr(item) == repr(value)), None)
     return (*GRID, key) if index is None else (*GRID, key, index)

@@ -41,8 +41,7 @@ def known_names(kind: str) -> list[str] | None:
     """Return the names of a kind (``timm``, ``torchvision``, ``datasets``, ``timm_optimizers``,
     ``torch_schedules``); None if unavailable.
     """
-    names = _answer(None).get(kind)
-    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+    return _names_of(kind)
 
 
 def has_batchnorm(name: str, args: dict[str, Any]) -> bool | None:
@@ -80,6 +79,13 @@ def cache_folder() -> Path:
 def forget_answers() -> None:
     """Clear the cache of this process, not the one on disk."""
     _answer.cache_clear()
+    _names_of.cache_clear()
+
+
+@cache
+def _names_of(kind: str) -> list[str] | None:
+    names = _answer(None).get(kind)
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
 
 @cache

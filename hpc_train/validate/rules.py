@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice
 
 from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_clean, rule
@@ -32,6 +33,16 @@ def check(
     experiment: Experiment, failed: Collection[KeyPath] = (), *, check_names: bool = True
 ) -> list[Problem]:
     """Return the problems across keys. Rules that read a key of ``failed`` are skipped."""
+    return [
+        replace(problem, reads=each.reads)
+        for each in _applicable(frozenset(failed), check_names)
+        for problem in islice(each.find(experiment), MAX_PROBLEMS + 1)
+    ]
+
+
+@lru_cache(maxsize=8)
+def _applicable(failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
+    """Return the rules that read no key of ``failed``; the same ones for all runs of a sweep."""
     rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *data_rules.RULES)
     rules += (*image_rules.RULES, *layer_rules.RULES, *compatibility.RULES)
     if check_names:
@@ -42,12 +53,7 @@ def check(
             *compatibility.MODEL_RULES,
             *image_rules.MODEL_RULES,
         )
-    return [
-        replace(problem, reads=each.reads)
-        for each in rules
-        if each.can_judge(failed)
-        for problem in islice(each.find(experiment), MAX_PROBLEMS + 1)
-    ]
+    return [each for each in rules if each.can_judge(failed)]
 
 
 @rule("optimization.epochs", "optimization.steps")
