@@ -41,9 +41,10 @@ def redirect_to_devnull(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-def put(line: str) -> None:
-    """Print a line of data to stdout."""
-    print(printable(line), flush=True)
+def put(*lines: str) -> None:
+    """Print lines of data to stdout; several at once reach a terminal or pipe together."""
+    if lines:
+        print("\n".join(map(printable, lines)), flush=True)
 
 
 def put_json(data: dict[str, Any]) -> None:

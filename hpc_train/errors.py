@@ -115,6 +115,8 @@ def printable(text: str) -> str:
     For anything from a file or a log that is printed to a terminal: escape sequences and right-to-left
     overrides must not act there.
     """
+    if text.isascii() and text.isprintable():
+        return text
     return _UNUSUAL.sub(
         lambda match: _shown(match.group()), text.encode("utf-8", "backslashreplace").decode()
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from hpc_train.errors import UsageError, printable
@@ -210,11 +212,11 @@ class ExperimentPaths:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """The files of one run."""
+    """The files of one run. Paths that ``status`` needs several times are made once."""
 
     folder: Path
 
-    @property
+    @cached_property
     def experiment(self) -> Path:
         """The experiment for people, without defaults."""
         return self.folder / "experiment.yaml"
@@ -224,12 +226,12 @@ class RunPaths:
         """The experiment with every default; read by attempts."""
         return self.folder / "resolved.json"
 
-    @property
+    @cached_property
     def run(self) -> Path:
         """Facts that were recorded at the run's creation, and changes of later attempts."""
         return self.folder / "run.json"
 
-    @property
+    @cached_property
     def status(self) -> Path:
         """The state and progress of the run."""
         return self.folder / "status.json"
@@ -279,7 +281,7 @@ class RunPaths:
         """Compile caches."""
         return self.folder / "cache"
 
-    @property
+    @cached_property
     def attempts(self) -> Path:
         return self.folder / "attempts"
 
@@ -296,7 +298,11 @@ class RunPaths:
     def entry_names(cls) -> set[str]:
         """Return the names of everything that this tool puts into a run's folder: the properties above."""
         run = cls(Path("run"))
-        values = [getattr(run, name) for name, kind in vars(cls).items() if isinstance(kind, property)]
+        values = [
+            getattr(run, name)
+            for name, kind in vars(cls).items()
+            if isinstance(kind, property | cached_property)
+        ]
         return {value.name for value in values if isinstance(value, Path) and value.parent == run.folder}
 
     def attempt(self, number: int) -> AttemptPaths:
@@ -318,7 +324,10 @@ class RunPaths:
 
     def attempt_folders(self) -> list[AttemptPaths]:
         """Return the attempts so far, first one first."""
-        if not self.attempts.is_dir():
-            return []
-        found = [AttemptPaths(path) for path in self.attempts.iterdir() if _ATTEMPT_NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda attempt: attempt.number)
+        try:
+            names = os.listdir(self.attempts)  # noqa: PTH208  (of each run that is listed)
+        except OSError as error:
+            if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
+                return []
+            raise
+        return [self.attempt(number) for number in sorted(map(int, filter(_ATTEMPT_NAME.fullmatch, names)))]

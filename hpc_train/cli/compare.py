@@ -7,7 +7,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,11 @@ from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys, short_names, value_text
 from hpc_train.report.metrics_reader import POSITION, number, rows_in
+from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import elapsed_s, short_duration
 from hpc_train.report.step_layout import ranks_of
-from hpc_train.run.files import read_json
 from hpc_train.run.find import run_names
-from hpc_train.run.liveness import newest_record
 
 #: Metrics for which lower is better; for all others higher is.
 _LESS_IS_BETTER = re.compile(r"(^|_)(loss|error|err|perplexity|ppl|mse|rmse|mae|nll|bpb|time|s)($|_)")
@@ -108,25 +107,26 @@ def _metrics_of(file: Path) -> set[Metric]:
 
 
 def _compared(runs: Sequence[RunPaths], metric: Metric) -> Iterator[Compared]:
-    names, settings, facts = run_names(runs), changed_keys(runs), _facts(runs)
-    for paths, status in zip(runs, statuses(runs), strict=True):
+    files = [RunFiles.read(paths) for paths in runs]
+    names, settings, facts = run_names(runs), changed_keys(runs), _facts(files)
+    for run, status in zip(files, statuses(runs), strict=True):
+        paths = run.paths
         last, best = _last_and_best(paths.metrics, metric)
         values = settings[paths] | facts[paths]
-        duration = elapsed_s(paths, status)
+        duration = elapsed_s(run, status)
         yield Compared(paths, names[paths], status.state, values, last, best, duration)
 
 
-def _facts(runs: Sequence[RunPaths]) -> dict[RunPaths, dict[str, Any]]:
+def _facts(runs: Sequence[RunFiles]) -> dict[RunPaths, dict[str, Any]]:
     """Return ``ranks`` and ``code`` of each run if they differ: not keys of the file, but causes too."""
-    found = {paths: read_json(paths.run) or {} for paths in runs}
-    ranks = {paths: ranks_of(facts, newest_record(paths)) for paths, facts in found.items()}
-    code = {paths: _code(facts) for paths, facts in found.items()}
+    ranks = {run.paths: ranks_of(run.facts, run.newest_record) for run in runs}
+    code = {run.paths: _code(run.facts) for run in runs}
     columns: dict[str, dict[RunPaths, Any]] = {"ranks": ranks, "code": code}
     differing = {name: column for name, column in columns.items() if len({*map(str, column.values())}) > 1}
-    return {paths: {name: column[paths] for name, column in differing.items()} for paths in runs}
+    return {run.paths: {name: column[run.paths] for name, column in differing.items()} for run in runs}
 
 
-def _code(facts: dict[str, Any]) -> str | None:
+def _code(facts: Mapping[str, Any]) -> str | None:
     code = facts.get("code")
     if not isinstance(code, dict):
         return None

@@ -65,9 +65,8 @@ def report(rows: Sequence[RunRow], *, as_json: bool) -> None:
         put_json(rows_json(rows))
         return
     names = run_names([row.paths for row in rows])
-    for row in rows:
-        cells = (names[row.paths], row.state, row.progress, row.path)
-        put("  ".join(one_line(cell) for cell in cells))
+    lines = ((names[row.paths], row.state, row.progress, row.path) for row in rows)
+    put(*("  ".join(map(one_line, line)) for line in lines))
 
 
 def say_end(paths: RunPaths, code: ExitCode) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from hpc_train.recovery.budgets import Left
 from hpc_train.report.changed_keys import in_words
 from hpc_train.report.metrics_reader import last_metric, newest_rows
 from hpc_train.report.recovery_budget import recovery_of
+from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import Restart, elapsed_s, newest_restart, remaining_s, short_duration
 from hpc_train.report.step_layout import layout_of, ranks_of
 from hpc_train.run.attempts import job_ids, newest_number
-from hpc_train.run.files import read_json, read_text
+from hpc_train.run.files import read_text
 from hpc_train.run.find import run_names
 from hpc_train.run.found_micro_batch import kept_size
-from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_status import RunStatus, read_status
 from hpc_train.run.tracebacks import shortened_traceback
 
@@ -78,14 +78,14 @@ class RunRow:
     @classmethod
     def at(cls, paths: RunPaths, now: RunStatus) -> RunRow:
         """Return the row of a run with the status ``now``."""
-        facts = read_json(paths.run) or {}
+        run = RunFiles.read(paths)
+        facts, record = run.facts, run.newest_record
         jobs = job_ids(facts)
-        recovery = recovery_of(paths, now)
-        record = newest_record(paths)
+        recovery = recovery_of(run, now)
         layout = layout_of(paths, facts, record)
         values = facts.get("values")
         rows = newest_rows(paths.metrics)
-        elapsed, remaining = elapsed_s(paths, now), remaining_s(now, rows)
+        elapsed, remaining = elapsed_s(run, now), remaining_s(now, rows)
         return cls(
             id=str(facts.get("id", paths.folder.name)),
             name=str(facts.get("name", paths.folder.parent.name)),
@@ -96,9 +96,9 @@ class RunRow:
             reason="; ".join(filter(None, (now.reason, *recovery.words))) or None,
             path=str(paths.folder.absolute()),
             job=jobs[-1] if jobs else None,
-            restart=newest_restart(paths),
+            restart=newest_restart(run.records),
             budget=recovery.budget,
-            micro_batch_size=kept_size(paths),
+            micro_batch_size=kept_size(paths) if run.attempts else None,
             excluded_nodes=recovery.excluded_nodes,
             values=values if isinstance(values, dict) else None,
             code=_code(facts),
@@ -174,7 +174,7 @@ def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
         say("no runs yet; `hpc-train submit FILE` starts some")
     else:
         names = run_names(runs)
-        print_table(_HEADS, [row.cells(names[row.paths]) for row in rows])
+        print_table(_HEADS, [row.cells(names[paths]) for paths, row in zip(runs, rows, strict=True)])
     if words and len(rows) == 1:
         _print_details(runs[0], rows[0])
     if len(rows) == 1 and rows[0].micro_batch_size is not None:
@@ -196,13 +196,14 @@ def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
 
 def _print_details(paths: RunPaths, row: RunRow) -> None:
     put("")
-    layout = layout_of(paths, read_json(paths.run) or {}, newest_record(paths))
+    run = RunFiles.read(paths)
+    layout = layout_of(paths, run.facts, run.newest_record)
     details = [*row.details(), *([("step", str(layout))] if layout else [])]
     for line in columns([(f"  {label}", text) for label, text in details]):
         put(line)
 
 
-def _code(facts: dict[str, Any]) -> dict[str, Any] | None:
+def _code(facts: Mapping[str, Any]) -> dict[str, Any] | None:
     noted = facts.get("code")
     if not isinstance(noted, dict):
         return None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hpc_train.console import say
 from hpc_train.paths import RunPaths
-from hpc_train.run.find import find_runs, unreadable
+from hpc_train.run.find import find_and_skip
 
 #: Number of runs that are listed.
 _NAMED = 5
@@ -16,8 +16,8 @@ _NAMED = 5
 
 def find_readable(words: Sequence[str]) -> list[RunPaths]:
     """Return ``find_runs`` of the words, and list those that can't be read (of all runs without words)."""
-    runs = find_runs(words)
-    if found := unreadable(words):
+    runs, found = find_and_skip(words)
+    if found:
         named = ", ".join(str(path) for path in found[:_NAMED]) + (", …" if len(found) > _NAMED else "")
         say(f"skipped, since you may not read them: {named}; their owner can run `chmod -R go+rX`")
     return runs

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 from hpc_train.errors import UsageError, UserError
 from hpc_train.launchers.base import AttemptLauncher, Launcher
@@ -13,6 +13,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.registry import is_factory, load, nearest, parts, refusing_exit
 from hpc_train.run.files import read_json
 from hpc_train.run.liveness import newest_record
+from hpc_train.run.run_facts import run_facts
 from hpc_train.run.run_status import RunStatus
 from hpc_train.run.trust import is_trusted
 
@@ -49,7 +50,12 @@ def last_launcher(paths: RunPaths) -> str:
 
 def launcher_of(paths: RunPaths) -> Launcher:
     """Return the launcher that has the run; one that can't be loaded leaves it to the run's folder."""
-    name = str((read_json(paths.run) or {}).get("launcher") or LOCAL)
+    return launcher_in(paths, run_facts(paths))
+
+
+def launcher_in(paths: RunPaths, facts: Mapping[str, Any]) -> Launcher:
+    """Return ``launcher_of`` the run by the content of its ``run.json``."""
+    name = str(facts.get("launcher") or LOCAL)
     # Another user's run must not name the code that is imported here.
     return _following(LOCAL) if is_factory(name) and not is_trusted(paths) else _known(name)
 

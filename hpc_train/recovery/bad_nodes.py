@@ -29,9 +29,12 @@ def excluded(records: Sequence[AttemptRecord], hours: float, now: datetime | Non
 
     A node that failed its check, or ended two attempts, is excluded for these hours since the last time.
     """
+    by_node = _by_node(records)
+    if not by_node:
+        return {}
     since = (now or datetime.now(UTC)) - timedelta(hours=hours)
     found: dict[str, str] = {}
-    for node, entries in sorted(_by_node(records).items()):
+    for node, entries in sorted(by_node.items()):
         why = _why(entries)
         if why is not None and _is_name(node) and _time(entries[-1][0]) > since:
             found[node] = why

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.errors import HpcTrainError
-from hpc_train.launchers.lookup import launcher_of
+from hpc_train.launchers.lookup import launcher_in
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.recovery import bad_nodes, budgets
 from hpc_train.recovery.budgets import Left
 from hpc_train.recovery.diagnosis import silent_for
 from hpc_train.recovery.history import effective_recovery
-from hpc_train.run.attempts import AttemptRecord, job_ids, newest_number, read_record
-from hpc_train.run.files import read_json, read_text
+from hpc_train.report.run_files import RunFiles
+from hpc_train.run.attempts import AttemptRecord, job_ids
+from hpc_train.run.files import read_text
 from hpc_train.run.run_status import GOING_ON, RunStatus
 
 if TYPE_CHECKING:
@@ -36,24 +38,23 @@ class Recovery:
     words: tuple[str, ...] = ()
 
 
-def recovery_of(paths: RunPaths, now: RunStatus) -> Recovery:
+def recovery_of(run: RunFiles, now: RunStatus) -> Recovery:
     """Return how the run would recover. ``now``: its status."""
-    newest = paths.attempt(newest_number(paths))
+    newest = run.paths.attempt(run.newest_number)
     silent = _silent_nodes(newest) if now.state == "running" else ()
-    facts = read_json(paths.run) or {}
-    if not launcher_of(paths).is_queue:
+    if not launcher_in(run.paths, run.facts).is_queue:
         return Recovery(words=silent)
-    records = [record for each in paths.attempt_folders() if (record := read_record(each))]
+    records = run.records
     try:
-        limits = _limits(paths, facts)
-    except (HpcTrainError, OSError):  # the frozen file was changed: reported where it matters
+        limits = _limits(run)
+    except (HpcTrainError, OSError, ValueError):  # the frozen file was changed: reported where it matters
         return Recovery(words=silent)
     excluded = bad_nodes.excluded(records, limits.exclude_nodes_for_h)
     words = (_left_out(newest, excluded),) if excluded and now.state in GOING_ON else ()
-    return Recovery(budgets.left(_of_newest_job(records, facts), limits), excluded, (*words, *silent))
+    return Recovery(budgets.left(_of_newest_job(records, run.facts), limits), excluded, (*words, *silent))
 
 
-def _of_newest_job(records: list[AttemptRecord], facts: dict[str, Any]) -> list[AttemptRecord]:
+def _of_newest_job(records: list[AttemptRecord], facts: Mapping[str, Any]) -> list[AttemptRecord]:
     """Return the newest job's attempts: a resume starts with a full budget."""
     newest = next(reversed(job_ids(facts)), None)
     return [record for record in records if record.job == newest]
@@ -82,21 +83,24 @@ def _silent_nodes(attempt: AttemptPaths) -> tuple[str, ...]:
 _known: dict[tuple[str, ...], RecoveryConfig] = {}
 
 
-def _limits(paths: RunPaths, facts: dict[str, Any]) -> RecoveryConfig:
+def _limits(run: RunFiles) -> RecoveryConfig:
     """Return the limits of the run's next attempt."""
     from hpc_train.run.create import noted_changes  # 0.3 s, which few runs need
 
-    next_number = newest_number(paths) + 1
-    changes = noted_changes(paths, next_number) if facts.get("changes") else []
-    said = (*_section(paths), *(word for word in changes if word.startswith("recovery")))
+    next_number = run.newest_number + 1
+    changes = noted_changes(run.paths, next_number) if run.facts.get("changes") else []
+    said = (*_section(run.paths), *(word for word in changes if word.startswith("recovery")))
     if said not in _known:
-        _known[said] = effective_recovery(paths, next_number)
+        _known[said] = effective_recovery(run.paths, next_number)
     return _known[said]
 
 
 def _section(paths: RunPaths) -> list[str]:
     """Return the lines of the frozen file's ``recovery:``, which is written with one key per line."""
-    lines = read_text(paths.experiment).splitlines()
+    text = read_text(paths.experiment)
+    if "recovery:" not in text:
+        return []
+    lines = text.splitlines()
     if "recovery:" not in lines:
         return []
     return list(takewhile(lambda line: line.startswith(" "), lines[lines.index("recovery:") + 1 :]))

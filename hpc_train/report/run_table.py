@@ -25,8 +25,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     used = [place for place, _ in enumerate(heads) if any(row[place] for row in rows)]
     cells = [[row[place] for place in used] for row in (heads, *rows)]
     if not sys.stdout.isatty():
-        for line in columns(cells):
-            put(line)
+        put(*columns(cells))
         return
     from rich.console import Console
     from rich.text import Text

@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING
 
 from hpc_train.recovery.budgets import COMES_BACK
 from hpc_train.report.metrics_reader import Row, number
-from hpc_train.run.attempts import AttemptRecord, read_record
+from hpc_train.run.attempts import AttemptRecord
 
 if TYPE_CHECKING:
-    from hpc_train.paths import AttemptPaths, RunPaths
+    from hpc_train.paths import AttemptPaths
+    from hpc_train.report.run_files import RunFiles
     from hpc_train.run.run_status import RunStatus
 
 
-def elapsed_s(paths: RunPaths, now: RunStatus) -> float | None:
+def elapsed_s(run: RunFiles, now: RunStatus) -> float | None:
     """Return the seconds of all attempts together, without the time in queues; None before the first.
 
     An attempt that ended without a record lasted until rank 0's last line of log.
     """
-    attempts = [(each, record) for each in paths.attempt_folders() if (record := read_record(each))]
+    attempts = run.recorded
     if not attempts:
         return None
     newest = attempts[-1][0]
@@ -89,9 +90,8 @@ class Restart:
     begin_to_first_step_s: float | None
 
 
-def newest_restart(paths: RunPaths) -> Restart | None:
-    """Return the newest interruption; None if there was none."""
-    records = [record for attempt in paths.attempt_folders() if (record := read_record(attempt))]
+def newest_restart(records: Sequence[AttemptRecord]) -> Restart | None:
+    """Return the newest interruption of a run with these attempts; None if there was none."""
     if records and records[-1].job and records[-1].cause in COMES_BACK:
         return _between(records[-1], None)
     if len(records) > 1 and records[-2].job and records[-1].job:

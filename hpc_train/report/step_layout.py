@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from hpc_train.run.attempts import AttemptRecord
 
 
-def ranks_of(facts: dict[str, Any], record: AttemptRecord | None) -> int | None:
+def ranks_of(facts: Mapping[str, Any], record: AttemptRecord | None) -> int | None:
     """Return the ranks of the newest attempt; before the first the planned ranks, None if unknown.
 
     ``facts``: of ``run.json``; 0.1 did not record the planned ranks.
@@ -26,7 +27,7 @@ def ranks_of(facts: dict[str, Any], record: AttemptRecord | None) -> int | None:
     return planned if type(planned) is int else None
 
 
-def layout_of(paths: RunPaths, facts: dict[str, Any], record: AttemptRecord | None) -> StepLayout | None:
+def layout_of(paths: RunPaths, facts: Mapping[str, Any], record: AttemptRecord | None) -> StepLayout | None:
     """Return how a step is divided; None where the ranks or the frozen experiment are unknown."""
     ranks, planned = ranks_of(facts, record), _planned(facts)
     if ranks is None:
@@ -37,7 +38,7 @@ def layout_of(paths: RunPaths, facts: dict[str, Any], record: AttemptRecord | No
     return _from_experiment(paths, ranks, record)
 
 
-def _planned(facts: dict[str, Any]) -> StepLayout | None:
+def _planned(facts: Mapping[str, Any]) -> StepLayout | None:
     noted = facts.get("step")
     if not isinstance(noted, dict):
         return None

@@ -8,8 +8,9 @@ unlisted keys (of a later version) are not checked.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, NewType, Union, get_args, get_origin
 
@@ -99,46 +100,84 @@ SHAPES: dict[str, Mapping[str, Any]] = {
 }
 
 
+#: Types of which JSON has no subtypes.
+_EXACT = {str, bool, NoneType}
+#: Tells whether a value is of some kind.
+_Check = Callable[[object], bool]
+
+
 def fits(data: Mapping[str, Any], name: str) -> bool:
     """Tell whether ``data`` is valid content of the file of that name."""
-    shape = SHAPES.get(name, {})
     code = data.get("code") if name == "run.json" else None
-    is_sound = all(is_a(data[key], kind) for key, kind in shape.items() if key in data)
-    return is_sound and all(is_a(value, _CODE[key]) for key, value in (code or {}).items() if key in _CODE)
+    return _fits(data, _checks(name)) and _fits(code or {}, _checks("code"))
+
+
+def _fits(data: object, checks: Mapping[str, _Check]) -> bool:
+    return isinstance(data, dict) and all(check(data[key]) for key, check in checks.items() if key in data)
+
+
+@cache
+def _checks(name: str) -> dict[str, _Check]:
+    shape = _CODE if name == "code" else SHAPES.get(name, {})
+    return {key: _check_of(kind) for key, kind in shape.items()}
 
 
 def is_a(value: object, kind: Any) -> bool:
     """Tell whether a value from JSON is of ``kind``: a type, a union, ``list[…]`` or ``dict[…, …]``."""
-    if kind is Any:
-        return True
+    return _check_of(kind)(value)
+
+
+@cache
+def _check_of(kind: Any) -> _Check:
+    """Return the check of a kind. Made once: ``status`` reads the files of thousands of runs."""
     if get_origin(kind) in (Union, UnionType):
-        return any(is_a(value, each) for each in get_args(kind))
+        members = get_args(kind)
+        if _EXACT.issuperset(members):
+            return lambda value: type(value) in members
+        checks = [_check_of(each) for each in members]
+        return lambda value: any(is_member(value) for is_member in checks)
     if get_origin(kind) is list:
-        (item,) = get_args(kind)
-        return isinstance(value, list) and all(is_a(each, item) for each in value)
+        (is_item,) = map(_check_of, get_args(kind))
+        return lambda value: isinstance(value, list) and all(map(is_item, value))
     if get_origin(kind) is dict:
-        key, item = get_args(kind)
-        return isinstance(value, dict) and all(is_a(k, key) and is_a(v, item) for k, v in value.items())
-    return _is_plain(value, kind)
+        return _check_of_dict(*get_args(kind))
+    plain: dict[Any, _Check] = {
+        Any: lambda value: True,
+        NoneType: lambda value: value is None,
+        Number: _is_number,
+        Time: _is_time,
+        float: _is_float,
+        int: _is_int,
+    }
+    return plain.get(kind) or (lambda value: type(value) is kind)
 
 
-def _is_plain(value: object, kind: Any) -> bool:
-    if kind is NoneType:
-        return value is None
-    if kind is Number:
-        return isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 19
-    if kind is Time:
-        return isinstance(value, str) and _is_time(value)
-    if kind is float:
-        return (type(value) is float and math.isfinite(value)) or is_a(value, int)
-    if kind is int:
-        return type(value) is int and -_MAX_INT < value < _MAX_INT
-    return type(value) is kind
+def _check_of_dict(key: Any, item: Any) -> _Check:
+    is_key, is_item = _check_of(key), _check_of(item)
+    if key is str and item is Any:  # JSON has no other keys
+        return lambda value: isinstance(value, dict)
+    return lambda value: (
+        isinstance(value, dict) and all(map(is_key, value)) and all(map(is_item, value.values()))
+    )
 
 
-def _is_time(text: str) -> bool:
+def _is_number(value: object) -> bool:
+    return isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 19
+
+
+def _is_float(value: object) -> bool:
+    return (type(value) is float and math.isfinite(value)) or _is_int(value)
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int and -_MAX_INT < value < _MAX_INT
+
+
+def _is_time(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
     try:
-        datetime.fromisoformat(text)
+        datetime.fromisoformat(value)
     except ValueError:
         return False
     return True

@@ -8,14 +8,54 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.errors import UsageError
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.registry import nearest
 
-#: Experiment's name → run id → its folder.
-_Runs = dict[str, dict[str, RunPaths]]
+_ANY_RUN = RunPaths(Path())
+#: Name in a run's folder → what its readers need to be allowed to do with it.
+_NEEDED = {path.name: os.R_OK | os.X_OK for path in (_ANY_RUN.attempts, _ANY_RUN.checkpoints)} | {
+    path.name: os.R_OK for path in (_ANY_RUN.run, _ANY_RUN.experiment, _ANY_RUN.status)
+}
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is below the runs folder, looked at once."""
+
+    #: Experiment's name → run id → its folder.
+    runs: dict[str, dict[str, RunPaths]]
+    #: Experiments and runs that this user may not read.
+    hidden: list[Path]
+
+    @classmethod
+    def below(cls, root: Path) -> _Known:
+        known = cls({}, [])
+        for experiment in _folders(root):
+            if not _may(experiment, os.R_OK | os.X_OK):
+                known.hidden.append(experiment)
+            runs = known.runs.setdefault(experiment.name, {})
+            for paths in map(RunPaths, _folders(experiment)):
+                if not is_readable(paths):
+                    known.hidden.append(paths.folder)
+                elif _has_files(paths):
+                    runs[paths.folder.name] = paths
+        return known
+
+    def find(self, words: Sequence[str]) -> list[RunPaths]:
+        if not words:
+            return [paths for runs in self.runs.values() for paths in runs.values()]
+        found = [paths for word in words for paths in _meant(word, self)]
+        return list(dict.fromkeys(found))
+
+    def unreadable(self, words: Sequence[str]) -> list[Path]:
+        names = {
+            path: {path.name, path.parent.name, f"{path.parent.name}/{path.name}"} for path in self.hidden
+        }
+        return [path for path in self.hidden if not words or names[path] & set(words)]
 
 
 def find_runs(words: Sequence[str]) -> list[RunPaths]:
@@ -23,11 +63,16 @@ def find_runs(words: Sequence[str]) -> list[RunPaths]:
 
     Raises UsageError if a word names no run, or several experiments have a run of that id.
     """
-    known = _known_runs(runs_root())
-    if not words:
-        return [paths for runs in known.values() for paths in runs.values()]
-    found = [paths for word in words for paths in _meant(word, known)]
-    return list(dict.fromkeys(found))
+    return _Known.below(runs_root()).find(words)
+
+
+def find_and_skip(words: Sequence[str]) -> tuple[list[RunPaths], list[Path]]:
+    """Return ``find_runs`` of the words and the experiments and runs that this user may not read.
+
+    Of those that ``words`` mean; without words all.
+    """
+    known = _Known.below(runs_root())
+    return known.find(words), known.unreadable(words)
 
 
 def run_name(paths: RunPaths) -> str:
@@ -46,8 +91,7 @@ def run_name(paths: RunPaths) -> str:
 def run_names(runs: Sequence[RunPaths]) -> dict[RunPaths, str]:
     """Return ``run_name`` of many runs; each experiment's folder is read once."""
     root = runs_root()
-    known = {experiment.name: {path.name for path in _folders(experiment)} for experiment in _folders(root)}
-    counts = Counter(run_id for ids in known.values() for run_id in ids)
+    counts = Counter(run_id for experiment in _names(root) for run_id in _names(root / experiment))
     return {paths: _name_among(paths, root, counts) for paths in runs}
 
 
@@ -61,94 +105,86 @@ def _with_experiment(paths: RunPaths) -> str:
     return f"{paths.siblings.folder.name}/{paths.folder.name}"
 
 
-def _known_runs(root: Path) -> _Runs:
-    return {experiment.name: _runs_in(experiment) for experiment in _folders(root)}
-
-
-def _runs_in(experiment: Path) -> dict[str, RunPaths]:
-    found = {folder.name: RunPaths(folder) for folder in _folders(experiment)}
-    return {run_id: paths for run_id, paths in found.items() if is_run(paths)}
-
-
 def _folders(parent: Path) -> list[Path]:
-    """Return the folders in ``parent`` by name; hidden ones are runs that are being created."""
+    """Return the folders in ``parent`` by name."""
+    return [parent / name for name in _names(parent)]
+
+
+def _names(parent: Path) -> list[str]:
+    """Return the sorted names of the folders in ``parent``; hidden ones are runs that are being created."""
     try:
-        return sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith("."))
+        with os.scandir(parent) as entries:
+            return sorted(each.name for each in entries if each.name[0] != "." and each.is_dir())
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
 
 
 def is_run(paths: RunPaths) -> bool:
     """Tell whether this is a run's folder that the user may read."""
-    try:
-        is_there = paths.run.is_file() and paths.experiment.is_file()
-    except PermissionError:
-        return False
-    return is_there and is_readable(paths)
+    return _has_files(paths) and is_readable(paths)
+
+
+def _names_of(hidden: Path) -> set[str]:
+    """Return the words that may mean a run or an experiment that can't be read."""
+    return {hidden.name, hidden.parent.name, f"{hidden.parent.name}/{hidden.name}"}
+
+
+def _has_files(paths: RunPaths) -> bool:
+    return os.path.isfile(paths.run) and os.path.isfile(paths.experiment)  # noqa: PTH113  (of each run)
 
 
 def is_readable(paths: RunPaths) -> bool:
     """Tell whether this user may read the run's own files; ranks' logs and checkpoints are not checked."""
-    folders, files = (
-        (paths.folder, paths.attempts, paths.checkpoints),
-        (paths.run, paths.experiment, paths.status),
-    )
-    may_enter = all(_may(folder, os.R_OK | os.X_OK) for folder in folders)
-    return may_enter and all(_may(file, os.R_OK) for file in files)
-
-
-def unreadable(words: Sequence[str]) -> list[Path]:
-    """Return the experiments and runs below the runs folder that this user may not read.
-
-    Of those that ``words`` mean; without words all.
-    """
-    found = []
-    for experiment in _folders(runs_root()):
-        if not _may(experiment, os.R_OK | os.X_OK):
-            found.append(experiment)
-        found += [folder for folder in _folders(experiment) if not is_readable(RunPaths(folder))]
-    names = {path: {path.name, path.parent.name, f"{path.parent.name}/{path.name}"} for path in found}
-    return [path for path in found if not words or names[path] & set(words)]
-
-
-def _may(path: Path, mode: int) -> bool:
-    """Tell whether this process's effective user may access an existing file in this way."""
+    folder = str(paths.folder)
+    if not _may(folder, os.R_OK | os.X_OK):
+        return False
     try:
-        path.lstat()
+        names = os.listdir(folder)  # noqa: PTH208  (of each run)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    return all(_may(f"{folder}/{name}", _NEEDED[name]) for name in names if name in _NEEDED)
+
+
+def _may(path: Path | str, mode: int) -> bool:
+    """Tell whether this process's effective user may access the file in this way, if there is one."""
+    if os.access(path, mode, effective_ids=True):
+        return True
+    try:
+        os.lstat(path)
     except FileNotFoundError:
         return True
     except PermissionError:
-        return False
-    return os.access(path, mode, effective_ids=True)
+        pass
+    return False
 
 
-def _meant(word: str, known: _Runs) -> list[RunPaths]:
+def _meant(word: str, known: _Known) -> list[RunPaths]:
     name, _, run_id = word.partition("/")
-    if run_id in known.get(name, {}):
-        return [known[name][run_id]]
+    if run_id in known.runs.get(name, {}):
+        return [known.runs[name][run_id]]
     if os.sep in word or word in {".", ".."}:
-        return _in_folder(word)
-    ids = [runs[word] for runs in known.values() if word in runs]
+        return _in_folder(word, known)
+    ids = [runs[word] for runs in known.runs.values() if word in runs]
     if len(ids) > 1:
         listed = "\n".join(f"  {run_name(paths)}" for paths in ids)
         raise UsageError(f"{word}: several experiments have a run of this id; write one of:\n{listed}")
     if ids:
         return ids
-    if known.get(word):
-        return list(known[word].values())
+    if known.runs.get(word):
+        return list(known.runs[word].values())
     if Path(word).is_dir():
-        return _in_folder(word)
+        return _in_folder(word, known)
     raise UsageError(f"{word}: no run or experiment of this name below {runs_root()}; {_hint(word, known)}")
 
 
-def _in_folder(word: str) -> list[RunPaths]:
+def _in_folder(word: str, known: _Known) -> list[RunPaths]:
     """Return the run of the folder, or the runs in it."""
     folder = Path(os.path.abspath(Path(word).expanduser()))  # noqa: PTH100  (".." goes, links stay as typed)
     if is_run(RunPaths(folder)):
         return [RunPaths(folder)]
-    found = list(_runs_in(folder).values())
+    found = [paths for paths in map(RunPaths, _folders(folder)) if is_run(paths)]
     if not found:
-        hidden = unreadable([word]) if is_readable(RunPaths(folder)) else [folder]
+        hidden = known.unreadable([word]) if is_readable(RunPaths(folder)) else [folder]
         if hidden:
             raise UsageError(f"{word}: {_hidden(hidden[0])}")
         what = "contains no run" if folder.is_dir() else "is not a folder"
@@ -156,9 +192,9 @@ def _in_folder(word: str) -> list[RunPaths]:
     return found
 
 
-def _hint(word: str, known: _Runs) -> str:
-    names = [*known, *(run_id for runs in known.values() for run_id in runs)]
-    if hidden := unreadable([word]):
+def _hint(word: str, known: _Known) -> str:
+    names = [*known.runs, *(run_id for runs in known.runs.values() for run_id in runs)]
+    if hidden := known.unreadable([word]):
         return _hidden(hidden[0])
     if close := nearest(word, names):
         return f"did you mean {close}?"

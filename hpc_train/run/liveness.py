@@ -68,7 +68,8 @@ def _clock(paths: RunPaths) -> float:
 
 def newest_record(paths: RunPaths) -> AttemptRecord | None:
     """Return the record of the newest attempt, or None before the first."""
-    return read_record(paths.attempt(newest_number(paths)))
+    newest = newest_number(paths)
+    return read_record(paths.attempt(newest)) if newest else None
 
 
 def end_living(paths: RunPaths, *, take_over: bool = False) -> AttemptRecord | None:

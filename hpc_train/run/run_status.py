@@ -18,6 +18,14 @@ INTERRUPTED = "interrupted"
 STOPPED_BY_CTRL_C = "stopped by Ctrl-C"
 CANCELLED = "cancelled"
 CANCELLED_BY = "hpc-train cancel"
+#: Key of the file, besides its state → types.
+_KINDS: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "total_steps": (int, type(None)),
+    "epoch": (int, float),
+    "attempt": (int,),
+    "reason": (str, type(None)),
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class RunStatus:
 def read_status(paths: RunPaths) -> RunStatus:
     """Return the content of ``status.json``; state ``unknown`` if it is missing or invalid."""
     data = read_json(paths.status) or {}
-    status: dict[str, Any] = {key: data.get(key) for key in asdict(RunStatus())}
+    status: dict[str, Any] = {key: data.get(key) for key in ("state", *_KINDS)}
     if not _is_valid(status):
         return RunStatus(state="unknown", reason=f"{paths.status.name} can't be read")
     if (status["state"], status["reason"]) == ("failed", INTERRUPTED):  # as written by hpc-train 0.1
@@ -53,14 +61,7 @@ def read_status(paths: RunPaths) -> RunStatus:
 
 
 def _is_valid(status: dict[str, Any]) -> bool:
-    kinds: dict[str, tuple[type, ...]] = {
-        "step": (int,),
-        "total_steps": (int, type(None)),
-        "epoch": (int, float),
-        "attempt": (int,),
-        "reason": (str, type(None)),
-    }
-    return status["state"] in STATES and all(type(status[key]) in kind for key, kind in kinds.items())
+    return status["state"] in STATES and all(type(status[key]) in kinds for key, kinds in _KINDS.items())
 
 
 def write_status(paths: RunPaths, status: RunStatus) -> None:

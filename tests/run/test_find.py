@@ -9,7 +9,7 @@ import pytest
 
 from hpc_train.errors import UsageError
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run.find import find_runs, run_name, run_names, unreadable
+from hpc_train.run.find import find_and_skip, find_runs, run_name, run_names
 
 
 def _make_run(experiment: str, run_id: str) -> Path:
@@ -125,7 +125,7 @@ def test_what_can_not_be_read_is_skipped_and_named(folders: list[Path], which: s
     with _without_privileges(hidden):
         kept = folders[2:] if which == "experiment" else folders[1:]
         assert _found() == kept
-        assert unreadable([]) == [hidden]
+        assert find_and_skip([])[1] == [hidden]
         with pytest.raises(UsageError, match="exists, but you may not read it"):
             find_runs([hidden.name])
         with pytest.raises(UsageError, match="exists, but you may not read it"):
@@ -140,4 +140,4 @@ def test_an_experiment_of_which_no_run_can_be_read_is_not_unknown(folders: list[
 def test_a_run_whose_files_are_closed_is_skipped(folders: list[Path]) -> None:
     with _without_privileges(folders[1] / "run.json"):
         assert _found() == [folders[0], *folders[2:]]
-        assert unreadable([]) == [folders[1]]
+        assert find_and_skip([])[1] == [folders[1]]

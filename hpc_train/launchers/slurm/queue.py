@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from hpc_train.errors import NoSchedulerError
@@ -66,7 +66,7 @@ class JobState:
 
 
 def ask(ids: Iterable[str], *, max_age_s: float = MAX_AGE_S) -> dict[str, JobState]:
-    """Return the state of jobs by id; more than were asked for, maybe.
+    """Return the state of jobs by id.
 
     One is absent where it can't be known now: accounting does not answer. ``max_age_s``: how old an answer
     may be; 0 asks again. Raises NoSchedulerError where squeue has no answer.
@@ -79,7 +79,8 @@ def ask(ids: Iterable[str], *, max_age_s: float = MAX_AGE_S) -> dict[str, JobSta
     answer = queue_cache.shared(max_age_s, is_enough, lambda: _ask(wanted))
     if "error" in answer:
         raise NoSchedulerError(str(answer["error"]))
-    return {job: JobState(**state) for job, state in answer["jobs"].items()}
+    jobs = answer["jobs"]
+    return {job: JobState(**jobs[job]) for job in wanted if job in jobs}
 
 
 def _ask(wanted: set[str]) -> Answer:
@@ -93,7 +94,7 @@ def _ask(wanted: set[str]) -> Answer:
         return {"error": str(error)}  # to be shared as well: each question costs seconds then
     found |= ended
     found |= {job: JobState(job, FORGOTTEN) for job in wanted - set(found) - untold}
-    return {"jobs": {job: asdict(state) for job, state in found.items()}, "untold": sorted(untold)}
+    return {"jobs": {job: vars(state) for job, state in found.items()}, "untold": sorted(untold)}
 
 
 def _numbers(ids: Iterable[str]) -> str:
@@ -182,6 +183,8 @@ def _tasks(listed: str) -> list[str]:
 
 def _time(text: str) -> str | None:
     """Return Slurm's time, asked for in UTC; None for ``N/A``, ``Unknown`` and the like."""
+    if not text[:1].isdigit():
+        return None
     try:
         return datetime.fromisoformat(text).replace(tzinfo=UTC).isoformat()
     except ValueError:

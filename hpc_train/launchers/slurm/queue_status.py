@@ -14,6 +14,7 @@ from hpc_train.launchers.slurm.evidence import MORE_MEMORY, stop_by
 from hpc_train.launchers.slurm.pending_reasons import waiting_words
 from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState, ask
 from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S
+from hpc_train.launchers.slurm.submission import RELEASED
 from hpc_train.paths import RunPaths, SubmissionPaths
 from hpc_train.recovery.diagnosis import (
     LESS_MEMORY,
@@ -30,6 +31,7 @@ from hpc_train.run.events import noted_signal
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record
+from hpc_train.run.run_facts import run_facts
 from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_status, write_status
 
 #: From a job's end to its verdict by us: the tear-down's own may still be on its way through a network
@@ -86,7 +88,7 @@ class Folder:
 
 def newest_job(paths: RunPaths, record: AttemptRecord | None) -> str | None:
     """Return the id of the job that has the run; ``record`` is of its newest attempt."""
-    ids = job_ids(read_json(paths.run) or {})
+    ids = job_ids(run_facts(paths))
     return ids[-1] if ids else record.job if record is not None else None
 
 
@@ -106,12 +108,13 @@ def standings(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list
             if max_age_s == 0:
                 raise
             say(f"{error}\n  what follows is what the run folders say")
-    return [stand(folder, jobs.get(folder.job or "")) for folder in folders]
+    submissions = Submissions()
+    return [stand(folder, jobs.get(folder.job or ""), submissions) for folder in folders]
 
 
-def stand(folder: Folder, job: JobState | None) -> RunStatus:
+def stand(folder: Folder, job: JobState | None, submissions: Submissions | None = None) -> RunStatus:
     """Return the status of one run; ``job``: None where Slurm can't tell of it."""
-    status = folder.status
+    status, submissions = folder.status, submissions or Submissions()
     if status.state not in GOING_ON:
         # Requeued by hand after its end: it will go on.
         return _requeued(folder, job) if job and _is_revived(folder, job) else status
@@ -120,7 +123,7 @@ def stand(folder: Folder, job: JobState | None) -> RunStatus:
     if job is None:
         return status
     if job.is_over:
-        return _over(folder, job)
+        return _over(folder, job, submissions)
     if folder.is_cancelled:
         return replace(status, reason="being cancelled")
     if folder.is_requeued(job):
@@ -128,7 +131,7 @@ def stand(folder: Folder, job: JobState | None) -> RunStatus:
     if folder.began_by(job):
         is_stopped = job.state in {"SUSPENDED", "STOPPED"}
         return replace(status, reason=f"{job.state.lower()} by Slurm") if is_stopped else status
-    return _not_begun(folder, job)
+    return _not_begun(folder, job, submissions)
 
 
 def _is_revived(folder: Folder, job: JobState) -> bool:
@@ -136,40 +139,46 @@ def _is_revived(folder: Folder, job: JobState) -> bool:
     return not is_final and not job.is_over and folder.is_requeued(job)
 
 
-def _not_begun(folder: Folder, job: JobState) -> RunStatus:
+def _not_begun(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     """The job has not claimed an attempt yet."""
     status = folder.status
     if not job.is_waiting:
         reason = f"starting on {job.nodes}" if job.nodes else "starting"
-    elif job.reason == "JobHeldUser" and not _is_released(folder):
+    elif job.reason == "JobHeldUser" and not submissions.are_released(folder.paths, job.job):
         reason = "held until its submission is complete; submit the file again if that was cut short"
     else:
         reason = waiting_words(job)
     return replace(status, reason=reason)
 
 
-def _is_released(folder: Folder) -> bool:
-    found = submission_of(folder.paths, folder.job or "")
-    record = read_json(found.record) if found else None
-    return record is None or record.get("state") == "released"
+class Submissions:
+    """The submissions of experiments by the number of their job; each record is read once."""
 
+    def __init__(self) -> None:
+        self._known: dict[Path, dict[str, list[tuple[SubmissionPaths, str]]]] = {}
 
-def submission_of(paths: RunPaths, job: str) -> SubmissionPaths | None:
-    """Return the submission that made the job."""
-    number = job.partition("_")[0]
-    for submission in paths.siblings.submission_folders():
-        if str((read_json(submission.record) or {}).get("job_id")) == number:
-            return submission
-    return None
+    def are_released(self, paths: RunPaths, job: str) -> bool:
+        """Tell whether the submission that made the job is complete, or unknown."""
+        return all(state == RELEASED for _, state in self._of(paths, job)[:1])
 
+    def batch_output(self, paths: RunPaths, job: str) -> Path | None:
+        """Return the file into which the job's batch script prints, if there is one yet."""
+        name = f"{job}_0_log.out"  # by submitit
+        outputs = (submission.folder / name for submission, _ in self._of(paths, job))
+        # Several, where Slurm has begun to count its jobs again.
+        found = [path for path in outputs if path.is_file()]
+        return max(found, key=lambda path: path.stat().st_mtime) if found else None
 
-def batch_output(paths: RunPaths, job: str) -> Path | None:
-    """Return the file into which the job's batch script prints, if there is one yet."""
-    name = f"{job}_0_log.out"  # by submitit
-    found = [
-        path for folder in paths.siblings.submission_folders() if (path := folder.folder / name).is_file()
-    ]
-    return max(found, key=lambda path: path.stat().st_mtime) if found else None
+    def _of(self, paths: RunPaths, job: str) -> list[tuple[SubmissionPaths, str]]:
+        """Return the submissions that made the job, with their states."""
+        folder = paths.siblings
+        if folder.folder not in self._known:
+            by_job = self._known.setdefault(folder.folder, {})
+            for submission in folder.submission_folders():
+                record = read_json(submission.record) or {}
+                made = (submission, str(record.get("state")))
+                by_job.setdefault(str(record.get("job_id")), []).append(made)
+        return self._known[folder.folder].get(job.partition("_")[0], [])
 
 
 def output_without_logs(paths: RunPaths) -> Path | None:
@@ -179,7 +188,7 @@ def output_without_logs(paths: RunPaths) -> Path | None:
     has_logs = any(paths.attempt(newest_number(paths)).folder.glob("rank-*.log"))
     if job is None or (record is not None and record.job == job and has_logs):
         return None
-    output = batch_output(paths, job)
+    output = Submissions().batch_output(paths, job)
     if output is not None:
         say(f"{run_name(paths)}: no rank of job {job} has started; its batch script printed:")
     return output
@@ -214,13 +223,13 @@ def _requeue_reason(folder: Folder) -> str:
     return str(diagnose_record(folder.paths, record, step=folder.status.step, stop=stop).reason)
 
 
-def _over(folder: Folder, job: JobState) -> RunStatus:
+def _over(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     """The job is gone, and the folder holds no end yet."""
     if _has_just_ended(job):
         return replace(folder.status, reason=folder.status.reason or f"{_ENDING}: {job.state}")
     if folder.is_cancelled:
         return end_cancelled(folder)
-    found = _diagnosed(folder, job)
+    found = _diagnosed(folder, job, submissions)
     state = "cancelled" if found.cause == "cancelled" else "failed"
     return _end(folder, replace(folder.status, state=state, reason=found.reason), found.cause)
 
@@ -236,11 +245,11 @@ def _has_just_ended(job: JobState) -> bool:
     return timedelta(0) <= datetime.now(UTC) - datetime.fromisoformat(job.ended) < _GRACE
 
 
-def _diagnosed(folder: Folder, job: JobState) -> Diagnosis:
+def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagnosis:
     see = f"`hpc-train logs {run_name(folder.paths)}`"
     has_begun = folder.began_by(job)
     if job.state == FORGOTTEN and not has_begun and folder.status.state == "pending":
-        if batch_output(folder.paths, job.job) is not None:
+        if submissions.batch_output(folder.paths, job.job) is not None:
             return diagnose_unexplained_job(job.job, "", has_begun=False, was_requeued=False, see=see)
         # A task cancelled while its array waits leaves no trace, not even with accounting (22.05).
         return Diagnosis("cancelled", f"job {job.job} left the queue before it started: scancel")

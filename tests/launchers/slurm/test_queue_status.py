@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState
-from hpc_train.launchers.slurm.queue_status import CUT_SHORT, Folder, batch_output, stand, standings
+from hpc_train.launchers.slurm.queue_status import CUT_SHORT, Folder, Submissions, stand, standings
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
 from hpc_train.run.files import write_json
@@ -266,11 +266,11 @@ def test_runs_that_have_ended_need_no_slurm(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_batch_scripts_output_is_found_by_its_job(tmp_path: Path) -> None:
     paths = queued_run(tmp_path / "runs", "12_3")
-    assert batch_output(paths, "12_3") is None
+    assert Submissions().batch_output(paths, "12_3") is None
     for token, job_id in (("t1", "12_3"), ("t2", "12_30")):
         submission = paths.siblings.submission(token)
         submission.folder.mkdir(parents=True)
         write_json(submission.record, {"job_id": "12"})
         (submission.folder / f"{job_id}_0_log.out").write_text(job_id)
-    found = batch_output(paths, "12_3")
+    found = Submissions().batch_output(paths, "12_3")
     assert found is not None and found.read_text() == "12_3"

@@ -1,0 +1,46 @@
+"""What ``status`` and ``compare`` read of a run: ``run.json`` and the records of its attempts, once each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run.attempts import AttemptRecord, read_record
+from hpc_train.run.run_facts import run_facts
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run as its files were when they were read."""
+
+    paths: RunPaths
+    #: ``run.json``; empty if it can't be read.
+    facts: Mapping[str, Any]
+    #: First one first; None: a record that can't be read.
+    attempts: list[tuple[AttemptPaths, AttemptRecord | None]]
+
+    @classmethod
+    def read(cls, paths: RunPaths) -> RunFiles:
+        attempts = [(attempt, read_record(attempt)) for attempt in paths.attempt_folders()]
+        return cls(paths, run_facts(paths), attempts)
+
+    @property
+    def recorded(self) -> list[tuple[AttemptPaths, AttemptRecord]]:
+        """The attempts with a readable record."""
+        return [(attempt, record) for attempt, record in self.attempts if record is not None]
+
+    @property
+    def records(self) -> list[AttemptRecord]:
+        return [record for _, record in self.attempts if record is not None]
+
+    @property
+    def newest_number(self) -> int:
+        """The number of the newest attempt, 0 before the first."""
+        return self.attempts[-1][0].number if self.attempts else 0
+
+    @property
+    def newest_record(self) -> AttemptRecord | None:
+        """The record of the newest attempt; None before the first, or if it can't be read."""
+        return self.attempts[-1][1] if self.attempts else None

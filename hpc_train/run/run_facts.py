@@ -1,0 +1,32 @@
+"""``run.json`` for commands that need it in several places, as ``status`` of thousands of runs does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from hpc_train.paths import RunPaths
+from hpc_train.run.files import read_json
+
+#: The largest sweep. An entry takes a few kilobytes.
+_MAX_RUNS = 10_000
+
+
+def run_facts(paths: RunPaths) -> Mapping[str, Any]:
+    """Return the content of ``run.json``, empty if it can't be read; nobody may change it.
+
+    The file is read again only if it was replaced since.
+    """
+    try:
+        seen = os.stat(paths.run)  # noqa: PTH116  (this is called for each run)
+    except OSError:
+        return {}
+    return _read(str(paths.run), seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
+
+
+@lru_cache(_MAX_RUNS)
+def _read(path: str, inode: int, size: int, modified_ns: int, changed_ns: int) -> Mapping[str, Any]:
+    return read_json(Path(path)) or {}

@@ -1,0 +1,111 @@
+"""The work of ``submit`` and ``status`` per run: the same for every run, whatever their number."""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launchers.slurm.launcher import SlurmLauncher
+from hpc_train.launchers.slurm.queue_status import standings
+from hpc_train.paths import RunPaths
+from hpc_train.run.files import write_json
+from tests.calls import Work, work_of
+from tests.cli.commands import hpc_train
+from tests.cli.launchers import QUEUE
+from tests.launchers.slurm.programs import put_programs_first
+from tests.launchers.slurm.queued import queued_run
+
+#: The files of a run, its folder, and nothing of the experiment's.
+_SYNCS_PER_RUN = 4
+_FEW, _MANY = 3, 9
+
+
+def _submit(file: Path, runs: int, monkeypatch: pytest.MonkeyPatch) -> Work:
+    def submit() -> None:
+        name, seeds = f"name=of{runs}", f"sweep.grid={{seed: {list(range(runs))}}}"
+        done = hpc_train("submit", file, name, seeds, "--launcher", QUEUE)
+        assert done.code == 0, done.err
+
+    return work_of(submit, monkeypatch)
+
+
+@pytest.fixture
+def _work_tree() -> None:
+    """The current folder is one, so that submit asks git for its commit."""
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    Path("model.py").touch()
+    for arguments in (["init", "-q"], ["add", "model.py"], [*identity, "commit", "-q", "-m", "one"]):
+        subprocess.run(["git", *arguments], check=True)
+
+
+@pytest.mark.usefixtures("_work_tree")
+def test_more_runs_start_no_more_programs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (_submit(file, runs, monkeypatch).programs for runs in (_FEW, _MANY))
+    assert len(few) == len(many) > 0
+
+
+def test_a_run_is_created_with_four_fsyncs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _submit(file, 1, monkeypatch)  # writes the snapshot of the code
+    few, many = (_submit(file, runs, monkeypatch).syncs for runs in (_FEW, _MANY))
+    assert many - few == _SYNCS_PER_RUN * (_MANY - _FEW)
+
+
+def test_a_submit_opens_the_same_number_of_files_for_each_run(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _submit(file, 1, monkeypatch)
+    counts = [len(_submit(file, runs, monkeypatch).opened) for runs in (3, 6, 9)]
+    assert counts[2] - counts[1] == counts[1] - counts[0] > 0
+
+
+def test_status_reads_no_file_of_a_run_twice(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _submit(file, _FEW, monkeypatch)
+    work = work_of(lambda: hpc_train("status"), monkeypatch)
+    counts = Counter(path for path in work.opened if path.endswith((".json", ".yaml")))
+    assert counts and max(counts.values()) == 1
+
+
+def test_a_submit_reads_earlier_submissions_once_for_all_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of runs that a killed submit has left, each is looked for in them."""
+    runs = [queued_run(tmp_path / "runs", None, f"run{number}") for number in range(_MANY)]
+    submission = runs[0].siblings.submission("t1")
+    submission.folder.mkdir(parents=True)
+    record = {"token": "t1", "created": "", "creator": None, "runs": ["run0"], "state": "released"}
+    write_json(submission.record, record)
+    programs = put_programs_first(tmp_path, monkeypatch)
+    for name in ("sbatch", "squeue", "scontrol", "srun"):
+        programs.put(name, "exit 1")
+    launcher = SlurmLauncher()
+    with launcher.submitting(runs[0].siblings):
+        found: list[bool] = []
+        work = work_of(lambda: found.extend(map(launcher.is_unsubmitted, runs)), monkeypatch)
+    assert found == [False] + [True] * (_MANY - 1)
+    assert sum(path.endswith("/submission.json") for path in work.opened) == 1
+
+
+def _held(folder: Path, runs: int) -> list[RunPaths]:
+    """Return queued runs, each of a submission of its own that is not complete."""
+    found = [queued_run(folder, f"{number}", f"run{number}") for number in range(1, runs + 1)]
+    for number, paths in enumerate(found, start=1):
+        submission = paths.siblings.submission(f"t{number}")
+        submission.folder.mkdir(parents=True)
+        write_json(submission.record, {"job_id": str(number), "state": "submitted"})
+    return found
+
+
+def test_each_submission_is_read_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = put_programs_first(tmp_path, monkeypatch)
+    separator = "\x1f"
+    rows = "".join(
+        separator.join([str(job), "PENDING", "JobHeldUser", "0", "N/A", "N/A", "0", "", "small", "x", "\n"])
+        for job in range(1, _MANY + 1)
+    )
+    programs.put("squeue", f"printf '%s' '{rows}'")
+    runs = _held(tmp_path / "runs", _MANY)
+    work = work_of(lambda: standings(runs), monkeypatch)
+    assert sum(path.endswith("/submission.json") for path in work.opened) == _MANY
