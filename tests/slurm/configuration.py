@@ -34,6 +34,8 @@ class Settings:
     #: How long slurmctld remembers a job that has ended. Slurm's own: 300.
     min_job_age_s: int = 300
     max_array_size: int = 1001
+    #: Jobs that slurmctld keeps, each task of an array counted. Slurm's own: 10000.
+    max_job_count: int = 10_000
 
 
 # Without DefMemPerCPU a job takes all memory of its nodes, and no two share one.
@@ -75,6 +77,7 @@ BatchStartTimeout=60
 InactiveLimit=0
 MinJobAge={settings.min_job_age_s}
 MaxArraySize={settings.max_array_size}
+MaxJobCount={settings.max_job_count}
 SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=1,batch_sched_delay=0
 {accounting}
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[2]}-{ports[5]}] CPUs={cpus} \

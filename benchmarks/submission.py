@@ -1,0 +1,243 @@
+"""The time of ``submit`` and ``status`` of many runs, beside bare scripts and submitit's ``map_array``.
+
+    python -m benchmarks.submission [--rounds 7] [--runs 1 100 1000 10000]
+
+Starts the test cluster (tests/slurm/cluster.py; root, Debian's Slurm). All jobs are held, and cancelled after
+each measurement. Every arm is a process of its own from its start to its end:
+
+- ours: the whole command, ``hpc-train submit`` of a sweep of that many runs, and ``hpc-train status``;
+- the bare script (benchmarks/bare_submission.py): writes the same files with the same fsyncs and calls sbatch
+  once; or calls squeue once and reads the runs' files;
+- ``map_array`` of submitit, which keeps pickles only.
+
+Rounds are interleaved over arms and, for submit, over numbers of runs: its growth is a ratio within a round.
+CPU time is that of the arm and the commands that it calls, without Slurm's daemons. Writes
+benchmarks/results/submission.json. All four numbers take about a quarter of an hour on two cores, without
+10000 about two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measuring import MIN_ROUNDS, ROOT, comparison, conditions, interleaved, write
+from tests.slurm.cluster import Cluster
+from tests.slurm.configuration import Settings
+
+BARE, OURS, MAP_ARRAY = "bare script", "hpc-train", "submitit map_array"
+SIZES = (1, 100, 1000, 10_000)
+#: Cancelled jobs are counted too for a while.
+SETTINGS = Settings(accounting=False, min_job_age_s=2, max_array_size=10_001, max_job_count=200_000)
+
+EXPERIMENT = """\
+name: sweep
+task: classification
+model: {{name: "timm/resnet18"}}
+data: {{name: digits}}
+optimization:
+  steps: 100
+  global_batch_size: 64
+  micro_batch_size: 64
+  optimizer: {{name: sgd, lr: 0.01}}
+slurm: {{partition: low, nodes: 1, time_limit: 60min, extra: {{hold: true}}}}
+sweep: {{grid: {{seed: {seeds}}}}}
+"""
+MAP_ARRAY_SCRIPT = """\
+import sys
+from submitit import SlurmExecutor
+executor = SlurmExecutor(sys.argv[1])
+executor.update_parameters(
+    partition="low", nodes=1, time=60, wckey=None, array_parallelism=10**9,
+    additional_parameters={"hold": True},
+)
+executor.map_array(abs, range(int(sys.argv[2])))
+"""
+
+
+class Bench:
+    """A folder with all that the arms write, on a cluster that runs."""
+
+    def __init__(self, folder: Path, cluster: Cluster) -> None:
+        self._folder, self._cluster = folder, cluster
+        self._numbers = itertools.count()
+        #: The CPU seconds of each arm and number of runs, by round.
+        self.cpu_s: dict[str, list[float]] = {}
+
+    def submit_arms(self, size: int) -> dict[str, Callable[[], float]]:
+        """Return the arms that submit this many runs. Submits one run, which the bare script copies."""
+        template = self._submitted(1)
+        arms = {
+            BARE: functools.partial(self._bare_submit, template, size),
+            OURS: functools.partial(self._submit, size),
+            MAP_ARRAY: functools.partial(self._map_array, size),
+        }
+        return {_key("submit", arm, size): arms[arm] for arm in arms if arm != MAP_ARRAY or size > 1}
+
+    def status_arms(self, size: int) -> dict[str, Callable[[], float]]:
+        """Return the arms that show this many runs, which are submitted first."""
+        runs = self._submitted(size).parent
+        script = str(ROOT / "benchmarks" / "bare_submission.py")
+        bare = [sys.executable, script, "status", str(runs)]
+        ours = [sys.executable, "-m", "hpc_train", "status"]
+        commands = {_key("status", BARE, size): bare, _key("status", OURS, size): ours}
+        return {
+            key: functools.partial(self._measured, key, command, runs.parent)
+            for key, command in commands.items()
+        }
+
+    def cancel(self) -> None:
+        """Cancel all jobs."""
+        self._cluster.run("scancel", f"--user={os.getuid()}")
+
+    def _submitted(self, size: int) -> Path:
+        """Submit runs with hpc-train; return the folder of one of them."""
+        runs = self._new_folder()
+        self._run(self._submit_command(size), runs)
+        return next(path for path in (runs / "sweep").iterdir() if path.name[0] != ".")
+
+    def _submit(self, size: int) -> float:
+        with self._disposable() as runs:
+            return self._measured(_key("submit", OURS, size), self._submit_command(size), runs)
+
+    def _bare_submit(self, template: Path, size: int) -> float:
+        script = str(ROOT / "benchmarks" / "bare_submission.py")
+        with self._disposable() as runs:
+            command = [sys.executable, script, "submit", str(template), str(runs / "sweep"), str(size)]
+            return self._measured(_key("submit", BARE, size), command, runs)
+
+    def _map_array(self, size: int) -> float:
+        with self._disposable() as runs:
+            command = [sys.executable, "-c", MAP_ARRAY_SCRIPT, str(runs), str(size)]
+            return self._measured(_key("submit", MAP_ARRAY, size), command, runs)
+
+    def _submit_command(self, size: int) -> list[str]:
+        file = self._folder / "work" / f"sweep{size}.yaml"
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(EXPERIMENT.format(seeds=list(range(size))), encoding="utf-8")
+        return [sys.executable, "-m", "hpc_train", "submit", str(file)]
+
+    def _new_folder(self) -> Path:
+        folder = self._folder / f"runs{next(self._numbers)}"
+        folder.mkdir()
+        return folder
+
+    @contextmanager
+    def _disposable(self) -> Iterator[Path]:
+        """A runs folder that is removed afterwards, with the jobs submitted meanwhile cancelled."""
+        runs, before = self._new_folder(), self._jobs()
+        try:
+            yield runs
+        finally:
+            if made := self._jobs() - before:
+                self._cluster.run("scancel", *made)
+            shutil.rmtree(runs)
+
+    def _jobs(self) -> set[str]:
+        return set(self._cluster.run("squeue", "--noheader", "--format=%F").split())
+
+    def _measured(self, key: str, command: Sequence[str], runs: Path) -> float:
+        for answer in (self._folder / "cache").glob("slurm-*.json"):  # each asks Slurm by itself
+            answer.unlink()
+        seconds, cpu_s = self._run(command, runs)
+        self.cpu_s.setdefault(key, []).append(cpu_s)
+        return seconds
+
+    def _run(self, command: Sequence[str], runs: Path) -> tuple[float, float]:
+        """Return the seconds and CPU seconds of a command. Raises RuntimeError with its output's end."""
+        paths = {"PYTHONPATH": str(ROOT), "HPC_TRAIN_RUNS": str(runs)}
+        environment = os.environ | paths | {"HPC_TRAIN_CACHE": str(self._folder / "cache")}
+        with tempfile.TemporaryFile() as output:
+            start = time.perf_counter()
+            process = subprocess.Popen(
+                command, env=environment, cwd=self._folder / "work", stdout=output, stderr=subprocess.STDOUT
+            )
+            _, code, usage = os.wait4(process.pid, 0)
+            seconds = time.perf_counter() - start
+            process.returncode = os.waitstatus_to_exitcode(code)
+            if process.returncode != 0:
+                output.seek(0)
+                raise RuntimeError(f"{command}: {output.read()[-2000:].decode(errors='replace')}")
+        return seconds, usage.ru_utime + usage.ru_stime
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
+    parser.add_argument("--runs", type=int, nargs="+", default=SIZES)
+    arguments = parser.parse_args()
+    sizes, rounds = sorted(set(arguments.runs)), arguments.rounds
+    with tempfile.TemporaryDirectory(prefix="hpc-train-slurm-") as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "work").mkdir()
+        cluster = Cluster(folder / "cluster", SETTINGS)
+        cluster.up()
+        os.environ.update(cluster.environment)
+        try:
+            slurm = cluster.run("sinfo", "--version").strip()
+            comparisons = _measure(Bench(folder, cluster), sizes, rounds)
+        finally:
+            cluster.down()
+    print(json.dumps(comparisons, indent=1))
+    measured_with = conditions(("submitit",)) | {"slurm": slurm, "jobs": "held", "disk": _disk()}
+    if rounds >= MIN_ROUNDS:  # fewer are a trial
+        write("submission", measured_with, comparisons)
+
+
+def _measure(bench: Bench, sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    arms: dict[str, Callable[[], float]] = {}
+    for size in sizes:
+        arms |= bench.submit_arms(size)
+    bench.cancel()
+    values = interleaved(arms, rounds)
+    for size in sizes:  # with no other jobs in the queue
+        values |= interleaved(bench.status_arms(size), rounds)
+        bench.cancel()
+    found = []
+    for command, size in itertools.product(("submit", "status"), sizes):
+        title = f"{command} of {size:,} {'run' if size == 1 else 'runs'}"
+        found.append(comparison(title, "seconds", _of(values, command, size), BARE))
+        found.append(comparison(f"{title}, CPU time", "CPU seconds", _of(bench.cpu_s, command, size), BARE))
+    for small, large in itertools.pairwise(sizes):
+        growth = {f"{size:,} runs": values[_key("submit", OURS, size)] for size in (small, large)}
+        title = f"submit of {large:,} runs beside {small:,}, hpc-train"
+        found.append(comparison(title, "seconds", growth, f"{small:,} runs"))
+    return found
+
+
+def _of(values: dict[str, list[float]], command: str, size: int) -> dict[str, list[float]]:
+    keys = {arm: _key(command, arm, size) for arm in (BARE, OURS, MAP_ARRAY)}
+    return {arm: values[key] for arm, key in keys.items() if key in values}
+
+
+def _key(command: str, arm: str, size: int) -> str:
+    return f"{command} {arm} {size}"
+
+
+def _disk() -> str:
+    """Return the type of the file system that the runs were written to."""
+    said = subprocess.run(
+        ["stat", "--file-system", "--format=%T", tempfile.gettempdir()],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return said.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()
