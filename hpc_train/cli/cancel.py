@@ -9,22 +9,27 @@ from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.lookup import by_launcher
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
-from hpc_train.run.find import find_runs, run_name
+from hpc_train.run.find import find_runs, run_names
 from hpc_train.run.run_status import GOING_ON, read_status
 
 
 def cancel(words: Sequence[str]) -> ExitCode:
     """Cancel the runs that are meant; the worst of what became of them."""
     codes = [ExitCode.DONE]
-    for launcher, runs in by_launcher(find_runs(words)):
+    found = find_runs(words)
+    names = run_names(found)
+    for launcher, runs in by_launcher(found):
         before = {paths: _state(paths) for paths in runs}
         try:
-            left = launcher.cancel(runs)
+            left = set(launcher.cancel(runs))
         except NoSchedulerError as error:
             say(str(error))
             codes.append(error.exit_code)
             continue
-        codes += [ExitCode.FAILED if paths in left else _report(paths, before[paths]) for paths in runs]
+        codes += [
+            ExitCode.FAILED if paths in left else _report(paths, names[paths], before[paths])
+            for paths in runs
+        ]
     return max(codes)
 
 
@@ -33,9 +38,9 @@ def _state(paths: RunPaths) -> str:
     return read_status(paths).state
 
 
-def _report(paths: RunPaths, before: str) -> ExitCode:
-    """Print the run's status."""
-    run_id, status = run_name(paths), read_status(paths)
+def _report(paths: RunPaths, run_id: str, before: str) -> ExitCode:
+    """Print the run's status; ``run_id``: its printed name."""
+    status = read_status(paths)
     if before not in GOING_ON and status.state == before:
         say(f"{run_id}: {before} already; nothing to cancel")
     elif status.state in GOING_ON:

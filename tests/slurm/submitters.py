@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -59,15 +60,14 @@ def _halt(halt: Halt) -> None:
 
 
 def _halting(function: Callable[..., Any], halt: Halt) -> Callable[..., Any]:
-    calls = 0
+    calls = itertools.count(1)
 
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == halt.call and halt.when == "before":
+        call = next(calls)  # several threads may call
+        if call == halt.call and halt.when == "before":
             _halt(halt)
         result = function(*arguments, **keywords)
-        if calls == halt.call and halt.when == "after":
+        if call == halt.call and halt.when == "after":
             _halt(halt)
         return result
 
