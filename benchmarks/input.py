@@ -18,7 +18,6 @@ ratios taken within a round. Writes benchmarks/results/input.json; with ``--quic
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
@@ -38,7 +37,16 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from benchmarks.measuring import MIN_ROUNDS, comparison, conditions, interleaved, write
+from benchmarks.measuring import (
+    ROOT,
+    cannot_run,
+    comparison,
+    conditions,
+    interleaved,
+    parser,
+    rounds_of,
+    write,
+)
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.base import DataSource, TensorSplit
 from hpc_train.datasets.batches import training_batches
@@ -60,14 +68,22 @@ Arms = dict[str, Callable[[], Iterable[Any]]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--images", type=Path, required=True, help="a folder with JPEG images below it")
-    parser.add_argument("--cifar10", type=Path, required=True, help="a folder with train/<class>/*.jpg")
-    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the images, 3 rounds, no results")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument(
+        "--images", type=Path, default=ROOT / "data" / "camvid", help="a folder with images below it"
+    )
+    made.add_argument(
+        "--cifar10",
+        type=Path,
+        default=ROOT / "data" / "cifar10-images",
+        help="a folder with train/<class>/*.jpg",
+    )
+    options = made.parse_args()
+    for option, folder in (("--images", options.images), ("--cifar10", options.cifar10)):
+        if not folder.is_dir():
+            cannot_run(f"{folder} does not exist; {option} names a folder with images")
     torch.set_num_threads(1)
-    share, rounds = (4, 3) if options.quick else (1, max(options.rounds, MIN_ROUNDS))
+    share, rounds = 4 if options.quick else 1, rounds_of(options)
     with tempfile.TemporaryDirectory() as folder:
         jpegs, cifar = Path(folder, "jpeg"), Path(folder, "cifar")
         make_jpegs(options.images, jpegs, NUM_JPEGS // share)

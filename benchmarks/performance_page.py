@@ -25,9 +25,9 @@ PAGE, PLOTS = "performance.md", "plots"
 #: Heading → the benchmarks below it, modules of this package, in the order in which ``make bench`` runs them.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Training step": ("step",),
-    "Input": ("augmentation",),
+    "Input": ("input", "augmentation"),
     "Checkpoints": ("checkpoint",),
-    "Start and submission": ("cli_start",),
+    "Start and submission": ("submission", "cli_start"),
     "Preemption": ("preemption",),
     "Memory": ("memory", "open_files"),
     "Pipeline parallelism": ("pipeline",),

@@ -18,7 +18,6 @@ benchmarks/results/submission.json. All four numbers take about a quarter of an 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
@@ -33,12 +32,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import MIN_ROUNDS, ROOT, comparison, conditions, interleaved, write
+from benchmarks.measuring import (
+    ROOT,
+    cannot_run,
+    comparison,
+    conditions,
+    interleaved,
+    parser,
+    rounds_of,
+    write,
+)
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import Settings
 
 BARE, OURS, MAP_ARRAY = "bare script", "hpc-train", "submitit map_array"
 SIZES = (1, 100, 1000, 10_000)
+QUICK_SIZES = (1, 10)
 #: Cancelled jobs are counted too for a while.
 SETTINGS = Settings(accounting=False, min_job_age_s=2, max_array_size=10_001, max_job_count=200_000)
 
@@ -175,11 +184,13 @@ class Bench:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=MIN_ROUNDS)
-    parser.add_argument("--runs", type=int, nargs="+", default=SIZES)
-    arguments = parser.parse_args()
-    sizes, rounds = sorted(set(arguments.runs)), arguments.rounds
+    made = parser(__doc__)
+    made.add_argument("--runs", type=int, nargs="+", default=SIZES)
+    arguments = made.parse_args()
+    if shutil.which("slurmctld") is None or os.geteuid() != 0:
+        cannot_run("Slurm's daemons are needed, and root: tests/slurm/install.sh installs them")
+    sizes = QUICK_SIZES if arguments.quick else sorted(set(arguments.runs))
+    rounds = rounds_of(arguments)
     with tempfile.TemporaryDirectory(prefix="hpc-train-slurm-") as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -194,7 +205,7 @@ def main() -> None:
             cluster.down()
     print(json.dumps(comparisons, indent=1))
     measured_with = conditions(("submitit",)) | {"slurm": slurm, "jobs": "held", "disk": _disk()}
-    if rounds >= MIN_ROUNDS:  # fewer are a trial
+    if not arguments.quick:
         write("submission", measured_with, comparisons)
 
 

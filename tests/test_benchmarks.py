@@ -18,10 +18,12 @@ from benchmarks.measuring import ROOT, comparison, interleaved, parser, rounds_o
 
 #: Programs that measure nothing.
 _OTHERS = {"__main__", "gpu", "gpu_loop", "loops", "performance_page"}
+#: The script that submission.py starts as an arm.
+_ARMS = {"bare_submission"}
 PROGRAMS = sorted(
     path.stem
     for path in (ROOT / "benchmarks").glob("*.py")
-    if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    if path.stem not in _ARMS and '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 )
 
 

@@ -38,16 +38,16 @@ def _state(paths: RunPaths) -> str:
     return read_status(paths).state
 
 
-def _report(paths: RunPaths, run_id: str, before: str) -> ExitCode:
-    """Print the run's status; ``run_id``: its printed name."""
+def _report(paths: RunPaths, name: str, before: str) -> ExitCode:
+    """Print the run's status; ``name``: its printed one."""
     status = read_status(paths)
     if before not in GOING_ON and status.state == before:
-        say(f"{run_id}: {before} already; nothing to cancel")
+        say(f"{name}: {before} already; nothing to cancel")
     elif status.state in GOING_ON:
-        say(f"{run_id}: marked as cancelled; its job is not gone yet")
+        say(f"{name}: marked as cancelled; its job is not gone yet")
         return ExitCode.TRY_AGAIN
     elif status.state != "cancelled":
-        say(f"{run_id}: {status.state} before it could be cancelled")
+        say(f"{name}: {status.state} before it could be cancelled")
     else:
-        say(f"{run_id}: cancelled at step {status.step}; `hpc-train resume {run_id}` continues it")
+        say(f"{name}: cancelled at step {status.step}; `hpc-train resume {name}` continues it")
     return ExitCode.DONE

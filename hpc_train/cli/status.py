@@ -98,7 +98,7 @@ class RunRow:
             job=jobs[-1] if jobs else None,
             restart=newest_restart(run.records),
             budget=recovery.budget,
-            micro_batch_size=kept_size(paths) if run.attempts else None,
+            micro_batch_size=kept_size(paths) if run.attempts or now.state != "pending" else None,
             excluded_nodes=recovery.excluded_nodes,
             values=values if isinstance(values, dict) else None,
             code=_code(facts),

@@ -41,7 +41,11 @@ def known_names(kind: str) -> list[str] | None:
     """Return the names of a kind (``timm``, ``torchvision``, ``datasets``, ``timm_optimizers``,
     ``torch_schedules``); None if unavailable.
     """
-    return _names_of(kind)
+    names = _answer(None).get(kind)
+    if names is not _checked.get(kind):  # a check of all names, once and not for each run of a sweep
+        is_right = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        _checked[kind] = names if is_right else None
+    return _checked.get(kind)
 
 
 def has_batchnorm(name: str, args: dict[str, Any]) -> bool | None:
@@ -79,13 +83,10 @@ def cache_folder() -> Path:
 def forget_answers() -> None:
     """Clear the cache of this process, not the one on disk."""
     _answer.cache_clear()
-    _names_of.cache_clear()
 
 
-@cache
-def _names_of(kind: str) -> list[str] | None:
-    names = _answer(None).get(kind)
-    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+#: The names of a kind that the last answer had.
+_checked: dict[str, list[str] | None] = {}
 
 
 @cache
