@@ -86,6 +86,8 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; the copy is asynchronous if the memory is pinned."""
+        if device.type == self.valid.device.type == "cpu":
+            return self
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:

@@ -55,29 +55,30 @@ class Agreement:
         #: The same memory; writing and reading it costs less than a tensor operation.
         self._array = self._counts.numpy()
         self._work: dist.Work | None = None
-        self._has_begun = False
+        #: This rank's, from ``begin`` to ``wait``.
+        self._own: tuple[int, ...] | None = None
 
     def begin(self, own: StepFlags = StepFlags()) -> None:
         """Start the exchange."""
-        assert not self._has_begun, "begin without wait"
-        self._has_begun = True
+        assert self._own is None, "begin without wait"
         saves = own.save and self._group.rank == 0
         flags = (bool(self._flag), saves, own.has_failed, own.is_waiting, own.is_non_finite)
-        # A sum: flags of which one is set stay above zero.
-        self._array[:] = (*flags, own.bad_samples)
+        self._own = (*flags, own.bad_samples)
         if self._group.world_size > 1:
+            self._array[:] = self._own  # a sum: flags of which one is set stay above zero
             self._work = dist.all_reduce(self._counts, group=self._group.control, async_op=True)
 
     def wait(self) -> Consensus:
         """End the exchange; return the same on all ranks."""
-        assert self._has_begun, "wait without begin"
-        self._has_begun = False
+        assert self._own is not None, "wait without begin"
+        counts, self._own = self._own, None
         if self._work is not None:
             work, self._work = self._work, None
             work.wait()
+            counts = self._array.tolist()
         elif self._flag:  # single rank: what arrived since begin counts, too
-            self._array[0] = 1
-        stop, save, has_failed, is_waiting, is_non_finite, bad_samples = self._array.tolist()
+            counts = (1, *counts[1:])
+        stop, save, has_failed, is_waiting, is_non_finite, bad_samples = counts
         return Consensus(stop > 0, save > 0, has_failed > 0, is_waiting > 0, is_non_finite > 0, bad_samples)
 
     def exchange(self, own: StepFlags = StepFlags()) -> Consensus:

@@ -7,6 +7,7 @@ Measured on one core, µs per call: torch 1.1, Python 3.8, NumPy 1.5, the hash 1
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -25,7 +26,12 @@ def splitmix64(value: int) -> int:
 
 def stream_seed(seed: int, step: int, number: int) -> int:
     """Return the 64-bit seed of a micro-batch's forward pass."""
-    return splitmix64(splitmix64(splitmix64(seed) ^ step) ^ number)
+    return splitmix64(_step_seed(seed, step) ^ number)
+
+
+@lru_cache(maxsize=2)  # training and an evaluation
+def _step_seed(seed: int, step: int) -> int:
+    return splitmix64(splitmix64(seed) ^ step)
 
 
 def seed_forward(seed: int, step: int, number: int, device: torch.device, stage: int = 0) -> None:

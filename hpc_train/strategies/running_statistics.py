@@ -19,7 +19,7 @@ variance of each channel of each layer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 
 import torch
@@ -82,15 +82,15 @@ class RunningStatistics:
         if self._layers:
             self._end()
 
-    @contextmanager
-    def micro_batch(self, slot: int, *, is_spare: bool) -> Iterator[None]:
+    def micro_batch(self, slot: int, *, is_spare: bool) -> AbstractContextManager[None]:
         """Run the forward of the ``slot``-th micro-batch inside, and nothing of another one.
 
         A spare one's statistics are dropped. Not collective.
         """
-        if not self._layers:
-            yield
-            return
+        return self._recorded(slot, is_spare=is_spare) if self._layers else nullcontext()
+
+    @contextmanager
+    def _recorded(self, slot: int, *, is_spare: bool) -> Iterator[None]:
         # Through .data: a pipeline has forwards of several micro-batches before the first one's backward, for
         # which autograd saved these very buffers. It does not use their values.
         for buffers in (self._statistics(), self._calls()):  # apart: one kernel for each takes one dtype

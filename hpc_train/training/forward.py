@@ -6,8 +6,8 @@ own some of the layers, piece by piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,12 +69,10 @@ class TrainingForward:
             moved = self.to_input(batch)
             return mean_loss(self.task, self.task.forward(model, moved), moved)
 
-    @contextmanager
-    def begin(self, batch: Batch, stage: int = 0) -> Iterator[None]:
+    def begin(self, batch: Batch, stage: int = 0) -> AbstractContextManager[object]:
         seed_forward(self.seed, batch.step, batch.number, self.device, stage)
         begin_forward(self.compile, self.device)
-        with self.context():
-            yield
+        return self.context()
 
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
         with self.context():

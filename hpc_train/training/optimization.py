@@ -90,7 +90,13 @@ class Optimization:
 
     def zero_grad(self) -> None:
         """Free the gradients."""
-        self.optimizer.zero_grad(set_to_none=True)
+        if type(self.optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+            self.optimizer.zero_grad(set_to_none=True)
+            return
+        # What torch's does, without its range for profilers, which takes longer.
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 class _Scaler(torch.amp.GradScaler):
