@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -103,8 +103,12 @@ class SlotReader(Dataset[Read | Failure]):
         self._seed = seed
         self._prepare = prepare
         self._targets = targets
-        # Targets that are in memory are checked once, all together.
-        self._targets_fit = type(split) is TensorSplit and targets.accepts(split.targets)
+        # What is in memory is checked once, all together.
+        self._is_checked = (
+            type(split) is TensorSplit
+            and channels in (None, split.images.shape[1])
+            and targets.accepts(split.targets)
+        )
         self._part: Part = part
         self._skip_bad = skip_bad
 
@@ -168,6 +172,8 @@ class SlotReader(Dataset[Read | Failure]):
 
     def _whole_batch(self, split: ArraySplit, slot: Slot) -> tuple[Tensors, Tensors]:
         read: Any = split.batch(slot.indices)
+        if self._is_checked:
+            return cast("tuple[Tensors, Tensors]", read)
         count = len(slot.indices)
         is_pair = isinstance(read, tuple) and len(read) == 2 and not isinstance(read[0], list)
         if not (is_pair and all(_has_rows(part, count) for part in read)):
@@ -178,8 +184,6 @@ class SlotReader(Dataset[Read | Failure]):
         inputs, targets = read
         if not is_structured(inputs):
             self._check_inputs(inputs, type(split).__name__)
-        if self._targets_fit:
-            return inputs, targets
         try:
             return inputs, self._targets.batch(targets)
         except MisfitError as error:

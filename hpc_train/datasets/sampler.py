@@ -127,13 +127,15 @@ class MicroBatchSampler(DistributedSampler[Slot]):
 
     def __iter__(self) -> Iterator[Slot]:
         steps = range(self._position.step, self._total_steps)
+        num_slots = self.slots_per_step
         for step, window in zip(steps, self._position.windows(), strict=False):
-            for place in range(self.slots_per_step):
+            for place in range(num_slots):
                 yield self._slot(step, window, place)
 
     def _slot(self, step: int, window: int, place: int) -> Slot:
-        number, weight = self.rank + place * self.num_replicas, 1 / self.micro_batches
-        if number >= self.micro_batches:  # spare: only takes part in the collectives
+        micro_batches = self.micro_batches
+        number, weight = self.rank + place * self.num_replicas, 1 / micro_batches
+        if number >= micro_batches:  # spare: only takes part in the collectives
             number, weight = self.rank, 0.0
         size = self._micro_batch_size
         epoch, slice_number = divmod(window, self._count // self._global_batch_size)
