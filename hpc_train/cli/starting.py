@@ -14,6 +14,7 @@ from hpc_train.launchers.following import LOCAL
 from hpc_train.paths import RunPaths, from_here
 from hpc_train.report.metrics_reader import Row, in_words, validation_rows
 from hpc_train.report.progress_display import Progress
+from hpc_train.run.files import read_text
 from hpc_train.run.find import run_name, run_names
 from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_status import GOING_ON, read_status
@@ -83,8 +84,19 @@ def say_end(paths: RunPaths, code: ExitCode) -> None:
     details = [*_results(validation_rows(paths.metrics)), ("run folder", from_here(paths.folder))]
     if paths.metrics.exists():
         details.append(("metrics", from_here(paths.metrics)))
+    details += _profile(paths)
     steps = next_steps(paths, read_status(paths))
     _say_details(*details, *zip(("next", *[""] * len(steps)), steps, strict=False))
+
+
+def _profile(paths: RunPaths) -> list[tuple[str, str]]:
+    """Return the lines on what limits the run, if its newest attempt was profiled."""
+    attempts = paths.attempt_folders()
+    table = attempts[-1].profile_table if attempts else None
+    if table is None or not table.is_file():
+        return []
+    limits = [line for line in read_text(table).splitlines() if line.startswith("limited by: ")]
+    return [("profile", from_here(table)), *(("", one_line(line)) for line in limits[:1])]
 
 
 def _results(rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.cli.starting import say_end
 from hpc_train.cli.status import RunRow
+from hpc_train.config.training_sections import ProfileConfig
+from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.plan.identity import run_id
 from hpc_train.run.attempts import read_record, write_record
@@ -179,6 +182,23 @@ def test_a_run_that_has_saved_ends_with_what_to_do_next(
     folder = paths.folder.relative_to(tmp_path)
     next_step = f"`hpc-train export {name} -o weights.safetensors` writes its weights"
     assert f"\n  run folder  {folder}\n" in done.err and done.err.endswith(f"\n  next        {next_step}\n")
+
+
+def test_a_profiled_run_ends_with_what_limits_it(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _submit(file, "--profile")
+    (paths,) = find_runs([])
+    assert read(paths).profile == ProfileConfig(after_steps=10, steps=5)
+    table = paths.attempt(1).profile_table
+    table.parent.mkdir(parents=True, exist_ok=True)
+    table.write_text(
+        "5 steps of rank 0\nlimited by: input; to go faster raise data.workers\n\nName  Self CPU\n"
+    )
+    say_end(paths, ExitCode.FAILED)
+    shown = capsys.readouterr().err
+    assert (
+        f"\n  profile     {table}\n              limited by: input; to go faster raise data.workers\n"
+        in shown
+    )
 
 
 def test_a_completed_run_is_not_started_again(file: Path) -> None:
