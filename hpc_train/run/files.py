@@ -82,7 +82,7 @@ def write_new(path: Path, text: str, *, sync: bool = True) -> None:
 
     With ``sync`` its content is on disk when this returns; the caller syncs the folder.
     """
-    with path.open("xb") as file:
+    with path.open("wb") as file:
         file.write(text.encode())
         if sync:
             file.flush()

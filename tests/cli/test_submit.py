@@ -369,7 +369,8 @@ def test_a_queued_run_is_said_to_be_queued_and_outlives_its_command(file: Path) 
     done = python("-m", "hpc_train", "submit", file, "--launcher", QUEUEING)
     assert done.code == 0, done.err
     (paths,) = find_runs([])
-    assert f"{paths.folder.name}: queued; `hpc-train status {paths.folder.name}`" in done.err
+    assert f"{paths.folder.name}: queued\n" in done.err
+    assert f"`hpc-train status {paths.folder.name}`" in done.err
     assert "pending" in done.out
     record = read_record(paths.attempt(1))
     assert record is not None and record.launcher == QUEUEING
