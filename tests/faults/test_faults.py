@@ -126,6 +126,8 @@ def test_a_requeue_by_hand_and_ranks_of_a_node(
 
 @pytest.mark.slurm
 @pytest.mark.fault(16, 33)
+# As slow as a user's: a slurmctld that is killed seconds after the job started has not saved that it runs.
+@pytest.mark.usefixtures("fresh_ranks")
 @seeds
 def test_a_controller_that_dies(
     seed: int, cluster_without_accounting: Cluster, quiet_runs: QuietRuns, tmp_path: Path
