@@ -53,12 +53,12 @@ Measurements of hpc-train and of what it replaces. This page and its plots are g
 [benchmarks/results](../benchmarks/results) by `python -m benchmarks.performance_page`; a test fails if a
 figure here is not in these files.
 
-**How to read it.** Each round runs all arms of a comparison once, in random order, and each ratio is taken
-within its round, so that other load on the machine affects all arms alike. A ratio is an arm's time divided
-by the baseline's: below 1 is faster. Dots and figures are medians over the rounds, whiskers and ranges are
-p10–p90. Ratios carry over to similar machines, absolute times do not. [Conditions](#conditions) lists
-machine and versions of each measurement, [Not measured](#not-measured) what is missing. No test asserts a
-time.
+**How to read it.** Each round runs all arms of a comparison once, in random order, and each ratio is
+taken within its round, so that other load on the machine affects all arms alike. A ratio is an arm's
+time divided by the baseline's: below 1 is faster. Of rates (images per second) it is above 1. Dots and
+figures are medians over the rounds, whiskers and ranges are p10–p90. Ratios carry over to similar
+machines, absolute times do not. [Conditions](#conditions) lists machine and versions of each
+measurement, [Not measured](#not-measured) what is missing. No test asserts a time.
 
 `make bench` measures everything that needs no GPU and takes hours; `make bench-gpu` measures what needs one.
 Each benchmark also runs alone, by the command given with it.
@@ -134,8 +134,9 @@ class _Page:
         ratios = {arm: values["ratio"] for arm, values in compared["arms"].items()}
         if ratios:
             name = f"{PLOTS}/{_slug(title)}.svg"
-            self.plots[name] = ratio_plot(title, baseline, ratios, _is_ours)
-            yield f"![{title}. {description(baseline, ratios)}]({name})\n"
+            quantity = _measured(compared["unit"])
+            self.plots[name] = ratio_plot(title, baseline, ratios, _is_ours, quantity)
+            yield f"![{title}. {description(baseline, ratios, quantity)}]({name})\n"
         yield "| arm | median | ratio (p10–p90) |\n| --- | ---: | ---: |"
         for arm, values in compared["arms"].items():
             median = _quantity(values["median"], compared["unit"])
@@ -145,9 +146,11 @@ class _Page:
     def _remarks(self, compared: Mapping[str, Any], ratios: Mapping[str, Mapping[str, Any]]) -> str:
         rounds = compared["rounds"]
         remarks = [f"{rounds} round{'s' * (rounds != 1)}", self._conditions_of(compared)]
-        unit = compared["unit"].removeprefix("seconds").strip()
-        if unit:
-            remarks.insert(0, f"Time {unit}")
+        unit = compared["unit"]
+        if unit.startswith("seconds "):
+            remarks.insert(0, f"Time {unit.removeprefix('seconds ')}")
+        elif _measured(unit) == unit:
+            remarks.insert(0, "More is faster")
         if rounds < MIN_ROUNDS:
             remarks.append(f"fewer than the {MIN_ROUNDS} rounds that a result needs, so it is provisional")
         if any(ratio["p10"] is None for ratio in ratios.values()):
@@ -217,6 +220,13 @@ def _arm(name: str) -> str:
 
 def _slug(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def _measured(unit: str) -> str:
+    """Return what is measured in ``unit``: a time, or a rate, which is called as its unit."""
+    if unit.startswith("CPU seconds"):
+        return "CPU time"
+    return "time" if unit.startswith("seconds") else unit
 
 
 def _quantity(value: float | None, unit: str) -> str:

@@ -28,7 +28,11 @@ text, text.peer, text.ours { fill: #e6edf3 } text.tick { fill: #9198a1 }
 
 
 def ratio_plot(
-    title: str, baseline: str, arms: Mapping[str, Mapping[str, Any]], is_ours: Callable[[str], bool]
+    title: str,
+    baseline: str,
+    arms: Mapping[str, Mapping[str, Any]],
+    is_ours: Callable[[str], bool],
+    quantity: str = "time",
 ) -> str:
     """Return an SVG with a row per arm: a dot at the median ratio, a whisker from p10 to p90.
 
@@ -50,10 +54,10 @@ def ratio_plot(
             f' height="{height}" role="img" aria-labelledby="title description">'
         ),
         f'<title id="title">{escape(title)}</title>',
-        f'<desc id="description">{escape(description(baseline, arms))}</desc>',
+        f'<desc id="description">{escape(description(baseline, arms, quantity))}</desc>',
         f"<style>{_STYLE}</style>",
         f'<rect class="background" width="{width:.0f}" height="{height}" rx="6"/>',
-        *_axis(x, _ticks(low, high, x), bottom, f"time relative to {baseline}", left + _PLOT / 2),
+        *_axis(x, _ticks(low, high, x), bottom, f"{quantity} relative to {baseline}", left + _PLOT / 2),
         f'<line class="baseline" x1="{x(1):.1f}" x2="{x(1):.1f}" y1="{_TOP - 8}" y2="{bottom}"/>',
     ]
     for row, (arm, ratio) in enumerate(arms.items()):
@@ -62,11 +66,10 @@ def ratio_plot(
     return "\n".join([*parts, "</svg>", ""])
 
 
-def description(baseline: str, arms: Mapping[str, Mapping[str, Any]]) -> str:
+def description(baseline: str, arms: Mapping[str, Mapping[str, Any]], quantity: str = "time") -> str:
     """Return the plot in words, for who can't see it."""
-    return f"Time relative to {baseline}. " + "; ".join(
-        f"{arm}: {label(ratio)}" for arm, ratio in arms.items()
-    )
+    shown = "; ".join(f"{arm}: {label(ratio)}" for arm, ratio in arms.items())
+    return f"{quantity[0].upper()}{quantity[1:]} relative to {baseline}. {shown}"
 
 
 def label(ratio: Mapping[str, Any]) -> str:
