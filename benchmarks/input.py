@@ -1,10 +1,10 @@
 """Images per second of CPU time that one core reads, decodes and augments, beside timm and torchvision.
 
-    python -m benchmarks.input --images FOLDER --cifar10 FOLDER [--rounds 7] [--quick]
+    python -m benchmarks.input [--images FOLDER] [--cifar10 FOLDER] [--rounds 7] [--quick]
 
 Each arm delivers the same batches of uint8 images (B, C, H, W) to one process with one thread and no loader
-processes, so an arm's figure is what one core delivers; normalizing belongs to the device and is left out of
-all arms. CPU time rather than wall time, because a loader process shares its node. Three sources:
+processes, so an arm's figure is what one core delivers; normalizing belongs to the device and no arm does
+it. CPU time rather than wall time, because a loader process shares its node. Three sources:
 
 - JPEG files of 500 x 375 pixels, random resized crop to 224 and flip. They are made here, each of four
   images below ``--images`` side by side, as JPEG of quality 95.

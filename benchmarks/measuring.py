@@ -134,7 +134,7 @@ def conditions(
 ) -> dict[str, Any]:
     """Return what a result holds for: date, device, cores, load average at this moment, versions.
 
-    ``packages``: distributions besides hpc-train and torch; those that are not installed are left out.
+    ``packages``: distributions besides hpc-train and torch; those that are not installed are omitted.
     ``peers``: a folder in which more of them are installed. ``device``: where the arms ran; default: the CPU.
     """
     wanted = {"hpc-train", "torch", *packages}

@@ -55,9 +55,9 @@ figure here is not in these files.
 
 **How to read it.** Each round runs all arms of a comparison once, in random order, and each ratio is
 taken within its round, so that other load on the machine affects all arms alike. A ratio is an arm's
-time divided by the baseline's: below 1 is faster. Of rates (images per second) it is above 1. Dots and
-figures are medians over the rounds, whiskers and ranges are p10–p90. Ratios carry over to similar
-machines, absolute times do not. [Conditions](#conditions) lists machine and versions of each
+time divided by the baseline's: below 1 is faster. Of rates, such as images per second, above 1 is
+faster. Dots and figures are medians over the rounds, whiskers and ranges are p10–p90. Ratios carry over
+to similar machines, absolute times do not. [Conditions](#conditions) lists machine and versions of each
 measurement, [Not measured](#not-measured) what is missing. No test asserts a time.
 
 `make bench` measures everything that needs no GPU and takes hours; `make bench-gpu` measures what needs one.

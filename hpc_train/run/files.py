@@ -147,7 +147,7 @@ def open_descriptor(path: Path, flags: int) -> int:
     Raises UnreadableFileError for a folder, pipe or device, which could block, and for a link to itself.
     """
     descriptor, _ = _open(path, flags)
-    os.set_blocking(descriptor, True)  # whoever inherits it expects that
+    os.set_blocking(descriptor, True)  # a process that inherits it expects that
     return descriptor
 
 

@@ -56,9 +56,9 @@ class Shares:
         cls, total_s: float, waits: list[Interval], computing: list[Interval], sending: list[Interval]
     ) -> Shares:
         """``total_s``: of the steps; intervals may overlap, in seconds of any one clock."""
-        input_s = length(waits)
-        device_s = length(waits + computing) - input_s
-        network_s = length(waits + computing + sending) - input_s - device_s
+        input_s = union_length(waits)
+        device_s = union_length(waits + computing) - input_s
+        network_s = union_length(waits + computing + sending) - input_s - device_s
         host_s = max(0.0, total_s - input_s - device_s - network_s)
         return cls(input_s, device_s, network_s, host_s)
 
@@ -162,7 +162,7 @@ def _interval(event: Any) -> Interval:
     return event.time_range.start / 1e6, event.time_range.end / 1e6
 
 
-def length(intervals: Sequence[Interval]) -> float:
+def union_length(intervals: Sequence[Interval]) -> float:
     """Return the length of the union of intervals."""
     total, end = 0.0, float("-inf")
     for begin, until in sorted(intervals):

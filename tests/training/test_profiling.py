@@ -12,7 +12,7 @@ from torch.profiler import profile, record_function
 
 from hpc_train.config.training_sections import ProfileConfig
 from hpc_train.paths import AttemptPaths
-from hpc_train.training.profiling import Shares, StepProfiler, length, shares_of
+from hpc_train.training.profiling import Shares, StepProfiler, shares_of, union_length
 from hpc_train.training.step_times import StepTimes
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ def test_each_moment_counts_once() -> None:
     [([], 0), ([(1, 3)], 2), ([(4, 5), (1, 3), (2, 3.5)], 3.5), ([(0, 10), (2, 3)], 10)],
 )
 def test_overlaps_count_once(intervals: list[tuple[float, float]], expected: float) -> None:
-    assert length(intervals) == expected
+    assert union_length(intervals) == expected
 
 
 def test_gloos_operations_are_communication() -> None:
