@@ -21,7 +21,12 @@ from hpc_train.config.training_sections import OptimizerConfig
 from hpc_train.distributed.precision import Precision
 from hpc_train.errors import BadFileError
 from hpc_train.topology.learning_rate import Schedule
-from hpc_train.validate.part_rules import UNUSABLE_OPTIMIZERS, not_an_argument, problem_of_optimizer
+from hpc_train.validate.part_rules import (
+    UNUSABLE_OPTIMIZERS,
+    not_an_argument,
+    problem_of_optimizer,
+    unfit_fused_sgd,
+)
 
 _KEY, _ARGS = "optimization.optimizer", ("optimization", "optimizer", "args")
 #: Keys of the file that are arguments of the optimizer's class, too.
@@ -154,11 +159,8 @@ def make_optimizer(
     arguments = _arguments(config, kind, global_batch_size)
     if config.name.lower().removeprefix("torch/") in _FUSED:
         arguments = _with_kernel(arguments, list(parameters.values()), may_fuse=may_fuse)
-    if kind is torch.optim.SGD and arguments.get("fused") and not may_fuse:
-        raise BadFileError(
-            f"{_KEY}.args.fused: fused sgd is wrong under precision: fp16, whose scaler skips steps, "
-            "and takes no sparse gradients; omit it"
-        )
+    if not may_fuse and (problem := unfit_fused_sgd(config.name, config.args)):
+        raise problem.as_error()
     try:
         return make(_parameter_groups(config, parameters, arguments["lr"], depths), arguments)
     except (TypeError, ValueError, AssertionError, ImportError, RuntimeError) as error:

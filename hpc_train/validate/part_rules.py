@@ -5,7 +5,7 @@ What ranks check too, for files that never were validated here, is a function th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule
 from hpc_train.config.schema import Experiment, LoggingConfig
@@ -246,6 +246,24 @@ def problem_of_optimizer(name: str, of_timm: Callable[[], Collection[str] | None
     return Problem(path, f"there is no optimizer '{shortened(name)}'", remedy)
 
 
+@rule("optimization.optimizer", "precision")
+def fused_sgd_fits_the_precision(experiment: Experiment) -> Iterator[Problem]:
+    """Fused SGD must not run under fp16's scaler."""
+    optimizer = experiment.optimization.optimizer
+    if experiment.precision == "fp16" and (problem := unfit_fused_sgd(optimizer.name, optimizer.args)):
+        yield problem
+
+
+def unfit_fused_sgd(name: str, args: Mapping[str, object]) -> Problem | None:
+    """Return what is wrong with fused SGD where a scaler skips steps, or gradients are sparse."""
+    if name.lower() not in {"sgd", "torch/sgd"} or not args.get("fused"):
+        return None
+    message = (
+        "fused sgd is wrong under precision: fp16, whose scaler skips steps, and takes no sparse gradients"
+    )
+    return Problem(("optimization", "optimizer", "args", "fused"), message, "omit it")
+
+
 @rule("optimization.schedule.name")
 def schedule_is_known(experiment: Experiment) -> Iterator[Problem]:
     """The learning rate schedule must be built in, of timm, or of torch."""
@@ -297,6 +315,7 @@ RULES: tuple[Rule, ...] = (
     strategy_takes_its_arguments,
     degrees_belong_to_the_strategy,
     schedules_belong_to_pipelines,
+    fused_sgd_fits_the_precision,
 )
 #: Rules that may start a child process.
 NAME_RULES: tuple[Rule, ...] = (

@@ -256,6 +256,12 @@ SHARED = {
     "training.optimization._find: problem_of_optimizer": Shared(
         {"optimization.optimizer": {"name": "adamx", "lr": 0.1}}, optimize
     ),
+    "training.optimization.make_optimizer: unfit_fused_sgd": Shared(
+        {"precision": "fp16", "optimization.optimizer": {"name": "sgd", "lr": 0.1, "args": {"fused": True}}},
+        lambda experiment: optimization.make_optimizer(
+            experiment.optimization.optimizer, {}, 1, may_fuse=False
+        ),
+    ),
     "training.prepare._check_number_of_samples: too_few_samples": Shared(
         {"data": {"name": "synthetic", "args": {"num_samples": 40}}},
         lambda experiment: prepare._check_number_of_samples(experiment, build_source(experiment.data)),
