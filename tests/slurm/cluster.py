@@ -194,14 +194,16 @@ class Cluster:
 
     def _start_accounting(self) -> None:
         data, sock = self.folder / "mariadb", self.folder / "mariadb.socket"
-        subprocess.run(
-            [program_path("mariadb-install-db"), "--no-defaults", "--user=root", f"--datadir={data}",
-             "--auth-root-authentication-method=normal", "--skip-test-db", _AIO],
-            check=True, capture_output=True,
+        # A mariadbd that starts removes all "#sql…" files of its tmpdir: in /tmp those of other clusters' servers.
+        (temporary := self.folder / "mariadb.tmp").mkdir()
+        tmpdir = f"--tmpdir={temporary}"
+        self.run(
+            program_path("mariadb-install-db"), "--no-defaults", "--user=root", f"--datadir={data}",
+            "--auth-root-authentication-method=normal", "--skip-test-db", _AIO, tmpdir,
         )  # fmt: skip
         self._daemon(
             "mariadbd", "--no-defaults", "--user=root", f"--datadir={data}", f"--socket={sock}",
-            "--skip-networking", _AIO, "--skip-grant-tables",
+            "--skip-networking", _AIO, tmpdir, "--skip-grant-tables",
             "--innodb-buffer-pool-size=32M", "--innodb-flush-log-at-trx-commit=0",
         )  # fmt: skip
         self.wait(lambda: succeeds("mariadb-admin", "--no-defaults", f"--socket={sock}", "ping"), "MariaDB")
