@@ -39,7 +39,7 @@ def is_structured(tensors: Tensors) -> bool:
 
 
 def collate(samples: Sequence[Any], stack: Callable[[Sequence[Tensor], str], Any], name: str = "") -> Tensors:
-    """Return the samples' common structure with ``stack`` of its tensors, which is told their name (``a.0``).
+    """Return the samples' common structure with ``stack`` of its tensors and their name (``a.0``).
 
     Raises BadFileError where two samples are structured differently.
     """

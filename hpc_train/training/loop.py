@@ -138,7 +138,7 @@ class Trainer:
         """Train one step beside the exchange of what all ranks must know."""
         self._slot = 0
         self.progress.at(self._training, step)
-        self.agreement.begin(self._wish())
+        self.agreement.begin(self._own_flags())
         is_allowed = self._train_step(step, batches)
         agreed = self.agreement.wait()
         with self._saves_finished():
@@ -176,7 +176,7 @@ class Trainer:
     def _training(self) -> str:
         return "training" if self._has_stepped else "first step"
 
-    def _wish(self) -> StepFlags:
+    def _own_flags(self) -> StepFlags:
         return StepFlags(
             save=self._save_is_due_by_time(),
             has_failed=self.saves.has_failed,

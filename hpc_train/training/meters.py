@@ -55,11 +55,11 @@ class _PendingRow:
 
 
 class MetricsWriter:
-    """Rank 0's pen: rows go to metrics.jsonl, to the loggers and as plain lines to the rank's log."""
+    """Writes rank 0's rows to metrics.jsonl, to the loggers and as plain lines to the rank's log."""
 
     def __init__(self, metrics: MetricsFile, loggers: list[Logger], log: TextIO) -> None:
         self.metrics = metrics
-        #: What the loggers are told at ``close``.
+        #: State of the run that the loggers receive at ``close``.
         self.state = "failed"
         self._loggers = loggers
         self._log = log
@@ -70,12 +70,12 @@ class MetricsWriter:
         row = {name: None if name in bad else value for name, value in row.items()}
         self.metrics.append(row)
         self._each_logger(lambda logger: logger.log(row))
-        told = [
+        values = [
             f"{name} {value:.5g}"
             for name, value in row.items()
             if isinstance(value, float) and name != "time"
         ]
-        print(f"{row['split']} step {row['step']} {' '.join(told)}", file=self._log, flush=True)
+        print(f"{row['split']} step {row['step']} {' '.join(values)}", file=self._log, flush=True)
 
     def begin(self, step: int) -> None:
         """Tell the loggers that training continues from ``step``, with the rows that the file holds."""
@@ -201,8 +201,8 @@ class StatusWriter:
         self._total_steps = total_steps
         self._steps_per_epoch = steps_per_epoch
         self._written_at = -math.inf
-        #: Errors that the log has.
-        self._told: set[int | None] = set()
+        #: ``errno`` of the errors that the log has.
+        self._logged: set[int | None] = set()
 
     def step_done(self, step: int) -> None:
         if time.monotonic() - self._written_at >= STATUS_EVERY_S:
@@ -221,8 +221,8 @@ class StatusWriter:
         except OSError as error:
             if is_last:
                 raise storage_error(error, self._paths.status) from error
-            if error.errno not in self._told:
-                self._told.add(error.errno)
+            if error.errno not in self._logged:
+                self._logged.add(error.errno)
                 _log.warning("%s can't be written now (%s); training continues", self._paths.status, error)
 
     def _write(

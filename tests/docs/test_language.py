@@ -53,8 +53,6 @@ WORDS = {
 _PATTERNS = {re.compile(word.replace(" ", r"\s+"), re.IGNORECASE): instead for word, instead in WORDS.items()}
 #: Words that no name contains.
 _METAPHORS = {"told", "wish", "heed", "pen", "birth", "errand", "mended", "settle", "unheard", "anew"}
-#: File → words that it still has.
-_LEFT = {"loop.py": {"wish"}, "meters.py": {"pen", "told"}, "structures.py": {"told"}}
 #: Names in code font, and links to tests, whose text is the name of the test.
 _NAMES = re.compile(r"`+[^`\n]+`+|\[[^]\n]*\]\(\.\./tests/[^)\n]*\)")
 
@@ -80,7 +78,7 @@ def test_names_use_plain_terms() -> None:
         f"{file.relative_to(REPOSITORY)}: {name}"
         for file in sorted(PACKAGE.rglob("*.py"))
         for name in sorted(_own_names(ast.parse(file.read_text(encoding="utf-8"))))
-        if (_METAPHORS - _LEFT.get(file.name, set())) & set(name.lower().split("_"))
+        if _METAPHORS & set(name.lower().split("_"))
     ]
     assert named == []
 
@@ -115,7 +113,5 @@ def _hits(file: Path, text: str, first_line: int = 1) -> Iterator[str]:
     prose = _NAMES.sub(lambda name: " " * len(name[0]), text)
     for pattern, instead in _PATTERNS.items():
         for match in pattern.finditer(prose):
-            if match[0] in _LEFT.get(file.name, ()):
-                continue
             line = first_line + prose.count("\n", 0, match.start())
             yield f"{file.relative_to(REPOSITORY)}:{line}: {' '.join(match[0].split())!r}: write {instead}"

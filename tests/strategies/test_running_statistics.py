@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from timm.layers.norm_act import BatchNormAct2d
 from torch import Tensor, nn
 
@@ -155,6 +156,28 @@ def test_no_forward_sees_another_micro_batchs_statistics() -> None:
                 model(torch.randn(4, 2, dtype=torch.float64))
     assert model.num_batches_tracked == 2
     assert (model.running_mean > 3).all()  # type: ignore[operator]
+
+
+def test_neighbours_that_share_micro_batches_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks, two by two with the same micro-batches; of the other pair's two slots only the last counts."""
+
+    def gather(calls: Tensor, own: Tensor, group: object) -> None:
+        calls.copy_(torch.tensor([*own, *own, 0, 2, 0, 2]))
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(dist, "all_reduce", lambda added, group: None)
+    model = nn.BatchNorm1d(2, momentum=0.1).double()
+    statistics = RunningStatistics(model, data_rank=0, data_ranks=2)
+    own = []
+    with statistics.step(2):
+        for slot in range(2):
+            with statistics.micro_batch(slot, is_spare=False):
+                model(torch.randn(4, 2, dtype=torch.float64))
+                own.append(model.running_mean.clone())  # type: ignore[union-attr,operator]
+    # Calls in order: 1 (own), 0, 1 (own), 2. Three follow the first of the own ones, two the second.
+    torch.testing.assert_close(model.running_mean, 0.9**3 * own[0] + 0.9**2 * own[1])
+    assert model.num_batches_tracked == 4
 
 
 class Renorm(nn.BatchNorm1d):
