@@ -194,7 +194,7 @@ class Cluster:
 
     def _start_accounting(self) -> None:
         data, sock = self.folder / "mariadb", self.folder / "mariadb.socket"
-        # A mariadbd that starts removes all "#sql…" files of its tmpdir: in /tmp those of other clusters' servers.
+        # A mariadbd that starts removes all "#sql…" files of its tmpdir: in /tmp, those of other clusters.
         (temporary := self.folder / "mariadb.tmp").mkdir()
         tmpdir = f"--tmpdir={temporary}"
         self.run(

@@ -159,7 +159,7 @@ def test_no_forward_sees_another_micro_batchs_statistics() -> None:
 
 
 def test_neighbours_that_share_micro_batches_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four ranks, two by two with the same micro-batches; of the other pair's two slots only the last counts."""
+    """Four ranks, two by two with the same micro-batches; the other pair's layer ran in its last one only."""
 
     def gather(calls: Tensor, own: Tensor, group: object) -> None:
         calls.copy_(torch.tensor([*own, *own, 0, 2, 0, 2]))
