@@ -31,7 +31,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Preemption": ("preemption",),
     "Memory": ("memory", "open_files"),
     "Pipeline parallelism": ("pipeline",),
-    "Whole runs": ("cifar10",),
+    "Whole runs": ("headlines", "cifar10"),
     "GPU": ("gpu_throughput",),
 }
 #: Not part of ``make bench``.
