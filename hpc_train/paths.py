@@ -277,6 +277,21 @@ class RunPaths:
         return self.wandb / ".lock"
 
     @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.folder / "tensorboard"
+
+    @property
+    def tensorboard_flushed(self) -> Path:
+        """The step up to which the event files have all rows."""
+        return self.tensorboard / "flushed.json"
+
+    @property
+    def csv(self) -> Path:
+        """Final rows as tables."""
+        return self.folder / "csv"
+
+    @property
     def cache(self) -> Path:
         """Compile caches."""
         return self.folder / "cache"

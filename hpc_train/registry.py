@@ -42,7 +42,11 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "torchvision": "hpc_train.models.torchvision:build",
         "gpt": "hpc_train.models.gpt:build",
     },
-    "loggers": {"wandb": "hpc_train.loggers.wandb:WandbLogger"},
+    "loggers": {
+        "wandb": "hpc_train.loggers.wandb:WandbLogger",
+        "tensorboard": "hpc_train.loggers.tensorboard:TensorboardLogger",
+        "csv": "hpc_train.loggers.csv_files:CsvLogger",
+    },
     "launchers": {
         "local": "hpc_train.launchers.local:LocalLauncher",
         "slurm": "hpc_train.launchers.slurm.launcher:SlurmLauncher",

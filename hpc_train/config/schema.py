@@ -117,15 +117,20 @@ class LoggingConfig(Section):
     """Optimizer steps between training rows."""
     wandb: WandbConfig | None = None
     """Logging to Weights & Biases. Default: off."""
+    tensorboard: bool = False
+    """Write event files for TensorBoard to the run folder. Needs ``pip install 'hpc-train[tensorboard]'``."""
+    csv: bool = False
+    """Write ``csv/train.csv`` and ``csv/val.csv`` to the run folder, up to the newest checkpoint."""
     loggers: dict[PlainName, Arguments] = {}
     """Loggers without a section of their own, such as plug-ins, by name, each with its keyword arguments.
     Default: none."""
 
     def arguments_by_logger(self) -> dict[str, dict[str, Any]]:
-        """Return the loggers of the file; a section ``logging.<name>`` turns on the logger of that name."""
+        """Return the loggers of the file; ``logging.<name>: true``, or a section, turns on that logger."""
         keys = {key: getattr(self, key) for key in type(self).model_fields}
         sections = {key: value.model_dump() for key, value in keys.items() if isinstance(value, Section)}
-        return self.loggers | sections
+        switches: dict[str, dict[str, Any]] = {key: {} for key, value in keys.items() if value is True}
+        return self.loggers | sections | switches
 
 
 class Experiment(Section):

@@ -5,7 +5,9 @@ What ranks check too, for files that never were validated here, is a function th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from importlib.util import find_spec
 
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule
 from hpc_train.config.schema import Experiment, LoggingConfig
@@ -98,12 +100,24 @@ def loggers_are_known(experiment: Experiment) -> Iterator[Problem]:
     for name in experiment.logging.loggers:
         path = ("logging", "loggers", name)
         if name in with_section:
-            remedy = f"write logging.{name}: {{…}}"
+            is_switch = LoggingConfig.model_fields[name].annotation is bool
+            remedy = f"write logging.{name}: {'true' if is_switch else '{…}'}"
             yield Problem(path, f"{name} has a key of its own", remedy, on_key=True)
         elif name not in parts("loggers"):
             close = nearest(name, parts("loggers").keys() - with_section)
             remedy = f"did you mean {close}?" if close else "install its package, or take it out"
             yield Problem(path, f"there is no logger '{shortened(name)}'", remedy, on_key=True)
+
+
+@rule("logging.tensorboard", "environment.python", "environment.container")
+def tensorboard_is_installed(experiment: Experiment) -> Iterator[Problem]:
+    """``logging.tensorboard`` needs the package, where the ranks use this command's Python."""
+    environment = experiment.environment
+    is_ours = environment.python is None and environment.container is None
+    if experiment.logging.tensorboard and is_ours and find_spec("tensorboard") is None:
+        message = f"the package tensorboard is not installed for {sys.executable}"
+        remedy = "run pip install 'hpc-train[tensorboard]', or take the key out"
+        yield Problem(("logging", "tensorboard"), message, remedy)
 
 
 @rule("model.name")
@@ -317,8 +331,9 @@ RULES: tuple[Rule, ...] = (
     schedules_belong_to_pipelines,
     fused_sgd_fits_the_precision,
 )
-#: Rules that may start a child process.
+#: Rules on what is installed here; some start a child process.
 NAME_RULES: tuple[Rule, ...] = (
+    tensorboard_is_installed,
     model_is_known,
     dataset_is_known,
     optimizer_is_known,

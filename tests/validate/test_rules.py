@@ -120,8 +120,9 @@ def args(*overrides: str) -> tuple[str, ...]:
         (args("model.name=timm"), "model.name", "write timm/resnet50"),
         (args("task=clasification"), "task", "did you mean classification?"),
         (args("parallel.strategy=dpp"), "parallel.strategy", "did you mean ddp?"),
-        (args("logging.loggers.tensorbord={}"), "logging.loggers.tensorbord", "no logger"),
-        (args("logging.loggers.wandb={}"), "logging.loggers.wandb", "write logging.wandb"),
+        (args("logging.loggers.mlfow={}"), "logging.loggers.mlfow", "no logger"),
+        (args("logging.loggers.wandb={}"), "logging.loggers.wandb", "write logging.wandb: {…}"),
+        (args("logging.loggers.csv={}"), "logging.loggers.csv", "write logging.csv: true"),
         (args("optimization.optimizer.args.lr=1"), "optimization.optimizer.args.lr", "optimizer.lr"),
         (args("model.args.pretrained=true"), "model.args.pretrained", "write model.pretrained"),
         (args("model.args.drop-path=1"), "model.args.drop-path", "Python name"),
@@ -663,3 +664,12 @@ def test_what_compile_can_not_be_combined_with_is_named(
 def test_lamb_that_leaves_clipping_to_the_file_is_allowed_where_ranks_share_layers(tmp_path: Path) -> None:
     lamb = "optimization.optimizer={name: lamb, lr: 0.1, args: {max_grad_norm: null}}"
     assert problems_of(tmp_path, GOOD, lamb, "parallel.strategy=pipeline") == []
+
+
+def test_a_missing_optional_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert problems_of(tmp_path, GOOD, "logging.tensorboard=true") == []
+    monkeypatch.setattr(part_rules, "find_spec", lambda name: None)
+    (line,) = problems_of(tmp_path, GOOD, "logging.tensorboard=true")
+    assert "logging.tensorboard: the package" in line and "pip install 'hpc-train[tensorboard]'" in line
+    elsewhere = ("logging.tensorboard=true", "environment.python=/opt/venv/bin/python")
+    assert problems_of(tmp_path, GOOD, *elsewhere) == []
