@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,10 +23,17 @@ from hpc_train.checkpoint.control_group import ControlGroup
 from hpc_train.checkpoint.layouts import Layout, agree
 from hpc_train.checkpoint.saved_tensors import SavedState, read_into
 from hpc_train.checkpoint.staging import Contents, Staging
-from hpc_train.checkpoint.state import DIFFERENT, NamedTensors, TrainingState, make_optimizer_state
+from hpc_train.checkpoint.state import (
+    DIFFERENT,
+    NamedTensors,
+    NewOptimizerState,
+    TensorRef,
+    TrainingState,
+)
 from hpc_train.checkpoint.writing import CheckpointWriter, Staged, UnderWay
 from hpc_train.checkpoint.writing import Save as Save
-from hpc_train.errors import HpcTrainError, StorageError
+from hpc_train.distributed import signals
+from hpc_train.errors import BadFileError, HpcTrainError, StorageError, TransientStorageError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import all_set_aside, committed, damaged, set_aside, verify
 from hpc_train.strategies.base import Piece, Strategy
@@ -39,6 +47,15 @@ class Loaded:
 
     step: int
     extra: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A checkpoint that fits this model: what is read already, in memory of its own."""
+
+    saved: SavedState
+    optimizer: NewOptimizerState
+    named: NamedTensors
 
 
 class Checkpointer:
@@ -253,8 +270,13 @@ class Checkpointer:
         """
         for step in self._candidates():
             checkpoint = self.paths.checkpoint(step)
-            if self._is_whole(checkpoint):
-                return self._load(checkpoint, state)
+            # Hashing takes about as long as reading: both at once. Nothing of ``state`` changes meanwhile.
+            with ThreadPoolExecutor(1, initializer=signals.block) as beside:
+                problems = beside.submit(verify, checkpoint, self.ranks.rank, self.ranks.world_size)
+                read = self._read(checkpoint, state)
+                is_whole = self._is_whole(checkpoint, problems.result)
+            if is_whole:
+                return self._take(checkpoint, read, state)
         self._writer.together(self.paths.checkpoints, self._refuse_to_start_over)
         return None
 
@@ -280,9 +302,8 @@ class Checkpointer:
 
         return self.ranks.broadcast(self._writer.together(self.paths.checkpoints, look))
 
-    def _is_whole(self, checkpoint: CheckpointPaths) -> bool:
-        look = partial(verify, checkpoint, self.ranks.rank, self.ranks.world_size)
-        problems = self._writer.together(checkpoint.folder, look)
+    def _is_whole(self, checkpoint: CheckpointPaths, problems_of_part: Callable[[], list[str]]) -> bool:
+        problems = self._writer.together(checkpoint.folder, problems_of_part)
         found = self.ranks.first_text("; ".join(problems) if problems else None)
         if found is None:
             return True
@@ -300,15 +321,52 @@ class Checkpointer:
             why = why.replace("\n", " ")
             _log.warning("checkpoint %s is damaged, now %s: %s", checkpoint.folder.name, target.name, why)
 
-    def _load(self, checkpoint: CheckpointPaths, state: TrainingState) -> Loaded:
+    def _read(self, checkpoint: CheckpointPaths, state: TrainingState) -> _Read | HpcTrainError:
+        """Read what goes into memory of its own, the optimizer's state, or return why that is not possible:
+        of a damaged checkpoint the damage is the reason.
+        """
         together = partial(self._writer.together, checkpoint.folder)
-        saved = together(lambda: SavedState.read(checkpoint))
-        held = together(lambda: matching.LocalState.of(state))
-        by_any = self._held_by_any(held.names, together(lambda: matching.names_of(saved)))
-        misfits = together(lambda: matching.find_mismatches(held, saved, by_any))
-        matching.refuse([json.loads(text) for text in self.ranks.texts(json.dumps(misfits))])
-        together(lambda: self._take(checkpoint, saved, state))
-        return Loaded(checkpoint.step, saved.extra)
+        try:
+            saved = together(lambda: SavedState.read(checkpoint))
+            held = together(lambda: matching.LocalState.of(state))
+            by_any = self._held_by_any(held.names, together(lambda: matching.names_of(saved)))
+            misfits = together(lambda: matching.find_mismatches(held, saved, by_any))
+            matching.refuse([json.loads(text) for text in self.ranks.texts(json.dumps(misfits))])
+            return together(lambda: self._read_optimizer(checkpoint, saved, held.named, state))
+        except (BadFileError, StorageError, TransientStorageError) as error:
+            return error
+
+    def _read_optimizer(
+        self, checkpoint: CheckpointPaths, saved: SavedState, named: NamedTensors, state: TrainingState
+    ) -> _Read:
+        """Not collective."""
+        names = state.parameter_names(named)
+        made = NewOptimizerState.make(state.optimizer, names, saved, self.strategy.empty_like)
+        read_into(checkpoint, saved.tensors, self._targets(saved, made.tensors))
+        return _Read(saved, made, named)
+
+    def _take(self, checkpoint: CheckpointPaths, read: _Read | HpcTrainError, state: TrainingState) -> Loaded:
+        """Change ``state`` to what the checkpoint, which is intact, contains. Collective."""
+        if isinstance(read, HpcTrainError):
+            raise read
+        weights = state.weights(read.named)
+
+        def take() -> None:
+            read_into(checkpoint, read.saved.tensors, self._targets(read.saved, weights))
+            read.optimizer.give(state.optimizer)
+            if state.scaler is not None and state.scaler.is_enabled() and read.saved.scaler:
+                state.scaler.load_state_dict(read.saved.scaler)
+
+        self._writer.together(checkpoint.folder, take)
+        return Loaded(checkpoint.step, read.saved.extra)
+
+    def _targets(self, saved: SavedState, tensors: Mapping[str, TensorRef]) -> dict[str, list[Piece]]:
+        """Return this rank's pieces of ``tensors`` by the names that they were saved under."""
+        targets: dict[str, list[Piece]] = {}
+        for name, kept in tensors.items():
+            pieces = self.strategy.pieces(kept.tensor, kept.like)
+            targets.setdefault(saved.first_name(name), []).extend(pieces)
+        return targets
 
     def _held_by_any(self, held: Collection[str], names: Sequence[str]) -> set[str]:
         """Return those of ``names`` that any rank owns, the same on all ranks. Collective."""
@@ -316,17 +374,3 @@ class Checkpointer:
         if self.ranks.smallest([all(own)])[0]:
             return set(names)
         return {name for name, holders in zip(names, self.ranks.total(own), strict=True) if holders}
-
-    def _take(self, checkpoint: CheckpointPaths, saved: SavedState, state: TrainingState) -> None:
-        """Read what this rank owns. Not collective."""
-        named = NamedTensors.of(state.model)
-        names = state.parameter_names(named)
-        empty_like = self.strategy.empty_like
-        tensors = state.weights(named) | make_optimizer_state(state.optimizer, names, saved, empty_like)
-        targets: dict[str, list[Piece]] = {}
-        for name, kept in tensors.items():
-            pieces = self.strategy.pieces(kept.tensor, kept.like)
-            targets.setdefault(saved.first_name(name), []).extend(pieces)
-        read_into(checkpoint, saved.tensors, targets)
-        if state.scaler is not None and state.scaler.is_enabled() and saved.scaler:
-            state.scaler.load_state_dict(saved.scaler)

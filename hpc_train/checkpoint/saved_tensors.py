@@ -231,7 +231,7 @@ def _copy(shard: ShardReader, name: str, dtype: str, piece: SavedPiece, target: 
     assert overlap is not None
     source = tuple(slice(a - at, b - at) for (a, b), at in zip(overlap, piece.offset, strict=True))
     place = tuple(slice(a - at, b - at) for (a, b), at in zip(overlap, target.offset, strict=True))
-    target.local[place].copy_(shard.read(piece.key(name), dtype, piece.shape, source))
+    shard.read_into(target.local[place], piece.key(name), dtype, piece.shape, source)
 
 
 def _overlap(piece: SavedPiece, target: Piece) -> list[tuple[int, int]] | None:

@@ -1,7 +1,8 @@
 """One shard: a safetensors file written with its hash, and pieces of tensors read back from it.
 
-Written here rather than by safetensors' own function, so that the hash is computed on the bytes to be written
-(without reading them back) and a full disk is an OSError with its number. Read by ``safe_open``.
+Written and read here rather than by safetensors' own functions: the hash is computed on the bytes to be
+written (without reading them back), pieces are read straight into the tensors that need them, and what a disk
+refuses is an OSError with its number, where a memory map of a damaged file would kill the process.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hpc_train.errors import BadFileError
 from hpc_train.run.checkpoints import FileEntry, new_hash
+from hpc_train.run.files import UnreadableFileError, open_regular
 
 #: safetensors' names of the dtypes.
 DTYPE_NAMES = {
@@ -45,6 +46,12 @@ _CHUNK_BYTES = 1 << 20
 #: Writeback to disk is started each time this much more was written (measured: 8 and 32 MiB are alike, and a
 #: save of 1 GB takes two thirds of the time that it takes when fsync starts it).
 _FLUSH_BYTES = 32 << 20
+#: Read at once where a tensor can't be read into in place (assumed).
+_BLOCK_BYTES = 16 << 20
+#: safetensors' own limit.
+_MAX_HEADER_BYTES = 100 << 20
+#: What one system call reads at most on Linux.
+_MAX_READ_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -124,41 +131,113 @@ def _header(entries: Mapping[str, Entry], metadata: dict[str, str]) -> bytes:
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    assert tensor.device.type == "cpu" and tensor.is_contiguous()
-    if tensor.numel() == 0:
-        return
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any stride
-    octets = memoryview(flat.view(torch.uint8).numpy().data)
+    octets = _memory(tensor)
     for begin in range(0, len(octets), _CHUNK_BYTES):
         yield octets[begin : begin + _CHUNK_BYTES]
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU; writing there changes it."""
+    assert tensor.device.type == "cpu" and tensor.is_contiguous()
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # a single element may have any stride
+    return memoryview(flat.view(torch.uint8).numpy().data)
 
 
 class ShardReader:
     """One shard that is open for reading."""
 
-    def __init__(self, path: Path, file: Any) -> None:
+    def __init__(self, path: Path, file: BinaryIO) -> None:
         self._path = path
         self._file = file
-        self._names = set(file.keys())
+        size = os.fstat(file.fileno()).st_size
+        length = struct.unpack("<Q", self._octets(0, 8))[0] if size >= 8 else size
+        if length > min(size - 8, _MAX_HEADER_BYTES):
+            raise self._damaged("its header is longer than the file")
+        self._begin = 8 + length
+        self._num_bytes = size - self._begin
+        try:
+            self._header: dict[str, Any] = dict(json.loads(self._octets(8, length)))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise self._damaged(f"its header is not JSON: {error}") from error
 
-    def read(self, name: str, dtype: str, shape: tuple[int, ...], part: tuple[slice, ...]) -> Tensor:
-        """Return ``part`` of the tensor, which must have this ``dtype`` and ``shape`` in the file."""
-        if name not in self._names:
+    def read_into(
+        self, target: Tensor, name: str, dtype: str, shape: tuple[int, ...], part: Sequence[slice]
+    ) -> None:
+        """Copy ``part`` of tensor ``name``, one slice per dimension, into ``target``, which is of its shape.
+
+        Raises BadFileError unless the tensor has this ``dtype`` and ``shape`` in the file.
+        """
+        begin = self._offset(name, dtype, shape)
+        rows = part[0] if part else slice(0, 1)
+        inner = tuple(part[1:])
+        row_nbytes = math.prod(shape[1:]) * DTYPES[dtype].itemsize
+        is_whole = all((cut.start, cut.stop) == (0, size) for cut, size in zip(inner, shape[1:], strict=True))
+        begin += rows.start * row_nbytes
+        if (
+            is_whole
+            and target.dtype == DTYPES[dtype]
+            and target.device.type == "cpu"
+            and target.is_contiguous()
+        ):
+            self._fill(_memory(target), begin)
+            return
+        self._read_by_blocks(target, begin, (rows.stop - rows.start, *shape[1:]), DTYPES[dtype], inner)
+
+    def _read_by_blocks(
+        self, target: Tensor, begin: int, shape: tuple[int, ...], dtype: torch.dtype, inner: tuple[slice, ...]
+    ) -> None:
+        """Read rows at ``begin`` into a buffer, a few at a time, and copy their part ``inner`` from there."""
+        rows = target if target.dim() else target.reshape(1)
+        row_nbytes = math.prod(shape[1:]) * dtype.itemsize
+        at_once = max(1, min(shape[0], _BLOCK_BYTES // max(1, row_nbytes)))
+        block = torch.empty((at_once, *shape[1:]), dtype=dtype)
+        for row in range(0, shape[0], at_once):
+            found = block[: shape[0] - row]
+            self._fill(_memory(found), begin + row * row_nbytes)
+            rows[row : row + len(found)].copy_(found[(slice(None), *inner)])
+
+    def _offset(self, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+        """Return where the tensor's bytes begin in the file."""
+        if name not in self._header:
             raise BadFileError(f"{self._path}: {name} is not in it, though state.json says so")
-        view = self._file.get_slice(name)
-        found = (view.get_dtype(), tuple(view.get_shape()))
+        try:
+            entry = self._header[name]
+            found = (entry["dtype"], tuple(entry["shape"]))
+            begin, end = entry["data_offsets"]
+            fits = 0 <= begin <= end <= self._num_bytes
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged(f"its header says {self._header[name]!r:.80} of {name}") from error
         if found != (dtype, shape):
             raise BadFileError(f"{self._path}: {name} is {found}, state.json says {(dtype, shape)}")
-        if all((piece.start, piece.stop) == (0, size) for piece, size in zip(part, shape, strict=True)):
-            return self._file.get_tensor(name)
-        return view[part]
+        if not fits or type(begin) is not int or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+            raise self._damaged(f"its header gives {name} the bytes {begin!r:.40} to {end!r:.40}")
+        return self._begin + begin
+
+    def _fill(self, memory: memoryview, begin: int) -> None:
+        """Read into all of ``memory`` from byte ``begin`` of the file."""
+        done = 0
+        while done < len(memory):
+            count = os.preadv(self._file.fileno(), [memory[done : done + _MAX_READ_BYTES]], begin + done)
+            if count == 0:
+                raise self._damaged("it ends early")
+            done += count
+
+    def _octets(self, begin: int, length: int) -> bytearray:
+        octets = bytearray(length)
+        self._fill(memoryview(octets), begin)
+        return octets
+
+    def _damaged(self, why: str) -> BadFileError:
+        return BadFileError(f"{self._path}: not a safetensors file: {why}")
 
 
 @contextmanager
 def open_shard(path: Path) -> Iterator[ShardReader]:
-    """Open a shard; raises BadFileError if it is not a safetensors file."""
+    """Open a shard, verified or not; raises BadFileError if it is not a safetensors file."""
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with open_regular(path, "rb") as file:
             yield ShardReader(path, file)
-    except SafetensorError as error:
-        raise BadFileError(f"{path}: not a safetensors file: {error}") from error
+    except UnreadableFileError as error:
+        raise BadFileError(str(error)) from error

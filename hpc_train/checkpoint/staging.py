@@ -34,6 +34,15 @@ from hpc_train.strategies.base import Piece, Strategy
 _ALIGNMENT = 64
 #: NumPy has no bfloat16 and no float8; a copy only needs the element size.
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: The bits of the exponent: all are set in infinities and NaN, and only in those.
+_EXPONENTS = {
+    torch.float64: 0x7FF0_0000_0000_0000,
+    torch.float32: 0x7F80_0000,
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+}
+#: Elements that are checked at once, in a core's cache (assumed).
+_CHECKED = 1 << 17
 
 #: Names, global shapes, dtypes, offsets and local shapes: if these are equal, two saves have one layout.
 Kinds = tuple[tuple[Any, ...], ...]
@@ -165,6 +174,22 @@ def _copy(target: Tensor, source: Tensor) -> None:
     # start threads that compete with training.
     width = _SAME_WIDTH[source.element_size()]
     np.copyto(target.view(width).numpy(), source.detach().view(width).numpy())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether no element is NaN or infinite; of a dtype without infinity it is assumed."""
+    exponent = _EXPONENTS.get(tensor.dtype)
+    if exponent is None or tensor.numel() == 0:
+        return True
+    # With NumPy for the same reason as in ``_copy``.
+    flat = tensor.detach().contiguous().view(-1).view(_SAME_WIDTH[tensor.element_size()]).numpy()
+    mask = flat.dtype.type(exponent)
+    room = np.empty(min(_CHECKED, len(flat)), dtype=flat.dtype)
+    for begin in range(0, len(flat), _CHECKED):
+        part = flat[begin : begin + _CHECKED]
+        if np.bitwise_and(part, mask, out=room[: len(part)]).max() == mask:
+            return False
+    return True
 
 
 def _allocate(pieces: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

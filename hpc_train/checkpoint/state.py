@@ -275,31 +275,51 @@ def _saved_values(group: dict[str, Any]) -> dict[str, Any]:
     return values | made
 
 
-def make_optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: SavedState, empty_like: EmptyLike
-) -> dict[str, TensorRef]:
-    """Give the optimizer the state that the checkpoint lists; return its tensors, not yet filled, by name.
+@dataclass(frozen=True)
+class NewOptimizerState:
+    """The state that a checkpoint lists, in memory of its own: the optimizer has it after ``give``."""
 
-    ``checkpoint.matching`` comes first. The groups' values are the file's, except what training added.
-    """
-    tensors = {}
-    values = {name: group.values for group in saved_groups(saved) for name in group.names}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            described = saved.optimizer["state"].get(names[id(parameter)])
-            optimizer.state.pop(parameter, None)
-            if described is None:
-                continue
-            state: dict[str, Any] = dict(described["values"])
-            for key in described["tensors"]:
-                full = f"{OPTIMIZER}{names[id(parameter)]}.{key}"
-                state[key] = _make(key, saved.tensors[full], parameter, group, empty_like)
-                tensors[full] = TensorRef(state[key], parameter)
-            optimizer.state[parameter] = state
-        # Such as timm's Lamb, which counts its steps in the group: the same for all groups on all ranks.
-        theirs = values[names[id(group["params"][0])]] if group["params"] else {}
-        group.update({key: value for key, value in theirs.items() if _is_trained(key, group)})
-    return tensors
+    #: Not yet filled, by full name.
+    tensors: dict[str, TensorRef]
+    _states: dict[Tensor, dict[str, Any]]
+    _group_values: list[dict[str, Any]]
+
+    @classmethod
+    def make(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        saved: SavedState,
+        empty_like: EmptyLike,
+    ) -> NewOptimizerState:
+        """Allocate it; nothing of the optimizer changes. ``checkpoint.matching`` comes first."""
+        made = cls({}, {}, [])
+        values = {name: group.values for group in saved_groups(saved) for name in group.names}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                described = saved.optimizer["state"].get(names[id(parameter)])
+                if described is None:
+                    continue
+                state: dict[str, Any] = dict(described["values"])
+                for key in described["tensors"]:
+                    full = f"{OPTIMIZER}{names[id(parameter)]}.{key}"
+                    state[key] = _make(key, saved.tensors[full], parameter, group, empty_like)
+                    made.tensors[full] = TensorRef(state[key], parameter)
+                made._states[parameter] = state
+            # Such as timm's Lamb, which counts its steps in the group: the same for all groups on all ranks.
+            theirs = values[names[id(group["params"][0])]] if group["params"] else {}
+            made._group_values.append(
+                {key: value for key, value in theirs.items() if _is_trained(key, group)}
+            )
+        return made
+
+    def give(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace the optimizer's state. The groups' values stay the file's, except what training added."""
+        for group, values in zip(optimizer.param_groups, self._group_values, strict=True):
+            for parameter in group["params"]:
+                optimizer.state.pop(parameter, None)
+            group.update(values)
+        optimizer.state.update(self._states)
 
 
 def _make(

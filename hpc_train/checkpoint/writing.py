@@ -20,6 +20,7 @@ from torch import Tensor
 from hpc_train.checkpoint.control_group import ControlGroup
 from hpc_train.checkpoint.saved_tensors import SavedTensor
 from hpc_train.checkpoint.shards import Entry, write_safetensors
+from hpc_train.checkpoint.staging import is_finite
 from hpc_train.checkpoint.state import united
 from hpc_train.distributed import signals
 from hpc_train.errors import BadFileError, NonFiniteError, StorageError, UserError
@@ -201,14 +202,11 @@ class CheckpointWriter:
 
 def _refuse_non_finite(staged: Staged) -> None:
     for key, name in staged.parameters.items():
-        tensor = staged.tensors[key]
-        if tensor.is_floating_point() and tensor.numel():
-            least, greatest = tensor.aminmax()  # NaN appears in both
-            if not (least.isfinite() and greatest.isfinite()):
-                raise NonFiniteError(
-                    f"a weight is NaN or infinite after step {staged.step} ({name}), which is not saved; "
-                    "lower the learning rate, clip gradients, or use bf16 or fp32"
-                )
+        if not is_finite(staged.tensors[key]):
+            raise NonFiniteError(
+                f"a weight is NaN or infinite after step {staged.step} ({name}), which is not saved; "
+                "lower the learning rate, clip gradients, or use bf16 or fp32"
+            )
 
 
 @dataclass

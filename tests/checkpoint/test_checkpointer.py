@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from hpc_train.checkpoint import checkpointer as module
 from hpc_train.checkpoint.checkpointer import Checkpointer
 from hpc_train.checkpoint.layouts import deal
-from hpc_train.checkpoint.saved_tensors import SavedState, SavedTensor
-from hpc_train.checkpoint.state import NamedTensors, TrainingState, make_optimizer_state
+from hpc_train.checkpoint.saved_tensors import SavedState, SavedTensor, read_into
+from hpc_train.checkpoint.state import NamedTensors, NewOptimizerState, TrainingState
 from hpc_train.config.training_sections import OptimizerConfig
 from hpc_train.distributed.precision import Precision
 from hpc_train.errors import BadFileError, StorageError, UserError
@@ -40,6 +41,7 @@ from tests.checkpoint.checkpoint_runs import (
     make_run,
 )
 
+LIMIT_S = 120.0
 SCALER = torch.amp.GradScaler("cpu").state_dict()
 EXTRA = {"position": {"step": 3, "skipped": [1]}, "seed": 2**63 - 1, "rate": 0.1}
 
@@ -317,8 +319,8 @@ def test_counters_are_on_the_device_where_the_optimizers_kernel_reads_them(
     }
     saved = SavedState(tensors, {}, described, {}, {})
     by_id = {id(parameter): name for parameter, name in zip(parameters, names, strict=True)}
-    made = make_optimizer_state(optimizer, by_id, saved, Trainee().strategy.empty_like)
-    assert {name: kept.tensor.device.type for name, kept in made.items()} == {
+    made = NewOptimizerState.make(optimizer, by_id, saved, Trainee().strategy.empty_like)
+    assert {name: kept.tensor.device.type for name, kept in made.tensors.items()} == {
         f"optimizer.{name}.{key}": "meta" if key == "exp_avg" else place for name in names for key in keys
     }
 
@@ -432,6 +434,30 @@ def test_one_that_was_set_aside_and_is_put_back_is_loaded(run: RunPaths, saved: 
     assert loaded is not None and loaded.step == 2
 
 
+def test_files_are_verified_while_the_optimizers_state_is_read(
+    run: RunPaths, saved: Trainee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes about as long as the other. The weights change once the files are known to be intact."""
+    read, weights_when_verified = threading.Event(), []
+    other = Trainee(seed=2)
+    before = [parameter.detach().clone() for parameter in other.model.parameters()]
+
+    def note(*arguments: Any) -> None:
+        read_into(*arguments)
+        read.set()
+
+    def wait(*arguments: Any) -> list[str]:
+        assert read.wait(LIMIT_S)
+        weights_when_verified.extend(parameter.detach().clone() for parameter in other.model.parameters())
+        return verify(*arguments)
+
+    monkeypatch.setattr(module, "read_into", note)
+    monkeypatch.setattr(module, "verify", wait)
+    assert other.checkpointer(run).load_newest(other.state) is not None
+    assert all(map(torch.equal, before, weights_when_verified)) and weights_when_verified
+    assert differences(saved.everything(), other.everything()) == []
+
+
 def test_one_that_is_removed_while_ranks_look_at_it_is_not_damaged(
     run: RunPaths, saved: Trainee, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -485,8 +511,19 @@ def missing_tensor(checkpoint: CheckpointPaths) -> None:
     save_file(tensors, checkpoint.shard(0))
 
 
+def lying_place(checkpoint: CheckpointPaths) -> None:
+    """A tensor's bytes would be those behind the file's end."""
+    octets = checkpoint.shard(0).read_bytes()
+    length = struct.unpack("<Q", octets[:8])[0]
+    header = json.loads(octets[8 : 8 + length])
+    begin, end = header["model.first.weight"]["data_offsets"]
+    header["model.first.weight"]["data_offsets"] = [begin + 2**40, end + 2**40]
+    text = json.dumps(header).encode()
+    checkpoint.shard(0).write_bytes(struct.pack("<Q", len(text)) + text + octets[8 + length :])
+
+
 @pytest.mark.fault(44)
-@pytest.mark.parametrize("damage", [lying_header, lying_shape, missing_tensor])
+@pytest.mark.parametrize("damage", [lying_header, lying_shape, lying_place, missing_tensor])
 def test_a_forged_shard_is_a_clear_error(run: RunPaths, saved: Trainee, damage) -> None:  # type: ignore[no-untyped-def]
     damage(run.checkpoint(2))
     forge(run.checkpoint(2))

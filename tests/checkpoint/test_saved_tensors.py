@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from hpc_train.checkpoint import shards
 from hpc_train.checkpoint.saved_tensors import SavedPiece, SavedTensor, read_into
-from hpc_train.checkpoint.shards import DTYPES, Entry, write_safetensors
+from hpc_train.checkpoint.shards import DTYPES, Entry, open_shard, write_safetensors
+from hpc_train.errors import BadFileError
 from hpc_train.paths import CheckpointPaths
 from hpc_train.run.checkpoints import FileEntry, hash_file
 from hpc_train.strategies.base import Piece
@@ -52,6 +56,35 @@ def test_any_layout_reads_any_other(layout: tuple[tuple[int, int], list[list[tup
                 local = torch.full((bottom - top, right - left), -1, dtype=torch.int32)
                 read_into(checkpoint, saved, {"t": [Piece(shape, (top, left), local, is_writer=True)]})
                 assert torch.equal(local, full[top:bottom, left:right])
+
+
+@pytest.mark.parametrize("block_bytes", [1, 50, 1 << 20])
+def test_a_target_of_any_layout_is_read_a_few_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(shards, "_BLOCK_BYTES", block_bytes)
+    saved = {"t": torch.arange(210.0).reshape(7, 6, 5), "scalar": torch.tensor(2.5)}
+    path = tmp_path / "x"
+    write_safetensors(path, {name: Entry.of(tensor) for name, tensor in saved.items()}, {})
+    turned, wide = torch.zeros(3, 5, 4).transpose(1, 2), torch.zeros((), dtype=torch.float64)
+    with open_shard(path) as shard:
+        shard.read_into(turned, "t", "F32", (7, 6, 5), (slice(2, 5), slice(1, 5), slice(0, 5)))
+        shard.read_into(wide, "scalar", "F32", (), ())
+    assert torch.equal(turned, saved["t"][2:5, 1:5]) and wide.item() == 2.5
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_of_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    write_safetensors(path, {"t": Entry.of(torch.ones(4096))}, {})
+    with open_shard(path) as shard, pytest.raises(BadFileError, match=r"x: .*it ends early"):
+        os.truncate(path, path.stat().st_size - 1)
+        shard.read_into(torch.zeros(4096), "t", "F32", (4096,), (slice(0, 4096),))
+
+
+def test_a_pipe_in_the_place_of_a_shard_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x")
+    with pytest.raises(BadFileError, match="not a regular file"), open_shard(tmp_path / "x"):
+        pass
 
 
 def test_a_shard_that_holds_nothing_needed_is_not_opened(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpc_train.checkpoint.staging import Contents, Staging
+from hpc_train.checkpoint import staging as staging_module
+from hpc_train.checkpoint.staging import Contents, Staging, is_finite
 from tests.checkpoint.checkpoint_runs import Trainee, octets
 
 
@@ -78,6 +79,27 @@ def test_a_wait_ends_when_all_is_copied_and_when_the_copying_failed() -> None:
     with pytest.raises(ValueError, match="broadcast"):
         staging.copy()
     staging.wait()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_nan_and_infinity_are_found_wherever_they_are(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_module, "_CHECKED", 16)
+    info = torch.finfo(dtype)
+    numbers = torch.tensor([info.max, info.min, info.tiny, -0.0, 1.0] * 10, dtype=dtype).reshape(10, 5)
+    assert (
+        is_finite(numbers) and is_finite(numbers.t()) and is_finite(numbers[:0]) and is_finite(numbers[0, 0])
+    )
+    for value in (float("nan"), float("inf"), float("-inf")):
+        for place in (0, 15, 16, 49):
+            wrong = numbers.clone()
+            wrong.view(-1)[place] = value
+            assert not is_finite(wrong) and not is_finite(wrong.t()), (value, place)
+
+
+def test_what_has_no_infinity_is_finite() -> None:
+    assert is_finite(torch.tensor([2**31 - 1])) and is_finite(torch.tensor([True]))
 
 
 def test_contents_tell_buffers_from_what_the_optimizer_changes() -> None:
