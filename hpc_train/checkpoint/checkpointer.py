@@ -30,7 +30,7 @@ from hpc_train.checkpoint.state import (
     TensorRef,
     TrainingState,
 )
-from hpc_train.checkpoint.writing import CheckpointWriter, Staged, UnderWay
+from hpc_train.checkpoint.writing import CheckpointWriter, Staged, UnderWay, lower_priority
 from hpc_train.checkpoint.writing import Save as Save
 from hpc_train.distributed import signals
 from hpc_train.errors import BadFileError, HpcTrainError, StorageError, TransientStorageError
@@ -156,6 +156,8 @@ class Checkpointer:
 
         def write() -> None:
             tensors = sources if staging is None else staging.copy()
+            if beside_training:  # not sooner: the optimizer waits for the copy
+                lower_priority()
             if not is_checked:
                 self._meet(layout.digest)
             parameters = layout.names_of(contents.parameters)

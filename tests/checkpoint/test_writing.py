@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from hpc_train.checkpoint import shards, writing
+from hpc_train.checkpoint.checkpointer import Checkpointer
 from hpc_train.distributed import signals
 from hpc_train.errors import (
     ExitCode,
@@ -289,6 +291,22 @@ def test_the_writing_thread_leaves_torchs_threads_as_they_are(run: RunPaths) -> 
     before = torch.get_num_threads()
     save(Trainee(), run, 1)
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
+@pytest.mark.parametrize(("begins", "lower_by"), [(Checkpointer.begin, 10), (Checkpointer.save, 0)])
+def test_training_has_priority_over_a_save_beside_it_alone(
+    run: RunPaths, begins: Callable[..., object], lower_by: int
+) -> None:
+    trainee, found = Trainee(), []
+    checkpointer = trainee.checkpointer(run)
+    begins(checkpointer, trainee.state, 1, {}, before_commit=lambda: found.append(nice_value()))
+    checkpointer.finish()
+    assert found == [min(19, nice_value() + lower_by)]
+
+
+def nice_value() -> int:
+    return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
 
 @pytest.mark.fault(20)
