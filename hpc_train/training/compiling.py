@@ -1,19 +1,25 @@
 """``compile:`` of the file: torch.compile in place, before the strategy places the model.
 
-Compiled code is in the run folder's ``cache/``: the launchers say so in the environment.
+Compiled code is in the run folder's ``cache/``: the launchers say so in the environment. All ranks and the
+next attempts execute what is there.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from hpc_train.config.training_sections import CompileConfig
 from hpc_train.errors import BadFileError, UserError
+from hpc_train.run.processes import FOLDER_VARIABLE
+from hpc_train.run.storage_errors import named_errors
+from hpc_train.run.trust import check_own
 
 #: Recompilations that one block may cause beyond its first: training and evaluation, with and without
 #: gradients. Assumed.
@@ -36,6 +42,7 @@ def compile_model(
     """
     if not config.enabled:
         return
+    _check_caches()
     if config.scope == "blocks" and not blocks:
         _log.warning("compile.scope: the model has no repeated blocks; compiling it whole")
     if config.mode == "reduce-overhead" and device.type != "cuda":
@@ -50,6 +57,23 @@ def compile_model(
         target.compile(mode=config.mode, dynamic=config.dynamic, fullgraph=config.fullgraph)
         if _replays_graphs(config, device):
             _own_gradients(target)
+
+
+def _check_caches() -> None:
+    """Raise UntrustedError if another user could have written the code that torch reads from its caches.
+
+    That of the run folder is checked with it, before ranks start (``run.trust``).
+    """
+    own = os.environ.get(FOLDER_VARIABLE)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        if not os.environ.get(name):
+            continue
+        folder = Path(os.environ[name]).absolute()
+        if own and folder.is_relative_to(own):
+            continue
+        with named_errors(folder):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_own(folder.resolve())
 
 
 def begin_forward(config: CompileConfig, device: torch.device) -> None:

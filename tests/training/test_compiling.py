@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from hpc_train.config.training_sections import CompileConfig
 from hpc_train.errors import ExitCode
 from hpc_train.models.blocks import find_blocks
+from hpc_train.run.processes import FOLDER_VARIABLE
+from hpc_train.run.trust import UntrustedError
 from hpc_train.training.compiling import begin_forward, compile_error, compile_model
 
 # torch asks a tensor between two compiled blocks for .grad and hides the warning, unless it is an error.
@@ -53,6 +55,24 @@ def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     log = logging.getLogger("torch._dynamo.convert_frame")
     for each in list(log.filters):
         log.removeFilter(each)
+
+
+@pytest.mark.parametrize("variable", ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"])
+def test_a_cache_of_code_that_others_may_write_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv(variable, str(shared))
+    with pytest.raises(UntrustedError, match=r"shared: group or others may write it.*`chmod go-w"):
+        compile_model(model(), [], CompileConfig(), CPU)
+    monkeypatch.setenv(variable, str(shared / "of-mine"))
+    compile_model(model(), [], CompileConfig(), CPU)
+    assert (shared / "of-mine").stat().st_mode & 0o777 == 0o700
+    monkeypatch.setenv(variable, str(shared))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))  # which is checked as a whole before ranks start
+    compile_model(model(), [], CompileConfig(), CPU)
 
 
 def compiled_graphs() -> int:

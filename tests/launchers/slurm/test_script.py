@@ -102,6 +102,15 @@ def test_the_profile_comes_first(tmp_path: Path, programs: Programs, monkeypatch
     assert {"MARK=42", "A=$HOME 'x'", "NCCL_IB_DISABLE=1"} <= set(told)
 
 
+def test_the_caches_of_compiled_code_are_where_the_profile_or_the_user_wants_them(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, environment={"TORCHINDUCTOR_CACHE_DIR": "/node/inductor"})
+    programs.put("srun", "env")
+    told = run(fake_batch(tmp_path), programs, TRITON_CACHE_DIR="/node/triton").stdout.splitlines()
+    assert {"TORCHINDUCTOR_CACHE_DIR=/node/inductor", "TRITON_CACHE_DIR=/node/triton"} <= set(told)
+
+
 def test_without_modules_on_the_node_the_job_ends_and_says_why(tmp_path: Path, programs: Programs) -> None:
     modules = {"python": "/usr/bin/python3", "modules": ["cuda/12.8"]}
     nowhere = {"LMOD_PKG": str(tmp_path), "MODULESHOME": str(tmp_path)}
