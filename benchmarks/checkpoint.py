@@ -8,11 +8,16 @@
 - ``torch.save`` of the same state, with fsync, which is how long it blocks a plain loop;
 - hpc-train, synchronous: ``Checkpointer.save``, with hashes, manifest, rename and removal of the oldest;
 - hpc-train, asynchronous: ``begin``, a real forward and backward, ``wait_staged``, ``optimizer.step``. What
-  counts is how long ``begin`` and ``wait_staged`` block the loop (``checkpoint_stall_s``);
+  counts is how long ``begin`` and ``wait_staged`` block the loop (``checkpoint_stall_s``), and how much
+  longer that step takes than one alone. On the CPU one core is left to the thread that saves: if all cores
+  compute, the step takes longer by the CPU time of the save;
 - the same with no computation to overlap, as if a step took no time;
-- DCP's ``async_save`` by its defaults: how long the call takes, after which training may continue.
+- DCP's ``async_save`` by its defaults: how long the call takes, after which training may continue;
+- ``torch.load`` of what ``torch.save`` wrote, into new tensors;
+- hpc-train, resume: ``Checkpointer.load_newest`` into a new model and optimizer, all files verified.
 
-Before each arm the disk has written everything, and a first round is not counted. Writes
+Before each arm the disk has written everything, and a first round is not counted; what is loaded is in the
+page cache then. Writes
 benchmarks/results/checkpoint.json; exits with an error if a target was missed.
 """
 
@@ -36,6 +41,7 @@ from torch import Tensor, nn
 from benchmarks.measuring import comparison, conditions, interleaved, parser, report, rounds_of
 from hpc_train.checkpoint.checkpointer import Checkpointer, Save
 from hpc_train.checkpoint.state import TrainingState
+from hpc_train.distributed.device import usable_cores
 from hpc_train.distributed.precision import Precision
 from hpc_train.paths import RunPaths
 from hpc_train.strategies.base import RankContext
@@ -45,14 +51,22 @@ from hpc_train.topology.degrees import Degrees
 RAW, TORCH_SAVE, DCP = "raw write with fsync", "torch.save with fsync", "DCP async_save"
 SYNC, ASYNC = "hpc-train, synchronous", "hpc-train, asynchronous"
 NO_OVERLAP = "hpc-train, nothing to overlap"
+TORCH_LOAD, RESUME = "torch.load", "hpc-train, verified"
 COMPLETE = "Complete save"
 BLOCKED, BLOCKED_DCP = (
     "Time that a save blocks training",
     "Time that a save blocks training, compared with DCP",
 )
-STEP = "Training step during a save"
+STEP, ALONE, DURING = "Training step during a save", "step alone", "step during the save"
+LOAD = "Resume from a checkpoint"
 #: Comparison and arm → the maximum ratio allowed.
-TARGETS = {(BLOCKED, ASYNC): 0.05, (BLOCKED_DCP, ASYNC): 0.5, (COMPLETE, SYNC): 1.3}
+TARGETS = {
+    (BLOCKED, ASYNC): 0.05,
+    (BLOCKED_DCP, ASYNC): 0.5,
+    (COMPLETE, SYNC): 1.3,
+    (STEP, DURING): 1.1,
+    (LOAD, RESUME): 1.3,
+}
 _CHUNK_BYTES = 8 << 20
 #: What an arm reports, in seconds by name.
 Parts = Mapping[str, float]
@@ -80,14 +94,18 @@ class Training:
     """One step after the other, of a batch that stays."""
 
     def __init__(self, device: torch.device, num_blocks: int) -> None:
-        torch.manual_seed(0)
-        self.device = device
-        self.model = VisionTransformer(num_blocks).to(device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.device, self.num_blocks = device, num_blocks
+        self.model, self.optimizer = self.new_parts()
         self.images = torch.randn(64 if device.type == "cuda" else 1, 3, 224, 224, device=device)
         self.state = TrainingState(self.model, self.optimizer)
         self.forward_and_backward()
         self.step()
+
+    def new_parts(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Return a model and its optimizer as they are before training."""
+        torch.manual_seed(0)
+        model = VisionTransformer(self.num_blocks).to(self.device)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def forward_and_backward(self) -> None:
         self.model(self.images).square().mean().backward()
@@ -118,12 +136,13 @@ class Arms:
     def __init__(self, training: Training, folder: Path) -> None:
         self.training = training
         self.folder = folder
-        run = RunPaths(folder / "run")
-        run.attempt(1).folder.mkdir(parents=True)
-        run.attempt(1).record.write_text("{}")
-        self.checkpointer = Checkpointer(run, 1, training.strategy(), keep=2)
+        self.checkpointer = _checkpointer(folder / "run", training)
         self.checkpointer.reserve(training.state)
         self.saves = 0
+        # Read in every round, so that both are in the page cache: of what was just saved nothing is.
+        self.to_load, self.to_resume = folder / "to_load.pt", _checkpointer(folder / "to_resume", training)
+        torch.save(training.tensors(), self.to_load)
+        self.to_resume.save(training.state, 1, {})
         self.bytes = memoryview(torch.ones(training.nbytes(), dtype=torch.uint8).numpy().data)
 
     def all(self) -> dict[str, Callable[[], Parts]]:
@@ -134,6 +153,8 @@ class Arms:
             SYNC: self.synchronous,
             ASYNC: self.asynchronous,
             NO_OVERLAP: self.no_overlap,
+            TORCH_LOAD: self.torch_load,
+            RESUME: self.resume,
         }
 
     def raw(self) -> Parts:
@@ -178,8 +199,8 @@ class Arms:
         return {
             "blocked": saved.stall_s,
             "complete": saved.duration_s,
-            "step alone": alone,
-            "step during the save": during,
+            ALONE: alone,
+            DURING: during,
         }
 
     def no_overlap(self) -> Parts:
@@ -189,6 +210,22 @@ class Arms:
         self.training.settle()
         saved = self._ended()
         return {"blocked": saved.stall_s, "complete": saved.duration_s}
+
+    def torch_load(self) -> Parts:
+        began = time.perf_counter()
+        torch.load(self.to_load, map_location=self.training.device, weights_only=True)
+        self.training.settle()
+        return {"load": time.perf_counter() - began}
+
+    def resume(self) -> Parts:
+        model, optimizer = self.training.new_parts()
+        self.training.settle()
+        began = time.perf_counter()
+        loaded = self.to_resume.load_newest(TrainingState(model, optimizer))
+        self.training.settle()
+        took = time.perf_counter() - began
+        assert loaded is not None
+        return {"load": took}
 
     def _ended(self) -> Save:
         """Return the save in progress once it ended, which no loop would wait for."""
@@ -217,6 +254,13 @@ class Arms:
         return {"blocked": blocked, "complete": took}
 
 
+def _checkpointer(folder: Path, training: Training) -> Checkpointer:
+    run = RunPaths(folder)
+    run.attempt(1).folder.mkdir(parents=True)
+    run.attempt(1).record.write_text("{}")
+    return Checkpointer(run, 1, training.strategy(), keep=2)
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--folder", type=Path, help="on the disk to measure; default: the working directory")
@@ -224,6 +268,9 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     measured_with = conditions(["xxhash"], device=name)
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, usable_cores() - 1))
+        measured_with["compute threads"] = torch.get_num_threads()
     training = Training(device, num_blocks=1 if arguments.quick else 12)
     measured_with |= {
         "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
@@ -265,12 +312,13 @@ def comparisons(rounds: Sequence[Mapping[str, Parts]]) -> list[dict[str, Any]]:
             arm: [each[arm]["complete" if arm == TORCH_SAVE else part] for each in rounds] for arm in arms
         }
 
-    steps = {part: [each[ASYNC][part] for each in rounds] for part in ("step alone", "step during the save")}
+    steps = {part: [each[ASYNC][part] for each in rounds] for part in (ALONE, DURING)}
     return [
         comparison(BLOCKED, "seconds", of("blocked", TORCH_SAVE, DCP, ASYNC, NO_OVERLAP), TORCH_SAVE),
         comparison(BLOCKED_DCP, "seconds", of("blocked", DCP, ASYNC, NO_OVERLAP), DCP),
         comparison(COMPLETE, "seconds", of("complete", RAW, TORCH_SAVE, DCP, SYNC, ASYNC), RAW),
-        comparison(STEP, "seconds", steps, "step alone"),
+        comparison(STEP, "seconds", steps, ALONE),
+        comparison(LOAD, "seconds", of("load", TORCH_LOAD, RESUME), TORCH_LOAD),
     ]
 
 

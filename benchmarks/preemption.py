@@ -1,6 +1,6 @@
 """From the signal to the next first step: hpc-train and submitit's own requeue, on a real Slurm.
 
-    python -m benchmarks.preemption [--rounds 7] [--quick]
+    python -m benchmarks.preemption [--rounds 5] [--quick]
 
 Starts the test cluster (tests/slurm/cluster.py; root, Debian's Slurm). Both train the same small network on
 one CPU rank of one node, and each is interrupted in two ways:
@@ -9,50 +9,52 @@ one CPU rank of one node, and each is interrupted in two ways:
 - real preemption by a job of a higher partition: SIGTERM, 20 s of grace, SIGKILL, then Slurm requeues.
   submitit ignores SIGTERM, so it trains until the end of the grace time and loses all since its last save.
 
-Parts are taken from what both write down themselves. A round takes five minutes, most of which is Slurm's
-hold of a requeued job. ``--quick`` preempts hpc-train alone, which takes a minute. Writes
+Parts are taken from what both write down themselves. Most of a round of submitit's is Slurm's hold of a
+requeued job, two minutes in which nothing runs; so several of its rounds run at a time, on three nodes, and
+hpc-train's one after the other on the fourth. They disturb each other, which lengthens hpc-train's seconds
+by a larger part than submitit's minutes. After each round of hpc-train's a *bare script* starts on its node:
+what a rank does from the start of its process to its first step, without Slurm's part. Five rounds take nine
+minutes. ``--quick`` preempts hpc-train alone, twice, which takes a minute. Writes
 benchmarks/results/preemption.json.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import os
+import queue
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import (
-    cannot_run,
-    comparison,
-    conditions,
-    interleaved,
-    parser,
-    report,
-    rounds_of,
-    table,
-)
+from benchmarks.measuring import QUICK_ROUNDS, cannot_run, comparison, conditions, parser, report, table
 from benchmarks.submitit_training import SubmititTraining
 from hpc_train.run.attempts import read_record
 from tests.end_to_end.runs import REPOSITORY, last_step
 from tests.slurm.cluster import Cluster
-from tests.slurm.configuration import Settings
+from tests.slurm.configuration import NODES, Settings
 from tests.slurm.experiments import job_of, submit_one
 from tests.slurm.host import why_not
-from tests.slurm.runs import high_job
+from tests.slurm.runs import high_job, squeue
 
 #: Ways to interrupt → titles of their comparisons.
 TITLES = {"USR2": "Warning of the time limit to the next step", "preemption": "Preemption to the next step"}
-OURS, PEER = "hpc-train", "submitit"
+OURS, PEER, BARE = "hpc-train", "submitit", "bare script"
 TO_FIRST_STEP, LOST = "signal to first step", "steps lost"
+RANK = "rank's start to first step"
+RANK_TITLE = "Start of a rank's process to its first step after a resume"
+ROUNDS = 5
+#: Where submitit's rounds run at the same time, by way to interrupt: a preemption takes all of a node.
+PEERS_NODES = {"USR2": [NODES[0]] * 3, "preemption": [NODES[1], NODES[2]]}
+#: Where hpc-train's rounds run.
+OUR_NODE = NODES[3]
 LIMIT_S = 400.0
 #: A step of either side, so that neither ends before it is disturbed.
 STEP_S = 0.2
@@ -71,12 +73,12 @@ optimization:
   optimizer: {name: sgd, lr: 0.01}
 checkpoint: {every_steps: 5000}
 logging: {every_steps: 1}
-slurm: {partition: low, nodes: 1, time_limit: 60min}
-"""
+slurm: {partition: low, nodes: 1, time_limit: 60min, exclude: "PEERS_NODES"}
+""".replace("PEERS_NODES", ",".join(NODES[:3]))
 
 
 def main() -> None:
-    arguments = parser(__doc__).parse_args()
+    arguments = parser(__doc__, rounds=ROUNDS).parse_args()
     reason = why_not(accounting=False)
     if reason:
         cannot_run(f"there is no test cluster: {reason}")
@@ -87,36 +89,87 @@ def main() -> None:
         cluster = Cluster(folder / "cluster", settings)
         cluster.up()
         os.environ.update(cluster.environment | {"OMP_NUM_THREADS": "1"})
+        os.environ.pop(
+            "PYTHONDONTWRITEBYTECODE", None
+        )  # each attempt would compile hpc-train's modules again
         try:
             slurm = cluster.run("sinfo", "--version").strip()
-            arms = _arms(cluster, folder)
             if arguments.quick:
-                arms = {(OURS, "preemption"): arms[OURS, "preemption"]}
-            values = interleaved(arms, rounds_of(arguments))
+                values = {
+                    ("preemption", OURS): _rounds_of_ours(cluster, folder, ["preemption"] * QUICK_ROUNDS)
+                }
+            else:
+                values = _measured(cluster, folder, arguments.rounds)
         finally:
             cluster.down()
     measured_with = conditions(["submitit"]) | {"slurm": slurm, "ranks": 1}
-    baseline = OURS if arguments.quick else PEER
-    compared, tables = [], []
-    for how in dict.fromkeys(how for _, how in values):
-        sides = {side: rounds for (side, its_how), rounds in values.items() if its_how == how}
-        times = {side: [parts[TO_FIRST_STEP] for parts in rounds] for side, rounds in sides.items()}
-        compared.append(comparison(TITLES[how], "seconds", times, baseline))
-        tables.append(parts_table(how, sides))
+    compared, tables = _results(values, OURS if arguments.quick else PEER)
     report("preemption", arguments, measured_with, compared, tables)
 
 
-def _arms(cluster: Cluster, folder: Path) -> dict[tuple[str, str], Callable[[], Parts]]:
-    """Return what measures one requeue, by side and way to interrupt. Each call uses a folder of its own."""
-    sides = {PEER: _submitits, OURS: _ours}
-    numbers = itertools.count()
+def _measured(cluster: Cluster, folder: Path, rounds: int) -> dict[tuple[str, str], list[Parts]]:
+    """Return what was measured, one value per round, by way to interrupt and side."""
+    ways = [how for _ in range(rounds) for how in TITLES]
+    with ThreadPoolExecutor(len(TITLES)) as pool:
+        peers = {how: pool.submit(_rounds_of_peers, cluster, folder, how, rounds) for how in TITLES}
+        ours = _rounds_of_ours(cluster, folder, ways)
+        found = {(how, PEER): peers[how].result() for how in TITLES}
+    own = {
+        (how, OURS): [parts for its_how, parts in zip(ways, ours, strict=True) if its_how == how]
+        for how in TITLES
+    }
+    return found | own
 
-    def measured(side: str, how: str) -> Parts:
-        parts = sides[side](cluster, folder / str(next(numbers)), how)
-        print(f"{side}, {how}: {parts}", file=sys.stderr)
-        return parts
 
-    return {(side, how): functools.partial(measured, side, how) for how in TITLES for side in sides}
+def _rounds_of_peers(cluster: Cluster, folder: Path, how: str, rounds: int) -> list[Parts]:
+    """Return submitit's parts of each round, of which several run at the same time."""
+    nodes = queue.SimpleQueue[str]()
+    for node in PEERS_NODES[how]:
+        nodes.put(node)
+
+    def measured(number: int) -> Parts:
+        node = nodes.get()
+        try:
+            return _told_of(PEER, how, _submitits(cluster, folder / f"{how}-{number}", how, node))
+        finally:
+            nodes.put(node)
+
+    with ThreadPoolExecutor(len(PEERS_NODES[how])) as pool:
+        return list(pool.map(measured, range(rounds)))
+
+
+def _rounds_of_ours(cluster: Cluster, folder: Path, ways: Sequence[str]) -> list[Parts]:
+    """Return hpc-train's parts of each round, and the time that a bare script then needs on the same node."""
+    found = []
+    for number, how in enumerate(ways):
+        parts = _ours(cluster, folder / f"ours-{number}", how)
+        parts[BARE] = _bare(cluster, folder / f"ours-{number}")
+        found.append(_told_of(OURS, how, parts))
+    return found
+
+
+def _told_of(side: str, how: str, parts: Parts) -> Parts:
+    print(f"{side}, {how}: {parts}", file=sys.stderr)
+    return parts
+
+
+def _results(
+    values: Mapping[tuple[str, str], Sequence[Parts]], baseline: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return comparisons and tables. ``values``: by way to interrupt and side, what was measured by round."""
+    compared, tables = [], []
+    for how in dict.fromkeys(how for how, _ in values):
+        sides = {side: rounds for (its_how, side), rounds in values.items() if its_how == how}
+        times = {side: [parts[TO_FIRST_STEP] for parts in rounds] for side, rounds in sides.items()}
+        compared.append(comparison(TITLES[how], "seconds", times, baseline))
+        shown = {
+            side: [{name: value for name, value in parts.items() if name != BARE} for parts in rounds]
+            for side, rounds in sides.items()
+        }
+        tables.append(parts_table(how, shown))
+    ours = [parts for (_, side), rounds in values.items() if side == OURS for parts in rounds]
+    starts = {BARE: [parts[BARE] for parts in ours], OURS: [parts[RANK] for parts in ours]}
+    return [*compared, comparison(RANK_TITLE, "seconds", starts, BARE)], tables
 
 
 def parts_table(how: str, sides: Mapping[str, Sequence[Parts]]) -> dict[str, Any]:
@@ -140,10 +193,23 @@ def _ours(cluster: Cluster, folder: Path, how: str) -> Parts:
     _wait(lambda: (record := read_record(run.attempt(2))) is not None and "first_step" in record.events)
     first, second = (read_record(run.attempt(number)) for number in (1, 2))
     assert first is not None and second is not None
-    cluster.run("scancel", job)
-    _wait(lambda: not cluster.run("squeue", "--noheader").strip())
+    _cancel(cluster, job)
     trained, kept = _steps(run.metrics)
     return _parts(sent, first.events, second.events) | {LOST: trained - kept}
+
+
+def _bare(cluster: Cluster, folder: Path) -> float:
+    """Return the seconds from the start of a process to its first step, on hpc-train's node."""
+    command = (sys.executable, "-m", "benchmarks.bare_training", str(folder), str(STEP_S))
+    step = ("srun", "--partition=low", f"--nodelist={OUR_NODE}", "--ntasks=1", f"--chdir={REPOSITORY}")
+    for _ in range(2):  # the first one writes what the second one loads
+        said = cluster.run(*step, *command, variables={"PYTHONPATH": str(REPOSITORY)})
+    return float(said)
+
+
+def _cancel(cluster: Cluster, job: str) -> None:
+    cluster.run("scancel", job)
+    _wait(lambda: job not in squeue(cluster) or squeue(cluster)[job].state == "CANCELLED")
 
 
 def _steps(metrics: Path) -> tuple[int, int]:
@@ -153,28 +219,28 @@ def _steps(metrics: Path) -> tuple[int, int]:
     return first, min(row["step"] for row in rows if row["attempt"] == 2) - 1
 
 
-def _submitits(cluster: Cluster, folder: Path, how: str) -> Parts:
+def _submitits(cluster: Cluster, folder: Path, how: str, node: str) -> Parts:
     from submitit import SlurmExecutor
 
     folder.mkdir(parents=True)
     executor = SlurmExecutor(folder / "jobs")
     executor.update_parameters(
         partition="low", time=60, nodes=1, ntasks_per_node=1, wckey=None, signal_delay_s=120,
-        additional_parameters={"requeue": True}, setup=[f"export PYTHONPATH={REPOSITORY}"],
+        additional_parameters={"requeue": True, "nodelist": node}, setup=[f"export PYTHONPATH={REPOSITORY}"],
     )  # fmt: skip
     job = executor.submit(SubmititTraining(folder, STEP_S)).job_id
     _wait(lambda: len(_told(folder, "step")) >= STEPS_BEFORE)
     with _disturbed(cluster, job, how) as sent:
         _wait(lambda: "RUNNING" not in cluster.run("squeue", "--noheader", "-j", job, "-o", "%T"))
     _wait(lambda: len(_told(folder, "begin")) == 2 and bool(_told(folder, "first_step")[1:]))
-    cluster.run("scancel", job)
-    _wait(lambda: not cluster.run("squeue", "--noheader").strip())
+    _cancel(cluster, job)
     begins, firsts = _told(folder, "begin"), _told(folder, "first_step")
     saved = _told(folder, "saved")
     events = {"saved": saved[0]["time"]} if saved else {}
     steps = [told["step"] for told in _told(folder, "step") if told["time"] < begins[1]["time"]]
     resumed_at = begins[1]["step"]
-    return _parts(sent, events, {"begin": begins[1]["time"], "first_step": firsts[1]["time"]}) | {
+    began, first = begins[1]["time"], firsts[1]["time"]
+    return _parts(sent, events, {"begin": began, "rank": began, "first_step": first}) | {
         LOST: max(steps) - resumed_at
     }
 
@@ -197,6 +263,7 @@ def _parts(sent: str, first: dict[str, str], second: dict[str, str]) -> Parts:
     parts: Parts = {
         TO_FIRST_STEP: _between(sent, second["first_step"]),
         "begin to first step": _between(second["begin"], second["first_step"]),
+        RANK: _between(second["rank"], second["first_step"]),
     }
     if "saved" in first:
         parts["signal to saved"] = _between(sent, first["saved"])

@@ -8,7 +8,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from submitit.helpers import Checkpointable, DelayedSubmission
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.bare_training import net, process_start
 
 
 class SubmititTraining(Checkpointable):  # type: ignore[misc]
@@ -19,12 +24,7 @@ class SubmititTraining(Checkpointable):  # type: ignore[misc]
         self.step_s = step_s
 
     def __call__(self) -> None:
-        import torch
-        from torch import nn
-
-        from tests.end_to_end.parts import Net
-
-        self.model: nn.Module = Net(10, norm=True, dropout=0.2)
+        self.model: nn.Module = net()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         self.step = 0
         if self._file.exists():
@@ -32,7 +32,7 @@ class SubmititTraining(Checkpointable):  # type: ignore[misc]
             self.model.load_state_dict(saved["model"])
             self.optimizer.load_state_dict(saved["optimizer"])
             self.step = saved["step"]
-        self._tell("begin", since=_process_start())
+        self._tell("begin", since=process_start().isoformat(timespec="milliseconds"))
         is_first = True
         while True:
             self._train_step(torch.randn(48, 1, 32, 32), torch.randint(10, (48,)))
@@ -42,8 +42,6 @@ class SubmititTraining(Checkpointable):  # type: ignore[misc]
                 is_first = False
 
     def _train_step(self, images: Any, labels: Any) -> None:
-        from torch.nn.functional import cross_entropy
-
         time.sleep(self.step_s)
         self.optimizer.zero_grad()
         cross_entropy(self.model(images), labels).backward()
@@ -52,8 +50,6 @@ class SubmititTraining(Checkpointable):  # type: ignore[misc]
 
     def checkpoint(self) -> DelayedSubmission:
         """Called by submitit in its signal handler, on rank 0."""
-        import torch
-
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -75,14 +71,3 @@ class SubmititTraining(Checkpointable):  # type: ignore[misc]
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def _process_start() -> str:
-    """Return when this process began: what comes before is Slurm's."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    booted = next(
-        int(line.split()[1])
-        for line in Path("/proc/stat").read_text().splitlines()
-        if line.startswith("btime")
-    )
-    return datetime.fromtimestamp(booted + ticks / 100, UTC).isoformat(timespec="milliseconds")

@@ -18,8 +18,8 @@ from benchmarks.measuring import ROOT, comparison, interleaved, parser, rounds_o
 
 #: Programs that measure nothing.
 _OTHERS = {"__main__", "gpu", "gpu_loop", "loops", "performance_page"}
-#: The script that submission.py starts as an arm.
-_ARMS = {"bare_submission"}
+#: Scripts that submission.py and preemption.py start as an arm.
+_ARMS = {"bare_submission", "bare_training"}
 PROGRAMS = sorted(
     path.stem
     for path in (ROOT / "benchmarks").glob("*.py")
