@@ -295,7 +295,7 @@ def test_the_writing_thread_leaves_torchs_threads_as_they_are(run: RunPaths) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priorities of their own")
 @pytest.mark.parametrize(("begins", "lower_by"), [(Checkpointer.begin, 10), (Checkpointer.save, 0)])
-def test_training_has_priority_over_a_save_beside_it_alone(
+def test_training_has_priority_over_an_asynchronous_save_alone(
     run: RunPaths, begins: Callable[..., object], lower_by: int
 ) -> None:
     trainee, found = Trainee(), []
