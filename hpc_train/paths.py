@@ -44,6 +44,15 @@ def runs_root() -> Path:
         ) from error
 
 
+def cache_folder() -> Path:
+    """Return the folder of what commands remember: ``$HPC_TRAIN_CACHE``, else the user's cache folder."""
+    if given := os.environ.get("HPC_TRAIN_CACHE"):
+        return expanded(given)
+    import platformdirs  # ``--help`` names no file of it
+
+    return platformdirs.user_cache_path("hpc-train")
+
+
 @dataclass(frozen=True)
 class CheckpointPaths:
     """The files of one checkpoint folder; it is valid only once ``manifest`` exists."""

@@ -66,6 +66,14 @@ def parts(kind: str) -> dict[str, str]:
     return _plug_ins(kind) | _built_in(kind)
 
 
+def target_of(kind: str, name: str) -> str | None:
+    """Return the ``module:attr`` of the part of this name, None if there is none.
+
+    Installed packages are searched for plug-ins only where no built-in part has the name.
+    """
+    return _built_in(kind).get(name) or _plug_ins(kind).get(name)
+
+
 @cache
 def _plug_ins(kind: str) -> dict[str, str]:
     return {entry.name: entry.value for entry in entry_points(group=f"hpc_train.{kind}")}
@@ -101,7 +109,7 @@ def load(kind: str, name: str) -> object:
 
     Raises BadFileError if there is none of that name or it can't be imported.
     """
-    target = name if is_factory(name) else parts(kind).get(name)
+    target = name if is_factory(name) else target_of(kind, name)
     if target is None:
         raise BadFileError(f"{_KEYS[kind]}: {'; '.join(unknown_part(kind, name))}")
     module, _, attr = target.partition(":")

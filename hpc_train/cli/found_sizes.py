@@ -1,6 +1,4 @@
-"""The micro-batch sizes that ``micro_batch_size: auto`` found in existing runs, for ``plan`` and
-``status``.
-"""
+"""The micro-batch sizes that ``micro_batch_size: auto`` found in existing runs, for ``plan``."""
 
 from __future__ import annotations
 
@@ -31,8 +29,3 @@ def say_layouts(runs: Sequence[PlannedRun]) -> None:
     """Print how a step of the runs is divided, each different way once."""
     for words, number in Counter(str(run.layout) for run in runs if run.layout).items():
         say(f"  {words}" if number == len(runs) else f"  {number} of {len(runs)} runs: {words}")
-
-
-def found_in_words(size: int) -> str:
-    """Return the line that reports the size found for ``micro_batch_size: auto``."""
-    return f"optimization.micro_batch_size: auto is {size} in this run"

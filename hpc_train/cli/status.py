@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cli.found_sizes import found_in_words
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import JSON_VERSION, columns, put, put_json, say
 from hpc_train.errors import ExitCode
@@ -178,7 +177,7 @@ def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
     if words and len(rows) == 1:
         _print_details(runs[0], rows[0])
     if len(rows) == 1 and rows[0].micro_batch_size is not None:
-        say(found_in_words(rows[0].micro_batch_size))
+        say(f"optimization.micro_batch_size: auto is {rows[0].micro_batch_size} in this run")
     if len(rows) == 1 and rows[0].state == "failed":
         _print_error(runs[0])
     return ExitCode.DONE

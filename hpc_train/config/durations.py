@@ -17,6 +17,8 @@ _MEASURE = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)\s*([a-z]{1,7})", re.ASCII)
 _UNITS_MIN = {"min": 1, "h": 60, "d": 24 * 60}
 _WITH_UNIT = re.compile(r"(\d{1,6})\s*(min|h|d)", re.ASCII)
 _CLOCK = re.compile(r"(?:(\d{1,3})-)?(\d{1,4}):(\d{2}):(\d{2})", re.ASCII)
+#: Of keys in hours: keeps deadlines within what a ``timedelta`` holds.
+MAX_HOURS = 1_000_000
 FORMS = "90min, 24h, 2d, 24:00:00 or 2-12:00:00"
 
 

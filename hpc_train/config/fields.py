@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
 
-from hpc_train.config.durations import FORMS, format_duration, parse_duration_min
+from hpc_train.config.durations import FORMS, MAX_HOURS, format_duration, parse_duration_min
 from hpc_train.paths import NAME_PATTERN
 
 #: ``provider/name``, a bare provider, or ``package.module:factory``.
@@ -68,7 +68,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 #: Keep deadlines within the longest time-out of threads and process groups.
 Minutes = Annotated[float, Field(gt=0, le=1_000_000)]
-Hours = Annotated[float, Field(ge=0, le=1_000_000)]
+Hours = Annotated[float, Field(ge=0, le=MAX_HOURS)]
 NotNegativeInt = Annotated[int, Field(ge=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
 Bounds = Annotated[tuple[PositiveFloat, PositiveFloat], BeforeValidator(_pair)]

@@ -9,11 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from hpc_train.config.schema import Experiment
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError, shortened
 from hpc_train.registry import nearest
+
+if TYPE_CHECKING:
+    from hpc_train.config.schema import Experiment
 
 #: Keys from the top of the file; an int is an index into a list.
 KeyPath = tuple[str | int, ...]
@@ -100,7 +103,7 @@ class Source:
         return [*lines[:MAX_PROBLEMS], self.render(more)]
 
 
-Find = Callable[[Experiment], Iterator[Problem]]
+Find = Callable[["Experiment"], Iterator[Problem]]
 
 
 @dataclass(frozen=True)

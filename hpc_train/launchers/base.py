@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
-from hpc_train.config.schema import Experiment
 from hpc_train.errors import ExitCode
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
 from hpc_train.topology.degrees import Ranks as Ranks  # a plug-in finds all of its protocol here
+
+if TYPE_CHECKING:
+    from hpc_train.config.schema import Experiment
 
 
 @dataclass(frozen=True)

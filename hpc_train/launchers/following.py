@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, TryAgainError, UserError
 from hpc_train.launchers.base import AttemptLauncher, KeyProblem, LaunchRequest, Ranks, StartRequest
@@ -19,7 +19,6 @@ from hpc_train.recovery.diagnosis import one_line
 from hpc_train.recovery.history import current_status
 from hpc_train.registry import refusing_exit
 from hpc_train.run.attempts import AttemptRecord, claim_exactly, read_record
-from hpc_train.run.create import effective_experiment
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import SILENT_LIMIT_S, lives, minutes, newest_record, silent_s
@@ -36,6 +35,9 @@ from hpc_train.run.run_status import (
     write_status,
 )
 from hpc_train.run.trust import check_run
+
+if TYPE_CHECKING:
+    from hpc_train.config.schema import Experiment
 
 LOCAL = "local"
 #: For ranks of this machine to save and go; then they are ended at once. Assumed.
@@ -84,6 +86,8 @@ class FollowingLauncher:
         Changes to the run happen after the claim, so that a command that comes too late changes nothing.
         Raises TryAgainError there, UntrustedError where another user could have written the run's files.
         """
+        from hpc_train.run.create import effective_experiment  # the schema, which `status` does without
+
         (run,) = runs
         paths, number = run.paths, run.after + 1
         assert self.plugin is not None, "loaded to start runs"

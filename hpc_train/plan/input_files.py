@@ -21,7 +21,7 @@ from typing import Any
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.data_facts.facts import data_facts
-from hpc_train.validate.model_facts import cache_folder
+from hpc_train.paths import cache_folder
 
 DATA, WEIGHTS = "data.root", "model.pretrained"
 _SPLITS, _TEXTS = ("train", "val"), ("train.txt", "val.txt")

@@ -6,14 +6,13 @@ which nobody could, ``status`` for what is left.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+from hpc_train.config.durations import MAX_HOURS
 from hpc_train.run.attempts import AttemptRecord
-
-if TYPE_CHECKING:  # pydantic takes a moment, and each requeue waits for ``begin``
-    from hpc_train.config.schema import RecoveryConfig
+from hpc_train.run.file_shapes import is_a
 
 #: Causes that spend of ``max_crashes``.
 CRASHES = {"crash", "hang", "bad node", "worker lost"}
@@ -24,6 +23,45 @@ PREEMPTIONS = {"preemption", "time limit"}
 #: Causes after which another attempt may follow, if it may be paid for.
 COMES_BACK = CRASHES | PREEMPTIONS | {"lost"}
 _CHECKPOINT = "step-"
+#: The keys of ``Limits`` as JSON.
+_KINDS: dict[str, Any] = {
+    "max_preemptions": int | None,
+    "max_crashes": int,
+    "max_without_progress": int,
+    "exclude_nodes_for_h": float,
+}
+
+
+class Limits(Protocol):
+    """What this module and ``bad_nodes`` read of a run's ``recovery`` section."""
+
+    @property
+    def max_preemptions(self) -> int | None: ...
+    @property
+    def max_crashes(self) -> int: ...
+    @property
+    def max_without_progress(self) -> int: ...
+    @property
+    def exclude_nodes_for_h(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class ResolvedLimits:
+    """``Limits`` with every default written out, as ``resolved.json`` has them."""
+
+    max_preemptions: int | None
+    max_crashes: int
+    max_without_progress: int
+    exclude_nodes_for_h: float
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any]) -> ResolvedLimits | None:
+        """Return the limits of a section that hpc-train wrote, None where a value is missing or wrong."""
+        values: dict[str, Any] = {key: section.get(key, "") for key in _KINDS}
+        if not all(is_a(values[key], kind) for key, kind in _KINDS.items()):
+            return None
+        is_valid = all(value >= 0 for value in values.values() if value is not None)
+        return cls(**values) if is_valid and values["exclude_nodes_for_h"] <= MAX_HOURS else None
 
 
 @dataclass(frozen=True)
@@ -43,7 +81,7 @@ class Decision:
     reason: str
 
 
-def decide(records: Sequence[AttemptRecord], recovery: RecoveryConfig) -> Decision:
+def decide(records: Sequence[AttemptRecord], recovery: Limits) -> Decision:
     """Return whether another attempt follows the last of ``records``: one job's, the first one first.
 
     Its ``cause`` is one of ``COMES_BACK``; its ``reason`` says what happened, without counts.
@@ -65,7 +103,7 @@ def decide(records: Sequence[AttemptRecord], recovery: RecoveryConfig) -> Decisi
     return _with_progress(records, recovery, what)
 
 
-def _with_progress(records: Sequence[AttemptRecord], recovery: RecoveryConfig, what: str) -> Decision:
+def _with_progress(records: Sequence[AttemptRecord], recovery: Limits, what: str) -> Decision:
     if not is_idle(records[-1]):
         return Decision(True, what)
     spent, most = num_idle(records), recovery.max_without_progress
@@ -77,7 +115,7 @@ def _with_progress(records: Sequence[AttemptRecord], recovery: RecoveryConfig, w
     return Decision(False, f"{stuck}; the last one: {records[-1].reason or records[-1].cause}; {advice}")
 
 
-def left(records: Sequence[AttemptRecord], recovery: RecoveryConfig) -> Left:
+def left(records: Sequence[AttemptRecord], recovery: Limits) -> Left:
     """Return what one job's attempts have left over."""
     most = recovery.max_preemptions
     return Left(

@@ -7,11 +7,11 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes
+from hpc_train.recovery.budgets import Limits, ResolvedLimits
 from hpc_train.recovery.diagnosis import (
     LAUNCHER_DIED,
     Diagnosis,
@@ -26,17 +26,23 @@ from hpc_train.run.files import read_json
 from hpc_train.run.liveness import lives, living, newest_record, silent_s
 from hpc_train.run.processes import Process
 from hpc_train.run.rank_ends import exit_codes, rank_ends
+from hpc_train.run.run_facts import run_facts
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 
-if TYPE_CHECKING:
-    from hpc_train.config.schema import RecoveryConfig
 
-
-def effective_recovery(paths: RunPaths, attempt: int) -> RecoveryConfig:
+def effective_recovery(paths: RunPaths, attempt: int) -> Limits:
     """Return the limits that apply to the attempt. Raises BadFileError where the frozen file is damaged."""
-    from hpc_train.run.create import effective_experiment  # 0.3 s, which no start needs
+    if not run_facts(paths).get("changes") and (limits := _resolved(paths)):
+        return limits
+    from hpc_train.run.create import effective_experiment  # the schema: 0.2 s, which few runs need
 
     return effective_experiment(paths, attempt).recovery
+
+
+def _resolved(paths: RunPaths) -> ResolvedLimits | None:
+    """Return the limits that ``resolved.json`` has; None if it can't be read as such, or is of 0.1."""
+    section = (read_json(paths.resolved) or {}).get("recovery")
+    return ResolvedLimits.of(section) if isinstance(section, dict) else None
 
 
 def nodes_to_leave_out(paths: RunPaths) -> dict[str, str]:

@@ -7,22 +7,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.launchers.lookup import launcher_in
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.recovery import bad_nodes, budgets
-from hpc_train.recovery.budgets import Left
+from hpc_train.recovery.budgets import Left, Limits
 from hpc_train.recovery.diagnosis import silent_for
 from hpc_train.recovery.history import effective_recovery
 from hpc_train.report.run_files import RunFiles
 from hpc_train.run.attempts import AttemptRecord, job_ids
 from hpc_train.run.files import read_text
 from hpc_train.run.run_status import GOING_ON, RunStatus
-
-if TYPE_CHECKING:
-    from hpc_train.config.schema import RecoveryConfig
 
 #: Six heartbeats: clocks of nodes and file servers may differ by some of them.
 _SILENT_S = 180.0
@@ -79,20 +76,26 @@ def _silent_nodes(attempt: AttemptPaths) -> tuple[str, ...]:
     return tuple(found)
 
 
-#: Cached by the runs' ``recovery`` sections: most are equal, and reading a whole file takes 5 ms.
-_known: dict[tuple[str, ...], RecoveryConfig] = {}
+#: Cached by the runs' ``recovery`` sections: most are equal, and a resolved file takes longer to read.
+_known: dict[tuple[str, ...], Limits] = {}
 
 
-def _limits(run: RunFiles) -> RecoveryConfig:
+def _limits(run: RunFiles) -> Limits:
     """Return the limits of the run's next attempt."""
-    from hpc_train.run.create import noted_changes  # 0.3 s, which few runs need
-
     next_number = run.newest_number + 1
-    changes = noted_changes(run.paths, next_number) if run.facts.get("changes") else []
-    said = (*_section(run.paths), *(word for word in changes if word.startswith("recovery")))
+    said = (*_section(run.paths), *_changes(run, next_number))
     if said not in _known:
         _known[said] = effective_recovery(run.paths, next_number)
     return _known[said]
+
+
+def _changes(run: RunFiles, attempt: int) -> list[str]:
+    """Return the changes of the section for this attempt, ``KEY=VALUE`` each."""
+    if not run.facts.get("changes"):
+        return []
+    from hpc_train.run.create import noted_changes  # the schema: 0.2 s, which few runs need
+
+    return [word for word in noted_changes(run.paths, attempt) if word.startswith("recovery")]
 
 
 def _section(paths: RunPaths) -> list[str]:

@@ -6,10 +6,12 @@ Called by the planner, which may not know N, and by every rank.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hpc_train.config.problems import Problem
-from hpc_train.config.training_sections import OptimizationConfig, ScheduleConfig
+
+if TYPE_CHECKING:
+    from hpc_train.config.training_sections import OptimizationConfig, ScheduleConfig
 
 
 @dataclass(frozen=True)

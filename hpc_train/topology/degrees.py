@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd, isqrt, prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpc_train.config.problems import Problem
-from hpc_train.config.training_sections import ParallelConfig
 from hpc_train.topology.strategy_traits import traits_of
+
+if TYPE_CHECKING:
+    from hpc_train.config.training_sections import ParallelConfig
 
 #: In the order in which ranks are numbered.
 AXES = ("pipeline", "replicate", "shard", "tensor")

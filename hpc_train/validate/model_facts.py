@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import secrets
 import subprocess
 import sys
@@ -20,10 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from hpc_train.errors import printable
-from hpc_train.paths import expanded
+from hpc_train.paths import cache_folder
 from hpc_train.validate.child_process import Child, environment
 
 _log = logging.getLogger(__name__)
@@ -72,12 +69,6 @@ def one_child() -> Iterator[None]:
             yield
     finally:
         _kept = None
-
-
-def cache_folder() -> Path:
-    """Return ``$HPC_TRAIN_CACHE``, else the user's cache folder."""
-    given = os.environ.get("HPC_TRAIN_CACHE")
-    return expanded(given) if given else platformdirs.user_cache_path("hpc-train")
 
 
 def forget_answers() -> None:

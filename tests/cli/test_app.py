@@ -14,7 +14,10 @@ import pytest
 from hpc_train import __version__
 from hpc_train.cli import status as status_module
 from hpc_train.cli.app import exit_code_of
+from hpc_train.paths import runs_root
 from tests.cli.commands import REPOSITORY, hpc_train, python
+from tests.launchers.slurm.programs import put_programs_first
+from tests.launchers.slurm.queued import begin, queued_run
 
 _NEVER = {"torch", "torchvision", "timm", "wandb", "numpy", "safetensors", "submitit"}
 
@@ -23,8 +26,13 @@ def _imported(*arguments: str | Path) -> set[str]:
     """Return the top-level packages that a command imports in its own process."""
     done = python("-X", "importtime", "-m", "hpc_train", *arguments)
     assert done.code == 0, done.err
-    lines = [line for line in done.err.splitlines() if line.startswith("import time:")]
-    return {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+    return {name.partition(".")[0] for name in _modules(done.err)}
+
+
+def _modules(listing: str) -> set[str]:
+    """Return the modules that ``-X importtime`` lists."""
+    lines = [line for line in listing.splitlines() if line.startswith("import time:")]
+    return {line.rpartition("|")[2].strip() for line in lines}
 
 
 def test_help_imports_nothing_but_typer_and_the_standard_library() -> None:
@@ -38,8 +46,23 @@ def test_what_a_login_node_runs_imports_no_torch(file: Path, command: list[str])
     assert not imported & _NEVER
 
 
-def test_status_imports_no_torch() -> None:
-    assert not _imported("status") & _NEVER
+def test_status_imports_no_schema_and_no_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what a person waits for most often, and reads small JSON files only."""
+    programs = put_programs_first(tmp_path, monkeypatch)
+    jobs = (("12", "PENDING", "JobHeldUser"), ("13", "RUNNING", "None"))
+    rows = ("\x1f".join([*job, "0", "N/A", "N/A", "0", "", "small", "x", "\n"]) for job in jobs)
+    programs.put("squeue", f"printf '%s' '{''.join(rows)}'")
+    queued_run(runs_root(), "12")
+    begin(queued_run(runs_root(), "13", "other"), "13")
+    done = python("-X", "importtime", "-m", "hpc_train", "status")
+    assert "held" in done.out and "running" in done.out
+    modules = _modules(done.err)
+    packages = {name.partition(".")[0] for name in modules}
+    assert not packages & (_NEVER | {"yaml", "rich", "stamina"})
+    ours = {name for name in modules if name.startswith("hpc_train.")}
+    assert "hpc_train.launchers.slurm.queue_status" in ours, "the listing works"
+    starting = {"config.schema", "plan", "validate", "data_facts", "run.create", "launchers.slurm.job_arrays"}
+    assert not ours & {f"hpc_train.{name}" for name in starting}
 
 
 def test_the_version_is_printed() -> None:

@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import history
-from hpc_train.recovery.history import current_status
+from hpc_train.recovery.budgets import ResolvedLimits
+from hpc_train.recovery.history import current_status, effective_recovery
 from hpc_train.run.attempts import claim_attempt, read_record, write_record
+from hpc_train.run.create import effective_experiment, note_change
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
@@ -100,3 +103,43 @@ def test_a_correction_that_can_not_be_written_is_still_told(
 
     monkeypatch.setattr(history, "write_status", refuse)
     assert current_status(run).reason == "launcher died"
+
+
+LIMITS = ("max_preemptions", "max_crashes", "max_without_progress", "exclude_nodes_for_h")
+
+
+def _limits(run: RunPaths) -> dict[str, object]:
+    limits = effective_recovery(run, 1)
+    return {key: getattr(limits, key) for key in LIMITS}
+
+
+@pytest.mark.parametrize(
+    "section", [{}, {"max_preemptions": 7, "max_crashes": 0, "exclude_nodes_for_h": 0.5}]
+)
+def test_limits_are_those_of_the_experiment(tmp_path: Path, section: dict[str, object]) -> None:
+    run = small_run(tmp_path, recovery=section)
+    experiment = effective_experiment(run, 1).recovery
+    assert _limits(run) == {key: getattr(experiment, key) for key in LIMITS}
+    assert isinstance(effective_recovery(run, 1), ResolvedLimits), "without the schema"
+
+
+def test_a_change_of_an_attempt_changes_its_limits(run: RunPaths) -> None:
+    note_change(run, 1, ["recovery.max_crashes=9"])
+    assert _limits(run)["max_crashes"] == 9
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"max_crashes": -1}, {"max_crashes": True}, {"exclude_nodes_for_h": 1e300}, {"max_preemptions": "1"}],
+)
+def test_limits_that_hpc_train_did_not_write_are_an_error(run: RunPaths, wrong: dict[str, object]) -> None:
+    data = read_json(run.resolved)
+    assert data is not None
+    write_json(run.resolved, data | {"recovery": data["recovery"] | wrong})
+    with pytest.raises(BadFileError, match="recovery"):
+        effective_recovery(run, 1)
+
+
+def test_a_run_of_0_1_has_the_limits_of_its_file(run: RunPaths) -> None:
+    run.resolved.unlink()
+    assert _limits(run)["max_crashes"] == 3

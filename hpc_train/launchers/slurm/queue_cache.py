@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hpc_train.paths import cache_folder
 from hpc_train.run.files import write_text
-from hpc_train.validate.model_facts import cache_folder
 
 MAX_AGE_S = 10.0
 #: For the command that asks just now. Slurm may take its time; after that everybody asks for himself.

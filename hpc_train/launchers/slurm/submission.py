@@ -12,18 +12,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpc_train.console import say
-from hpc_train.launchers.entry import Entry
 from hpc_train.launchers.slurm import LAUNCHER, commands
-from hpc_train.launchers.slurm.script import Batch
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.run.attempts import job_ids
 from hpc_train.run.files import in_parallel, read_json, remove_folder, sync_folder, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import read_status, write_status
 from hpc_train.run.trust import check_holder, make_experiment_folder
+
+if TYPE_CHECKING:
+    from hpc_train.launchers.slurm.script import Batch
 
 #: ``prepared``: the record stands, sbatch may have run. ``submitted``: job id known, pickles placed, ids in
 #: each ``run.json``. ``released``: Slurm may start it.
@@ -57,6 +58,8 @@ class Submission:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Submission:
         """Raises TypeError or KeyError where a required key is missing."""
+        from hpc_train.launchers.slurm.script import Batch  # the schema, which `status` does without
+
         known = {key.name: data[key.name] for key in fields(cls) if key.name in data}
         known["creator"] = Process.from_json(known.get("creator"))
         known["batch"] = known.get("batch") and Batch.from_json(known["batch"])
@@ -177,6 +180,8 @@ def place(folder: ExperimentPaths, paths: SubmissionPaths, submission: Submissio
 def place_pickle(paths: SubmissionPaths, job: str, run: RunPaths) -> None:
     """Write what submitit runs as the task; it does so itself, but only after sbatch has returned."""
     from submitit.core.utils import DelayedSubmission, JobPaths
+
+    from hpc_train.launchers.entry import Entry
 
     target = JobPaths(paths.folder, job_id=job).submitted_pickle
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")

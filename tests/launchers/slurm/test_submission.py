@@ -12,7 +12,7 @@ from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.marked_yaml import read_value
 from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
 from hpc_train.launchers.base import StartRequest
-from hpc_train.launchers.slurm import commands, launcher, sbatch, sbatch_errors
+from hpc_train.launchers.slurm import commands, job_arrays, sbatch, sbatch_errors
 from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.launcher import SlurmLauncher
 from hpc_train.launchers.slurm.script import Batch
@@ -150,9 +150,9 @@ def test_runs_are_grouped_by_what_their_script_says(tmp_path: Path, folder: Expe
     other = runs[1].experiment.model_copy(update={"slurm": slurm.model_copy(update={"nodes": 1})})
     runs[1] = replace(runs[1], experiment=other)
     snapshot.link(runs[3].paths, folder.snapshots / "other")
-    groups = launcher._groups(runs, 1000)
+    groups = job_arrays._groups(runs, 1000)
     assert groups == [[runs[0], runs[2]], [runs[1]], [runs[3]]]
-    assert launcher._groups([runs[0], runs[2]], 1) == [[runs[0]], [runs[2]]]
+    assert job_arrays._groups([runs[0], runs[2]], 1) == [[runs[0]], [runs[2]]]
 
 
 def _with_a_bad_node(run: StartRequest) -> None:
@@ -197,7 +197,7 @@ def test_a_run_that_goes_on_leaves_out_its_bad_nodes_where_it_can(
 )
 def test_an_array_is_bounded_by_what_slurm_says(programs: Programs, config: str, expected: int) -> None:
     programs.put("scontrol", f"cat <<'END'\n{config}\nEND")
-    assert launcher._array_limit() == expected
+    assert job_arrays._array_limit() == expected
 
 
 @pytest.mark.fault(35)

@@ -1,0 +1,348 @@
+"""Runs as jobs: arrays of those that request the same, submitted held, recorded, then released.
+
+Imported by ``launcher`` where runs are planned or started: it reads experiments and writes batch scripts,
+which commands that only look at runs do without.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING
+
+from hpc_train.console import say
+from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError
+from hpc_train.launchers.base import Ranks, StartRequest
+from hpc_train.launchers.queue_changes import prepared
+from hpc_train.launchers.slurm import (
+    commands,
+    options,
+    pending_reasons,
+    profiles,
+    save_window,
+    sbatch,
+    sbatch_errors,
+    script,
+    unsatisfiable,
+)
+from hpc_train.launchers.slurm import submission as steps
+from hpc_train.launchers.slurm.script import Batch
+from hpc_train.launchers.slurm.submission import Submission
+from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
+from hpc_train.recovery.history import nodes_to_leave_out
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.code import snapshot
+from hpc_train.run.create import effective_experiment
+from hpc_train.run.files import remove_folder
+from hpc_train.validate.slurm_rules import max_nodes, min_nodes, ranks_on_each_node
+
+if TYPE_CHECKING:
+    from hpc_train.config.cluster_sections import SlurmConfig
+
+#: Measured: four idle nodes take 1.4 s to judge a job after its release; a busy site's scheduler longer.
+_REASON_LOOKS = 2
+_REASON_PAUSE_S = 1.5
+_FINISH = "what is made stays: submit the file again, or resume a run of it, to finish this"
+#: What stands in a script that is only shown for names that a submission gives.
+_SHOWN_TOKEN, _SHOWN_SNAPSHOT = "TOKEN", "SNAPSHOT"
+
+
+@dataclass
+class _Job:
+    """One submission on its way."""
+
+    paths: SubmissionPaths
+    record: Submission
+    runs: list[StartRequest]
+
+
+class JobArrays:
+    """The jobs of an experiment's runs, as ``Launcher``'s methods of these names describe."""
+
+    def __init__(self) -> None:
+        #: Within ``submitting``, before ``start``: the runs that are in a submission, once that was asked.
+        self._recorded: set[str] | None = None
+
+    def ranks(self, slurm: SlurmConfig) -> Ranks:
+        """Return the ranks of a run with this section."""
+        per_node = ranks_on_each_node(slurm)
+        return Ranks(max_nodes(slurm) * per_node, per_node, min_nodes(slurm) * per_node, _gpu_hours(slurm))
+
+    def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
+        """Return the batch scripts; the arrays' sizes are not bounded, for Slurm is not asked."""
+        shown = folder.submission(_SHOWN_TOKEN)
+        groups = _groups(runs, len(runs))
+        return [script.script_text(_batch(shown, group), len(group)) for group in groups]
+
+    @contextmanager
+    def submitting(self, folder: ExperimentPaths) -> Iterator[None]:
+        """Hold the lock; finish what a command that died left half done."""
+        sbatch.check_programs()
+        with steps.locked(folder):
+            self._recorded = None
+            for paths, record in steps.unfinished(folder):
+                if steps.may_be_at_work(record.creator, record.created):
+                    assert record.creator is not None
+                    say(f"submission {record.token}: left to {record.creator.host}, where it may still run")
+                else:
+                    _finish(folder, paths, record)
+            yield
+
+    def is_unsubmitted(self, paths: RunPaths) -> bool:
+        if not steps.is_without_job(paths):
+            return False
+        if self._recorded is None:
+            self._recorded = steps.recorded_runs(paths.siblings)
+        return paths.folder.name not in self._recorded
+
+    def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
+        """Submit all, held; release them once all are recorded. TRY_AGAIN where one can never start."""
+        self._recorded = None
+        with prepared(runs):
+            return self._submit(folder, runs)
+
+    def _submit(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
+        try:
+            groups = _groups(runs, _array_limit())
+            jobs = [_prepared(folder, group) for group in groups]
+            _send_all(jobs)
+            for job in jobs:
+                job.record = steps.place(folder, job.paths, job.record)
+            for job in jobs:
+                steps.release(job.paths, job.record)
+        except NoSchedulerError as error:
+            raise NoSchedulerError(f"{error}; {_FINISH}") from error
+        except KeyboardInterrupt:
+            say(f"interrupted; {_FINISH}")
+            raise
+        return _tell(jobs)
+
+
+def _gpu_hours(slurm: SlurmConfig) -> float | None:
+    if slurm.gpus_per_node == 0:
+        return 0.0
+    if slurm.time_limit is None:
+        return None
+    return max_nodes(slurm) * slurm.gpus_per_node * slurm.time_limit / 60
+
+
+def _groups(runs: Sequence[StartRequest], limit: int) -> list[list[StartRequest]]:
+    """Return the runs of each job: alike in all that the script says, at most ``limit``, in order."""
+    alike: dict[Hashable, list[StartRequest]] = {}
+    for run in runs:
+        alike.setdefault(_likeness(run), []).append(run)
+    return [group[start : start + limit] for group in alike.values() for start in range(0, len(group), limit)]
+
+
+def _likeness(run: StartRequest) -> Hashable:
+    slurm, code = run.experiment.slurm, run.paths.code
+    assert slurm is not None
+    profile = _profile(slurm.profile, run.problem)
+    place = code.readlink() if code.is_symlink() else None
+    return options.shape(run.experiment, profile), place, tuple(nodes_to_leave_out(run.paths))
+
+
+#: A sweep's runs share theirs.
+_profile = cache(profiles.find)
+
+
+def _array_limit() -> int:
+    """Return how many runs one array may hold; the maximum index is one less."""
+    if not commands.config().get("MaxArraySize", "").isdigit():
+        return 1
+    at_most = [int(commands.config()["MaxArraySize"])]
+    for word in commands.config().get("SchedulerParameters", "").split(","):
+        name, _, value = word.partition("=")
+        if name == "max_array_tasks" and value.isdigit():
+            at_most.append(int(value))
+    return max(1, min(at_most))
+
+
+def _prepared(folder: ExperimentPaths, runs: list[StartRequest]) -> _Job:
+    paths = steps.new_paths(folder)
+    slurm = runs[0].experiment.slurm
+    record = steps.prepare(
+        paths,
+        [run.paths for run in runs],
+        _possible_batch(paths, runs),
+        max_parallel=_throttle(runs),
+        stays_held=bool(slurm and slurm.extra.get("hold")),
+    )
+    return _Job(paths, record, runs)
+
+
+def _throttle(runs: Sequence[StartRequest]) -> int | None:
+    return min((most for run in runs if (most := run.experiment.sweep.max_parallel)), default=None)
+
+
+def _possible_batch(paths: SubmissionPaths, runs: Sequence[StartRequest]) -> Batch:
+    """Return the script, without the nodes that the runs exclude, unless they could not start without these.
+
+    A held job is taken whatever it asks for, and would wait for ever once it is released.
+    """
+    batch, nodes = _batch(paths, runs), nodes_to_leave_out(runs[0].paths)
+    if not nodes or sbatch.could_start(batch):
+        return batch
+    say(f"can't exclude {', '.join(nodes)}: Slurm has too few other nodes for what the file requests")
+    return _batch(paths, runs, on_any_node=True)
+
+
+def _batch(paths: SubmissionPaths, runs: Sequence[StartRequest], *, on_any_node: bool = False) -> Batch:
+    """Return the script of the runs' job; runs that are not there have no code yet."""
+    run = runs[0]
+    code = snapshot.linked(run.paths)
+    shown = run.paths.siblings.snapshots / _SHOWN_SNAPSHOT
+    return script.batch(
+        paths.folder,
+        run.experiment,
+        snapshot=code or shown,
+        search_path=snapshot.search_path(run.paths) if code else [f"{shown}/package", f"{shown}/tree"],
+        max_parallel=_throttle(runs),
+        leave_out=[] if on_any_node else list(nodes_to_leave_out(run.paths)),
+        problem=run.problem,
+    )
+
+
+def _send_all(jobs: Sequence[_Job]) -> None:
+    """Submit all, held. Where Slurm refuses one, none stays: raises BadFileError."""
+    try:
+        for job in jobs:
+            _send(job)
+    except commands.RefusedError as error:
+        for each in jobs:
+            _take_back(each, [run.paths for run in each.runs], f"Slurm refused it: {error.words}")
+        raise BadFileError(_refusal(job.runs[0], error.words)) from None
+
+
+def _send(job: _Job) -> None:
+    assert job.record.batch is not None
+    folders = [run.paths.folder for run in job.runs]
+    job.record = replace(job.record, job_id=sbatch.send(job.paths, job.record.batch, folders))
+
+
+def _take_back(job: _Job, runs: Sequence[RunPaths], reason: str) -> None:
+    if job.record.job_id is not None:
+        commands.cancel_jobs([job.record.job_id])
+    for run in runs:
+        steps.withdraw(run, reason)
+    remove_folder(job.paths.folder)
+
+
+def _refusal(run: StartRequest, words: str) -> str:
+    advice = sbatch_errors.advice(words, run.experiment)
+    problem = run.problem or (lambda key, message, remedy: f"{run.paths.folder}: {key}: {message}; {remedy}")
+    said = re.sub(r"sbatch: (error: |fatal: )?", "", words)
+    return problem(advice.key, f"Slurm refuses it: {said}", advice.remedy)
+
+
+def _finish(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission) -> None:
+    """Continue an interrupted submission."""
+    if record.state == steps.PREPARED:
+        placed = _sent_again(folder, paths, record)
+        if placed is None:
+            return
+        record = placed
+    steps.release(paths, record)
+    say(f"{_job_words(record)}: finished what another command had begun to submit")
+
+
+def _sent_again(folder: ExperimentPaths, paths: SubmissionPaths, record: Submission) -> Submission | None:
+    """Find the job of a prepared record or submit it; None where nothing can be submitted of it."""
+    job_id = sbatch.own_job(paths)
+    if job_id is not None:
+        return steps.place(folder, paths, replace(record, job_id=job_id))
+    runs = [run for run_id in record.runs if (run := RunPaths(folder.folder / run_id)).run.is_file()]
+    job = _Job(paths, replace(record, runs=[run.folder.name for run in runs]), [])
+    reason = "its submission was cut short, and can't be done again"
+    try:
+        job.runs = [StartRequest(run, effective_experiment(run, newest_number(run) + 1)) for run in runs]
+        if runs and record.batch is not None:
+            steps.write(paths, job.record)
+            _send(job)
+            return steps.place(folder, paths, job.record)
+    except commands.RefusedError as error:
+        reason = f"Slurm refused it: {error.words}"
+        say(_refusal(job.runs[0], error.words))
+    except BadFileError as error:
+        say(str(error))
+    _take_back(job, runs, reason)
+    return None
+
+
+def _tell(jobs: Sequence[_Job]) -> ExitCode:
+    """Say which jobs there are; return TRY_AGAIN where one of them can never start."""
+    for job in jobs:
+        held = ", held: `scontrol release` lets it start" if job.record.stays_held else ""
+        say(f"{_job_words(job.record)}{held}")
+    if len(jobs) > 1 and jobs[0].record.max_parallel is not None:
+        say(f"  max_parallel holds for each of the {len(jobs)} jobs by itself")
+    for warning in dict.fromkeys(words for job in jobs for words in _short_times(job)):
+        say(f"  {warning}")
+    return ExitCode.TRY_AGAIN if _say_stuck(jobs) else ExitCode.DONE
+
+
+def _short_times(job: _Job) -> list[str]:
+    run = job.runs[0]
+    assert run.experiment.slurm is not None
+    profile = _profile(run.experiment.slurm.profile, run.problem)
+    return save_window.warnings(profile.applied(run.experiment), run.paths.siblings)
+
+
+def _job_words(record: Submission) -> str:
+    """Return ``job 12: an array of 6 runs, 2 at a time``."""
+    count = len(record.runs)
+    if count == 1:
+        return f"job {record.job_id}: run {record.runs[0]}"
+    throttle = f", {record.max_parallel} at a time" if (record.max_parallel or count) < count else ""
+    return f"job {record.job_id}: an array of {count} runs{throttle}"
+
+
+def _say_stuck(jobs: Sequence[_Job]) -> bool:
+    """Say which jobs Slurm accepted but will never start, and why; return whether there is one.
+
+    Slurm needs a moment to judge them.
+    """
+    by_id = {str(job.record.job_id): job for job in jobs if not job.record.stays_held}
+    is_stuck = False
+    for job_id, reasons in _judged(list(by_id)).items():
+        for reason in sorted(reasons):
+            if words := pending_reasons.never_starts(reason):
+                is_stuck = True
+                say(f"  job {job_id} {words}")
+                for line in _causes(by_id[job_id], reason):
+                    say(f"    {line}")
+            elif sbatch_errors.may_never_start(reason):
+                say(f"  job {job_id} waits: {reason}; if it alone exceeds that limit, it never starts")
+    return is_stuck
+
+
+def _causes(job: _Job, reason: str) -> list[str]:
+    """Return the requests that no node satisfies, where Slurm's reason names none."""
+    if reason != "BadConstraints":
+        return []
+    run = job.runs[0]
+    assert run.experiment.slurm is not None
+    slurm = _profile(run.experiment.slurm.profile, run.problem).applied(run.experiment).slurm
+    assert slurm is not None
+    if causes := unsatisfiable.unsatisfied(slurm):
+        return causes
+    asked = ", ".join(unsatisfiable.requested(slurm))
+    return [f"no node satisfies all of: {asked}; `sinfo -N -o '%N %c %m %G %f'` shows what nodes have"]
+
+
+def _judged(job_ids: Sequence[str]) -> dict[str, set[str]]:
+    """Return why the jobs wait, once Slurm has looked at them, or after a while."""
+    found: dict[str, set[str]] = {}
+    for look in range(_REASON_LOOKS if job_ids else 0):
+        time.sleep(_REASON_PAUSE_S * (look > 0))
+        try:
+            found = steps.reasons(job_ids)
+        except NoSchedulerError:
+            return {}  # submitted all the same; status asks again
+        if not any("None" in reasons for reasons in found.values()):
+            break
+    return found
