@@ -12,7 +12,8 @@ from hpc_train.cli.clean import LivingRunError, remove_unused_code
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import put, say
 from hpc_train.errors import ExitCode, NoSchedulerError, TryAgainError, UsageError, UserError
-from hpc_train.launchers.lookup import statuses
+from hpc_train.launchers.base import Launcher
+from hpc_train.launchers.lookup import by_launcher
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import claim_attempt, read_record
 from hpc_train.run.files import read_json
@@ -32,10 +33,11 @@ def remove(words: Sequence[str], *, yes: bool) -> ExitCode:
     """
     runs = find_readable(words)
     names = run_names(runs)
-    rows = [(paths, _ended(paths)) for paths in runs]
+    found = _ended(runs)
     for paths in runs:
         _check_ours(paths)
-    for paths, status in rows:
+    for paths in runs:
+        status = found[paths]
         say(f"{names[paths]}  {status.state} at step {status.step}  {_size(paths.folder)}  {paths.folder}")
     if not yes and not _agreed(len(runs)):
         say("nothing was removed")
@@ -48,20 +50,31 @@ def remove(words: Sequence[str], *, yes: bool) -> ExitCode:
     return ExitCode.DONE
 
 
-def _ended(paths: RunPaths) -> RunStatus:
-    """Return the run's status. Raises LivingRunError if it is not over."""
+def _ended(runs: Sequence[RunPaths]) -> dict[RunPaths, RunStatus]:
+    """Return the runs' status; each launcher is asked once. Raises LivingRunError if one is not over."""
+    found: dict[RunPaths, RunStatus] = {}
+    for launcher, some in by_launcher(runs):
+        found |= dict(zip(some, _fresh_status(launcher, some), strict=True))
+    for paths in runs:
+        record = newest_record(paths)
+        is_living = record is not None and record.job is None and living(record) is not False
+        if found[paths].state in GOING_ON or is_living:
+            name = run_name(paths)
+            raise LivingRunError(
+                f"{name}: is {found[paths].state}; end it with `hpc-train cancel {name}` first"
+            )
+    return found
+
+
+def _fresh_status(launcher: Launcher, runs: Sequence[RunPaths]) -> list[RunStatus]:
+    """Return what the launcher says now; where its scheduler does not answer, completed runs are known."""
     try:
-        (status,) = statuses([paths], is_fresh=True)
+        return launcher.status(runs, is_fresh=True)
     except NoSchedulerError:
-        status = read_status(paths)
-        if status.state != "completed":  # it may be in the queue again
+        found = list(map(read_status, runs))
+        if any(status.state != "completed" for status in found):  # it may be in the queue again
             raise
-    record = newest_record(paths)
-    is_living = record is not None and record.job is None and living(record) is not False
-    if status.state in GOING_ON or is_living:
-        name = run_name(paths)
-        raise LivingRunError(f"{name}: is {status.state}; end it with `hpc-train cancel {name}` first")
-    return status
+        return found
 
 
 def _check_ours(paths: RunPaths) -> None:

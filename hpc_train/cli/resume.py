@@ -149,7 +149,7 @@ def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> lis
             codes += [] if code is None else [code]
             ready += [paths] if code is None else []
         prepared = [_prepare(paths, request, name, launcher) for paths in ready]
-        living = [each.paths for each in prepared if _outlives(each.paths, request)]
+        living = {each.paths: None for each in prepared if _outlives(each.paths, request)}
         codes += [_refuse_living(paths, read_status(paths)) for paths in living]
         prepared = [each for each in prepared if each.paths not in living]
         _say_changes(prepared, is_queued=launcher.is_queue)

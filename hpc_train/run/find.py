@@ -52,10 +52,8 @@ class _Known:
         return list(dict.fromkeys(found))
 
     def unreadable(self, words: Sequence[str]) -> list[Path]:
-        names = {
-            path: {path.name, path.parent.name, f"{path.parent.name}/{path.name}"} for path in self.hidden
-        }
-        return [path for path in self.hidden if not words or names[path] & set(words)]
+        wanted = set(words)
+        return [path for path in self.hidden if not wanted or _names_of(path) & wanted]
 
 
 def find_runs(words: Sequence[str]) -> list[RunPaths]:

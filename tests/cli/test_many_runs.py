@@ -1,4 +1,4 @@
-"""The work of ``submit`` and ``status`` per run: the same for every run, whatever their number."""
+"""The work of commands per run: the same for every run, whatever their number."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 
 from hpc_train.launchers.slurm.launcher import SlurmLauncher
 from hpc_train.launchers.slurm.queue_status import standings
-from hpc_train.paths import RunPaths
+from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.files import write_json
-from tests.calls import Work, work_of
+from hpc_train.run.run_status import RunStatus, write_status
+from tests.calls import Work, count_calls, work_of
 from tests.cli.commands import hpc_train
 from tests.cli.launchers import QUEUE
 from tests.launchers.slurm.programs import put_programs_first
@@ -109,3 +110,38 @@ def test_each_submission_is_read_once_for_all_runs(tmp_path: Path, monkeypatch: 
     runs = _held(tmp_path / "runs", _MANY)
     work = work_of(lambda: standings(runs), monkeypatch)
     assert sum(path.endswith("/submission.json") for path in work.opened) == _MANY
+
+
+def _completed(folder: Path, runs: int) -> list[RunPaths]:
+    """Return runs that Slurm has had; each was submitted alone."""
+    found = [queued_run(folder, f"{number}", f"run{number:02}") for number in range(1, runs + 1)]
+    for paths in found:
+        write_status(paths, RunStatus("completed", 10, 10))
+    return found
+
+
+def test_runs_to_remove_are_looked_for_in_the_queue_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = put_programs_first(tmp_path, monkeypatch)
+    programs.put("squeue", "true")
+    runs = _completed(runs_root(), _MANY)
+    assert hpc_train("rm", "small", "--yes").code == 0
+    assert len(programs.calls("squeue")) == 1
+    assert not any(paths.folder.exists() for paths in runs)
+
+
+@pytest.mark.parametrize(
+    "command", [["status"], ["compare", "small"], ["clean", "small", "--yes"], ["cancel", "small"]], ids=str
+)
+def test_the_work_per_run_does_not_grow_with_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    put_programs_first(tmp_path, monkeypatch).put("squeue", "true")
+    counts = []
+    for runs in (4, 12, 20):
+        monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / f"of{runs}"))
+        _completed(runs_root(), runs)
+        counts.append(count_calls(lambda: hpc_train(*command)))
+    first, second = counts[1] - counts[0], counts[2] - counts[1]
+    assert 0 < second < 1.02 * first, counts
