@@ -5,7 +5,7 @@ and ratios are taken within a round, so that a busy machine disturbs all arms al
 than timed, or compared with a formula, is a *table*. A results file in ``benchmarks/results/`` is
 
     {"comparisons": [what ``comparison`` returns, with its conditions, …],
-     "tables": [what ``table`` returns, with its conditions, …]}
+     "tables": [what ``table`` or ``growth`` returns, with its conditions, …]}
 
 docs/performance.md is generated from these files (``benchmarks.performance_page``). A ``p10`` or ``p90`` that
 is null was not recorded.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import random
@@ -116,6 +117,37 @@ def table(
         "not measured": list(not_measured),
         "remark": remark,
     }
+
+
+def growth(
+    title: str,
+    unit: str,
+    costs: Mapping[str, Mapping[int, float]],
+    variable: str,
+    *,
+    since: int = 1,
+    remark: str = "Measured once",
+) -> dict[str, Any]:
+    """Return a table of costs by number of ``variable`` (``runs``), each with its fitted ``exponent``.
+
+    ``since``: the smallest number that enters the fit. A cost of one such number has no exponent.
+    """
+    rows = {
+        cost: {f"{number:,} {variable}": value for number, value in by.items()} for cost, by in costs.items()
+    }
+    exponents = {
+        cost: _rounded(exponent({number: value for number, value in by.items() if number >= since}))
+        for cost, by in costs.items()
+    }
+    return table(title, unit, rows, remark=remark) | {"variable": variable, "exponents": exponents}
+
+
+def exponent(costs: Mapping[int, float]) -> float | None:
+    """Return e of cost ∝ n^e: by least squares of log cost over log n; None for fewer than two n."""
+    points = [(math.log(number), math.log(cost)) for number, cost in costs.items() if cost > 0]
+    if len(points) < 2:
+        return None
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -158,7 +158,7 @@ class _Page:
         return "; ".join(remarks) + "."
 
     def _table(self, table: Mapping[str, Any]) -> Iterator[str]:
-        rows = table["rows"]
+        rows = _with_growth(table)
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
         yield f"### {table['title']}\n"
         yield f"| {table['unit']} | {' | '.join(columns)} |\n| --- |{' ---: |' * len(columns)}"
@@ -208,6 +208,15 @@ def summary(name: str) -> str:
     """Return the first line of a benchmark's docstring, without importing it."""
     source = (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].replace("\n", " ").replace("``", "`")
+
+
+def _with_growth(table: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rows of a table; those of ``measuring.growth`` with a column for the exponent."""
+    exponents, head = table.get("exponents", {}), f"grows as (n: {table.get('variable')})"
+    return {
+        name: row if exponents.get(name) is None else {**row, head: f"n^{exponents[name]:.2f}"}
+        for name, row in table["rows"].items()
+    }
 
 
 def _is_ours(arm: str) -> bool:

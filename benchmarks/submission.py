@@ -11,23 +11,24 @@ each measurement. Every arm is a process of its own from its start to its end:
 - ``map_array`` of submitit, which keeps pickles only.
 
 Rounds are interleaved over arms and, for submit, over numbers of runs: its growth is a ratio within a round.
-CPU time is that of the arm and the commands that it calls, without Slurm's daemons. Writes
-benchmarks/results/submission.json. All four numbers take about a quarter of an hour on two cores, without
-10000 about two minutes.
+10000 runs have three rounds of their own, which repeat ours of the number before. How each cost grows is
+fitted to its medians from 100 runs on. CPU time is that of the arm and the commands that it calls, without
+Slurm's daemons. Writes benchmarks/results/submission.json. All four numbers take about ten minutes on two
+cores, without 10000 about two minutes.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,11 @@ from benchmarks.measuring import (
     cannot_run,
     comparison,
     conditions,
+    growth,
     interleaved,
     parser,
+    report,
     rounds_of,
-    write,
 )
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import Settings
@@ -48,6 +50,10 @@ from tests.slurm.configuration import Settings
 BARE, OURS, MAP_ARRAY = "bare script", "hpc-train", "submitit map_array"
 SIZES = (1, 100, 1000, 10_000)
 QUICK_SIZES = (1, 10)
+#: From here on a size has rounds of its own, and fewer of them.
+LARGE, LARGE_ROUNDS = 10_000, 3
+#: The smallest size at which the start of Python and sbatch is not most of each cost.
+FITTED_FROM = 100
 #: Cancelled jobs are counted too for a while.
 SETTINGS = Settings(accounting=False, min_job_age_s=2, max_array_size=10_001, max_job_count=200_000)
 
@@ -200,39 +206,84 @@ def main() -> None:
         os.environ.update(cluster.environment)
         try:
             slurm = cluster.run("sinfo", "--version").strip()
-            comparisons = _measure(Bench(folder, cluster), sizes, rounds)
+            comparisons, tables = _measure(Bench(folder, cluster), sizes, rounds)
         finally:
             cluster.down()
-    print(json.dumps(comparisons, indent=1))
     measured_with = conditions(("submitit",)) | {"slurm": slurm, "jobs": "held", "disk": _disk()}
-    if not arguments.quick:
-        write("submission", measured_with, comparisons)
+    report("submission", arguments, measured_with, comparisons, tables)
 
 
-def _measure(bench: Bench, sizes: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    arms: dict[str, Callable[[], float]] = {}
-    for size in sizes:
-        arms |= bench.submit_arms(size)
-    bench.cancel()
-    values = interleaved(arms, rounds)
+def _measure(
+    bench: Bench, sizes: Sequence[int], rounds: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the comparisons and the tables of the results file."""
+    values, grown = _submits(bench, sizes, rounds)
     for size in sizes:  # with no other jobs in the queue
-        values |= interleaved(bench.status_arms(size), rounds)
+        values |= interleaved(bench.status_arms(size), _rounds_of(size, rounds))
         bench.cancel()
     found = []
     for command, size in itertools.product(("submit", "status"), sizes):
-        title = f"{command} of {size:,} {'run' if size == 1 else 'runs'}"
-        found.append(comparison(title, "seconds", _of(values, command, size), BARE))
-        found.append(comparison(f"{title}, CPU time", "CPU seconds", _of(bench.cpu_s, command, size), BARE))
-    for small, large in itertools.pairwise(sizes):
-        growth = {f"{size:,} runs": values[_key("submit", OURS, size)] for size in (small, large)}
+        title = f"{command} of {_runs(size)}"
+        most = _rounds_of(size, rounds)  # CPU times have those that were repeated, too
+        seconds, cpu_s = (_of(each, command, size, most) for each in (values, bench.cpu_s))
+        found.append(comparison(title, "seconds", seconds, BARE))
+        found.append(comparison(f"{title}, CPU time", "CPU seconds", cpu_s, BARE))
+    for (small, large), pair in grown.items():
         title = f"submit of {large:,} runs beside {small:,}, hpc-train"
-        found.append(comparison(title, "seconds", growth, f"{small:,} runs"))
-    return found
+        found.append(comparison(title, "seconds", pair, _runs(small)))
+    if sum(size >= FITTED_FROM for size in sizes) < 2:
+        return found, []
+    costs = {**_costs(values, sizes, ""), **_costs(bench.cpu_s, sizes, ", CPU time")}
+    remark = f"Medians of the rounds above; the exponent is fitted from {FITTED_FROM} runs on"
+    title = "Growth with the number of runs"
+    return found, [growth(title, "seconds", costs, "runs", since=FITTED_FROM, remark=remark)]
 
 
-def _of(values: dict[str, list[float]], command: str, size: int) -> dict[str, list[float]]:
+def _submits(
+    bench: Bench, sizes: Sequence[int], rounds: int
+) -> tuple[dict[str, list[float]], dict[tuple[int, int], dict[str, list[float]]]]:
+    """Return the values of each arm, and by two neighbouring sizes ours within the same rounds."""
+    usual = [size for size in sizes if size < LARGE]
+    arms: dict[str, Callable[[], float]] = {}
+    for size in usual:
+        arms |= bench.submit_arms(size)
+    values = interleaved(arms, rounds)
+    grown = {pair: _ours(values, pair) for pair in itertools.pairwise(usual)}
+    for large in (size for size in sizes if size >= LARGE):
+        repeated = {key: arms[key] for key in (_key("submit", OURS, small) for small in usual[-1:])}
+        of_large = interleaved(repeated | bench.submit_arms(large), LARGE_ROUNDS)
+        grown |= {(small, large): _ours(of_large, (small, large)) for small in usual[-1:]}
+        values |= {key: found for key, found in of_large.items() if key not in repeated}
+    bench.cancel()
+    return values, grown
+
+
+def _rounds_of(size: int, rounds: int) -> int:
+    return LARGE_ROUNDS if size >= LARGE else rounds
+
+
+def _runs(size: int) -> str:
+    return f"{size:,} {'run' if size == 1 else 'runs'}"
+
+
+def _ours(values: Mapping[str, list[float]], sizes: Sequence[int]) -> dict[str, list[float]]:
+    return {_runs(size): values[_key("submit", OURS, size)] for size in sizes}
+
+
+def _costs(
+    values: Mapping[str, list[float]], sizes: Sequence[int], suffix: str
+) -> dict[str, dict[int, float]]:
+    """Return the median of each arm by size; a row's name begins with the arm's."""
+    costs: dict[str, dict[int, float]] = {}
+    for command, arm, size in itertools.product(("submit", "status"), (OURS, BARE, MAP_ARRAY), sizes):
+        if found := values.get(_key(command, arm, size)):
+            costs.setdefault(f"{arm}: {command}{suffix}", {})[size] = statistics.median(found)
+    return costs
+
+
+def _of(values: dict[str, list[float]], command: str, size: int, rounds: int) -> dict[str, list[float]]:
     keys = {arm: _key(command, arm, size) for arm in (BARE, OURS, MAP_ARRAY)}
-    return {arm: values[key] for arm, key in keys.items() if key in values}
+    return {arm: values[key][:rounds] for arm, key in keys.items() if key in values}
 
 
 def _key(command: str, arm: str, size: int) -> str:

@@ -14,7 +14,16 @@ import pytest
 from benchmarks import gpu_throughput, measuring, performance_page, plot
 from benchmarks.gpu_cases import CASES, Case, utilization
 from benchmarks.gpu_loop import flops_per_sample
-from benchmarks.measuring import ROOT, comparison, interleaved, parser, rounds_of, table
+from benchmarks.measuring import (
+    ROOT,
+    comparison,
+    exponent,
+    growth,
+    interleaved,
+    parser,
+    rounds_of,
+    table,
+)
 
 #: Programs that measure nothing.
 _OTHERS = {"__main__", "gpu", "gpu_loop", "loops", "performance_page"}
@@ -85,6 +94,21 @@ def test_ratios_are_taken_within_a_round() -> None:
     found = comparison("t", "seconds", {"bare": [1.0, 10.0, 100.0], "ours": [2.0, 20.0, 200.0]}, "bare")
     assert found["arms"]["ours"]["ratio"] == {"median": 2.0, "p10": 2.0, "p90": 2.0}
     assert found["arms"]["ours"]["median"] == 20.0 and found["rounds"] == 3
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0])
+def test_the_exponent_of_a_power_is_fitted(power: float) -> None:
+    assert exponent({n: 3.0 * n**power for n in (100, 1000, 10_000)}) == pytest.approx(power)
+
+
+def test_the_page_says_how_a_cost_grows(tmp_path: Path) -> None:
+    costs = {"hpc-train: status": {1: 1.0, 100: 1.0, 1000: 10.0}, "once": {100: 1.0}}
+    grown = growth("Growth", "seconds", costs, "runs", since=100) | {"conditions": {"versions": {}}}
+    (tmp_path / "submission.json").write_text(json.dumps({"tables": [grown]}))
+    page = performance_page.generated(tmp_path)["performance.md"]
+    assert "| seconds | 1 runs | 100 runs | 1,000 runs | grows as (n: runs) |" in page
+    assert "| **hpc-train: status** | 1 | 1 | 10 | n^1.00 |" in page
+    assert "| once |  | 1 |  |  |" in page
 
 
 def test_a_quick_trial_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
