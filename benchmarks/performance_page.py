@@ -30,6 +30,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Start and submission": ("submission", "cli_start", "compile_start"),
     "Preemption": ("preemption",),
     "Memory": ("memory", "open_files"),
+    "Number of ranks": ("ranks",),
     "Pipeline parallelism": ("pipeline",),
     "Whole runs": ("headlines", "cifar10"),
     "GPU": ("gpu_throughput",),

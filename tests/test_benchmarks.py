@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import gpu_throughput, measuring, performance_page, plot
+from benchmarks import gpu_throughput, measuring, performance_page, plot, ranks
 from benchmarks.gpu_cases import CASES, Case, utilization
 from benchmarks.gpu_loop import flops_per_sample
 from benchmarks.measuring import (
@@ -66,6 +66,12 @@ def test_a_gpu_run_ends_when_its_time_is_used_up(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("benchmarks.gpu_throughput.time.monotonic", lambda: float(next(clock)))
     assert len(list(gpu_throughput.within(9, CASES))) == 4
     assert CASES[0] == Case("resnet50", "bf16", is_compiled=False)
+
+
+def test_consensus_and_watchdog_request_no_more_of_many_nodes_than_of_one() -> None:
+    one, many = (ranks.simulated(number) for number in (ranks.RANKS_PER_NODE, 1024))
+    assert one == many
+    assert many["collectives per step"] == 1 and many["bytes per step"] == 6 * 8
 
 
 @pytest.mark.slow
