@@ -14,6 +14,7 @@ from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.budgets import Left
 from hpc_train.report.changed_keys import in_words
+from hpc_train.report.goodput import goodput
 from hpc_train.report.metrics_reader import last_metric, newest_rows
 from hpc_train.report.recovery_budget import recovery_of
 from hpc_train.report.run_files import RunFiles
@@ -68,6 +69,8 @@ class RunRow:
     eta_s: float | None = None
     #: ``split``, ``name``, ``value`` and ``step`` of the newest evaluation, else of the newest row.
     last_metric: dict[str, Any] | None = None
+    #: The share of ``elapsed_s`` in steps that count; None if no row has times, or nobody asked for it.
+    goodput: float | None = None
 
     @classmethod
     def of(cls, paths: RunPaths) -> RunRow:
@@ -75,8 +78,8 @@ class RunRow:
         return rows_of([paths])[0]
 
     @classmethod
-    def at(cls, paths: RunPaths, now: RunStatus) -> RunRow:
-        """Return the row of a run with the status ``now``."""
+    def at(cls, paths: RunPaths, now: RunStatus, *, with_goodput: bool = True) -> RunRow:
+        """Return the row of a run with the status ``now``; goodput needs all rows of its metrics."""
         run = RunFiles.read(paths)
         facts, record = run.facts, run.newest_record
         jobs = job_ids(facts)
@@ -85,6 +88,7 @@ class RunRow:
         values = facts.get("values")
         rows = newest_rows(paths.metrics)
         elapsed, remaining = elapsed_s(run, now), remaining_s(now, rows)
+        share = goodput(paths, now, elapsed) if with_goodput else None
         return cls(
             id=str(facts.get("id", paths.folder.name)),
             name=str(facts.get("name", paths.folder.parent.name)),
@@ -108,6 +112,7 @@ class RunRow:
             elapsed_s=None if elapsed is None else round(elapsed, 1),
             eta_s=None if remaining is None else round(remaining, 1),
             last_metric=last_metric(rows),
+            goodput=None if share is None else round(share, 4),
         )
 
     @property
@@ -144,6 +149,10 @@ class RunRow:
             ("attempt", str(self.attempt) if self.attempt else ""),
             ("reason", self.reason or ""),
             ("metric", self._metric_at()),
+            (
+                "goodput",
+                "" if self.goodput is None else f"{self.goodput:.1%} of {short_duration(self.elapsed_s)}",
+            ),
             ("values", in_words(self.values or {})),
             ("code", self._code_words()),
             ("folder", self.path),
@@ -165,7 +174,7 @@ class RunRow:
 def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
     """Show the given runs, or all."""
     runs = find_readable(words)
-    rows = rows_of(runs)
+    rows = rows_of(runs, with_goodput=as_json or len(runs) == 1)
     if as_json:
         put_json(rows_json(rows))
         return ExitCode.DONE
@@ -183,9 +192,10 @@ def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
     return ExitCode.DONE
 
 
-def rows_of(runs: Sequence[RunPaths]) -> list[RunRow]:
+def rows_of(runs: Sequence[RunPaths], *, with_goodput: bool = True) -> list[RunRow]:
     """Read the status of the runs; a scheduler is asked once for all of its runs."""
-    return [RunRow.at(paths, now) for paths, now in zip(runs, statuses(runs), strict=True)]
+    pairs = zip(runs, statuses(runs), strict=True)
+    return [RunRow.at(paths, now, with_goodput=with_goodput) for paths, now in pairs]
 
 
 def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:

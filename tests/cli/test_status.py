@@ -56,6 +56,7 @@ def test_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
                 "elapsed_s": None,
                 "eta_s": None,
                 "last_metric": None,
+                "goodput": None,
             }
         ],
     }
@@ -341,6 +342,37 @@ def test_attempts_add_up_and_queues_do_not_count(tmp_path: Path) -> None:
     write_status(paths, RunStatus(state="completed", attempt=2))
     assert (_row()["elapsed_s"], _row()["eta_s"]) == (630.0, None)
     assert "10m30s" in hpc_train("status").out
+
+
+def test_goodput_counts_each_step_once(tmp_path: Path) -> None:
+    """Two attempts of 100 s; the second repeats steps 30 to 40. Of each step half a second is a wait
+    for data.
+    """
+    paths = _run(tmp_path)
+    for start, end in (("06:00:00", "06:01:40"), ("09:00:00", "09:01:40")):
+        record = read_record(paths.attempt(claim_attempt(paths, "slurm")))
+        assert record is not None
+        times = {"start": f"2026-11-21T{start}+00:00", "end": f"2026-11-21T{end}+00:00"}
+        write_record(paths.attempt(record.attempt), replace(record, **times))
+    rows = [(1, 10, None), (1, 20, 1.5), (1, 30, 1.5), (2, 40, None), (2, 50, 2.5), (2, 60, 2.5)]
+    paths.metrics.write_text(
+        "".join(
+            json.dumps(
+                {"attempt": attempt, "split": "train", "step": step}
+                | ({} if step_s is None else {"step_s": step_s, "data_wait_s": 0.5})
+            )
+            + "\n"
+            for attempt, step, step_s in rows
+        )
+    )
+    write_status(paths, RunStatus(state="completed", step=60, total_steps=60, attempt=2))
+    assert _row()["goodput"] == (30 * 1 + 30 * 2) / 200
+    shown = [" ".join(line.split()) for line in hpc_train("status", "abc").out.splitlines()]
+    assert "goodput 45.0% of 3m20s" in shown
+    # Step 60 was not saved.
+    write_status(paths, RunStatus(state="failed", step=60, total_steps=60, attempt=2))
+    paths.checkpoint(50).folder.mkdir(parents=True)
+    assert _row()["goodput"] == (30 * 1 + 20 * 2) / 200
 
 
 def test_a_run_by_name_has_its_details(tmp_path: Path) -> None:
