@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from hpc_train.training.peak_flops import peak_tflops
+
 PRECISIONS = ("bf16", "fp16", "tf32", "fp32", "fp8")
 IMAGE_SIZE, SEQUENCE_LENGTH, NUM_TOKENS = 224, 1024, 256
 #: GPT-2's smallest.
@@ -49,15 +51,9 @@ CASES = [
     for precision, is_compiled, model in itertools.product(PRECISIONS, (False, True), MODELS)
     if precision != "fp8" or MODELS[model].has_linear_blocks
 ]
-#: Dense TFLOP/s by part of the device's name, from the vendor's data sheets (SXM, at boost clock).
-PEAK_TFLOPS: dict[str, dict[str, float]] = {
-    "H200": {"bf16": 989, "fp16": 989, "tf32": 495, "fp32": 67, "fp8": 1979},
-    "H100": {"bf16": 989, "fp16": 989, "tf32": 495, "fp32": 67, "fp8": 1979},
-    "A100": {"bf16": 312, "fp16": 312, "tf32": 156, "fp32": 19.5},
-}
 
 
 def utilization(device: str, precision: str, flops_per_s: float) -> float | None:
     """Return the model's FLOP/s as a fraction of the device's peak (MFU); None for an unknown device."""
-    peaks = [peaks[precision] for name, peaks in PEAK_TFLOPS.items() if name in device and precision in peaks]
-    return flops_per_s / (peaks[0] * 1e12) if peaks else None
+    peak = peak_tflops(device, precision)
+    return None if peak is None else flops_per_s / (peak * 1e12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -17,24 +18,27 @@ from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batche
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.sampler import Position
 from hpc_train.datasets.skipping import BadSamples, too_many
-from hpc_train.datasets.types import TargetSpecs
+from hpc_train.datasets.types import Batch, TargetSpecs
 from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import ExitCode, printable
 from hpc_train.loggers.base import Logger, LoggerContext
 from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.run.bad_samples import all_known
 from hpc_train.run.files import read_json, write_json
-from hpc_train.tasks.base import make_task, target_spec
+from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from hpc_train.training import batch_size_search
 from hpc_train.training.cadence import Cadence
+from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import make_to_input
 from hpc_train.training.loop import BadSampleCount, Profiler, Trainer, Validation
 from hpc_train.training.meters import Meters, MetricsWriter, StatusWriter
 from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
+from hpc_train.training.peak_flops import peak_tflops
 from hpc_train.training.rank import Rank
 from hpc_train.training.saving import Saves
+from hpc_train.training.step_times import StepTimes
 from hpc_train.training.train_state import Resumed, TrainState, build, context, extra, part, resumed
 
 _log = logging.getLogger(__name__)
@@ -53,6 +57,8 @@ class _Run:
     metrics_writer: MetricsWriter | None = None
     #: Windows that rollbacks of this attempt leave out; a checkpoint has those from before it.
     skipped: frozenset[int] = frozenset()
+    #: On rank 0 alone, where the model's FLOPs can be counted.
+    flops: FlopRates | None = None
 
 
 def train(rank: Rank) -> ExitCode:
@@ -155,6 +161,7 @@ def _trainer(
         target_spec(task),
     )
     stack.callback(training.close)
+    on_first_batch = _count_flops(run, train_state, task, start.position.step, stack)
     agreement = Agreement(rank.group, rank.flag)
     meters = Meters(
         rank.attempt,
@@ -162,7 +169,11 @@ def _trainer(
         batches.steps_per_epoch,
         config.logging.every_steps,
         run.metrics_writer,
-        run.source.info.sequence_length,
+        StepTimes(
+            config.optimization.global_batch_size,
+            run.source.info.sequence_length,
+            rates=run.flops.row if run.flops else None,
+        ),
     )
     guard = Guard(
         config.optimization, train_state.model, norm_counts=not rank.precision.needs_scaler, skips=start.skips
@@ -190,7 +201,27 @@ def _trainer(
         on_event=rank.note,
         step=start.position.step,
         profiler=_profiler(run, meters, stack),
+        on_first_batch=on_first_batch,
     )
+
+
+def _count_flops(
+    run: _Run, train_state: TrainState, task: Task, step: int, stack: ExitStack
+) -> Callable[[Batch], None]:
+    """Return what begins to count the FLOPs of the first micro-batch, once per attempt and on rank 0 alone.
+
+    ``step``: where training continues. A row has rates only if the attempt has written one before it.
+    """
+    rank, every = run.rank, run.rank.experiment.logging.every_steps
+    has_rates = run.batches.total_steps // every - step // every > 1
+    if train_state.without_weights is None or run.flops is not None or not has_rates:
+        return lambda batch: None
+    to_input = make_to_input(rank.experiment, run.source.info, torch.device("meta"), rank.precision)
+    count = FlopCount(train_state.without_weights, task, to_input)
+    name = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else ""
+    run.flops = FlopRates(count, rank.facts.world_size, peak_tflops(name, rank.precision.name))
+    stack.callback(count.close)
+    return count.start
 
 
 def _profiler(run: _Run, meters: Meters, stack: ExitStack) -> Profiler | None:

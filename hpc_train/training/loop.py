@@ -90,6 +90,8 @@ class Trainer:
     on_event: Callable[[str], None]
     step: int
     profiler: Profiler | None = None
+    #: Called with this rank's first micro-batch, before anything is computed of it.
+    on_first_batch: Callable[[Batch], None] = lambda batch: None
     _has_stepped: bool = False
     #: Counts the step's forward passes, as many on every rank, a rehearsal included.
     _slot: int = 0
@@ -136,6 +138,8 @@ class Trainer:
 
     def _one_step(self, step: int, batches: list[Batch]) -> Consensus:
         """Train one step beside the exchange of what all ranks must know."""
+        if not self._has_stepped:
+            self.on_first_batch(batches[0])
         self._slot = 0
         self.progress.at(self._training, step)
         self.agreement.begin(self._own_flags())

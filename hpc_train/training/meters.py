@@ -121,9 +121,9 @@ class Meters:
         steps_per_epoch: int,
         every_steps: int,
         metrics_writer: MetricsWriter | None,
-        sequence_length: int | None = None,
+        times: StepTimes | None = None,
     ) -> None:
-        self.times = StepTimes(global_batch_size, sequence_length)
+        self.times = times or StepTimes(global_batch_size)
         self._attempt = attempt
         self._steps_per_epoch = steps_per_epoch
         self._every_steps = every_steps

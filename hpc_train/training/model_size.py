@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import warnings
 from collections.abc import Iterable
-from multiprocessing.connection import Connection
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.datasets.types import DataInfo
-from hpc_train.distributed import parent_process
 from hpc_train.models.building import build_model
+from hpc_train.training.forked_call import ForkedCall
 from hpc_train.training.free_memory import free_bytes, limit_memory
 
 #: Why a model can't be built or run where its size was not known before.
@@ -41,37 +38,16 @@ def weight_bytes(model: nn.Module) -> int:
 def planned_weight_bytes(config: ModelConfig, info: DataInfo) -> int | None:
     """Return the size of the model's weights, built on the meta device; None where it can't be built there.
 
-    In a forked child: a part of the model that its code keeps for the next time would stay on the meta
-    device. The child may allocate no more than is free: code of the user's may read a file of weights.
+    In a forked child, which may allocate no more than is free: code of the user's may read a file of weights.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_measure, args=(config, info, sender, os.getpid()), daemon=True)
-    with receiver, warnings.catch_warnings():
-        # Python 3.12 warns of threads, of which the child has none: it calls nothing that would wait for one.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        with sender:
-            child.start()
-        try:
-            nbytes: int | None = receiver.recv() if receiver.poll(_LIMIT_S) else None
-        except EOFError:
-            nbytes = None
-        finally:
-            child.kill()
-            child.join()
-    return nbytes
-
-
-def _measure(config: ModelConfig, info: DataInfo, sender: Connection, parent: int) -> None:
-    parent_process.die_with(parent)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # the model may print, and will again when it is built
-        os.dup2(nowhere, stream)
+    call = ForkedCall(lambda: _measure(config, info))
     try:
-        torch.set_num_threads(1)  # OpenMP's threads of the parent are not here
-        limit_memory(torch.device("cpu"), num_sharing=1)
-        with torch.device("meta"):
-            model = build_model(config.model_copy(update={"pretrained": False}), info)
-        sender.send(weight_bytes(model))
+        return cast("int | None", call.result()) if call.has_ended(_LIMIT_S) else None
     finally:
-        os._exit(0)
+        call.close()
+
+
+def _measure(config: ModelConfig, info: DataInfo) -> int:
+    limit_memory(torch.device("cpu"), num_sharing=1)
+    with torch.device("meta"):
+        return weight_bytes(build_model(config.model_copy(update={"pretrained": False}), info))

@@ -19,8 +19,17 @@ T = TypeVar("T")
 class StepTimes:
     """Mean times per step since the row before."""
 
-    def __init__(self, global_batch_size: int, sequence_length: int | None = None) -> None:
-        """``sequence_length``: tokens per sample, None where samples are not sequences."""
+    def __init__(
+        self,
+        global_batch_size: int,
+        sequence_length: int | None = None,
+        rates: Callable[[float], Row] | None = None,
+    ) -> None:
+        """``sequence_length``: tokens per sample, None where samples are not sequences.
+
+        ``rates``: what else a row says, by the samples per second of all ranks (``training.flops``).
+        """
+        self._rates = rates
         self._global_batch_size = global_batch_size
         self._sequence_length = sequence_length
         self._data_wait_s = 0.0
@@ -80,14 +89,14 @@ class StepTimes:
         num_steps = step - before[0]
         step_s = max(now - before[1] - paused_s, 1e-9) / num_steps
         samples_per_s = self._global_batch_size / step_s
-        found = {
+        found: Row = {
             "step_s": _rounded(step_s),
             "data_wait_s": _rounded(data_wait_s / num_steps),
             "samples_per_s": _rounded(samples_per_s),
         }
         if self._sequence_length is not None:
             found["tokens_per_s"] = _rounded(samples_per_s * self._sequence_length)
-        return dict(found)
+        return found if self._rates is None else found | self._rates(samples_per_s)
 
 
 def _rounded(value: float) -> float:

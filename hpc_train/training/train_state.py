@@ -31,6 +31,7 @@ from hpc_train.training import hardware, other_ranks
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.compiling import compile_model
 from hpc_train.training.ema import Ema
+from hpc_train.training.flops import without_weights
 from hpc_train.training.fp8 import use_float8
 from hpc_train.training.hardware import Hardware
 from hpc_train.training.optimization import Optimization, make_optimizer
@@ -63,6 +64,8 @@ class TrainState:
     #: What came from pretrained weights; None where nothing did.
     pretrained: LoadReport | None = None
     has_batchnorm: bool = False
+    #: The whole model on the meta device, to count its FLOPs; on rank 0 alone.
+    without_weights: nn.Module | None = None
 
     @property
     def state(self) -> TrainingState:
@@ -94,6 +97,7 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, context:
     seed_build(config.seed)
     model = build_model(config.model, info)
     pretrained = report_of(model)
+    counted = without_weights(model) if context.rank == 0 else None
     if config.parallel.sync_batchnorm:
         model = sync_batchnorm(model, context.device, batches.micro_batches)
     blocks = find_blocks(model)
@@ -118,7 +122,7 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, context:
     optimization = Optimization(optimizer, schedule, context.precision, context.device)
     ema = None if config.optimization.ema is None else Ema(strategy.model, config.optimization.ema.decay)
     return TrainState(
-        strategy.model, wrapped, strategy, optimization, ema, num_parameters, pretrained, normalises
+        strategy.model, wrapped, strategy, optimization, ema, num_parameters, pretrained, normalises, counted
     )
 
 

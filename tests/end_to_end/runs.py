@@ -31,6 +31,8 @@ OF_THE_MOMENT = {
     "data_wait_s",
     "samples_per_s",
     "tokens_per_s",
+    "tflops_per_s",
+    "mfu",
     "peak_memory_gib",
 }
 

@@ -1,0 +1,157 @@
+"""The floating-point operations (FLOPs) of a training step: ``tflops_per_s`` and ``mfu`` in rows of metrics.
+
+Rank 0 counts them once per attempt, of the whole model before it is split, wrapped or compiled, so that the
+count does not depend on the strategy and excludes what activation checkpointing computes again. The count
+runs on the meta device, where tensors have shapes and no values, in a child process.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from hpc_train.datasets.types import Batch
+from hpc_train.loggers.base import Row
+from hpc_train.tasks.base import Task, mean_loss
+from hpc_train.training.forked_call import ForkedCall
+
+#: Operators that torch's counter skips are elementwise, reductions, copies: nothing beside matrix products.
+#: Of these namespaces alone that is known, but for ``_PRODUCTS``.
+_NAMESPACES = ("aten", "prim", "prims", "profiler")
+#: Operators of torch that multiply matrices or vectors and that its counter has no formula for.
+_PRODUCTS = frozenset({
+    "mv", "addmv", "dot", "vdot", "addbmm", "_trilinear", "_cdist_forward", "_int_mm", "_grouped_mm",
+    "_scaled_grouped_mm",
+})  # fmt: skip
+_PRODUCT_PREFIXES = ("linalg_", "_linalg_", "_fft_")
+_log = logging.getLogger(__name__)
+
+
+class UncountedError(Exception):
+    """The model runs an operator whose FLOPs are unknown."""
+
+
+class _KnownOperators(TorchDispatchMode):
+    """Raises UncountedError at an operator that torch's counter would count as 0 though it is not."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not _is_countable(func):
+            raise UncountedError(f"the FLOPs of the operator {func} are unknown")
+        return func(*args, **(kwargs or {}))
+
+
+def _is_countable(operator: Any) -> bool:
+    packet = operator.overloadpacket
+    if packet in flop_registry:
+        return True
+    name = packet.__name__
+    is_product = name in _PRODUCTS or name.startswith(_PRODUCT_PREFIXES)
+    return operator.namespace in _NAMESPACES and not is_product
+
+
+def count_flops(model: nn.Module, task: Task, batch: Batch) -> int:
+    """Return the FLOPs of one forward and backward pass; model and batch are on the meta device.
+
+    Counts matrix products, convolutions and attention; a multiply-add is two operations. Causal attention
+    counts in full, as in PaLM (arXiv:2204.02311, appendix B). Raises UncountedError.
+    """
+    with FlopCounterMode(display=False) as counter, _KnownOperators(), sdpa_kernel(SDPBackend.MATH):
+        mean_loss(task, task.forward(model.train(), batch), batch).backward()
+    return int(counter.get_total_flops())
+
+
+def without_weights(model: nn.Module) -> nn.Module | None:
+    """Return a copy of the model on the meta device; None if it can't be copied.
+
+    Nothing is allocated, and code of the model runs only where it has a ``__deepcopy__``.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    try:
+        return copy.deepcopy(model, {id(tensor): _on_meta(tensor) for tensor in tensors})
+    except Exception as error:  # whatever the model has among its attributes
+        _log_uncounted(f"the model can't be copied: {error}")
+        return None
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+class FlopCount:
+    """The FLOPs per sample, counted in a child process while training continues."""
+
+    def __init__(self, model: nn.Module, task: Task, to_input: Callable[[Batch], Batch]) -> None:
+        """``model``: of ``without_weights``; ``to_input``: as in training, but to the meta device."""
+        self._model = model
+        self._task = task
+        self._to_input = to_input
+        self._call: ForkedCall | None = None
+        self._per_sample: float | None = None
+
+    def start(self, batch: Batch) -> None:
+        """Count those of a micro-batch, as the loader made it. Before this process's first backward pass."""
+        self._call = ForkedCall(lambda: self._count(batch))
+
+    def per_sample(self, within_s: float = 0.0) -> float | None:
+        """Return them; None if they are unknown, or not known within this time."""
+        if self._call is not None and self._call.has_ended(within_s):
+            found, self._call = self._call.result(), None
+            if isinstance(found, float):
+                self._per_sample = found
+            else:
+                _log_uncounted(found or "the process that counts them died")
+        return self._per_sample
+
+    def close(self) -> None:
+        """End the child process if it still counts."""
+        if self._call is not None:
+            self._call.close()
+            self._call = None
+
+    def _count(self, batch: Batch) -> float | str:
+        """Return the FLOPs per sample, or why they are unknown. Runs in the child."""
+        torch.set_deterministic_debug_mode("default")
+        try:
+            return count_flops(self._model, self._task, self._to_input(batch)) / len(batch.valid)
+        except Exception as error:  # whatever the code of the model and the task raises
+            first_line = f"{error}".partition("\n")[0]
+            return (
+                first_line if isinstance(error, UncountedError) else f"{type(error).__name__}: {first_line}"
+            )
+
+
+def _log_uncounted(why: str) -> None:
+    _log.info("rows have no tflops_per_s and no mfu: %s", why)
+
+
+@dataclass(frozen=True)
+class FlopRates:
+    """What rows say of the FLOPs: achieved per device, and as a fraction of the device's peak."""
+
+    count: FlopCount
+    num_devices: int
+    #: At the run's precision; None if it is unknown.
+    peak_tflops: float | None = None
+
+    def row(self, samples_per_s: float) -> Row:
+        """Return ``tflops_per_s`` and ``mfu`` at the rate of all ranks together; those that are known."""
+        per_sample = self.count.per_sample()
+        if per_sample is None:
+            return {}
+        tflops_per_s = per_sample * samples_per_s / self.num_devices / 1e12
+        found: Row = {"tflops_per_s": float(f"{tflops_per_s:.6g}")}
+        if self.peak_tflops is not None:
+            found["mfu"] = float(f"{tflops_per_s / self.peak_tflops:.4g}")
+        return found
