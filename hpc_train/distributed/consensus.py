@@ -40,6 +40,11 @@ class Consensus:
     is_non_finite: bool = False
     bad_samples: int = 0
 
+    @property
+    def needs_check(self) -> bool:
+        """Whether a rank has met what may end the attempt."""
+        return self.has_failed or self.is_non_finite or self.bad_samples > 0
+
 
 class Agreement:
     """Ranks contribute their flags at the start of a step; at its end all have the combined flags.

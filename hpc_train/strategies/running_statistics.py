@@ -70,13 +70,16 @@ class RunningStatistics:
         self._is_counted = is_counted
         self._layers: list[_BatchNorm] = []
 
-    @contextmanager
-    def step(self, slots: int) -> Iterator[None]:
+    def step(self, slots: int) -> AbstractContextManager[None]:
         """Run the forward passes of one optimizer step inside; ``slots``: micro-batches of this rank, as many
         on every rank. Collective.
 
         After an exception inside, the running statistics are undefined.
         """
+        return self._combined(slots) if self._candidates else nullcontext()
+
+    @contextmanager
+    def _combined(self, slots: int) -> Iterator[None]:
         self._begin(slots)
         yield
         if self._layers:

@@ -145,8 +145,9 @@ class Trainer:
         self.agreement.begin(self._own_flags())
         is_allowed = self._train_step(step, batches)
         agreed = self.agreement.wait()
-        with self._saves_finished():
-            self._raise_if_failed(step, is_allowed, agreed)
+        if agreed.needs_check or not is_allowed:
+            with self._saves_finished():
+                self._raise_if_failed(step, is_allowed, agreed)
         if self.profiler is not None:
             self.profiler.step_done()
         return agreed
