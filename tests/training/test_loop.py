@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,11 +19,11 @@ from hpc_train.checkpoint import writing
 from hpc_train.checkpoint.checkpointer import Checkpointer
 from hpc_train.config.training_sections import CompileConfig, OptimizationConfig, OptimizerConfig
 from hpc_train.datasets.types import Batch
-from hpc_train.distributed.consensus import Agreement
+from hpc_train.distributed.consensus import Agreement, StepFlags
 from hpc_train.distributed.precision import Precision
 from hpc_train.distributed.process_group import Group, Timeouts
 from hpc_train.distributed.signals import StopFlag
-from hpc_train.errors import NonFiniteError
+from hpc_train.errors import NonFiniteError, StorageError
 from hpc_train.health.progress import Progress
 from hpc_train.paths import RunPaths
 from hpc_train.training.cadence import Cadence
@@ -185,3 +187,34 @@ def test_before_a_rollback_old_checkpoints_are_removed_to_the_end(
     with pytest.raises(RollbackError):
         make_trainer(run, "rollback").train()
     assert folder_names(run) == ["step-00000002", "step-00000003"]
+
+
+def test_a_loss_that_is_not_finite_ends_the_next_step(run: RunPaths) -> None:
+    trainer = make_trainer(run, "stop")
+    trainer.cadence = replace(trainer.cadence, save_every=None)
+    with pytest.raises(NonFiniteError, match="the train loss is NaN or infinite on a rank"):
+        trainer.train()
+    assert trainer.step == GOOD_STEPS + 2, "the step that met it, and the one whose exchange reported it"
+
+
+def test_a_save_that_failed_ends_the_next_step(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    trainer = make_trainer(run, "stop")
+    trainer.cadence = replace(trainer.cadence, save_every=2)
+    monkeypatch.setattr(writing.CheckpointWriter, "_commit", refuse)
+    has_failed = StepFlags(has_failed=True)
+    monkeypatch.setattr(trainer, "_wish", lambda: has_failed if trainer.step == 2 else StepFlags())
+    with pytest.raises(StorageError, match="full"):
+        trainer.train()
+    assert trainer.step == 3
+
+
+def test_bad_samples_of_all_ranks_are_checked_after_the_step(run: RunPaths) -> None:
+    seen: list[int] = []
+    trainer = make_trainer(run, "rollback")
+    trainer.bad_samples = BadSampleCount(lambda: trainer.step, seen.append)
+    with pytest.raises(RollbackError):
+        trainer.train()
+    assert [count for count in seen if count] == [1, 2, 3]
