@@ -31,9 +31,8 @@ from hpc_train.validate.part_rules import (
 _KEY, _ARGS = "optimization.optimizer", ("optimization", "optimizer", "args")
 #: Keys of the file that are arguments of the optimizer's class, too.
 _OWN_KEYS = ("lr", "momentum", "weight_decay")
-#: Those of torch that update all parameters in one kernel, on these devices. Measured on one CPU core
-#: with ResNet-18: AdamW takes 0.31 times as long as one by one, torch's own choice there, SGD with momentum
-#: 0.62 times.
+#: Those of torch that update all parameters in one kernel, on these devices. On the CPU torch would choose
+#: to update them one by one.
 _FUSED = ("adam", "adamw", "sgd")
 _FUSED_DEVICES = ("cpu", "cuda")
 #: Arguments that choose a kernel.
@@ -170,9 +169,9 @@ def make_optimizer(
 def _with_kernel(arguments: Arguments, parameters: Sequence[nn.Parameter], *, may_fuse: bool) -> Arguments:
     """Ask for the fastest kernels, unless the file has chosen others.
 
-    DTensors have no fused SGD, and torch's automatic choice updates them one by one, which takes ten times as
-    long as all at once (measured on CPU). That ``foreach`` takes DTensors of several meshes is known of torch
-    2.15 alone, so it is not used where ranks share some layers.
+    DTensors have no fused SGD, and torch's automatic choice updates them one by one, each through DTensor's
+    dispatch. That ``foreach`` takes DTensors of several meshes is known of torch 2.15 alone, so it is not used
+    where ranks share some layers.
     """
     if any(arguments.get(key) is not None for key in _KERNEL_ARGUMENTS):
         return arguments
