@@ -22,10 +22,10 @@ NUM ?= 40
 SEED ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-slurm-new soak reliability mutation parallelism test-gpu cluster cluster-down check build clean docs lint
+.PHONY: help install demo test test-full test-slurm-new test-slurm-prefix soak reliability mutation parallelism test-gpu cluster cluster-down check build clean docs lint
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
 
 install: $(STAMP) ## create .venv with hpc-train and the development tools
 
@@ -65,6 +65,11 @@ test-full: install ## all tests with more seeds, all parallel settings, a short 
 
 test-slurm-new: install ## run the Slurm tests with Debian 13's Slurm 24.11 in a chroot: half an hour; needs root
 	@tests/slurm/debian13.sh $(CURDIR)/$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) --dist worksteal tests/slurm
+
+test-slurm-prefix: install ## SLURM_PREFIX=/opt/slurm: run the Slurm tests with the Slurm installed there: half an hour; needs root
+	@tests/slurm/install.sh
+	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/prefix.sh "$(SLURM_PREFIX)" \
+		$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) --dist worksteal tests/slurm
 
 soak: install ## SEEDS=1-100: run on a real Slurm with random faults, under a minute per seed
 	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh

@@ -20,6 +20,7 @@ from hpc_train.run.run_status import read_status
 from tests.cli.commands import hpc_train, python
 from tests.launchers.slurm.queued import add_job, begin, queued_run
 from tests.slurm.cluster import Cluster
+from tests.slurm.host import program_path
 from tests.waiting import came_true
 
 pytestmark = [pytest.mark.slow]
@@ -291,7 +292,7 @@ def test_a_watch_over_many_runs_is_one_squeue(
     calls = tmp_path / "calls"
     counting = tmp_path / "bin" / "squeue"
     counting.parent.mkdir()
-    counting.write_text(f'#!/bin/bash\necho >> {calls}\nexec /usr/bin/squeue "$@"\n')
+    counting.write_text(f'#!/bin/bash\necho >> {calls}\nexec {program_path("squeue")} "$@"\n')
     counting.chmod(0o755)
     monkeypatch.setenv("PATH", f"{counting.parent}:{os.environ['PATH']}")
     start = time.monotonic()
