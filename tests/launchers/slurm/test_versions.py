@@ -1,4 +1,4 @@
-"""What Slurm 22.05 and 24.11 printed on the test cluster is read alike."""
+"""What Slurm 22.05, 24.11 and 26.05 printed on the test cluster is read alike."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ VERSIONS = pytest.mark.parametrize("version", RECORDED)
 
 @VERSIONS
 def test_an_array_of_which_two_tasks_were_cancelled(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Task 0 while it ran; task 4, which waited, leaves no trace. An exit code is 15 or 0:15."""
+    """Task 0 while it ran; task 4, which waited, leaves no trace. Its exit code is 15, 0:15 or 143:0."""
     monkeypatch.setattr(queue, "run", lambda *_, **__: "\n".join(RECORDED[version]["squeue"]))
     found = {job: replace(state, ended=None) for job, state in queue._squeue("--user=0").items()}
+    exit_code = "143:0" if version.startswith("26.") else "0:15"
     shared = {"restarts": 0, "exit_code": "0:0", "name": "exp", "script": "(null)"}
     running = {job: JobState(job, "RUNNING", nodes="n1", **shared) for job in ("1_1", "1_2")}
     assert found == running | {
-        "1_0": JobState("1_0", "CANCELLED", nodes="n1", **shared | {"exit_code": "0:15"}),
+        "1_0": JobState("1_0", "CANCELLED", nodes="n1", **shared | {"exit_code": exit_code}),
         "1_3": JobState("1_3", "PENDING", "JobArrayTaskLimit", **shared),
     }
 
@@ -44,7 +45,13 @@ def test_limits_of_the_cluster_and_its_partition(version: str, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("version", "kind"),
-    [("22.05.8", "missing_file"), ("24.11.5", "missing_file"), ("24.11.5", "no_configuration")],
+    [
+        ("22.05.8", "missing_file"),
+        ("24.11.5", "missing_file"),
+        ("24.11.5", "no_configuration"),
+        ("26.05.3", "missing_file"),
+        ("26.05.3", "no_configuration"),
+    ],
 )
 def test_a_machine_without_a_configuration_is_not_answered_by_slurm(version: str, kind: str) -> None:
     """Several lines, none of which is a refusal of what was asked."""
