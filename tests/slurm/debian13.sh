@@ -17,6 +17,10 @@ packages=(
     # What a Python that was built for another Debian links to.
     libbz2-1.0 libexpat1 libffi8 liblzma5 libncurses6 libreadline8t64 libsqlite3-0 libssl3t64 libstdc++6 zlib1g
 )
+# Where Debian 12's libmariadb3 comes from: with 11.8.9 slurmdbd fails ("Number of columns in result … =0").
+other_suite=bookworm
+other_package=libmariadb3
+mirror=${HPC_TRAIN_DEBIAN_MIRROR:-http://deb.debian.org/debian}
 root=${HPC_TRAIN_DEBIAN13:-/var/cache/hpc-train/debian-13}
 top=$(cd "$(dirname "$0")/../.." && pwd)
 python=$top/.venv/bin/python
@@ -29,7 +33,7 @@ skip() {
 
 # Installs Debian 13 unless it is there with these packages.
 build() {
-    local log wanted="$suite ${packages[*]}"
+    local log pin wanted="$suite ${packages[*]} $other_suite $other_package"
     [ "$(cat "$root.packages" 2>/dev/null)" != "$wanted" ] || return 0
     if ! command -v mmdebstrap >/dev/null; then
         command -v apt-get >/dev/null || skip "mmdebstrap is not installed, and there is no apt-get"
@@ -40,8 +44,11 @@ build() {
     log=$(mktemp)
     rm -rf "$root" "$root.new" "$root.packages"
     mkdir -p "$(dirname "$root")"
-    mmdebstrap --quiet --variant=minbase --include="${packages[*]}" "$suite" "$root.new" \
-        "${HPC_TRAIN_DEBIAN_MIRROR:-http://deb.debian.org/debian}" >"$log" 2>&1 ||
+    pin="Package: *\nPin: release n=$other_suite\nPin-Priority: -1\n\n"
+    pin+="Package: $other_package\nPin: release n=$other_suite\nPin-Priority: 1001\n"
+    mmdebstrap --quiet --variant=minbase --include="${packages[*]}" \
+        --setup-hook="printf '$pin' >\"\$1/etc/apt/preferences.d/$other_suite\"" "$suite" "$root.new" \
+        "deb $mirror $suite main" "deb $mirror $other_suite main" >"$log" 2>&1 ||
         { tail -5 "$log" >&2; rm -rf "$root.new" "$log"; skip "mmdebstrap could not install Debian 13"; }
     rm -f "$log"
     mv "$root.new" "$root"
