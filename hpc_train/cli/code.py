@@ -103,8 +103,9 @@ def _say_differences(paths: RunPaths, experiment: Experiment, used: Path) -> Non
 
 
 def _current_code(folder: ExperimentPaths, experiments: Iterable[Experiment]) -> Code:
-    data = {root for experiment in experiments if (root := experiment.data.root) is not None}
-    excluded = [runs_root(), folder.snapshots, folder.folder, *(Path(root).expanduser() for root in data)]
+    sections = [experiment.data for experiment in experiments]
+    data = {path for each in sections for path in (each.root, each.cache) if path is not None}
+    excluded = [runs_root(), folder.snapshots, folder.folder, *(Path(path).expanduser() for path in data)]
     return snapshot.read(Path.cwd(), excluded)
 
 

@@ -23,6 +23,7 @@ NOT_IDENTITY = (
     "recovery",
     "sweep",
     "data.root",
+    "data.cache",
     "data.workers",
 )
 #: Keys outside the id that a grid may vary nevertheless, to train one experiment on several job sizes: where

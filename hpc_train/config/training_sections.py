@@ -97,6 +97,9 @@ class DataConfig(Section):
     """Folder of the data, or a text file. Not needed by data sets without files."""
     args: Arguments = {}
     """Keyword arguments of the data set."""
+    cache: str | None = None
+    """Folder with packed caches of image folders: ``hpc-train prepare`` packs the images of ``root`` into one
+    file there, and ranks read that file. Default: ranks read the images one by one."""
     image_size: Annotated[int, Field(ge=1, le=8192)] | None = None
     """Height and width to which images are resized, in pixels. Default: no resizing; all images must then
     have the same size."""

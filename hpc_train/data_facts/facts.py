@@ -38,6 +38,8 @@ class DataFacts:
     root: str = "the folder of the data"
     #: Whether the data are what the files of ``data.root`` hold, so that changed files are other data.
     is_in_root: bool = False
+    #: Whether ``data.cache`` can pack the files of ``data.root``.
+    is_packable: bool = False
     #: A full name, where a name must continue after the slash; empty: it must not; None: either.
     example: str | None = None
     #: Whether ``model_facts.known_names("datasets")`` lists what may follow the slash.
@@ -176,6 +178,7 @@ DATA_SETS = {
         needs_root=True,
         root="the folder that contains train/<class>/ and val/<class>/",
         is_in_root=True,
+        is_packable=True,
         example="",
         channels=_argument("channels", 3),
         num_samples=_image_folder_samples,

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from torch.utils.data import Dataset, get_worker_info
 from hpc_train.datasets.base import AnySplit, ArraySplit, FileSplit, Split, TensorSplit
 from hpc_train.datasets.decoding import UndecodableError, read_image
 from hpc_train.datasets.images import as_inputs, sample_path
+from hpc_train.datasets.packed import DamagedPackError
 from hpc_train.datasets.random_numbers import hash_words
 from hpc_train.datasets.sampler import Slot
 from hpc_train.datasets.skipping import stand_ins
@@ -34,6 +35,9 @@ from hpc_train.run.bad_samples import BadSample, Part
 #: Errors of a disk or file server that may be temporary; they do not mean that the sample is bad. Assumed.
 _NOT_THE_SAMPLES = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _PAUSES_S = (0.1, 1.0)
+#: What ends the attempt, whatever the file says of bad samples: the sample is not to blame.
+_NOT_BAD = (TransientStorageError, DamagedPackError)
+_Result = TypeVar("_Result")
 #: The inputs of a batch, or of B samples one by one (JPEG files not decoded yet), its targets and slot → the
 #: batch's inputs. Raises UndecodableError.
 Prepare = Callable[[Tensors | Sequence[Tensors], Tensors, Slot], Tensors]
@@ -171,7 +175,9 @@ class SlotReader(Dataset[Read | Failure]):
         return list(inputs), self._targets.stacked(targets, slot.indices.tolist())
 
     def _whole_batch(self, split: ArraySplit, slot: Slot) -> tuple[Tensors, Tensors]:
-        read: Any = split.batch(slot.indices)
+        read: Any = _retried(
+            lambda: split.batch(slot.indices), lambda error: self._transient_batch(slot, error)
+        )
         if self._is_checked:
             return cast("tuple[Tensors, Tensors]", read)
         count = len(slot.indices)
@@ -189,6 +195,12 @@ class SlotReader(Dataset[Read | Failure]):
         except MisfitError as error:
             index = int(slot.indices[error.place])
             raise error.of_sample(BadSample(self._part, index, f"sample {index}", "").title) from error
+
+    def _transient_batch(self, slot: Slot, error: Exception) -> TransientStorageError:
+        first = self._bad_sample(int(slot.indices[0]), error)
+        return TransientStorageError(
+            f"data: the batch of {first.title} can't be read at the moment: {first.why}"
+        )
 
     def _check_inputs(self, inputs: Tensor, name: str) -> None:
         is_image = inputs.dtype == torch.uint8 and inputs.dim() == 4
@@ -211,7 +223,7 @@ class SlotReader(Dataset[Read | Failure]):
         else:
             try:
                 return self._try_sample(index, hash_words(self._seed, epoch, index))
-            except TransientStorageError:
+            except _NOT_BAD:
                 raise
             except Exception as error:
                 first = self._bad_sample(index, error)
@@ -224,24 +236,18 @@ class SlotReader(Dataset[Read | Failure]):
                 continue
             try:
                 return self._try_sample(other, word)
-            except TransientStorageError:
+            except _NOT_BAD:
                 raise
             except Exception as error:
                 bad[other] = self._bad_sample(other, error)
         raise BadFileError(f"{_unreadable(first)}; nor can any of its replacements")
 
     def _try_sample(self, index: int, seed: int) -> tuple[Tensors, Tensors]:
-        for pause_s in (*_PAUSES_S, None):
-            try:
-                inputs, target = self._load(index, seed)
-                return inputs, self._targets.one(target)
-            except (OSError, MemoryError) as error:
-                if isinstance(error, OSError) and error.errno not in _NOT_THE_SAMPLES:
-                    raise
-                if pause_s is None:
-                    raise _transient(self._bad_sample(index, error)) from error
-                time.sleep(pause_s)
-        raise AssertionError("the last try returns or raises")
+        def read() -> tuple[Tensors, Tensors]:
+            inputs, target = self._load(index, seed)
+            return inputs, self._targets.one(target)
+
+        return _retried(read, lambda error: _transient(self._bad_sample(index, error)))
 
     def _load(self, index: int, seed: int) -> tuple[Tensors, Any]:
         """Return a sample's inputs, a JPEG file's not decoded yet, and its target as it is stored."""
@@ -257,6 +263,23 @@ class SlotReader(Dataset[Read | Failure]):
         path = sample_path(self._split, index)
         name = f"sample {index}" if path is None else str(path)
         return BadSample(self._part, index, name, _cause(error))
+
+
+def _retried(read: Callable[[], _Result], transient: Callable[[Exception], TransientStorageError]) -> _Result:
+    """Return what ``read`` returns, tried again after errors that may be temporary.
+
+    Raises what ``transient`` makes of the last one.
+    """
+    for pause_s in (*_PAUSES_S, None):
+        try:
+            return read()
+        except (OSError, MemoryError) as error:
+            if isinstance(error, OSError) and error.errno not in _NOT_THE_SAMPLES:
+                raise
+            if pause_s is None:
+                raise transient(error) from error
+            time.sleep(pause_s)
+    raise AssertionError("the last try returns or raises")
 
 
 def _has_rows(part: Any, count: int) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,8 @@ from hpc_train.paths import cache_folder
 
 DATA, WEIGHTS = "data.root", "model.pretrained"
 _SPLITS, _TEXTS = ("train", "val"), ("train.txt", "val.txt")
+#: The folder of the validation images where there is none called ``val``.
+_TEST = "test"
 #: Assumed: how long a user waits. ImageNet's 1.3 million names take about 2 s from a local disk.
 LIMIT_S = 10.0
 #: Files per folder whose size is included: each costs a stat, which is slow on a network disk.
@@ -35,6 +38,8 @@ _BLOCKS, _BLOCK_BYTES = 64, 1 << 16
 _SETTLED_NS = 3_000_000_000
 #: With more folders, looking at each costs as much as reading them.
 _MAX_CACHED_FOLDERS = 20_000
+#: Of the cached fingerprint; version 1 did not say it, and knew nothing of ``test``.
+_CACHE_VERSION = 2
 #: Runs are created by several threads, which mostly share their data: one of them reads these.
 _LOCK = threading.Lock()
 
@@ -75,7 +80,7 @@ def _fingerprint(path: str) -> dict[str, str]:
         if Path(path).is_file():
             return {"file": _of_file(Path(path))}
         texts = {name: _of_file(Path(path, name)) for name in _TEXTS if Path(path, name).is_file()}
-        return texts or _of_images(path)
+        return texts or image_fingerprint(path, LIMIT_S)
     except OSError:  # the ranks may be able to read it
         return {}
 
@@ -93,8 +98,12 @@ def _of_file(path: Path) -> str:
     return digest.hexdigest()[:32]
 
 
-def _of_images(root: str) -> dict[str, str]:
-    """Return hashes of the class names, and of all images if there is time."""
+def image_fingerprint(root: str, limit_s: float | None = None) -> dict[str, str]:
+    """Return hashes of the class names, and of the images of each split if there is time; no limit: always.
+
+    Empty without a folder of training images. Raises OSError if a folder can't be read.
+    """
+    root = os.path.realpath(root)
     file = cache_folder() / f"data-{hashlib.sha256(os.fsencode(root)).hexdigest()[:20]}.json"
     known = _read(file)
     if known is not None and known["folders"] == _times(root, known["folders"]):
@@ -103,27 +112,48 @@ def _of_images(root: str) -> dict[str, str]:
     classes = _classes(root)
     if classes is None:
         return {}
-    deadline = time.monotonic() + LIMIT_S
-    images, times = hashlib.sha256(), {".": os.stat(root).st_mtime_ns}  # noqa: PTH116
-    for inner, names in _walk(root):
+    deadline = math.inf if limit_s is None else time.monotonic() + limit_s
+    times = {".": os.stat(root).st_mtime_ns}  # noqa: PTH116
+    by_part = {"images": hashlib.sha256()}
+    splits: dict[str, str] = dict.fromkeys(_SPLITS, "images")
+    if not os.path.isdir(os.path.join(root, _SPLITS[1])) and os.path.isdir(os.path.join(root, _TEST)):  # noqa: PTH112, PTH118
+        # A part of its own, which older runs, that did not look there, don't have.
+        by_part["test"], splits[_TEST] = hashlib.sha256(), "test"
+    for split, inner, names in _walk(root, splits):
         if time.monotonic() > deadline:
             return {"classes": classes}
         folder = os.path.join(root, inner)  # noqa: PTH118
         times[inner] = os.stat(folder).st_mtime_ns  # noqa: PTH116
         sizes = [os.stat(os.path.join(folder, name)).st_size for name in names[:_SIZED_PER_FOLDER]]  # noqa: PTH116, PTH118
-        _add(images, inner, *names, *map(str, sizes))
-    fingerprint = {"classes": classes, "images": images.hexdigest()[:32]}
-    _write(file, {"folders": times, "fingerprint": fingerprint})
+        _add(by_part[splits[split]], inner, *names, *map(str, sizes))
+    hashes = {part: digest.hexdigest()[:32] for part, digest in by_part.items()}
+    fingerprint = {"classes": classes, **hashes}
+    _write(file, {"version": _CACHE_VERSION, "folders": times, "fingerprint": fingerprint})
     return fingerprint
 
 
-def _walk(root: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield each folder of a split, relative to ``root``, with its images, sorted, without hidden ones."""
-    for split in _SPLITS:
+def _walk(root: str, splits: Iterable[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield the split and each of its folders, relative to ``root``, with its images, sorted, without hidden
+    ones.
+    """
+    for split in splits:
         for folder, folders, names in os.walk(os.path.join(root, split), followlinks=True):  # noqa: PTH118
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            visible = sorted(name for name in folders if not name.startswith("."))
+            folders[:] = [name for name in visible if not _is_cycle(os.path.join(folder, name), root)]  # noqa: PTH118
             images = (name for name in names if name.lower().endswith(IMAGE_EXTENSIONS) and name[0] != ".")
-            yield os.path.relpath(folder, root), sorted(images)
+            yield split, os.path.relpath(folder, root), sorted(images)
+
+
+def _is_cycle(path: str, root: str) -> bool:
+    """Whether the folder is a link to one of the folders above it, up to ``root``."""
+    if not os.path.islink(path):  # noqa: PTH114
+        return False
+    above = path
+    while above != root:
+        above = os.path.dirname(above)  # noqa: PTH120
+        if os.path.samefile(path, above):  # noqa: PTH121
+            return True
+    return False
 
 
 def _classes(root: str) -> str | None:
@@ -158,8 +188,10 @@ def _read(file: Path) -> dict[str, Any] | None:
         known = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
-    is_ours = isinstance(known, dict) and all(
-        isinstance(known.get(part), dict) for part in ("folders", "fingerprint")
+    is_ours = (
+        isinstance(known, dict)
+        and known.get("version") == _CACHE_VERSION
+        and all(isinstance(known.get(part), dict) for part in ("folders", "fingerprint"))
     )
     return known if is_ours else None
 

@@ -12,6 +12,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.data_facts.facts import Modality, data_facts, task_misfit
 from hpc_train.errors import shortened
+from hpc_train.paths import expanded
 from hpc_train.registry import is_factory, split_name
 from hpc_train.validate.part_rules import rest_not_taken
 
@@ -87,7 +88,21 @@ def text_has_no_keys_of_images(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(path, f"does not apply to {shortened(data.name)}", _REMEDY, on_key=True)
 
 
+@rule("data.name", "data.cache")
+def only_image_folders_are_packed(experiment: Experiment) -> Iterator[Problem]:
+    """``data.cache`` is for image folders, and is a folder itself."""
+    data, path = experiment.data, ("data", "cache")
+    if data.cache is None:
+        return
+    if not data_facts(data.name).is_packable:
+        message = f"packs image folders, and {shortened(data.name)} is not one"
+        yield Problem(path, message, "take it out, or write data.name: imagefolder", on_key=True)
+    elif expanded(data.cache).is_file():
+        yield Problem(path, f"{shortened(data.cache)} is a file", "write a folder; prepare creates it")
+
+
 RULES: tuple[Rule, ...] = (
+    only_image_folders_are_packed,
     task_fits_the_data,
     model_fits_the_data,
     gpt_stands_alone,

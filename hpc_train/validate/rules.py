@@ -169,12 +169,20 @@ def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(path, "weights needs model.pretrained", "write model.pretrained: true, or a path")
 
 
-@rule("data.root", "model.pretrained", "environment.python", "environment.container", "logging.wandb.tags")
+@rule(
+    "data.root",
+    "data.cache",
+    "model.pretrained",
+    "environment.python",
+    "environment.container",
+    "logging.wandb.tags",
+)
 def text_has_no_control_characters(experiment: Experiment) -> Iterator[Problem]:
     """Paths and text must not be empty or contain control characters."""
     wandb = experiment.logging.wandb
     texts: list[tuple[KeyPath, object]] = [
         (("data", "root"), experiment.data.root),
+        (("data", "cache"), experiment.data.cache),
         (("model", "pretrained"), experiment.model.pretrained),
         (("environment", "python"), experiment.environment.python),
         (("environment", "container"), experiment.environment.container),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import time
@@ -87,7 +88,7 @@ def test_what_was_read_once_is_read_again_only_where_a_folder_changed(
     before = of_images(tmp_path, root)
     walked = []
     walk = input_files._walk
-    monkeypatch.setattr(input_files, "_walk", lambda root: walked.append(root) or walk(root))
+    monkeypatch.setattr(input_files, "_walk", lambda *args: walked.append(args) or walk(*args))
     assert of_images(tmp_path, root) == before and not walked
     (root / "train" / "class0" / "9.png").write_bytes(b"image")
     assert of_images(tmp_path, root) != before and walked
@@ -117,6 +118,35 @@ def test_a_damaged_cache_is_not_believed(tmp_path: Path) -> None:
     for content in ("", "[]", "{}", '{"folders": 3, "fingerprint": {}}'):
         file.write_text(content)
         assert of_images(tmp_path, root) == before
+
+
+def test_the_cache_of_a_version_that_knew_no_test_folder_is_not_believed(tmp_path: Path) -> None:
+    root = images(tmp_path / "data")
+    before = of_images(tmp_path, root)
+    (file,) = (tmp_path / "cache").glob("data-*.json")
+    known = json.loads(file.read_text())
+    file.write_text(json.dumps({**known, "version": 1, "fingerprint": {"classes": "a", "images": "b"}}))
+    assert of_images(tmp_path, root) == before
+
+
+def test_a_folder_test_counts_where_there_is_no_val(tmp_path: Path) -> None:
+    root = images(tmp_path / "data")
+    both = of_images(tmp_path, root)
+    (root / "val").rename(root / "test")
+    before = of_images(tmp_path, root)
+    assert set(both) == {"classes", "images"} and set(before) == {"classes", "images", "test"}
+    (root / "test" / "class0" / "9.png").write_bytes(b"image")
+    after = of_images(tmp_path, root)
+    assert {part for part in before if before[part] == after[part]} == {"classes", "images"}
+
+
+def test_links_that_lead_upwards_are_not_followed_for_ever(tmp_path: Path) -> None:
+    root = images(tmp_path / "data")
+    for name in ("a", "b", "c"):
+        (root / "train" / "class0" / name).symlink_to(root / "train" / "class0")
+        (root / "train" / "class1" / name).symlink_to(root / "train")
+    assert set(input_files.image_fingerprint(str(root))) == {"classes", "images"}
+    assert len(list(input_files._walk(str(root), ["train"]))) < 60
 
 
 def test_a_folder_that_is_not_here_says_nothing(tmp_path: Path) -> None:

@@ -54,6 +54,19 @@ def test_what_does_not_go_with_text_is_refused(
     assert f": {key}: " in lines[0] and said in lines[0]
 
 
+def test_only_image_folders_have_a_pack(tmp_path: Path) -> None:
+    images = TEXT.replace("name: text, root: some.txt", "name: imagefolder, root: images, cache: exp.yaml")
+    images = images.replace("causal_lm", "classification").replace("name: gpt", "name: acme.models:net")
+    (line,) = problems_of(tmp_path, TEXT, "data.cache=packs")
+    assert "data.cache: packs image folders, and text is not one; take it out, or write" in line
+    (line,) = problems_of(tmp_path, images, 'data.cache=""')
+    assert "data.cache: is empty; write a path" in line
+    (tmp_path / "file").touch()
+    (line,) = problems_of(tmp_path, images, f"data.cache={tmp_path / 'file'}")
+    assert "data.cache: " in line and "is a file; write a folder; prepare creates it" in line
+    assert problems_of(tmp_path, images, "data.cache=packs") == []
+
+
 def test_the_place_is_that_of_the_key(tmp_path: Path) -> None:
     text = TEXT.replace("some.txt}", "some.txt, image_size: 8}")
     (line,) = problems_of(tmp_path, text)

@@ -13,9 +13,11 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from hpc_train.config.fields import Section
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets import packing
 from hpc_train.datasets.arguments import parse_args, refuse_rest
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.decoding import decode
+from hpc_train.datasets.packed import find_pack, open_split
 from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
@@ -47,12 +49,14 @@ class FolderSplit:
                 )
             paths += found
             counts.append(len(found))
+        self.folder = folder
         # Arrays, not lists: reference counts would copy a list's memory into every loader process.
-        self._paths = np.array(paths)
-        self._classes = np.repeat(np.arange(len(counts)), counts)
+        #: Of the files, relative to ``folder``.
+        self.paths = np.array(paths)
+        self.classes = np.repeat(np.arange(len(counts)), counts)
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self.paths)
 
     def __getitem__(self, index: int, /) -> tuple[Tensor, int]:
         content, target = self.file_content(index)
@@ -61,14 +65,14 @@ class FolderSplit:
     def file_content(self, index: int, /) -> tuple[bytes, int]:
         """Return what the file of a sample contains, and the sample's class."""
         with open(self._file(index), "rb", buffering=0) as file:  # noqa: PTH123  (Path: half as long as decoding)
-            return file.read(), int(self._classes[index])
+            return file.read(), int(self.classes[index])
 
     def path(self, index: int) -> Path:
         """Return the file of a sample."""
         return Path(self._file(index))
 
     def _file(self, index: int) -> str:
-        return f"{self._folder}/{os.fsdecode(self._paths[index])}"
+        return f"{self._folder}/{os.fsdecode(self.paths[index])}"
 
 
 def _images(folder: Path) -> Iterator[Path]:
@@ -91,17 +95,39 @@ def _class_names(folder: Path) -> tuple[str, ...]:
 
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
-    """Return the two splits; without ``val`` and ``test`` there is no validation."""
+    """Return the two splits; without ``val`` and ``test`` there is no validation.
+
+    With ``data.cache`` they are those of a pack, which ``prepare`` (``download``) writes.
+    """
     refuse_rest(config)
     args = parse_args(ImageFolderArgs, config.args)
     root = _root(config)
+    if config.cache is None:
+        return folder_source(root, args.channels)
+    if download:
+        packing.ensure(config, lambda: folder_source(root, args.channels))
+    return _packed_source(config, root, args.channels)
+
+
+def folder_source(root: Path, channels: int) -> DataSource:
+    """Return the images below ``root``, to be read file by file."""
     class_names = _class_names(root / "train")
-    mean, std = mean_and_std("imagefolder", args.channels)
-    info = DataInfo(len(class_names), args.channels, mean, std, class_names)
-    train = FolderSplit(root / "train", class_names, args.channels)
+    train = FolderSplit(root / "train", class_names, channels)
     val_folder = _val_folder(root)
-    val = None if val_folder is None else _val_split(val_folder, class_names, args.channels)
-    return DataSource(train, val, info)
+    val = None if val_folder is None else _val_split(val_folder, class_names, channels)
+    return DataSource(train, val, _info(class_names, channels))
+
+
+def _packed_source(config: DataConfig, root: Path, channels: int) -> DataSource:
+    pack = find_pack(config)
+    train = open_split(pack, "train", root, channels)
+    val = open_split(pack, "val", root, channels) if "val" in pack.parts else None
+    return DataSource(train, val, _info(pack.class_names, channels))
+
+
+def _info(class_names: tuple[str, ...], channels: int) -> DataInfo:
+    mean, std = mean_and_std("imagefolder", channels)
+    return DataInfo(len(class_names), channels, mean, std, class_names)
 
 
 def _root(config: DataConfig) -> Path:

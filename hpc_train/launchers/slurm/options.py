@@ -142,9 +142,14 @@ def shape(experiment: Experiment, profile: Profile) -> Hashable:
     experiment = profile.applied(experiment)
     slurm, environment = experiment.slurm, experiment.environment
     assert slurm is not None
-    bound = experiment.data.root if environment.container else None
+    bound = bound_paths(experiment) if environment.container else []
     parts = [experiment.name, slurm.model_dump(), environment.model_dump(), profile.model_dump(), bound]
     return json.dumps(parts, sort_keys=True)
+
+
+def bound_paths(experiment: Experiment) -> list[str]:
+    """Return the paths of the data, which a container must see."""
+    return [path for path in (experiment.data.root, experiment.data.cache) if path]
 
 
 def _gpus(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:

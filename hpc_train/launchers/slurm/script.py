@@ -140,8 +140,7 @@ def python_command(experiment: Experiment, profile: Profile, folders: Sequence[P
     if environment.container is None:
         return [_expanded(environment.python or sys.executable)]
     image = environment.container
-    root = experiment.data.root
-    seen = [*folders, *([Path(root).expanduser().absolute()] if root else [])]
+    seen = [*folders, *(Path(path).expanduser().absolute() for path in options.bound_paths(experiment))]
     bound = [word for folder in dict.fromkeys(seen) for word in ("--bind", str(folder))]
     command = [*profile.container_command.split(), *bound, "--pwd", str(folders[-1])]
     return [*command, image if "://" in image else _expanded(image), environment.python or "python3"]

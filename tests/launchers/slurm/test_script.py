@@ -141,11 +141,14 @@ def test_a_container_holds_python_and_sees_the_folders(tmp_path: Path, programs:
     programs.put("scontrol", "printf 'n1\\nn2\\n'")
     runs = tmp_path / "ru ns"
     container = {"container": "/images/x.sif", "python": shutil.which("python3")}
-    batch = fake_batch(runs, environment=container, data={"name": "digits", "root": "da ta"})
+    batch = fake_batch(
+        runs, environment=container, data={"name": "digits", "root": "da ta", "cache": "packs"}
+    )
     assert run(batch, programs).returncode == 0
     calls = programs.calls("apptainer")
     assert len(calls) == 3, "begin, one rank, after"
     assert all(f"--bind {runs} " in call and f"--bind {Path.cwd()}/da ta" in call for call in calls)
+    assert all(f"--bind {Path.cwd()}/packs" in call for call in calls)
     assert "-m hpc_train.launchers.slurm.begin" in calls[0] and "rank.py" in calls[1]
 
 

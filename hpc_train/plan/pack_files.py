@@ -1,0 +1,38 @@
+"""The names of packs: image folders packed into one file by ``hpc-train prepare``, below ``data.cache``.
+
+A pack has the name of its source's fingerprint, so other images are another file. No torch: ``plan`` shows
+them too; ``datasets.packed`` reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.facts import data_facts
+from hpc_train.errors import BadFileError
+from hpc_train.paths import expanded
+from hpc_train.plan.input_files import image_fingerprint
+
+
+def pack_files(data: DataConfig, limit_s: float | None = None) -> list[Path] | None:
+    """Return the files that may be the pack of what ``data.root`` contains now, whether they exist or not.
+
+    The first is of decoded images, which depend on the number of channels; the other of the image files as
+    they are. None where the images can't be listed within ``limit_s``, or are not on this machine. Raises
+    BadFileError if one is missing or may not be read, OSError if the disk fails.
+    """
+    assert data.cache is not None and data.root is not None, "the file has both keys"
+    try:
+        fingerprint = image_fingerprint(str(expanded(data.root)), limit_s)
+    except (FileNotFoundError, PermissionError) as error:
+        raise BadFileError(
+            f"data.root: {error.filename} can't be read: {error.strerror}; fix it or remove it"
+        ) from error
+    if "images" not in fingerprint:
+        return None
+    digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:20]
+    names = f"{digest}-{data_facts(data.name).channels(data)}.pack", f"{digest}.pack"
+    return [expanded(data.cache) / name for name in names]
