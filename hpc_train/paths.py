@@ -154,6 +154,10 @@ class AttemptPaths:
         """The last known activity of the ranks of a node."""
         return self.folder / f"heartbeat-{node}.json"
 
+    def staging(self, node: str) -> Path:
+        """Whether a node has a copy of the data; written by its first rank, for the others."""
+        return self.folder / f"staging-{node}.json"
+
     @property
     def kept_nodes(self) -> Path:
         """Nodes that the next attempt should exclude but needs to start; written by the batch script."""

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.cli.found_sizes import with_found_sizes
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
 from hpc_train.paths import ExperimentPaths, RunPaths, expanded, runs_root
+from hpc_train.plan.input_files import LIMIT_S
+from hpc_train.plan.pack_files import missing_pack, pack_files
 from hpc_train.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.plan.sweep import describe
 from hpc_train.topology.degrees import in_words
@@ -97,8 +100,11 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
     if options.script:
         problems += lacking
     show(made, as_json=options.as_json, scripts=scripts if options.script or options.as_json else ())
-    for line in problems:
+    lines = problems or _missing_pack(loaded)
+    for line in lines:
         say(line)
+    if not lines:
+        _say_pack(loaded.experiment.data)
     return ExitCode.DONE
 
 
@@ -120,11 +126,46 @@ def submit_problems(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]
 
 
 def missing_data(loaded: Loaded, remedy: str) -> list[str]:
-    """Return the line that reports a data root that is missing here; ranks find out after their imports."""
-    root = loaded.experiment.data.root
-    if root is None or expanded(root).exists():
+    """Return the line that reports a data root, or its pack, that is missing here; ranks find out after their
+    imports.
+    """
+    data = loaded.experiment.data
+    if data.root is not None and not expanded(data.root).exists():
+        return [loaded.problem("data.root", f"{data.root} does not exist on this machine", remedy)]
+    return _missing_pack(loaded)
+
+
+def _missing_pack(loaded: Loaded) -> list[str]:
+    data = loaded.experiment.data
+    if data.cache is None:
         return []
-    return [loaded.problem("data.root", f"{root} does not exist on this machine", remedy)]
+    try:
+        files = _pack_files(data)
+    except BadFileError as error:
+        return error.problems
+    if files is None or any(file.is_file() for file in files):
+        return []
+    problem = missing_pack(data)
+    return [loaded.problem(problem.path, problem.message, problem.remedy)]
+
+
+def _pack_files(data: DataConfig) -> list[Path] | None:
+    """Return the possible packs; None where the images can't be listed in time, which only ranks need to."""
+    try:
+        return pack_files(data, LIMIT_S)
+    except OSError:
+        return None
+
+
+def _say_pack(data: DataConfig) -> None:
+    """Say which packed file the ranks read, and from where."""
+    if data.cache is None:
+        return
+    found = next((file for file in _pack_files(data) or () if file.is_file()), None)
+    if found is not None:
+        place = "its temporary folder" if data.stage is True else data.stage
+        staged = f"; each node copies it to {place} first" if data.stage else ""
+        say(f"data.cache: ranks read {found} ({found.stat().st_size} bytes){staged}")
 
 
 def launcher_problems(launcher: Launcher, loaded: Loaded) -> list[str]:

@@ -24,6 +24,7 @@ NOT_IDENTITY = (
     "sweep",
     "data.root",
     "data.cache",
+    "data.stage",
     "data.workers",
 )
 #: Keys outside the id that a grid may vary nevertheless, to train one experiment on several job sizes: where

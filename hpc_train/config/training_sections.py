@@ -100,6 +100,10 @@ class DataConfig(Section):
     cache: str | None = None
     """Folder with packed caches of image folders: ``hpc-train prepare`` packs the images of ``root`` into one
     file there, and ranks read that file. Default: ranks read the images one by one."""
+    stage: bool | str = False
+    """With ``cache``: copy the packed file to a disk of each node before training starts. ``true``: to
+    ``$SLURM_TMPDIR``, else ``$TMPDIR``; or a folder, with the node's environment variables. ``false``: read
+    it where it is."""
     image_size: Annotated[int, Field(ge=1, le=8192)] | None = None
     """Height and width to which images are resized, in pixels. Default: no resizing; all images must then
     have the same size."""

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.errors import BadFileError
-from hpc_train.plan.pack_files import pack_files
+from hpc_train.plan.pack_files import missing_pack, pack_files
 from hpc_train.run.files import MAX_SMALL_BYTES, UnreadableFileError, open_descriptor
 
 #: The last character is the format's version.
@@ -288,10 +288,7 @@ def find_pack(data: DataConfig) -> Pack:
             pack = Pack(path)
             if may_read(data, pack.parts["train"]):
                 return pack
-    raise BadFileError(
-        f"data.cache: {data.cache} has no pack of the images that {data.root} contains now; run "
-        "`hpc-train prepare` with this file, which writes it"
-    )
+    raise missing_pack(data).as_error()
 
 
 def may_read(data: DataConfig, part: PackedPart) -> bool:

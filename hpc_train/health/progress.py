@@ -12,8 +12,8 @@ import time
 from typing import NamedTuple
 
 PHASES = (
-    "joining", "checking", "building", "loading", "first step", "training", "waiting for data", "evaluating",
-    "saving", "leaving",
+    "joining", "checking", "building", "staging data", "loading", "first step", "training",
+    "waiting for data", "evaluating", "saving", "leaving",
 )  # fmt: skip
 #: What a rank waits for on its own, in the middle of collective work.
 _NOTES = frozenset({"waiting for data"})

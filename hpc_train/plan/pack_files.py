@@ -10,6 +10,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from hpc_train.config.problems import Problem
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.facts import data_facts
 from hpc_train.errors import BadFileError
@@ -36,3 +37,9 @@ def pack_files(data: DataConfig, limit_s: float | None = None) -> list[Path] | N
     digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:20]
     names = f"{digest}-{data_facts(data.name).channels(data)}.pack", f"{digest}.pack"
     return [expanded(data.cache) / name for name in names]
+
+
+def missing_pack(data: DataConfig) -> Problem:
+    """Return what is wrong where no pack is of what ``data.root`` contains now."""
+    message = f"{data.cache} has no pack of the images that {data.root} contains now"
+    return Problem(("data", "cache"), message, "run `hpc-train prepare` with this file, which writes it")

@@ -101,8 +101,18 @@ def only_image_folders_are_packed(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(path, f"{shortened(data.cache)} is a file", "write a folder; prepare creates it")
 
 
+@rule("data.cache", "data.stage")
+def only_packs_are_staged(experiment: Experiment) -> Iterator[Problem]:
+    """``data.stage`` copies the pack of ``data.cache``."""
+    data = experiment.data
+    if data.stage is not False and data.cache is None:
+        message = "copies the packed file of data.cache, and there is none"
+        yield Problem(("data", "stage"), message, "write data.cache too, or take it out", on_key=True)
+
+
 RULES: tuple[Rule, ...] = (
     only_image_folders_are_packed,
+    only_packs_are_staged,
     task_fits_the_data,
     model_fits_the_data,
     gpt_stands_alone,

@@ -172,6 +172,7 @@ def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
 @rule(
     "data.root",
     "data.cache",
+    "data.stage",
     "model.pretrained",
     "environment.python",
     "environment.container",
@@ -183,6 +184,7 @@ def text_has_no_control_characters(experiment: Experiment) -> Iterator[Problem]:
     texts: list[tuple[KeyPath, object]] = [
         (("data", "root"), experiment.data.root),
         (("data", "cache"), experiment.data.cache),
+        (("data", "stage"), experiment.data.stage),
         (("model", "pretrained"), experiment.model.pretrained),
         (("environment", "python"), experiment.environment.python),
         (("environment", "container"), experiment.environment.container),

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.plan.pack_files import pack_files
 from tests.cli.commands import hpc_train
 from tests.cli.launchers import COMPLETING, QUEUEING, SIZED_QUEUE
 
@@ -49,6 +51,27 @@ def test_a_plan_whose_script_cannot_be_made_says_why(file: Path) -> None:
     assert done.code == 0
     assert done.out.startswith("run ")
     assert "slurm.profile" in done.err
+
+
+def test_a_plan_shows_the_pack_that_ranks_read(file: Path, tmp_path: Path) -> None:
+    for number in range(40):
+        path = tmp_path / f"images/train/class{number % 2}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"not looked at")
+    root, cache = tmp_path / "images", tmp_path / "packs"
+    data = f"data={{name: imagefolder, root: {root}, cache: {cache}, stage: true, image_size: 8}}"
+    missing = hpc_train("plan", file, data)
+    said = f"data.cache: {cache} has no pack of the images that {root} contains now; run `hpc-train prepare`"
+    assert missing.code == 0 and said in missing.err
+    submitted = hpc_train("submit", file, data, "--local", "--devices", "1")
+    assert submitted.code == 65 and said in submitted.err
+    files = pack_files(DataConfig(name="imagefolder", root=str(root), cache=str(cache)))
+    assert files is not None
+    cache.mkdir()
+    files[1].write_bytes(b"four")
+    found = hpc_train("plan", file, data)
+    staged = "each node copies it to its temporary folder first"
+    assert f"data.cache: ranks read {files[1]} (4 bytes); {staged}" in found.err
 
 
 _MICRO_BATCHES = ("optimization.global_batch_size=32", "optimization.micro_batch_size=4")

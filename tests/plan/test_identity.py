@@ -40,7 +40,7 @@ def test_what_the_contract_omits_keeps_the_id(tmp_path: Path, override: str) -> 
 def test_how_images_are_read_keeps_the_id(tmp_path: Path) -> None:
     data = "data={name: imagefolder, root: images, image_size: 8%s}"
     plain = run_id(loaded(tmp_path, data % "").experiment)
-    assert run_id(loaded(tmp_path, data % ", cache: packs").experiment) == plain
+    assert run_id(loaded(tmp_path, data % ", cache: packs, stage: true").experiment) == plain
 
 
 @pytest.mark.parametrize(

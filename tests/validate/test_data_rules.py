@@ -64,7 +64,11 @@ def test_only_image_folders_have_a_pack(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (line,) = problems_of(tmp_path, images, f"data.cache={tmp_path / 'file'}")
     assert "data.cache: " in line and "is a file; write a folder; prepare creates it" in line
-    assert problems_of(tmp_path, images, "data.cache=packs") == []
+    assert problems_of(tmp_path, images, "data.cache=packs", "data.stage=true") == []
+    (line,) = problems_of(tmp_path, images, "data.cache=", "data.stage=/scratch")
+    assert "data.stage: copies the packed file of data.cache, and there is none; write data.cache too" in line
+    (line,) = problems_of(tmp_path, images, "data.cache=packs", 'data.stage=""')
+    assert "data.stage: is empty" in line
 
 
 def test_the_place_is_that_of_the_key(tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""Before a rank reads data: copies the pack of ``data.cache`` to the node's own disk, with ``data.stage``.
+
+The first rank of a node copies and writes the outcome into the attempt's folder; the others wait for that.
+All ranks report the copy in the same hundred parts, so that the watchdog sees progress, and who hangs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.pack_copy import NoCopyError, PackCopy, copy_of
+from hpc_train.datasets.packed import find_pack
+from hpc_train.health.progress import Progress
+from hpc_train.paths import expanded
+from hpc_train.run.files import read_json, write_json
+from hpc_train.training.rank import Rank
+
+#: The folders of ``data.stage: true``: of the job, else of the node.
+_VARIABLES = ("SLURM_TMPDIR", "TMPDIR")
+_POLL_S = 0.2
+_PHASE, _PARTS = "staging data", 100
+_log = logging.getLogger(__name__)
+
+
+def staged(rank: Rank) -> DataConfig:
+    """Return the ``data`` section with the copy in place of ``data.cache``, where the file requests one.
+
+    Returns it unchanged, after one warning per node, if there can be no copy: the run is the same, slower.
+    """
+    data = rank.experiment.data
+    if data.cache is None or data.stage is False:
+        return data
+    progress = _Parts(rank.progress)
+    try:
+        copy = copy_of(find_pack(data), stage_folder(data.stage))
+        has_copy = _make(rank, copy, progress) if rank.facts.local_rank == 0 else _wait(rank, copy, progress)
+    except NoCopyError as error:  # the same on all ranks of the node
+        has_copy = _warn(rank, error)
+    progress.at(1.0)
+    return data.model_copy(update={"cache": str(copy.folder)}) if has_copy else data
+
+
+def stage_folder(stage: str | bool) -> Path:
+    """Return the folder of this node. Raises NoCopyError if the file and the environment name none."""
+    if isinstance(stage, str):
+        path = os.path.expandvars(expanded(stage))
+        if "$" in path:
+            raise NoCopyError(f"{stage} has a variable that is not set on this node")
+        return Path(path)
+    found = next((os.environ[name] for name in _VARIABLES if os.environ.get(name)), None)
+    if found is None:
+        raise NoCopyError(f"neither {' nor '.join(f'${name}' for name in _VARIABLES)} is set; write a folder")
+    return Path(found)
+
+
+def _make(rank: Rank, copy: PackCopy, progress: _Parts) -> bool:
+    """Copy, and report the outcome to the other ranks of the node."""
+    was_there = copy.is_complete
+    try:
+        copy.make(progress.at)
+        has_copy = True
+        _log.info("data.stage: %s %s", copy.path, "is there already" if was_there else "has been copied")
+    except NoCopyError as error:
+        has_copy = _warn(rank, error)
+    write_json(rank.paths.attempt(rank.attempt).staging(rank.node), {"version": 1, "has_copy": has_copy})
+    return has_copy
+
+
+def _wait(rank: Rank, copy: PackCopy, progress: _Parts) -> bool:
+    """Return whether the first rank of the node has a copy, once it says so."""
+    file = rank.paths.attempt(rank.attempt).staging(rank.node)
+    while (outcome := read_json(file)) is None:
+        progress.at(copy.copied)
+        time.sleep(_POLL_S)
+    return outcome.get("has_copy") is True
+
+
+def _warn(rank: Rank, error: NoCopyError) -> bool:
+    if rank.facts.local_rank == 0:
+        _log.warning("data.stage: the pack is read where it is, in data.cache, from %s: %s", rank.node, error)
+    return False
+
+
+class _Parts:
+    """Reports a fraction as parts of a phase: all of them, one by one, on every rank."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._part = 0
+        progress.at(_PHASE)
+
+    def at(self, fraction: float) -> None:
+        """Report the parts up to this fraction, 0…1."""
+        while self._part < int(fraction * _PARTS):
+            self._part += 1
+            self._progress.at(_PHASE, part=self._part)
