@@ -11,6 +11,9 @@ it. CPU time rather than wall time, because a loader process shares its node. Th
 - CIFAR-10 as JPEG files of 32 x 32 pixels (``--cifar10``: ``train/<class>/*.jpg``), padded crop and flip.
 - The same CIFAR-10 images in memory, padded crop and flip.
 
+Files are also read from a pack (``data.cache``), which contains CIFAR-10's decoded pixels, and JPEG files of
+500 x 375 as they are; a second table of each compares that with the folder.
+
 timm's arm is ``timm.data.create_loader`` up to its fast collate, which also returns uint8; torchvision's is
 ``ImageFolder``, v1 transforms as in its reference training, and ``DataLoader``. Rounds are interleaved and
 ratios taken within a round. Writes benchmarks/results/input.json; with ``--quick``, a trial, it only prints.
@@ -53,7 +56,7 @@ from hpc_train.datasets.batches import training_batches
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.sampler import Position
 
-OURS, TIMM, TORCHVISION = "hpc-train", "timm", "torchvision"
+OURS, PACKED, TIMM, TORCHVISION = "hpc-train", "hpc-train, packed cache", "timm", "torchvision"
 BATCH, CROP, PADDING = 64, 224, 4
 WIDTH, HEIGHT, QUALITY = 500, 375, 95
 #: Images of a round, by source: about a second for the slowest arm.
@@ -99,20 +102,26 @@ def main() -> None:
             ),
             "CIFAR-10 in memory, padded crop, flip": (memory_arms(cifar), COUNTS["memory"] // share),
         }
-        comparisons = [compare(title, arms, count, rounds) for title, (arms, count) in sources.items()]
+        comparisons = [
+            table for title, (arms, count) in sources.items() for table in compare(title, arms, count, rounds)
+        ]
     if not options.quick:
         measured_with = conditions(("torchvision", "timm", "pillow", "simplejpeg"))
         write("input", measured_with | {"threads": 1, "batch": BATCH}, comparisons)
 
 
-def compare(title: str, arms: Arms, count: int, rounds: int) -> dict[str, Any]:
-    """Measure all arms of a source; print and return its table."""
+def compare(title: str, arms: Arms, count: int, rounds: int) -> list[dict[str, Any]]:
+    """Measure all arms of a source; print and return its table, and that of its pack beside its folder."""
     timed = {arm: functools.partial(images_per_cpu_second, make, count) for arm, make in arms.items()}
     for arm in timed.values():  # what is made at the first call
         arm()
-    result = comparison(title, "images per second of CPU time", interleaved(timed, rounds), TIMM)
-    print(json.dumps(result, indent=1), flush=True)
-    return result
+    values, unit = interleaved(timed, rounds), "images per second of CPU time"
+    results = [comparison(title, unit, values, TIMM)]
+    if PACKED in values:
+        own = {arm: values[arm] for arm in (OURS, PACKED)}
+        results.append(comparison(f"{title}: packed cache and folder", unit, own, OURS))
+    print(json.dumps(results, indent=1), flush=True)
+    return results
 
 
 def images_per_cpu_second(make: Callable[[], Iterable[Any]], count: int) -> float:
@@ -124,12 +133,14 @@ def images_per_cpu_second(make: Callable[[], Iterable[Any]], count: int) -> floa
 
 
 def folder_arms(root: Path, change: dict[str, Any], size: int | None) -> Arms:
-    """Return the arms that read ``root/train/<class>/*``."""
+    """Return the arms that read ``root/train/<class>/*``, as files and from a pack."""
     source = build_source(_experiment(root, change, size).data)
+    packed = build_source(_experiment(root, change, size, cache=f"{root}-packs").data, download=True)
     side = size or 32
     theirs = _torchvision_changes(size)
     return {
         OURS: lambda: _ours(source, _experiment(root, change, size)),
+        PACKED: lambda: _ours(packed, _experiment(root, change, size)),
         TIMM: lambda: _timm(ImageFolder(str(root / "train")), side, size),
         TORCHVISION: lambda: _torchvision(ImageFolder(str(root / "train"), theirs)),
     }
@@ -168,14 +179,17 @@ _RESIZED_CROP = {"random_resized_crop": {}, "hflip": 0.5}
 _PADDED_CROP = {"crop_padding": PADDING, "hflip": 0.5}
 
 
-def _experiment(root: Path, augment: dict[str, Any], size: int | None) -> Experiment:
+def _experiment(
+    root: Path, augment: dict[str, Any], size: int | None, cache: str | None = None
+) -> Experiment:
+    data = {"name": "imagefolder", "root": str(root), "cache": cache}
     return Experiment.model_validate(
         {
             "name": "input",
             "seed": SEED,
             "task": "classification",
             "model": {"name": "timm/resnet18"},
-            "data": {"name": "imagefolder", "root": str(root), "augment": augment, "image_size": size},
+            "data": {**data, "augment": augment, "image_size": size},
             "optimization": {
                 "steps": 10**6,
                 "global_batch_size": BATCH,
