@@ -170,8 +170,8 @@ def _with_kernel(arguments: Arguments, parameters: Sequence[nn.Parameter], *, ma
     """Ask for the fastest kernels, unless the file has chosen others.
 
     DTensors have no fused SGD, and torch's automatic choice updates them one by one, each through DTensor's
-    dispatch. That ``foreach`` takes DTensors of several meshes is known of torch 2.15 alone, so it is not used
-    where ranks share some layers.
+    dispatch. That ``foreach`` takes DTensors of several meshes is known of torch 2.15 alone, so where ranks
+    share some layers it is not used.
     """
     if any(arguments.get(key) is not None for key in _KERNEL_ARGUMENTS):
         return arguments
