@@ -41,8 +41,8 @@ from hpc_train.run.checkpoints import (
 from hpc_train.run.files import sync_folder, write_text
 from hpc_train.run.storage_errors import retried, storage_error
 
-#: Added to the nice value of a thread that writes an asynchronous save: on a core that training uses too, it gets
-#: a tenth of the time.
+#: Added to the nice value of a thread that writes an asynchronous save: of a core that training uses too, it
+#: gets a tenth.
 _NICER = 10
 #: For the files besides the tensors, and the file system's own bookkeeping (assumed).
 _SPARE_BYTES = 1 << 20

@@ -70,8 +70,7 @@ class Inheriting(Task):
 
 
 def made(name: str, monkeypatch: pytest.MonkeyPatch) -> Task:
-    names = registry.parts("tasks") | {"own": f"{__name__}:{name}"}
-    monkeypatch.setattr(registry, "parts", lambda kind: names)
+    monkeypatch.setattr(registry, "_plug_ins", lambda kind: {"own": f"{__name__}:{name}"})
     return make_task(cast(Experiment, SimpleNamespace(task="own", data=SimpleNamespace(name="x"))), INFO)
 
 

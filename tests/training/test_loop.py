@@ -205,7 +205,7 @@ def test_a_save_that_failed_ends_the_next_step(run: RunPaths, monkeypatch: pytes
     trainer.cadence = replace(trainer.cadence, save_every=2)
     monkeypatch.setattr(writing.CheckpointWriter, "_commit", refuse)
     has_failed = StepFlags(has_failed=True)
-    monkeypatch.setattr(trainer, "_wish", lambda: has_failed if trainer.step == 2 else StepFlags())
+    monkeypatch.setattr(trainer, "_own_flags", lambda: has_failed if trainer.step == 2 else StepFlags())
     with pytest.raises(StorageError, match="full"):
         trainer.train()
     assert trainer.step == 3

@@ -19,7 +19,6 @@ from hpc_train.data_facts.facts import DATA_SETS, DataFacts
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError, UserError
-from hpc_train.registry import _KEYS, parts
 from hpc_train.tasks.classification import Classification
 from hpc_train.training import free_memory, model_size
 from hpc_train.training.prepare import main, prepare
@@ -205,9 +204,8 @@ def test_a_shape_error_of_the_users_model_is_shown_with_the_users_frames() -> No
 def test_an_error_of_a_users_factory_is_shown_with_the_users_frames(
     keys: dict[str, Any], error: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = {kind: parts(kind) for kind in _KEYS}
-    known["tasks"] = known["tasks"] | {"cant_be_built": f"{HERE}:CantBeBuilt"}
-    monkeypatch.setattr("hpc_train.registry.parts", known.get)
+    plug_ins = {"tasks": {"cant_be_built": f"{HERE}:CantBeBuilt"}}
+    monkeypatch.setattr("hpc_train.registry._plug_ins", lambda kind: plug_ins.get(kind, {}))
     with pytest.raises(BadFileError) as caught:
         prepare([experiment("images", {}, **keys)])
     first, *_, said, last = lines = str(caught.value).splitlines()
@@ -233,9 +231,8 @@ def test_an_error_of_evaluation_alone_is_found_too() -> None:
 
 
 def test_a_loss_that_is_no_mean_is_refused_as_by_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {kind: parts(kind) for kind in _KEYS}
-    known["tasks"] = known["tasks"] | {"per_sample": f"{HERE}:LossPerSample"}
-    monkeypatch.setattr("hpc_train.registry.parts", known.get)
+    plug_ins = {"tasks": {"per_sample": f"{HERE}:LossPerSample"}}
+    monkeypatch.setattr("hpc_train.registry._plug_ins", lambda kind: plug_ins.get(kind, {}))
     with pytest.raises(BadFileError, match=r"^task: loss returned shape \(2,\); return the mic"):
         prepare([experiment("images", {}, task="per_sample")])
 
