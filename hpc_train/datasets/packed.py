@@ -22,7 +22,6 @@ import os
 import struct
 import weakref
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -284,10 +283,14 @@ def find_pack(data: DataConfig) -> Pack:
     Images that were changed in place, under the same names, are found by ``prepare`` only.
     """
     for path in pack_files(data) or ():
-        with suppress(FileNotFoundError):
+        try:
             pack = Pack(path)
-            if may_read(data, pack.parts["train"]):
-                return pack
+        except FileNotFoundError:
+            continue
+        except PermissionError as error:
+            raise BadFileError(f"data.cache: {path} can't be read: {error.strerror}; fix its mode") from error
+        if may_read(data, pack.parts["train"]):
+            return pack
     raise missing_pack(data).as_error()
 
 

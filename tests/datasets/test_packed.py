@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +258,50 @@ def test_prepare_names_an_image_that_it_can_not_read(root: Path) -> None:
         with pytest.raises(BadFileError, match=said):
             packed(root)
         assert list((root.parent / "packs").iterdir()) == []
+
+
+def test_images_that_change_while_they_are_packed_are_no_pack(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = packing._read
+
+    def reading(*arguments: Any) -> Any:
+        image((12, 10), 9).save(root / "train/ant/new.jpg")
+        return read(*arguments)
+
+    monkeypatch.setattr(packing, "_read", reading)
+    with pytest.raises(
+        BadFileError, match=r"^data\.root: the images in .* changed while they were packed; run"
+    ):
+        packed(root)
+    assert list((root.parent / "packs").iterdir()) == []
+
+
+def test_two_prepares_at_once_write_one_pack(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+    finish = packing._PackWriter.finish
+
+    def finish_together(writer: Any, header: dict[str, Any]) -> None:
+        both.wait(30)  # each has written its samples, neither has renamed its file
+        finish(writer, header)
+
+    monkeypatch.setattr(packing._PackWriter, "finish", finish_together)
+    with ThreadPoolExecutor(2) as pool:
+        sources = list(pool.map(lambda _: packed(root), range(2)))
+    assert pack_of(root).suffix == ".pack"
+    for source in sources:
+        assert_same(batches(source), batches(folder_of(root)))
+
+
+def test_a_run_reads_the_pack_that_it_opened(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = packed(root)
+    good = batches(source)
+    before = pack_of(root).stat().st_ino
+    os.utime(root / "train/bee/5.jpg", (1, 1))
+    monkeypatch.setattr(packing, "_checked", set())
+    packed(root)
+    assert pack_of(root).stat().st_ino != before
+    assert_same(batches(source), good)
 
 
 def test_what_a_killed_prepare_left_is_removed_after_a_day(root: Path) -> None:

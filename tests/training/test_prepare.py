@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from hpc_train.config.schema import DataConfig, Experiment
@@ -319,3 +320,24 @@ def test_facts_with_a_wrong_number_of_samples_are_reported(
 
 def plugged_in(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     return DataSource(Samples((1, 4, 4)), None, DataInfo(3, 1, (0.5,), (0.5,)))
+
+
+def test_prepare_packs_an_image_folder_once_for_a_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(8):
+        path = tmp_path / f"images/train/class{number % 2}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (4, 4), (number, 0, 0)).save(path)
+    data = {
+        "name": "imagefolder",
+        "root": str(tmp_path / "images"),
+        "cache": str(tmp_path / "packs"),
+        "args": {},
+    }
+    flips = [{"hflip": probability} for probability in (0.1, 0.2)]
+    model = {"name": f"{HERE}:net", "args": {"inputs": 48}}
+    prepare([experiment("", {}, data={**data, "augment": flip}, model=model) for flip in flips])
+    (pack,) = (tmp_path / "packs").iterdir()
+    said = capsys.readouterr().err
+    assert said.count(f"data.cache: {pack}: ") == said.count("bytes written") == 1
