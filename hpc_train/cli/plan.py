@@ -145,8 +145,7 @@ def _missing_pack(loaded: Loaded) -> list[str]:
         return error.problems
     if files is None or any(file.is_file() for file in files):
         return []
-    problem = missing_pack(data)
-    return [loaded.problem(problem.path, problem.message, problem.remedy)]
+    return [loaded.problem("data.cache", *missing_pack(data))]
 
 
 def _pack_files(data: DataConfig) -> list[Path] | None:

@@ -25,6 +25,8 @@ from hpc_train.run.trust import UntrustedError, check_own
 
 #: Small enough that a stop signal, which Python handles between two reads, is handled soon (assumed).
 _CHUNK_BYTES = 8 << 20
+#: Written to disk now and then, so that progress is that of the disk and the sync at the end is short.
+_SYNC_BYTES = 1 << 30
 #: Left free on the node's disk for everything else (assumed).
 _SPARE_BYTES = 256 << 20
 _POLL_S = 0.2
@@ -125,6 +127,8 @@ class PackCopy:
                     while rest:
                         rest = rest[out.write(rest) :]
                     offset += len(chunk)
+                    if offset % _SYNC_BYTES < len(chunk):
+                        os.fdatasync(out.fileno())
                     report(offset / nbytes)
                 os.fsync(out.fileno())
             self._partial.rename(self.path)

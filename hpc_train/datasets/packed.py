@@ -291,7 +291,8 @@ def find_pack(data: DataConfig) -> Pack:
             raise BadFileError(f"data.cache: {path} can't be read: {error.strerror}; fix its mode") from error
         if may_read(data, pack.parts["train"]):
             return pack
-    raise missing_pack(data).as_error()
+    message, remedy = missing_pack(data)
+    raise BadFileError(f"data.cache: {message}; {remedy}")
 
 
 def may_read(data: DataConfig, part: PackedPart) -> bool:

@@ -10,7 +10,6 @@ import hashlib
 import json
 from pathlib import Path
 
-from hpc_train.config.problems import Problem
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.facts import data_facts
 from hpc_train.errors import BadFileError
@@ -39,7 +38,7 @@ def pack_files(data: DataConfig, limit_s: float | None = None) -> list[Path] | N
     return [expanded(data.cache) / name for name in names]
 
 
-def missing_pack(data: DataConfig) -> Problem:
-    """Return what is wrong where no pack is of what ``data.root`` contains now."""
+def missing_pack(data: DataConfig) -> tuple[str, str]:
+    """Return what is wrong where no pack is of ``data.root`` as it is now, and what to do."""
     message = f"{data.cache} has no pack of the images that {data.root} contains now"
-    return Problem(("data", "cache"), message, "run `hpc-train prepare` with this file, which writes it")
+    return message, "run `hpc-train prepare` with this file, which writes it"
