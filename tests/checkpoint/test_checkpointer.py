@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -18,13 +19,14 @@ from timm.optim import list_optimizers
 from torch import Tensor, nn
 
 from hpc_train.checkpoint import checkpointer as module
+from hpc_train.checkpoint import shards
 from hpc_train.checkpoint.checkpointer import Checkpointer
 from hpc_train.checkpoint.layouts import deal
 from hpc_train.checkpoint.saved_tensors import SavedState, SavedTensor, read_into
 from hpc_train.checkpoint.state import NamedTensors, NewOptimizerState, TrainingState
 from hpc_train.config.training_sections import OptimizerConfig
 from hpc_train.distributed.precision import Precision
-from hpc_train.errors import BadFileError, StorageError, UserError
+from hpc_train.errors import BadFileError, StorageError, TransientStorageError, UserError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import remove, verify
 from hpc_train.strategies.base import RankContext
@@ -456,6 +458,21 @@ def test_files_are_verified_while_the_optimizers_state_is_read(
     assert other.checkpointer(run).load_newest(other.state) is not None
     assert all(map(torch.equal, before, weights_when_verified)) and weights_when_verified
     assert differences(saved.everything(), other.everything()) == []
+
+
+def test_a_disk_error_during_the_read_is_for_another_attempt(
+    run: RunPaths, saved: Trainee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files were intact when they were verified: nothing is set aside."""
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    other = Trainee(seed=2)
+    monkeypatch.setattr(shards.os, "preadv", refuse)
+    with pytest.raises(TransientStorageError, match=r"step-00000002: the disk reports an I/O error"):
+        other.checkpointer(run).load_newest(other.state)
+    assert folder_names(run) == ["step-00000001", "step-00000002"]
 
 
 def test_one_that_is_removed_while_ranks_look_at_it_is_not_damaged(
