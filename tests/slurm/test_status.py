@@ -206,8 +206,8 @@ def test_cancel_is_final_in_every_state(any_cluster: Cluster, runs: Path) -> Non
     held, waiting, running, requeued, sibling, last = _array(any_cluster, runs, _STUBBORN, 6, "--hold")
     for paths in (running, requeued, sibling, last):
         commands.release(_job(paths))
-    commands.release(_job(waiting))
     any_cluster.run("scontrol", "update", f"JobId={_job(waiting)}", "StartTime=now+1hour")
+    commands.release(_job(waiting))
     for paths in (running, requeued, sibling, last):
         _wait_for(any_cluster, paths, "RUNNING")
         begin(paths, _job(paths), step=4)
