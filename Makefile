@@ -64,12 +64,12 @@ test-full: install ## all tests with more seeds, all parallel settings, a short 
 	@$(BIN)/python -m tests.mutation --num $(NUM) --seed $(SEED) --slow
 
 test-slurm-new: install ## run the Slurm tests with Debian 13's Slurm 24.11 in a chroot: half an hour; needs root
-	@tests/slurm/debian13.sh $(CURDIR)/$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) --dist worksteal tests/slurm
+	@tests/slurm/debian13.sh $(CURDIR)/$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) --dist worksteal -m slurm tests/slurm tests/docs
 
 test-slurm-prefix: install ## SLURM_PREFIX=/opt/slurm: run the Slurm tests with the Slurm installed there: half an hour; needs root
 	@tests/slurm/install.sh
 	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/prefix.sh "$(SLURM_PREFIX)" \
-		$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) --dist worksteal tests/slurm
+		$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) --dist worksteal -m slurm tests/slurm tests/docs
 
 soak: install ## SEEDS=1-100: run on a real Slurm with random faults, under a minute per seed
 	@HPC_TRAIN_REQUIRE_SLURM=1 tests/slurm/install.sh

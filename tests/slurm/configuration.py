@@ -1,4 +1,4 @@
-"""The files that a test cluster is configured by. For Slurm 22.05 (Debian 12) and 24.11 (Debian 13)."""
+"""The files that a test cluster is configured by. For Slurm 22.05 to 26.05."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_accounting_is_there_or_not(cluster: Cluster, cluster_without_accounting
         cluster_without_accounting.run("sacct", "-j", "1")
     config = cluster_without_accounting.run("scontrol", "show", "config")
     (line,) = [line for line in config.splitlines() if line.startswith("AccountingStorageType ")]
-    assert line.partition("= ")[2] in {"accounting_storage/none", "(null)"}, "22.05, 24.11"
+    assert line.partition("= ")[2] in {"accounting_storage/none", "(null)"}, "22.05; 24.11, 26.05"
 
 
 def test_unknown_accounts_are_refused(cluster: Cluster) -> None:

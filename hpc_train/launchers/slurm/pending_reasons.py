@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 from hpc_train.launchers.slurm.queue import JobState
 
-#: Reasons of jobs that wait for ever as they are → the key that asks for too much (22.05 to 24.11, read).
+#: Reasons of jobs that wait for ever as they are → the key that asks for too much (22.05 to 26.05, read).
 _NEVER = {
     "BadConstraints": "slurm.* (no node satisfies what it asks for)",
     "PartitionConfig": "slurm.*",
