@@ -75,7 +75,7 @@ class Failing(nn.Module):
 
 
 class Recording(nn.Module):
-    """Notes the dtype that its first convolution yields in training."""
+    """Notes the dtype that its first convolution yields in training, not while its FLOPs are counted."""
 
     def __init__(self, num_classes: int, path: str) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Recording(nn.Module):
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         hidden: Tensor = self.net[0](images_BCHW)
-        if self.training:
+        if self.training and not hidden.is_meta:
             with open(self.path, "a") as file:  # noqa: PTH123
                 file.write(f"{hidden.dtype}\n")
         for layer in list(self.net)[1:]:

@@ -25,6 +25,7 @@ from hpc_train.checkpoint.state import TrainingState
 from hpc_train.datasets.batches import evaluation_batches, training_batches
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.types import Batch
 from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.precision import choose_precision
 from hpc_train.distributed.process_group import join
@@ -36,11 +37,16 @@ from hpc_train.run.found_micro_batch import kept
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.ddp import DDPStrategy
+from hpc_train.tasks.base import make_task
+from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.topology.degrees import Degrees
+from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.fp8 import use_float8
 from hpc_train.training.meters import Meters, MetricsWriter
 from hpc_train.training.metrics_file import MetricsFile
-from hpc_train.training.non_finite import FiniteWatch
+from hpc_train.training.non_finite import FiniteWatch, Guard
+from hpc_train.training.step import StepResult, train_step
+from hpc_train.training.train_state import build
 from hpc_train.validate.loading import load
 from tests.end_to_end import paced
 from tests.end_to_end.runs import (
@@ -412,6 +418,41 @@ def test_a_batch_reaches_the_device_without_waiting(device: torch.device, tmp_pa
     for batch, there in zip(micro_batches, moved, strict=True):
         assert there.inputs.device == device
         assert torch.equal(there.inputs.cpu(), batch.inputs)
+
+
+@on_gpu
+@debug_mode
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_a_step_waits_for_the_device_nowhere(
+    strategy: str, precision: str, device: torch.device, tmp_path: Path
+) -> None:
+    """With clipping and averages; of fp16's scaler the optimizer waits for whether gradients overflowed."""
+    overrides = [*SHORT, EMA, CUDA, f"precision={precision}", f"parallel={{strategy: {strategy}}}"]
+    config = load(write_experiment(tmp_path), overrides).experiment
+    source = build_source(config.data)
+    chosen = choose_precision(precision, device)
+    arithmetic = BatchArithmetic.of(config.optimization, len(source.train), 1)
+    context = RankContext(0, Degrees(), device, chosen, parallel=config.parallel)
+    state = build(config, source.info, arithmetic, context)
+    to_input = make_to_input(config, source.info, device, chosen)
+    forward = TrainingForward.of(config, state, make_task(config, source.info), chosen, device, to_input)
+    guard = Guard(config.optimization, state.model, norm_counts=True)
+    state.wrapped.train()
+
+    def train(step: int, micro_batches: list[Batch]) -> StepResult:
+        return train_step(state, step, micro_batches, forward, guard, max_norm=1.0)
+
+    with training_batches(source, config, Position(0), 6, 0, 1, device) as batches:
+        for _ in range(3):  # loads kernels, makes communicators and the optimizer's state
+            train(*next(batches))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            done = [train(*step) for step in batches]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(done) == 3 and all(each.loss.isfinite() and each.grad_norm is not None for each in done)
 
 
 # --- refusals
