@@ -1,6 +1,6 @@
 """The time of a training step, compared with a bare PyTorch loop and other tools.
 
-    python -m benchmarks.step [--rounds 7] [--workloads mlp gpt_ddp …] [--peers FOLDER] [--quick]
+    python -m benchmarks.step [--rounds 7] [--workloads mlp gpt_ddp …] [--arms …] [--peers FOLDER] [--quick]
 
 Each arm trains the same model on the same data with the same optimizer in processes of its own, on the CPU
 with one thread per rank, and takes the median time of a step after a warm-up. Workloads with ``ddp`` train on
@@ -64,6 +64,7 @@ logging: {{every_steps: {window}}}
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--workloads", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
+    options.add_argument("--arms", nargs="*", choices=[*LOOPS, TIMM], help="besides bare loop and hpc-train")
     arguments = options.parse_args()
     measured_with = conditions(("torchvision", "timm", *PACKAGES.values()), arguments.peers)
     missing = [arm for arm, package in PACKAGES.items() if package not in measured_with["versions"]]
@@ -72,13 +73,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.workloads:
             workload = WORKLOADS[name].quick() if arguments.quick else WORKLOADS[name]
-            arms = _arms(name, workload, arguments, Path(folder))
+            arms = _chosen(_arms(name, workload, arguments, Path(folder)), arguments.arms)
             timed = {arm: run for arm, run in arms.items() if arm not in missing}
             values = interleaved(timed, rounds_of(arguments))
             absent = [arm for arm in arms if arm in missing]
             compared = comparison(_title(workload), "seconds per step", values, BARE, absent)
             batch = {"ranks": workload.ranks, "global batch size": workload.global_batch_size}
             report("step", arguments, measured_with | batch | {"threads of each rank": 1}, [compared])
+
+
+def _chosen(arms: dict[str, Callable[[], float]], names: list[str] | None) -> dict[str, Callable[[], float]]:
+    """Return the arms of ``--arms`` and those that no comparison is without; None: all."""
+    return arms if names is None else {arm: arms[arm] for arm in arms if arm in (BARE, OURS, *names)}
 
 
 def _title(workload: Workload) -> str:

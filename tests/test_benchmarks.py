@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks import gpu_throughput, measuring, performance_page, plot, ranks
+from benchmarks import gpu_throughput, measuring, performance_page, plot, ranks, step
 from benchmarks.gpu_cases import CASES, Case, utilization
 from benchmarks.gpu_loop import flops_per_sample
 from benchmarks.measuring import (
@@ -86,6 +86,12 @@ def test_flops_and_utilization() -> None:
 def test_every_benchmark_has_a_section_of_the_page() -> None:
     listed = [name for names in performance_page.SECTIONS.values() for name in names]
     assert sorted(listed) == sorted(set(PROGRAMS) - _OTHERS)
+
+
+def test_some_arms_of_a_step_include_what_they_are_compared_with() -> None:
+    arms = dict.fromkeys(("bare loop", "Fabric", "Accelerate", "hpc-train"), float)
+    assert list(step._chosen(arms, ["Fabric"])) == ["bare loop", "Fabric", "hpc-train"]
+    assert step._chosen(arms, None) == arms
 
 
 def test_every_round_runs_each_arm_once() -> None:
