@@ -218,3 +218,15 @@ def test_bad_samples_of_all_ranks_are_checked_after_the_step(run: RunPaths) -> N
     with pytest.raises(RollbackError):
         trainer.train()
     assert [count for count in seen if count] == [1, 2, 3]
+
+
+def test_the_first_batch_is_shown_once_before_anything_is_computed_of_it(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, seen = make_trainer(run, "rollback"), []
+    forward = trainer.task.forward
+    monkeypatch.setattr(trainer.task, "forward", lambda *given: seen.append("forward") or forward(*given))  # type: ignore[func-returns-value]
+    trainer.on_first_batch = lambda batch: seen.append(f"batch of step {batch.step}")
+    with pytest.raises(RollbackError):
+        trainer.train()
+    assert seen == ["batch of step 0", *["forward"] * (GOOD_STEPS + 1)]

@@ -71,3 +71,10 @@ def test_a_clock_that_does_not_advance_is_no_error(clock: Clock) -> None:
     times = StepTimes(global_batch_size=8)
     times.row(0)
     assert times.row(1)["step_s"] > 0
+
+
+def test_other_rates_follow_the_samples_per_second(clock: Clock) -> None:
+    times = StepTimes(global_batch_size=8, rates=lambda samples_per_s: {"tflops_per_s": samples_per_s / 4})
+    assert times.row(0) == {}
+    clock.now_s += 1
+    assert times.row(1)["tflops_per_s"] == 2.0
