@@ -122,6 +122,10 @@ def _of_checkpoints() -> Iterator[str]:
     yield f"{percent(blocked, checkpoint.NO_OVERLAP)} and {percent(dcp, checkpoint.NO_OVERLAP)}"
     whole = checkpoint.ratio(compared, checkpoint.COMPLETE, checkpoint.SYNC)
     yield f"{whole:.2f} times a raw write"
+    during = checkpoint.ratio(compared, checkpoint.STEP, checkpoint.DURING)
+    yield f"{during:.2f} times as long as one alone"
+    resume = checkpoint.ratio(compared, checkpoint.LOAD, checkpoint.RESUME)
+    yield f"{resume:.2f} times as long as `torch.load`"
 
 
 def _of_preemption() -> Iterator[str]:
