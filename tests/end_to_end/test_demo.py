@@ -36,7 +36,7 @@ def make_data(folder: Path) -> None:
     for split in ("train", "test"):
         images = folder / "cifar10-images" / split / "cat"
         images.mkdir(parents=True)
-        for number in range(200):
+        for number in range(1100):  # more than a batch of any example
             (images / f"{number}.jpg").touch()
     (folder / "tinyshakespeare.txt").write_text("To be, or not to be. " * 50_000)
 

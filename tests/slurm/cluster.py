@@ -116,23 +116,6 @@ class Cluster:
             self.start(name)
 
     @contextlib.contextmanager
-    def forgetting(self) -> Iterator[None]:
-        """A while that slurmctld forgets: it is killed at the end, and starts with what it had saved before.
-
-        Slurm's own saves are some seconds apart; here they are as far apart as a test needs.
-        """
-        state, saved = self.folder / "state", self.folder / "state.saved"
-        with self.without("slurmctld"):
-            shutil.copytree(state, saved)
-        try:
-            yield
-        finally:
-            self.kill("slurmctld")
-            shutil.rmtree(state)
-            saved.rename(state)
-            self.start("slurmctld")
-
-    @contextlib.contextmanager
     def frozen(self, name: str) -> Iterator[None]:
         """A while in which a daemon of Slurm accepts connections and never answers."""
         pid = self._pid(name)

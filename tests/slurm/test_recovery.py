@@ -14,7 +14,6 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import write_record
 from hpc_train.run.checkpoints import committed
 from tests.end_to_end.runs import wait_for
-from tests.slurm import processes
 from tests.slurm.cluster import Cluster
 from tests.slurm.experiments import (
     EXPERIMENT,
@@ -133,25 +132,6 @@ def test_a_job_that_slurm_puts_on_a_node_it_leaves_out_asks_for_another(
     start_now(cluster, paths)
     assert wait_for_attempt(paths, 2) == ["n2"], account(paths)
     assert "asks for other nodes: excludes n1 (failed its check: hot)" in account(paths)
-
-
-def test_a_run_whose_start_a_killed_controller_forgot_starts_again(cluster: Cluster, tmp_path: Path) -> None:
-    """The job is held again, as it was before its release, and Slurm ends what it finds running."""
-    daemons = processes.daemons(cluster.folder, "slurmd-n1.log")
-    paths = submit_one(tmp_path, "slurm.extra.hold=true", "optimization.steps=300", text=ONE_RANK, pace_s=0.3)
-    with cluster.forgetting():
-        cluster.run("scontrol", "release", job_of(paths))
-        wait_for_step(paths, 2)
-    assert (field(cluster, paths, "JobState"), field(cluster, paths, "Restarts")) == ("PENDING", "0")
-    # A node that still has the job refuses to start it again.
-    cluster.wait(
-        lambda: processes.daemons(cluster.folder, "slurmd-n1.log") == daemons, "the end of all steps", LIMIT_S
-    )
-    assert field(cluster, paths, "Reason") == "JobHeldUser"
-    cluster.run("scontrol", "update", f"JobId={job_of(paths)}", "StartTime=now+5")
-    cluster.run("scontrol", "release", job_of(paths))
-    wait_for_attempt(paths, 2)
-    wait_for_first_step(paths)
 
 
 @pytest.mark.fault(36)

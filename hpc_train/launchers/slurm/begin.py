@@ -142,20 +142,18 @@ def _batch_script(environ: Mapping[str, str]) -> Process:
 
 def _end_earlier(job: BatchJob, record: AttemptRecord) -> None:
     """See to it that the attempt before, which has no end on record, is over. Raises TryAgainError."""
-    # What Slurm starts again is over for it, though processes may still live on a lost node: they commit
-    # nothing once this attempt stands. A controller that was killed may have lost the start before: then the
-    # restart count is the same.
-    owns = job.owns(record)
-    if not owns and (living(record) or _is_running(record)):
+    is_own = job.owns(record) and record.restart != job.restart
+    # What Slurm has given up and started again is over, though its processes may still live on a lost node:
+    # they commit nothing once this attempt stands.
+    if not is_own and (living(record) or _is_running(record)):
         raise TryAgainError(
             f"attempt {record.attempt} of run {job.paths.folder.name} is running "
             f"({record.launcher or 'its launcher'} on {', '.join(record.hosts) or 'another machine'}); "
             "this job ends"
         )
-    is_same_start = owns and record.restart == job.restart
-    if is_same_start or not owns:
+    if not is_own:
         end_living(job.paths)
-    diagnosed = _diagnosed(job.paths, record, is_requeued=not is_same_start)
+    diagnosed = _diagnosed(job.paths, record, is_requeued=is_own or not job.owns(record))
     write_record(job.paths.attempt(record.attempt), diagnosed)
     if job.owns(record):
         _check_budget(job, diagnosed)

@@ -39,8 +39,6 @@ from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_sta
 _GRACE = timedelta(seconds=5)
 CUT_SHORT = "its submission was cut short; submit the file again"
 _ENDING = "its job has just ended"
-#: From an attempt's begin until any answer of Slurm is younger: its age, and clocks that differ. Assumed.
-_SETTLED = timedelta(seconds=MAX_AGE_S + 50)
 
 #: Slurm's state of a job that ended without a diagnosis in the folder → how it ended, and a remedy.
 _JOB_ENDS: dict[str, tuple[JobEnd, str | None]] = {
@@ -82,18 +80,7 @@ class Folder:
         if job.restarts is None or self.record.restart is None:
             return job.is_waiting
         # An older answer counts fewer: it never takes a run that goes on for one that waits.
-        return job.restarts > self.record.restart or self.start_was_lost(job)
-
-    def start_was_lost(self, job: JobState) -> bool:
-        """Tell whether the job waits for the start that has begun the newest attempt.
-
-        A slurmctld that is killed forgets what it did in the last seconds, and the release of a held job.
-        """
-        if not (self._is_of(job) and job.is_waiting):
-            return False
-        assert self.record is not None
-        is_settled = datetime.now(UTC) - datetime.fromisoformat(self.record.start) > _SETTLED
-        return is_settled and job.restarts == self.record.restart
+        return job.restarts > self.record.restart
 
     def _is_of(self, job: JobState) -> bool:
         return self.record is not None and self.record.job == job.job
@@ -213,9 +200,8 @@ def _requeued(folder: Folder, job: JobState) -> RunStatus:
         status = _correct(folder, replace(status, state="requeued", reason=_requeue_reason(folder)))
     if status.state != "requeued":
         return status
-    lost = "Slurm has lost its start" if folder.start_was_lost(job) else None
     wait = waiting_words(job) if job.is_waiting else _on_its_way(job)
-    return replace(status, reason="; ".join(filter(None, (status.reason, lost, wait))))
+    return replace(status, reason="; ".join(filter(None, (status.reason, wait))))
 
 
 def _on_its_way(job: JobState) -> str:

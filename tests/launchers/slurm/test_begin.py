@@ -252,19 +252,6 @@ def test_it_starts_where_the_job_itself_was_started_again(tmp_path: Path, other:
     assert begun(submission, restarted(1))[0] == 2
 
 
-@pytest.mark.parametrize("host", [None, "n1"])
-def test_it_starts_where_slurm_has_lost_the_start_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Process, host: str | None
-) -> None:
-    """A controller that was killed forgets it. The restart count is the same; the job that runs is this."""
-    put_programs_first(tmp_path, monkeypatch).put("squeue", "echo RUNNING")
-    paths, submission = submitted_run(tmp_path)
-    begun(submission, ENVIRON)
-    script = other if host is None else replace(other, host=host, boot_id="another")
-    write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), launcher_process=script))
-    assert begun(submission, ENVIRON)[0] == 2
-
-
 @pytest.mark.parametrize(("state", "starts"), [("RUNNING", False), ("COMPLETED", True), ("", True)])
 def test_slurm_tells_of_another_job_on_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Process, state: str, starts: bool

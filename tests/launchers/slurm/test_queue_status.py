@@ -104,20 +104,6 @@ def test_an_answer_from_before_the_start_takes_no_run_that_goes_on_for_one_that_
     assert _stand(paths, job("12", "PENDING", "Priority", restarts=1)).state == "running"
 
 
-def test_a_start_that_a_killed_controller_forgot_is_told_with_its_remedy(tmp_path: Path) -> None:
-    """The job is as it was saved before its release: held, with the restart count of the attempt."""
-    paths = queued_run(tmp_path / "runs", "12")
-    begin(paths, "12", step=4, start=_LONG_AGO)
-    found = _stand(paths, job("12", "PENDING", "JobHeldUser"))
-    assert (found.state, found.step, found.attempt) == ("requeued", 4, 1)
-    assert found.reason == (
-        "ended without a word at step 4; Slurm has lost its start; held; `scontrol release 12` lets it start"
-    )
-    assert _stand(paths, job("12", "PENDING", "JobHeldUser")) == found, "said once"
-    begin(paths, "12", step=4)
-    assert _stand(paths, job("12", "RUNNING")).reason is None
-
-
 def test_a_requeue_that_the_batch_script_had_no_say_in_is_written_down(tmp_path: Path) -> None:
     paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12", step=4)

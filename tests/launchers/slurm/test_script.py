@@ -186,31 +186,6 @@ def test_a_script_of_a_lost_node_leaves_the_jobs_next_start_alone(tmp_path: Path
     assert asked(programs) == []
 
 
-@pytest.mark.parametrize(
-    ("restarts", "reason", "orders"),
-    [
-        (2, "JobHeldUser", ["update JobId=7 StartTime=now+60", "release 7"]),
-        (2, "Priority", ["update JobId=7 StartTime=now+60"]),
-        (3, "BeginTime", []),
-        (3, "JobHeldUser", []),
-    ],
-)
-def test_a_job_whose_start_slurm_has_lost_is_released_again(
-    restarts: int, reason: str, orders: list[str], tmp_path: Path, programs: Programs
-) -> None:
-    batch = fake_batch(tmp_path)
-    (batch.submission / "rank").write_text("75")
-    programs.put("squeue", "echo PENDING")
-    programs.put(
-        "scontrol", f"echo 'JobId=7 JobState=PENDING Reason={reason} Restarts={restarts} BatchFlag=1'"
-    )
-    done = run(batch, programs, SLURM_RESTART_COUNT="2")
-    assert done.returncode == 75
-    assert asked(programs) == orders
-    lost = "Slurm has lost the start of job 7, which starts again"
-    assert (lost if restarts == 2 else "job 7 is not requeued, it is PENDING") in done.stderr
-
-
 def test_a_preempted_job_is_requeued_at_once(tmp_path: Path, programs: Programs) -> None:
     batch = fake_batch(tmp_path)
     (batch.submission / "rank").write_text("75")

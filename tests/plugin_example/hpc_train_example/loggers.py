@@ -1,4 +1,4 @@
-"""``csv``: the validation rows as a table."""
+"""``table``: the validation rows as a table."""
 
 import csv
 
