@@ -144,4 +144,5 @@ def test_the_work_per_run_does_not_grow_with_their_number(
         _completed(runs_root(), runs)
         counts.append(count_calls(lambda: hpc_train(*command)))
     first, second = counts[1] - counts[0], counts[2] - counts[1]
-    assert 0 < second < 1.02 * first, counts
+    # Threads and the garbage collector vary a little; work per pair of runs would double it.
+    assert 0 < second < 1.1 * first, counts

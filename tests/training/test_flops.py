@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.flops import FlopCount, FlopRates, count_flops, without_weights
 from hpc_train.training.forked_call import ForkedCall
 from hpc_train.training.peak_flops import PEAKS, peak_tflops
+from tests.ranks import run_ranks
 
 #: A child process that counts ends within this time, on whatever machine.
 LIMIT_S = 120.0
@@ -209,12 +211,19 @@ class Keeping(nn.Module):
         return self.linear(inputs) * KEPT["scale"]
 
 
-def test_counting_leaves_nothing_behind_for_training() -> None:
+def count_and_train(rank: int, world_size: int) -> float | None:
     model, batch = Keeping(), images(10)
     generator = torch.get_rng_state()
-    assert per_sample(model, batch) == 2 * 2 * 10 * 3
+    found = per_sample(model, batch)
     assert not KEPT and torch.equal(torch.get_rng_state(), generator)
     assert model(batch.inputs).device.type == "cpu"
+    return found
+
+
+@pytest.mark.slow
+def test_counting_leaves_nothing_behind_for_training(tmp_path: Path) -> None:
+    """In a process of its own: of pytest's, a forked child may not be able to run a backward pass."""
+    assert run_ranks(1, count_and_train, folder=tmp_path) == [2 * 2 * 10 * 3]
 
 
 def test_a_child_that_dies_has_no_result() -> None:
