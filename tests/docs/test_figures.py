@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import checkpoint, memory, open_files, performance_page, pipeline, preemption
+from benchmarks import input as input_benchmark
 from benchmarks.measuring import RESULTS
 from tests.docs.pages import PAGES, REPOSITORY
 
@@ -103,6 +104,7 @@ def _said() -> list[tuple[str, str]]:
     """Return what pages say of measurements, made from the results: page and words."""
     return [
         *(("recovery.md", said) for said in _of_checkpoints()),
+        *(("cluster.md", said) for said in _of_packs()),
         *(("preemption.md", said) for said in _of_preemption()),
         *(("parallelism.md", said) for said in _of_bubbles()),
         *(("parallelism.md", said) for said in _of_memory()),
@@ -126,6 +128,12 @@ def _of_checkpoints() -> Iterator[str]:
     yield f"{during:.2f} times as long as one alone"
     resume = checkpoint.ratio(compared, checkpoint.LOAD, checkpoint.RESUME)
     yield f"{resume:.2f} times as long as `torch.load`"
+
+
+def _of_packs() -> Iterator[str]:
+    title = "CIFAR-10 as JPEG files, padded crop, flip: packed cache and folder"
+    gain = checkpoint.ratio(_result("input")["comparisons"], title, input_benchmark.PACKED)
+    yield f"{gain:.1f} times as many images per CPU second as the folder"
 
 
 def _of_preemption() -> Iterator[str]:
