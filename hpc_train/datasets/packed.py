@@ -55,7 +55,8 @@ Array = np.ndarray[Any, Any]
 _TWO = struct.Struct("<QQ")
 #: Larger than any source file's relative path.
 _MAX_PATH_BYTES = 1 << 16
-_REMEDY = "remove the file, then run `hpc-train prepare`"
+#: What the user should do about a damaged pack.
+REMEDY = "remove the file, then run `hpc-train prepare`"
 
 
 class DamagedPackError(BadFileError):
@@ -93,7 +94,7 @@ class Pack:
         try:
             self._descriptor = open_descriptor(path, os.O_RDONLY)
         except UnreadableFileError as error:
-            raise DamagedPackError(f"data.cache: {error}; {_REMEDY}") from error
+            raise DamagedPackError(f"data.cache: {error}; {REMEDY}") from error
         weakref.finalize(self, os.close, self._descriptor)
         self.nbytes = os.fstat(self._descriptor).st_size
         #: Of the header, and thereby of everything.
@@ -136,9 +137,7 @@ class Pack:
 
     def damaged(self, why: str) -> DamagedPackError:
         """Return the error to raise."""
-        return DamagedPackError(
-            f"data.cache: {self.path} is not a complete, undamaged pack: {why}; {_REMEDY}"
-        )
+        return DamagedPackError(f"data.cache: {self.path} is not a complete, undamaged pack: {why}; {REMEDY}")
 
     def _header(self) -> tuple[bytes, Mapping[str, Any]]:
         if self.read(0, len(MAGIC)) != MAGIC:

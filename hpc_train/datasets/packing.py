@@ -26,6 +26,7 @@ from hpc_train.datasets.packed import (
     DTYPES,
     FOOTER,
     MAGIC,
+    REMEDY,
     Array,
     DamagedPackError,
     Pack,
@@ -120,7 +121,7 @@ def _intact(data: DataConfig, files: list[Path], source: DataSource) -> Path | N
         if why is None:
             say(f"data.cache: {path}: intact and up to date")
             return path
-        say(f"{why.removesuffix('; remove the file, then run `hpc-train prepare`')}; writing it again")
+        say(f"{why.removesuffix(f'; {REMEDY}')}; writing it again")
         return None
     return None
 

@@ -46,6 +46,14 @@ def train(writer: MetricsWriter, attempt: int, steps: range, **more: float | Non
             writer.write(row("val", step, attempt) | more)
 
 
+def attempt(run: RunPaths, number: int, resumed: int, last: int) -> None:
+    """Run an attempt that resumes at ``resumed`` and commits ``last``."""
+    writer = begin(run, number, resumed)
+    train(writer, number, range(resumed + 1, last + 1))
+    writer.committed(last)
+    writer.close()
+
+
 def killed(work: Callable[[], None]) -> None:
     """Do the work in a process that SIGKILL ends."""
     if (child := os.fork()) == 0:
@@ -104,28 +112,15 @@ def test_tables_and_events_after_a_kill_and_a_rollback(run: RunPaths) -> None:
 
 
 def test_rows_that_a_killed_attempt_did_not_flush_are_written_again(run: RunPaths) -> None:
-    def first() -> None:
-        train(
-            begin(run, 1, 0), 1, range(1, 7)
-        )  # the checkpoint of step 6 is committed, and then it is killed
-
-    killed(first)
-    writer = begin(run, 2, 6)
-    train(writer, 2, range(7, 10))
-    writer.committed(9)
-    writer.close()
+    """The checkpoint of step 6 is committed, and before the loggers know, the process is killed."""
+    killed(lambda: train(begin(run, 1, 0), 1, range(1, 7)))
+    attempt(run, 2, 6, 9)
     assert_equal_to_the_rows(run)
 
 
 def test_final_rows_are_withdrawn_if_their_checkpoint_is_damaged(run: RunPaths) -> None:
-    writer = begin(run, 1, 0)
-    train(writer, 1, range(1, 10))
-    writer.committed(9)
-    writer.close()
-    writer = begin(run, 2, 3)
-    train(writer, 2, range(4, 7))
-    writer.committed(6)
-    writer.close()
+    attempt(run, 1, 0, 9)
+    attempt(run, 2, 3, 6)
     assert_equal_to_the_rows(run)
 
 
