@@ -16,7 +16,7 @@ from hpc_train.recovery.budgets import Left
 from hpc_train.report.changed_keys import in_words
 from hpc_train.report.goodput import goodput
 from hpc_train.report.metrics_reader import last_metric, newest_rows
-from hpc_train.report.recovery_budget import recovery_of
+from hpc_train.report.recovery_budget import Recovery, recovery_of
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import Restart, elapsed_s, newest_restart, remaining_s, short_duration
@@ -78,17 +78,21 @@ class RunRow:
         return rows_of([paths])[0]
 
     @classmethod
-    def at(cls, paths: RunPaths, now: RunStatus, *, with_goodput: bool = True) -> RunRow:
-        """Return the row of a run with the status ``now``; goodput needs all rows of its metrics."""
+    def at(cls, paths: RunPaths, now: RunStatus, *, is_full: bool = True) -> RunRow:
+        """Return the row of a run with the status ``now``.
+
+        Unless ``is_full``, without what a table of many runs does not show and what takes long to read:
+        goodput (all rows of the metrics), and the budget of a run that has had no attempt.
+        """
         run = RunFiles.read(paths)
         facts, record = run.facts, run.newest_record
         jobs = job_ids(facts)
-        recovery = recovery_of(run, now)
+        recovery = recovery_of(run, now) if is_full or run.attempts else Recovery()
         layout = layout_of(paths, facts, record)
         values = facts.get("values")
         rows = newest_rows(paths.metrics)
         elapsed, remaining = elapsed_s(run, now), remaining_s(now, rows)
-        share = goodput(paths, now, elapsed) if with_goodput else None
+        share = goodput(paths, now, elapsed) if is_full else None
         return cls(
             id=str(facts.get("id", paths.folder.name)),
             name=str(facts.get("name", paths.folder.parent.name)),
@@ -174,7 +178,7 @@ class RunRow:
 def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
     """Show the given runs, or all."""
     runs = find_readable(words)
-    rows = rows_of(runs, with_goodput=as_json or len(runs) == 1)
+    rows = rows_of(runs, is_full=as_json or len(runs) == 1)
     if as_json:
         put_json(rows_json(rows))
         return ExitCode.DONE
@@ -192,10 +196,10 @@ def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
     return ExitCode.DONE
 
 
-def rows_of(runs: Sequence[RunPaths], *, with_goodput: bool = True) -> list[RunRow]:
+def rows_of(runs: Sequence[RunPaths], *, is_full: bool = True) -> list[RunRow]:
     """Read the status of the runs; a scheduler is asked once for all of its runs."""
     pairs = zip(runs, statuses(runs), strict=True)
-    return [RunRow.at(paths, now, with_goodput=with_goodput) for paths, now in pairs]
+    return [RunRow.at(paths, now, is_full=is_full) for paths, now in pairs]
 
 
 def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
