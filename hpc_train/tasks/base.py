@@ -39,13 +39,18 @@ class Task(Protocol):
         """
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        """Return sums over the samples where ``batch.valid`` is true: name → shape (), float64.
+        """Return sums over the samples where ``batch.valid`` is true: name → a tensor of any shape.
 
-        ``count`` is always among them. The names never depend on the data. Runs without gradients.
+        Floating-point sums (float64) are added in an order that does not depend on the number of ranks;
+        counts (int64, for example a confusion matrix) are exact in any order. ``count`` is always among them.
+        Names, shapes and dtypes never depend on the data. Runs without gradients.
         """
 
-    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """Turn the sums over all validation data into what a ``val`` row says (``loss``, ``accuracy``, …)."""
+    def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
+        """Turn the sums over all validation data into what a ``val`` row says (``loss``, ``accuracy``, …).
+
+        A sum of shape () is a number here, any other a tensor on the CPU.
+        """
 
 
 class WholeTask:
@@ -65,7 +70,7 @@ class WholeTask:
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         return self._task.evaluation_sums(_as_model(outputs), batch)
 
-    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+    def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
         return self._task.metrics(sums)
 
 

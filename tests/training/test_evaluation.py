@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,8 @@ def sums_of(batch: Batch) -> dict[str, Tensor]:
     return {
         "count": batch.valid.sum(dtype=torch.float64),
         "index": (batch.targets * batch.valid).sum(dtype=torch.float64),
+        "digits": torch.bincount(batch.targets[batch.valid] % 6, minlength=6).view(2, 3),
+        "rows": valid_BK.sum(0).view(4, 4),
         **{f"value{k}": value for k, value in enumerate(valid_BK.sum(0))},
     }
 
@@ -46,8 +49,20 @@ def ignore(place: int) -> None:
     pass
 
 
+def numbers_of(found: dict[str, Any] | None) -> dict[str, float] | None:
+    """Name each number of a tensor, so that results can be compared."""
+    if found is None:
+        return None
+    tensors = {
+        name: torch.as_tensor(value, dtype=torch.float64).flatten().tolist() for name, value in found.items()
+    }
+    return {
+        f"{name}.{place}": value for name, values in tensors.items() for place, value in enumerate(values)
+    }
+
+
 def on_rank(rank: int, world_size: int) -> dict[str, float] | None:
-    return evaluate(batches(rank, world_size), NUM_BATCHES, sums_of, CPU, ignore, lambda: False)
+    return numbers_of(evaluate(batches(rank, world_size), NUM_BATCHES, sums_of, CPU, ignore, lambda: False))
 
 
 def both_on_rank(rank: int, world_size: int) -> tuple[dict[str, float] | None, tuple[object, int]]:
@@ -78,11 +93,14 @@ def _group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_group")
 def test_every_sample_counts_exactly_once() -> None:
-    found = on_rank(0, 1)
+    found = evaluate(batches(), NUM_BATCHES, sums_of, CPU, ignore, lambda: False)
     assert found is not None
     assert found["count"] == NUM_SAMPLES
     assert found["index"] == sum(range(NUM_SAMPLES))
     assert found["value0"] == pytest.approx(float(make_values()[:, 0].sum()), rel=1e-12)
+    assert found["digits"].sum() == NUM_SAMPLES and found["digits"].dtype == torch.int64
+    expected = [found[f"value{place}"] for place in range(16)]
+    assert found["rows"].flatten().tolist() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.usefixtures("_group")
@@ -130,16 +148,18 @@ def test_a_forward_that_is_collective_begins_on_all_ranks_or_on_none(tmp_path: P
 @pytest.mark.usefixtures("_group")
 def test_a_batch_past_the_last_only_fills_up() -> None:
     # A rank of four has batches 12 and 13 … 15 in its last round; whatever those hold must not count.
-    extra = Batch(0, NUM_BATCHES, 1.0, torch.full((SIZE, 16), 1e9), torch.ones(SIZE), torch.ones(SIZE).bool())
+    extra = Batch(
+        0, NUM_BATCHES, 1.0, torch.full((SIZE, 16), 1e9), torch.ones(SIZE).long(), torch.ones(SIZE).bool()
+    )
     found = evaluate([*batches(), extra], NUM_BATCHES, sums_of, CPU, ignore, lambda: False)
-    assert found == on_rank(0, 1)
+    assert numbers_of(found) == on_rank(0, 1)
 
 
 def summed_rank_by_rank(world_size: int) -> dict[str, float]:
     """Add up each rank's batches, then the ranks' sums: what would be simpler and depends on the ranks."""
     totals: dict[str, float] = {}
     for rank in range(world_size):
-        found = evaluate(batches(rank, world_size), 16, sums_of, CPU, ignore, lambda: False)
+        found = numbers_of(evaluate(batches(rank, world_size), 16, sums_of, CPU, ignore, lambda: False))
         assert found is not None
         totals = {name: totals.get(name, 0.0) + value for name, value in found.items()}
     return totals
