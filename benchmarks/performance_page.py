@@ -32,7 +32,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Memory": ("memory", "open_files"),
     "Number of ranks": ("ranks",),
     "Pipeline parallelism": ("pipeline",),
-    "Whole runs": ("headlines", "cifar10"),
+    "Whole runs": ("headlines", "cifar10", "fine_tuning"),
     "GPU": ("gpu_throughput",),
 }
 #: Not part of ``make bench``.

@@ -15,7 +15,8 @@ from hpc_train.errors import UsageError, printable
 NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
 #: ASCII digits: ``int`` accepts others too, and rejects some that ``str.isdigit`` accepts.
 _ATTEMPT_NAME = re.compile(r"[1-9][0-9]{0,8}")
-_CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,15})")
+#: Folders of checkpoints and of evaluations.
+_STEP_NAME = re.compile(r"step-([0-9]{8,15})")
 
 
 def expanded(path: str) -> Path:
@@ -79,7 +80,7 @@ class CheckpointPaths:
 
     @property
     def step(self) -> int:
-        match = _CHECKPOINT_NAME.fullmatch(self.folder.name)
+        match = _STEP_NAME.fullmatch(self.folder.name)
         if match is None:
             raise ValueError(f"{self.folder} is not a checkpoint's folder")
         return int(match[1])
@@ -255,6 +256,19 @@ class RunPaths:
         return self.folder / "metrics.jsonl"
 
     @property
+    def evaluated_checkpoint(self) -> Path:
+        """Which checkpoint of another run to evaluate, in a folder whose ranks evaluate and do not train."""
+        return self.folder / "evaluation.json"
+
+    def predictions(self, rank: int) -> Path:
+        """What a rank of ``predict`` found, in a folder whose ranks do not train."""
+        return self.folder / f"predictions-{rank}.jsonl"
+
+    def prediction_files(self) -> list[Path]:
+        """Return the files of all ranks, in no order."""
+        return list(self.folder.glob("predictions-*.jsonl"))
+
+    @property
     def code(self) -> Path:
         """Link to the snapshot of the code."""
         return self.folder / "code"
@@ -322,6 +336,11 @@ class RunPaths:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
+    @property
+    def evaluations(self) -> Path:
+        """What evaluations leave besides their rows: tables, pictures."""
+        return self.folder / "evaluations"
+
     @classmethod
     def entry_names(cls) -> set[str]:
         """Return the names of everything that this tool puts into a run's folder: the properties above."""
@@ -339,14 +358,22 @@ class RunPaths:
     def checkpoint(self, step: int) -> CheckpointPaths:
         return CheckpointPaths(self.checkpoints / f"step-{step:08d}")
 
+    def evaluation(self, step: int) -> Path:
+        return self.evaluations / f"step-{step:08d}"
+
+    def evaluation_folders(self) -> dict[int, Path]:
+        """Return step → folder of the evaluations that left files, lowest step first."""
+        if not self.evaluations.is_dir():
+            return {}
+        found = [(_STEP_NAME.fullmatch(path.name), path) for path in self.evaluations.iterdir()]
+        return dict(sorted((int(match[1]), path) for match, path in found if match))
+
     def checkpoint_folders(self) -> list[CheckpointPaths]:
         """Return the folders named like a checkpoint, committed or not, lowest step first."""
         if not self.checkpoints.is_dir():
             return []
         found = [
-            CheckpointPaths(path)
-            for path in self.checkpoints.iterdir()
-            if _CHECKPOINT_NAME.fullmatch(path.name)
+            CheckpointPaths(path) for path in self.checkpoints.iterdir() if _STEP_NAME.fullmatch(path.name)
         ]
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 

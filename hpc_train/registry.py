@@ -41,6 +41,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "timm": "hpc_train.models.timm:build",
         "torchvision": "hpc_train.models.torchvision:build",
         "gpt": "hpc_train.models.gpt:build",
+        "hf": "hpc_train.models.huggingface:build",
     },
     "loggers": {
         "wandb": "hpc_train.loggers.wandb:WandbLogger",

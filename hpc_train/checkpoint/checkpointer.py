@@ -272,15 +272,34 @@ class Checkpointer:
         """
         for step in self._candidates():
             checkpoint = self.paths.checkpoint(step)
-            # Hashing takes about as long as reading: both at once. Nothing of ``state`` changes meanwhile.
-            with ThreadPoolExecutor(1, initializer=signals.block) as beside:
-                problems = beside.submit(verify, checkpoint, self.ranks.rank, self.ranks.world_size)
-                read = self._read(checkpoint, state)
-                is_whole = self._is_whole(checkpoint, problems.result)
-            if is_whole:
+            read, damage = self._read_and_verify(checkpoint, state)
+            if damage is None:
                 return self._take(checkpoint, read, state)
+            self._writer.together(checkpoint.folder, partial(self._set_aside_on_rank_0, checkpoint, damage))
         self._writer.together(self.paths.checkpoints, self._refuse_to_start_over)
         return None
+
+    def load(self, step: int, state: TrainingState) -> Loaded:
+        """Load the checkpoint of ``step``, of this run or another one; changes nothing on disk.
+
+        Raises, on every rank, StorageError if it is damaged, and BadFileError if it is of another model or
+        optimizer.
+        """
+        checkpoint = self.paths.checkpoint(step)
+        read, damage = self._read_and_verify(checkpoint, state)
+        if damage is not None:
+            raise StorageError(f"{checkpoint.folder} is damaged: {damage}")
+        return self._take(checkpoint, read, state)
+
+    def _read_and_verify(
+        self, checkpoint: CheckpointPaths, state: TrainingState
+    ) -> tuple[_Read | HpcTrainError, str | None]:
+        """Return what was read, and what is damaged, None if nothing is. Collective."""
+        # Hashing takes about as long as reading: both at once. Nothing of ``state`` changes meanwhile.
+        with ThreadPoolExecutor(1, initializer=signals.block) as beside:
+            problems = beside.submit(verify, checkpoint, self.ranks.rank, self.ranks.world_size)
+            read = self._read(checkpoint, state)
+            return read, self._damage(checkpoint, problems.result)
 
     def _refuse_to_start_over(self) -> None:
         """Raise StorageError on rank 0 if only checkpoints that were set aside are left."""
@@ -304,18 +323,15 @@ class Checkpointer:
 
         return self.ranks.broadcast(self._writer.together(self.paths.checkpoints, look))
 
-    def _is_whole(self, checkpoint: CheckpointPaths, problems_of_part: Callable[[], list[str]]) -> bool:
+    def _damage(self, checkpoint: CheckpointPaths, problems_of_part: Callable[[], list[str]]) -> str | None:
+        """Return the problems that a rank found in its part of the files; None if no rank found any."""
         problems = self._writer.together(checkpoint.folder, problems_of_part)
         found = self.ranks.first_text("; ".join(problems) if problems else None)
-        if found is None:
-            return True
+        return None if found is None else found[1]
 
-        def aside() -> None:
-            if self.ranks.rank == 0:
-                self._set_aside(checkpoint, found[1])
-
-        self._writer.together(checkpoint.folder, aside)
-        return False
+    def _set_aside_on_rank_0(self, checkpoint: CheckpointPaths, why: str) -> None:
+        if self.ranks.rank == 0:
+            self._set_aside(checkpoint, why)
 
     def _set_aside(self, checkpoint: CheckpointPaths, why: str) -> None:
         target = set_aside(checkpoint, why)

@@ -28,6 +28,7 @@ from hpc_train.checkpoint.state import united
 from hpc_train.distributed import signals
 from hpc_train.errors import BadFileError, NonFiniteError, StorageError, UserError
 from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run.best import BEST, Best
 from hpc_train.run.checkpoints import (
     FORMAT_VERSION,
     FileEntry,
@@ -169,7 +170,8 @@ class CheckpointWriter:
         state = {"version": FORMAT_VERSION, "step": staged.step, "tensors": tensors, **rest}
         write_text(temporary.state, json.dumps(state, allow_nan=False), sync=True)
         files[temporary.state.name] = FileEntry(temporary.state.stat().st_size, hash_file(temporary.state))
-        Manifest(staged.step, self.attempt, self.ranks.world_size, files).write(temporary)
+        best = Best.from_json(staged.rest.get("extra", {}).get(BEST))
+        Manifest(staged.step, self.attempt, self.ranks.world_size, files, best).write(temporary)
         self.refuse_if_fenced()
         folder = self.paths.checkpoint(staged.step).folder
         if folder.exists():

@@ -293,11 +293,90 @@ def export(
         typer.Option("-o", "--output", metavar="FILE.safetensors", help="File to write.", show_default=False),
     ],
     ema: Annotated[bool, typer.Option("--ema", help="Export the EMA weights instead.")] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="Export the best checkpoint (checkpoint.best), not the newest.")
+    ] = False,
 ) -> int:
     """Export a run's full weights as one safetensors file."""
     from hpc_train.cli.checkpoint_commands import export
 
-    return export(run, output, ema=ema)
+    return export(run, output, ema=ema, best=best)
+
+
+@_command
+def evaluate(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|KEY=VALUE", help="One run, and keys to override, of data.", show_default=False
+        ),
+    ],
+    best: Annotated[
+        bool, typer.Option("--best", help="Evaluate the best checkpoint (checkpoint.best), not the newest.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Evaluate the checkpoint of this step.")
+    ] = None,
+    devices: Devices = None,
+    code: Annotated[
+        str | None,
+        typer.Option(
+            "--code", metavar="new", help="new: use the current code instead of the run's snapshot."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Evaluate a run's checkpoint on this machine and print the metrics."""
+    from hpc_train.cli.evaluate import Checkpoint, evaluate
+
+    return evaluate(words, checkpoint=Checkpoint(best, step, code), devices=devices, as_json=as_json)
+
+
+@_command
+def predict(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|KEY=VALUE", help="One run, and keys to override, of data.", show_default=False
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="File to write: .jsonl or .csv.", show_default=False
+        ),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="PATH",
+            help="An image, or a folder with images. Default: validation data.",
+            show_default=False,
+        ),
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Use the best checkpoint (checkpoint.best), not the newest.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Use the checkpoint of this step.")
+    ] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Use the EMA weights.")] = False,
+    devices: Devices = None,
+    code: Annotated[
+        str | None,
+        typer.Option(
+            "--code", metavar="new", help="new: use the current code instead of the run's snapshot."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+) -> int:
+    """Write a run's predictions for images, or for its validation data, to a file."""
+    from hpc_train.cli.evaluate import Checkpoint
+    from hpc_train.cli.predict import predict
+
+    checkpoint = Checkpoint(best, step, code)
+    return predict(words, output, data=data, checkpoint=checkpoint, devices=devices, ema=ema, force=force)
 
 
 @_command

@@ -14,17 +14,17 @@ from hpc_train.run import checkpoints
 from hpc_train.run.find import run_name
 
 
-def export(word: str, output: Path, *, ema: bool = False) -> int:
+def export(word: str, output: Path, *, ema: bool = False, best: bool = False) -> int:
     """Write the weights of one run's newest valid checkpoint, in a child process, which imports torch.
 
-    ``ema``: the EMA weights instead.
+    ``ema``: the EMA weights instead. ``best``: of the best checkpoint instead.
     """
     found = find_readable([word])
     if len(found) > 1:
         raise UsageError(
             f"{word}: matches {len(found)} runs, export takes one; give an id from `hpc-train status {word}`"
         )
-    options = ["--ema"] if ema else []
+    options = [*(["--ema"] if ema else []), *(["--best"] if best else [])]
     return run_child("hpc_train.checkpoint.export", str(found[0].folder), str(output), *options)
 
 

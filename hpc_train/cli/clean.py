@@ -86,6 +86,8 @@ def _surplus(paths: RunPaths) -> list[_Surplus]:
     if not paths.checkpoints.is_dir() or paths.checkpoints.is_symlink():
         return found
     newest = next((each for each in checkpoints.committed(paths) if not checkpoints.verify(each)), None)
+    best = checkpoints.kept_best(paths)
+    kept = [] if newest is None else [newest.folder, *([paths.checkpoint(best.step).folder] if best else [])]
     folders = {checkpoint.folder for checkpoint in paths.checkpoint_folders()}
     for path in sorted(paths.checkpoints.glob("step-*")):
         is_set_aside = checkpoints.is_set_aside(path)
@@ -94,7 +96,7 @@ def _surplus(paths: RunPaths) -> list[_Surplus]:
         elif not is_set_aside and (path not in folders or path.is_symlink() or not path.is_dir()):
             continue
         # Without an intact one it is unknown which of them the user may want to repair.
-        elif newest is not None and path != newest.folder:
+        elif newest is not None and path not in kept:
             older = f"older than {newest.folder.name}, or does not count"
             found.append(_Surplus(path, "damaged, set aside" if is_set_aside else older))
     return found

@@ -9,6 +9,7 @@ from pathlib import Path
 from hpc_train.cli.found_sizes import with_found_sizes
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import columns, put, put_json, say
+from hpc_train.data_facts.facts import data_facts, missing_index
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
@@ -136,7 +137,10 @@ def missing_data(loaded: Loaded, remedy: str) -> list[str]:
 
 
 def _missing_pack(loaded: Loaded) -> list[str]:
+    """Return the line that reports that the pack, or the index, that ranks need is missing here."""
     data = loaded.experiment.data
+    if (problem := missing_index(data)) is not None:
+        return [loaded.source.render(problem)]
     if data.cache is None:
         return []
     try:
@@ -149,7 +153,11 @@ def _missing_pack(loaded: Loaded) -> list[str]:
 
 
 def _pack_files(data: DataConfig) -> list[Path] | None:
-    """Return the possible packs; None where the images can't be listed in time, which only ranks need to."""
+    """Return the possible packs; None where the images can't be listed in time, which only ranks need to, or
+    are not packed.
+    """
+    if not data_facts(data.name).is_packable:
+        return None
     try:
         return pack_files(data, LIMIT_S)
     except OSError:

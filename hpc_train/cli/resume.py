@@ -332,7 +332,6 @@ def _other_run(paths: RunPaths, refused: Sequence[str], overrides: Sequence[str]
     words = f"{', '.join(refused)}: would make {run} another run; start one of its own:\n"
     words += f"  from step 0: `{new_run_command(paths, overrides)}`"
     if has_saved(paths):
-        weights = f"{paths.folder.name}.safetensors"
-        command = new_run_command(paths, [*overrides, f"model.pretrained={weights}"])
-        words += f"\n  from its weights: `hpc-train export {run} -o {weights}`, then `{command}`"
+        command = new_run_command(paths, [*overrides, f"model.init_from={run}"])
+        words += f"\n  from its weights: `{command}`"
     return words

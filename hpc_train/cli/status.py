@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import JSON_VERSION, columns, put, put_json, say
-from hpc_train.errors import ExitCode
+from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.budgets import Left
@@ -22,6 +22,8 @@ from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import Restart, elapsed_s, newest_restart, remaining_s, short_duration
 from hpc_train.report.step_layout import layout_of, ranks_of
 from hpc_train.run.attempts import job_ids, newest_number
+from hpc_train.run.best import Best
+from hpc_train.run.checkpoints import kept_best
 from hpc_train.run.files import read_text
 from hpc_train.run.find import run_names
 from hpc_train.run.found_micro_batch import kept_size
@@ -71,6 +73,9 @@ class RunRow:
     last_metric: dict[str, Any] | None = None
     #: The share of ``elapsed_s`` in steps that count; None if no row has times, or nobody asked for it.
     goodput: float | None = None
+    #: With ``checkpoint.best``: ``metric``, ``value`` and ``step`` of the best checkpoint; None before the
+    #: first, or if nobody asked for it.
+    best: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, paths: RunPaths) -> RunRow:
@@ -93,6 +98,7 @@ class RunRow:
         rows = newest_rows(paths.metrics)
         elapsed, remaining = elapsed_s(run, now), remaining_s(now, rows)
         share = goodput(paths, now, elapsed) if is_full else None
+        best = _best(paths) if is_full else None
         return cls(
             id=str(facts.get("id", paths.folder.name)),
             name=str(facts.get("name", paths.folder.parent.name)),
@@ -117,6 +123,7 @@ class RunRow:
             eta_s=None if remaining is None else round(remaining, 1),
             last_metric=last_metric(rows),
             goodput=None if share is None else round(share, 4),
+            best=None if best is None else best.to_json(),
         )
 
     @property
@@ -153,6 +160,7 @@ class RunRow:
             ("attempt", str(self.attempt) if self.attempt else ""),
             ("reason", self.reason or ""),
             ("metric", self._metric_at()),
+            ("best", str(Best.from_json(self.best) or "")),
             (
                 "goodput",
                 "" if self.goodput is None else f"{self.goodput:.1%} of {short_duration(self.elapsed_s)}",
@@ -214,6 +222,13 @@ def _print_details(paths: RunPaths, row: RunRow) -> None:
     details = [*row.details(), *([("step", str(layout))] if layout else [])]
     for line in columns([(f"  {label}", text) for label, text in details]):
         put(line)
+
+
+def _best(paths: RunPaths) -> Best | None:
+    try:
+        return kept_best(paths)
+    except BadFileError:  # a checkpoint of a later version
+        return None
 
 
 def _code(facts: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -9,10 +9,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from hpc_train.config.durations import FORMS, MAX_HOURS, format_duration, parse_duration_min
 from hpc_train.paths import NAME_PATTERN
 
+#: ``package.module:factory``, or a class.
+OWN_PART_PATTERN = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
 #: ``provider/name``, a bare provider, or ``package.module:factory``.
-PART_NAME_PATTERN = (
-    r"[A-Za-z0-9_][A-Za-z0-9_./+-]*|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
-)
+PART_NAME_PATTERN = rf"[A-Za-z0-9_][A-Za-z0-9_./+-]*|{OWN_PART_PATTERN}"
 # The values below appear in a batch script. None starts with a character that could make it an option.
 #: A word that may stand in a ``#SBATCH`` line: no blank, quote, dollar, backquote, control character.
 SLURM_WORD_PATTERN = r"[A-Za-z0-9_.,:@+*&|()\[\]=/~%^?][A-Za-z0-9_.,:@+*&|()\[\]=/~%^?-]{0,255}"
@@ -72,12 +72,27 @@ Hours = Annotated[float, Field(ge=0, le=MAX_HOURS)]
 NotNegativeInt = Annotated[int, Field(ge=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
 Bounds = Annotated[tuple[PositiveFloat, PositiveFloat], BeforeValidator(_pair)]
+_PLAIN_NAME_PATTERN = r"[a-z][a-z0-9_-]{0,63}"
+_Side = Annotated[int, Field(ge=1, le=8192)]
+#: The side of a square, or height and width, in pixels.
+ImageSize = Annotated[_Side | tuple[_Side, _Side], BeforeValidator(_pair)]
 PlainName = Annotated[
     str,
     pattern(
-        r"[a-z][a-z0-9_-]{0,63}",
+        _PLAIN_NAME_PATTERN,
         "1 to 64 lower-case letters, digits, '_' or '-', starting with a letter, like my_part",
     ),
+]
+TaskName = Annotated[
+    str,
+    pattern(
+        rf"{_PLAIN_NAME_PATTERN}|{OWN_PART_PATTERN}",
+        "a name in lower case like classification, or package.module:Class",
+    ),
+]
+#: Tasks may use names of classes in it.
+MetricName = Annotated[
+    str, pattern(r"[A-Za-z0-9_][A-Za-z0-9_.@+/ -]{0,127}", "the name of a metric, like accuracy or iou_car")
 ]
 OptimizerName = Annotated[
     str,
@@ -95,6 +110,13 @@ ScheduleName = Annotated[
 ]
 ScriptPath = Annotated[
     str, pattern(SCRIPT_PATH_PATTERN, "a path without blanks, quotes, '$' or ';', like /opt/venv/bin/python")
+]
+NamePattern = Annotated[
+    str,
+    pattern(
+        r"!?[A-Za-z0-9_.*?\[\]!-]{1,256}",
+        "a pattern of names, like layer1.* or *.bias, without blanks; ! in front of it means: not these",
+    ),
 ]
 NodeRange = Annotated[str, pattern(r"[1-9][0-9]{0,5}-[1-9][0-9]{0,5}", "a range like 2-8")]
 Arguments = dict[str, Any]

@@ -14,12 +14,15 @@ from hpc_train.config.cluster_sections import EnvironmentConfig, SlurmConfig
 from hpc_train.config.fields import (
     Arguments,
     Hours,
+    MetricName,
     Minutes,
     Name,
+    NotNegativeFloat,
     NotNegativeInt,
     PlainName,
     PositiveInt,
     Section,
+    TaskName,
     pattern,
 )
 from hpc_train.config.training_sections import (
@@ -44,6 +47,33 @@ class CheckpointConfig(Section):
     """Optimizer steps between checkpoints. Default: by time only."""
     keep: PositiveInt = 3
     """Number of checkpoints to keep. The newest two are always kept."""
+    best: BestConfig | None = None
+    """Also keep the checkpoint of the best evaluation, whatever ``keep`` is; it is saved when it is
+    evaluated. Default: off."""
+
+
+class BestConfig(Section):
+    """Which evaluation is the best."""
+
+    metric: Annotated[MetricName, Field(examples=["accuracy"])]
+    """A metric of the ``val`` rows, such as ``accuracy`` or ``loss``; ``ema_accuracy`` is that of the EMA
+    weights."""
+    mode: Annotated[Literal["min", "max"], Field(examples=["max"])]
+    """``max``: a higher value is better; ``min``: a lower one."""
+
+
+class EarlyStoppingConfig(Section):
+    """When a run ends before its last step. The learning rate schedule does not depend on it."""
+
+    metric: Annotated[MetricName, Field(examples=["loss"])]
+    """A metric of the ``val`` rows, such as ``accuracy`` or ``loss``; ``ema_loss`` is that of the EMA
+    weights."""
+    mode: Annotated[Literal["min", "max"], Field(examples=["min"])]
+    """``max``: a higher value is better; ``min``: a lower one."""
+    patience: Annotated[PositiveInt, Field(examples=[5])]
+    """Consecutive evaluations without improvement after which the run ends."""
+    min_delta: NotNegativeFloat = 0.0
+    """An evaluation is an improvement if it is better than the best by more than this."""
 
 
 class RecoveryConfig(Section):
@@ -76,6 +106,9 @@ class EvaluationConfig(Section):
     """Epochs between evaluations. Default: 1, or off if ``every_steps`` is given."""
     every_steps: PositiveInt | None = None
     """Optimizer steps between evaluations. Default: by epochs."""
+    sample_tokens: NotNegativeInt = 64
+    """``causal_lm``: tokens of the text that the model writes at each evaluation, kept in the run folder.
+    Each costs a forward pass of one sequence. 0: no text."""
 
 
 class SweepConfig(Section):
@@ -145,8 +178,8 @@ class Experiment(Section):
     none is available."""
     deterministic: bool | None = None
     """Make the results bitwise reproducible on the same devices. Default: true on CPU, false on CUDA."""
-    task: Annotated[PlainName, Field(examples=["classification"])]
-    """Training task: a name of the table of tasks, or a plug-in's."""
+    task: Annotated[TaskName, Field(examples=["classification"])]
+    """Training task: a name of the table of tasks, a plug-in's, or ``package.module:Class`` of your own."""
     model: Annotated[ModelConfig, Field(examples=[{"name": "timm/resnet18"}])]
     data: Annotated[DataConfig, Field(examples=[{"name": "digits"}])]
     optimization: Annotated[
@@ -180,6 +213,8 @@ class Experiment(Section):
     """Recompute activations in the backward pass to save memory: of all ``blocks``, of ``every n``-th block,
     or ``selective``: all but matrix products and attention. ``off``: keep all activations."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    early_stopping: EarlyStoppingConfig | None = None
+    """End the run once a metric of the evaluations stops improving. Default: off."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     slurm: SlurmConfig | None = None
@@ -198,7 +233,21 @@ class Experiment(Section):
         assert isinstance(size, int), "micro_batch_size: auto must be resolved first"
         return self.optimization.global_batch_size // size
 
+    @property
+    def workers(self) -> int:
+        """Return the loader processes per rank. Undefined for ``data.workers: auto``."""
+        assert isinstance(self.data.workers, int), "data.workers: auto must be resolved first"
+        return self.data.workers
+
+    def with_workers(self, workers: int) -> Experiment:
+        """Return a copy with the number that ``auto`` was resolved to."""
+        return self.model_copy(update={"data": self.data.model_copy(update={"workers": workers})})
+
     def with_micro_batch_size(self, size: int) -> Experiment:
         """Return a copy with the number that ``auto`` was resolved to."""
         optimization = self.optimization.model_copy(update={"micro_batch_size": size})
         return self.model_copy(update={"optimization": optimization})
+
+
+CheckpointConfig.model_rebuild()
+Experiment.model_rebuild()

@@ -44,10 +44,14 @@ _ALSO_CALLED = {
     "task": "task_name task_type problem_type objective",
     "model.name": "model_name model_type architecture arch backbone network net",
     "model.pretrained": (
-        "weights model_weights pretrained_weights checkpoint_path ckpt_path load_from init_checkpoint "
-        "pretrained_path finetune use_pretrained"
+        "weights model_weights pretrained_weights checkpoint_path ckpt_path pretrained_path finetune "
+        "use_pretrained"
     ),
+    "model.init_from": "load_from init_checkpoint init_weights finetune_from start_from warm_start",
+    "model.lora": "peft lora_config peft_config adapter adapters",
+    "model.freeze": "frozen freeze_layers frozen_layers freeze_backbone frozen_parameters",
     "model.args": "model_args model_kwargs model_config",
+    "optimization.optimizer.groups": "param_groups parameter_groups paramwise_cfg lr_mult lr_groups",
     "model.args.drop_path_rate": "drop_path drop_path_rate stochastic_depth",
     "model.args.drop_rate": "drop_rate dropout dropout_rate",
     "data": "dataset datasets datamodule",
@@ -59,7 +63,8 @@ _ALSO_CALLED = {
     "data.augment.hflip": "horizontal_flip random_horizontal_flip random_flip flip fliplr",
     "data.augment.vflip": "vertical_flip random_vertical_flip flipud",
     "data.augment.erasing": "random_erasing reprob random_erase",
-    "data.augment.randaugment": "rand_augment aa auto_augment autoaugment",
+    "data.augment.randaugment": "rand_augment",
+    "data.augment.policy": "aa auto_augment autoaugment trivial_augment trivialaugment",
     "data.normalize": "normalization",
     "data.normalize.mean": "image_mean",
     "data.normalize.std": "image_std",
@@ -98,11 +103,13 @@ _ALSO_CALLED = {
         "grad_clip gradient_clip_val gradient_clip gradient_clipping max_grad_norm clip_grad grad_norm_clip "
         "clip_norm max_norm clip_gradients grad_clip_norm"
     ),
+    "optimization.loss": "criterion loss_fn loss_function loss_type",
     "optimization.label_smoothing": "smoothing label_smooth",
     "optimization.ema": "model_ema use_ema",
     "optimization.ema.decay": "ema_decay model_ema_decay",
     "optimization.mixup": "mixup_alpha",
     "optimization.cutmix": "cutmix_alpha",
+    "optimization.cutmix_probability": "mixup_switch_prob switch_prob",
     "parallel": "distributed parallelism fsdp_config deepspeed",
     "parallel.strategy": "distributed_strategy parallel_strategy ddp fsdp zero_stage zero_optimization",
     "parallel.tensor": "tensor_parallel tensor_parallel_size tensor_parallel_degree tp tp_size",
@@ -121,6 +128,11 @@ _ALSO_CALLED = {
     "checkpoint": "checkpoints checkpointing saving",
     "checkpoint.every_steps": "save_steps save_interval save_every save_freq checkpoint_every ckpt_interval",
     "checkpoint.every_min": "save_every_min checkpoint_interval",
+    "checkpoint.best": "save_best save_best_only load_best_model_at_end keep_best",
+    "checkpoint.best.metric": "metric_for_best_model monitor_metric",
+    "early_stopping": "earlystopping early_stop",
+    "early_stopping.patience": "early_stopping_patience",
+    "early_stopping.min_delta": "early_stopping_threshold",
     "checkpoint.keep": "save_total_limit keep_last max_to_keep keep_checkpoints save_top_k",
     "slurm": "cluster sbatch scheduler_options resources",
     "slurm.nodes": "num_nodes n_nodes nnodes",
@@ -178,7 +190,7 @@ _ADVICE = {
     "output_dir out_dir save_dir log_dir output default_root_dir checkpoint_dir ckpt_dir run_dir": (
         "take it out; runs are written to ./runs, or where the environment variable HPC_TRAIN_RUNS says"
     ),
-    "loss loss_fn criterion metrics": "take it out; the task defines loss and metrics (docs/plugins.md)",
+    "metrics": "take it out; the task defines the metrics (docs/plugins.md)",
     "script command entrypoint main train_script": (
         "take it out; an existing training script can't be run, its model and data can: "
         "model.name and data.name take package.module:factory (docs/plugins.md)"

@@ -9,6 +9,8 @@ from pydantic import BeforeValidator, Field
 from hpc_train.config.fields import (
     Arguments,
     Bounds,
+    ImageSize,
+    NamePattern,
     NotNegativeFloat,
     OptimizerName,
     PartName,
@@ -21,18 +23,42 @@ from hpc_train.config.fields import (
 )
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv:2106.09685): only they are trained, and ``also_train``."""
+
+    rank: Annotated[int, Field(ge=1, le=4096, examples=[8])]
+    """Rank of the adapters."""
+    targets: Annotated[list[NamePattern], Field(min_length=1, examples=[["*.qkv", "*.proj"]])]
+    """Patterns of the names of the linear layers that get an adapter."""
+    alpha: PositiveFloat | None = None
+    """The adapters' product is multiplied by alpha / rank. Default: ``rank``, a factor of 1."""
+    also_train: list[NamePattern] = []
+    """Patterns of the names of parameters that are trained besides, such as a new head. Default: none."""
+
+
 class ModelConfig(Section):
     """The model to train."""
 
     name: Annotated[PartName, Field(examples=["timm/resnet18"])]
-    """Model: ``timm/<name>``, ``torchvision/<name>``, ``gpt``, a plug-in's ``provider/<name>``, or
-    ``package.module:factory``."""
+    """Model: ``timm/<name>``, ``torchvision/<name>``, ``gpt``, ``hf/<name>``, a plug-in's
+    ``provider/<name>``, or ``package.module:factory``."""
     pretrained: bool | str = False
     """Initial weights: ``true`` (pretrained weights from the hub), or the path of a .safetensors or .pth
     file. ``false``: random initialization."""
     args: Arguments = {}
     """Keyword arguments of the model factory. ``num_classes`` comes from the data set unless it is given
     here."""
+    init_from: str | None = None
+    """Start from the weights of another run (its newest checkpoint: an id, ``name/id``, a folder or a name)
+    or of a .safetensors, .pth or .pt file. A head of another size and what is missing stay random; both are
+    reported. Default: random weights, or ``pretrained``."""
+    freeze: list[NamePattern] = []
+    """Parameters that are not trained: patterns of their names, like ``"layer1.*"``. What a pattern with a
+    leading ``!`` matches is trained (``["*", "!head.*"]``). A BatchNorm layer whose parameters are all frozen
+    stays in evaluation mode. Default: all are trained."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters of linear layers instead of the layers. ``hpc-train export`` merges them.
+    Default: off."""
     channels_last: bool = False
     """Keep images and weights in NHWC memory format, which makes convolutions faster. ``false``: NCHW."""
 
@@ -50,8 +76,29 @@ class AugmentConfig(Section):
     """Crop a random part and resize it to ``data.image_size``. Default: off."""
     randaugment: RandAugmentConfig | None = None
     """Apply random operations of RandAugment (arXiv:1909.13719). Default: off."""
+    policy: Literal["autoaugment", "autoaugment_cifar10", "autoaugment_svhn", "trivialaugment"] | None = None
+    """Apply the operations of a policy: AutoAugment's for ImageNet, CIFAR-10 or SVHN (arXiv:1805.09501), or
+    TrivialAugment (arXiv:2103.10158). Default: off."""
     erasing: Probability = 0.0
     """Probability of erasing a random rectangle (arXiv:1708.04896). 0: off."""
+    random_scale: Bounds | None = None
+    """For masks and boxes: range of a random factor on the size that images have in evaluation. What exceeds
+    ``data.image_size`` is cropped at a random place, what is smaller is padded. Default: off."""
+    color_jitter: ColorJitterConfig | None = None
+    """Random brightness, contrast, saturation and hue. Default: off."""
+
+
+class ColorJitterConfig(Section):
+    """Maximum changes of the colors, applied in random order, as in torchvision's ColorJitter."""
+
+    brightness: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Maximum change of the brightness factor from 1. 0: off."""
+    contrast: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Maximum change of the contrast factor from 1. 0: off."""
+    saturation: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Maximum change of the saturation factor from 1. 0: off."""
+    hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    """Maximum shift of the hue, as a fraction of the color circle. 0: off."""
 
 
 class RandomResizedCropConfig(Section):
@@ -61,6 +108,9 @@ class RandomResizedCropConfig(Section):
     """Minimum and maximum fraction of the image's area."""
     ratio: Bounds = (0.75, 1.3333333333333333)
     """Minimum and maximum aspect ratio (width / height)."""
+    interpolation: Literal["bilinear", "bicubic", "random"] | None = None
+    """Interpolation of the crop; ``random``: bilinear or bicubic, for each image. Default:
+    ``data.interpolation``."""
 
 
 class RandAugmentConfig(Section):
@@ -70,6 +120,8 @@ class RandAugmentConfig(Section):
     """Operations per image."""
     magnitude: Annotated[int, Field(ge=0, le=30)] = 9
     """Strength of the operations, from 0 to 30."""
+    magnitude_std: Annotated[float, Field(ge=0, le=30)] = 0.0
+    """Standard deviation of the strength, which is then drawn for each operation. 0: off."""
 
 
 class NormalizeConfig(Section):
@@ -91,22 +143,25 @@ class DataConfig(Section):
     """The data set to train on."""
 
     name: Annotated[PartName, Field(examples=["digits"])]
-    """Data set: ``torchvision/<class>``, ``imagefolder``, ``digits``, ``synthetic``, ``text``, a plug-in's
-    name, or ``package.module:factory``."""
+    """Data set: a name of the table of data sets, a plug-in's name, or ``package.module:factory``."""
     root: str | None = None
     """Folder of the data, or a text file. Not needed by data sets without files."""
     args: Arguments = {}
     """Keyword arguments of the data set."""
     cache: str | None = None
     """Folder with packed caches of image folders: ``hpc-train prepare`` packs the images of ``root`` into one
-    file there, and ranks read that file. Default: ranks read the images one by one."""
+    file there, and ranks read that file. Default: ranks read the images one by one. With ``image_list``
+    and ``webdataset``: the folder of their index; default: the user's cache folder."""
     stage: bool | str = False
     """With ``cache``: copy the packed file to a disk of each node before training starts. ``true``: to
     ``$SLURM_TMPDIR``, else ``$TMPDIR``; or a folder, with the node's environment variables. ``false``: read
     it where it is."""
-    image_size: Annotated[int, Field(ge=1, le=8192)] | None = None
-    """Height and width to which images are resized, in pixels. Default: no resizing; all images must then
-    have the same size."""
+    image_size: ImageSize | None = None
+    """Height and width to which images are resized, in pixels; with masks or boxes a number or
+    ``[height, width]``, and what remains beside a resized image is padded. Default: no resizing; all images
+    must then have the same size."""
+    eval_size: ImageSize | None = None
+    """For masks and boxes: the size in the evaluation. Default: ``image_size``."""
     eval_crop: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the shorter side that the centre crop of the evaluation keeps with ``image_size``
     (ImageNet: 0.875)."""
@@ -120,14 +175,40 @@ class DataConfig(Section):
     ] = None
     """Mean and standard deviation per channel; or ``weights``: those of the pretrained weights, with their
     interpolation, and their crop unless ``eval_crop`` is given. Default: those of the data set."""
-    workers: Annotated[int, Field(ge=0, le=256)] = 0
-    """Data loader processes per rank. 0: load in the rank's own process."""
+    workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = 0
+    """Data loader processes per rank. ``auto``: one less than the rank has CPUs, at most 16; with ``device:
+    cpu``, which computes on all of them, at most one. 0: load in the rank's own process."""
     on_bad_sample: Literal["fail", "skip"] = "fail"
     """What to do with a sample that can't be read: ``fail`` ends the run, ``skip`` reports it and replaces it
     by another sample."""
     max_bad_samples: PositiveInt = 10
     """With ``on_bad_sample: skip``: maximum number of different bad samples in the whole run. One more ends
     it."""
+
+    @property
+    def height_and_width(self) -> tuple[int, int] | None:
+        """Return ``image_size`` as (height, width); None where the images keep their size."""
+        return _sides(self.image_size)
+
+    @property
+    def eval_height_and_width(self) -> tuple[int, int] | None:
+        """Return the size in the evaluation of images with masks or boxes."""
+        return self.height_and_width if self.eval_size is None else _sides(self.eval_size)
+
+
+def _sides(size: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    return (size, size) if isinstance(size, int) else size
+
+
+class ParameterGroupConfig(Section):
+    """Settings of the parameters whose names match."""
+
+    match: Annotated[list[NamePattern], Field(min_length=1, examples=[["head.*"]])]
+    """Patterns of parameter names; one that starts with ``!`` excludes what it matches."""
+    lr_factor: PositiveFloat = 1.0
+    """Factor of the learning rate, multiplied by that of ``layer_decay``."""
+    weight_decay: NotNegativeFloat | None = None
+    """Weight decay. Default: that of the optimizer."""
 
 
 class OptimizerConfig(Section):
@@ -151,6 +232,9 @@ class OptimizerConfig(Section):
     off."""
     decay_norm_and_bias: bool = True
     """Apply weight decay to norms and biases (tensors of fewer than two dimensions) too."""
+    groups: list[ParameterGroupConfig] = []
+    """Learning rate and weight decay of some parameters, by patterns of their names. The first group that
+    matches a parameter applies. Default: the same for all."""
     args: Arguments = {}
     """Further keyword arguments of the optimizer (betas, eps, nesterov, …)."""
 
@@ -175,6 +259,15 @@ class EmaConfig(Section):
 
     decay: Annotated[float, Field(gt=0, lt=1, examples=[0.9999])]
     """Decay: the fraction of the average that is kept at each step."""
+
+
+class LossConfig(Section):
+    """The loss, one of the task's. ``loss: bce`` is short for ``{name: bce}``."""
+
+    name: Annotated[PlainName, Field(examples=["cross_entropy"])]
+    """A loss of the task; the table of losses lists them."""
+    args: Arguments = {}
+    """Arguments of the loss, as the table of losses lists them."""
 
 
 class ProfileConfig(Section):
@@ -204,6 +297,10 @@ class OptimizationConfig(Section):
     """The learning rate schedule. Default: constant."""
     clip_grad_norm: PositiveFloat | None = None
     """Maximum global L2 norm of the gradient. Default: no clipping."""
+    loss: Annotated[
+        LossConfig | None, BeforeValidator(lambda v: {"name": v} if isinstance(v, str) else v)
+    ] = None
+    """The loss: a name, or a section. Default: the task's first one in the table of losses."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Label smoothing: the fraction of the target that is spread over all classes. 0: off."""
     on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
@@ -214,9 +311,11 @@ class OptimizationConfig(Section):
     ema: EmaConfig | None = None
     """Exponential moving average of the weights. Default: off."""
     mixup: NotNegativeFloat = 0.0
-    """Alpha of mixup (arXiv:1710.09412). 0: off."""
+    """Alpha of mixup (arXiv:1710.09412), which averages pairs of samples of a micro-batch. 0: off."""
     cutmix: NotNegativeFloat = 0.0
-    """Alpha of CutMix (arXiv:1905.04899). 0: off."""
+    """Alpha of CutMix (arXiv:1905.04899), which pastes a rectangle of another image. 0: off."""
+    cutmix_probability: Probability = 0.5
+    """With both: probability that a micro-batch gets CutMix and not mixup."""
 
 
 class ParallelConfig(Section):

@@ -8,6 +8,7 @@ Legend: T tokens of a sequence.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ _READ_BYTES = 1 << 22
 _CONTINUATION = bytes(range(0x80, 0xC0))
 #: Assumed: a person waits that long for a plan; millions of files on a slow shared disk take longer.
 COUNT_LIMIT_S = 10.0
+#: Assumed: read in about a second; COCO's own are of 450 MB.
+_MAX_ANNOTATIONS_BYTES = 64 << 20
 #: Extensions that torchvision's ImageFolder takes for images.
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
@@ -95,15 +98,38 @@ def _count_tokens(path: Path, args: TextArgs, limit_s: float) -> int | None:
     return count
 
 
+def count_annotated_images(data: DataConfig) -> int | None:
+    """Return N of ``coco``; None where the file is not here, is damaged, or takes too long to read."""
+    if data.root is None:
+        return None
+    path = expanded(data.root) / "train.json"
+    try:
+        if path.stat().st_size > _MAX_ANNOTATIONS_BYTES:
+            return None
+        return len(json.loads(path.read_bytes())["images"]) or None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
 def count_images(folder: Path) -> int | None:
     """Count the images in ``folder/<class>/``; None if it is not on this machine or has too many."""
-    deadline = time.monotonic() + COUNT_LIMIT_S
     try:
         classes = [entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
     except OSError:
         return None
+    return _count_below(classes)
+
+
+def count_masked_images(root: Path) -> int | None:
+    """Count the images in ``root/train/images``; None if it is not on this machine or has too many."""
+    folder = root / "train" / "images"
+    return _count_below([folder]) if folder.is_dir() else None
+
+
+def _count_below(folders: list[Path]) -> int | None:
+    deadline = time.monotonic() + COUNT_LIMIT_S
     count = 0
-    for number in itertools.chain.from_iterable(map(_images_by_folder, classes)):
+    for number in itertools.chain.from_iterable(map(_images_by_folder, folders)):
         if time.monotonic() > deadline:
             return None
         count += number

@@ -9,12 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeVar
 
 from hpc_train.config.problems import Problem
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.data_size import count_images, count_sequences
+from hpc_train.data_facts import losses
+from hpc_train.data_facts.data_size import (
+    count_annotated_images,
+    count_images,
+    count_masked_images,
+    count_sequences,
+)
+from hpc_train.data_facts.listed_data import (
+    arrow_files,
+    count_listed,
+    count_shards,
+    has_index,
+    image_list_files,
+    webdataset_files,
+    without_index,
+)
+from hpc_train.data_facts.losses import Losses
+from hpc_train.data_facts.token_shards import count_token_sequences, tokens_fingerprint
 from hpc_train.errors import BadFileError, shortened
 from hpc_train.paths import expanded
 from hpc_train.registry import described, is_factory, load_traits, split_name
@@ -38,6 +56,11 @@ class DataFacts:
     root: str = "the folder of the data"
     #: Whether the data are what the files of ``data.root`` hold, so that changed files are other data.
     is_in_root: bool = False
+    #: The files below ``data.root`` whose content is the data, or lists them, where it is not all of the
+    #: root.
+    listing: Callable[[DataConfig], Sequence[Path]] | None = None
+    #: Whether ``prepare`` writes an index of these files, and whether ranks need it.
+    index: Literal["optional", "required"] | None = None
     #: Whether ``data.cache`` can pack the files of ``data.root``.
     is_packable: bool = False
     #: A full name, where a name must continue after the slash; empty: it must not; None: either.
@@ -53,6 +76,9 @@ class DataFacts:
     channels: Callable[[DataConfig], int | None] = lambda data: None
     #: N of the training data; None where only the data set's own code knows it.
     num_samples: Callable[[DataConfig], int | None] = lambda data: None
+    #: With ``is_in_root``: what identifies the data, in parts, for one with files of its own. None: a hash of
+    #: the texts or images.
+    fingerprint: Callable[[DataConfig], dict[str, str]] | None = None
     #: ``module:attr`` of a built-in data set's builder. A plug-in names it by an entry point instead.
     implementation: str = ""
 
@@ -64,8 +90,17 @@ class TaskFacts:
     #: What it reads; empty: anything.
     modalities: tuple[Modality, ...] = ()
     targets: tuple[Target, ...] = ()
+    #: What ``optimization.loss`` may be; None: only the task's own code knows it.
+    losses: Losses | None = field(default=None, kw_only=True)
+    #: Whether ``optimization.label_smoothing`` applies; None: only the task's own code knows it.
+    smooths_labels: bool | None = field(default=None, kw_only=True)
+    #: Whether the loss takes targets that ``optimization.mixup`` mixes; None: only its own code knows it.
+    mixes_targets: bool | None = field(default=None, kw_only=True)
     #: ``module:attr`` of a built-in task's class. A plug-in names it by an entry point instead.
     implementation: str = ""
+    #: Whether the model takes the targets and returns its own losses, so that it can't be cut into stages and
+    #: its inputs can't be cast.
+    needs_whole_model: bool = False
 
     def fits(self, data: DataFacts) -> bool:
         """Tell whether the data have what the task needs, as far as is known."""
@@ -184,6 +219,50 @@ DATA_SETS = {
         num_samples=_image_folder_samples,
         implementation="hpc_train.datasets.sources.imagefolder:build",
     ),
+    "image_list": DataFacts(
+        "images",
+        needs_root=True,
+        root="the folder of the lists and images",
+        is_in_root=True,
+        listing=image_list_files,
+        index="optional",
+        example="",
+        channels=_argument("channels", 3),
+        num_samples=count_listed,
+        implementation="hpc_train.datasets.sources.image_list:build",
+    ),
+    "webdataset": DataFacts(
+        "images",
+        needs_root=True,
+        root="the folder of the tar files",
+        is_in_root=True,
+        listing=webdataset_files,
+        index="required",
+        example="",
+        channels=_argument("channels", 3),
+        num_samples=count_shards,
+        implementation="hpc_train.datasets.sources.webdataset:build",
+    ),
+    "segmentation_folder": DataFacts(
+        "images",
+        "mask",
+        needs_root=True,
+        root="the folder that contains train/images/ and train/masks/",
+        is_in_root=True,
+        example="",
+        channels=_argument("channels", 3),
+        num_samples=lambda data: count_masked_images(expanded(data.root)) if data.root else None,
+        implementation="hpc_train.datasets.sources.segmentation_folder:build",
+    ),
+    "huggingface": DataFacts(
+        "images",
+        needs_root=True,
+        root="the folder of a data set saved by save_to_disk, or to which prepare saves it",
+        is_in_root=True,
+        listing=arrow_files,
+        channels=_argument("channels", 3),
+        implementation="hpc_train.datasets.sources.huggingface:build",
+    ),
     "torchvision": DataFacts(
         "images",
         needs_root=True,
@@ -196,6 +275,17 @@ DATA_SETS = {
         num_samples=_torchvision_samples,
         implementation="hpc_train.datasets.sources.torchvision:build",
     ),
+    "coco": DataFacts(
+        "images",
+        "boxes",
+        needs_root=True,
+        root="the folder that contains train.json, val.json and the folders train and val of their images",
+        is_in_root=True,
+        example="",
+        channels=_argument("channels", 3),
+        num_samples=count_annotated_images,
+        implementation="hpc_train.datasets.sources.coco:build",
+    ),
     "text": DataFacts(
         "tokens",
         "next tokens",
@@ -206,14 +296,61 @@ DATA_SETS = {
         num_samples=count_sequences,
         implementation="hpc_train.datasets.sources.text:build",
     ),
+    "tokens": DataFacts(
+        "tokens",
+        "next tokens",
+        needs_root=True,
+        root="the folder that contains train.txt, train.jsonl or train.bin",
+        is_in_root=True,
+        example="",
+        num_samples=count_token_sequences,
+        fingerprint=tokens_fingerprint,
+        implementation="hpc_train.datasets.sources.tokens:build",
+    ),
 }
 
 #: The built-in tasks, one row each.
 TASKS = {
     "classification": TaskFacts(
-        ("images", "features"), ("class",), "hpc_train.tasks.classification:Classification"
+        ("images", "features"),
+        ("class", "classes"),
+        "hpc_train.tasks.classification:Classification",
+        losses=losses.CLASSIFICATION,
+        smooths_labels=True,
+        mixes_targets=True,
     ),
-    "causal_lm": TaskFacts(("tokens",), ("next tokens",), "hpc_train.tasks.causal_lm:CausalLM"),
+    "regression": TaskFacts(
+        ("images", "features"),
+        ("number",),
+        "hpc_train.tasks.regression:Regression",
+        losses=losses.REGRESSION,
+        smooths_labels=False,
+        mixes_targets=False,
+    ),
+    "causal_lm": TaskFacts(
+        ("tokens",),
+        ("next tokens",),
+        "hpc_train.tasks.causal_lm:CausalLM",
+        losses=losses.CAUSAL_LM,
+        smooths_labels=True,
+        mixes_targets=False,
+    ),
+    "segmentation": TaskFacts(
+        ("images",),
+        ("mask",),
+        "hpc_train.tasks.segmentation:Segmentation",
+        losses=losses.SEGMENTATION,
+        smooths_labels=True,
+        mixes_targets=False,
+    ),
+    "detection": TaskFacts(
+        ("images",),
+        ("boxes",),
+        "hpc_train.tasks.detection:Detection",
+        needs_whole_model=True,
+        smooths_labels=False,
+        mixes_targets=False,
+    ),
 }
 
 _Row = TypeVar("_Row", DataFacts, TaskFacts)
@@ -232,6 +369,8 @@ def data_facts(name: str) -> DataFacts:
 
 def task_facts(name: str) -> TaskFacts:
     """Return what the task called ``name`` needs. Raises BadFileError like ``data_facts``."""
+    if is_factory(name):
+        return TaskFacts()
     return TASKS.get(name) or _exported("tasks", "task", name, TaskFacts())
 
 
@@ -273,6 +412,17 @@ def missing_root(data: DataConfig) -> Problem | None:
     return Problem(("data", "root"), f"is missing, and {shortened(name)} needs it", f"write {facts.root}")
 
 
+def missing_index(data: DataConfig) -> Problem | None:
+    """Return what is wrong where ranks need an index of the data's files, which are here without one."""
+    facts = data_facts(data.name)
+    files = facts.listing(data) if facts.index == "required" and facts.listing is not None else []
+    try:
+        is_missing = bool(files) and not has_index(data, files)
+    except OSError:  # the ranks may be able to read them
+        return None
+    return Problem(("data", "root"), *without_index(data, files)) if is_missing else None
+
+
 def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] | None:
     """Return what keeps ``task`` from the data, and what to write instead; None where they fit."""
     needs = task_facts(task)
@@ -283,7 +433,11 @@ def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] |
     all_tasks = _rows("tasks", "task", TASKS, TaskFacts())
     all_data = _rows("datasets", "data.name", DATA_SETS, DataFacts())
     tasks = [name for name, each in all_tasks.items() if each.fits(data)]
-    others = [name for name, each in all_data.items() if needs.fits(each) and each.example == ""]
+    others = [
+        name
+        for name, each in all_data.items()
+        if needs.fits(each) and each.example == "" and each.target is not None
+    ]
     remedies = [*tasks, f"data.name: {' or '.join(others)}"] if others else tasks
     wanted, found = _in_words(needs.modalities, needs.targets), _in_words(modality, target)
     message = f"{task} reads {wanted}, and {data_name} has {found}"

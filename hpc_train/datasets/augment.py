@@ -1,9 +1,9 @@
 # ruff: noqa: N803, N806  (shape suffixes)
 """Random augmentation of training images, computed from counter-based random numbers per sample.
 
-Called by the readers of training data. Parameters are computed for a whole batch, and where possible (flips,
-crops of padded images, erasing) applied to it as a whole. A sample's result does not depend on its batch or
-process.
+Called by the readers of training data; for images with masks or boxes, by ``joint``. Parameters are computed
+for a whole batch, and where possible (flips, crops of padded images, erasing) applied to it as a whole. A
+sample's result does not depend on its batch or process.
 
 Legend: B samples, C channels, H rows, W columns, p pixels of padding.
 """
@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpc_train.config.training_sections import AugmentConfig, RandAugmentConfig, RandomResizedCropConfig
+from hpc_train.config.training_sections import (
+    AugmentConfig,
+    ColorJitterConfig,
+    RandAugmentConfig,
+    RandomResizedCropConfig,
+)
 from hpc_train.datasets.decoding import EncodedImage, decoded
 from hpc_train.datasets.images import centre_square, resize, stack
 from hpc_train.datasets.random_numbers import Keys
@@ -25,7 +30,7 @@ from hpc_train.errors import BadFileError
 
 
 class Augmentation:
-    """``data.augment`` as a callable: resizing or random crop, padded crop, flips, RandAugment, erasing."""
+    """``data.augment`` as a callable: resizing or random crop, padded crop, flips, then ``photometric``."""
 
     def __init__(
         self, config: AugmentConfig, image_size: int | None, seed: int, interpolation: str = "bilinear"
@@ -51,12 +56,7 @@ class Augmentation:
         sized = self._sized(images, keys)
         if config.crop_padding:
             sized = padded_crop(_batch(sized), keys, config.crop_padding)
-        images_BCHW = _batch(self._flipped(sized, keys))
-        if config.randaugment is not None:
-            images_BCHW = _randaugment(images_BCHW, keys, config.randaugment)
-        if config.erasing:
-            images_BCHW = erase(images_BCHW, keys, config.erasing)
-        return images_BCHW
+        return photometric(_batch(self._flipped(sized, keys)), keys, config)
 
     def _sized(
         self, images: Tensor | Sequence[Tensor | EncodedImage], keys: Keys
@@ -73,6 +73,19 @@ class Augmentation:
             if probability:
                 images = _flip(images, keys.flags(name, probability), dim)
         return images
+
+
+def photometric(images_BCHW: Tensor, keys: Keys, config: AugmentConfig) -> Tensor:
+    """Return the images (B, C, H, W) with color jitter, RandAugment, policy and erasing, in this order."""
+    if config.color_jitter is not None:
+        images_BCHW = _color_jitter(images_BCHW, keys, config.color_jitter)
+    if config.randaugment is not None:
+        images_BCHW = _randaugment(images_BCHW, keys, config.randaugment)
+    if config.policy is not None:
+        images_BCHW = _apply_policy(images_BCHW, keys, config.policy)
+    if config.erasing:
+        images_BCHW = erase(images_BCHW, keys, config.erasing)
+    return images_BCHW
 
 
 def _batch(images: Tensor | Sequence[Tensor]) -> Tensor:
@@ -96,9 +109,22 @@ def _resized_crops(
     crops = resized_crops(keys, heights_B, widths_B, config.scale, config.ratio)
     corners = torch.stack([crops.tops, crops.lefts, crops.heights, crops.widths], dim=1)
     return [
-        _resized_part(image, crop, (size or image.shape[-2], size or image.shape[-1]), interpolation)
-        for image, crop in zip(images, corners.tolist(), strict=True)
+        _resized_part(image, crop, (size or image.shape[-2], size or image.shape[-1]), filtering)
+        for image, crop, filtering in zip(
+            images,
+            corners.tolist(),
+            crop_interpolations(keys, config, interpolation, len(images)),
+            strict=True,
+        )
     ]
+
+
+def crop_interpolations(keys: Keys, config: RandomResizedCropConfig, default: str, count: int) -> list[str]:
+    """Return the interpolation of each image's crop."""
+    if config.interpolation != "random":
+        return [config.interpolation or default] * count
+    is_bicubic = keys.flags("crop.interpolation", 0.5).tolist()
+    return ["bicubic" if flag else "bilinear" for flag in is_bicubic]
 
 
 def _resized_part(
@@ -134,15 +160,34 @@ def _flip(images: Tensor | Sequence[Tensor], chosen_B: Tensor, dim: int) -> Tens
 
 
 def _randaugment(images_BCHW: Tensor, keys: Keys, config: RandAugmentConfig) -> Tensor:
+    _refuse_others(images_BCHW, "randaugment")
+    from hpc_train.datasets.randaugment import randaugment  # and torchvision with it
+
+    images = list(images_BCHW)
+    return torch.stack(randaugment(images, keys, config.num_ops, config.magnitude, config.magnitude_std))
+
+
+def _apply_policy(images_BCHW: Tensor, keys: Keys, policy: str) -> Tensor:
+    _refuse_others(images_BCHW, "policy")
+    from hpc_train.datasets.augment_policies import augmented  # and torchvision with it
+
+    return torch.stack(augmented(list(images_BCHW), keys, policy))
+
+
+def _refuse_others(images_BCHW: Tensor, key: str) -> None:
     channels = images_BCHW.shape[1]
     if images_BCHW.dtype != torch.uint8 or channels not in (1, 3):
         raise BadFileError(
-            f"data.augment.randaugment: images are {images_BCHW.dtype} of {channels} channels; it works on "
+            f"data.augment.{key}: images are {images_BCHW.dtype} of {channels} channels; it works on "
             "uint8 images of 1 or 3 channels; take it out"
         )
-    from hpc_train.datasets.randaugment import randaugment  # and torchvision with it
 
-    return torch.stack(randaugment(list(images_BCHW), keys, config.num_ops, config.magnitude))
+
+def _color_jitter(images_BCHW: Tensor, keys: Keys, config: ColorJitterConfig) -> Tensor:
+    _refuse_others(images_BCHW, "color_jitter")
+    from hpc_train.datasets.color_jitter import color_jitter  # and torchvision with it
+
+    return color_jitter(images_BCHW, keys, config)
 
 
 def erase(images_BCHW: Tensor, keys: Keys, probability: float) -> Tensor:

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import AugmentConfig, DataConfig
+from hpc_train.data_facts.joint_keys import only_for_masks
 from hpc_train.datasets.augment import Augmentation
 from hpc_train.datasets.base import AnySplit, DataSource
 from hpc_train.datasets.decoding import decoded
 from hpc_train.datasets.images import centre_square, stack, stack_inputs
-from hpc_train.datasets.reading import Failure, SlotReader
+from hpc_train.datasets.joint import JointTransform, moves_targets
+from hpc_train.datasets.reading import Failure, Prepare, SlotReader
 from hpc_train.datasets.sampler import EvaluationSampler, MicroBatchSampler, Position, Slot
 from hpc_train.datasets.skipping import BadSamples
 from hpc_train.datasets.structures import Tensors, is_structured
@@ -103,7 +105,7 @@ def training_batches(
         world_size=world_size,
     )
     reader = _training_reader(source, experiment, target_spec, skip_bad=bad_samples is not None)
-    stream = BatchStream(reader, sampler, workers=experiment.data.workers, device=device)
+    stream = BatchStream(reader, sampler, workers=experiment.workers, device=device)
     return TrainingBatches(stream, sampler.slots_per_step, bad_samples)
 
 
@@ -166,7 +168,7 @@ def evaluation_batches(
     """
     reader = _evaluation_reader(split, experiment, target_spec, skip_bad=bad_samples is not None)
     sampler = EvaluationSampler(len(split), _micro_batch_size(experiment), rank, world_size)
-    return EvaluationBatches(reader, sampler, experiment.data.workers, device, bad_samples)
+    return EvaluationBatches(reader, sampler, experiment.workers, device, bad_samples)
 
 
 def evaluation_batch_count(split: AnySplit, micro_batch_size: int) -> int:
@@ -210,16 +212,17 @@ def _training_reader(
     source: DataSource, experiment: Experiment, target_spec: TargetSpecs, *, skip_bad: bool
 ) -> SlotReader:
     data, seed = experiment.data, experiment.seed
-    augmentation = Augmentation(data.augment, data.image_size, seed, data.interpolation)
+    augmentation = Augmentation(data.augment, _square(data, target_spec), seed, data.interpolation)
     moving_key = _moving_key(data)
 
-    def prepare(inputs: Tensors | Sequence[Tensors], targets: Tensors, slot: Slot) -> Tensors:
+    def prepare_images(inputs: Tensors | Sequence[Tensors], targets: Tensors, slot: Slot) -> Tensors:
         _refuse_image_keys(inputs, data)
         if not isinstance(inputs, Tensor) and is_structured(_first(inputs)):
             return inputs if is_structured(inputs) else stack_inputs(inputs)
         refuse_moved_masks(inputs, targets, moving_key or _resizing_key(inputs, data))
         return augmentation(inputs, slot.epoch, slot.indices)
 
+    prepare = _prepare(prepare_images, data, seed, target_spec, is_training=True)
     targets = TargetCheck(experiment.task, target_spec)
     return SlotReader(source.train, source.info.channels, seed, prepare, targets, skip_bad=skip_bad)
 
@@ -227,9 +230,9 @@ def _training_reader(
 def _evaluation_reader(
     split: AnySplit, experiment: Experiment, target_spec: TargetSpecs, *, skip_bad: bool
 ) -> SlotReader:
-    data, size = experiment.data, experiment.data.image_size
+    data, size = experiment.data, _square(experiment.data, target_spec)
 
-    def prepare(inputs: Tensors | Sequence[Tensors], targets: Tensors, slot: Slot) -> Tensors:
+    def prepare_images(inputs: Tensors | Sequence[Tensors], targets: Tensors, slot: Slot) -> Tensors:
         _refuse_image_keys(inputs, data)
         if not is_structured(_first(inputs)):
             refuse_moved_masks(inputs, targets, _resizing_key(inputs, data))
@@ -239,20 +242,55 @@ def _evaluation_reader(
             )
         return stack_inputs([*map(decoded, inputs)]) if isinstance(inputs, list) else inputs
 
+    prepare = _prepare(prepare_images, data, experiment.seed, target_spec, is_training=False)
     targets = TargetCheck(experiment.task, target_spec)
     return SlotReader(split, None, experiment.seed, prepare, targets, part="val", skip_bad=skip_bad)
 
 
+def _square(data: DataConfig, target_spec: TargetSpecs) -> int | None:
+    """Return the side to which images without masks and boxes are resized."""
+    if moves_targets(target_spec):
+        return None
+    if problem := only_for_masks(data):
+        raise problem.as_error()
+    assert not isinstance(data.image_size, tuple)
+    return data.image_size
+
+
+def _prepare(
+    images: Callable[[Any, Tensors, Slot], Tensors],
+    data: DataConfig,
+    seed: int,
+    target_spec: TargetSpecs,
+    *,
+    is_training: bool,
+) -> Prepare:
+    """Return what prepares inputs and targets: ``images`` where only the inputs change."""
+    if not moves_targets(target_spec):
+        return lambda inputs, targets, slot: (images(inputs, targets, slot), targets)
+    joint = JointTransform(data, seed, target_spec, is_training=is_training)
+
+    def prepare(inputs: Any, targets: Tensors, slot: Slot) -> tuple[Tensors, Tensors]:
+        if is_structured(_first(inputs)) or _first(inputs).dim() != 3:
+            raise BadFileError(
+                "data: samples with masks or boxes must have one image (C, H, W) as their input; return "
+                "that, or name a task whose target_spec has no geometry"
+            )
+        return joint(inputs, targets, slot)
+
+    return prepare
+
+
 def _moving_key(data: DataConfig) -> str | None:
     """Return the first key of ``data.augment`` that moves pixels."""
-    keys = ("random_resized_crop", "crop_padding", "hflip", "vflip", "randaugment")
+    keys = ("random_resized_crop", "crop_padding", "hflip", "vflip", "randaugment", "policy")
     return next((f"data.augment.{key}" for key in keys if getattr(data.augment, key)), None)
 
 
 def _resizing_key(images: Tensor | Sequence[Tensor], data: DataConfig) -> str | None:
     """Return ``data.image_size`` if it changes the first image."""
-    size = data.image_size
-    is_same = size is None or (images[0].shape[-2:] == (size, size) and data.eval_crop == 1)
+    size = data.height_and_width
+    is_same = size is None or (images[0].shape[-2:] == size and data.eval_crop == 1)
     return None if is_same else "data.image_size"
 
 

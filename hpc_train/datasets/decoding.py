@@ -78,14 +78,19 @@ class EncodedImage:
         The image is first decoded to the smallest fraction at which the rectangle has at least the sides
         ``to``; the rectangle is then rounded to that grid. Raises UndecodableError.
         """
-        fits = (r for r in _REDUCTIONS if all(a // r >= b for a, b in zip(sides, to, strict=True)))
-        reduction = next(fits, 1)
+        reduction = reduction_for(sides, to)
         image = self.decode(reduction)
         height, width = (length // reduction for length in sides)
         top = min(round(corner[0] / reduction), image.shape[1] - height)
         left = min(round(corner[1] / reduction), image.shape[2] - width)
         part = image[:, top : top + height, left : left + width]
         return resize(part, *to, interpolation)
+
+
+def reduction_for(sides: tuple[int, int], to: tuple[int, int]) -> int:
+    """Return the largest of 8, 4, 2, 1 at which a rectangle of ``sides`` has at least the sides ``to``."""
+    fits = (r for r in _REDUCTIONS if all(a // r >= b for a, b in zip(sides, to, strict=True)))
+    return next(fits, 1)
 
 
 def read_image(content: bytes, channels: int, index: int) -> EncodedImage | Tensor:

@@ -304,7 +304,8 @@ def may_read(data: DataConfig, part: PackedPart) -> bool:
 
 def may_decode_whole(data: DataConfig, side: int) -> bool:
     """Whether every use of images with this longest side in pixels decodes them in full."""
-    return data.augment.random_resized_crop is None or data.image_size is None or side < 2 * data.image_size
+    size = data.height_and_width
+    return data.augment.random_resized_crop is None or size is None or side < 2 * min(size)
 
 
 def open_split(pack: Pack, name: str, root: Path, channels: int) -> PackedFiles | PackedPixels:

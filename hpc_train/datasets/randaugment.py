@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -15,7 +16,10 @@ from torchvision.transforms.v2 import functional as tvf
 
 from hpc_train.datasets.random_numbers import Keys
 
-_BINS = 31
+#: Strengths of each operation, as in torchvision.
+BINS = 31
+#: Of the table of normally distributed numbers (assumed).
+_NORMAL_BINS = 4096
 #: torchvision's maximum shift, as a fraction of the image's side.
 _SHIFT = 150.0 / 331.0
 
@@ -93,10 +97,10 @@ OPERATIONS: dict[str, tuple[Callable[[Tensor, float], Tensor], bool]] = {
 _NAMES = tuple(OPERATIONS)
 
 
-def level(name: str, magnitude: int, height: int, width: int) -> float:
-    """Return the strength of an operation at ``magnitude`` 0…30, as torchvision scales it (unsigned)."""
+def level(name: str, magnitude: int, height: int, width: int, bins: int = BINS) -> float:
+    """Return the strength of an operation at ``magnitude`` 0…bins−1, as torchvision scales it (unsigned)."""
     if name == "Posterize":
-        return float(8 - round(magnitude / ((_BINS - 1) / 4)))
+        return float(8 - round(magnitude / ((bins - 1) / 4)))
     ends = {
         "ShearX": (0.0, 0.3),
         "ShearY": (0.0, 0.3),
@@ -106,23 +110,51 @@ def level(name: str, magnitude: int, height: int, width: int) -> float:
         "Solarize": (1.0, 0.0),
     }
     low, high = ends.get(name, (0.0, 0.9))
-    return float(torch.linspace(low, high, _BINS)[magnitude])
+    return float(torch.linspace(low, high, bins)[magnitude])
 
 
-def randaugment(images: list[Tensor], keys: Keys, num_ops: int, magnitude: int) -> list[Tensor]:
-    """Apply ``num_ops`` random operations to each image, (C, H, W) uint8 with 1 or 3 channels."""
+def randaugment(
+    images: list[Tensor], keys: Keys, num_ops: int, magnitude: int, magnitude_std: float = 0.0
+) -> list[Tensor]:
+    """Apply ``num_ops`` random operations to each image, (C, H, W) uint8 with 1 or 3 channels.
+
+    With ``magnitude_std`` the magnitude of each operation is drawn from a normal distribution around
+    ``magnitude``, rounded and clipped to 0…30.
+    """
     for number in range(num_ops):
-        chosen = keys.integers(f"randaugment.{number}", 0, len(_NAMES)).tolist()
-        negated = keys.flags(f"randaugment.{number}.sign", 0.5).tolist()
+        draw = f"randaugment.{number}"
+        chosen = keys.integers(draw, 0, len(_NAMES)).tolist()
+        negated = keys.flags(f"{draw}.sign", 0.5).tolist()
+        magnitudes = _magnitudes(keys, f"{draw}.magnitude", magnitude, magnitude_std, len(images))
         images = [
-            _apply(image, _NAMES[choice], magnitude, negative)
-            for image, choice, negative in zip(images, chosen, negated, strict=True)
+            _apply_at(image, _NAMES[choice], strength, negative)
+            for image, choice, strength, negative in zip(images, chosen, magnitudes, negated, strict=True)
         ]
     return images
 
 
-def _apply(image: Tensor, name: str, magnitude: int, negative: bool) -> Tensor:
-    operation, is_signed = OPERATIONS[name]
+def _magnitudes(keys: Keys, draw: str, mean: int, std: float, count: int) -> list[int]:
+    if std == 0:
+        return [mean] * count
+    normals = _normal_table()
+    drawn = (normals[index] for index in keys.integers(draw, 0, len(normals)).tolist())
+    return [min(max(round(mean + std * normal), 0), BINS - 1) for normal in drawn]
+
+
+@cache
+def _normal_table() -> tuple[float, ...]:
+    """Return equally likely values of the standard normal distribution, computed by Python: no batch depends
+    on how a device computes its inverse.
+    """
+    return tuple(NormalDist().inv_cdf((k + 0.5) / _NORMAL_BINS) for k in range(_NORMAL_BINS))
+
+
+def _apply_at(image: Tensor, name: str, magnitude: int, negative: bool) -> Tensor:
     height, width = image.shape[-2:]
-    strength = level(name, magnitude, height, width)
+    return apply(image, name, level(name, magnitude, height, width), negative)
+
+
+def apply(image: Tensor, name: str, strength: float, negative: bool) -> Tensor:
+    """Apply the operation ``name``, negated where it has a sign and ``negative`` is true."""
+    operation, is_signed = OPERATIONS[name]
     return operation(image, -strength if is_signed and negative else strength)

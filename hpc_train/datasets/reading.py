@@ -39,8 +39,8 @@ _PAUSES_S = (0.1, 1.0)
 _NOT_BAD = (TransientStorageError, DamagedPackError)
 _Result = TypeVar("_Result")
 #: The inputs of a batch, or of B samples one by one (JPEG files not decoded yet), its targets and slot → the
-#: batch's inputs. Raises UndecodableError.
-Prepare = Callable[[Tensors | Sequence[Tensors], Tensors, Slot], Tensors]
+#: batch's inputs and targets. Raises UndecodableError.
+Prepare = Callable[[Tensors | Sequence[Tensors], Tensors, Slot], tuple[Tensors, Tensors]]
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,13 @@ class SlotReader(Dataset[Read | Failure]):
         """Return prepared inputs and targets; bad samples are added to ``bad`` by index."""
         if self._arrays is not None:
             given, targets = self._whole_batch(self._arrays, slot)
-            return self._prepare(given, targets, slot), targets
+            return self._prepare(given, targets, slot)
         undecodable: dict[int, BadSample] = {}
         while True:
             bad.clear()  # in the order of the batch, as if all had been decoded at once
             samples, targets = self._one_by_one(slot, bad, undecodable)
             try:
-                return self._prepare(samples, targets, slot), targets
+                return self._prepare(samples, targets, slot)
             except UndecodableError as error:
                 # Rare: the batch is read again, with another sample in its place.
                 undecodable[error.index] = self._undecodable(error)
@@ -245,7 +245,10 @@ class SlotReader(Dataset[Read | Failure]):
     def _try_sample(self, index: int, seed: int) -> tuple[Tensors, Tensors]:
         def read() -> tuple[Tensors, Tensors]:
             inputs, target = self._load(index, seed)
-            return inputs, self._targets.one(target)
+            fitting = self._targets.one(target)
+            if not is_structured(inputs):
+                self._targets.refuse_other_sides(fitting, inputs.shape[-2:])
+            return inputs, fitting
 
         return _retried(read, lambda error: _transient(self._bad_sample(index, error)))
 

@@ -9,7 +9,7 @@ Legend: B samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,9 +72,20 @@ class TargetCheck:
 
         def stack(parts: Sequence[Tensor], name: str) -> Tensors:
             spec = self.spec.get(name) if isinstance(self.spec, dict) else self.spec
-            return list(parts) if spec is not None and spec.is_ragged else _stack(parts, indices, name)
+            # Masks are stacked once they have been moved to one size.
+            is_list = spec is not None and (spec.is_ragged or spec.geometry == "mask")
+            return list(parts) if is_list else _stack(parts, indices, name)
 
         return collate(targets, stack)
+
+    def refuse_other_sides(self, targets: Tensors, sides: Sequence[int]) -> None:
+        """Raise MisfitError where a mask of one sample has other sides than its image, (H, W)."""
+        for name, mask in parts_moved_as("mask", self.spec, targets):
+            if tuple(mask.shape[-2:]) != tuple(sides):
+                found = f"{_named(name)}of {mask.shape[-2]}x{mask.shape[-1]} pixels"
+                raise MisfitError(
+                    0, f"{found}, and its image has {sides[0]}x{sides[1]}; make both the same size"
+                )
 
     def _each_part(self, targets: Tensors, check: Callable[[Any, TargetSpec, str], Any]) -> Tensors:
         """Return ``targets`` with ``check`` of each part that the task has a spec for."""
@@ -102,7 +113,8 @@ class TargetCheck:
         """Return (B, …) targets of the samples from place ``first`` on."""
         if not (_has_kind(targets_B, spec) and _has_shape(targets_B, spec)):
             raise self._misfit(first, f"{_named(name)}{_in_words(targets_B[0])}", _FIX_DATA, spec)
-        converted_B = targets_B.to(torch.int64) if spec.kind == "integer" else targets_B
+        is_converted = spec.kind == "integer" and spec.geometry != "mask"
+        converted_B = targets_B.to(torch.int64) if is_converted else targets_B
         if not _are_in_bounds(converted_B, spec):
             place = int(_out_of_bounds(converted_B, spec).to(torch.int8).argmax())
             raise self._misfit(
@@ -116,6 +128,14 @@ class TargetCheck:
             return MisfitError(place, f"{found}; return a number, a tensor, an array or a PIL image")
         words = f"a dict with {', '.join(needed)}" if isinstance(needed, dict) else str(needed)
         return MisfitError(place, f"{found}, and task {self.task} needs {words}; {remedy}")
+
+
+def parts_moved_as(geometry: str, spec: TargetSpecs, targets: Tensors) -> Iterator[tuple[str, Any]]:
+    """Yield the name (empty for a single tensor) and the part of each target with this ``geometry``."""
+    specs = spec.items() if isinstance(spec, dict) else [("", spec)]
+    for name, each in specs:
+        if each is not None and each.geometry == geometry:
+            yield name, targets[name] if name else targets
 
 
 def as_targets(target: Any) -> Tensors:
@@ -206,9 +226,10 @@ def _are_in_bounds(targets_B: Tensor, spec: TargetSpec) -> bool:
     if (spec.minimum is None and spec.maximum is None) or targets_B.numel() == 0:
         return True
     lowest, highest = (value.item() for value in targets_B.aminmax())  # both NaN if a value is
-    return (lowest == lowest if spec.minimum is None else lowest >= spec.minimum) and (
+    fit = (lowest == lowest if spec.minimum is None else lowest >= spec.minimum) and (
         highest == highest if spec.maximum is None else highest <= spec.maximum
     )
+    return fit or (spec.ignored is not None and not bool(_out_of_bounds(targets_B, spec).any()))
 
 
 def _out_of_bounds(targets_B: Tensor, spec: TargetSpec) -> Tensor:
@@ -218,6 +239,8 @@ def _out_of_bounds(targets_B: Tensor, spec: TargetSpec) -> Tensor:
         fits &= targets_B >= spec.minimum
     if spec.maximum is not None:
         fits &= targets_B <= spec.maximum
+    if spec.ignored is not None:
+        fits |= targets_B == spec.ignored
     return ~fits.reshape(len(targets_B), math.prod(targets_B.shape[1:])).all(dim=1)
 
 

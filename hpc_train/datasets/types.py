@@ -29,6 +29,14 @@ class DataInfo:
     class_names: tuple[str, ...] = ()
     #: Tokens per sample; None: samples are images.
     sequence_length: int | None = None
+    #: For masks: the value of pixels without a class.
+    ignore_index: int | None = None
+    #: Of the target of one sample: (), or (K,) for several classes, probabilities or numbers at once. Tasks
+    #: with other targets (masks, boxes, tokens) don't read it.
+    target_shape: tuple[int, ...] = ()
+    #: What decodes tokens without ``class_names``: ``bytes``, an encoding of tiktoken, or the path of a
+    #: tokenizer.json.
+    tokenizer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -46,13 +54,21 @@ class TargetSpec:
     maximum: float | None = None
     #: Samples differ in shape (boxes, points): a batch has a list of B tensors in place of a tensor (B, …).
     is_ragged: bool = False
+    #: What crops, flips and resizing of the image do to the target. ``mask``: (H, W), moved by nearest
+    #: neighbour; an integer mask keeps its dtype. ``boxes``: (n, 4) of left, top, right, bottom in pixels,
+    #: moved and clipped. ``per box``: n rows, of which those of dropped boxes are dropped. The last two are
+    #: ragged. None: nothing, and augmentation that moves pixels is refused for such targets.
+    geometry: Literal["mask", "boxes", "per box"] | None = None
+    #: A value that is allowed outside of the bounds, and that pads masks (which otherwise get 0).
+    ignored: int | None = None
 
     def __str__(self) -> str:
         kind = {"integer": "integers", "float": "floating-point numbers", "any": "numbers"}[self.kind]
         shape = "any shape" if self.shape is None else f"shape {_in_words(self.shape)}"
         low = "" if self.minimum is None else f", at least {self.minimum:g}"
         high = "" if self.maximum is None else f", at most {self.maximum:g}"
-        return f"{self.description} ({kind} of {shape}{low}{high})"
+        ignored = "" if self.ignored is None else f", or {self.ignored} to ignore"
+        return f"{self.description} ({kind} of {shape}{low}{high}{ignored})"
 
 
 def _in_words(shape: tuple[int | None, ...]) -> str:

@@ -18,6 +18,8 @@ from hpc_train.distributed.env import RankFacts
 
 _CPUS = Path("/sys/devices/system/cpu")
 _PCI = Path("/sys/bus/pci/devices")
+#: More than a GPU needs of most data, and each takes memory (assumed).
+_MAX_LOADERS = 16
 
 
 def bind(facts: RankFacts, device: torch.device, environ: Mapping[str, str]) -> int:
@@ -44,6 +46,16 @@ def num_sharing(num_usable: int, job_cpus: int, local_world_size: int) -> int:
     Fewer than the job has: Slurm bound ranks. More: the job is not confined, and some are others'.
     """
     return max(1, round(num_usable * local_world_size / job_cpus))
+
+
+def loader_processes(num_sharing: int, device: torch.device) -> int:
+    """Return the loader processes of ``data.workers: auto``: a rule of thumb, which changes no result.
+
+    ``num_sharing``: ranks that share the CPUs that this process may use. One CPU remains for the rank; on the
+    CPU device it computes with all of them, and one process prepares the next batch meanwhile.
+    """
+    spare = len(os.sched_getaffinity(0)) // num_sharing - 1
+    return max(0, min(spare, _MAX_LOADERS if device.type == "cuda" else 1))
 
 
 def slice_of(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 PHASES = (
     "joining", "checking", "building", "staging data", "loading", "first step", "training",
-    "waiting for data", "evaluating", "saving", "leaving",
+    "waiting for data", "evaluating", "sampling text", "saving", "leaving",
 )  # fmt: skip
 #: What a rank waits for on its own, in the middle of collective work.
 _NOTES = frozenset({"waiting for data"})

@@ -1,6 +1,9 @@
 # ruff: noqa: N803, N806  (shape suffixes)
-"""``gpt``: a decoder-only transformer like GPT-2 (Radford et al. 2019, Language Models are Unsupervised
-Multitask Learners), with pre-norm and learned positions.
+"""``gpt``: a decoder-only transformer with pre-norm, in one of two styles.
+
+``gpt2`` (Radford et al. 2019, Language Models are Unsupervised Multitask Learners): learned positions,
+LayerNorm, GELU. ``llama`` (arXiv:2302.13971, arXiv:2307.09288): rotary positions (RoPE), RMSNorm, SwiGLU,
+grouped-query attention, no biases; its layers compute what those of transformers' ``LlamaForCausalLM`` do.
 
 Queries, keys and values have one linear layer each, so that tensor parallelism can split them by heads.
 
@@ -10,7 +13,7 @@ Legend: B sequences, T tokens, D width, H heads, K width of a head, V size of th
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field, ValidationError
@@ -24,14 +27,19 @@ from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import unknown_argument
 from hpc_train.models.weights import load_weights
 from hpc_train.validate.data_rules import needs_tokens
+from hpc_train.validate.layer_rules import llama_hidden_dim
 from hpc_train.validate.part_rules import rest_not_taken
 
 _STD = 0.02
+#: Keys that style gpt2 does not read.
+_OF_LLAMA = ("num_kv_heads", "hidden_dim", "rope_theta", "norm_eps")
 
 
 class GPTArgs(Section):
     """``model.args`` of gpt."""
 
+    style: Literal["gpt2", "llama"] = "gpt2"
+    """Architecture of the blocks: ``gpt2``, or ``llama``: RoPE, RMSNorm, SwiGLU, no biases."""
     num_layers: PositiveInt = 4
     """Number of blocks."""
     num_heads: PositiveInt = 4
@@ -44,6 +52,15 @@ class GPTArgs(Section):
     """Whether the head shares the weight of the token embedding."""
     num_classes: PositiveInt | None = None
     """V. Default: the data set's."""
+    num_kv_heads: PositiveInt | None = None
+    """Style llama: heads of keys and values, each shared by ``num_heads / num_kv_heads`` heads of queries;
+    must divide ``num_heads``. Default: ``num_heads``."""
+    hidden_dim: PositiveInt | None = None
+    """Style llama: hidden width of the MLP. Default: 8/3 of ``dim``, rounded up to a multiple of 64."""
+    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
+    """Style llama: base of the rotary frequencies."""
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Style llama: added to the mean square in RMSNorm."""
 
 
 class Attention(nn.Module):
@@ -106,18 +123,110 @@ class Block(nn.Module):
         return out_BTD
 
 
+class RotaryAttention(nn.Module):
+    """Causal self-attention with rotary positions; groups of heads share keys and values."""
+
+    def __init__(self, args: GPTArgs) -> None:
+        super().__init__()
+        self.num_heads = args.num_heads
+        self.num_kv_heads = args.num_kv_heads or args.num_heads
+        self.head_dim = args.dim // args.num_heads
+        self.theta = args.rope_theta
+        self.dropout = args.dropout
+        kv_dim = self.num_kv_heads * self.head_dim
+        self.wq = nn.Linear(args.dim, args.dim, bias=False)
+        self.wk = nn.Linear(args.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(args.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(args.dim, args.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        # As in Attention, a rank may have only some of the heads.
+        q_BHTK, k_BHTK, v_BHTK = (
+            layer(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for layer in (self.wq, self.wk, self.wv)
+        )
+        cos_TK, sin_TK = rotary_table(q_BHTK, self.theta)
+        mixed_BHTK = functional.scaled_dot_product_attention(
+            rotated(q_BHTK, cos_TK, sin_TK),
+            rotated(k_BHTK, cos_TK, sin_TK),
+            v_BHTK,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            enable_gqa=self.num_kv_heads != self.num_heads,
+        )
+        out_BTD: Tensor = self.wo(mixed_BHTK.transpose(1, 2).flatten(2))
+        return out_BTD
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"wq": "columns", "wk": "columns", "wv": "columns", "wo": "rows"}
+
+
+def rotary_table(heads_BHTK: Tensor, theta: float) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of the angles t·θ^(−2i/K), (T, K) each: both halves of K have the same angles.
+
+    In float32, or float64 for such heads. Computed in each block: a table as a buffer would have to pass from
+    stage to stage of a pipeline, or be in each checkpoint.
+    """
+    length, width = heads_BHTK.shape[-2:]
+    dtype = torch.float64 if heads_BHTK.dtype == torch.float64 else torch.float32
+    pairs = torch.arange(0, width, 2, device=heads_BHTK.device, dtype=dtype)
+    places_T = torch.arange(length, device=heads_BHTK.device, dtype=dtype)
+    angles_TK = torch.outer(places_T, theta ** (-pairs / width)).repeat(1, 2)
+    return angles_TK.cos(), angles_TK.sin()
+
+
+def rotated(heads_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    """Rotate the pair (i, i + K/2) of each head by its angle (RoPE, arXiv:2104.09864); same dtype."""
+    first, second = heads_BHTK.chunk(2, dim=-1)
+    turned_BHTK = torch.cat((-second, first), dim=-1)
+    return (heads_BHTK * cos_TK + turned_BHTK * sin_TK).type_as(heads_BHTK)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)), arXiv:2002.05202."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, hidden_dim, bias=False)
+        self.up = nn.Linear(dim, hidden_dim, bias=False)
+        self.down = nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        out_BTD: Tensor = self.down(functional.silu(self.gate(x_BTD)) * self.up(x_BTD))
+        return out_BTD
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"gate": "columns", "up": "columns", "down": "rows"}
+
+
+class LlamaBlock(nn.Module):
+    """Attention, then the MLP, each with a residual connection, as in ``Block``."""
+
+    def __init__(self, args: GPTArgs) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = RotaryAttention(args)
+        self.mlp_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.mlp = SwiGLU(args.dim, args.hidden_dim or llama_hidden_dim(args.dim))
+        self.dropout = nn.Dropout(args.dropout)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+        out_BTD: Tensor = x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+        return out_BTD
+
+
 class GPT(nn.Module):
     """Tokens (B, T) int64, T at most ``sequence_length`` → logits (B, T, V)."""
 
     def __init__(self, vocabulary_size: int, sequence_length: int, args: GPTArgs) -> None:
         super().__init__()
         self.token_embedding = nn.Embedding(vocabulary_size, args.dim)
-        self.position_embedding = nn.Embedding(sequence_length, args.dim)
+        is_llama = args.style == "llama"
+        self.position_embedding = None if is_llama else nn.Embedding(sequence_length, args.dim)
         self.dropout = nn.Dropout(args.dropout)
-        self.layers = nn.ModuleList(
-            Block(args.dim, args.num_heads, args.dropout) for _ in range(args.num_layers)
-        )
-        self.norm = nn.LayerNorm(args.dim)
+        self.layers = nn.ModuleList(_block(args) for _ in range(args.num_layers))
+        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps) if is_llama else nn.LayerNorm(args.dim)
         self.head = nn.Linear(args.dim, vocabulary_size, bias=False)
         self._initialise(args.num_layers)
         if args.tie_embeddings:
@@ -134,6 +243,8 @@ class GPT(nn.Module):
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """Return the input of the first block, (B, T, D)."""
+        if self.position_embedding is None:
+            return self.dropout(self.token_embedding(tokens_BT))
         positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD: Tensor = self.dropout(self.token_embedding(tokens_BT) + self.position_embedding(positions_T))
         return x_BTD
@@ -154,6 +265,10 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=added_std if is_added else _STD)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+
+def _block(args: GPTArgs) -> nn.Module:
+    return LlamaBlock(args) if args.style == "llama" else Block(args.dim, args.num_heads, args.dropout)
 
 
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
@@ -187,7 +302,28 @@ def _parse(config: ModelConfig) -> GPTArgs:
             f"model.args.dim: {args.dim} is not a multiple of num_heads {args.num_heads}; "
             f"write {below + args.num_heads}"
         )
+    _check_style(args)
     return args
+
+
+def _check_style(args: GPTArgs) -> None:
+    """Raise BadFileError where keys are of the other style, or llama's heads can't be formed."""
+    if args.style == "gpt2":
+        if given := [key for key in _OF_LLAMA if key in args.model_fields_set]:
+            raise BadFileError(
+                f"model.args.{given[0]}: is for style llama; write style: llama too, or take it out"
+            )
+        return
+    if args.num_heads % (heads := args.num_kv_heads or args.num_heads):
+        fitting = next(number for number in range(heads, 0, -1) if args.num_heads % number == 0)
+        raise BadFileError(
+            f"model.args.num_kv_heads: {heads} does not divide num_heads {args.num_heads}; write {fitting}"
+        )
+    if args.dim // args.num_heads % 2:
+        raise BadFileError(
+            f"model.args.dim: {args.dim} gives each of {args.num_heads} heads {args.dim // args.num_heads} "
+            f"dimensions, and RoPE rotates pairs of them; write {args.dim + args.num_heads}"
+        )
 
 
 def _mistake(config: ModelConfig, error: ValidationError) -> BadFileError:

@@ -36,7 +36,7 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
         return _with_hub_weights(rest, config, arguments, download=download)
     model = _create(rest, config, arguments)
     if isinstance(config.pretrained, str):
-        load_weights(model, config.pretrained, convert=lambda weights: _converted(model, weights))
+        load_weights(model, config.pretrained, convert=lambda weights: convert_weights(model, weights))
     return model
 
 
@@ -135,7 +135,7 @@ def _refuse_uncached_url(name: str, *, download: bool) -> None:
         raise FileNotFoundError(f"{cached} does not exist")
 
 
-def _converted(model: nn.Module, weights: StateDict) -> StateDict:
+def convert_weights(model: nn.Module, weights: StateDict) -> StateDict:
     """Convert weights for other channels, and for another image or patch size, like timm does with
     its own.
     """

@@ -1,4 +1,4 @@
-"""``torchvision/<name>``: torchvision's classification models, with its weights or a file's."""
+"""``torchvision/<name>``: torchvision's models that classify, segment or detect."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from hpc_train.config.fields import Arguments
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.data_facts.channels import model_problem
+from hpc_train.data_facts.detectors import is_detector
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.models.arguments import parameter_names, wrong_arguments
+from hpc_train.models import torchvision_detection as detection
+from hpc_train.models.arguments import parameter_names, unknown_argument, wrong_arguments
 from hpc_train.models.weights import (
     StateDict,
-    head_keys,
     head_name,
     hub_report,
     keep_report,
@@ -28,11 +29,25 @@ from hpc_train.validate.part_rules import not_an_argument, unlisted
 
 #: In training these also return auxiliary logits, which a classification loss can't use.
 _WITH_AUXILIARY_LOGITS = ("googlenet", "inception_v3")
+#: Arguments of torchvision in whose place the file has a key of its own; all but the first are of detectors.
+_OTHER_KEYS = {
+    "weights": "model.pretrained",
+    "weights_backbone": "model.pretrained",
+    "min_size": "data.image_size",
+    "max_size": "data.image_size",
+    "image_mean": "data.normalize",
+    "image_std": "data.normalize",
+}
 
 
 def model_names() -> list[str]:
-    """Return the names of torchvision's classification models."""
+    """Return the names of torchvision's classification and segmentation models and detectors."""
     names: list[str] = torchvision.models.list_models(module=torchvision.models)
+    return [*names, *_segmentation_names(), *detection.detector_names()]
+
+
+def _segmentation_names() -> list[str]:
+    names: list[str] = torchvision.models.list_models(module=torchvision.models.segmentation)
     return names
 
 
@@ -45,12 +60,12 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     num_classes = arguments.pop("num_classes", info.num_classes)
     if config.pretrained is True:
         model = _with_hub_weights(rest, config, arguments, download=download)
-        random = head_keys(model) if _swap_head(model, num_classes) else set()
+        random = _random_head(rest, model, num_classes, arguments)
         keep_report(model, hub_report(model, f"torchvision ({rest})", random))
     else:
         model = _create(rest, config, {"num_classes": num_classes} | arguments)
         if isinstance(config.pretrained, str):
-            load_weights(model, config.pretrained, convert=lambda weights: _resampled(model, weights))
+            load_weights(model, config.pretrained, convert=lambda weights: convert_weights(model, weights))
     if info.channels == 1:
         model.register_forward_pre_hook(_repeat_grey)
     return model
@@ -61,9 +76,20 @@ def _refuse_unknown(name: str) -> None:
         raise unlisted(("model", "name"), "torchvision", "model", name, model_names()).as_error()
 
 
+def _random_head(name: str, model: nn.Module, num_classes: int, arguments: Arguments) -> set[str]:
+    """Give the model a head for ``num_classes``; return the names of its random tensors."""
+    if is_detector(f"torchvision/{name}"):
+        return detection.swap_head(name, model, num_classes, **arguments)
+    swapped = [head for head in _heads(name, model) if _swap_head(model, head, num_classes)]
+    return {key for key in model.state_dict() if key.rpartition(".")[0] in swapped}
+
+
 def _arguments(name: str, config: ModelConfig) -> Arguments:
-    if "weights" in config.args:
-        raise not_an_argument(("model", "args"), "weights", "model.pretrained").as_error()
+    for key, instead in _OTHER_KEYS.items():
+        if key in config.args and (key == "weights" or is_detector(config.name)):
+            raise not_an_argument(("model", "args"), key, instead).as_error()
+    if name in _segmentation_names() and config.pretrained is not True:
+        return {"weights_backbone": None} | config.args
     if name not in _WITH_AUXILIARY_LOGITS:
         return dict(config.args)
     random = {} if config.pretrained is True else {"init_weights": True}
@@ -72,14 +98,32 @@ def _arguments(name: str, config: ModelConfig) -> Arguments:
 
 def _create(name: str, config: ModelConfig, arguments: Arguments) -> nn.Module:
     try:
+        if is_detector(config.name):
+            return _created_detector(name, config, arguments)
         model: nn.Module = torchvision.models.get_model(name, weights=None, **arguments)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise wrong_arguments(config, error, lambda: _known_arguments(name)) from error
     return model
 
 
+def _created_detector(name: str, config: ModelConfig, arguments: Arguments) -> nn.Module:
+    """Return the detector. torchvision ignores arguments that it does not know; they are refused here."""
+    model = detection.create(name, **arguments)
+    known = {
+        *parameter_names(type(model)),
+        *parameter_names(torchvision.models.get_model_builder(name)),
+        "trainable_backbone_layers",
+    }
+    for key in config.args:
+        if key not in known:
+            raise unknown_argument(config, key, known)
+    return model
+
+
 def _known_arguments(name: str) -> list[str]:
     extra: Arguments = {"init_weights": True} if name in _WITH_AUXILIARY_LOGITS else {}
+    if is_detector(f"torchvision/{name}"):
+        extra = {"weights_backbone": None}
     with torch.device("meta"):
         return parameter_names(type(torchvision.models.get_model(name, weights=None, **extra)))
 
@@ -95,7 +139,7 @@ def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, d
         raise wrong_arguments(config, error, lambda: _known_arguments(name)) from error
     except (OSError, RuntimeError) as error:  # no network; a damaged file
         raise _no_weights(name, str(error)) from error
-    return model
+    return detection.as_given(model) if is_detector(f"torchvision/{name}") else model
 
 
 def _no_weights(name: str, why: str) -> BadFileError:
@@ -105,7 +149,7 @@ def _no_weights(name: str, why: str) -> BadFileError:
     )
 
 
-def _resampled(model: nn.Module, weights: StateDict) -> StateDict:
+def convert_weights(model: nn.Module, weights: StateDict) -> StateDict:
     """Resample the position embeddings of a ViT for another image size, like timm."""
     name = "encoder.pos_embedding"
     given, expected = weights.get(name), model.state_dict().get(name)
@@ -119,10 +163,21 @@ def _resampled(model: nn.Module, weights: StateDict) -> StateDict:
     return weights | {name: resample_abs_pos_embed(given, [side, side], num_prefix_tokens=1)}
 
 
-def _swap_head(model: nn.Module, num_classes: int) -> bool:
-    """Replace the layer that produces the logits by a random one, unless it already has the right size."""
-    name = head_name(model)
-    assert name is not None, "every model of torchvision has a linear layer or a convolution"
+def _heads(name: str, model: nn.Module) -> list[str]:
+    """Return the names of the layers that produce logits: one, or those of a segmentation model."""
+    if name in _segmentation_names():
+        convolutions = [each for each, module in model.named_modules() if isinstance(module, nn.Conv2d)]
+        # lraspp adds up those of two resolutions; the others may have an auxiliary head.
+        starts = ("classifier.low_classifier", "classifier.high_classifier", "aux_classifier", "classifier")
+        found = [[each for each in convolutions if each.startswith(start)] for start in starts]
+        return [names[-1] for names in (found[:2] if found[0] else found[2:]) if names]
+    head = head_name(model)
+    assert head is not None, "every model of torchvision has a linear layer or a convolution"
+    return [head]
+
+
+def _swap_head(model: nn.Module, name: str, num_classes: int) -> bool:
+    """Replace a layer that produces logits by a random one, unless it already has the right size."""
     old = model.get_submodule(name)
     if isinstance(old, nn.Linear):
         if old.out_features == num_classes:

@@ -116,23 +116,70 @@ def load_weights(
     keep_report(model, report)
 
 
+def load_what_fits(
+    model: nn.Module,
+    weights: StateDict,
+    source: str,
+    convert: Callable[[nn.Module, StateDict], StateDict],
+    key: str,
+) -> None:
+    """Load the weights of another model, by name; ``report_of`` says what was loaded and what stays random.
+
+    A head of another shape is skipped. ``source``: for the report; ``convert``: changes weights to this
+    model's shapes where that is possible. Raises BadFileError, for ``key`` of the file, if none of the names
+    is the model's, or a tensor other than the head has another shape.
+    """
+    expected, given = model.state_dict(), convert(model, weights)
+    misfits = {name for name in given.keys() & expected.keys() if given[name].shape != expected[name].shape}
+    fitting = {name: given[name] for name in given.keys() & expected.keys() - misfits}
+    if not fitting:
+        raise BadFileError(
+            f"{key}: none of the {len(given)} tensors of {source} has a name of this model "
+            f"({_listed(given, 3)} there, {_listed(expected, 3)} here); "
+            f"give the weights of a model like {type(model).__name__}"
+        )
+    if others := misfits - head_keys(model):
+        raise BadFileError(
+            f"{key}: {source} does not fit the model: {_other_shapes(given, expected, others)}; "
+            "write the model.args of those weights"
+        )
+    model.load_state_dict(fitting, strict=False)
+    names = _weights_of(model)
+    report = LoadReport(
+        source,
+        len(fitting.keys() & names),
+        len(names),
+        tuple(sorted(names - fitting.keys())),
+        tuple(sorted(given.keys() - expected.keys())),
+        tuple(
+            sorted(
+                name for name in fitting.keys() & weights.keys() if fitting[name].shape != weights[name].shape
+            )
+        ),
+    )
+    keep_report(model, report)
+
+
 def _weights_of(model: nn.Module) -> set[str]:
     return {key for key in model.state_dict() if not key.endswith("num_batches_tracked")}
 
 
-def read_weights(path: str) -> StateDict:
-    """Return the tensors in ``path`` under the names of the unwrapped model, on the CPU."""
+def read_weights(path: str, key: str = _KEY) -> StateDict:
+    """Return the tensors in ``path`` under the names of the unwrapped model, on the CPU.
+
+    ``key``: of the file that names the path, for errors.
+    """
     if not Path(path).is_file():
         raise BadFileError(
-            f"{_KEY}: there is no file {path}; write true for the hub's weights, or an existing path"
+            f"{key}: there is no file {path}; write true for the hub's weights, or an existing path"
         )
     try:
-        found: object = load_file(path) if path.endswith(".safetensors") else _read_pickled(path)
+        found: object = load_file(path) if path.endswith(".safetensors") else _read_pickled(path, key)
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise BadFileError(
-            f"{_KEY}: {path} is damaged or not a file of weights: {error}; give another file"
+            f"{key}: {path} is damaged or not a file of weights: {error}; give another file"
         ) from error
-    return {_bare(name): tensor for name, tensor in _tensors(path, found).items()}
+    return {_bare(name): tensor for name, tensor in _tensors(path, found, key).items()}
 
 
 def head_name(model: nn.Module) -> str | None:
@@ -144,24 +191,24 @@ def head_name(model: nn.Module) -> str | None:
     return None
 
 
-def _read_pickled(path: str) -> object:
+def _read_pickled(path: str, key: str) -> object:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise BadFileError(
-            f"{_KEY}: {path} is not a file of plain tensors: it is damaged, or contains Python objects, "
+            f"{key}: {path} is not a file of plain tensors: it is damaged, or contains Python objects, "
             "which could run code when loaded; save only the state_dict(), best as .safetensors"
         ) from error
 
 
-def _tensors(path: str, found: object) -> StateDict:
+def _tensors(path: str, found: object, key: str) -> StateDict:
     """Return the state dict in a loaded file, which may be one level down."""
     for key in _NESTED_UNDER:
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     if not isinstance(found, Mapping) or not found or not all(_is_weight(k, v) for k, v in found.items()):
         raise BadFileError(
-            f"{_KEY}: {path} contains no state dict (names → tensors); save the model's state_dict()"
+            f"{key}: {path} contains no state dict (names → tensors); save the model's state_dict()"
         )
     return dict(found)
 
@@ -190,22 +237,28 @@ def _other_classes(found: Tensor, expected: Tensor) -> bool:
 
 def _refuse_mismatch(path: str, kept: StateDict, expected: Mapping[str, Tensor], absent: set[str]) -> None:
     """Raise BadFileError that lists all mismatches between the file and this model."""
-    shapes = [
-        f"{key} {tuple(value.shape)} instead of {tuple(expected[key].shape)}"
-        for key, value in kept.items()
-        if key in expected and value.shape != expected[key].shape
-    ]
+    shapes = [key for key in kept.keys() & expected.keys() if kept[key].shape != expected[key].shape]
     unknown = kept.keys() - expected.keys()
     problems = [
-        f"{what} {_listed(names)}"
-        for what, names in (("lacks", absent), ("has besides", unknown), ("has in another shape", shapes))
-        if names
+        f"{what} {listed}"
+        for what, listed in (
+            ("lacks", _listed(absent)),
+            ("has besides", _listed(unknown)),
+            ("has in another shape", _other_shapes(kept, expected, shapes)),
+        )
+        if listed
     ]
     if problems:
         raise BadFileError(
             f"{_KEY}: {path} does not fit the model: it {'; it '.join(problems)}; "
             "give the weights of the same model.name and model.args"
         )
+
+
+def _other_shapes(given: StateDict, expected: Mapping[str, Tensor], names: Iterable[str]) -> str:
+    return _listed(
+        f"{name} {tuple(given[name].shape)} instead of {tuple(expected[name].shape)}" for name in names
+    )
 
 
 def _listed(names: Iterable[str], most: int = _MOST_NAMES) -> str:

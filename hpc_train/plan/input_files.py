@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,8 @@ from hpc_train.paths import cache_folder
 
 DATA, WEIGHTS = "data.root", "model.pretrained"
 _SPLITS, _TEXTS = ("train", "val"), ("train.txt", "val.txt")
+#: Beside the folders of the images.
+_ANNOTATIONS = ("train.json", "val.json", "test.json")
 #: The folder of the validation images where there is none called ``val``.
 _TEST = "test"
 #: Assumed: how long a user waits. ImageNet's 1.3 million names take about 2 s from a local disk.
@@ -48,21 +50,35 @@ def fingerprints(experiment: Experiment) -> dict[str, dict[str, str]]:
     """Return key → fingerprint, in parts, of the files that are visible from here."""
     data, weights = experiment.data, experiment.model.pretrained
     found = {}
-    if data.root is not None and data_facts(data.name).is_in_root:
-        found[DATA] = _fingerprint_of(data.root)
+    facts = data_facts(data.name)
+    if data.root is not None and facts.is_in_root:
+        if facts.fingerprint is not None:
+            found[DATA] = facts.fingerprint(data)
+        elif facts.listing is not None:
+            found[DATA] = _of_files(facts.listing(data))
+        else:
+            found[DATA] = _fingerprint_of(data.root)
     if isinstance(weights, str):
         found[WEIGHTS] = _fingerprint_of(weights)
     return {key: parts for key, parts in found.items() if parts}
 
 
-def other_inputs(then: object, experiment: Experiment) -> list[str]:
-    """Return the keys whose files differ from ``then``, a run's ``fingerprints``.
+def other_inputs(then: object, now: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Return the keys whose files ``now`` differ from ``then``, both like ``fingerprints``.
 
     What is unknown on either side counts as equal.
     """
     if not isinstance(then, Mapping):
         return []
-    return [key for key, now in fingerprints(experiment).items() if _differ(then.get(key), now)]
+    return [key for key, parts in now.items() if _differ(then.get(key), parts)]
+
+
+def file_fingerprint(path: str) -> dict[str, str]:
+    """Return the fingerprint of one file, read again at each call; empty if it can't be read."""
+    try:
+        return {"file": _of_file(Path(path))}
+    except OSError:  # the ranks may be able to read it
+        return {}
 
 
 def _differ(then: object, now: Mapping[str, str]) -> bool:
@@ -79,20 +95,40 @@ def _fingerprint(path: str) -> dict[str, str]:
     try:
         if Path(path).is_file():
             return {"file": _of_file(Path(path))}
-        texts = {name: _of_file(Path(path, name)) for name in _TEXTS if Path(path, name).is_file()}
-        return texts or image_fingerprint(path, LIMIT_S)
+        texts, annotations = (
+            {name: _of_file(Path(path, name)) for name in names if Path(path, name).is_file()}
+            for names in (_TEXTS, _ANNOTATIONS)
+        )
+        return texts or annotations | image_fingerprint(path, LIMIT_S)
     except OSError:  # the ranks may be able to read it
         return {}
 
 
-def _of_file(path: Path) -> str:
+def _of_files(paths: Sequence[Path]) -> dict[str, str]:
+    """Return a hash of the names and of blocks of each file; empty if one can't be read from here."""
+    with _LOCK:
+        return _hashed(tuple(os.path.realpath(path) for path in paths))
+
+
+@cache
+def _hashed(paths: tuple[str, ...]) -> dict[str, str]:
+    digest = hashlib.sha256()
+    try:
+        for path in map(Path, paths):
+            _add(digest, path.name, _of_file(path, blocks=max(2, _BLOCKS // len(paths))))
+    except OSError:  # the ranks may be able to read it
+        return {}
+    return {"files": digest.hexdigest()[:32]} if paths else {}
+
+
+def _of_file(path: Path, blocks: int = _BLOCKS) -> str:
     """Return a hash of the file's size and of blocks spread over it."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         digest.update(str(size).encode())
         last = max(0, size - _BLOCK_BYTES)
-        for offset in sorted({last * block // (_BLOCKS - 1) for block in range(_BLOCKS)}):
+        for offset in sorted({last * block // (blocks - 1) for block in range(blocks)}):
             file.seek(offset)
             digest.update(file.read(_BLOCK_BYTES))
     return digest.hexdigest()[:32]

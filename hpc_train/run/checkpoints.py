@@ -20,8 +20,9 @@ from typing import Any
 import xxhash
 
 from hpc_train import __version__
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, UsageError
 from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.run.best import BEST, Best
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.storage_errors import TRANSIENT, retried
 
@@ -83,6 +84,8 @@ class Manifest:
     attempt: int
     world_size: int
     files: dict[str, FileEntry]
+    #: The best evaluation up to ``step``; None without ``checkpoint.best``.
+    best: Best | None = None
 
     def write(self, checkpoint: CheckpointPaths) -> None:
         data = {
@@ -93,6 +96,8 @@ class Manifest:
             "world_size": self.world_size,
             "files": {name: entry.to_json() for name, entry in self.files.items()},
         }
+        if self.best is not None:
+            data[BEST] = self.best.to_json()
         write_json(checkpoint.manifest, data, sync=True)
 
     @classmethod
@@ -107,7 +112,8 @@ class Manifest:
         step, attempt, world_size = (
             _number(checkpoint.manifest, key, data.get(key)) for key in ("step", "attempt", "world_size")
         )
-        return cls(step, attempt, world_size, _file_entries(checkpoint.manifest, data.get("files")))
+        files = _file_entries(checkpoint.manifest, data.get("files"))
+        return cls(step, attempt, world_size, files, Best.from_json(data.get(BEST)))
 
 
 def _newer(manifest: Path, version: int, written_by: object) -> str:
@@ -203,6 +209,41 @@ def committed(paths: RunPaths, attempt: int | None = None) -> list[CheckpointPat
     """Return the valid checkpoints for ``attempt`` (default: the newest), newest first."""
     reader = newest_attempt(paths) if attempt is None else attempt
     return [checkpoint for checkpoint in _folders(paths) if counts(paths, checkpoint, reader)]
+
+
+def kept_best(paths: RunPaths) -> Best | None:
+    """Return the best evaluation up to the newest valid checkpoint; None without ``checkpoint.best``."""
+    newest = next(iter(committed(paths)), None)
+    return None if newest is None else _best_at(newest)
+
+
+def _best_at(checkpoint: CheckpointPaths) -> Best | None:
+    try:
+        return Manifest.read(checkpoint).best
+    except BadFileError:  # removed, or damaged, meanwhile
+        return None
+
+
+def find_step(paths: RunPaths, *, best: bool = False, step: int | None = None) -> int:
+    """Return the step of the newest valid checkpoint, or of the ``best``; or ``step`` itself if there is one.
+
+    Raises UsageError if there is no such checkpoint. Reads no tensors: the checkpoint may be damaged.
+    """
+    steps = [each.step for each in committed(paths)]
+    if not steps:
+        raise UsageError(f"{paths.folder}: this run has no checkpoint yet; try again once it has saved one")
+    if best:
+        found = kept_best(paths)
+        if found is None:
+            raise UsageError(
+                f"--best: {paths.folder} has no best checkpoint; omit --best, or train with checkpoint.best: "
+                "{metric: accuracy, mode: max}"
+            )
+        step = found.step
+    if step is not None and step not in steps:
+        listed = ", ".join(map(str, steps))
+        raise UsageError(f"{paths.checkpoints}: there is no checkpoint of step {step}; there are {listed}")
+    return steps[0] if step is None else step
 
 
 def damaged(paths: RunPaths) -> dict[CheckpointPaths, str]:
@@ -321,12 +362,15 @@ def all_set_aside(paths: RunPaths) -> dict[str, str]:
 def prune(paths: RunPaths, keep: int, attempt: int) -> list[str]:
     """Remove what ``attempt`` no longer needs and return the folders' names.
 
-    These are its committed checkpoints except the newest ``keep`` (at least two), unfinished saves of earlier
-    attempts, and unfinished removals. Removes nothing once a later attempt exists: it may have listed what
-    this one does not need.
+    These are its committed checkpoints except the newest ``keep`` (at least two) and those that are the best
+    up to one of these, unfinished saves of earlier attempts, and unfinished removals. Removes nothing once a
+    later attempt exists: it may have listed what this one does not need.
     """
-    surplus = [each for each in committed(paths, attempt) if _is_real_folder(each.folder)]
-    surplus = surplus[max(keep, MIN_KEEP) :]
+    found = [each for each in committed(paths, attempt) if _is_real_folder(each.folder)]
+    kept = found[: max(keep, MIN_KEEP)]
+    # Of each: a resume falls back to an earlier one if the newest turns out to be damaged.
+    best_steps = {best.step for each in kept if (best := _best_at(each)) is not None}
+    surplus = [each for each in found[len(kept) :] if each.step not in best_steps]
     removed = []
     for folder in [checkpoint.folder for checkpoint in surplus] + _left_over(paths, attempt):
         if newest_attempt(paths) > attempt:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc_train.config.schema import Experiment
-from hpc_train.errors import ExitCode, StorageError
+from hpc_train.errors import BadFileError, ExitCode, StorageError
 from hpc_train.paths import RunPaths
 from hpc_train.plan.identity import content_hash
 from hpc_train.plan.input_files import fingerprints, other_inputs
@@ -23,6 +24,7 @@ from hpc_train.run.rank_ends import exit_codes
 from hpc_train.run.run_status import RunStatus
 from hpc_train.run.trust import make_experiment_folder
 from hpc_train.run.versions import versions
+from hpc_train.run.weight_source import source_facts
 from hpc_train.topology.batch_arithmetic import StepLayout
 
 
@@ -85,7 +87,7 @@ def create_run(
             "values": dict(values or {}),
             "ranks": layout.ranks if layout else None,
             "step": layout.to_json() if layout else None,
-            "inputs": fingerprints(experiment),
+            **_input_facts(experiment),
         }
         write_new(temporary.run, json_text(facts))
         if snapshot is not None:
@@ -94,6 +96,12 @@ def create_run(
         sync_folder(folder)
 
     return create_folder(paths.folder, fill, mode=0o700, syncs_parent=False)
+
+
+def _input_facts(experiment: Experiment) -> dict[str, Any]:
+    """Return ``inputs`` and ``init_from`` of ``run.json``. Raises BadFileError where weights are missing."""
+    initial = source_facts(experiment.model.init_from)
+    return initial | {"inputs": fingerprints(experiment) | initial["inputs"]}
 
 
 def effective_experiment(paths: RunPaths, attempt: int) -> Experiment:
@@ -172,10 +180,12 @@ def note_inputs(paths: RunPaths, experiment: Experiment, *, has_saved: bool) -> 
     noted = run.get("inputs")
     if has_saved and not isinstance(noted, dict):
         return
-    now = fingerprints(experiment)
-    kept = noted if has_saved and isinstance(noted, dict) else {}
-    if now | kept != noted:
-        write_json(paths.run, run | {"inputs": now | kept}, sync=True)
+    if has_saved and isinstance(noted, dict):
+        facts: dict[str, Any] = {"inputs": fingerprints(experiment) | noted}
+    else:
+        facts = _input_facts(experiment)
+    if any(run.get(key) != value for key, value in facts.items()):
+        write_json(paths.run, run | facts, sync=True)
 
 
 def noted_versions(paths: RunPaths) -> dict[str, str]:
@@ -185,7 +195,10 @@ def noted_versions(paths: RunPaths) -> dict[str, str]:
 
 def inputs_differ(paths: RunPaths, experiment: Experiment) -> list[str]:
     """Return the keys whose files, by ``experiment``, differ from those at the run's creation."""
-    return other_inputs((read_json(paths.run) or {}).get("inputs"), experiment)
+    now = fingerprints(experiment)
+    with suppress(BadFileError):  # gone: a run that has begun does not need it
+        now |= source_facts(experiment.model.init_from)["inputs"]
+    return other_inputs((read_json(paths.run) or {}).get("inputs"), now)
 
 
 def origin_of(paths: RunPaths) -> Origin | None:

@@ -50,6 +50,18 @@ def iter_rows(path: Path) -> Iterator[Row]:
                 yield row
 
 
+def evaluation_rows(path: Path) -> Iterator[Row]:
+    """Yield the rows of evaluations in order. Other lines are not parsed: they are most of a large file."""
+    try:
+        file = open_regular(path)
+    except (FileNotFoundError, UnreadableFileError):
+        return
+    with file:
+        for line in file:
+            if b'"val"' in line and (row := parse_row(line)) and row["split"] == "val":
+                yield row
+
+
 def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield (offset, line) of the file's lines, the last one first; only the last may lack its line break."""
     begin = file.seek(0, os.SEEK_END)

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpc_train.errors import BadFileError
+from hpc_train.models.freezing import is_kept_in_evaluation
 from hpc_train.validate.compatibility import uneven_sync_batchnorm
 
 
 def sync_batchnorm(model: nn.Module, device: torch.device, micro_batches: int) -> nn.Module:
-    """Replace the BatchNorm layers, under the same names and with the same tensors; return the model.
+    """Replace the BatchNorm layers that are not frozen, names and tensors unchanged; return the model.
 
     Not collective, but training is from then on: all ranks must run the same forwards. On CUDA the layers
     are torch's own, which refuses the CPU; ``SyncedBatchNorm`` is there for that. One rank changes nothing.
@@ -31,7 +32,9 @@ def sync_batchnorm(model: nn.Module, device: torch.device, micro_batches: int) -
         return model
     replaced: dict[nn.Module, nn.Module] = {}  # one layer under two names stays one
     for name, layer in model.named_modules():
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm | SyncedBatchNorm):
+        if isinstance(layer, nn.SyncBatchNorm | SyncedBatchNorm) or is_kept_in_evaluation(layer):
+            continue
+        if isinstance(layer, _BatchNorm):
             replaced[layer] = _synced(layer, name, device)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():

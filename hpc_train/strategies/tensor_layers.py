@@ -7,7 +7,7 @@ timm's and torchvision's by their class; a plug-in's, and gpt's, by a method of 
 
 submodule → "columns" for linear layers that take what all ranks have, "rows" for those that take what the
 former computed. What is between has no weights, treats columns (or heads) alike, and finds their number in
-the tensors; ``num_heads``, if the module has it, becomes the number of a rank's own heads.
+the tensors; ``num_heads`` and ``num_kv_heads``, if the module has them, become those of a rank's own heads.
 
 Left whole: attention whose norms have weights (a rank's heads would give only its part of their gradient),
 MLPs with a norm between their layers (it needs all columns), layers that are convolutions.
@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from hpc_train.errors import BadFileError
+
+#: Attributes that are numbers of heads, of which each rank has its share.
+_HEADS = ("num_heads", "num_kv_heads")
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def _declared(module: nn.Module) -> Shareable:
         {name: 1 for name, how in plan.items() if how == "columns"},
         tuple(name for name, how in plan.items() if how == "rows"),
         dropouts=tuple(name for name, how in plan.items() if how == "dropout"),
-        heads=("num_heads",) if isinstance(getattr(module, "num_heads", None), int) else (),
+        heads=tuple(name for name in _HEADS if isinstance(getattr(module, name, None), int)),
         attention_dropout=dropout if isinstance(dropout, float) else 0.0,
     )
 
@@ -140,12 +143,11 @@ def _timm_attention(module: nn.Module) -> Shareable | None:
     if not hasattr(module, "attn_dim") or _has_weights(module, "q_norm", "k_norm", "norm"):
         return None
     columns = {"qkv": 3, "q_proj": 1, "k_proj": 1, "v_proj": 1, "gate": 1}
-    numbers = ("num_heads", "num_kv_heads")
     return Shareable(
         module,
         {name: parts for name, parts in columns.items() if getattr(module, name, None) is not None},
         ("proj",),
-        heads=tuple(name for name in numbers if hasattr(module, name)),
+        heads=tuple(name for name in _HEADS if hasattr(module, name)),
         widths=tuple(name for name in ("attn_dim", "kv_dim") if hasattr(module, name)),
         attention_dropout=module.get_submodule("attn_drop").p,  # type: ignore[arg-type]
         attention_key="model.args.attn_drop_rate",

@@ -38,19 +38,26 @@ class Task(Protocol):
         Reads ``batch.targets``; on the last stage of a pipeline ``batch.inputs`` is None.
         """
 
-    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
         """Return sums over the samples where ``batch.valid`` is true: name → a tensor of any shape.
 
         Floating-point sums (float64) are added in an order that does not depend on the number of ranks;
         counts (int64, for example a confusion matrix) are exact in any order. ``count`` is always among them.
         Names, shapes and dtypes never depend on the data. Runs without gradients.
+
+        What can't be summed (detections, scores to rank) is a list of B tensors in place of a sum: a record
+        of each sample, of any shape. Those of valid samples are kept, and gathered from all ranks.
         """
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
         """Turn the sums over all validation data into what a ``val`` row says (``loss``, ``accuracy``, …).
 
-        A sum of shape () is a number here, any other a tensor on the CPU.
+        A sum of shape () is a number here, any other a tensor on the CPU. Records are a list of N tensors on
+        the CPU, in the order of the validation data.
         """
+
+    # Optional: ``predictions(outputs, batch) -> list[dict[str, Any]]``, what ``hpc-train predict`` writes of
+    # each sample of the batch: names → JSON values. Targets may be those of no data.
 
 
 class WholeTask:
@@ -67,7 +74,7 @@ class WholeTask:
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         return self._task.loss(_as_model(outputs), batch)
 
-    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
         return self._task.evaluation_sums(_as_model(outputs), batch)
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
@@ -92,10 +99,13 @@ def _as_model(outputs: Any) -> nn.Module:
 def make_task(experiment: Experiment, info: DataInfo) -> Task:
     """Return the task that the file names; one written for 0.1 is adapted, with a DeprecationWarning.
 
-    Raises BadFileError where a method is missing or ``target_spec`` is none.
+    Raises BadFileError where the name is not that of a class, a method is missing or ``target_spec`` is none.
     """
     _refuse_other_data(experiment, info)
-    task = cast(Any, registry.load("tasks", experiment.task))(experiment, info)
+    make = registry.load("tasks", experiment.task)
+    if not callable(make):
+        raise BadFileError(f"task: {experiment.task} is {type(make).__name__}; name a class")
+    task = make(experiment, info)
     name = type(task).__name__
     if hasattr(task, "evaluation_sums"):
         warnings.warn(

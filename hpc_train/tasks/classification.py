@@ -1,60 +1,173 @@
-"""``task: classification``: one class a sample, cross entropy."""
+"""``task: classification``: one class per sample, shares of the classes, or several classes at once.
+
+Legend: B samples, C classes.
+"""
 
 from __future__ import annotations
 
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
+from hpc_train.tasks.class_losses import as_shares, make_class_loss
+from hpc_train.tasks.several_classes import label_metrics, label_sums
 
 #: What ``accuracy_top5`` is; with fewer classes it would always be 1.
 _TOP = 5
+#: Up to this many classes evaluations keep a confusion matrix (assumed: 2 MB as text).
+_MOST_CONFUSED = 1000
 
 
 class Classification:
-    """Logits (B, num_classes) against classes (B,) int64."""
+    """Logits (B, C) against classes (B,) int64, or (B, C): with cross entropy shares of the classes, with
+    another loss a yes (1) or no (0) per class.
+    """
+
+    training_metrics = ("accuracy",)
 
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
-        self._label_smoothing = experiment.optimization.label_smoothing
+        config = experiment.optimization
         num_classes = experiment.model.args.get("num_classes", info.num_classes)
+        has_vectors = info.target_shape != ()
+        is_cross_entropy = config.loss is not None and config.loss.name == "cross_entropy"
+        self._has_several = has_vectors and not is_cross_entropy
+        self._num_classes = num_classes
         self._has_top5 = num_classes > _TOP
-        self.target_spec = TargetSpec(
-            "a class number", kind="integer", shape=(), minimum=0, maximum=num_classes - 1
-        )
+        self._class_names = info.class_names
+        self._label_smoothing = config.label_smoothing
+        self._losses = make_class_loss(config.loss, num_classes, has_several=self._has_several)
+        self.target_spec = _class_spec(num_classes)
+        if has_vectors:
+            self.target_spec = _vector_spec(num_classes, has_several=self._has_several)
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         return model(batch.inputs)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the mean cross entropy with label smoothing (arXiv:1512.00567, section 7)."""
-        logits = _at_least_float32(outputs)
-        return functional.cross_entropy(logits, batch.targets, label_smoothing=self._label_smoothing)
+        """Return the mean over the samples of the loss with label smoothing."""
+        return self._losses.mean(_at_least_float32(outputs), batch.targets, self._label_smoothing)
 
-    def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
-        """Return ``count``, and the sums ``loss`` (without smoothing), ``correct`` and ``correct5``."""
+    def soft_targets(self, targets: Tensor) -> Tensor:
+        """Return targets as shares of the classes, (B, C) float64, which mixup averages."""
+        return as_shares(targets, self._num_classes, torch.float64)
+
+    def training_sums(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the number of right predictions, (1,): with mixup of the class with the larger share."""
+        if self._has_several:
+            is_right = ((outputs >= 0) == (batch.targets > 0.5)).all(dim=1)
+        else:
+            is_right = outputs.argmax(dim=1) == _classes(batch.targets)
+        return is_right.sum(dtype=torch.float64)[None]
+
+    def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Any]:
+        """Return ``count``, the sum ``loss`` (without smoothing), and what ``metrics`` is made of."""
         logits = _at_least_float32(outputs)
-        losses = functional.cross_entropy(logits, batch.targets, reduction="none")
-        hits = logits.argmax(dim=1) == batch.targets
+        losses = self._losses(logits, batch.targets)
         # No product with ``valid``: what a filled-up sample gives may be nan.
-        sums = {
-            "count": batch.valid,
-            "loss": torch.where(batch.valid, losses, torch.zeros_like(losses)),
-            "correct": hits & batch.valid,
-        }
+        sums = {"count": batch.valid, "loss": torch.where(batch.valid, losses, torch.zeros_like(losses))}
+        if self._has_several:
+            return _totals(sums) | label_sums(
+                logits, as_shares(batch.targets, logits.shape[1], logits.dtype), batch
+            )
+        classes = _classes(batch.targets)
+        predictions = logits.argmax(dim=1)
+        sums["correct"] = (predictions == classes) & batch.valid
         if self._has_top5:
-            among = (logits.topk(_TOP, dim=1).indices == batch.targets[:, None]).any(dim=1)
+            among = (logits.topk(_TOP, dim=1).indices == classes[:, None]).any(dim=1)
             sums["correct5"] = among & batch.valid
-        return {name: values.sum(dtype=torch.float64) for name, values in sums.items()}
+        totals: dict[str, Any] = _totals(sums)
+        if logits.shape[1] <= _MOST_CONFUSED:
+            totals["confusion"] = _confusion(classes, predictions, batch.valid, logits.shape[1])
+        return totals
 
-    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+    def predictions(self, outputs: Tensor, batch: Batch) -> list[dict[str, Any]]:
+        """Return of each sample the class with the highest probability, and the ``top`` five.
+
+        With several labels per sample: all ``probabilities``, and the ``labels`` with 0.5 or more.
+        """
+        logits = _at_least_float32(outputs)
+        if self._has_several:
+            return [self._labels(each) for each in logits.sigmoid().tolist()]
+        highest, classes = logits.softmax(dim=1).topk(min(_TOP, outputs.shape[1]), dim=1)
+        found = zip(highest.tolist(), classes.tolist(), strict=True)
+        tops = [
+            [
+                {"class": self._class_name(number), "probability": value}
+                for value, number in zip(*each, strict=True)
+            ]
+            for each in found
+        ]
+        return [{**top[0], "top": top} for top in tops]
+
+    def _labels(self, probabilities: list[float]) -> dict[str, Any]:
+        labels = [self._class_name(number) for number, value in enumerate(probabilities) if value >= 0.5]
+        return {"labels": labels, "probabilities": probabilities}
+
+    def _class_name(self, number: int) -> str | int:
+        return self._class_names[number] if len(self._class_names) == self._num_classes else number
+
+    def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
         """Return means over the validation data."""
         count = sums["count"]
         found = {"loss": sums["loss"] / count, "accuracy": sums["correct"] / count}
         if "correct5" in sums:
             found["accuracy_top5"] = sums["correct5"] / count
+        if self._has_several:
+            found |= label_metrics(sums)
         return found
+
+    def files(self, sums: dict[str, Any]) -> dict[str, bytes]:
+        """Return the confusion matrix as a table, or of several classes at once one line per class."""
+        if self._has_several:
+            header = ["class", "true_positives", "false_positives", "false_negatives", "true_negatives"]
+            return {"confusion_per_class.csv": self._table(header, sums["outcomes"].T)}
+        if "confusion" not in sums:
+            return {}
+        confusion = sums["confusion"]
+        return {"confusion_matrix.csv": self._table(["class", *self._names(len(confusion))], confusion)}
+
+    def _table(self, header: Sequence[str], counts: Tensor) -> bytes:
+        """Return a CSV table with a row per class."""
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(header)
+        names = self._names(len(counts))
+        table.writerows([name, *row] for name, row in zip(names, counts.tolist(), strict=True))
+        return text.getvalue().encode()
+
+    def _names(self, count: int) -> Sequence[str]:
+        return self._class_names if len(self._class_names) == count else [str(each) for each in range(count)]
+
+
+def _class_spec(num_classes: int) -> TargetSpec:
+    return TargetSpec("a class number", kind="integer", shape=(), minimum=0, maximum=num_classes - 1)
+
+
+def _vector_spec(num_classes: int, *, has_several: bool) -> TargetSpec:
+    words = "a yes (1) or no (0) per class" if has_several else "the share of each class"
+    kind = "any" if has_several else "float"
+    return TargetSpec(words, kind=kind, shape=(num_classes,), minimum=0, maximum=1)  # type: ignore[arg-type]
+
+
+def _totals(sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: values.sum(dtype=torch.float64) for name, values in sums.items()}
+
+
+def _classes(targets: Tensor) -> Tensor:
+    """Return the class of each sample, (B,); of shares the one with the largest."""
+    return targets if targets.dim() == 1 else targets.argmax(dim=1)
+
+
+def _confusion(classes: Tensor, predictions: Tensor, valid: Tensor, num_classes: int) -> Tensor:
+    """Return (class, prediction) int64, without waiting for the device as ``bincount`` would."""
+    counts = classes.new_zeros((num_classes, num_classes))
+    return counts.index_put_((classes, predictions), valid.to(torch.int64), accumulate=True)
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.paths import RunPaths
 from hpc_train.run.bad_samples import BadSample
 from hpc_train.run.create import effective_experiment
+from hpc_train.run.weight_source import with_source
 from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.sync_batchnorm import has_batchnorm
 from hpc_train.tasks.base import make_task, target_spec
@@ -147,7 +148,7 @@ def _try(place: _Place, size: int) -> None:
         experiment.optimization, len(place.source.train), place.degrees.data_ranks
     )
     # Anew for each size: a pipeline or a compiled model keeps the shapes that it saw first.
-    train_state = build(experiment, place.source.info, arithmetic, place.context)
+    train_state = build(with_source(experiment, None), place.source.info, arithmetic, place.context)
     _refuse_batchnorm(experiment, train_state)
     task = make_task(experiment, place.source.info)
     if train_state.optimization.scaler is not None:  # one that overflows takes no step

@@ -13,33 +13,41 @@ from typing import Any, cast
 import torch
 
 from hpc_train.checkpoint.checkpointer import Checkpointer, Save
+from hpc_train.config.schema import Experiment
 from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.batches import evaluation_batch_count, evaluation_batches, training_batches
+from hpc_train.datasets.batches import training_batches
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.sampler import Position
 from hpc_train.datasets.skipping import BadSamples, too_many
-from hpc_train.datasets.types import Batch, TargetSpecs
+from hpc_train.datasets.types import Batch
 from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import ExitCode, printable
 from hpc_train.loggers.base import Logger, LoggerContext
 from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.run.bad_samples import all_known
+from hpc_train.run.checkpoints import committed
 from hpc_train.run.files import read_json, write_json
+from hpc_train.run.metric_rows import evaluation_rows
+from hpc_train.run.weight_source import pinned, with_source
 from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from hpc_train.training import batch_size_search
 from hpc_train.training.cadence import Cadence
 from hpc_train.training.data_staging import staged
+from hpc_train.training.evaluation_files import EvaluationFiles
+from hpc_train.training.evaluator import make_validation
 from hpc_train.training.flops import FlopCount, FlopRates
 from hpc_train.training.forward import make_to_input
-from hpc_train.training.loop import BadSampleCount, Profiler, Trainer, Validation
+from hpc_train.training.loop import BadSampleCount, Profiler, Trainer
 from hpc_train.training.meters import Meters, MetricsWriter, StatusWriter
 from hpc_train.training.metrics_file import MetricsFile
+from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
 from hpc_train.training.peak_flops import peak_tflops
 from hpc_train.training.rank import Rank
 from hpc_train.training.saving import Saves
 from hpc_train.training.step_times import StepTimes
+from hpc_train.training.text_samples import TextSamples
 from hpc_train.training.train_state import Resumed, TrainState, build, context, extra, part, resumed
 
 _log = logging.getLogger(__name__)
@@ -67,6 +75,7 @@ def train(rank: Rank) -> ExitCode:
     rank = batch_size_search.resolved(rank)
     rank = replace(rank, experiment=with_preprocessing(rank.experiment))
     source = build_source(staged(rank))
+    refuse_no_evaluations(rank.experiment, source)
     batches = BatchArithmetic.of(rank.experiment.optimization, len(source.train), rank.degrees.data_ranks)
     run = _Run(rank, source, batches, _bad_samples(rank))
     try:
@@ -92,7 +101,7 @@ def _train_once(run: _Run) -> bool | None:
     what it skips.
     """
     rank = run.rank
-    train_state = build(rank.experiment, run.source.info, run.batches, context(rank))
+    train_state = build(_to_build(rank), run.source.info, run.batches, context(rank))
     checkpointer = _checkpointer(rank, train_state)
     rank.progress.at("loading")
     start = _without_skipped(run, resumed(rank, checkpointer, train_state, run.source))
@@ -107,8 +116,21 @@ def _train_once(run: _Run) -> bool | None:
             _go_back(run, start.position, back)
             return None
         if trainer.status is not None and is_done:
-            trainer.status.write("completed", trainer.step)
+            reason = trainer.selection.reason if trainer.selection is not None else None
+            trainer.status.write("completed", trainer.step, reason)
     return is_done
+
+
+def _to_build(rank: Rank) -> Experiment:
+    """Return the experiment to build; without ``model.init_from`` once a checkpoint replaces those weights.
+
+    Collective: rank 0 decides, since ranks may see different files on a network disk.
+    """
+    if rank.experiment.model.init_from is None:
+        return rank.experiment
+    if Agreement(rank.group, rank.flag).rank_0_says(bool(committed(rank.paths))):
+        return with_source(rank.experiment, None)
+    return pinned(rank.paths, rank.experiment)
 
 
 def _free_memory() -> None:
@@ -176,6 +198,9 @@ def _trainer(
             rates=run.flops.row if run.flops else None,
         ),
     )
+    selection = ModelSelection.of(
+        config, agreement, evaluation_rows(rank.paths.metrics) if rank.is_first else ()
+    )
     guard = Guard(
         config.optimization, train_state.model, norm_counts=not rank.precision.needs_scaler, skips=start.skips
     )
@@ -194,15 +219,18 @@ def _trainer(
             config.evaluation, config.checkpoint, batches.total_steps, batches.steps_per_epoch
         ),
         training=training,
-        validation=_validation(run, target_spec(task)),
+        validation=make_validation(rank, run.source, run.bad_samples, target_spec(task)),
         bad_samples=_bad_sample_count(run, agreement),
         to_input=make_to_input(config, run.source.info, rank.device, rank.precision),
-        saves=_saves(run, train_state, checkpointer, meters, guard, start),
+        saves=_saves(run, train_state, checkpointer, meters, guard, selection, start),
         on_first_step=rank.has_stepped,
         on_event=rank.note,
         step=start.position.step,
+        selection=selection,
         profiler=_profiler(run, meters, stack),
         on_first_batch=on_first_batch,
+        evaluation_files=EvaluationFiles(rank.paths) if rank.is_first else None,
+        text_samples=TextSamples.of(config, run.source, task),
     )
 
 
@@ -243,13 +271,15 @@ def _saves(
     checkpointer: Checkpointer,
     meters: Meters,
     guard: Guard,
+    selection: ModelSelection,
     start: Resumed,
 ) -> Saves:
     rank = run.rank
 
     def extra_at(step: int) -> dict[str, Any]:
         position = Position(step, start.position.skipped)
-        return extra(rank, run.source, run.batches, position, start.hardware, guard.skips)
+        facts = extra(rank, run.source, run.batches, position, start.hardware, guard.skips)
+        return facts | selection.extra()
 
     def on_saved(save: Save) -> None:
         if rank.events is not None:
@@ -286,24 +316,6 @@ def _bad_sample_count(run: _Run, agreement: Agreement) -> BadSampleCount:
     return BadSampleCount(lambda: bad.count, check)
 
 
-def _validation(run: _Run, spec: TargetSpecs) -> Validation | None:
-    rank, split = run.rank, run.source.val
-    if split is None:
-        return None
-    size = rank.experiment.optimization.micro_batch_size
-    assert isinstance(size, int)
-    batches = evaluation_batches(
-        split,
-        rank.experiment,
-        rank.degrees.data_rank(rank.facts.rank),
-        rank.degrees.data_ranks,
-        rank.device,
-        run.bad_samples,
-        spec,
-    )
-    return Validation(lambda: batches.until(lambda: bool(rank.flag)), evaluation_batch_count(split, size))
-
-
 def _status_writer(run: _Run, position: Position) -> StatusWriter:
     rank = run.rank
     writer = StatusWriter(rank.paths, rank.attempt, run.batches.total_steps, run.batches.steps_per_epoch)
@@ -313,6 +325,8 @@ def _status_writer(run: _Run, position: Position) -> StatusWriter:
 
 def _begin_record(run: _Run, step: int) -> None:
     """Start, or after a rollback continue, rank 0's record of the training."""
+    if run.rank.is_first:
+        EvaluationFiles(run.rank.paths).withdraw(step)
     if run.metrics_writer is not None:
         run.metrics_writer.go_back(step)
     elif run.rank.is_first:

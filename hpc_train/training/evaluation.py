@@ -3,11 +3,15 @@
 Integer sums (counts, a confusion matrix) are exact in any order, and each rank adds up its own.
 Floating-point sums have a row per micro-batch in one table; ranks fill in their rows, the table is summed
 over ranks (to zeros, so exactly) and then over rows, in an order that does not depend on the number of ranks.
+Records (a list of tensors, one per sample) are kept on the CPU. At the end ranks send theirs to all others,
+one rank after the other, each record once, and all have them in the order of the samples.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,46 +19,103 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.datasets.types import Batch
+from hpc_train.errors import BadFileError
 
-#: A batch → name → sum over its valid samples; shapes and dtypes are the same for every batch.
-SumsOf = Callable[[Batch], dict[str, Tensor]]
+#: A batch → name → sum over its valid samples; shapes and dtypes are the same for every batch. A list of B
+#: tensors in place of a sum: a record of each sample.
+SumsOf = Callable[[Batch], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Records:
+    """The records of a batch's valid samples under one name, in one tensor."""
+
+    #: The index of the batch in the whole evaluation.
+    batch: int
+    shapes: list[torch.Size]
+    #: The values of all of them, flat, on the CPU.
+    values: Tensor
+
+    @classmethod
+    def of(cls, name: str, records: list[Tensor], batch: Batch) -> _Records:
+        if len(records) != len(batch.valid):
+            raise BadFileError(
+                f"task: sums returned {len(records)} records {name!r} for {len(batch.valid)} samples; return "
+                "a tensor for each sample of the batch"
+            )
+        kept = [record for record, is_valid in zip(records, batch.valid.tolist(), strict=True) if is_valid]
+        values = torch.cat([record.detach().flatten() for record in [*kept, records[0].new_empty(0)]])
+        return cls(batch.number, [record.shape for record in kept], values.cpu())
+
+    def tensors(self) -> list[Tensor]:
+        """Return a tensor per valid sample."""
+        parts = self.values.split([math.prod(shape) for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 class _Totals:
-    """The sums of a rank's micro-batches: a row per batch of floating-point sums, one row of integers."""
+    """A rank's part: a row per batch of floating-point sums, one row of integers, and records."""
 
-    def __init__(self, like: dict[str, Tensor], num_batches: int, device: torch.device) -> None:
-        self._shapes = {name: each.shape for name, each in like.items()}
-        self._exact = [name for name, each in like.items() if not each.is_floating_point()]
-        self._rounded = [name for name in like if name not in self._exact]
+    def __init__(self, like: dict[str, Any], num_batches: int, device: torch.device) -> None:
+        self._names = list(like)
+        self._records: dict[str, list[_Records]] = {
+            name: [] for name, each in like.items() if isinstance(each, list)
+        }
+        summed = {name: each for name, each in like.items() if name not in self._records}
+        self._shapes = {name: each.shape for name, each in summed.items()}
+        self._exact = [name for name, each in summed.items() if not each.is_floating_point()]
+        self._rounded = [name for name in summed if name not in self._exact]
+        self._device = device
         self._counts = torch.zeros(self._size(self._exact), dtype=torch.int64, device=device)
         self._table = torch.zeros(num_batches, self._size(self._rounded), dtype=torch.float64, device=device)
 
-    def add(self, batch: int, sums: dict[str, Tensor]) -> None:
+    def add(self, batch: Batch, sums: dict[str, Any]) -> None:
+        for name, records in self._records.items():
+            records.append(_Records.of(name, sums[name], batch))
         if self._exact:
             self._counts += torch.cat([sums[name].flatten().to(torch.int64) for name in self._exact])
         if self._rounded:
             values = [sums[name].flatten().to(torch.float64) for name in self._rounded]
-            self._table[batch] = torch.cat(values)
+            self._table[batch.number] = torch.cat(values)
 
     def result(self) -> dict[str, Any]:
-        """Return name → the sum over all ranks, a number where its shape is (). Collective."""
-        totals: dict[str, Any] = {}
+        """Return name → the sum over all ranks (a number where its shape is ()) or records. Collective."""
+        totals: dict[str, Any] = self._all_records() if self._records else {}
         for names, table in ((self._exact, self._counts), (self._rounded, self._table)):
             if names:
                 dist.all_reduce(table)
                 # On the CPU: there the order of the addition is the same whatever computed the rows.
                 total = table.cpu() if table is self._counts else table.cpu().sum(0)
                 totals |= self._split(names, total)
-        return {name: totals[name] for name in self._shapes}
+        return {name: totals[name] for name in self._names}
+
+    def _all_records(self) -> dict[str, list[Tensor]]:
+        """Return the records of all ranks in the order of the samples."""
+        found: dict[str, list[_Records]] = {name: [] for name in self._records}
+        for rank in range(dist.get_world_size()):
+            sent = [self._records if rank == dist.get_rank() else None]
+            dist.broadcast_object_list(sent, src=rank, device=self._device)
+            for name, records in (sent[0] or {}).items():
+                found[name] += records
+        return {
+            name: [
+                tensor for each in sorted(records, key=lambda each: each.batch) for tensor in each.tensors()
+            ]
+            for name, records in found.items()
+        }
 
     def _split(self, names: list[str], total: Tensor) -> dict[str, Any]:
         parts = total.split([self._shapes[name].numel() for name in names])
         shaped = {name: part.view(self._shapes[name]) for name, part in zip(names, parts, strict=True)}
-        return {name: part.item() if part.dim() == 0 else part for name, part in shaped.items()}
+        return {name: without_dimensions(part) for name, part in shaped.items()}
 
     def _size(self, names: list[str]) -> int:
         return sum(self._shapes[name].numel() for name in names)
+
+
+def without_dimensions(summed: Any) -> Any:
+    """Return what ``metrics`` receives of one sum: a number for shape (); tensors and records as they are."""
+    return summed.item() if isinstance(summed, Tensor) and summed.dim() == 0 else summed
 
 
 def evaluate(
@@ -67,7 +128,7 @@ def evaluate(
     *,
     owns_loss: bool = True,
 ) -> dict[str, Any] | None:
-    """Return the sums over the whole validation set, or None where ``must_stop`` ended it early.
+    """Return sums and records of the whole validation set, or None where ``must_stop`` ended it early.
 
     Collective: every rank passes equally many batches of its own. ``begin`` receives a batch's place and
     starts to ask all ranks, ``must_stop`` says the same on all of them; the batch before is computed
@@ -83,7 +144,7 @@ def evaluate(
         sums = sums_of(batch)
         totals = totals or _Totals(sums, num_batches, device)
         if owns_loss and batch.number < num_batches:
-            totals.add(batch.number, sums)
+            totals.add(batch, sums)
 
     agreed: Batch | None = None
     for place, batch in enumerate(batches):

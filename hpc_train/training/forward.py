@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from hpc_train.distributed.precision import Precision
 from hpc_train.distributed.seeds import seed_forward
 from hpc_train.tasks.base import Task, WholeTask, mean_loss
 from hpc_train.training.compiling import begin_forward
+from hpc_train.training.mixing import Mixing
 from hpc_train.training.train_state import TrainState
+from hpc_train.training.training_sums import TrainingSums
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,14 @@ class TrainingForward:
     #: What a forward runs in: autocast, unless the strategy handles mixed precision.
     context: Callable[[], AbstractContextManager[object]]
     #: Moves a loader's batch to the device, with its inputs as the model takes them.
-    to_input: Callable[[Batch], Batch]
+    to_device: Callable[[Batch], Batch]
     #: ``Optimization.scale``.
     scale: Callable[[Tensor], Tensor]
     #: Called with each batch that runs whole: stages of a pipeline begin theirs in orders of their own, by
     #: which the watchdog can't compare them.
     on_begin: Callable[[Batch], None] = lambda batch: None
+    mixing: Mixing | None = None
+    training_sums: TrainingSums = field(default_factory=TrainingSums)
 
     @classmethod
     def of(
@@ -51,7 +55,7 @@ class TrainingForward:
         task: Task,
         precision: Precision,
         device: torch.device,
-        to_input: Callable[[Batch], Batch],
+        to_device: Callable[[Batch], Batch],
         on_begin: Callable[[Batch], None] = lambda batch: None,
     ) -> TrainingForward:
         """Return the forward of the file's parts, with autocast where the strategy needs it."""
@@ -59,15 +63,31 @@ class TrainingForward:
         def context() -> AbstractContextManager[object]:
             return nullcontext() if state.strategy.handles_mixed_precision else precision.autocast(device)
 
-        scale = state.optimization.scale
-        return cls(experiment.seed, task, device, experiment.compile, context, to_input, scale, on_begin)
+        return cls(
+            experiment.seed,
+            task,
+            device,
+            experiment.compile,
+            context,
+            to_device,
+            state.optimization.scale,
+            on_begin,
+            Mixing.of(experiment, task),
+            TrainingSums.of(task, device),
+        )
+
+    def to_input(self, batch: Batch) -> Batch:
+        moved = self.to_device(batch)
+        return moved if self.mixing is None else self.mixing.whole(moved)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         self.on_begin(batch)
         # Moved one by one: a step may have more micro-batches than the device has room for.
         with self.begin(batch):
             moved = self.to_input(batch)
-            return mean_loss(self.task, self.task.forward(model, moved), moved)
+            outputs = self.task.forward(model, moved)
+            self.training_sums.add(outputs, moved)
+            return mean_loss(self.task, outputs, moved)
 
     def begin(self, batch: Batch, stage: int = 0) -> AbstractContextManager[object]:
         seed_forward(self.seed, batch.step, batch.number, self.device, stage)
@@ -78,12 +98,22 @@ class TrainingForward:
         with self.context():
             if isinstance(self.task, WholeTask):  # may read the inputs
                 return mean_loss(self.task, outputs, self.to_input(batch))
-            return mean_loss(self.task, outputs, replace(batch, inputs=None).to(self.device))
+            moved = replace(batch, inputs=None).to(self.device)
+            if self.mixing is not None:
+                moved = self.mixing.only_targets(moved, batch.inputs)
+            self.training_sums.add(outputs, moved)
+            return mean_loss(self.task, outputs, moved)
 
-    def sums(self, model: nn.Module, batch: Batch, step: int) -> dict[str, Tensor]:
-        """Run the forward of an evaluation at ``step``; return the task's sums over the valid samples."""
+    def outputs(self, model: nn.Module, batch: Batch) -> Any:
+        """Run a forward that reads no random numbers; generators stay as they are."""
+        begin_forward(self.compile, self.device)
+        with self.context():
+            return self.task.forward(model, self.to_input(batch))
+
+    def sums(self, model: nn.Module, batch: Batch, step: int) -> dict[str, Any]:
+        """Run the forward of an evaluation at ``step``; return the task's sums and records."""
         with self.begin(replace(batch, step=step)):
-            moved = self.to_input(batch)
+            moved = self.to_device(batch)
             return self.task.sums(self.task.forward(model, moved), moved)
 
 

@@ -18,6 +18,8 @@ from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError, UserError
 from hpc_train.run.tracebacks import shortened_traceback
 from hpc_train.tasks.base import Task, mean_loss
+from hpc_train.training.evaluation import without_dimensions
+from hpc_train.training.model_selection import check_metrics
 from hpc_train.training.model_size import MEMORY_RAN_OUT, lacking_memory, weight_bytes
 from hpc_train.training.rank_exit import out_of_memory
 
@@ -40,13 +42,16 @@ def try_forward(
     for batch, is_training in zip(batches, (True, False), strict=False):
         few = batch.first(_num_samples(experiment))
         try:
-            _forward(model, task, replace(few, inputs=normalize(few.inputs)), is_training=is_training)
+            normalized = replace(few, inputs=normalize(few.inputs))
+            metrics = _forward(model, task, normalized, is_training=is_training)
         except UserError:
             raise
         except Exception as error:  # whatever the user's code raises
             if out_of_memory(error):
                 return MEMORY_RAN_OUT
             raise _refusal(experiment, few, is_training=is_training) from error
+        if metrics is not None:
+            check_metrics(experiment, metrics)
     return None
 
 
@@ -57,12 +62,14 @@ def _num_samples(experiment: Experiment) -> int:
 
 
 @torch.no_grad()
-def _forward(model: nn.Module, task: Task, batch: Batch, *, is_training: bool) -> None:
+def _forward(model: nn.Module, task: Task, batch: Batch, *, is_training: bool) -> dict[str, float] | None:
+    """Return the metrics of an evaluation of ``batch``; None in training."""
     outputs = task.forward(model.train(is_training), batch)
     if is_training:
         mean_loss(task, outputs, batch)
-    else:
-        task.sums(outputs, batch)
+        return None
+    sums = task.sums(outputs, batch)
+    return task.metrics({name: without_dimensions(each) for name, each in sums.items()})
 
 
 def _refusal(experiment: Experiment, batch: Batch, *, is_training: bool) -> BadFileError:

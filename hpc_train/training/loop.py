@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch
@@ -21,12 +22,15 @@ from hpc_train.errors import HpcTrainError, TryAgainError
 from hpc_train.health.progress import Progress
 from hpc_train.tasks.base import Task
 from hpc_train.training.cadence import Cadence
-from hpc_train.training.evaluation import evaluate
+from hpc_train.training.evaluation_files import EvaluationFiles, files_of
+from hpc_train.training.evaluator import Evaluator, Validation, metrics_of, share_all_buffers
 from hpc_train.training.forward import TrainingForward
 from hpc_train.training.meters import Meters, StatusWriter
+from hpc_train.training.model_selection import ModelSelection
 from hpc_train.training.non_finite import Guard, RollbackError, check_evaluation, seen_error
 from hpc_train.training.saving import Saves
 from hpc_train.training.step import train_step
+from hpc_train.training.text_samples import TextSamples
 from hpc_train.training.train_state import TrainState
 
 #: How long a rank waits for its data before it asks the others whether all stop (assumed).
@@ -45,14 +49,6 @@ class Steps(Iterator[tuple[int, list[Batch]]], Protocol):
 
     def is_ready(self, within_s: float = 0.0) -> bool:
         """Tell whether the next step's data are here, or arrive within this number of seconds."""
-
-
-@dataclass
-class Validation:
-    """The validation data of this rank, afresh at each call, and how many batches all ranks have together."""
-
-    batches: Callable[[], Iterable[Batch | None]]
-    num_batches: int
 
 
 @dataclass
@@ -89,7 +85,12 @@ class Trainer:
     #: Called with ``agreed`` once all ranks know that they must stop, and ``saved`` once that is on the disk.
     on_event: Callable[[str], None]
     step: int
+    #: What follows from the evaluations; nothing if None.
+    selection: ModelSelection | None = None
     profiler: Profiler | None = None
+    #: On rank 0 alone.
+    evaluation_files: EvaluationFiles | None = None
+    text_samples: TextSamples | None = None
     #: Called with this rank's first micro-batch, before anything is computed of it.
     on_first_batch: Callable[[Batch], None] = lambda batch: None
     _has_stepped: bool = False
@@ -97,6 +98,7 @@ class Trainer:
     _slot: int = 0
     _save_began_at: float = field(default_factory=time.monotonic)
     _forward: TrainingForward = field(init=False)
+    _evaluator: Evaluator = field(init=False)
 
     def __post_init__(self) -> None:
         self._forward = TrainingForward.of(
@@ -108,15 +110,25 @@ class Trainer:
             self.to_input,
             on_begin=self._begin_slot,
         )
+        self._evaluator = Evaluator(
+            self.state, self.task, self._forward, self.device, self.agreement, self.progress
+        )
 
     def train(self) -> bool:
-        """Train to the last step. Returns False where it was asked to stop; then it has saved.
+        """Train to the last step, or until ``early_stopping``. Returns False where it was asked to stop; then
+        it has saved.
 
         Raises RollbackError on every rank where the run must go back.
         """
         saved_step = self.step
-        if self._evaluation_is_missing() and not self._evaluate():
-            return False
+        if self._evaluation_is_missing():
+            if not self._evaluate():
+                return False
+            if self._must_save():  # again: the checkpoint is now the best
+                self._begin_save()
+        if self._has_stopped_early():
+            self._in_phase("saving", self.saves.close)
+            return True
         self.state.wrapped.train()
         for step, batches in self.meters.times.reading(self.training):
             agreed = self._one_step(step, batches)
@@ -128,11 +140,14 @@ class Trainer:
                     must_stop = not self._wait_for_data()
             if must_stop:
                 return self._stop(saved_step)
-            if agreed.save or self.cadence.saves(self.step):
+            if agreed.save or self.cadence.saves(self.step) or self._must_save():
                 self._begin_save()
                 saved_step = self.step
             self.saves.collect()
-        assert saved_step == self.step == self.cadence.total_steps, "the last step is saved"
+            if self._has_stopped_early():
+                break
+        assert self._has_stopped_early() or self.step == self.cadence.total_steps
+        assert saved_step == self.step, "the last step is saved"
         self._in_phase("saving", self.saves.close)
         return True
 
@@ -194,6 +209,7 @@ class Trainer:
         """Return whether the weights were allowed to change."""
         max_norm = self.experiment.optimization.clip_grad_norm
         # A save that still copies the weights is waited for before they change.
+        self._forward.training_sums.begin(is_due=self.meters.train_row_is_due(step + 1))
         done = train_step(
             self.state, step, batches, self._forward, self.guard, max_norm, self.saves.wait_staged
         )
@@ -202,7 +218,8 @@ class Trainer:
                 self.guard.after_skip(step + 1)
         self.step = step + 1
         if self.meters.train_row_is_due(self.step):
-            self.meters.train_row(self.step, done.learning_rate, done.loss, done.grad_norm)
+            sums = self._forward.training_sums.result(owns_loss=self.state.strategy.owns_loss)
+            self.meters.train_row(self.step, done.learning_rate, done.loss, done.grad_norm, sums)
         if self.status is not None:
             self.status.step_done(self.step)
         if not self._has_stepped:
@@ -223,45 +240,44 @@ class Trainer:
             return self._evaluated(self.validation)
 
     def _evaluated(self, validation: Validation) -> bool:
-        self._share_all_buffers()
-        metrics = self._metrics(validation)
-        if metrics is not None and self.state.ema is not None:
-            with self.state.ema.swapped():
-                averages = self._metrics(validation)
-            named = {f"ema_{name}": value for name, value in (averages or {}).items()}
-            metrics = None if averages is None else metrics | named
-        if metrics is not None:
-            self.meters.val_row(self.step, metrics)
-            if self.guard.policy == "stop":
-                with self._saves_finished():
-                    check_evaluation(self.step, metrics)
-        return metrics is not None
+        sums = self._evaluator.sums(validation, self.step)
+        if sums is None:
+            return False
+        sample = self._text_sample()
+        if self.evaluation_files is not None:  # before the row: where it exists, they are complete
+            self.evaluation_files.write(self.step, sample)
+            for prefix, each in sums.items():
+                self.evaluation_files.write(self.step, files_of(self.task, each, prefix))
+        metrics = metrics_of(self.task, sums)
+        self.meters.val_row(self.step, metrics)
+        if self.guard.policy == "stop":
+            with self._saves_finished():
+                check_evaluation(self.step, metrics)
+        if self.selection is not None:
+            with self._saves_finished():
+                self.selection.evaluated(self.step, metrics)
+        return True
 
-    def _metrics(self, validation: Validation) -> dict[str, float] | None:
-        """Evaluate the weights as they are; None where it was cut short."""
+    def _text_sample(self) -> dict[str, bytes]:
+        """Return the files of the text that the model writes; collective."""
+        if self.text_samples is None:
+            return {}
+
+        def outputs(batch: Batch) -> Tensor:
+            self.progress.at("sampling text", self.step, part=batch.number)
+            return self._forward.outputs(self.state.wrapped, batch)
+
         self.state.wrapped.eval()
         with torch.no_grad():
-            sums = evaluate(
-                validation.batches(),
-                validation.num_batches,
-                lambda batch: self._forward.sums(self.state.wrapped, batch, self.step),
-                self.device,
-                begin=self._begin_evaluating,
-                must_stop=lambda: self.agreement.wait().stop,
-                owns_loss=self.state.strategy.owns_loss,
-            )
+            files = self.text_samples.files(outputs, self.step)
         self.state.wrapped.train()
-        return None if sums is None else self.task.metrics(sums)
+        return files
 
-    def _begin_evaluating(self, place: int) -> None:
-        self.progress.at("evaluating", self.step, part=place)
-        self.agreement.begin()
+    def _must_save(self) -> bool:
+        return self.selection is not None and self.selection.saves(self.step)
 
-    def _share_all_buffers(self) -> None:
-        """Give every rank what a save or an evaluation takes from any of them: rank 0's buffers."""
-        self.state.strategy.share_buffers(all_persistent=True)
-        if self.state.ema is not None:
-            self.state.ema.share_buffers(self.state.strategy)
+    def _has_stopped_early(self) -> bool:
+        return self.selection is not None and self.selection.has_stopped
 
     def _evaluation_is_missing(self) -> bool:
         """Tell whether the current step should have been evaluated but the evaluation was cut short."""
@@ -291,7 +307,7 @@ class Trainer:
     def _begin_save(self) -> None:
         self._save_began_at = time.monotonic()
         with self.meters.times.paused():
-            self._share_all_buffers()
+            share_all_buffers(self.state)
             self._in_phase("saving", lambda: self.saves.begin(self.step))
         if self.status is not None:
             self.status.write("running", self.step)

@@ -15,6 +15,7 @@ from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
 from hpc_train.training.build import train
+from hpc_train.training.checkpoint_evaluation import evaluate_checkpoint
 from hpc_train.training.rank import joined
 from hpc_train.training.rank_exit import report
 
@@ -28,6 +29,7 @@ def run(paths: RunPaths, attempt: int) -> ExitCode:
         facts = RankFacts.from_environment(os.environ)
         logging.basicConfig(stream=sys.stderr, level=logging.INFO if facts.rank == 0 else logging.WARNING)
         with joined(paths, attempt, facts, flag) as rank:
-            return train(rank)
+            is_evaluation = paths.evaluated_checkpoint.is_file()
+            return evaluate_checkpoint(rank) if is_evaluation else train(rank)
     except BaseException as error:
         return report(error, paths, attempt, facts, flag)

@@ -125,6 +125,7 @@ class Meters:
     ) -> None:
         self.times = times or StepTimes(global_batch_size)
         self._attempt = attempt
+        self._global_batch_size = global_batch_size
         self._steps_per_epoch = steps_per_epoch
         self._every_steps = every_steps
         self._recorder = metrics_writer
@@ -133,12 +134,24 @@ class Meters:
     def train_row_is_due(self, step: int) -> bool:
         return step % self._every_steps == 0
 
-    def train_row(self, step: int, lr: float, loss: Tensor, grad_norm: Tensor | None) -> None:
-        """Take one step's numbers. Collective: sums ``loss``, the rank's weighted part, over the ranks."""
-        dist.all_reduce(loss)
+    def train_row(
+        self,
+        step: int,
+        lr: float,
+        loss: Tensor,
+        grad_norm: Tensor | None,
+        sums: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Take one step's numbers. Collective: sums ``loss``, the rank's weighted part, over the ranks, and
+        ``sums`` over the rank's samples, of which the row has the means.
+        """
+        names = ["loss", *(sums or {})]
+        totals = torch.stack([loss, *(each.to(loss.dtype) for each in (sums or {}).values())])
+        dist.all_reduce(totals)
         if self._recorder is None:
             return
-        names, values = ["loss"], [loss]
+        totals[1:] /= self._global_batch_size
+        values = list(totals)
         if grad_norm is not None:
             names, values = [*names, "grad_norm"], [*values, grad_norm.to(loss.dtype)]
         row = self._head("train", step) | {"lr": lr} | self.times.row(step) | peak_memory(loss.device)

@@ -21,6 +21,7 @@ from hpc_train.config.training_sections import OptimizerConfig
 from hpc_train.distributed.precision import Precision
 from hpc_train.errors import BadFileError
 from hpc_train.topology.learning_rate import Schedule
+from hpc_train.training.parameter_groups import parameter_groups
 from hpc_train.validate.part_rules import (
     UNUSABLE_OPTIMIZERS,
     not_an_argument,
@@ -145,12 +146,14 @@ def make_optimizer(
     parameters: Mapping[str, nn.Parameter],
     global_batch_size: int,
     depths: Mapping[str, int] | None = None,
+    matched: Mapping[str, int] | None = None,
     *,
     may_fuse: bool = True,
 ) -> torch.optim.Optimizer:
     """Make the optimizer of ``Strategy.optimized``. Raises BadFileError.
 
-    ``depths``: of each parameter (``models.depths``), where the file has ``layer_decay``. ``may_fuse``: false
+    ``depths``: of each parameter (``models.depths``), where the file has ``layer_decay``; ``matched``: of
+    ``parameter_groups.matched_groups``, where it has ``groups``. ``may_fuse``: false
     for sparse gradients, which fused kernels refuse, and for a scaler: fused SGD, when the scaler skips its
     first step, continues from a momentum buffer that was never written (torch 2.15, ``torch.optim.sgd``).
     """
@@ -161,7 +164,7 @@ def make_optimizer(
     if not may_fuse and (problem := unfit_fused_sgd(config.name, config.args)):
         raise problem.as_error()
     try:
-        return make(_parameter_groups(config, parameters, arguments["lr"], depths), arguments)
+        return make(parameter_groups(config, parameters, arguments["lr"], depths, matched), arguments)
     except (TypeError, ValueError, AssertionError, ImportError, RuntimeError) as error:
         raise BadFileError(f"{_KEY}.args: {config.name} can't be made: {error}; fix them") from error
 
@@ -254,6 +257,9 @@ def _arguments(
         if key not in taken:
             raise BadFileError(f"{_KEY}.{key}: {config.name} has no {key}; omit it")
         given[key] = value
+    for index, group in enumerate(config.groups):
+        if group.weight_decay is not None and "weight_decay" not in taken:
+            raise BadFileError(f"{_KEY}.groups[{index}].weight_decay: {config.name} has none; omit it")
     if not config.decay_norm_and_bias and "weight_decay" not in taken:
         raise BadFileError(f"{_KEY}.decay_norm_and_bias: {config.name} has no weight_decay; omit it")
     return given | {key: _checked(config, key, value, taken) for key, value in config.args.items()}
@@ -266,35 +272,3 @@ def _checked(config: OptimizerConfig, key: str, value: object, taken: Any) -> ob
     if key not in known:
         raise unknown_argument(_ARGS, config.name, key, known).as_error()
     return tuple(value) if isinstance(value, list) else value
-
-
-def _parameter_groups(
-    config: OptimizerConfig,
-    parameters: Mapping[str, nn.Parameter],
-    lr: float,
-    depths: Mapping[str, int] | None,
-) -> list[dict[str, Any]]:
-    """Return one group a layer, of each with ``decay_norm_and_bias: false`` what decays and what doesn't.
-
-    The same groups in the same order on any ranks that hold the same parameters, the last layers
-    first: their rate is ``lr`` itself.
-    """
-    trained = {name: value for name, value in parameters.items() if value.requires_grad}
-    if config.layer_decay is None or depths is None:
-        return _by_decay(config, list(trained.values()))
-    deepest = max(depths.values())
-    groups: list[dict[str, Any]] = []
-    for depth in sorted({depths[name] for name in trained}, reverse=True):
-        layer = [value for name, value in trained.items() if depths[name] == depth]
-        rate = lr * config.layer_decay ** (deepest - depth)
-        groups += [{"lr": rate, **group} for group in _by_decay(config, layer)]
-    return groups
-
-
-def _by_decay(config: OptimizerConfig, parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
-    if config.decay_norm_and_bias:
-        return [{"params": parameters}]
-    decayed = [value for value in parameters if value.dim() >= 2]
-    others = [value for value in parameters if value.dim() < 2]
-    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]

@@ -25,6 +25,7 @@ from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError, ExitCode, UserError, printable
 from hpc_train.models.building import build_model
+from hpc_train.models.fine_tuning import prepare_for_training
 from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.models.weights import report_of
 from hpc_train.plan.sweep import expand
@@ -33,7 +34,10 @@ from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.topology.batch_arithmetic import too_few_samples
 from hpc_train.training.forward_trial import try_forward
 from hpc_train.training.free_memory import limited_to_free_memory
+from hpc_train.training.initial_weights import load_initial_weights
+from hpc_train.training.model_selection import refuse_no_evaluations
 from hpc_train.training.model_size import MEMORY_RAN_OUT, lacking_memory, planned_weight_bytes
+from hpc_train.training.parameter_groups import matched_groups
 from hpc_train.training.rank_exit import out_of_memory
 from hpc_train.validate.loading import load as load_file
 
@@ -60,6 +64,7 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
         if (data, model, experiment.task) in done:
             continue
         done.add((data, model, experiment.task))
+        refuse_no_evaluations(experiment, source)
         with _building("task", experiment.task):
             task = make_task(experiment, source.info)
         batches = _try_data(experiment, source, task)
@@ -117,12 +122,21 @@ def _fetch_model(experiment: Experiment, info: DataInfo) -> nn.Module | None:
     if model is None:
         _say(f"model {config.name}: not built: {why}; {_LEFT}: whether it can be built, {_UNCHECKED}")
         return None
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    load_initial_weights(model, config)
+    prepare_for_training(model, config)
+    matched_groups(experiment.optimization.optimizer, model)
     report = report_of(model)
     weights = "random weights" if config.pretrained is False else "pretrained weights at hand"
     weights = weights if report is None else report.line()
-    _say(f"model {config.name}: {num_parameters} parameters, {weights}")
+    _say(f"model {config.name}: {_size(model)}, {weights}")
     return model
+
+
+def _size(model: nn.Module) -> str:
+    """Return the number of parameters in words, and that of the trained ones where some are not."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return f"{total} parameters" + (f" ({trained} trained)" if trained < total else "")
 
 
 def _built(config: ModelConfig, info: DataInfo) -> tuple[nn.Module | None, str | None]:

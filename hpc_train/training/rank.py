@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from hpc_train.topology.strategy_traits import traits_of
 
 #: Assumed: the first step compiles and reads cold data.
 _FIRST_STEP_FACTOR = 6
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,11 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     experiment = effective_experiment(paths, attempt)
     on_slurm = is_started_by_slurm(os.environ)
     device = choose_device(experiment.device, facts.local_rank, _expects_gpus(experiment, on_slurm))
-    set_threads(affinity.bind(facts, device, os.environ) if on_slurm else facts.local_world_size)
+    num_sharing = affinity.bind(facts, device, os.environ) if on_slurm else facts.local_world_size
+    set_threads(num_sharing)
+    if experiment.data.workers == "auto":
+        experiment = experiment.with_workers(affinity.loader_processes(num_sharing, device))
+        _log.info("data.workers: auto is %d here", experiment.workers)
     set_determinism(experiment.deterministic, device)
     precision = choose_precision(experiment.precision, device)
     degrees = _degrees(experiment, facts)
@@ -168,7 +174,7 @@ def _check_open_files(experiment: Experiment, facts: RankFacts, degrees: Degrees
     """Raise TooFewFilesError where this rank would run out of files while it connects to the others."""
     has_mesh = traits_of(experiment.parallel.strategy).has_mesh
     axes = [getattr(degrees, axis) for axis in AXES] if has_mesh else []
-    open_files.check(facts, axes, experiment.data.workers, node_name(os.environ))
+    open_files.check(facts, axes, experiment.workers, node_name(os.environ))
 
 
 def _record_collectives() -> None:

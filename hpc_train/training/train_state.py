@@ -22,6 +22,7 @@ from hpc_train.errors import BadFileError, ExitCode, UserError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.models.depths import layer_depths
+from hpc_train.models.fine_tuning import prepare_for_training
 from hpc_train.models.weights import LoadReport, report_of
 from hpc_train.run import versions
 from hpc_train.strategies.base import RankContext, Strategy
@@ -34,7 +35,9 @@ from hpc_train.training.ema import Ema
 from hpc_train.training.flops import without_weights
 from hpc_train.training.fp8 import use_float8
 from hpc_train.training.hardware import Hardware
+from hpc_train.training.initial_weights import load_initial_weights
 from hpc_train.training.optimization import Optimization, make_optimizer
+from hpc_train.training.parameter_groups import matched_groups
 from hpc_train.training.rank import Rank
 from hpc_train.training.schedules import make_schedule
 
@@ -61,7 +64,7 @@ class TrainState:
     ema: Ema | None = None
     #: Of the whole model.
     num_parameters: int = 0
-    #: What came from pretrained weights; None where nothing did.
+    #: What came from pretrained weights or ``init_from``; None where nothing did.
     pretrained: LoadReport | None = None
     has_batchnorm: bool = False
     #: The whole model on the meta device, to count its FLOPs; on rank 0 alone.
@@ -96,13 +99,16 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, context:
     """Build, compile, place, then make the optimizer: the order that facts of torch ask for."""
     seed_build(config.seed)
     model = build_model(config.model, info)
+    load_initial_weights(model, config.model)
     pretrained = report_of(model)
+    prepare_for_training(model, config.model)
     counted = without_weights(model) if context.rank == 0 else None
     if config.parallel.sync_batchnorm:
         model = sync_batchnorm(model, context.device, batches.micro_batches)
     blocks = find_blocks(model)
     layer_decay = config.optimization.optimizer.layer_decay
     depths = None if layer_decay is None else layer_depths(model, blocks)
+    matched = matched_groups(config.optimization.optimizer, model)
     if context.precision.has_float8_linears:
         use_float8(blocks, context.device)
     checkpoint_activations(blocks, config.activation_checkpointing)
@@ -116,6 +122,7 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, context:
         strategy.optimized(),
         config.optimization.global_batch_size,
         depths,
+        matched,
         may_fuse=not (context.precision.needs_scaler or _has_sparse_gradients(strategy.model)),
     )
     schedule = make_schedule(config.optimization.schedule, batches.total_steps, batches.steps_per_epoch)
@@ -226,6 +233,16 @@ def _check_data(loaded: Loaded, source: DataSource) -> None:
         f"data.root: the {what} are not those that checkpoint {loaded.step} was trained on{counts}; "
         "restore the data, or train again with hpc-train submit --new"
     )
+
+
+def refuse_other_classes(loaded: Loaded, source: DataSource) -> None:
+    """Raise BadFileError if the data have other classes than those that the checkpoint was trained on."""
+    then = loaded.extra.get("data")
+    if then is not None and then["classes"] != _data_facts(source)["classes"]:
+        raise BadFileError(
+            f"data: the classes are not those that checkpoint {loaded.step} was trained on; use data with "
+            "the same classes, in folders of the same names"
+        )
 
 
 def _data_facts(source: DataSource) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule
 from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.facts import task_facts
 from hpc_train.errors import shortened
 from hpc_train.topology.strategy_traits import StrategyTraits, traits_of
 from hpc_train.validate import model_facts
@@ -99,6 +100,10 @@ def _traits(experiment: Experiment) -> StrategyTraits:
     return traits_of(experiment.parallel.strategy)
 
 
+def _needs_whole_model(experiment: Experiment) -> bool:
+    return task_facts(experiment.task).needs_whole_model
+
+
 def _ties_stages(experiment: Experiment) -> bool:
     """Check gpt only; for any other model the ranks find out when they split it."""
     model = experiment.model
@@ -108,6 +113,12 @@ def _ties_stages(experiment: Experiment) -> bool:
 
 def _has_batchnorm(experiment: Experiment) -> bool:
     return model_facts.has_batchnorm(experiment.model.name, experiment.model.args) or False
+
+
+def _adapts_shared_layers(experiment: Experiment) -> bool:
+    traits, tensor = _traits(experiment), experiment.parallel.tensor
+    is_shared = traits.is_model_parallel and not traits.has_stages and tensor != 1
+    return experiment.model.lora is not None and (is_shared or (tensor or 1) > 1)
 
 
 def _replays_graphs(experiment: Experiment) -> bool:
@@ -223,6 +234,20 @@ REFUSALS = (
         remedy="write bf16, or parallel.strategy: fsdp",
     ),
     Refusal(
+        reads=("model.lora", "parallel"),
+        path=("model", "lora"),
+        holds=_adapts_shared_layers,
+        message=lambda e: f"does not work under {e.parallel.strategy} where ranks share linear layers",
+        remedy="write parallel.strategy: fsdp",
+    ),
+    Refusal(
+        reads=("model.lora", "precision"),
+        path=("precision",),
+        holds=lambda e: e.model.lora is not None and e.precision == "fp8",
+        message=lambda e: "fp8 does not work with model.lora, whose layers have their own forward",
+        remedy="write bf16",
+    ),
+    Refusal(
         reads=("compile", "parallel.strategy"),
         path=("compile", "mode"),
         # The inputs of a CUDA graph would have moved, or its results be overwritten before their backward.
@@ -249,6 +274,22 @@ REFUSALS = (
             f"{e.parallel.strategy} does not support"
         ),
         remedy="write false, or parallel.strategy: fsdp",
+    ),
+    Refusal(
+        reads=("task", "parallel.strategy"),
+        path=("parallel", "strategy"),
+        holds=lambda e: _needs_whole_model(e) and _traits(e).is_model_parallel,
+        message=lambda e: f"{e.parallel.strategy} splits the model, and {e.task} needs it whole",
+        remedy="write ddp, or fsdp",
+    ),
+    Refusal(
+        reads=("task", "precision", "parallel.strategy"),
+        path=("precision",),
+        holds=lambda e: _needs_whole_model(e) and e.precision in _MIXED and _traits(e).shards_parameters,
+        message=lambda e: (
+            f"{e.precision} under {e.parallel.strategy} rounds the boxes that the model of {e.task} takes"
+        ),
+        remedy=_FP32_OR_DDP,
     ),
     Refusal(
         reads=("compile",),

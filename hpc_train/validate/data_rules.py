@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import AugmentConfig
-from hpc_train.data_facts.facts import Modality, data_facts, task_misfit
+from hpc_train.data_facts.detectors import is_detector
+from hpc_train.data_facts.facts import TASKS, Modality, data_facts, task_facts, task_misfit
 from hpc_train.errors import shortened
 from hpc_train.paths import expanded
 from hpc_train.registry import is_factory, split_name
@@ -45,6 +46,20 @@ def model_fits_the_data(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(path, f"{shortened(model)} reads images, and {shortened(data)} has tokens", "write gpt")
     if _provider(model) in _TEXT_MODELS and _modality(experiment) == "images":
         yield needs_tokens(shortened(model), shortened(data))
+
+
+@rule("task", "model.name")
+def detectors_are_for_detection(experiment: Experiment) -> Iterator[Problem]:
+    """Detection needs a detector; other built-in tasks can't use what a detector returns."""
+    task, model = experiment.task, experiment.model.name
+    if task not in TASKS:
+        return
+    takes_targets, name = task_facts(task).needs_whole_model, shortened(model)
+    if takes_targets and _provider(model) in (*_IMAGE_MODELS, *_TEXT_MODELS) and not is_detector(model):
+        remedy = "write a detector, like torchvision/fasterrcnn_resnet50_fpn_v2"
+        yield Problem(("model", "name"), f"{name} returns no boxes, and {task} needs them", remedy)
+    if is_detector(model) and not takes_targets:
+        yield Problem(("task",), f"{task} can't use {name}, which returns boxes", "write detection")
 
 
 def needs_tokens(model: str, data: str) -> Problem:
@@ -94,7 +109,8 @@ def only_image_folders_are_packed(experiment: Experiment) -> Iterator[Problem]:
     data, path = experiment.data, ("data", "cache")
     if data.cache is None:
         return
-    if not data_facts(data.name).is_packable:
+    facts = data_facts(data.name)
+    if not facts.is_packable and facts.index is None:
         message = f"packs image folders, and {shortened(data.name)} is not one"
         yield Problem(path, message, "take it out, or write data.name: imagefolder", on_key=True)
     elif expanded(data.cache).is_file():
@@ -105,7 +121,12 @@ def only_image_folders_are_packed(experiment: Experiment) -> Iterator[Problem]:
 def only_packs_are_staged(experiment: Experiment) -> Iterator[Problem]:
     """``data.stage`` copies the pack of ``data.cache``."""
     data = experiment.data
-    if data.stage is not False and data.cache is None:
+    if data.stage is False:
+        return
+    if data_facts(data.name).listing is not None:
+        message = f"copies a packed image folder, and {shortened(data.name)} is not one"
+        yield Problem(("data", "stage"), message, "take it out", on_key=True)
+    elif data.cache is None:
         message = "copies the packed file of data.cache, and there is none"
         yield Problem(("data", "stage"), message, "write data.cache too, or take it out", on_key=True)
 
@@ -115,6 +136,7 @@ RULES: tuple[Rule, ...] = (
     only_packs_are_staged,
     task_fits_the_data,
     model_fits_the_data,
+    detectors_are_for_detection,
     gpt_stands_alone,
     text_has_no_keys_of_images,
 )

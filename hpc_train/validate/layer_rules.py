@@ -21,7 +21,9 @@ from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate import model_facts
 
 #: ``model.args`` of gpt that have defaults. Compared by a test.
-GPT_DEFAULTS = {"num_heads": 4, "num_layers": 4}
+GPT_DEFAULTS = {"num_heads": 4, "num_layers": 4, "dim": 128}
+#: The hidden width of llama's MLP is a multiple of it where the file does not give it.
+_HIDDEN_MULTIPLE = 64
 
 
 class LayerFacts(BaseModel):
@@ -167,17 +169,29 @@ def layer_facts(name: str, args: dict[str, Any]) -> LayerFacts | None:
 
 
 def _facts_of_gpt(args: dict[str, Any]) -> LayerFacts:
+    shared = {"heads of gpt": _argument(args, "num_heads")}
+    if args.get("style") == "llama":
+        shared["key and value heads of gpt"] = _argument(args, "num_kv_heads", shared["heads of gpt"])
+        hidden = llama_hidden_dim(_argument(args, "dim"))
+        shared["columns of the MLP of gpt"] = _argument(args, "hidden_dim", hidden)
     return LayerFacts(
-        shared={"heads of gpt": _argument(args, "num_heads")},
+        shared=shared,
         dropout_key="model.args.dropout" if args.get("dropout") else None,
         most_stages=_argument(args, "num_layers"),
     )
 
 
-def _argument(args: dict[str, Any], name: str) -> int:
+def llama_hidden_dim(dim: int) -> int:
+    """Return the default hidden width of SwiGLU in ``gpt``: 8/3 of the width, rounded up."""
+    return -(-8 * dim // (3 * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
+
+
+def _argument(args: dict[str, Any], name: str, default: int | None = None) -> int:
     """Return the argument from the file; the default where its type is wrong, which the ranks reject."""
     value = args.get(name)
-    return value if type(value) is int and value > 0 else GPT_DEFAULTS[name]
+    if type(value) is int and value > 0:
+        return value
+    return GPT_DEFAULTS[name] if default is None else default
 
 
 RULES: tuple[Rule, ...] = (gpt_can_be_shared_out,)

@@ -80,9 +80,10 @@ def not_an_argument(section: KeyPath, argument: str, key: str) -> Problem:
 
 @rule("task")
 def task_is_known(experiment: Experiment) -> Iterator[Problem]:
-    """``task`` must name a task."""
-    if experiment.task not in parts("tasks"):
-        yield Problem(("task",), *unknown_part("tasks", experiment.task))
+    """``task`` must name a task, or a class of the user's."""
+    name = experiment.task
+    if not is_factory(name) and name not in parts("tasks"):
+        yield Problem(("task",), *unknown_part("tasks", name))
 
 
 @rule("parallel.strategy")

@@ -13,6 +13,8 @@ from itertools import islice
 
 from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_clean, rule
 from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.facts import TASKS
+from hpc_train.data_facts.joint_keys import not_for_masks, only_for_masks
 from hpc_train.errors import shortened
 from hpc_train.topology.batch_arithmetic import too_long_warmup, undivided_batch
 from hpc_train.validate import (
@@ -20,6 +22,7 @@ from hpc_train.validate import (
     data_rules,
     image_rules,
     layer_rules,
+    loss_rules,
     part_rules,
     slurm_rules,
     start_rules,
@@ -44,7 +47,7 @@ def check(
 def _applicable(failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
     """Return the rules that read no key of ``failed``; the same ones for all runs of a sweep."""
     rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *data_rules.RULES)
-    rules += (*image_rules.RULES, *layer_rules.RULES, *compatibility.RULES)
+    rules += (*image_rules.RULES, *layer_rules.RULES, *loss_rules.RULES, *compatibility.RULES)
     if check_names:
         rules += FILE_RULES
         rules += (
@@ -118,6 +121,15 @@ def warmup_ends_before_the_run(experiment: Experiment) -> Iterator[Problem]:
             yield problem
 
 
+@rule("data.augment.policy", "data.augment.randaugment")
+def one_policy_augments(experiment: Experiment) -> Iterator[Problem]:
+    """``policy`` and ``randaugment`` exclude each other."""
+    augment = experiment.data.augment
+    if augment.policy is not None and augment.randaugment is not None:
+        path = ("data", "augment", "policy")
+        yield Problem(path, "can't be combined with randaugment", "take one of the two out")
+
+
 @rule("data.augment.random_resized_crop", "data.augment.crop_padding", "data.image_size")
 def crops_fit_together(experiment: Experiment) -> Iterator[Problem]:
     """A random resized crop needs ``image_size``, excludes padding, and has ordered bounds."""
@@ -132,8 +144,41 @@ def crops_fit_together(experiment: Experiment) -> Iterator[Problem]:
         yield Problem((*path, "crop_padding"), "can't be combined with random_resized_crop", remedy)
     for key, (low, high) in (("scale", crop.scale), ("ratio", crop.ratio)):
         if low > high:
-            message, remedy = f"starts with the larger bound, {low:g}", f"write [{high:g}, {low:g}]"
-            yield Problem((*path, "random_resized_crop", key), message, remedy)
+            yield _falling((*path, "random_resized_crop", key), low, high)
+
+
+@rule("data.augment.random_scale", "data.augment.random_resized_crop")
+def scales_fit_together(experiment: Experiment) -> Iterator[Problem]:
+    """``random_scale`` excludes a random resized crop and has ordered bounds."""
+    augment, path = experiment.data.augment, ("data", "augment", "random_scale")
+    if augment.random_scale is None:
+        return
+    if augment.random_resized_crop is not None:
+        yield Problem(path, "can't be combined with random_resized_crop", "take one of the two out")
+    low, high = augment.random_scale
+    if low > high:
+        yield _falling(path, low, high)
+
+
+def _falling(path: KeyPath, low: float, high: float) -> Problem:
+    return Problem(path, f"starts with the larger bound, {low:g}", f"write [{high:g}, {low:g}]")
+
+
+@rule("task", "data.augment", "data.image_size", "data.eval_size", "data.eval_crop")
+def image_keys_fit_the_target(experiment: Experiment) -> Iterator[Problem]:
+    """Masks and boxes move along with the image; keys that move only the image are refused with them."""
+    task, data = TASKS.get(experiment.task), experiment.data
+    if task is None:  # a plug-in's: the ranks find out
+        return
+    if not {"mask", "boxes"} & set(task.targets):
+        if problem := only_for_masks(data):
+            yield problem
+        return
+    if problem := not_for_masks(data):
+        yield problem
+    if data.eval_crop != 1.0:
+        message = "crops images without their masks and boxes"
+        yield Problem(("data", "eval_crop"), message, "take it out; whole images are evaluated")
 
 
 @rule("data.normalize")
@@ -152,7 +197,7 @@ def normalization_has_equal_lengths(experiment: Experiment) -> Iterator[Problem]
         yield Problem(("data", "normalize", "mean"), "is empty", "write one value per channel")
 
 
-@rule("data.normalize", "model.name", "model.pretrained")
+@rule("data.normalize", "model.name", "model.pretrained", "model.init_from")
 def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
     """``normalize: weights`` needs pretrained weights that define it."""
     normalize, path = experiment.data.normalize, ("data", "normalize")
@@ -165,8 +210,9 @@ def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
             f"weights of {experiment.model.name} define no mean and std (only timm's and torchvision's do)"
         )
         yield Problem(path, message, "write {mean: […], std: […]}")
-    elif experiment.model.pretrained is False:
-        yield Problem(path, "weights needs model.pretrained", "write model.pretrained: true, or a path")
+    elif experiment.model.pretrained is False and experiment.model.init_from is None:
+        message = "weights needs model.pretrained or model.init_from"
+        yield Problem(path, message, "write model.pretrained: true, or a path")
 
 
 @rule(
@@ -174,6 +220,7 @@ def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
     "data.cache",
     "data.stage",
     "model.pretrained",
+    "model.init_from",
     "environment.python",
     "environment.container",
     "logging.wandb.tags",
@@ -186,6 +233,7 @@ def text_has_no_control_characters(experiment: Experiment) -> Iterator[Problem]:
         (("data", "cache"), experiment.data.cache),
         (("data", "stage"), experiment.data.stage),
         (("model", "pretrained"), experiment.model.pretrained),
+        (("model", "init_from"), experiment.model.init_from),
         (("environment", "python"), experiment.environment.python),
         (("environment", "container"), experiment.environment.container),
     ]
@@ -197,6 +245,20 @@ def text_has_no_control_characters(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(path, "is empty", "write a path, or take the key out")
 
 
+@rule("checkpoint.best", "early_stopping", "optimization.ema")
+def ema_metrics_need_an_average(experiment: Experiment) -> Iterator[Problem]:
+    """Metrics with the prefix ``ema_`` need ``optimization.ema``."""
+    best, stopping = experiment.checkpoint.best, experiment.early_stopping
+    sections: list[tuple[KeyPath, str | None]] = [
+        (("checkpoint", "best", "metric"), best.metric if best else None),
+        (("early_stopping", "metric"), stopping.metric if stopping else None),
+    ]
+    for path, metric in sections:
+        if metric is not None and metric.startswith("ema_") and experiment.optimization.ema is None:
+            message = f"{metric} is a metric of the EMA weights, and there is no optimization.ema"
+            yield Problem(path, message, f"write {metric.removeprefix('ema_')}, or add optimization.ema")
+
+
 @rule("model.pretrained")
 def weights_are_a_file(experiment: Experiment) -> Iterator[Problem]:
     """``model.pretrained`` must be true, false, or a file of a known format."""
@@ -205,6 +267,13 @@ def weights_are_a_file(experiment: Experiment) -> Iterator[Problem]:
         remedy = "write true, false, or a path with that extension"
         message = f"'{shortened(given)}' is not a path to a .safetensors or .pth file"
         yield Problem(("model", "pretrained"), message, remedy)
+
+
+@rule("model.pretrained", "model.init_from")
+def weights_come_from_one_place(experiment: Experiment) -> Iterator[Problem]:
+    """A model starts from one set of weights."""
+    if experiment.model.init_from is not None and experiment.model.pretrained is not False:
+        yield Problem(("model", "init_from"), "has no effect beside model.pretrained", "take one of them out")
 
 
 @rule("compile", "deterministic", "device")
@@ -232,8 +301,13 @@ RULES: tuple[Rule, ...] = (
     warmup_is_given_once,
     warmup_ends_before_the_run,
     crops_fit_together,
+    scales_fit_together,
+    image_keys_fit_the_target,
+    one_policy_augments,
     normalization_has_equal_lengths,
     weights_say_how_to_normalize,
     text_has_no_control_characters,
     weights_are_a_file,
+    ema_metrics_need_an_average,
+    weights_come_from_one_place,
 )

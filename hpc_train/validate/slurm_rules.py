@@ -86,7 +86,8 @@ def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
     if slurm is None or optimization.micro_batch_size == "auto":
         return
     micro_batches = max(1, experiment.micro_batches)
-    ranks = max_nodes(slurm) * ranks_on_each_node(slurm)
+    nodes = max_nodes(slurm)
+    ranks = nodes * ranks_on_each_node(slurm)
     degrees = find_degrees(parallel, ranks, ranks_on_each_node(slurm))
     if isinstance(degrees, Problem):
         return  # ``check_start`` reports it
@@ -94,10 +95,11 @@ def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
     if ranks // degree <= micro_batches:
         return
     batch, micro = optimization.global_batch_size, optimization.micro_batch_size
+    places = f"{nodes} node{'s' * (nodes > 1)} of {ranks_on_each_node(slurm)} ranks"
     yield Problem(
         ("slurm", "nodes"),
-        f"{max_nodes(slurm)} nodes of {ranks_on_each_node(slurm)} ranks make {ranks} ranks, but a step has "
-        f"{micro_batches} micro-batches (global_batch_size {batch} / micro_batch_size {micro})",
+        f"{places} make {ranks} ranks, but a step has {micro_batches} micro-batches "
+        f"(global_batch_size {batch} / micro_batch_size {micro})",
         f"ask for at most {micro_batches * degree} ranks, or write a smaller micro_batch_size",
     )
 

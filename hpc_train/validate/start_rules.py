@@ -1,16 +1,14 @@
-"""Features that this version, or this number of ranks, can't run: reported, never silently ignored."""
+"""What this number of ranks can't run: reported, never silently ignored."""
 
 from __future__ import annotations
 
-from hpc_train.config.problems import KeyPath, Problem
+from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.topology.batch_arithmetic import too_few_micro_batches
 from hpc_train.topology.degrees import find_degrees
 from hpc_train.topology.pipeline_schedules import problem_of_schedule
 from hpc_train.validate.compatibility import uneven_sync_batchnorm
 from hpc_train.validate.layer_rules import problems_of_layers
-
-_MESSAGE = "does not work in this version"
 
 
 def check_start(
@@ -26,20 +24,12 @@ def check_start(
     which a start may get. ``found``: the size that ``micro_batch_size: auto`` found in the run's first
     attempt; None before that.
     """
-    problems = [Problem(path, _MESSAGE, "take it out") for path in _unsupported_keys(experiment)]
-    if ranks is not None:
-        per_node = ranks_per_node or ranks
-        possible = range(ranks, (fewest_ranks or ranks) - 1, -per_node)
-        misfits = (_misfits(experiment, number, per_node, found) for number in possible)
-        problems += next(filter(None, misfits), [])
-    return problems
-
-
-def _unsupported_keys(experiment: Experiment) -> list[KeyPath]:
-    optimization = experiment.optimization
-    found: list[KeyPath] = []
-    found += [("optimization", key) for key in ("mixup", "cutmix") if getattr(optimization, key) > 0]
-    return found
+    if ranks is None:
+        return []
+    per_node = ranks_per_node or ranks
+    possible = range(ranks, (fewest_ranks or ranks) - 1, -per_node)
+    misfits = (_misfits(experiment, number, per_node, found) for number in possible)
+    return next(filter(None, misfits), [])
 
 
 def _misfits(experiment: Experiment, ranks: int, ranks_per_node: int, found: int | None) -> list[Problem]:

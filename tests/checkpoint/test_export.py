@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -14,13 +15,19 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 
 from hpc_train.checkpoint.export import _write, export, main
 from hpc_train.checkpoint.shards import Entry
+from hpc_train.checkpoint.state import TrainingState
+from hpc_train.config.training_sections import LoraConfig, ModelConfig
 from hpc_train.errors import StorageError, UsageError
+from hpc_train.models.lora import add_lora
 from hpc_train.paths import RunPaths
 from hpc_train.training.ema import Ema
-from tests.checkpoint.checkpoint_runs import OddModel, Trainee, forge, make_run
+from hpc_train.training.initial_weights import load_initial_weights
+from tests.checkpoint.checkpoint_runs import OddModel, Trainee, begin_attempt, forge, make_run
+from tests.run.runs import small_run
 
 
 @pytest.fixture
@@ -85,6 +92,25 @@ def test_the_average_goes_under_the_models_names(run: RunPaths, tmp_path: Path) 
     assert all(torch.equal(found[name], value) for name, value in ema.averages.items())
     with safe_open(target, framework="pt") as file:
         assert file.metadata()["weights"] == "ema"
+
+
+def test_the_best_checkpoint_is_exported(
+    run: RunPaths, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out.safetensors"
+    assert main([str(run.folder), str(target), "--best"]) == 2
+    assert "has no best checkpoint; omit --best, or train with" in capsys.readouterr().err
+    trainee = Trainee()
+    best = {"best": {"metric": "loss", "value": 0.5, "step": 1}}
+    trainee.checkpointer(run).save(trainee.state, 3, best)
+    assert main([str(run.folder), str(target), "--best"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 1
+    run.checkpoint(1).shard(0).write_bytes(b"")
+    assert main([str(run.folder), str(target), "--best"]) == 74
+    assert "step-00000001 is damaged" in capsys.readouterr().err
+    shutil.rmtree(run.checkpoint(1).folder)
+    assert main([str(run.folder), str(target), "--best"]) == 2
+    assert "there is no checkpoint of step 1; there are 3, 2" in capsys.readouterr().err
 
 
 def test_a_run_without_an_average_exports_none(
@@ -188,3 +214,26 @@ def test_the_name_of_an_export_may_be_as_long_as_the_disk_allows(tmp_path: Path)
     _write(target, {"a": Entry.of(torch.ones(2))}, {})
     assert load_file(target)["a"].tolist() == [1, 1]
     assert [path.name for path in tmp_path.iterdir()] == [target.name]
+
+
+def test_adapters_are_merged_into_the_plain_models_weights(tmp_path: Path) -> None:
+    lora = {"rank": 2, "targets": ["0"], "alpha": 6.0, "also_train": ["1.*"]}
+    run = small_run(tmp_path, model={"name": "tests:net", "lora": lora})
+    begin_attempt(run, 1)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    add_lora(model, LoraConfig.model_validate(lora))
+    nn.init.normal_(model.get_parameter("0.lora_b"))
+    trainee = Trainee()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    trainee.checkpointer(run).save(TrainingState(model, optimizer), 1, {})
+    export(run, tmp_path / "w.safetensors")
+    found = load_file(tmp_path / "w.safetensors")
+    assert found.keys() == expected.keys()
+    expected["0.weight"] += 3 * model.get_parameter("0.lora_b") @ model.get_parameter("0.lora_a")
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    load_initial_weights(plain, ModelConfig(name="tests:net", init_from=str(run.folder)))
+    assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())

@@ -15,7 +15,7 @@ from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import Done, hpc_train
 from tests.end_to_end.runs import wait_for
 from tests.run.runs import small_run
-from tests.run.test_checkpoints import begin_attempt, write_checkpoint
+from tests.run.test_checkpoints import begin_attempt, change_manifest, write_checkpoint
 
 
 @pytest.fixture
@@ -57,6 +57,13 @@ def test_the_newest_whole_checkpoint_and_what_is_not_ours_stay(run: RunPaths) ->
     assert run.metrics.parent.exists() and run.experiment.exists()
     for name in ("step-00000005", "step-00000010", "tmp-1", ".bad", "cache"):
         assert name in done.err
+
+
+def test_the_best_checkpoint_stays(run: RunPaths) -> None:
+    best = {"metric": "accuracy", "value": 0.75, "step": 5}
+    change_manifest(run.checkpoint(15), best=best)
+    assert hpc_train("clean", "abc", "--yes").code == 0
+    assert _names(run) == {"step-00000005", "step-00000015", "mine"}
 
 
 def test_nobody_can_start_a_run_while_it_is_cleaned(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:

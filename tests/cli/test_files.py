@@ -30,7 +30,7 @@ def test_a_batch_larger_than_the_data_is_a_problem_of_the_file(file: Path) -> No
 @pytest.mark.parametrize(
     ("override", "start"),
     [
-        ("optimization.mixup=0.2", ["--local", "--devices", "1"]),
+        ("optimization.loss=mse", ["--local", "--devices", "1"]),
         ("data.root=nowhere", ["--local", "--devices", "1"]),
         ("slurm={profile: nowhere}", []),
         ("slurm={ranks_per_node: 3}", ["parallel={strategy: tensor, tensor: 2}"]),

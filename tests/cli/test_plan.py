@@ -24,10 +24,10 @@ def test_a_plan_as_json_carries_its_version(file: Path) -> None:
 
 
 def test_a_plan_says_what_cannot_be_started_yet(file: Path) -> None:
-    done = hpc_train("plan", file, "optimization.mixup=0.2", "--json")
+    done = hpc_train("plan", file, "--local", "--devices", "8", "--json")
     assert done.code == 0
     assert json.loads(done.out)["runs"]
-    assert "optimization.mixup" in done.err
+    assert "needs at most 4 ranks" in done.err
 
 
 def test_a_plan_for_slurm_shows_its_script(file: Path) -> None:

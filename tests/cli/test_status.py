@@ -21,6 +21,7 @@ from hpc_train.run.rank_ends import tell_end
 from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import REPOSITORY, hpc_train
 from tests.run.runs import small_experiment, small_run
+from tests.run.test_checkpoints import begin_attempt, change_manifest, write_checkpoint
 
 
 def _run(tmp_path: Path) -> RunPaths:
@@ -57,6 +58,7 @@ def test_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
                 "eta_s": None,
                 "last_metric": None,
                 "goodput": None,
+                "best": None,
             }
         ],
     }
@@ -390,6 +392,18 @@ def test_a_run_by_name_has_its_details(tmp_path: Path) -> None:
         "step 8 samples per step: 2 micro-batches of 4, 2 per rank, 1 rank, fp32",
     } <= set(lines)
     assert len(hpc_train("status").out.splitlines()) == 2
+
+
+def test_the_best_checkpoint_is_shown(tmp_path: Path) -> None:
+    paths = _run(tmp_path)
+    begin_attempt(paths, 1)
+    checkpoint = write_checkpoint(paths, 20, attempt=1)
+    change_manifest(checkpoint, best={"metric": "accuracy", "value": 0.75, "step": 10})
+    assert _row()["best"] == {"metric": "accuracy", "value": 0.75, "step": 10}
+    lines = [" ".join(line.split()) for line in hpc_train("status", "abc").out.splitlines()]
+    assert "best accuracy 0.75 at step 10" in lines
+    change_manifest(checkpoint, version=99)
+    assert _row()["best"] is None
 
 
 def test_a_nan_is_shown_and_is_valid_json(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tests.config.files import GOOD, problems_of
 
 MASKS = DataFacts("images", "mask", needs_root=True, num_samples=lambda data: 10 * data.args["scenes"])
 NUMBERS = DataFacts("features", "number")
-SEGMENTATION = TaskFacts(("images",), ("mask",))
+OUTLINING = TaskFacts(("images",), ("mask",))
 SCANS = DataFacts("images", "mask", example="")
 NOT_FACTS = {"modality": "images"}
 
@@ -39,7 +39,7 @@ NOT_FACTS = {"modality": "images"}
 def plugged_in(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {
         "datasets": {"masks": "MASKS", "numbers": "NUMBERS", "scans": "SCANS", "bad": "NOT_FACTS"},
-        "tasks": {"segmentation": "SEGMENTATION", "bad": "MASKS", "cant_be_imported": "ABSENT"},
+        "tasks": {"outlining": "OUTLINING", "bad": "MASKS", "cant_be_imported": "ABSENT"},
     }
 
     def exported(kind: str) -> dict[str, str]:
@@ -113,26 +113,27 @@ def test_torchvision_has_the_data_sets_of_the_table(name: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("data={name: masks/city}", "task=segmentation"), "data.root: is missing, and masks/city needs it"),
+        (("data={name: masks/city}", "task=outlining"), "data.root: is missing, and masks/city needs it"),
         (
             ("data={name: masks, root: x}",),
             (
-                "task: classification reads images or features (target: class), and masks has images "
-                "(target: mask); write segmentation, or data.name: digits or synthetic or imagefolder"
+                "task: classification reads images or features (target: class or classes), and masks "
+                "has images (target: mask); write segmentation, or outlining, or data.name: digits or "
+                "synthetic or imagefolder"
             ),
         ),
         (
-            ("task=segmentation",),
+            ("task=outlining",),
             (
-                "task: segmentation reads images (target: mask), and digits has images (target: class); "
-                "write classification, or data.name: scans"
+                "task: outlining reads images (target: mask), and digits has images (target: class); "
+                "write classification, or data.name: segmentation_folder or scans"
             ),
         ),
         (
             ("data={name: numbers}",),
             (
-                "task: classification reads images or features (target: class), and numbers has features "
-                "(target: number); write data.name"
+                "task: classification reads images or features (target: class or classes), and numbers "
+                "has features (target: number); write regression, or data.name"
             ),
         ),
     ],
@@ -144,7 +145,7 @@ def test_a_file_is_checked_by_a_plug_ins_row(overrides: tuple[str, ...], said: s
 
 @pytest.mark.usefixtures("plugged_in")
 def test_what_fits_passes(tmp_path: Path) -> None:
-    assert problems_of(tmp_path, GOOD, "data={name: masks, root: x}", "task=segmentation") == []
+    assert problems_of(tmp_path, GOOD, "data={name: masks, root: x}", "task=outlining") == []
 
 
 @pytest.mark.usefixtures("plugged_in")
@@ -157,7 +158,7 @@ def test_a_row_of_another_type_is_refused() -> None:
 
 @pytest.mark.parametrize("package", ["validate", "plan", "training", "cli", "run", "report", "topology"])
 def test_no_data_set_is_known_by_name_elsewhere(package: str) -> None:
-    names = DATA_SETS.keys() - {"text", "torchvision"}  # words of their own
+    names = DATA_SETS.keys() - {"text", "tokens", "torchvision"}  # words of their own
     for path in (Path(hpc_train.__file__).parent / package).rglob("*.py"):
         literals = {
             node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)

@@ -20,6 +20,10 @@ ALL: list[dict[str, Any]] = [
     {"crop_padding": 3},
     {"random_resized_crop": {}},
     {"randaugment": {}},
+    {"randaugment": {"magnitude_std": 3.0}},
+    {"policy": "trivialaugment"},
+    {"policy": "autoaugment"},
+    {"random_resized_crop": {"interpolation": "random"}},
     {"erasing": 0.5},
     {"hflip": 0.5, "crop_padding": 2, "random_resized_crop": {}, "randaugment": {}, "erasing": 0.3},
 ]
@@ -113,6 +117,22 @@ def test_float_images_are_flipped_and_cropped_but_not_randaugmented() -> None:
     assert torch.equal(out[inside], (as_bytes.float() - 128)[inside])
     with pytest.raises(BadFileError, match=r"data\.augment\.randaugment: .*float32"):
         augmentation({"randaugment": {}})(images, 0, torch.arange(8))
+    with pytest.raises(BadFileError, match=r"data\.augment\.policy: .*float32"):
+        augmentation({"policy": "trivialaugment"})(images, 0, torch.arange(8))
+
+
+def test_crops_are_interpolated_as_the_file_says() -> None:
+    images, samples = random_images(40, 3, 30, 20), torch.arange(40)
+
+    def crops(interpolation: str | None, default: str = "bilinear") -> torch.Tensor:
+        config = AugmentConfig.model_validate({"random_resized_crop": {"interpolation": interpolation}})
+        return Augmentation(config, 16, 0, default)(images, 0, samples)
+
+    bilinear, bicubic, mixed = crops("bilinear"), crops("bicubic"), crops("random")
+    assert torch.equal(crops(None), bilinear) and torch.equal(crops(None, "bicubic"), bicubic)
+    is_bilinear = (mixed == bilinear).flatten(1).all(dim=1)
+    assert torch.equal(mixed[~is_bilinear], bicubic[~is_bilinear])
+    assert 10 < int(is_bilinear.sum()) < 30
 
 
 class _CountOperations(TorchDispatchMode):

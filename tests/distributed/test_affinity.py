@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from hpc_train.distributed import affinity
-from hpc_train.distributed.affinity import num_sharing, parse_cpu_list, physical_cores, slice_of
+from hpc_train.distributed.affinity import (
+    loader_processes,
+    num_sharing,
+    parse_cpu_list,
+    physical_cores,
+    slice_of,
+)
 from hpc_train.distributed.env import RankFacts
 
 CPU = torch.device("cpu")
@@ -113,3 +119,22 @@ def test_a_job_that_is_not_confined_takes_no_cores_of_others(mask: set[int]) -> 
     facts = RankFacts(0, 1, 0, 1, 0, 1)
     assert affinity.bind(facts, CPU, {"SLURM_CPUS_ON_NODE": "1"}) == len(mask)
     assert os.sched_getaffinity(0) == mask
+
+
+@pytest.mark.parametrize(
+    ("cpus", "sharing", "device", "expected"),
+    [
+        (8, 1, "cuda", 7),
+        (8, 2, "cuda", 3),
+        (64, 2, "cuda", 16),
+        (1, 1, "cuda", 0),
+        (2, 4, "cuda", 0),
+        (8, 1, "cpu", 1),
+        (2, 2, "cpu", 0),
+    ],
+)
+def test_loader_processes_are_the_spare_cpus(
+    cpus: int, sharing: int, device: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    assert loader_processes(sharing, torch.device(device)) == expected

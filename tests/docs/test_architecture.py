@@ -64,7 +64,7 @@ def test_commands_name_no_scheduler() -> None:
 
 #: The protocol of each plug-in package; the same step for data sets and models, and the arguments of both; a
 #: provider of both; a model's facts asked for and found; a rank's process as Slurm and as training see it.
-_SHARED_NAMES = {"base", "building", "arguments", "torchvision", "model_facts", "rank"}
+_SHARED_NAMES = {"base", "building", "arguments", "torchvision", "huggingface", "model_facts", "rank"}
 
 
 def test_a_module_name_means_one_thing() -> None:

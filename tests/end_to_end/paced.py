@@ -40,6 +40,15 @@ def vit(num_classes: int, dropout: float = 0.1, stem_dropout: float = 0.0) -> nn
     return model
 
 
+def graph_network(num_classes: int) -> nn.Module:
+    """The example's, for ``OWN_TASK``."""
+    from examples.graph_network import GraphNetwork
+
+    model = GraphNetwork(num_classes, width=16, depth=2)
+    model.register_forward_pre_hook(_pause)
+    return model
+
+
 def _pause(model: nn.Module, inputs: object) -> None:
     time.sleep(float(os.environ.get(TRAIN_S if model.training else EVAL_S, "0")))
 

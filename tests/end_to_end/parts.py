@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from hpc_train.datasets.sources.in_memory import TensorSplit
 
 #: The digit that ``Poisoned`` can't bear.
 POISON = 1000
+#: In the environment: seconds that each forward of ``segmenter`` takes longer in training.
+SEGMENTER_S = "SEGMENTER_S"
 
 
 class Block(nn.Module):
@@ -52,6 +55,27 @@ class Net(nn.Sequential):
 
 def net(num_classes: int, norm: bool = True, dropout: float = 0.2, pause_s: float = 0.0) -> nn.Module:
     return Net(num_classes, norm=norm, dropout=dropout, pause_s=pause_s)
+
+
+class Segmenter(nn.Module):
+    """Logits (B, C, H, W) as torchvision's models return them, with an auxiliary head in training."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh())
+        self.body = nn.Sequential(nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.Tanh())
+        self.head, self.aux_head = nn.Conv2d(8, num_classes, 1), nn.Conv2d(8, num_classes, 1)
+
+    def forward(self, images_BCHW: Tensor) -> dict[str, Tensor]:
+        hidden = self.stem(images_BCHW)
+        if not self.training:
+            return {"out": self.head(self.body(hidden))}
+        time.sleep(float(os.environ.get(SEGMENTER_S, "0")))
+        return {"out": self.head(self.body(hidden)), "aux": self.aux_head(hidden)}
+
+
+def segmenter(num_classes: int) -> nn.Module:
+    return Segmenter(num_classes)
 
 
 def failing(num_classes: int, rank: int) -> nn.Module:

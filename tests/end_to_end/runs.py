@@ -57,6 +57,13 @@ logging: {every_steps: 1}
 #: Takes as long as the environment says.
 PACED = EXPERIMENT.replace("tests.end_to_end.parts:net", "tests.end_to_end.paced:net")
 
+#: A task, a data set with dicts as inputs and targets, and a model, none of them from the package.
+OWN_TASK = (
+    'task="examples.graph_network:TwoTargets"',
+    'model={name: "tests.end_to_end.paced:graph_network"}',
+    'data={name: "examples.graph_network:graphs"}',
+)
+
 #: Each rank computes with one thread. Two threads spin while they wait for each other: on two busy cores a
 #: run of one rank took ten times the CPU time.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -201,7 +208,7 @@ def final_tensors(paths: RunPaths) -> dict[str, Any]:
 
 
 def assert_equal_to_the_bit(one: RunPaths, other: RunPaths) -> None:
-    """Compare two runs: weights, buffers, optimizer state and every metric."""
+    """Compare two runs: weights, buffers, optimizer state, every metric and the files of evaluations."""
     ours, theirs = final_tensors(one), final_tensors(other)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
@@ -210,3 +217,9 @@ def assert_equal_to_the_bit(one: RunPaths, other: RunPaths) -> None:
         else:
             assert value == theirs[name], f"{name} differs"
     assert rows(one) == rows(other)
+    assert evaluation_files(one) == evaluation_files(other)
+
+
+def evaluation_files(paths: RunPaths) -> dict[str, bytes]:
+    files = [path for path in paths.evaluations.rglob("*") if path.is_file()]
+    return {str(path.relative_to(paths.evaluations)): path.read_bytes() for path in files}

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
+from tests.end_to_end.paced import TRAIN_S
 from tests.end_to_end.runs import (
+    OWN_TASK,
     assert_equal_to_the_bit,
     found_runs,
     hpc_train,
     kill_everything,
     last_step,
     only_run,
+    rows,
     start,
     status,
     wait_for,
@@ -64,11 +67,31 @@ def test_a_run_killed_five_times_is_bitwise_identical(
 
 
 @pytest.mark.fault(16)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_killed_run_of_an_own_task_is_bitwise_identical(
+    strategy: str, quiet_runs: QuietRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = (*OWN_TASK, f"parallel.strategy={strategy}", "optimization.steps=40")
+    quiet = quiet_runs.of(*overrides)
+    monkeypatch.setenv(TRAIN_S, "0.02")
+    killed = submit_with_kills(tmp_path / "killed", [17], *overrides)
+    assert_equal_to_the_bit(quiet, killed)
+
+
+@pytest.mark.fault(16)
 def test_a_run_killed_on_three_ranks_is_bitwise_identical(quiet_runs: QuietRuns, tmp_path: Path) -> None:
     """Three ranks share four micro-batches: spare slots, and sums whose order may depend on DDP's buckets."""
     quiet = quiet_runs.of(SLOW, ranks=3)
     killed = submit_with_kills(tmp_path / "killed", [25], SLOW, devices=3)
     assert_equal_to_the_bit(quiet, killed)
+
+
+def test_a_run_with_mixup_and_cutmix_is_bitwise_identical(quiet_runs: QuietRuns, tmp_path: Path) -> None:
+    mixed = ("optimization.mixup=0.8", "optimization.cutmix=1.0", "optimization.label_smoothing=0.1")
+    overrides = ("optimization.schedule={name: constant}", "optimization.steps=20", *mixed, SLOW)
+    killed = submit_with_kills(tmp_path, [9], *overrides)
+    assert_equal_to_the_bit(quiet_runs.of(*overrides), killed)
+    assert all(0 <= row["accuracy"] <= 1 for row in rows(killed)), "of train and val"
 
 
 @pytest.mark.fault(16)

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
+from hpc_train.models import torchvision as torchvision_models
 from hpc_train.models.building import build_by_factory, build_model
-from hpc_train.models.torchvision import _resampled
+from hpc_train.models.torchvision import convert_weights
 from hpc_train.models.weights import LoadReport, keep_report, report_of
 
 
@@ -134,6 +135,27 @@ def test_torchvisions_cached_weights_are_loaded_and_the_head_swapped(
     assert model(torch.rand(1, 3, 64, 64)).shape == (1, 6)
 
 
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("lraspp_mobilenet_v3_large", ["classifier.low_classifier", "classifier.high_classifier"]),
+        ("deeplabv3_mobilenet_v3_large", ["aux_classifier.4", "classifier.4"]),
+        ("fcn_resnet50", ["aux_classifier.4", "classifier.4"]),
+    ],
+)
+def test_segmentation_models_give_a_class_per_pixel_and_swap_all_heads(name: str, heads: list[str]) -> None:
+    args: dict[str, Any] = {"aux_loss": True} if "aux_classifier.4" in heads else {}
+    with torch.device("meta"):
+        model = build(f"torchvision/{name}", info(6), args=args)
+        outputs = model(torch.empty(2, 3, 64, 96))
+        assert outputs["out"].shape == (2, 6, 64, 96)
+        assert ("aux" in outputs) == bool(args)
+        assert torchvision_models._heads(name, model) == heads
+        for head in heads:
+            assert torchvision_models._swap_head(model, head, 4)
+        assert model(torch.empty(2, 3, 64, 96))["out"].shape == (2, 4, 64, 96)
+
+
 def _load_unchecked(weights: Any, *args: object, **keys: object) -> Any:
     """Load from the cache without the hash of the file's name, which random weights can't have."""
     return torch.hub.load_state_dict_from_url(weights.url, weights_only=True)
@@ -180,7 +202,7 @@ VIT = {"img_size": 32, "patch_size": 8}
 
 
 @pytest.mark.parametrize("size", [16, 48])
-def test_position_embeddings_are_resampled_as_timm_does(size: int, tmp_path: Path) -> None:
+def test_position_embeddings_areconvert_weights_as_timm_does(size: int, tmp_path: Path) -> None:
     from timm.layers import resample_abs_pos_embed
 
     source = build("timm/test_vit", args=VIT)
@@ -203,7 +225,7 @@ def test_position_embeddings_are_resampled_as_timm_does(size: int, tmp_path: Pat
     )
 
 
-def test_the_positions_of_torchvisions_vit_are_resampled_as_timm_does(tmp_path: Path) -> None:
+def test_the_positions_of_torchvisions_vit_areconvert_weights_as_timm_does(tmp_path: Path) -> None:
     from timm.layers import resample_abs_pos_embed
 
     def vit(size: int) -> torch.nn.Module:
@@ -218,7 +240,7 @@ def test_the_positions_of_torchvisions_vit_are_resampled_as_timm_does(tmp_path: 
         return torchvision.models.VisionTransformer(**args)
 
     source, model = vit(32), vit(48)
-    found = _resampled(model, source.state_dict())
+    found = convert_weights(model, source.state_dict())
     name = "encoder.pos_embedding"
     expected = resample_abs_pos_embed(source.get_parameter(name), [6, 6], num_prefix_tokens=1)
     assert torch.equal(found[name], expected)

@@ -16,7 +16,7 @@ from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
-from hpc_train.models.gpt import GPT, Attention, Block
+from hpc_train.models.gpt import GPT, Attention, Block, rotary_table
 
 TEXT = DataInfo(11, 0, (), (), sequence_length=8)
 SMALL = {"num_layers": 2, "num_heads": 2, "dim": 12}
@@ -156,3 +156,100 @@ def test_unsupported_settings_of_gpt_are_reported() -> None:
     with pytest.raises(BadFileError, match=r"^model.name: gpt takes no name after it; write gpt$"):
         build_model(ModelConfig(name="gpt/2"), TEXT)
     assert gpt(num_classes=64).head.out_features == 64, "the file wins over the data"
+
+
+LLAMA = {"style": "llama", "num_heads": 4, "num_kv_heads": 2, "dim": 16, "hidden_dim": 20, "num_layers": 2}
+
+
+class PlainLlama:
+    """Llama's forward written out position by position, from the weights of a model of ours."""
+
+    def __init__(self, model: GPT, theta: float, eps: float) -> None:
+        self.weights = dict(model.named_parameters())
+        self.layers, self.theta, self.eps = len(model.layers), theta, eps
+
+    def __call__(self, tokens_BT: Tensor) -> Tensor:
+        weights = self.weights
+        x = weights["token_embedding.weight"][tokens_BT]
+        for layer in range(self.layers):
+            own = {name.removeprefix(f"layers.{layer}."): value for name, value in weights.items()}
+            x = x + self.attention(self.norm(x, own["attention_norm.weight"]), own)
+            h = self.norm(x, own["mlp_norm.weight"])
+            gate = h @ own["mlp.gate.weight"].T
+            x = x + (gate * torch.sigmoid(gate) * (h @ own["mlp.up.weight"].T)) @ own["mlp.down.weight"].T
+        head = weights.get("head.weight", weights["token_embedding.weight"])
+        return self.norm(x, weights["norm.weight"]) @ head.T
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * weight
+
+    def turned(self, head_BTK: Tensor) -> Tensor:
+        """Multiply each pair, as a complex number, by its angle's."""
+        length, width = head_BTK.shape[1:]
+        pairs = torch.complex(head_BTK[..., : width // 2], head_BTK[..., width // 2 :])
+        places = torch.arange(length, dtype=torch.float64)[:, None]
+        angles = places / self.theta ** (torch.arange(width // 2, dtype=torch.float64) * 2 / width)
+        turned = pairs * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((turned.real, turned.imag), -1)
+
+    def attention(self, x: Tensor, own: dict[str, Tensor]) -> Tensor:
+        q, k, v = (x @ own[f"attention.{name}.weight"].T for name in ("wq", "wk", "wv"))
+        heads = []
+        for head in range(4):
+            mine, shared = slice(4 * head, 4 * head + 4), slice(4 * (head // 2), 4 * (head // 2) + 4)
+            scores = self.turned(q[..., mine]) @ self.turned(k[..., shared]).transpose(1, 2) / 2
+            hidden = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+            heads.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ v[..., shared])
+        return torch.cat(heads, -1) @ own["attention.wo.weight"].T
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_twenty_steps_of_llama_are_those_of_a_plain_one(tie: bool) -> None:
+    ours = gpt(**LLAMA, tie_embeddings=tie, rope_theta=100.0, norm_eps=1e-3).double()
+    theirs = gpt(**LLAMA, tie_embeddings=tie, rope_theta=100.0, norm_eps=1e-3).double()
+    plain = PlainLlama(theirs, 100.0, 1e-3)
+    losses = []
+    for model, forward in ((ours, ours), (theirs, plain)):
+        optimizer = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
+        losses.append([])
+        for step in range(20):
+            given = tokens(seed=step)
+            loss = functional.cross_entropy(forward(given[:, :-1]).flatten(0, 1), given[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+    for name, value in theirs.named_parameters():
+        torch.testing.assert_close(dict(ours.named_parameters())[name], value, rtol=0, atol=1e-9, msg=name)
+
+
+def test_llama_has_the_parameters_of_the_formula() -> None:
+    model = gpt(**LLAMA)
+    attention, mlp = 2 * 16 * 16 + 2 * 16 * 8, 3 * 16 * 20
+    assert sum(p.numel() for p in model.parameters()) == 11 * 16 + 2 * (attention + mlp + 32) + 16
+    assert not any(name.endswith("bias") for name, _ in model.named_parameters())
+    whole = gpt(style="llama", num_heads=2, dim=96, num_layers=1)
+    assert whole.layers[0].mlp.up.out_features == 256, "8/3 of the width, rounded up to a multiple of 64"
+    assert whole.layers[0].attention.wk.out_features == 96
+
+
+def test_rotary_angles_are_not_rounded_to_bfloat16() -> None:
+    layer = gpt(**LLAMA).layers[0].attention
+    cos_TK, _ = rotary_table(torch.zeros(1, 1, 1000, 4, dtype=torch.bfloat16), 10000.0)
+    assert cos_TK.dtype == torch.float32 and cos_TK[999, 0].item() == pytest.approx(math.cos(999), abs=1e-4)
+    assert layer.to(torch.bfloat16)(torch.zeros(1, 3, 16, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"num_kv_heads": 1}, r"^model.args.num_kv_heads: is for style llama; write style: llama too"),
+        ({"style": "llama", "num_heads": 6, "num_kv_heads": 4}, r"num_kv_heads: 4 does not .*; write 3$"),
+        ({"style": "llama", "num_heads": 4}, r"^model.args.dim: 12 gives each of 4 heads 3 .*write 16$"),
+        ({"style": "opt"}, r"^model.args.style: .*it is 'opt'"),
+    ],
+)
+def test_wrong_arguments_of_a_style_are_named(args: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadFileError, match=words):
+        gpt(**args)

@@ -11,11 +11,11 @@ from hpc_train.models.names import list_names
 from hpc_train.strategies.sync_batchnorm import has_batchnorm
 
 
-def test_names_hold_models_and_data_sets_of_classification() -> None:
+def test_names_hold_models_and_data_sets_that_tasks_take() -> None:
     names = list_names()
     assert {"resnet50", "vit_tiny_patch16_224"} <= set(names["timm"])
-    assert "resnet50" in names["torchvision"]
-    assert not {"fasterrcnn_resnet50_fpn", "fcn_resnet50", "r3d_18"} & set(names["torchvision"])
+    assert {"resnet50", "fcn_resnet50", "fasterrcnn_resnet50_fpn"} <= set(names["torchvision"])
+    assert not {"maskrcnn_resnet50_fpn", "r3d_18"} & set(names["torchvision"])
     assert {"CIFAR10", "MNIST", "Food101", "ImageNet"} <= set(names["datasets"])
     assert not {"VisionDataset", "KittiFlow", "FakeData", "DatasetFolder"} & set(names["datasets"])
 

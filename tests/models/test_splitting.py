@@ -40,6 +40,11 @@ def _gpt(*, tie_embeddings: bool = False, dropout: float = 0.0) -> nn.Module:
     return GPT(31, 16, GPTArgs(num_layers=4, dim=16, tie_embeddings=tie_embeddings, dropout=dropout))
 
 
+def _llama() -> nn.Module:
+    args = GPTArgs(style="llama", num_layers=4, dim=16, num_kv_heads=2, tie_embeddings=False)
+    return GPT(31, 16, args)
+
+
 def _tiny_vit(**args: Any) -> nn.Module:
     return timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=48, num_classes=5, **args)
 
@@ -163,8 +168,9 @@ def test_stages_one_after_the_other_are_the_model(num_stages: int) -> None:
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_the_language_model_is_cut(num_stages: int) -> None:
-    _assert_is_cut(_gpt, _tokens(), [num_stages])
+@pytest.mark.parametrize("make", [_gpt, _llama])
+def test_the_language_model_is_cut(make: Make, num_stages: int) -> None:
+    _assert_is_cut(make, _tokens(), [num_stages])
 
 
 @pytest.mark.parametrize(

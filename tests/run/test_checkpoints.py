@@ -25,6 +25,7 @@ from hpc_train.run.checkpoints import (
     counts,
     damaged,
     hash_file,
+    kept_best,
     listing,
     newest_attempt,
     prune,
@@ -389,3 +390,18 @@ def test_a_file_server_that_is_away_does_not_make_a_checkpoint_damaged(
     else:
         with pytest.raises(OSError, match="Stale"):
             verify(checkpoint)
+
+
+def test_the_best_up_to_each_kept_checkpoint_is_kept(run: RunPaths) -> None:
+    """The newest names 300; if it turns out to be damaged, the one before names 200."""
+    begin_attempt(run, 1)
+    for step, best in {100: 100, 200: 200, 300: 300, 400: 300, 500: 200, 600: 300}.items():
+        facts = {"metric": "loss", "value": 0.5, "step": best}
+        change_manifest(write_checkpoint(run, step, attempt=1), best=facts)
+    assert prune(run, 2, 1) == ["step-00000400", "step-00000100"]
+    best = kept_best(run)
+    assert best is not None and best.step == 300
+
+
+def test_without_checkpoints_there_is_no_best(run: RunPaths) -> None:
+    assert kept_best(run) is None

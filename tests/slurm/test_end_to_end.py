@@ -14,6 +14,7 @@ from hpc_train.loggers.wandb_process import _named
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
 from tests.end_to_end.runs import (
+    OWN_TASK,
     PLANTED,
     SECRETS,
     assert_equal_to_the_bit,
@@ -130,6 +131,16 @@ def test_a_preemption_changes_no_bit_of_a_shared_model(
         assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
     see_it_complete(paths, quiet.four(*overrides))
     assert [record.cause for record in records(paths)] == ["preemption", "completed"]
+
+
+@pytest.mark.fault(1)
+def test_a_preemption_changes_no_bit_of_an_own_task(cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
+    overrides = (*OWN_TASK, "optimization.steps=30")
+    paths = submit_one(tmp_path, *overrides, text=TWO_RANKS, pace_s=0.2)
+    wait_for_step(paths, 5)
+    with preempting(cluster, paths):
+        assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
+    see_it_complete(paths, quiet.two(*overrides))
 
 
 @pytest.mark.fault(1)

@@ -77,6 +77,9 @@ def make_model(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "gpt":
         return GPT(31, 16, GPTArgs(num_layers=4, dim=16, tie_embeddings=False))
+    if kind == "gpt-llama":
+        args = GPTArgs(style="llama", num_layers=4, dim=16, num_kv_heads=2, tie_embeddings=False)
+        return GPT(31, 16, args)
     if kind == "gpt-dropout":
         return GPT(31, 16, GPTArgs(num_layers=4, dim=16, tie_embeddings=False, dropout=0.2))
     if kind == "resnet":
@@ -243,6 +246,7 @@ CASES = [
     Case("vit", Degrees(pipeline=2, replicate=2), {"strategy": "split"}, micro_batches=3),
     Case("vit-averaging", Degrees(pipeline=2, shard=2), micro_batches=3),
     Case("vit", Degrees(pipeline=2, tensor=2)),
+    Case("gpt-llama", Degrees(pipeline=2, tensor=2)),
 ]
 
 

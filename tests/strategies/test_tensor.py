@@ -54,6 +54,11 @@ def gpt() -> nn.Module:
     return GPT(11, 6, GPTArgs(num_layers=2, num_heads=4, dim=20))
 
 
+def llama() -> nn.Module:
+    """Of two ranks each has two heads, which share keys and values."""
+    return GPT(11, 6, GPTArgs(style="llama", num_layers=2, num_heads=4, num_kv_heads=2, dim=16))
+
+
 def glu() -> nn.Module:
     return vit(mlp_layer=timm.layers.GluMlp, mlp_ratio=4.0)
 
@@ -79,7 +84,7 @@ def convnext() -> nn.Module:
 
 def inputs_of(make: Callable[[], nn.Module], number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(number)
-    if make is gpt:
+    if make in (gpt, llama):
         tokens = torch.randint(11, (2, 7), generator=generator)
         return tokens[:, :-1], tokens[:, 1:]
     size = 64 if make is convnext else 16
@@ -234,6 +239,7 @@ ON_FOUR = [
     Training(vit, SGD, COPIES),
     Training(gpt, ADAMW, PAIRS),
     Training(gpt, SGD, ALL_FOUR),
+    Training(llama, ADAMW, PAIRS),
 ]
 
 
@@ -351,6 +357,7 @@ def mlps(*widths: int) -> nn.Module:
             "3 ranks .* 4 heads of blocks.0.attn .*write 2 or 4$",
         ),
         (gpt, 8, "8 ranks can't share 4 heads of layers.0.attention .*write 2 or 4$"),
+        (llama, 4, r"4 ranks can't share 2 heads of layers.0.attention \(num_kv_heads\) evenly; write 2$"),
         (torchvision_vit, 5, "5 ranks .* 24 columns of .*mlp.0 evenly; write 8, 12 or 24$"),
         (lambda: mlps(7), 2, "7 columns of 0.fc1 evenly; write 7$"),
         (lambda: mlps(7, 5), 2, "7 columns of 0.fc1 evenly; write another parallel.strategy, like fsdp$"),

@@ -128,6 +128,16 @@ def test_forward_has_a_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(forward.loss(model, batch()), expected)
 
 
+def test_a_class_of_the_users_own_is_a_task() -> None:
+    experiment = cast(
+        Experiment, SimpleNamespace(task=f"{__name__}:Inheriting", data=SimpleNamespace(name="x"))
+    )
+    assert isinstance(make_task(experiment, INFO), Inheriting)
+    experiment.task = f"{__name__}:CPU"
+    with pytest.raises(BadFileError, match=r"task: tests\.tasks\.test_base:CPU is device; name a class"):
+        make_task(experiment, INFO)
+
+
 def test_a_task_without_sums_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadFileError, match="task: NoSums has no method sums"):
         made("NoSums", monkeypatch)

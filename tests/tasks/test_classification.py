@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from sklearn.metrics import confusion_matrix
 from torch import Tensor
 from torch.nn import functional
 
@@ -12,8 +13,8 @@ from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.tasks.classification import Classification
 
 
-def task(num_classes: int = 7, label_smoothing: float = 0.0, **model: Any) -> Classification:
-    experiment = Experiment.model_validate(
+def experiment(label_smoothing: float = 0.0, **model: Any) -> Experiment:
+    return Experiment.model_validate(
         {
             "name": "x",
             "task": "classification",
@@ -28,7 +29,11 @@ def task(num_classes: int = 7, label_smoothing: float = 0.0, **model: Any) -> Cl
             },
         }
     )
-    return Classification(experiment, DataInfo(num_classes, 3, (0.5,) * 3, (0.5,) * 3))
+
+
+def task(num_classes: int = 7, label_smoothing: float = 0.0, **model: Any) -> Classification:
+    info = DataInfo(num_classes, 3, (0.5,) * 3, (0.5,) * 3)
+    return Classification(experiment(label_smoothing, **model), info)
 
 
 def batch(logits: Tensor, targets: Tensor, valid: Tensor | None = None) -> Batch:
@@ -44,7 +49,9 @@ def logits_and_targets(size: int, num_classes: int = 7) -> tuple[Tensor, Tensor]
 
 
 def sums(of: Classification, given: Batch) -> dict[str, float]:
-    return {name: value.item() for name, value in of.sums(given.inputs, given).items()}
+    """Return the sums that are numbers."""
+    found = of.sums(given.inputs, given)
+    return {name: value.item() for name, value in found.items() if value.dim() == 0}
 
 
 def test_loss_is_cross_entropy_with_label_smoothing() -> None:
@@ -78,9 +85,10 @@ def test_sums_are_those_of_counting_by_hand() -> None:
     assert found["loss"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_all_sums_are_float64_scalars() -> None:
+def test_all_sums_but_the_confusion_matrix_are_float64_scalars() -> None:
     given = batch(*logits_and_targets(4))
     found = task().sums(given.inputs, given)
+    assert found.pop("confusion").dtype == torch.int64
     assert all(value.dtype == torch.float64 and value.shape == () for value in found.values())
 
 
@@ -90,6 +98,30 @@ def test_samples_that_only_fill_up_count_for_nothing_even_if_nan() -> None:
     spoiled = logits.clone()
     spoiled[~valid] = float("nan")
     assert sums(task(), batch(spoiled, targets, valid)) == sums(task(), batch(logits[valid], targets[valid]))
+
+
+def test_the_confusion_matrix_is_scikit_learns() -> None:
+    logits, targets = logits_and_targets(60)
+    valid = torch.arange(60) % 7 > 0
+    given = batch(logits, targets, valid)
+    found = task().sums(logits, given)["confusion"]
+    expected = confusion_matrix(targets[valid], logits.argmax(1)[valid], labels=range(7))
+    assert found.tolist() == expected.tolist()
+    table = task().files({"confusion": found})["confusion_matrix.csv"].decode().splitlines()
+    assert table[0] == "class,0,1,2,3,4,5,6"
+    assert table[3] == ",".join(map(str, [2, *expected[2]]))
+
+
+def test_the_confusion_matrix_has_the_names_of_the_classes() -> None:
+    info = DataInfo(2, 3, (0.5,) * 3, (0.5,) * 3, class_names=("cat", 'the "dog", wet'))
+    found = Classification(experiment(), info).files({"confusion": torch.tensor([[3, 1], [0, 2]])})
+    assert found["confusion_matrix.csv"] == b'class,cat,"the ""dog"", wet"\ncat,3,1\n"the ""dog"", wet",0,2\n'
+
+
+def test_many_classes_have_no_confusion_matrix() -> None:
+    logits, targets = logits_and_targets(2, 1001)
+    found = task(1001).sums(logits, batch(logits, targets))
+    assert "confusion" not in found and task(1001).files(found) == {}
 
 
 def test_batches_merge_to_the_metrics_of_the_whole() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpc_train.datasets.sampler import EvaluationSampler
 from hpc_train.datasets.types import Batch
+from hpc_train.errors import BadFileError
 from hpc_train.training.evaluation import evaluate
 from tests.ranks import run_ranks
 
@@ -34,7 +35,7 @@ def batches(rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
         yield Batch(0, slot.number, 1.0, make_values()[slot.indices], slot.indices, valid)
 
 
-def sums_of(batch: Batch) -> dict[str, Tensor]:
+def sums_of(batch: Batch) -> dict[str, Any]:
     valid_BK = torch.where(batch.valid[:, None], batch.inputs, 0.0)
     return {
         "count": batch.valid.sum(dtype=torch.float64),
@@ -42,6 +43,8 @@ def sums_of(batch: Batch) -> dict[str, Tensor]:
         "digits": torch.bincount(batch.targets[batch.valid] % 6, minlength=6).view(2, 3),
         "rows": valid_BK.sum(0).view(4, 4),
         **{f"value{k}": value for k, value in enumerate(valid_BK.sum(0))},
+        # Sample i has i mod 3 rows; what fills up the last batch must not be kept.
+        "records": [batch.inputs[i, : 2 * (index % 3)].view(-1, 2) for i, index in enumerate(batch.targets)],
     }
 
 
@@ -53,6 +56,7 @@ def numbers_of(found: dict[str, Any] | None) -> dict[str, float] | None:
     """Name each number of a tensor, so that results can be compared."""
     if found is None:
         return None
+    found = found | {"records": torch.cat([record.flatten() for record in found["records"]])}
     tensors = {
         name: torch.as_tensor(value, dtype=torch.float64).flatten().tolist() for name, value in found.items()
     }
@@ -74,7 +78,7 @@ def stopped_on_rank(rank: int, world_size: int) -> tuple[object, int]:
     seen: list[int] = []
     begun: list[int] = []
 
-    def counted(batch: Batch) -> dict[str, Tensor]:
+    def counted(batch: Batch) -> dict[str, Any]:
         seen.append(batch.number)
         return sums_of(batch)
 
@@ -104,6 +108,37 @@ def test_every_sample_counts_exactly_once() -> None:
 
 
 @pytest.mark.usefixtures("_group")
+def test_records_are_those_of_the_valid_samples_in_their_order() -> None:
+    found = evaluate(batches(), NUM_BATCHES, sums_of, CPU, ignore, lambda: False)
+    assert found is not None
+    expected = [values[: 2 * (index % 3)].view(-1, 2) for index, values in enumerate(make_values())]
+    assert [record.shape for record in found["records"]] == [record.shape for record in expected]
+    assert all(map(torch.equal, found["records"], expected))
+
+
+@pytest.mark.usefixtures("_group")
+def test_records_that_are_not_one_per_sample_are_refused() -> None:
+    def short(batch: Batch) -> dict[str, Any]:
+        return {"count": batch.valid.sum(), "boxes": [batch.inputs[0]]}
+
+    with pytest.raises(BadFileError, match=r"task: sums returned 1 records 'boxes' for 8 samples; return a"):
+        evaluate(batches(), NUM_BATCHES, short, CPU, ignore, lambda: False)
+
+
+def on_second_of_stages(rank: int, world_size: int) -> dict[str, float] | None:
+    """Have the two ranks share a model, where the second owns the loss and the first has no records."""
+    owns_loss = rank == 1
+    found = evaluate(batches(), NUM_BATCHES, sums_of, CPU, ignore, lambda: False, owns_loss=owns_loss)
+    return numbers_of(found)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_group")
+def test_ranks_that_own_no_loss_receive_the_records(tmp_path: Path) -> None:
+    assert run_ranks(2, on_second_of_stages, folder=tmp_path) == [on_rank(0, 1)] * 2
+
+
+@pytest.mark.usefixtures("_group")
 def test_asked_to_stop_it_says_nothing_and_goes_no_further() -> None:
     assert stopped_on_rank(0, 1) == (None, 3)
 
@@ -129,7 +164,7 @@ def late_on_rank_0(rank: int, world_size: int) -> tuple[object, int]:
         dist.all_reduce(asked[-1])
         return bool(asked[-1])
 
-    def collective(batch: Batch) -> dict[str, Tensor]:
+    def collective(batch: Batch) -> dict[str, Any]:
         forwards.append(batch.number)
         numbers = torch.tensor([batch.number])
         found = [torch.zeros_like(numbers) for _ in range(world_size)]
@@ -161,16 +196,21 @@ def summed_rank_by_rank(world_size: int) -> dict[str, float]:
     for rank in range(world_size):
         found = numbers_of(evaluate(batches(rank, world_size), 16, sums_of, CPU, ignore, lambda: False))
         assert found is not None
-        totals = {name: totals.get(name, 0.0) + value for name, value in found.items()}
+        totals = {name: totals.get(name, 0.0) + value for name, value in without_records(found).items()}
     return totals
+
+
+def without_records(found: dict[str, float] | None) -> dict[str, float]:
+    assert found is not None
+    return {name: value for name, value in found.items() if not name.startswith("records")}
 
 
 @pytest.mark.usefixtures("_group")
 def test_the_numbers_would_show_another_order() -> None:
     for world_size in (2, 3, 4):
         other = summed_rank_by_rank(world_size)
-        assert other == pytest.approx(on_rank(0, 1), rel=1e-9)
-        assert other != on_rank(0, 1)
+        assert other == pytest.approx(without_records(on_rank(0, 1)), rel=1e-9)
+        assert other != without_records(on_rank(0, 1))
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from hpc_train.errors import NonFiniteError, StorageError
 from hpc_train.health.progress import Progress
 from hpc_train.paths import RunPaths
 from hpc_train.training.cadence import Cadence
+from hpc_train.training.evaluation_files import EvaluationFiles
 from hpc_train.training.loop import BadSampleCount, Trainer, Validation
 from hpc_train.training.meters import Meters
 from hpc_train.training.non_finite import Guard, RollbackError
@@ -230,3 +231,17 @@ def test_the_first_batch_is_shown_once_before_anything_is_computed_of_it(
     with pytest.raises(RollbackError):
         trainer.train()
     assert seen == ["batch of step 0", *["forward"] * (GOOD_STEPS + 1)]
+
+
+def test_the_files_of_an_evaluation_are_written_before_its_row(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(run, "rollback", evaluate_every=GOOD_STEPS)
+    files = {"table.csv": b"1,2"}
+    monkeypatch.setattr(trainer.task, "files", lambda sums: files, raising=False)
+    trainer.evaluation_files = EvaluationFiles(run)
+    table, seen = run.evaluation(GOOD_STEPS) / "table.csv", []
+    monkeypatch.setattr(trainer.meters, "val_row", lambda step, _: seen.append((step, table.read_bytes())))
+    with pytest.raises(RollbackError):
+        trainer.train()
+    assert seen == [(GOOD_STEPS, b"1,2")]

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from hpc_train.config.schema import DataConfig, Experiment
+from hpc_train.config.schema import DataConfig, EarlyStoppingConfig, Experiment
 from hpc_train.data_facts.facts import DATA_SETS, DataFacts
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.types import Batch, DataInfo
@@ -341,3 +341,19 @@ def test_prepare_packs_an_image_folder_once_for_a_sweep(
     (pack,) = (tmp_path / "packs").iterdir()
     said = capsys.readouterr().err
     assert said.count(f"data.cache: {pack}: ") == said.count("bytes written") == 1
+
+
+def test_prepare_finds_a_metric_that_evaluations_do_not_have() -> None:
+    wrong = experiment("validation", {"target": 0}).model_copy(
+        update={"early_stopping": EarlyStoppingConfig(metric="miou", mode="max", patience=2)}
+    )
+    with pytest.raises(BadFileError, match=r"early_stopping.metric: miou is not a metric .* accuracy, loss$"):
+        prepare([wrong])
+
+
+def test_prepare_finds_that_there_is_nothing_to_evaluate() -> None:
+    wrong = experiment("images", {}).model_copy(
+        update={"early_stopping": EarlyStoppingConfig(metric="loss", mode="min", patience=2)}
+    )
+    with pytest.raises(BadFileError, match="has no validation data to evaluate"):
+        prepare([wrong])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +14,7 @@ from hpc_train.checkpoint.control_group import ControlGroup
 from hpc_train.datasets.sampler import Position
 from hpc_train.errors import BadFileError
 from hpc_train.run.versions import versions
-from hpc_train.training.train_state import OtherVersionsError, Resumed
+from hpc_train.training.train_state import OtherVersionsError, Resumed, refuse_other_classes
 from tests.training.resumes import resume
 
 
@@ -56,3 +57,14 @@ def test_the_same_versions_are_not_reported(caplog: pytest.LogCaptureFixture) ->
 def test_a_checkpoint_without_the_position_of_training_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(BadFileError, match=r"checkpoint 7: state\.json .* position of training"):
         resume(saved(extra))
+
+
+def test_an_evaluation_refuses_data_of_other_classes() -> None:
+    """Other numbers of samples are fine: it may be another set of data."""
+    source = SimpleNamespace(train=range(3), info=SimpleNamespace(class_names=["a", "b"]))
+    then = {"num_samples": 5, "classes": hashlib.sha256(b"a\nb").hexdigest()[:16]}
+    refuse_other_classes(Loaded(7, {"data": then}), cast(Any, source))
+    refuse_other_classes(Loaded(7, {}), cast(Any, source))
+    source.info.class_names = ["a", "c"]
+    with pytest.raises(BadFileError, match="the classes are not those that checkpoint 7 was trained on"):
+        refuse_other_classes(Loaded(7, {"data": then}), cast(Any, source))

@@ -69,6 +69,10 @@ def test_only_image_folders_have_a_pack(tmp_path: Path) -> None:
     assert "data.stage: copies the packed file of data.cache, and there is none; write data.cache too" in line
     (line,) = problems_of(tmp_path, images, "data.cache=packs", 'data.stage=""')
     assert "data.stage: is empty" in line
+    lists = images.replace("imagefolder", "image_list").replace("cache: exp.yaml", "cache: indexes")
+    assert problems_of(tmp_path, lists) == []
+    (line,) = problems_of(tmp_path, lists, "data.stage=true")
+    assert "data.stage: copies a packed image folder, and image_list is not one; take it out" in line
 
 
 def test_the_place_is_that_of_the_key(tmp_path: Path) -> None:
@@ -90,3 +94,47 @@ def test_the_place_is_that_of_the_key(tmp_path: Path) -> None:
 )
 def test_sound_files_pass(overrides: tuple[str, ...], tmp_path: Path) -> None:
     assert problems_of(tmp_path, TEXT, *overrides) == []
+
+
+DETECTION = """\
+name: boxes
+task: detection
+model: {name: torchvision/fasterrcnn_resnet50_fpn_v2}
+data: {name: coco, root: coco}
+optimization:
+  steps: 3
+  global_batch_size: 64
+  micro_batch_size: 16
+  optimizer: {name: sgd, lr: 0.1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (("model.name=torchvision/resnet50",), "model.name", "returns no boxes, and detection needs"),
+        (("model.name=timm/resnet50",), "model.name", "write a detector, like torchvision/fasterrcnn"),
+        (("task=classification", ON_DIGITS), "task", "can't use torchvision/fasterrcnn_resnet50_fpn_v2"),
+        (("task=classification", "model.name=acme:net"), "task", "images (target: boxes); write detection"),
+        ((ON_DIGITS,), "task", "detection reads images (target: boxes), and digits has"),
+        (("parallel.strategy=pipeline",), "parallel.strategy", "splits the model, and detection needs it"),
+        (("parallel.strategy=tensor",), "parallel.strategy", "needs it whole; write ddp, or fsdp"),
+        (
+            ("parallel.strategy=fsdp", "precision=bf16", "model.name=acme:net"),
+            "precision",
+            "bf16 under fsdp rounds the boxes that the model of detection takes; write fp32",
+        ),
+        (("data.root=",), "data.root", "write the folder that contains train.json"),
+    ],
+)
+def test_what_does_not_go_with_boxes_is_refused(
+    overrides: tuple[str, ...], key: str, said: str, tmp_path: Path
+) -> None:
+    lines = problems_of(tmp_path, DETECTION, *overrides)
+    assert len(lines) == 1, lines
+    assert f": {key}: " in lines[0] and said in lines[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hsdp"])
+def test_boxes_go_with_every_strategy_whose_ranks_run_the_whole_model(strategy: str, tmp_path: Path) -> None:
+    assert problems_of(tmp_path, DETECTION, f"parallel.strategy={strategy}") == []

@@ -24,13 +24,16 @@ from torch import nn
 
 from hpc_train.config.keys import replaced, split_key
 from hpc_train.config.schema import Experiment
+from hpc_train.datasets import batches
 from hpc_train.datasets.building import build_source
+from hpc_train.datasets.joint import JointTransform
 from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.sampler import MicroBatchSampler, Position
 from hpc_train.datasets.types import DataInfo
 from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
 from hpc_train.models.building import build_model
+from hpc_train.models.torchvision import model_names
 from hpc_train.plan.planning import make_plan
 from hpc_train.registry import load as load_part
 from hpc_train.strategies import model_facts as facts_of_models
@@ -53,6 +56,7 @@ CPU = torch.device("cpu")
 IMAGES = DataInfo(num_classes=10, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
 BATCHNORM = "acme.models:normalized"
 VIT = "timm/vit_tiny_patch16_224"
+MASKS = {"name": "segmentation_folder", "root": "/data", "args": {"num_classes": 2}}
 TEXT = {"name": "text", "root": "/data", "args": {"sequence_length": 8}}
 
 
@@ -158,7 +162,14 @@ def start_on(ranks: int) -> Callable[[Experiment], object]:
 #: ``module.function: rule``, where a rank raises what the rule returns. A function may have several rules.
 SHARED = {
     "datasets.arguments.refuse_rest: rest_not_taken": Shared({"data.name": "digits/x"}, read),
+    "datasets.batches._square: only_for_masks": Shared(
+        {"data.image_size": [32, 64]}, lambda experiment: batches._square(experiment.data, None)
+    ),
     "datasets.building.build_source: missing_root": Shared({"data": {"name": "imagefolder"}}, read),
+    "datasets.joint.__init__: not_for_masks": Shared(
+        {"task": "segmentation", "data": MASKS | {"augment": {"crop_padding": 4}}},
+        lambda experiment: JointTransform(experiment.data, 0, None, is_training=True),
+    ),
     "datasets.normalize._check_length: normalize_problem": Shared(
         {"data.normalize": {"mean": [0.5], "std": [0.5]}, "data.args": {"channels": 3}},
         lambda experiment: Normalize(IMAGES, experiment.data),
@@ -300,7 +311,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answer without a child process what the file check asks about models."""
     names = {
         "timm": timm.list_models(),
-        "torchvision": torchvision.models.list_models(module=torchvision.models),
+        "torchvision": model_names(),
         "datasets": sorted(torchvision.datasets.__all__),
         "timm_optimizers": timm.optim.list_optimizers(),
     }

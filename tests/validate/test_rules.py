@@ -18,7 +18,10 @@ from hpc_train.validate.slurm_rules import OWNED, SBATCH_KEYS
 from tests.config.files import GOOD, problems_of
 
 IMAGES = "data.image_size=32"
+MASKS = ("task=segmentation", "data={name: segmentation_folder, root: x, args: {num_classes: 2}}")
 CROP = "data.augment.random_resized_crop={}"
+
+LORA = "model.lora={rank: 2, targets: ['*']}"
 
 
 def args(*overrides: str) -> tuple[str, ...]:
@@ -36,6 +39,16 @@ def args(*overrides: str) -> tuple[str, ...]:
         (args("optimization.epochs="), "optimization.epochs", "is missing, and so is optimization.steps"),
         (args("optimization.global_batch_size=8"), "optimization.global_batch_size", "write 16, or"),
         (args("checkpoint={every_min: 1, every_steps: 1}"), "checkpoint.every_steps", "keep one"),
+        (
+            args("checkpoint.best={metric: ema_accuracy, mode: max}"),
+            "checkpoint.best.metric",
+            "write accuracy, or add optimization.ema",
+        ),
+        (
+            args("early_stopping={metric: ema_loss, mode: min, patience: 2}"),
+            "early_stopping.metric",
+            "write loss, or add optimization.ema",
+        ),
         (args("evaluation={every_epochs: 1, every_steps: 1}"), "evaluation.every_steps", "keep one"),
         (
             args("optimization.schedule={warmup_epochs: 1, warmup_steps: 1}"),
@@ -74,6 +87,11 @@ def args(*overrides: str) -> tuple[str, ...]:
             "breaks the graph; write false",
         ),
         (args("model.channels_last=true", "parallel.strategy=fsdp"), "model.channels_last", "strategy: ddp"),
+        (args(LORA, "parallel.strategy=tensor"), "model.lora", "write parallel.strategy: fsdp"),
+        (args(LORA, "parallel={strategy: pipeline, tensor: 2}"), "model.lora", "strategy: fsdp"),
+        (args(LORA, "precision=fp8"), "precision", "write bf16"),
+        (args("model.init_from=w.pth", "model.pretrained=true"), "model.init_from", "take one of them out"),
+        (args('model.init_from=""'), "model.init_from", "write a path, or take the key out"),
         (args("model.channels_last=true", "parallel.strategy=split"), "model.channels_last", "strategy: ddp"),
         (
             args("parallel={strategy: pipeline, sync_batchnorm: true}"),
@@ -91,6 +109,21 @@ def args(*overrides: str) -> tuple[str, ...]:
             "data.augment.random_resized_crop.scale",
             "write [0.1, 1]",
         ),
+        (args(*MASKS, "data.augment.random_scale=[2, 1]"), "data.augment.random_scale", "write [1, 2]"),
+        (
+            args(*MASKS, IMAGES, CROP, "data.augment.random_scale=[1, 2]"),
+            "data.augment.random_scale",
+            "be combined with random_resized_crop",
+        ),
+        (
+            args(*MASKS, "data.augment.randaugment={}"),
+            "data.augment.randaugment",
+            "write random_scale, hflip",
+        ),
+        (args(*MASKS, "data.eval_crop=0.5"), "data.eval_crop", "whole images are evaluated"),
+        (args("data.augment.random_scale=[1, 2]"), "data.augment.random_scale", "is for images with masks"),
+        (args("data.eval_size=64"), "data.eval_size", "is for images with masks or boxes; take it out"),
+        (args("data.image_size=[64, 32]"), "data.image_size", "resized to squares; write 64"),
         (args("data.normalize={mean: [0.5], std: [1, 1]}"), "data.normalize.std", "one value per channel"),
         (args("data.normalize={mean: [], std: []}"), "data.normalize.mean", "is empty"),
         (args("data.normalize={mean: [0.5]}"), "data.normalize.std", "one value per channel"),
@@ -105,6 +138,12 @@ def args(*overrides: str) -> tuple[str, ...]:
             "data.normalize",
             "in addition to from_weights",
         ),
+        (
+            args("data.augment={policy: trivialaugment, randaugment: {}}"),
+            "data.augment.policy",
+            "take one of the two out",
+        ),
+        (args("data.augment={policy: augmix}"), "data.augment.policy", "write one of"),
         (args('data.root="a\\nb"'), "data.root", "control character"),
         (args('data.root="a\\0b"'), "data.root", "control character"),
         (args("data.root=''"), "data.root", "is empty"),
@@ -247,21 +286,6 @@ def test_slurm_options_with_a_key_name_it(tmp_path: Path, option: str) -> None:
 )
 def test_sound_files_pass(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     assert problems_of(tmp_path, GOOD, *overrides) == []
-
-
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("optimization.mixup=0.2", "optimization.mixup"),
-        ("optimization.cutmix=1", "optimization.cutmix"),
-    ],
-)
-def test_what_can_not_be_started_yet_is_named(tmp_path: Path, override: str, key: str) -> None:
-    path = tmp_path / "exp.yaml"
-    path.write_text(GOOD)
-    (problem,) = check_start(load(path, [override]).experiment, ranks=None)
-    assert ".".join(map(str, problem.path)) == key
-    assert "does not work in this version" in problem.message
 
 
 def test_each_number_of_nodes_of_a_range_must_fit(tmp_path: Path) -> None:
@@ -524,6 +548,24 @@ def test_gpts_defaults_are_those_of_the_model() -> None:
     from hpc_train.models.gpt import GPTArgs
 
     assert {name: GPTArgs.model_fields[name].default for name in GPT_DEFAULTS} == GPT_DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("args", "degree", "said"),
+    [
+        ("num_kv_heads: 2", 4, "4 ranks can't share 2 key and value heads of gpt evenly; write 2"),
+        ("hidden_dim: 18", 4, "4 ranks can't share 18 columns of the MLP of gpt evenly; write 2"),
+        ("num_heads: 6, dim: 96", 3, "3 ranks can't share 256 columns of the MLP of gpt evenly; write 2"),
+    ],
+)
+def test_all_that_ranks_share_of_llama_must_be_divided(
+    args: str, degree: int, said: str, tmp_path: Path
+) -> None:
+    model = f"model={{name: gpt, args: {{style: llama, {args}}}}}"
+    parallel = f"parallel={{strategy: tensor, tensor: {degree}}}"
+    text = ("data={name: text, root: x}", "task=causal_lm")
+    (line,) = problems_of(tmp_path, GOOD, model, parallel, *text)
+    assert line.endswith(f"parallel.tensor: {said}")
 
 
 def test_degrees_of_a_plug_in_that_ignores_them_are_refused(

@@ -41,7 +41,7 @@ class FolderSplit:
         paths: list[bytes] = []
         counts: list[int] = []
         for name in class_names:
-            found = [os.fsencode(path.relative_to(folder)) for path in _images(folder / name)]
+            found = [os.fsencode(path.relative_to(folder)) for path in images_below(folder / name)]
             if not found:
                 raise BadFileError(
                     f"data.root: {folder / name} contains no image ({', '.join(_EXTENSIONS)}); "
@@ -75,8 +75,8 @@ class FolderSplit:
         return f"{self._folder}/{os.fsdecode(self.paths[index])}"
 
 
-def _images(folder: Path) -> Iterator[Path]:
-    """Yield the images below a class's folder, sorted, without hidden files and links to folders."""
+def images_below(folder: Path) -> Iterator[Path]:
+    """Yield the images below a folder, sorted, without hidden files and links to folders."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):

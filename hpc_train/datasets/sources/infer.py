@@ -11,6 +11,7 @@ import torch
 from hpc_train.datasets.base import ArraySplit
 from hpc_train.datasets.images import as_inputs
 from hpc_train.datasets.structures import is_structured, map_tensors, tensors_of
+from hpc_train.datasets.targets import as_targets
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 
@@ -36,7 +37,26 @@ def infer_info(name: str, train: Any, val: Any) -> DataInfo:
     """Return the information on a data set that has none of its own."""
     channels, num_classes = count_channels(train), count_classes(train, val)
     mean, std = mean_and_std(name, channels)
-    return DataInfo(num_classes, channels, mean, std, name_classes(train, num_classes))
+    names = name_classes(train, num_classes)
+    return DataInfo(num_classes, channels, mean, std, names, target_shape=shape_of_targets(train))
+
+
+def shape_of_targets(split: Any) -> tuple[int, ...]:
+    """Return () or (K,), the shape of the first sample's target; () too where it is anything else."""
+    target = _first_target(split)
+    return tuple(target.shape) if target is not None and target.dim() == 1 else ()
+
+
+def _first_target(split: Any) -> torch.Tensor | None:
+    """Return the target of the first sample; None where it is not one tensor."""
+    try:
+        if isinstance(split, ArraySplit):
+            found = map_tensors(lambda part: part[0], split.batch(torch.tensor([0]))[1])
+        else:
+            found = as_targets(split[0][1])
+    except (TypeError, ValueError, RuntimeError):
+        return None  # whoever reads the samples names the one that is no target
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def count_channels(split: Any) -> int:
@@ -76,7 +96,8 @@ def all_targets(split: Any) -> torch.Tensor | None:
 
 
 def count_classes(train: Any, val: Any = None) -> int:
-    """Return ``num_classes`` or the length of ``classes``, else the largest target + 1.
+    """Return ``num_classes`` or the length of ``classes``, else the largest target + 1; of targets that are
+    vectors their length, of numbers 1.
 
     Raises BadFileError if the data set has none of these.
     """
@@ -86,6 +107,8 @@ def count_classes(train: Any, val: Any = None) -> int:
     names = getattr(train, "classes", None)
     if isinstance(names, (list, tuple)) and names:
         return len(names)
+    if outputs := _num_outputs(train):
+        return outputs
     targets = [all_targets(part) for part in (train, val) if part is not None]
     known = [int(part.max()) for part in targets if part is not None and len(part)]
     if not known:
@@ -95,6 +118,14 @@ def count_classes(train: Any, val: Any = None) -> int:
             "DataSource"
         )
     return max(known) + 1
+
+
+def _num_outputs(split: Any) -> int | None:
+    """Return the number of values of a target that is not a class; None where it is, or may be."""
+    target = _first_target(split) if len(split) else None
+    if target is None or target.dim() > 1 or not (target.dim() or target.is_floating_point()):
+        return None
+    return target.numel()
 
 
 def name_classes(split: Any, num_classes: int) -> tuple[str, ...]:

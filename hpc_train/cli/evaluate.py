@@ -1,0 +1,145 @@
+"""``evaluate``: one checkpoint of a run on validation data, by ranks on this machine."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.cli.code import is_new
+from hpc_train.cli.unreadable import find_readable
+from hpc_train.config.schema import Experiment
+from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.errors import ExitCode, UsageError
+from hpc_train.launchers.base import LaunchRequest
+from hpc_train.launchers.local import LocalLauncher
+from hpc_train.paths import RunPaths
+from hpc_train.report.metrics_reader import in_words
+from hpc_train.run import frozen_experiment
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.checkpoints import find_step
+from hpc_train.run.code.snapshot import linked, module_in
+from hpc_train.run.create import noted_changes
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.find import run_name
+from hpc_train.run.found_micro_batch import kept_size
+from hpc_train.run.metric_rows import evaluation_rows
+from hpc_train.run.trust import check_run
+
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
+#: What an evaluation may change: where and how it runs, and on which data. The rest is the checkpoint's.
+_CHANGEABLE = ("data", "parallel", "device", "deterministic", "precision", "compile")
+_RANKS_MODULE = "hpc_train.training.checkpoint_evaluation"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Which checkpoint of a run, by default the newest; ``code``: ``new`` for the current code."""
+
+    best: bool = False
+    step: int | None = None
+    code: str | None = None
+
+
+def evaluate(words: Sequence[str], *, checkpoint: Checkpoint, devices: int | None, as_json: bool) -> ExitCode:
+    """Evaluate a checkpoint of a run; print a row like a ``val`` row.
+
+    ``words``: one run, and keys to override. Writes nothing into the run's folder.
+    """
+    code, own = run_ranks("evaluate", words, checkpoint, devices, {})
+    if code != ExitCode.DONE:
+        return code
+    (row,) = evaluation_rows(own.metrics)
+    run = RunPaths(Path((read_json(own.evaluated_checkpoint) or {})["run"]))
+    shutil.rmtree(own.folder.parent)
+    if as_json:
+        put_json({"version": JSON_VERSION, "id": run.folder.name, "path": str(run.folder), "row": row})
+    else:
+        put(f"{run_name(run)}  step {row['step']}  {in_words(row)}")
+    return ExitCode.DONE
+
+
+def run_ranks(
+    command: str, words: Sequence[str], checkpoint: Checkpoint, devices: int | None, request: dict[str, Any]
+) -> tuple[ExitCode, RunPaths]:
+    """Start ranks that load the checkpoint and do what ``request`` says; return how they ended.
+
+    Also return their run folder, alone in a temporary folder that the caller removes; on an error it stays.
+    """
+    overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
+    paths = _one_run(command, [word for word in words if word not in overrides])
+    if checkpoint.best and checkpoint.step is not None:
+        raise UsageError("--best and --step exclude each other; use one of them")
+    _refuse_fixed(overrides)
+    check_run(paths)
+    experiment = _experiment(paths, overrides)
+    snapshot = None if is_new(checkpoint.code) else _snapshot(paths)
+    step = find_step(paths, best=checkpoint.best, step=checkpoint.step)
+    folder = Path(tempfile.mkdtemp(prefix=f"hpc-train-{command}-"))
+    request = request | {"version": 1, "run": str(paths.folder.absolute()), "step": step}
+    own = _ranks_folder(folder / paths.folder.name, experiment, request, snapshot)
+    ended = LocalLauncher().launch(LaunchRequest(own, experiment, 1, devices), lambda: None)
+    if ended != ExitCode.DONE:
+        say(f"{command}: failed; the logs of its ranks are in {own.attempt(1).folder}")
+    return ended, own
+
+
+def _one_run(command: str, words: Sequence[str]) -> RunPaths:
+    if not words:
+        raise UsageError(f"{command}: names no run; give a run id or a run's folder")
+    found = find_readable(words)
+    if len(found) != 1:
+        raise UsageError(f"{command}: takes one run, and {' '.join(words)} matches {len(found)}; give one id")
+    return found[0]
+
+
+def _refuse_fixed(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key.partition(".")[0] not in _CHANGEABLE:
+            raise UsageError(
+                f"{key}: can't be changed in an evaluation, since the checkpoint was trained with it; "
+                f"keys of {', '.join(_CHANGEABLE)} can"
+            )
+
+
+def _experiment(paths: RunPaths, overrides: Sequence[str]) -> Experiment:
+    """Return what the run's newest attempt trains, with the overrides; ``auto`` as the size that it found."""
+    changes = [*noted_changes(paths, newest_number(paths)), *overrides]
+    experiment = frozen_experiment.load_changed(paths, changes).experiment
+    if experiment.optimization.micro_batch_size != "auto":
+        return experiment
+    size = kept_size(paths)
+    if size is None:
+        raise UsageError(
+            "optimization.micro_batch_size: auto, and the run has not found a size yet; evaluate it once it "
+            "has trained"
+        )
+    return experiment.with_micro_batch_size(size)
+
+
+def _snapshot(paths: RunPaths) -> Path | None:
+    snapshot = linked(paths)
+    if snapshot is not None and not module_in(snapshot, _RANKS_MODULE).is_file():
+        raise UsageError(
+            f"{run_name(paths)}: the code that this run uses is of a version without evaluate; add "
+            "--code new to evaluate with the current code"
+        )
+    return snapshot
+
+
+def _ranks_folder(
+    folder: Path, experiment: Experiment, request: dict[str, Any], snapshot: Path | None
+) -> RunPaths:
+    """Make a run folder whose ranks do what the request says instead of training."""
+    own = RunPaths(folder)
+    own.folder.mkdir(mode=0o700)
+    frozen_experiment.write(own, experiment)
+    write_json(own.evaluated_checkpoint, request)
+    if snapshot is not None:
+        own.code.symlink_to(snapshot)
+    return own

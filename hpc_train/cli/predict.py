@@ -1,0 +1,82 @@
+"""``predict``: what a run's checkpoint predicts for images or for the validation data, as a file."""
+
+from __future__ import annotations
+
+import csv
+import heapq
+import io
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from hpc_train.cli.evaluate import Checkpoint, run_ranks
+from hpc_train.console import put
+from hpc_train.errors import ExitCode, StorageError, UsageError
+from hpc_train.paths import expanded
+from hpc_train.run.files import replacing
+
+_FORMATS = (".jsonl", ".csv")
+
+
+def predict(
+    words: Sequence[str],
+    output: Path,
+    *,
+    data: str | None,
+    checkpoint: Checkpoint,
+    devices: int | None,
+    ema: bool,
+    force: bool,
+) -> ExitCode:
+    """Write a line per sample to ``output``, in the order of the samples; ``data``: images to predict.
+
+    Raises UsageError if ``output`` exists and not ``force``, or has another ending than .jsonl or .csv.
+    """
+    _refuse_output(output, force=force)
+    images = None if data is None else str(expanded(data).absolute())
+    if images is not None and not Path(images).exists():
+        raise UsageError(f"--data: there is no file or folder {data}")
+    code, own = run_ranks("predict", words, checkpoint, devices, {"predict": {"images": images, "ema": ema}})
+    if code != ExitCode.DONE:
+        return code
+    with ExitStack() as stack, replacing(output.absolute()) as file:
+        parts = [stack.enter_context(part.open()) for part in own.prediction_files()]
+        rows = (map(json.loads, part) for part in parts)
+        count = write_rows(file, heapq.merge(*rows, key=lambda row: row["index"]), output.suffix)
+    shutil.rmtree(own.folder.parent)
+    put(f"{output}  {count} predictions")
+    return ExitCode.DONE
+
+
+def _refuse_output(output: Path, *, force: bool) -> None:
+    if output.suffix not in _FORMATS:
+        raise UsageError(f"-o: {output} must end in .jsonl or .csv, which chooses the format")
+    if not output.absolute().parent.is_dir():
+        raise StorageError(f"{output}: there is no folder {output.parent}; make the folder first")
+    if output.exists() and not force:
+        raise UsageError(f"-o: {output} exists; add --force to replace it, or give another name")
+
+
+def write_rows(file: BinaryIO, rows: Iterable[dict[str, Any]], suffix: str) -> int:
+    """Write the rows and return their number."""
+    lines = _csv_lines(rows) if suffix == ".csv" else _json_lines(rows)
+    return sum(1 for line in lines if file.write(line.encode()))
+
+
+def _json_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    return (json.dumps(row) + "\n" for row in rows)
+
+
+def _csv_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Yield a line per row, the first together with the names of the columns; lists are omitted."""
+    for number, row in enumerate(rows):
+        plain = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
+        text = io.StringIO()
+        writer = csv.DictWriter(text, plain, lineterminator="\n")
+        if number == 0:
+            writer.writeheader()
+        writer.writerow(plain)
+        yield text.getvalue()

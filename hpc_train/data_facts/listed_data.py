@@ -1,0 +1,246 @@
+"""What a login node reads of data sets that are listed by files of ``data.root``: image lists, tar shards.
+
+Their arguments, the files that list the samples, how many there are, and the header of their index: one file
+of arrays that ``hpc-train prepare`` writes (``datasets.index_files``) and ranks open. No torch, no NumPy.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import itertools
+import json
+import re
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from hpc_train.config.fields import PositiveInt, Section
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.data_size import COUNT_LIMIT_S
+from hpc_train.paths import cache_folder, expanded
+
+#: Of an index; the last character before the line end is the version.
+INDEX_MAGIC = b"hpc-train index 1\n"
+#: After it: bytes of the header, and their hash.
+INDEX_LENGTH = struct.Struct("<Q16s")
+#: A longer header belongs to no index of ours: it lists shards and classes.
+_MAX_HEADER_BYTES = 1 << 28
+#: ``train-{000..099}.tar``: the files of all numbers, with as many digits as the first.
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+#: The character between the cells of a list, by the extension of its file.
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+
+
+class ImageListArgs(Section):
+    """``data.args`` of image_list."""
+
+    train: str = "train.csv"
+    """List of the training images, below the root: .csv, .tsv or .parquet, with a header."""
+    val: str | None = None
+    """List of the validation images. Default: val.csv (with the extension of ``train``), if it exists."""
+    path_column: str = "path"
+    """Column of the image files, relative to the root."""
+    target_column: str | list[str] = "target"
+    """Column of the targets, or several of them."""
+    target: Literal["class", "classes", "number"] = "class"
+    """``class``: one class per image, by name or number. ``classes``: any number of classes per image, one
+    column of 0 and 1 per class. ``number``: one number per column (regression)."""
+    classes: list[str] | None = None
+    """Class names in the order of their numbers. Default: those of the training list, numbers by size, names
+    in alphabetical order."""
+    num_classes: PositiveInt | None = None
+    """Use the numbers in the column as class numbers, from 0 to one less than this."""
+    channels: Literal[1, 3] = 3
+    """Number of channels to which every image is converted."""
+
+    @property
+    def columns(self) -> list[str]:
+        """Return the columns of the target."""
+        return [self.target_column] if isinstance(self.target_column, str) else self.target_column
+
+
+class WebdatasetArgs(Section):
+    """``data.args`` of webdataset."""
+
+    train: Annotated[str | list[str], Field(examples=["train-{000..099}.tar"])]
+    """Tar files of the training samples, below the root: ``train-{000..099}.tar``, or a list of names."""
+    val: str | list[str] | None = None
+    """Tar files of the validation samples. Default: no validation."""
+    image: str | None = None
+    """Extension of the image, like jpg. Default: the only one of the sample."""
+    target_member: Annotated[str, Field(pattern=r"^(cls|txt|json\.[^.]+)$")] = "cls"
+    """Extension of the member with the target: ``cls``, ``txt`` or ``json.<field>``."""
+    target: Literal["class", "number"] = "class"
+    """``class``: a class, by name or number. ``number``: a number, or in a JSON field a list of numbers."""
+    classes: list[str] | None = None
+    """Class names in the order of their numbers. Default: those of the training samples, numbers by size,
+    names in alphabetical order."""
+    num_classes: PositiveInt | None = None
+    """Use the numbers in the samples as class numbers, from 0 to one less than this."""
+    channels: Literal[1, 3] = 3
+    """Number of channels to which every image is converted."""
+
+
+class HuggingFaceArgs(Section):
+    """``data.args`` of huggingface."""
+
+    config: str | None = None
+    """Configuration of a data set of the hub. Default: its only one."""
+    revision: str | None = None
+    """Branch, tag or commit of a data set of the hub. Default: its newest."""
+    train: str = "train"
+    """Split of the training samples."""
+    val: str | None = None
+    """Split of the validation samples. Default: validation, valid, val or test, the first that exists."""
+    image_column: str | None = None
+    """Column of the images. Default: the only column of images."""
+    target_column: str | None = None
+    """Column of the targets. Default: the only column of class labels, else ``label``."""
+    target: Literal["class", "number"] = "class"
+    """``class``: a class, by label, number or name. ``number``: a number, or a list of them."""
+    channels: Literal[1, 3] = 3
+    """Number of channels to which every image is converted."""
+
+
+def list_files(root: Path, args: ImageListArgs) -> dict[str, Path]:
+    """Return split → the file that lists its images."""
+    files = {"train": root / args.train}
+    val = root / (args.val or f"val{files['train'].suffix}")
+    if args.val is not None or val.is_file():
+        files["val"] = val
+    return files
+
+
+def shard_files(root: Path, args: WebdatasetArgs) -> dict[str, list[Path]]:
+    """Return split → its tar files, in the order in which the file names them."""
+    given = {"train": args.train, "val": args.val}
+    return {split: _shards(root, names) for split, names in given.items() if names is not None}
+
+
+def _shards(root: Path, given: str | list[str]) -> list[Path]:
+    names = [given] if isinstance(given, str) else given
+    return [root / name for each in names for name in _expanded(each)]
+
+
+def _expanded(name: str) -> Iterator[str]:
+    """Yield the name, once per number if it has a part ``{first..last}``."""
+    parts = _RANGE.split(name)
+    texts, ends = parts[::3], zip(parts[1::3], parts[2::3], strict=True)
+    ranges = [[str(n).zfill(len(low)) for n in range(int(low), int(high) + 1)] for low, high in ends]
+    for numbers in itertools.product(*ranges):
+        yield "".join(text + number for text, number in itertools.zip_longest(texts, numbers, fillvalue=""))
+
+
+def image_list_files(data: DataConfig) -> list[Path]:
+    """Return the lists of ``image_list``; none where the arguments are wrong."""
+    with suppress(ValidationError):
+        args = ImageListArgs.model_validate(data.args)
+        return [] if data.root is None else list(list_files(expanded(data.root), args).values())
+    return []
+
+
+def webdataset_files(data: DataConfig) -> list[Path]:
+    """Return the shards of ``webdataset``; none where the arguments are wrong."""
+    with suppress(ValidationError):
+        args = WebdatasetArgs.model_validate(data.args)
+        found = {} if data.root is None else shard_files(expanded(data.root), args)
+        return [path for paths in found.values() for path in paths]
+    return []
+
+
+def arrow_files(data: DataConfig) -> list[Path]:
+    """Return the Arrow files of ``huggingface``, as ``save_to_disk`` writes them."""
+    return [] if data.root is None else sorted(expanded(data.root).rglob("*.arrow"))
+
+
+def count_listed(data: DataConfig) -> int | None:
+    """Return N of ``image_list``: of its index, else counted; None where it is not here or takes too long."""
+    files = image_list_files(data)
+    if not files or (counted := _indexed(data, files)) is not None:
+        return counted if files else None
+    separator = SEPARATORS.get(files[0].suffix)
+    return None if separator is None else _count_rows(files[0], separator)
+
+
+def _count_rows(path: Path, separator: str) -> int | None:
+    deadline, count = time.monotonic() + COUNT_LIMIT_S, -1  # the header
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            for row in csv.reader(file, delimiter=separator):
+                count += bool(row)
+                if count % 4096 == 0 and time.monotonic() > deadline:
+                    return None
+    except (OSError, ValueError, csv.Error):
+        return None
+    return count if count > 0 else None
+
+
+def count_shards(data: DataConfig) -> int | None:
+    """Return N of ``webdataset``: of its index, None if ``prepare`` has written none of these shards."""
+    files = webdataset_files(data)
+    return _indexed(data, files) if files else None
+
+
+def _indexed(data: DataConfig, files: Sequence[Path]) -> int | None:
+    try:
+        header = index_header(index_path(data, files))
+    except OSError:
+        return None
+    return None if header is None else int(header["splits"]["train"]["samples"])
+
+
+def index_path(data: DataConfig, files: Sequence[Path]) -> Path:
+    """Return the file of the index of ``files``, whether it exists or not.
+
+    It is below ``data.cache``, else in the user's cache folder. Its name is a hash of the arguments and of
+    name, size and modification time of the files, so changed files have another index. Raises OSError if one
+    of them is not here.
+    """
+    facts: list[Any] = [data.name, data.args]
+    for path in files:
+        found = path.stat()
+        facts.append([path.name, found.st_size, found.st_mtime_ns])
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:20]
+    folder = cache_folder() / "indexes" if data.cache is None else expanded(data.cache)
+    return folder / f"{digest}.index"
+
+
+def index_header(path: Path) -> dict[str, Any] | None:
+    """Return the header of an index, with ``start``, where its arrays begin; None if there is none, or it is
+    damaged. Raises OSError.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(INDEX_MAGIC) + INDEX_LENGTH.size)
+            if not start.startswith(INDEX_MAGIC) or len(start) < len(INDEX_MAGIC) + INDEX_LENGTH.size:
+                return None
+            nbytes, digest = INDEX_LENGTH.unpack(start[len(INDEX_MAGIC) :])
+            text = file.read(nbytes) if nbytes <= _MAX_HEADER_BYTES else b""
+    except FileNotFoundError:
+        return None
+    if header_digest(text) != digest:
+        return None
+    header: dict[str, Any] = json.loads(text)
+    return header | {"start": len(start) + nbytes}
+
+
+def header_digest(text: bytes) -> bytes:
+    """Return the hash of a header, 16 bytes."""
+    return hashlib.blake2b(text, digest_size=16).digest()
+
+
+def has_index(data: DataConfig, files: Sequence[Path]) -> bool:
+    """Tell whether ``files`` have an index as they are now. Raises OSError if one of them is not here."""
+    return index_header(index_path(data, files)) is not None
+
+
+def without_index(data: DataConfig, files: Sequence[Path]) -> tuple[str, str]:
+    """Return what is wrong where ``files`` have no index that is undamaged, and what to do."""
+    message = f"{data.root} has {len(files)} files without an index, or changed since it was written"
+    return message, "run `hpc-train prepare` with this file, which writes it"

@@ -1,0 +1,143 @@
+"""The index of a data set that files list: arrays with a number or more per sample, in one small file.
+
+    magic │ size and hash of the header │ header, JSON: classes; place and hash of each array │ arrays
+
+``hpc-train prepare`` writes it once; each rank reads it into memory, instead of parsing lists or the headers
+of tar files. Its name and header are those of ``data_facts.listed_data``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.console import say
+from hpc_train.data_facts.listed_data import (
+    INDEX_LENGTH,
+    INDEX_MAGIC,
+    header_digest,
+    index_header,
+    index_path,
+)
+from hpc_train.errors import BadFileError
+from hpc_train.run.files import replacing
+from hpc_train.run.storage_errors import storage_error
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Index:
+    """What an index holds: for each split its arrays by name, and facts on all of them."""
+
+    splits: Mapping[str, Mapping[str, Array]]
+    class_names: tuple[str, ...] = ()
+    #: What else a data set stores, as JSON.
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def packed_texts(texts: list[bytes]) -> dict[str, Array]:
+    """Return texts as two arrays: ``ends`` (N + 1,), and all ``bytes``.
+
+    Arrays, not lists: reference counts would copy a list's memory into every loader process.
+    """
+    ends = np.zeros(len(texts) + 1, dtype=np.int64)
+    np.cumsum([len(text) for text in texts], out=ends[1:])
+    return {"ends": ends, "bytes": np.frombuffer(b"".join(texts), dtype=np.uint8)}
+
+
+def text_at(arrays: Mapping[str, Array], index: int) -> str:
+    """Return text ``index`` of ``packed_texts``, as a path."""
+    begin, end = arrays["ends"][index : index + 2]
+    return os.fsdecode(arrays["bytes"][begin:end].tobytes())
+
+
+def open_index(data: DataConfig, files: Sequence[Path]) -> Index | None:
+    """Return the index of ``files`` as they are now; None if there is none, or it is damaged.
+
+    Raises OSError if one of the files is not here, or the disk fails.
+    """
+    path = index_path(data, files)
+    header = index_header(path)
+    if header is None:
+        return None
+    with path.open("rb") as file:
+        try:
+            splits = {
+                name: {key: _read_array(file, header["start"], each) for key, each in split["arrays"].items()}
+                for name, split in header["splits"].items()
+            }
+        except _DamagedError:
+            return None
+    return Index(splits, tuple(header["class_names"]), header["facts"])
+
+
+class _DamagedError(Exception):
+    """An array is not what was written."""
+
+
+def _read_array(file: BinaryIO, start: int, entry: Mapping[str, Any]) -> Array:
+    file.seek(start + entry["offset"])
+    content = file.read(entry["nbytes"])
+    if xxhash.xxh3_128_hexdigest(content) != entry["xxh3_128"]:
+        raise _DamagedError
+    return np.frombuffer(content, entry["dtype"]).reshape(entry["shape"])
+
+
+def ensure_index(data: DataConfig, files: Sequence[Path], make: Callable[[], Index]) -> Index:
+    """Return the index of ``files``; if there is none, write the one that ``make`` returns.
+
+    For ``prepare``. Raises BadFileError if the files change meanwhile, StorageError if the disk refuses it.
+    """
+    path = index_path(data, files)
+    if (found := open_index(data, files)) is not None:
+        say(f"data.root: the index {path} is intact and up to date")
+        return found
+    made = make()
+    if index_path(data, files) != path:
+        raise BadFileError(
+            f"data.root: the files in {data.root} changed while they were indexed; run prepare again"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, made)
+    except OSError as error:
+        raise storage_error(error, path.parent) from error
+    say(f"data.root: the index {path} is written, {path.stat().st_size} bytes")
+    return made
+
+
+def _write(path: Path, index: Index) -> None:
+    arrays = [np.ascontiguousarray(array) for split in index.splits.values() for array in split.values()]
+    ends = itertools.accumulate((array.nbytes for array in arrays), initial=0)
+    entries = (_entry(array, begin) for array, begin in zip(arrays, ends, strict=False))
+    splits = {
+        name: {"samples": len(split["targets"]), "arrays": {key: next(entries) for key in split}}
+        for name, split in index.splits.items()
+    }
+    header = {"splits": splits, "class_names": index.class_names, "facts": dict(index.facts)}
+    text = json.dumps(header).encode()
+    with replacing(path, sync=True) as file:
+        file.write(INDEX_MAGIC + INDEX_LENGTH.pack(len(text), header_digest(text)) + text)
+        for array in arrays:
+            file.write(array.tobytes())
+
+
+def _entry(array: Array, offset: int) -> dict[str, Any]:
+    """Return the header's description of an array; ``offset`` counts from the end of the header."""
+    return {
+        "offset": offset,
+        "nbytes": array.nbytes,
+        "dtype": array.dtype.str,
+        "shape": array.shape,
+        "xxh3_128": xxhash.xxh3_128_hexdigest(array.tobytes()),
+    }

@@ -1,0 +1,238 @@
+"""``image_list``: images and their targets from a CSV, TSV or Parquet file with one row per image.
+
+A list is parsed once, by ``prepare``, which writes an index; without one each rank parses it, with the same
+result. Rows keep their order.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.listed_data import SEPARATORS, ImageListArgs, list_files
+from hpc_train.datasets.arguments import parse_args, refuse_rest
+from hpc_train.datasets.base import DataSource, RawTarget
+from hpc_train.datasets.index_files import Array, Index, ensure_index, open_index, packed_texts, text_at
+from hpc_train.datasets.sources.class_names import ClassNumbers
+from hpc_train.datasets.sources.infer import mean_and_std
+from hpc_train.datasets.types import DataInfo
+from hpc_train.errors import BadFileError, shortened
+from hpc_train.paths import expanded
+
+_PARQUET = ".parquet"
+
+
+class ListedImages:
+    """A ``FileSplit`` of the images that a list names."""
+
+    def __init__(self, root: Path, listing: Path, arrays: dict[str, Array], channels: int) -> None:
+        """``arrays``: of the index; paths as ``packed_texts``, ``lines`` (N,) and ``targets`` (N, …)."""
+        self._root, self._list = os.fspath(root), listing
+        self._arrays, self._targets = arrays, arrays["targets"]
+        self.channels = channels
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def file_content(self, index: int, /) -> tuple[bytes, RawTarget]:
+        """Return what the image file contains, and the row's target: int64 (), or float32 () or (K,)."""
+        path = self._file(index)
+        try:
+            with open(path, "rb", buffering=0) as file:  # noqa: PTH123  (Path: half as long as decoding)
+                return file.read(), self._targets[index]
+        except OSError as error:
+            error.strerror = f"{error.strerror} (named in {self._list}:{self._arrays['lines'][index]})"
+            raise
+
+    def path(self, index: int) -> Path:
+        """Return the file of a sample."""
+        return Path(self._file(index))
+
+    def _file(self, index: int) -> str:
+        return os.path.join(self._root, text_at(self._arrays, index))  # noqa: PTH118  (as above)
+
+
+def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
+    """Return the images of the lists; without a list of validation images there is no validation."""
+    refuse_rest(config)
+    args = parse_args(ImageListArgs, config.args)
+    assert config.root is not None, "DataFacts say that it is needed"
+    root = expanded(config.root)
+    files = list_files(root, args)
+    for split, path in files.items():
+        _check_file(split, path)
+    paths = list(files.values())
+    if download:
+        index = ensure_index(config, paths, lambda: _parsed(files, args))
+    else:
+        index = open_index(config, paths) or _parsed(files, args)
+    splits = {
+        split: ListedImages(root, path, dict(index.splits[split]), args.channels)
+        for split, path in files.items()
+    }
+    mean, std = mean_and_std("image_list", args.channels)
+    num_classes = len(args.columns) if args.target == "number" else len(index.class_names)
+    info = DataInfo(num_classes, args.channels, mean, std, index.class_names)
+    return DataSource(splits["train"], splits.get("val"), info)
+
+
+def _check_file(split: str, path: Path) -> None:
+    if path.suffix not in (*SEPARATORS, _PARQUET):
+        raise BadFileError(
+            f"data.args.{split}: {shortened(path.name)} is not a .csv, .tsv or .parquet file; convert it"
+        )
+    if not path.is_file():
+        raise BadFileError(
+            f"data.root: {path} is not a file on this machine; fix data.root, or name the list in "
+            f"data.args.{split}"
+        )
+
+
+def _parsed(files: dict[str, Path], args: ImageListArgs) -> Index:
+    """Return the lists as arrays. Raises BadFileError, naming file and line, for the first bad row."""
+    targets = _Targets(args)
+    splits = {split: _parse(path, args, targets) for split, path in files.items()}
+    return Index(splits, targets.names)
+
+
+def _parse(path: Path, args: ImageListArgs, targets: _Targets) -> dict[str, Array]:
+    names: list[bytes] = []
+    lines: list[int] = []
+    values: list[Any] = []
+    for line, name, cells in _rows(path, args):
+        if not name:
+            raise BadFileError(
+                f"data.root: {path}:{line} has no {args.path_column}; fill it in, or remove the row"
+            )
+        names.append(os.fsencode(name))
+        lines.append(line)
+        values.append(targets.value(cells, f"{path}:{line}"))
+    if not names:
+        raise BadFileError(f"data.root: {path} has no rows below its header; add some")
+    return packed_texts(names) | {"lines": np.array(lines, np.int64), "targets": targets.array(values)}
+
+
+class _Targets:
+    """Converts the cells of the target columns."""
+
+    def __init__(self, args: ImageListArgs) -> None:
+        self._args = args
+        columns = args.columns
+        if args.target == "class" and len(columns) != 1:
+            raise BadFileError(
+                f"data.args.target_column: {len(columns)} columns are not one class; write one column, or "
+                "data.args.target: classes or number"
+            )
+        if args.target != "class" and (args.classes or args.num_classes):
+            raise BadFileError(
+                "data.args.classes: is for data.args.target: class, since the columns are the others' names; "
+                "take it out"
+            )
+        self._classes = ClassNumbers(args.classes, args.num_classes) if args.target == "class" else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the class names, or the columns."""
+        return tuple(self._args.columns) if self._classes is None else self._classes.names
+
+    def value(self, cells: Sequence[str], where: str) -> int | float | list[float]:
+        """Return the target of one row; a class's number is preliminary until ``array``."""
+        if self._classes is not None:
+            if not cells[0]:
+                raise BadFileError(f"data.root: {where} has no {self._args.columns[0]}; fill it in")
+            return self._classes.number(cells[0], where)
+        numbers = [self._number(*pair, where) for pair in zip(self._args.columns, cells, strict=True)]
+        return numbers[0] if self._args.target == "number" and len(numbers) == 1 else numbers
+
+    def _number(self, column: str, cell: str, where: str) -> float:
+        try:
+            number = float(cell)
+        except ValueError:
+            number = math.nan
+        if self._args.target == "classes" and number not in (0, 1):
+            raise BadFileError(
+                f"data.root: {where} has {shortened(cell)!r} in {column}, and data.args.target: classes "
+                "needs 0 or 1; fix it, or write data.args.target: number"
+            )
+        if not math.isfinite(number):
+            raise BadFileError(
+                f"data.root: {where} has {shortened(cell)!r} in {column}, not a number; fix it"
+            )
+        return number
+
+    def array(self, values: list[Any]) -> Array:
+        """Return the targets of a split, (N,) int64, or (N,) or (N, K) float32."""
+        if self._classes is None:
+            return np.array(values, dtype=np.float32)
+        return self._classes.finish(np.array(values, dtype=np.int64))
+
+
+def _rows(path: Path, args: ImageListArgs) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield the line, the image's path and the target's cells of each row."""
+    if path.suffix == _PARQUET:
+        yield from _parquet_rows(path, args)
+        return
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.reader(file, delimiter=SEPARATORS[path.suffix], strict=True)
+            header = next(reader, [])
+            places = [_place(path, header, args, column) for column in (args.path_column, *args.columns)]
+            for row in reader:
+                if not row:
+                    continue
+                if len(row) != len(header):
+                    raise BadFileError(
+                        f"data.root: {path}:{reader.line_num} has {len(row)} cells, and the header "
+                        f"{len(header)}; fix the row"
+                    )
+                yield reader.line_num, row[places[0]], [row[place] for place in places[1:]]
+    except UnicodeDecodeError as error:
+        raise BadFileError(f"data.root: {path} is not UTF-8 text ({error.reason}); convert it") from error
+    except csv.Error as error:
+        raise BadFileError(f"data.root: {path}:{reader.line_num}: {error}; fix the row") from error
+
+
+def _place(path: Path, header: Sequence[str], args: ImageListArgs, column: str) -> int:
+    """Return where the column is. Raises BadFileError if it is not there, or twice."""
+    if header.count(column) == 1:
+        return header.index(column)
+    key = "path_column" if column == args.path_column else "target_column"
+    found = ", ".join(map(shortened, header[:10])) or "nothing"
+    how = "has no column" if column not in header else "has twice the column"
+    raise BadFileError(
+        f"data.args.{key}: {path} {how} {shortened(column)!r} (its header: {found}); write one of the header"
+    )
+
+
+def _parquet_rows(path: Path, args: ImageListArgs) -> Iterator[tuple[int, str, list[str]]]:
+    """Yield rows as ``_rows`` does; the line counts rows from 1."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ModuleNotFoundError as error:
+        raise BadFileError(
+            f"data.root: {path} needs pyarrow; pip install 'hpc-train[parquet]', or convert it to .csv"
+        ) from error
+    columns = [args.path_column, *args.columns]
+    try:
+        with parquet.ParquetFile(path) as file:
+            header = file.schema_arrow.names
+            for column in columns:
+                _place(path, header, args, column)
+            line = 0
+            for batch in file.iter_batches(columns=columns):
+                cells = [batch.column(column).to_pylist() for column in columns]
+                for row in zip(*cells, strict=True):
+                    line += 1
+                    name, *values = ("" if cell is None else str(cell) for cell in row)
+                    yield line, name, values
+    except ArrowException as error:
+        raise BadFileError(
+            f"data.root: {path} is not a readable Parquet file: {error}; write it again"
+        ) from error

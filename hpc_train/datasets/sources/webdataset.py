@@ -1,0 +1,269 @@
+"""``webdataset``: samples in the tar files (shards) of the WebDataset format, read by random access.
+
+A sample is the members that follow each other with the same name up to the first dot, like ``0001.jpg`` and
+``0001.cls``. ``prepare`` reads the headers of all shards once and writes an index with place and size of each
+image, and its target. Ranks read images by ``pread``, so an epoch has every sample once, in the order of the
+permutation, as that of any other data set.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tarfile
+from collections.abc import Iterator
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
+from hpc_train.data_facts.listed_data import WebdatasetArgs, shard_files, webdataset_files, without_index
+from hpc_train.datasets.arguments import parse_args, refuse_rest
+from hpc_train.datasets.base import DataSource, RawTarget
+from hpc_train.datasets.index_files import Array, Index, ensure_index, open_index, packed_texts, text_at
+from hpc_train.datasets.sources.class_names import ClassNumbers
+from hpc_train.datasets.sources.infer import mean_and_std
+from hpc_train.datasets.types import DataInfo
+from hpc_train.errors import BadFileError, shortened
+from hpc_train.paths import expanded
+
+#: What compressed files begin with.
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_IMAGES = tuple(extension.removeprefix(".") for extension in IMAGE_EXTENSIONS)
+
+
+class ShardedImages:
+    """A ``FileSplit`` of the images in shards."""
+
+    def __init__(self, shards: list[Path], arrays: dict[str, Array], channels: int) -> None:
+        """``arrays``: of the index; ``shards``, ``offsets``, ``sizes`` (N,), ``targets`` (N, …), and the
+        members' names as ``packed_texts``.
+        """
+        self._files = [os.fspath(path) for path in shards]
+        self._arrays, self._targets = arrays, arrays["targets"]
+        self.channels = channels
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def file_content(self, index: int, /) -> tuple[bytes, RawTarget]:
+        """Return what the image's member contains, and the target: int64 (), or float32 () or (K,)."""
+        size = int(self._arrays["sizes"][index])
+        with open(self._file(index), "rb", buffering=0) as file:  # noqa: PTH123  (Path: takes longer)
+            content = os.pread(file.fileno(), size, int(self._arrays["offsets"][index]))
+        if len(content) < size:
+            raise ValueError(f"the shard ends after {len(content)} of the member's {size} bytes")
+        return content, self._targets[index]
+
+    def path(self, index: int) -> Path:
+        """Return shard and member of a sample, for messages."""
+        return Path(self._file(index)) / text_at(self._arrays, index)
+
+    def _file(self, index: int) -> str:
+        return self._files[self._arrays["shards"][index]]
+
+
+def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
+    """Return the samples in the shards. Raises BadFileError for ranks if ``prepare`` has written no index."""
+    refuse_rest(config)
+    args = parse_args(WebdatasetArgs, config.args)
+    assert config.root is not None, "DataFacts say that it is needed"
+    shards = shard_files(expanded(config.root), args)
+    for split, paths in shards.items():
+        _check_files(split, paths)
+    index = _index(config, args, shards, download)
+    splits = {
+        split: ShardedImages(paths, dict(index.splits[split]), args.channels)
+        for split, paths in shards.items()
+    }
+    mean, std = mean_and_std("webdataset", args.channels)
+    targets = index.splits["train"]["targets"]
+    num_classes = len(index.class_names) if args.target == "class" else math.prod(targets.shape[1:])
+    info = DataInfo(num_classes, args.channels, mean, std, index.class_names)
+    return DataSource(splits["train"], splits.get("val"), info)
+
+
+def _check_files(split: str, paths: list[Path]) -> None:
+    if not paths:
+        raise BadFileError(f"data.args.{split}: names no file; write one, or take it out")
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        more = f", nor are {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise BadFileError(
+            f"data.args.{split}: {missing[0]} is not a file on this machine{more}; fix data.root or the name"
+        )
+
+
+def _index(config: DataConfig, args: WebdatasetArgs, shards: dict[str, list[Path]], download: bool) -> Index:
+    files = webdataset_files(config)
+    if download:
+        return ensure_index(config, files, lambda: _scanned(shards, args))
+    found = open_index(config, files)
+    if found is None:
+        message, remedy = without_index(config, files)
+        raise BadFileError(f"data.root: {message}; {remedy}")
+    return found
+
+
+class _Member(NamedTuple):
+    key: str
+    extension: str
+    name: str
+    offset: int
+    size: int
+
+
+class _Sample(NamedTuple):
+    image: _Member
+    target: Any
+
+
+def _scanned(shards: dict[str, list[Path]], args: WebdatasetArgs) -> Index:
+    """Return what all shards contain. Raises BadFileError, naming shard and sample, for the first bad one."""
+    targets = _Targets(args)
+    splits = {split: _scan(paths, args, targets) for split, paths in shards.items()}
+    return Index(splits, targets.names)
+
+
+def _scan(paths: list[Path], args: WebdatasetArgs, targets: _Targets) -> dict[str, Array]:
+    samples: list[_Member] = []
+    counts: list[int] = []
+    values: list[Any] = []
+    for path in paths:
+        before = len(samples)
+        for sample in _samples(path, args):
+            samples.append(sample.image)
+            values.append(targets.value(sample.target, f"{path}: sample {sample.image.key}"))
+        counts.append(len(samples) - before)
+        if counts[-1] == 0:
+            raise BadFileError(f"data.root: {path} has no samples; take it out of the shards")
+    return packed_texts([os.fsencode(member.name) for member in samples]) | {
+        "shards": np.repeat(np.arange(len(paths), dtype=np.int32), counts),
+        "offsets": np.array([member.offset for member in samples], dtype=np.int64),
+        "sizes": np.array([member.size for member in samples], dtype=np.int64),
+        "targets": targets.array(values),
+    }
+
+
+def _samples(path: Path, args: WebdatasetArgs) -> Iterator[_Sample]:
+    """Yield the samples of a shard."""
+    with path.open("rb") as file:
+        start = file.read(8)
+        form = next((form for magic, form in _COMPRESSED.items() if start.startswith(magic)), None)
+        if form is not None:
+            raise BadFileError(
+                f"data.root: {path} is compressed ({form}), and samples are read by random access; write it "
+                "uncompressed (images are compressed themselves)"
+            )
+        file.seek(0)
+        try:
+            for key, group in groupby(_members(path, file), attrgetter("key")):
+                yield _sample(f"{path}: sample {key}", list(group), file, args)
+        except tarfile.TarError as error:
+            raise BadFileError(
+                f"data.root: {path} is not a complete tar file: {error}; write it again"
+            ) from error
+
+
+def _members(path: Path, file: Any) -> Iterator[_Member]:
+    end = 0
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        while (member := tar.next()) is not None:
+            folder, _, base = member.name.rpartition("/")
+            stem, _, extension = base.partition(".")
+            if member.isreg() and stem and not stem.startswith("__"):
+                if member.issparse():
+                    raise BadFileError(f"data.root: {path}: {member.name} is sparse; write the shard without")
+                key = f"{folder}/{stem}" if folder else stem
+                yield _Member(key, extension.lower(), member.name, member.offset_data, member.size)
+            end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+            tar.members = []  # type: ignore[attr-defined]  # it remembers all
+    # ``tarfile`` takes a file that ends in the middle of a header for complete.
+    if os.pread(file.fileno(), tarfile.BLOCKSIZE, end) != bytes(tarfile.BLOCKSIZE):
+        raise tarfile.ReadError(f"it has no end-of-archive block at byte {end}")
+
+
+def _sample(where: str, members: list[_Member], file: Any, args: WebdatasetArgs) -> _Sample:
+    known = _IMAGES if args.image is None else (args.image,)
+    images = [each for each in members if each.extension in known]
+    if len(images) != 1:
+        found = ", ".join(each.extension for each in images) or ", ".join(each.extension for each in members)
+        what = f"{len(images)} images ({found})" if images else f"no image ({found})"
+        remedy = "name its extension in data.args.image" if images else "write the shard again with one"
+        raise BadFileError(f"data.root: {where} has {what}; {remedy}")
+    extension, _, field = args.target_member.partition(".")
+    found_targets = [each for each in members if each.extension == extension]
+    if len(found_targets) != 1:
+        found = ", ".join(each.extension for each in members)
+        raise BadFileError(
+            f"data.root: {where} has {len(found_targets)} members {extension} ({found}); write the shard "
+            "again, or another data.args.target_member"
+        )
+    content = os.pread(file.fileno(), found_targets[0].size, found_targets[0].offset)
+    return _Sample(images[0], _value(content, field, where))
+
+
+def _value(content: bytes, field: str, where: str) -> Any:
+    """Return the target as text or as JSON has it. Raises BadFileError if it is neither."""
+    try:
+        if not field:
+            return content.decode().strip()
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise BadFileError(f"data.root: {where} has a target that can't be read: {error}; fix it") from error
+    if not isinstance(found, dict) or field not in found:
+        known = ", ".join(map(shortened, list(found)[:5])) if isinstance(found, dict) else "not a mapping"
+        raise BadFileError(
+            f"data.root: {where} has no field {shortened(field)!r} in its JSON ({known}); fix it, or write "
+            "another data.args.target_member"
+        )
+    return found[field]
+
+
+class _Targets:
+    """Converts the targets of samples."""
+
+    def __init__(self, args: WebdatasetArgs) -> None:
+        if args.target != "class" and (args.classes or args.num_classes):
+            raise BadFileError("data.args.classes: is for data.args.target: class; take it out")
+        self._classes = ClassNumbers(args.classes, args.num_classes) if args.target == "class" else None
+        self._length: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the class names; none of numbers."""
+        return () if self._classes is None else self._classes.names
+
+    def value(self, target: Any, where: str) -> Any:
+        """Return the target of one sample; a class's number is preliminary until ``array``."""
+        if self._classes is not None:
+            if type(target) not in (str, int) or target == "":
+                raise BadFileError(
+                    f"data.root: {where} has the target {shortened(str(target))!r}, not a class; fix it, or "
+                    "write data.args.target: number"
+                )
+            return self._classes.number(str(target), where)
+        numbers = target if isinstance(target, list) else [target]
+        try:
+            found = [float(number) for number in numbers]
+        except (TypeError, ValueError):
+            found = [math.nan]
+        length = len(found) if isinstance(target, list) else 0
+        self._length = length if self._length is None else self._length
+        if not all(map(math.isfinite, found)) or length != self._length:
+            wanted = f"{self._length} numbers" if self._length else "a number"
+            raise BadFileError(
+                f"data.root: {where} has the target {shortened(str(target))!r}, not {wanted}; fix it"
+            )
+        return found if length else found[0]
+
+    def array(self, values: list[Any]) -> Array:
+        """Return the targets of a split, (N,) int64, or (N,) or (N, K) float32."""
+        if self._classes is None:
+            return np.array(values, dtype=np.float32)
+        return self._classes.finish(np.array(values, dtype=np.int64))

@@ -1,0 +1,308 @@
+"""Writes token shards, in ``hpc-train prepare``: the format is that of ``data_facts.token_shards``.
+
+Each shard is written under a temporary name, synced and renamed, and the index comes last, so a ``prepare``
+that is killed leaves nothing that ranks read, and two at once write the same files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.console import say
+from hpc_train.data_facts.token_shards import (
+    HEADER_BYTES,
+    INDEX,
+    PARTS,
+    VERSION,
+    DamagedShardError,
+    TokensArgs,
+    TokenShards,
+    documents_offset,
+    header_of,
+    read_header,
+    read_index,
+    root_of,
+    shards_folder,
+    sources,
+    tokenizer_file,
+)
+from hpc_train.datasets.tokenization import (
+    TOKENIZER,
+    VOCABULARY,
+    Bytes,
+    Characters,
+    TikToken,
+    Tokenizer,
+    TokenizerFile,
+    Tokens,
+)
+from hpc_train.errors import BadFileError
+from hpc_train.run.files import replacing, write_json, write_text
+from hpc_train.run.storage_errors import storage_error
+
+#: Documents that are encoded at once, by the threads of the tokenizer; fewer if they are long.
+_BATCH, _BATCH_CHARACTERS = 512, 1 << 23
+_READ_BYTES = 1 << 22
+_SAY_EVERY_S = 30.0
+#: Folders that this process has written or checked: the runs of a sweep share them.
+_checked: set[Path] = set()
+
+_Sources = Mapping[str, Sequence[Path]]
+
+
+def ensure(data: DataConfig, args: TokensArgs) -> None:
+    """Write the shards of the text in ``data.root`` unless they are intact and up to date.
+
+    Reads existing shards in full, and text whose modification time has changed. Does nothing where the root
+    has no text. Raises BadFileError for text that can't be read, StorageError if the disk refuses the shards.
+    """
+    root = root_of(data)
+    texts = sources(root)
+    if not texts["train"]:
+        return
+    folder = shards_folder(root, args, texts)
+    if folder in _checked:
+        return
+    if _is_intact(folder, root, texts):
+        say(f"data.root: {folder}: intact and up to date")
+    else:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(folder, root, texts, args)
+        except OSError as error:
+            raise storage_error(error, folder) from error
+        if shards_folder(root, args, sources(root)) != folder:
+            (folder / INDEX).unlink()
+            raise BadFileError(
+                f"data.root: the text in {root} changed while it was tokenized; run prepare again"
+            )
+    _checked.add(folder)
+
+
+def _is_intact(folder: Path, root: Path, texts: _Sources) -> bool:
+    """Whether there are shards of the text as it is; says why not where there are some."""
+    if not (folder / INDEX).is_file():
+        return False
+    try:
+        shards = read_index(folder)
+        _verify(shards)
+    except DamagedShardError as error:
+        say(f"{error}; writing it again")
+        return False
+    known = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("sources")
+    changed = [
+        path
+        for paths in texts.values()
+        for path in paths
+        if not _is_same(path, known.get(str(path.relative_to(root))))
+    ]
+    if changed:
+        say(f"data.root: {changed[0]} has changed since it was tokenized; writing the shards again")
+    return not changed
+
+
+def _is_same(path: Path, known: Any) -> bool:
+    """Compare a source with what the index has of it: in full if its modification time is another."""
+    if not isinstance(known, dict):
+        return False
+    return known.get("time_ns") == path.stat().st_mtime_ns or known.get("xxh3_128") == _hash_of_file(path)
+
+
+def _hash_of_file(path: Path, offset: int = 0) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        file.seek(offset)
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _verify(shards: TokenShards) -> None:
+    """Read all shards. Raises DamagedShardError for one whose hash is not that of its header."""
+    for shard in (shard for part in shards.parts.values() for shard in part):
+        if _hash_of_file(shard.path, HEADER_BYTES) != read_header(shard.path)["xxh3_128"]:
+            raise DamagedShardError.of(shard.path, "the hash of its tokens is not that of its header")
+
+
+def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
+    tokenizer = _tokenizer(texts, args)
+    file = tokenizer_file(args)
+    if file is not None:
+        with replacing(folder / TOKENIZER, sync=True) as copy:
+            copy.write(file.read_bytes())
+    if isinstance(tokenizer, TikToken):
+        write_text(folder / VOCABULARY, json.dumps(tokenizer.vocabulary()), sync=True)
+    what = {
+        "dtype": "uint16" if tokenizer.vocabulary_size <= 1 << 16 else "uint32",
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "tokenizer": args.tokenizer if file is None else TOKENIZER,
+    }
+    # Before they are read: a file that changes meanwhile is found by its time.
+    times = {path: path.stat().st_mtime_ns for paths in texts.values() for path in paths}
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for part in (part for part in PARTS if texts[part]):
+        writer = _SplitWriter(folder, part, what, args.shard_tokens)
+        for path in texts[part]:
+            for tokens in _encoded(tokenizer, _documents(path, args)):
+                writer.add(tokens, tokenizer)
+        parts[part] = writer.finish()
+        counts = (sum(entry[key] for entry in parts[part]) for key in ("tokens", "documents"))
+        say("data.root: {}: {}: {} tokens of {} documents written".format(folder, part, *counts))
+    content = what | {
+        "end_of_document": tokenizer.end_of_document,
+        "characters": tokenizer.characters if isinstance(tokenizer, Characters) else None,
+        "parts": parts,
+    }
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+    seen = {
+        str(path.relative_to(root)): {"time_ns": time_ns, "xxh3_128": _hash_of_file(path)}
+        for path, time_ns in times.items()
+    }
+    index = {"version": VERSION, "fingerprint": digest, "sources": seen} | content
+    write_json(folder / INDEX, index, sync=True)
+
+
+def _tokenizer(texts: _Sources, args: TokensArgs) -> Tokenizer:
+    if args.tokenizer == "bytes":
+        return Bytes()
+    if args.tokenizer == "characters":
+        return Characters(_characters(texts, args))
+    file = tokenizer_file(args)
+    return TikToken(args.tokenizer) if file is None else TokenizerFile(file)
+
+
+def _characters(texts: _Sources, args: TokensArgs) -> str:
+    """Return training's characters, sorted, then those that only validation has, as ``text`` does."""
+    seen: dict[str, set[str]] = {
+        part: set().union(*(text for path in paths for text in _documents(path, args)))
+        for part, paths in texts.items()
+    }
+    return "".join([*sorted(seen["train"]), *sorted(seen["val"] - seen["train"])])
+
+
+def _documents(path: Path, args: TokensArgs) -> Iterator[str]:
+    """Yield the documents of a file: a .txt file is one, a .jsonl file has one in each line.
+
+    Raises BadFileError for text that is not UTF-8 (tokenizer ``bytes`` accepts any), and for lines without
+    text.
+    """
+    if path.suffix == ".txt":
+        yield _decoded(path.read_bytes(), path, args)
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _text_of_line(line, path, number, args)
+
+
+def _decoded(content: bytes, path: Path, args: TokensArgs) -> str:
+    try:
+        return content.decode(errors="surrogateescape" if args.tokenizer == "bytes" else "strict")
+    except UnicodeDecodeError as error:
+        raise BadFileError(
+            f"data.root: {path} is not UTF-8 text (at byte {error.start}); convert it, or write "
+            "data.args: {tokenizer: bytes}"
+        ) from error
+
+
+def _text_of_line(line: bytes, path: Path, number: int, args: TokensArgs) -> str:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadFileError(
+            f"data.root: {path}:{number} is not JSON: {error}; fix or remove the line"
+        ) from error
+    text = entry.get(args.text_key) if isinstance(entry, dict) else None
+    if not isinstance(text, str):
+        has = f"keys {', '.join(map(repr, entry))}" if isinstance(entry, dict) else type(entry).__name__
+        raise BadFileError(
+            f"data.root: {path}:{number} has no text {args.text_key!r}, but {has}; write data.args.text_key, "
+            "or fix the line"
+        )
+    return text
+
+
+def _encoded(tokenizer: Tokenizer, documents: Iterator[str]) -> Iterator[Tokens]:
+    """Yield the tokens of each document, encoded several at once."""
+    batch: list[str] = []
+    size = 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if len(batch) == _BATCH or size > _BATCH_CHARACTERS:
+            yield from tokenizer.encode(batch)
+            batch, size = [], 0
+    yield from tokenizer.encode(batch)
+
+
+class _SplitWriter:
+    """Writes documents as a stream of tokens, cut into shards of equal length."""
+
+    def __init__(self, folder: Path, part: str, what: Mapping[str, Any], shard_tokens: int) -> None:
+        self._folder, self._part, self._what = folder, part, what
+        self._dtype = np.dtype(what["dtype"]).newbyteorder("<")
+        self._shard_tokens = shard_tokens
+        self._buffer: list[Tokens] = []
+        self._filled = 0
+        #: Of the documents that start in this shard.
+        self._starts: list[int] = []
+        self._entries: list[dict[str, Any]] = []
+        self._num_tokens, self._said_at = 0, time.monotonic()
+
+    def add(self, tokens: Tokens, tokenizer: Tokenizer) -> None:
+        """Append a document and its end."""
+        self._starts.append(self._filled)
+        self._append(tokens.astype(self._dtype))
+        self._append(np.array([tokenizer.end_of_document], self._dtype))
+        if time.monotonic() > self._said_at + _SAY_EVERY_S:
+            self._said_at = time.monotonic()
+            say(f"data.root: {self._part}: {self._num_tokens} tokens so far")
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Write what is left; return the index's entries of all shards."""
+        if self._filled or not self._entries:
+            self._write()
+        return self._entries
+
+    def _append(self, tokens: Tokens) -> None:
+        self._num_tokens += len(tokens)
+        while len(tokens):
+            part = tokens[: self._shard_tokens - self._filled]
+            self._buffer.append(part)
+            self._filled += len(part)
+            tokens = tokens[len(part) :]
+            if self._filled == self._shard_tokens:
+                self._write()
+
+    def _write(self) -> None:
+        tokens = np.concatenate([np.zeros(0, self._dtype), *self._buffer]).tobytes()
+        end = documents_offset(self._filled, str(self._what["dtype"])) - HEADER_BYTES
+        content = tokens.ljust(end, b"\0") + np.array(self._starts, "<u8").tobytes()
+        counted = {
+            "tokens": self._filled,
+            "documents": len(self._starts),
+            "xxh3_128": xxhash.xxh3_128_hexdigest(content),
+        }
+        name = f"{self._part}-{len(self._entries):05d}.tokens"
+        with replacing(self._folder / name, sync=True) as file:
+            file.write(header_of({**self._what, **counted}))
+            file.write(content)
+        self._entries.append({"file": name, **counted})
+        self._buffer, self._filled, self._starts = [], 0, []
+
+
+def document_starts(path: Path) -> Tokens:
+    """Return where in a shard its documents start, in tokens: the shard's own index."""
+    header = read_header(path)
+    with path.open("rb") as file:
+        file.seek(documents_offset(header["tokens"], header["dtype"]))
+        return np.frombuffer(file.read(8 * header["documents"]), "<u8")

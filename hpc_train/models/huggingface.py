@@ -1,0 +1,92 @@
+"""``hf/<name or folder>``: models of transformers for causal language models and image classification.
+
+A folder holds ``config.json``, and weights for ``model.pretrained: true``; a name is one of the hub, which
+only ``hpc-train prepare`` fetches. ``model.args`` are values of the model's configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hpc_train.config.training_sections import ModelConfig
+from hpc_train.datasets.types import DataInfo
+from hpc_train.errors import BadFileError
+from hpc_train.models.weights import hub_report, keep_report, load_weights
+
+
+def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
+    """Build the model for the data's tokens or classes; its forward returns the logits alone."""
+    transformers = _transformers()
+    kind = (
+        transformers.AutoModelForImageClassification
+        if info.sequence_length is None
+        else transformers.AutoModelForCausalLM
+    )
+    settings = _settings(transformers, rest, config, info, download=download)
+    try:
+        if config.pretrained is True:
+            model, loaded = kind.from_pretrained(
+                rest,
+                config=settings,
+                dtype="float32",
+                local_files_only=not download,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+            random = {*loaded["missing_keys"], *(name for name, *_ in loaded["mismatched_keys"])}
+            keep_report(model, hub_report(model, f"hf/{rest}", random))
+        else:
+            model = kind.from_config(settings)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BadFileError(
+            f"model.name: hf/{rest} can't be built: {error}; run `hpc-train prepare FILE` on a machine with "
+            "network if it is a name of the hub, or name another model"
+        ) from error
+    if isinstance(config.pretrained, str):
+        load_weights(model, config.pretrained)
+    model.register_forward_hook(_logits)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise BadFileError(
+            f"model.name: hf/ needs the package transformers, which can't be imported here ({error}); "
+            "install it with pip install 'hpc-train[hf]'"
+        ) from error
+    return transformers
+
+
+def _settings(transformers: Any, rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> Any:
+    """Return the configuration, changed for the data and by ``model.args``. No code of the hub runs."""
+    try:
+        settings = transformers.AutoConfig.from_pretrained(
+            rest, local_files_only=not download, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise BadFileError(
+            f"model.name: hf/{rest} is not available: {error}; name a folder with a config.json, or run "
+            "`hpc-train prepare FILE` on a machine with network"
+        ) from error
+    of_data: dict[str, Any] = {"num_labels": info.num_classes}
+    if hasattr(settings, "num_channels"):
+        of_data["num_channels"] = info.channels
+    if info.sequence_length is not None:
+        # Tokens of a previous call are of no use in training.
+        of_data = {"vocab_size": max(info.num_classes, settings.vocab_size), "use_cache": False}
+    known = {*settings.to_dict(), "num_labels"}
+    for name in config.args.keys() - known:
+        raise BadFileError(f"model.args: hf/{rest} has no setting {name!r}; omit it, or see its config.json")
+    for name, value in (of_data | config.args).items():
+        setattr(settings, name, value)
+    return settings
+
+
+def _logits(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Return the logits of a forward. A hook, not a wrapper: parameters keep their names."""
+    return outputs.logits if hasattr(outputs, "logits") else outputs

@@ -1,0 +1,114 @@
+"""``model.lora``: low-rank adapters of linear layers (Hu et al. 2021, arXiv:2106.09685).
+
+A layer W becomes W + scale · B A, of which only A and B are trained. It stays the same module under the same
+names, with two parameters more, so that files of weights, patterns, strategies and checkpoints see the plain
+model; an adapter that wraps modules, such as peft's, would rename them all. ``merge`` makes plain weights
+again, for ``export``.
+
+Legend: r rank, I inputs and O outputs of a layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpc_train.config.training_sections import LoraConfig
+from hpc_train.errors import BadFileError
+from hpc_train.models.patterns import parameters_by_name, selected
+
+_KEY = "model.lora"
+A, B = "lora_a", "lora_b"
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with an adapter: (…, I) to (…, O)."""
+
+    #: (r, I) and (O, r).
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    lora_scale: float
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        low_rank = functional.linear(functional.linear(inputs, self.lora_a), self.lora_b)
+        return functional.linear(inputs, self.weight, self.bias) + self.lora_scale * low_rank
+
+
+def add_lora(model: nn.Module, config: LoraConfig) -> None:
+    """Add adapters to the layers that match ``targets``, in place; freeze all but them and ``also_train``.
+
+    B is zero, so that the model computes what it did; A is drawn from torch's default generator. Raises
+    BadFileError if a pattern matches nothing, or a layer can't have an adapter.
+    """
+    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    chosen = selected(linears, config.targets, f"{_KEY}.targets", "linear layer")
+    parameters = parameters_by_name(model)
+    others = selected(parameters, config.also_train, f"{_KEY}.also_train")
+    for name, parameter in parameters.items():
+        parameter.requires_grad_(name in others)
+    for name in others:  # a shared one has several names
+        parameters[name].requires_grad_(True)
+    for name in sorted(chosen):
+        if why := _refusal(model, name, linears[name]):
+            raise BadFileError(
+                f"{_KEY}.targets: {name} can't have an adapter: {why}; exclude it by '!{name}'"
+            )
+        _adapt(linears[name], config)
+
+
+def scale_of(config: LoraConfig) -> float:
+    """Return the factor of the adapters' product: alpha / r."""
+    return 1.0 if config.alpha is None else config.alpha / config.rank
+
+
+def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
+    """Return the plain layer's weight, (O, I)."""
+    return weight + scale * (lora_b @ lora_a)
+
+
+def merged(read: Mapping[str, Callable[[], Tensor]], scale: float) -> dict[str, Callable[[], Tensor]]:
+    """Return name → how to read a plain model's tensor, from those of a model with adapters."""
+    suffix = f".{A}"
+    adapted = {name.removesuffix(suffix) for name in read if name.endswith(suffix)}
+
+    def reader(layer: str) -> Callable[[], Tensor]:
+        weight, lora_a, lora_b = (read[f"{layer}.{key}"] for key in ("weight", A, B))
+        return lambda: merge(weight(), lora_a(), lora_b(), scale)
+
+    plain = {name: call for name, call in read.items() if not name.endswith((suffix, f".{B}"))}
+    return plain | {f"{layer}.weight": reader(layer) for layer in adapted}
+
+
+def _adapt(layer: nn.Linear, config: LoraConfig) -> None:
+    # The module itself, since others may refer to it, and hooks stay.
+    layer.__class__ = LoraLinear
+    assert isinstance(layer, LoraLinear)
+    layer.lora_a = nn.Parameter(layer.weight.new_empty(config.rank, layer.in_features))
+    layer.lora_b = nn.Parameter(layer.weight.new_zeros(layer.out_features, config.rank))
+    layer.lora_scale = scale_of(config)
+    nn.init.kaiming_uniform_(layer.lora_a, a=math.sqrt(5))
+
+
+def _refusal(model: nn.Module, name: str, layer: nn.Linear) -> str | None:
+    """Return why this layer's forward would not be the one that computes, or None."""
+    if type(layer) is not nn.Linear:
+        return f"it is a {type(layer).__name__}, not an nn.Linear"
+    names = [other for other, value in parameters_by_name(model).items() if value is layer.weight]
+    if len(names) > 1:
+        return f"its weight is shared ({', '.join(names)})"
+    parent, _, child = name.rpartition(".")
+    owner = type(model.get_submodule(parent))
+    if f"{child}.weight" in _source(owner):
+        return f"{owner.__name__} reads its weight without calling it"
+    return None
+
+
+def _source(owner: type[nn.Module]) -> str:
+    try:
+        return inspect.getsource(owner.forward)
+    except (OSError, TypeError):  # code that was made at run time
+        return ""

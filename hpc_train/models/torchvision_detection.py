@@ -1,0 +1,68 @@
+"""torchvision's detectors: Faster R-CNN, RetinaNet, FCOS and SSD, for images as the loader prepares them.
+
+A detector returns a dict of losses in training, where it also needs targets, and in evaluation a dict with
+``boxes``, ``labels`` and ``scores`` per image. Labels count from 1; 0 is the background.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torchvision
+from torch import Tensor, nn
+from torchvision.models.detection.transform import GeneralizedRCNNTransform
+
+from hpc_train.data_facts.detectors import is_detector
+
+#: The layers that depend on the classes, by the beginning of the model's name.
+_HEADS = {"fasterrcnn_": "roi_heads.box_predictor"}
+_ONE_STAGE_HEAD = "head.classification_head"
+
+
+def detector_names() -> list[str]:
+    """Return the names of torchvision's detectors."""
+    names: list[str] = torchvision.models.list_models(module=torchvision.models.detection)
+    return [name for name in names if is_detector(f"torchvision/{name}")]
+
+
+class AsGiven(GeneralizedRCNNTransform):  # type: ignore[misc]
+    """Neither resizes nor normalizes images: the loader and the device have done it.
+
+    Only pads a batch so that its sides are multiples of what the backbone divides them by.
+    """
+
+    def __init__(self, size_divisible: int) -> None:
+        super().__init__(1, 1, [0.0], [1.0], size_divisible)
+
+    def normalize(self, image: Tensor) -> Tensor:
+        return image
+
+    def resize(self, image: Tensor, target: Any = None) -> tuple[Tensor, Any]:
+        return image, target
+
+
+def create(name: str, num_classes: int, **arguments: Any) -> nn.Module:
+    """Return the detector with random weights. ``num_classes`` does not count the background.
+
+    Raises what torchvision does for arguments that it does not take.
+    """
+    model: nn.Module = torchvision.models.get_model(
+        name, weights=None, weights_backbone=None, num_classes=num_classes + 1, **arguments
+    )
+    return as_given(model)
+
+
+def as_given(model: nn.Module) -> nn.Module:
+    """Return the detector without its own resizing and normalization."""
+    transform: Any = model.transform
+    model.transform = AsGiven(transform.size_divisible)
+    return model
+
+
+def swap_head(name: str, model: nn.Module, num_classes: int, **arguments: Any) -> set[str]:
+    """Replace the layers that depend on the classes by random ones; return the names of their tensors."""
+    head = next((path for start, path in _HEADS.items() if name.startswith(start)), _ONE_STAGE_HEAD)
+    arguments.pop("trainable_backbone_layers", None)  # torchvision warns: it is for pretrained backbones
+    new = create(name, num_classes, **arguments).get_submodule(head)
+    model.set_submodule(head, new)
+    return {f"{head}.{key}" for key in new.state_dict()}

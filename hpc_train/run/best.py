@@ -1,0 +1,83 @@
+"""The best evaluation of a run, and how long it has been: functions of the rows of evaluations alone.
+
+Ranks follow the rows while they train, and again when they resume, so a resumed run has the same best
+evaluation and stops at the same step. A checkpoint's manifest names the best evaluation up to its step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from hpc_train.run.metric_rows import Row
+
+#: Key of a checkpoint's ``extra`` and of its manifest.
+BEST = "best"
+
+
+@dataclass(frozen=True)
+class Best:
+    """A metric's best value over the evaluations so far, and the step that was evaluated."""
+
+    metric: str
+    value: float
+    step: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: object) -> Best | None:
+        """Return None if ``data`` is none, or was not written by ``to_json``."""
+        if not isinstance(data, dict):
+            return None
+        metric, value, step = data.get("metric"), _finite(data.get("value")), data.get("step")
+        if not isinstance(metric, str) or value is None or type(step) is not int or step < 0:
+            return None
+        return cls(metric, value, step)
+
+    def __str__(self) -> str:
+        return f"{self.metric} {self.value:.6g} at step {self.step}"
+
+
+@dataclass
+class BestSoFar:
+    """Follows one metric over the evaluations, in the order of their steps.
+
+    An evaluation is the new best if it is better than the best by more than ``min_delta``. One that is NaN or
+    infinite never is.
+    """
+
+    metric: str
+    mode: Literal["min", "max"]
+    min_delta: float = 0.0
+    best: Best | None = None
+    #: Evaluations since the best one.
+    num_worse: int = 0
+
+    def add_row(self, row: Row) -> None:
+        """Add the row of an evaluation; one without the metric changes nothing."""
+        if self.metric in row:
+            self.add(row["step"], row[self.metric])
+
+    def add(self, step: int, value: object) -> bool:
+        """Add an evaluation; return whether it is the best so far."""
+        found = _finite(value)
+        if found is not None and (self.best is None or self._gain(found, self.best.value) > self.min_delta):
+            self.best, self.num_worse = Best(self.metric, found, step), 0
+            return True
+        self.num_worse += 1
+        return False
+
+    def _gain(self, value: float, than: float) -> float:
+        return than - value if self.mode == "min" else value - than
+
+
+def _finite(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None

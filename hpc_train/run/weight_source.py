@@ -1,0 +1,97 @@
+"""``model.init_from``: the file, or the run's checkpoint, whose weights a run starts from.
+
+Resolved once, when a run is created: ``run.json`` has the path and a fingerprint, and ranks read that path.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import BadFileError, UsageError, shortened
+from hpc_train.paths import CheckpointPaths, RunPaths, expanded
+from hpc_train.plan.input_files import file_fingerprint
+from hpc_train.run.checkpoints import committed
+from hpc_train.run.files import read_json
+from hpc_train.run.find import find_runs, run_name
+
+KEY = "model.init_from"
+#: Of files of weights; anything else names a run.
+FILE_EXTENSIONS = (".safetensors", ".pth", ".pt")
+
+
+def find_source(text: str) -> Path:
+    """Return the file, or the folder of the run's newest checkpoint, as an absolute path.
+
+    ``text``: of the key; a folder that this function returned is returned again. Raises BadFileError if
+    there is none.
+    """
+    path = expanded(text).absolute()
+    if text.endswith(FILE_EXTENSIONS):
+        if not path.is_file():
+            raise BadFileError(f"{KEY}: there is no file {text}; write an existing path, or a run")
+        return path
+    if path.name.startswith("step-") and CheckpointPaths(path).manifest.is_file():
+        return path
+    run = _only_run(text)
+    checkpoints = committed(run)
+    if not checkpoints:
+        raise BadFileError(f"{KEY}: {run_name(run)} has no checkpoint yet; wait until it has saved one")
+    return checkpoints[0].folder.absolute()
+
+
+def described(source: Path) -> str:
+    """Return the source in words: a file's path, or a run's id and the step."""
+    if source.is_file():
+        return str(source)
+    return f"run {source.parent.parent.name} at step {CheckpointPaths(source).step}"
+
+
+def source_facts(text: str | None) -> dict[str, Any]:
+    """Return ``init_from`` and ``inputs`` of ``run.json`` for the key's value. Raises BadFileError."""
+    if text is None:
+        return {"init_from": None, "inputs": {}}
+    source = find_source(text)
+    return {"init_from": str(source), "inputs": {KEY: fingerprint(source)}}
+
+
+def fingerprint(source: Path) -> dict[str, str]:
+    """Return that of a file, or of a checkpoint's manifest, which has the hashes of all its files."""
+    return file_fingerprint(str(source if source.is_file() else CheckpointPaths(source).manifest))
+
+
+def pinned(paths: RunPaths, experiment: Experiment) -> Experiment:
+    """Return the experiment with ``init_from`` as it was resolved when the run was created.
+
+    Raises BadFileError if that is gone or was changed since.
+    """
+    run = read_json(paths.run) or {}
+    source = run.get("init_from")
+    if experiment.model.init_from is None or not isinstance(source, str):
+        return experiment
+    then = (run.get("inputs") or {}).get(KEY)
+    if not Path(source).exists() or fingerprint(Path(source)) != then:
+        raise BadFileError(
+            f"{KEY}: {source} is not what it was when the run was created, or is gone; put it back, or "
+            "submit the file again with --new (checkpoints of a run that still trains are removed: "
+            "`hpc-train export` keeps one)"
+        )
+    return with_source(experiment, source)
+
+
+def with_source(experiment: Experiment, source: str | None) -> Experiment:
+    """Return a copy whose ``init_from`` is ``source``."""
+    return experiment.model_copy(update={"model": experiment.model.model_copy(update={"init_from": source})})
+
+
+def _only_run(text: str) -> RunPaths:
+    try:
+        found = find_runs([text])
+    except UsageError as error:
+        extensions = ", ".join(FILE_EXTENSIONS)
+        raise BadFileError(f"{KEY}: {error}; a file of weights ends in {extensions}") from error
+    if len(found) > 1:
+        names = ", ".join(run_name(paths) for paths in found[:5])
+        raise BadFileError(f"{KEY}: {shortened(text)} has {len(found)} runs; write one of {names}")
+    return found[0]

@@ -1,0 +1,164 @@
+# ruff: noqa: N806  (shape suffixes)
+"""The losses of ``classification``, and how one is made of its name.
+
+Legend: B samples, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hpc_train.config.fields import Section
+from hpc_train.config.training_sections import LossConfig
+from hpc_train.data_facts.losses import CLASSIFICATION, BceArgs, CrossEntropyArgs, FocalArgs
+from hpc_train.errors import BadFileError
+
+
+class ClassLoss(Protocol):
+    """A loss of logits (B, C) and targets: classes (B,) int64 or shares of the classes (B, C) float."""
+
+    def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Return a loss per sample, (B,). ``smoothing``: the share that is spread over all classes."""
+
+    def mean(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        """Return the mean over the samples, ()."""
+
+
+class _Mean:
+    """The mean of the losses of the samples."""
+
+    def mean(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        losses_B: Tensor = self(logits, targets, smoothing)  # type: ignore[operator]
+        return losses_B.mean()
+
+
+@dataclass(frozen=True)
+class CrossEntropy(_Mean):
+    """Cross entropy with label smoothing (arXiv:1512.00567, section 7), as torch computes it."""
+
+    args: CrossEntropyArgs
+
+    def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+        return self._reduced(logits, targets, smoothing, "none")
+
+    def mean(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+        """Return torch's own mean, except with weights: it divides by their sum, which depends on the
+        samples of the micro-batch.
+        """
+        if self.args.class_weights is not None:
+            return super().mean(logits, targets, smoothing)
+        return self._reduced(logits, targets, smoothing, "mean")
+
+    def _reduced(self, logits: Tensor, targets: Tensor, smoothing: float, reduction: str) -> Tensor:
+        return functional.cross_entropy(
+            logits,
+            targets.to(logits.dtype) if targets.is_floating_point() else targets,
+            weight=_like(self.args.class_weights, logits),
+            label_smoothing=smoothing,
+            reduction=reduction,
+        )
+
+
+@dataclass(frozen=True)
+class BinaryCrossEntropy(_Mean):
+    """A yes or no per class, averaged over the classes. Of one class per sample it is timm's."""
+
+    args: BceArgs
+    has_several: bool
+
+    def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+        return functional.binary_cross_entropy_with_logits(
+            logits,
+            smoothed(
+                as_shares(targets, logits.shape[1], logits.dtype), smoothing, has_several=self.has_several
+            ),
+            weight=_like(self.args.class_weights, logits),
+            pos_weight=_like(self.args.pos_weight, logits),
+            reduction="none",
+        ).mean(dim=1)
+
+
+@dataclass(frozen=True)
+class Focal(_Mean):
+    """Focal loss of the softmax over the classes or, with several per sample, of the sigmoid of each."""
+
+    args: FocalArgs
+    has_several: bool
+
+    def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+        targets_BC = smoothed(
+            as_shares(targets, logits.shape[1], logits.dtype), smoothing, has_several=self.has_several
+        )
+        return self._sigmoid(logits, targets_BC) if self.has_several else self._softmax(logits, targets_BC)
+
+    def _softmax(self, logits: Tensor, targets: Tensor) -> Tensor:
+        logs_BC = logits.log_softmax(dim=1)
+        return -(targets * _missing(logs_BC.exp()) ** self.args.gamma * logs_BC * self._weights(logits)).sum(
+            1
+        )
+
+    def _sigmoid(self, logits: Tensor, targets: Tensor) -> Tensor:
+        losses_BC = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        chances_BC = logits.sigmoid()
+        right_BC = chances_BC * targets + (1 - chances_BC) * (1 - targets)
+        return (losses_BC * _missing(right_BC) ** self.args.gamma * self._weights(logits)).mean(dim=1)
+
+    def _weights(self, logits: Tensor) -> Tensor | float:
+        weights = _like(self.args.class_weights, logits)
+        return 1.0 if weights is None else weights
+
+
+def _missing(chances: Tensor) -> Tensor:
+    """Return 1 - p, bounded from below: the slope of its powers below 1 is infinite at 0."""
+    return (1 - chances).clamp(min=torch.finfo(chances.dtype).tiny)
+
+
+def as_shares(targets: Tensor, num_classes: int, dtype: torch.dtype) -> Tensor:
+    """Return targets as shares of the classes, (B, C)."""
+    if targets.dim() == 1:
+        targets = functional.one_hot(targets, num_classes)
+    return targets.to(dtype)
+
+
+def smoothed(targets: Tensor, smoothing: float, *, has_several: bool) -> Tensor:
+    """Spread a share of the targets (B, C) over all classes, or over yes and no where each is a question."""
+    if smoothing == 0:
+        return targets
+    return targets * (1 - smoothing) + smoothing / (2 if has_several else targets.shape[1])
+
+
+def make_class_loss(config: LossConfig | None, num_classes: int, *, has_several: bool) -> ClassLoss:
+    """Return the loss of the file. ``has_several``: each class of a sample is a question of its own.
+
+    Raises BadFileError where the arguments are not for this number of classes.
+    """
+    config = config or LossConfig(name="bce" if has_several else "cross_entropy")
+    args = CLASSIFICATION[config.name].model_validate(config.args)
+    _check_lengths(args, num_classes)
+    match args:
+        case BceArgs():
+            return BinaryCrossEntropy(args, has_several)
+        case FocalArgs():
+            return Focal(args, has_several)
+        case CrossEntropyArgs():
+            return CrossEntropy(args)
+    raise AssertionError(f"{config.name} has no implementation")
+
+
+def _check_lengths(args: Section, num_classes: int) -> None:
+    for name in ("class_weights", "pos_weight"):
+        values = getattr(args, name, None)
+        if values is not None and len(values) != num_classes:
+            raise BadFileError(
+                f"optimization.loss.args.{name}: has {len(values)} values, and the data have {num_classes} "
+                "classes; write one per class"
+            )
+
+
+def _like(values: list[float] | None, logits: Tensor) -> Tensor | None:
+    return None if values is None else logits.new_tensor(values)

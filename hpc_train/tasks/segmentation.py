@@ -1,0 +1,139 @@
+# ruff: noqa: N803, N806  (shape suffixes)
+"""``task: segmentation``: one class per pixel.
+
+Legend: B samples, C classes, H rows, W columns, P pixels of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpc_train.config.schema import Experiment
+from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
+from hpc_train.tasks.pixel_losses import make_pixel_loss, pixel_losses
+
+#: Of pixels without a class, where the data set does not say it.
+_IGNORED = 255
+#: The share of the auxiliary output's loss (PSPNet, arXiv:1612.01105).
+_AUXILIARY = 0.4
+
+
+class Segmentation:
+    """Logits (B, C, H, W) against masks (B, H, W) of class numbers.
+
+    A model may return a dict as torchvision's do: the logits as ``out`` and, in training, those of an
+    auxiliary head as ``aux``. Logits of another size are resized to that of the mask.
+    """
+
+    def __init__(self, experiment: Experiment, info: DataInfo) -> None:
+        self._num_classes: int = experiment.model.args.get("num_classes", info.num_classes)
+        self._class_names = _metric_names(info.class_names, self._num_classes)
+        self._ignored = _IGNORED if info.ignore_index is None else info.ignore_index
+        config = experiment.optimization
+        self._pixel_loss = make_pixel_loss(config.loss, self._num_classes, config.label_smoothing)
+        self.target_spec = TargetSpec(
+            "a mask with a class number per pixel",
+            kind="integer",
+            shape=(None, None),
+            minimum=0,
+            maximum=self._num_classes - 1,
+            geometry="mask",
+            ignored=self._ignored,
+        )
+
+    def forward(self, model: nn.Module, batch: Batch) -> Any:
+        return model(batch.inputs)
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the mean loss over the labelled pixels of the micro-batch, 0 if there are none."""
+        out, *auxiliary = _logits(outputs)
+        loss = self._mean_loss(out, batch.targets)
+        for each in auxiliary:
+            loss = loss + _AUXILIARY * self._mean_loss(each, batch.targets)
+        return loss
+
+    def _mean_loss(self, logits: Tensor, masks: Tensor) -> Tensor:
+        logits_PC, classes_P = _flat(logits, masks)
+        return self._pixel_loss(logits_PC, classes_P, classes_P != self._ignored)
+
+    def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        """Return ``count`` (of labelled pixels), the sum ``loss`` of their cross entropy without smoothing,
+        and ``confusion``, (C, C) int64: pixels by class and prediction.
+        """
+        out, *_ = _logits(outputs)
+        logits_PC, classes_P = _flat(out, batch.targets)
+        valid_P = batch.valid.repeat_interleave(len(classes_P) // len(batch.valid))
+        labelled_P = (classes_P != self._ignored) & valid_P
+        losses_P = pixel_losses(logits_PC, classes_P, labelled_P)
+        return {
+            "count": labelled_P.sum(dtype=torch.float64),
+            "loss": losses_P.sum(dtype=torch.float64),
+            "confusion": _confusion(classes_P, logits_PC.argmax(dim=1), labelled_P, self._num_classes),
+        }
+
+    def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
+        """Return ``loss``, ``accuracy`` of the pixels, ``miou``, and ``iou_<class>`` of each class that
+        occurs in the masks or the predictions; ``miou`` is the mean of these.
+        """
+        count = max(sums["count"], 1.0)
+        confusion = sums["confusion"].double()
+        hits_C = confusion.diagonal()
+        union_C = confusion.sum(0) + confusion.sum(1) - hits_C
+        occurs_C = union_C > 0
+        ious_C = hits_C / union_C.clamp(min=1)
+        found = {
+            "loss": sums["loss"] / count,
+            "accuracy": float(hits_C.sum()) / count,
+            "miou": float(ious_C[occurs_C].mean()) if bool(occurs_C.any()) else 0.0,
+        }
+        named = zip(self._class_names, ious_C.tolist(), occurs_C.tolist(), strict=True)
+        return found | {f"iou_{name}": iou for name, iou, occurs in named if occurs}
+
+    def files(self, sums: dict[str, Any]) -> dict[str, bytes]:
+        """Return the confusion matrix as a CSV table: a row per class, a column per prediction."""
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        table.writerow(["class", *self._class_names])
+        rows = sums["confusion"].tolist()
+        table.writerows([name, *counts] for name, counts in zip(self._class_names, rows, strict=True))
+        return {"confusion.csv": text.getvalue().encode()}
+
+
+def _metric_names(class_names: tuple[str, ...], num_classes: int) -> list[str]:
+    """Return names for metrics, ``traffic_light`` of ``Traffic light``; numbers where two are the same."""
+    names = [re.sub(r"\W+", "_", name.lower()).strip("_") for name in class_names]
+    is_usable = len(names) == num_classes == len({*names} - {""})
+    return names if is_usable else [str(number) for number in range(num_classes)]
+
+
+def _logits(outputs: Any) -> list[Tensor]:
+    """Return the logits and, if there are any, those of the auxiliary head."""
+    if isinstance(outputs, dict):
+        return [outputs[name] for name in ("out", "aux") if name in outputs]
+    return [outputs]
+
+
+def _flat(logits: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits (P, C), float32 at least, and classes (P,) int64.
+
+    Flat because CUDA's cross entropy over (B, C, H, W) has no deterministic form.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    if wide.shape[-2:] != masks.shape[-2:]:
+        wide = functional.interpolate(wide, size=masks.shape[-2:], mode="bilinear", align_corners=False)
+    return wide.permute(0, 2, 3, 1).flatten(0, 2), masks.flatten().to(torch.int64)
+
+
+def _confusion(classes_P: Tensor, predictions_P: Tensor, labelled_P: Tensor, num_classes: int) -> Tensor:
+    """Return (class, prediction) int64 counts of the labelled pixels."""
+    cells = num_classes * num_classes
+    # Pixels that don't count are in a cell of their own at the end.
+    cells_P = torch.where(labelled_P, classes_P * num_classes + predictions_P, cells)
+    return torch.bincount(cells_P, minlength=cells + 1)[:cells].view(num_classes, num_classes)

@@ -1,0 +1,103 @@
+"""``hpc-train evaluate`` and ``predict`` on the ranks: one checkpoint of a run, evaluated as training does.
+
+The ranks belong to a run folder of their own, which contains ``evaluation.json``: the run and the step of
+the checkpoint. The row that they find is the only one of that folder's ``metrics.jsonl``; the evaluated run
+is only read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hpc_train.checkpoint.checkpointer import Checkpointer, Loaded
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.building import build_source
+from hpc_train.datasets.skipping import BadSamples
+from hpc_train.distributed.consensus import Agreement
+from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.models.preprocessing import with_preprocessing
+from hpc_train.paths import RunPaths
+from hpc_train.run.checkpoints import newest_attempt
+from hpc_train.run.files import read_json, write_text
+from hpc_train.tasks.base import make_task, target_spec
+from hpc_train.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.training import hardware
+from hpc_train.training.data_staging import staged
+from hpc_train.training.evaluator import Evaluator, make_validation
+from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.predicting import write_predictions
+from hpc_train.training.rank import Rank
+from hpc_train.training.train_state import TrainState, build, context, refuse_other_classes
+
+_log = logging.getLogger(__name__)
+
+
+def evaluate_checkpoint(rank: Rank) -> ExitCode:
+    """Load the checkpoint that ``evaluation.json`` names and evaluate it; rank 0 writes the row. Collective.
+
+    Raises BadFileError if there are no validation data, the checkpoint is of another model, or its classes
+    differ; StorageError if it is damaged.
+    """
+    request = read_json(rank.paths.evaluated_checkpoint) or {}
+    run, step = RunPaths(Path(request["run"])), int(request["step"])
+    rank = replace(rank, experiment=with_preprocessing(rank.experiment))
+    config = rank.experiment
+    source = build_source(staged(rank))
+    batches = BatchArithmetic.of(config.optimization, len(source.train), rank.degrees.data_ranks)
+    state = build(config, source.info, batches, context(rank))
+    rank.progress.at("loading")
+    loaded = _load(rank, run, step, state, source)
+    if wanted := request.get("predict"):
+        write_predictions(rank, source, state, step, wanted["images"], ema=wanted["ema"])
+        return ExitCode.DONE
+    metrics = _metrics(rank, source, state, step)
+    if metrics is None:
+        return ExitCode.TRY_AGAIN
+    if rank.is_first:
+        row = _row(run, loaded, metrics)
+        write_text(rank.paths.metrics, json.dumps(row, allow_nan=False) + "\n", sync=True)
+    return ExitCode.DONE
+
+
+def _load(rank: Rank, run: RunPaths, step: int, state: TrainState, source: DataSource) -> Loaded:
+    ranks = rank.facts.rank, rank.facts.world_size, rank.group.control
+    checkpointer = Checkpointer(run, newest_attempt(run), state.strategy, *ranks)
+    loaded = checkpointer.load(step, state.state)
+    refuse_other_classes(loaded, source)
+    # As a resume: the number of threads changes the last bit.
+    hardware.take_over(loaded.extra.get("hardware"), step, rank.device, checkpointer.ranks, _log.warning)
+    return loaded
+
+
+def _metrics(rank: Rank, source: DataSource, state: TrainState, step: int) -> dict[str, float] | None:
+    config = rank.experiment
+    task = make_task(config, source.info)
+    is_skipped = config.data.on_bad_sample == "skip"
+    bad_samples = BadSamples(rank.paths, rank.attempt, rank.facts.rank) if is_skipped else None
+    validation = make_validation(rank, source, bad_samples, target_spec(task))
+    if validation is None:
+        raise BadFileError(f"data.name: {config.data.name} has no validation data to evaluate")
+    to_input = make_to_input(config, source.info, rank.device, rank.precision)
+    forward = TrainingForward.of(config, state, task, rank.precision, rank.device, to_input)
+    agreement = Agreement(rank.group, rank.flag)
+    return Evaluator(state, task, forward, rank.device, agreement, rank.progress).metrics(validation, step)
+
+
+def _row(run: RunPaths, loaded: Loaded, metrics: dict[str, float]) -> dict[str, Any]:
+    """Return the row as training writes it; ``attempt``: the one that saved the checkpoint."""
+    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+    steps_per_epoch = loaded.extra.get("steps_per_epoch")
+    attempt = (read_json(run.checkpoint(loaded.step).manifest) or {}).get("attempt")
+    return {
+        "time": round(time.time(), 3),
+        "attempt": attempt,
+        "split": "val",
+        "step": loaded.step,
+        "epoch": round(loaded.step / steps_per_epoch, 4) if steps_per_epoch else None,
+    } | finite

@@ -1,0 +1,135 @@
+"""What follows from an evaluation: ``checkpoint.best`` and ``early_stopping``.
+
+Every rank has a ``ModelSelection``; rank 0 decides, by the rows of metrics, and the others receive its
+decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpc_train.config.schema import Experiment
+from hpc_train.datasets.base import DataSource
+from hpc_train.distributed.consensus import Agreement
+from hpc_train.errors import BadFileError
+from hpc_train.run.best import BEST, BestSoFar
+from hpc_train.run.metric_rows import Row
+
+#: Bits of rank 0's decision.
+_IMPROVED, _STOPPED = 1, 2
+
+
+@dataclass
+class ModelSelection:
+    """The best evaluation so far, and whether the run has stopped improving; the same on all ranks."""
+
+    config: Experiment
+    agreement: Agreement
+    #: Both None where the file does not have the section; on ranks but 0 they see no row.
+    best: BestSoFar | None = None
+    patience: BestSoFar | None = None
+    max_worse: int = 0
+    #: ``early_stopping`` ends the run at the current step.
+    has_stopped: bool = False
+    #: The step of the best evaluation, if this attempt evaluated it.
+    improved_at: int | None = field(default=None, init=False)
+
+    @classmethod
+    def of(cls, config: Experiment, agreement: Agreement, rows: Iterable[Row]) -> ModelSelection:
+        """Return the state after ``rows``, those of all evaluations up to the current step; none on ranks
+        but 0.
+
+        Collective.
+        """
+        best, stopping = config.checkpoint.best, config.early_stopping
+        selection = cls(config, agreement)
+        if best is not None:
+            selection.best = BestSoFar(best.metric, best.mode)
+        if stopping is not None:
+            selection.patience = BestSoFar(stopping.metric, stopping.mode, stopping.min_delta)
+            selection.max_worse = stopping.patience
+        followed = [each for each in (selection.best, selection.patience) if each is not None]
+        for row in rows if followed else ():
+            for each in followed:
+                each.add_row(row)
+        selection.has_stopped = bool(selection._agreed(_STOPPED if selection._is_worn_out else 0))
+        return selection
+
+    @property
+    def is_on(self) -> bool:
+        return self.best is not None or self.patience is not None
+
+    def saves(self, step: int) -> bool:
+        """Tell whether the checkpoint of ``step``, which has been evaluated, must be saved."""
+        return self.has_stopped or self.improved_at == step
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of an evaluation. Collective.
+
+        Raises BadFileError, on all ranks, if a metric of the file is not among them.
+        """
+        if not self.is_on:
+            return
+        for key, name in _metrics_of(self.config).items():
+            _check_metric(key, name, metrics)
+        is_best = self.best is not None and self.best.add(step, metrics[self.best.metric])
+        if self.patience is not None:
+            self.patience.add(step, metrics[self.patience.metric])
+        decision = self._agreed(is_best * _IMPROVED + self._is_worn_out * _STOPPED)
+        self.has_stopped = bool(decision & _STOPPED)
+        if decision & _IMPROVED:
+            self.improved_at = step
+
+    def extra(self) -> dict[str, Any]:
+        """Return what a checkpoint contains of it; rank 0's counts."""
+        found = None if self.best is None else self.best.best
+        return {} if found is None else {BEST: found.to_json()}
+
+    @property
+    def reason(self) -> str | None:
+        """Why the run ends at the current step, if it does. On rank 0."""
+        if not self.has_stopped or self.patience is None:
+            return None
+        return f"stopped early: no better {self.patience.metric} in {self.max_worse} evaluations" + (
+            f" ({self.patience.best})" if self.patience.best else ""
+        )
+
+    @property
+    def _is_worn_out(self) -> bool:
+        return self.patience is not None and self.patience.num_worse >= self.max_worse
+
+    def _agreed(self, decision: int) -> int:
+        return self.agreement.rank_0_says(decision) if self.is_on else 0
+
+
+def check_metrics(config: Experiment, metrics: Iterable[str]) -> None:
+    """Raise BadFileError if the file names a metric that evaluations which yield ``metrics`` do not have."""
+    names = set(metrics)
+    if config.optimization.ema is not None:
+        names |= {f"ema_{name}" for name in names}
+    for key, name in _metrics_of(config).items():
+        _check_metric(key, name, names)
+
+
+def refuse_no_evaluations(config: Experiment, source: DataSource) -> None:
+    """Raise BadFileError if the file names a metric of evaluations and there are no validation data."""
+    key = next(iter(_metrics_of(config)), None)
+    if key is not None and source.val is None:
+        raise BadFileError(
+            f"{key}: {config.data.name} has no validation data to evaluate; add some, or take the section out"
+        )
+
+
+def _metrics_of(config: Experiment) -> dict[str, str]:
+    sections = {"checkpoint.best": config.checkpoint.best, "early_stopping": config.early_stopping}
+    return {f"{key}.metric": section.metric for key, section in sections.items() if section is not None}
+
+
+def _check_metric(key: str, name: str, metrics: Iterable[str]) -> None:
+    names = sorted(metrics)
+    if name not in names:
+        raise BadFileError(
+            f"{key}: {name} is not a metric of this run's evaluations; write one of {', '.join(names)}"
+        )

@@ -1,0 +1,84 @@
+"""``hpc-train predict`` on the ranks: each writes the predictions for its own samples into a file.
+
+A line of ``predictions-<rank>.jsonl`` is a JSON object with the sample's ``index``; a file is sorted by it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_train.datasets.base import AnySplit, DataSource
+from hpc_train.datasets.batches import evaluation_batches
+from hpc_train.datasets.types import Batch
+from hpc_train.errors import BadFileError, UsageError
+from hpc_train.tasks.base import Task, make_task, target_spec
+from hpc_train.training.evaluator import share_all_buffers
+from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.rank import Rank
+from hpc_train.training.train_state import TrainState
+
+
+def write_predictions(
+    rank: Rank, source: DataSource, state: TrainState, step: int, images: str | None, *, ema: bool
+) -> None:
+    """Write this rank's file of predictions. Collective.
+
+    ``images``: the folder or file of the images; None: the validation data. ``ema``: of the EMA weights.
+    Raises UsageError if the task has no ``predictions`` or the run no EMA; BadFileError if there are no data.
+    """
+    config = rank.experiment
+    task = make_task(config, source.info)
+    if not hasattr(task, "predictions"):
+        raise UsageError(f"task: {config.task} can't predict: it has no method predictions(outputs, batch)")
+    if ema and state.ema is None:
+        raise UsageError("--ema: this run has no average of its weights (optimization.ema); omit --ema")
+    split = _split(rank, source, images)
+    place = rank.degrees.data_rank(rank.facts.rank), rank.degrees.data_ranks
+    spec = target_spec(task) if images is None else None
+    batches = evaluation_batches(split, config, *place, rank.device, None, spec)
+    to_input = make_to_input(config, source.info, rank.device, rank.precision)
+    forward = TrainingForward.of(config, state, task, rank.precision, rank.device, to_input)
+    share_all_buffers(state)
+    averages = state.ema.swapped() if ema and state.ema is not None else nullcontext()
+    state.wrapped.eval()
+    with averages, torch.no_grad(), rank.paths.predictions(rank.facts.rank).open("w") as file:
+        for number, batch in enumerate(batches):
+            rank.progress.at("evaluating", step, part=number)
+            found = _predictions(forward, state, task, replace(batch, step=step))
+            if state.strategy.owns_loss:
+                file.writelines(_lines(found, batch, split))
+
+
+def _split(rank: Rank, source: DataSource, images: str | None) -> AnySplit:
+    if images is not None:
+        if source.info.sequence_length is not None:
+            raise BadFileError(f"--data: {rank.experiment.data.name} has tokens and not images; omit --data")
+        from hpc_train.datasets.sources.image_files import ImageFiles  # and torchvision with it
+
+        return ImageFiles(Path(images), source.info.channels)
+    if source.val is None:
+        raise BadFileError(f"data.name: {rank.experiment.data.name} has no validation data; give --data")
+    return source.val
+
+
+def _predictions(forward: TrainingForward, state: TrainState, task: Task, batch: Batch) -> Any:
+    with forward.begin(batch):
+        moved = forward.to_input(batch)
+        outputs = task.forward(state.wrapped, moved)
+        return task.predictions(outputs, moved) if state.strategy.owns_loss else []  # type: ignore[attr-defined]
+
+
+def _lines(found: list[dict[str, Any]], batch: Batch, split: AnySplit) -> Iterator[str]:
+    size = len(batch.valid)
+    path = getattr(split, "path", None)
+    for place in batch.valid.nonzero().flatten().tolist():
+        index = batch.number * size + place
+        named = {} if path is None else {"file": str(path(index))}
+        yield json.dumps({"index": index} | named | found[place]) + "\n"

@@ -1,0 +1,64 @@
+"""What a training row says of the samples that it trained on, such as their accuracy.
+
+Computed only in the steps that have a row, from the outputs that the loss is computed of, on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from hpc_train.datasets.types import Batch
+
+
+@runtime_checkable
+class HasTrainingSums(Protocol):
+    """A task that has more to say of training than the loss."""
+
+    #: The names in a ``train`` row, the same whatever the data.
+    training_metrics: tuple[str, ...]
+
+    def training_sums(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the sum over all samples of the micro-batch for each name, (len(names),).
+
+        In a pipeline ``batch.inputs`` is None. Runs without gradients.
+        """
+
+
+@dataclass
+class TrainingSums:
+    """The sums of a rank's micro-batches in one step."""
+
+    task: HasTrainingSums | None = None
+    device: torch.device | None = None
+    _is_due: bool = False
+    #: By the number of the micro-batch: one that runs twice (DDP's warm-up) counts once.
+    _sums: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, task: object, device: torch.device) -> TrainingSums:
+        return cls(task if isinstance(task, HasTrainingSums) else None, device)
+
+    def begin(self, *, is_due: bool) -> None:
+        """Start a step; without a row (``is_due``) nothing is computed."""
+        self._is_due = is_due
+        self._sums.clear()
+
+    def add(self, outputs: Any, batch: Batch) -> None:
+        """Take a micro-batch; a spare slot counts for nothing."""
+        if self._is_due and self.task is not None and batch.weight > 0:
+            with torch.no_grad():
+                self._sums[batch.number] = self.task.training_sums(outputs, batch)
+
+    def result(self, *, owns_loss: bool) -> dict[str, Tensor]:
+        """Return name → sum, (); 0 on ranks whose losses don't count. Empty where none was due."""
+        if not self._is_due or self.task is None:
+            return {}
+        names = self.task.training_metrics
+        total = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        for each in self._sums.values() if owns_loss else ():
+            total += each
+        return dict(zip(names, total, strict=True))

@@ -1,0 +1,83 @@
+"""Rules on the loss: ``optimization.loss`` and what changes the targets, by the facts of the task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pydantic import ValidationError
+
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shown
+from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.facts import data_facts, task_facts
+from hpc_train.data_facts.losses import Losses
+from hpc_train.errors import shortened
+from hpc_train.registry import nearest
+
+_LOSS = ("optimization", "loss")
+
+
+@rule("task", "optimization.loss")
+def the_task_has_the_loss(experiment: Experiment) -> Iterator[Problem]:
+    """``optimization.loss`` must be one of the task's, with arguments that it takes."""
+    losses, loss = task_facts(experiment.task).losses, experiment.optimization.loss
+    if losses is None or loss is None:
+        return
+    if loss.name not in losses:
+        yield _unknown_loss(experiment.task, loss.name, losses)
+        return
+    try:
+        losses[loss.name].model_validate(loss.args)
+    except ValidationError as error:
+        known = list(losses[loss.name].model_fields)
+        for each in error.errors():
+            path: KeyPath = (*_LOSS, "args", *each["loc"])
+            if each["type"] == "extra_forbidden":
+                name = str(each["loc"][0])
+                hint = nearest(name, known)
+                takes = f"it takes {', '.join(known)}" if known else "it takes none"
+                remedy = f"did you mean {hint!r}?" if hint else takes
+                yield Problem(path, f"{loss.name} takes no argument {name!r}", remedy)
+            else:
+                needed = each["msg"].removeprefix("Input should be ")
+                yield Problem(path, f"{shown(each['input'])} does not work", f"write {needed}")
+
+
+def _unknown_loss(task: str, name: str, losses: Losses) -> Problem:
+    hint = nearest(name, losses)
+    names = f"write one of {', '.join(losses)}" if losses else "take it out"
+    remedy = f"did you mean {hint}?" if hint else names
+    known = f" (it has {', '.join(losses)})" if losses else ""
+    return Problem((*_LOSS, "name"), f"{task} has no loss '{shortened(name)}'{known}", remedy)
+
+
+@rule("task", "optimization.label_smoothing")
+def smoothing_needs_classes(experiment: Experiment) -> Iterator[Problem]:
+    """Label smoothing needs a task with classes."""
+    if experiment.optimization.label_smoothing > 0 and task_facts(experiment.task).smooths_labels is False:
+        message = f"spreads targets over classes, which {experiment.task} does not have"
+        yield Problem(("optimization", "label_smoothing"), message, "take it out", on_key=True)
+
+
+@rule("task", "data.name", "optimization.mixup", "optimization.cutmix", "optimization.micro_batch_size")
+def samples_can_be_mixed(experiment: Experiment) -> Iterator[Problem]:
+    """mixup and CutMix need a task with soft targets, and pairs of samples in a micro-batch."""
+    optimization = experiment.optimization
+    for key in ("mixup", "cutmix"):
+        if getattr(optimization, key) == 0:
+            continue
+        path, modality = ("optimization", key), data_facts(experiment.data.name).modality
+        if task_facts(experiment.task).mixes_targets is False:
+            message = f"mixes targets, which {experiment.task} can't"
+            yield Problem(path, message, "take it out", on_key=True)
+        elif key == "cutmix" and modality not in ("images", None):
+            message = f"cuts out parts of images, and {shortened(experiment.data.name)} has {modality}"
+            yield Problem(path, message, "take it out, or write mixup", on_key=True)
+        elif optimization.micro_batch_size == 1:
+            message = "mixes the samples of a micro-batch, which has one"
+            yield Problem(path, message, "write a larger optimization.micro_batch_size", on_key=True)
+        elif optimization.micro_batch_size == "auto":
+            message = "mixes the samples of a micro-batch, and auto would make its size depend on memory"
+            yield Problem(path, message, "write a number for optimization.micro_batch_size", on_key=True)
+
+
+RULES: tuple[Rule, ...] = (the_task_has_the_loss, smoothing_needs_classes, samples_can_be_mixed)

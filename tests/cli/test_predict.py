@@ -1,0 +1,64 @@
+"""What ``predict`` refuses before any rank starts, and what it writes."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_train.cli import evaluate
+from hpc_train.cli.predict import write_rows
+from hpc_train.paths import RunPaths
+from tests.cli.commands import hpc_train
+from tests.run.runs import small_run
+
+ROWS = [
+    {"index": 0, "file": "a,b.png", "class": "cat", "probability": 0.5, "top": [{"class": "cat"}]},
+    {"index": 1, "file": "c.png", "class": 3, "probability": 0.25, "top": []},
+]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
+    monkeypatch.setattr(evaluate, "LocalLauncher", None)
+    return small_run(tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["abc", "-o", "out.txt"], "-o: out.txt must end in .jsonl or .csv"),
+        (["abc", "-o", "no/out.csv"], "there is no folder no; make the folder first"),
+        (["abc", "-o", "there.csv"], "-o: there.csv exists; add --force"),
+        (["abc", "-o", "there.csv", "--force"], "has no checkpoint yet"),
+        (["abc", "-o", "out.csv", "--data", "nowhere"], "--data: there is no file or folder nowhere"),
+        (["data.root=x", "-o", "out.csv"], "predict: names no run"),
+        (["abc", "model.name=gpt", "-o", "out.csv"], "model.name: can't be changed"),
+    ],
+)
+def test_mistakes_are_named_before_any_rank_starts(
+    run: RunPaths, words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HPC_TRAIN_RUNS", str(run.folder.parents[1]))
+    monkeypatch.chdir(tmp_path)
+    Path("there.csv").touch()
+    done = hpc_train("predict", *words)
+    assert done.code != 0 and said in done.err
+
+
+def test_a_table_has_a_head_and_no_lists() -> None:
+    file = io.BytesIO()
+    assert write_rows(file, ROWS, ".csv") == 2
+    assert file.getvalue().decode().splitlines() == [
+        "index,file,class,probability",
+        '0,"a,b.png",cat,0.5',
+        "1,c.png,3,0.25",
+    ]
+
+
+def test_lines_are_the_rows() -> None:
+    file = io.BytesIO()
+    assert write_rows(file, ROWS, ".jsonl") == 2
+    assert [json.loads(line) for line in file.getvalue().splitlines()] == ROWS

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.facts import training_samples
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.building import build_source
+from hpc_train.errors import BadFileError
+from hpc_train.plan import input_files
+from hpc_train.plan.input_files import other_inputs
+from tests.datasets.coco import SIDE, read, write, write_coco
+from tests.datasets.samples import experiment
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write_coco(tmp_path / "coco")
+
+
+def build(root: Path, **args: Any) -> DataSource:
+    return build_source(DataConfig(name="coco", root=str(root), args=args))
+
+
+def target(source: DataSource, index: int) -> dict[str, Any]:
+    split: Any = source.train
+    found: dict[str, Any] = split.file_content(index)[1]
+    return found
+
+
+def test_targets_are_the_annotations_of_each_image(root: Path) -> None:
+    source, document = build(root), read(root)
+    assert (len(source.train), source.val and len(source.val)) == (8, 5)
+    assert source.info.num_classes == 2 and source.info.class_names == ("dark", "bright")
+    for index, image in enumerate(document["images"]):
+        own = [each for each in document["annotations"] if each["image_id"] == image["id"]]
+        found = target(source, index)
+        boxes = [[x, y, x + w, y + h] for x, y, w, h in (each["bbox"] for each in own)]
+        assert found["boxes"].tolist() == boxes and found["boxes"].dtype == np.float32
+        assert found["boxes"].shape == (index % 3, 4), "images without boxes are samples too"
+        assert found["labels"].tolist() == [{3: 1, 7: 2}[each["category_id"]] for each in own]
+        assert found["iscrowd"].tolist() == [0] * len(own) and found["image_id"] == image["id"]
+
+
+def test_the_number_of_samples_is_known_without_torch(root: Path) -> None:
+    config = DataConfig(name="coco", root=str(root))
+    assert training_samples(config) == 8
+    (root / "train.json").write_text("{")
+    assert training_samples(config) is None
+
+
+def test_changed_annotations_are_other_data(root: Path) -> None:
+    config = experiment(name="coco", root=str(root))
+    then = input_files.fingerprints(config)
+    document = read(root)
+    document["annotations"][0]["bbox"][2] -= 1
+    write(root, "train", document)
+    input_files._fingerprint.cache_clear()
+    assert other_inputs(then, input_files.fingerprints(config)) == ["data.root"]
+
+
+def test_boxes_are_clipped_by_a_rounded_pixel(root: Path) -> None:
+    document = read(root)
+    document["annotations"][0]["bbox"] = [SIDE - 4, -0.6, 4.7, 8]
+    write(root, "train", document)
+    place = [each["id"] for each in document["images"]].index(document["annotations"][0]["image_id"])
+    assert target(build(root), place)["boxes"][0].tolist() == [SIDE - 4, 0, SIDE, pytest.approx(7.4)]
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def box(*bbox: float) -> Change:
+    return lambda document: document["annotations"][0].update(bbox=bbox)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            box(20, 0, 20, 4),
+            r"annotation 106 of image 70, .* outside of its 32x32 pixels; fix it",
+        ),
+        (box(1, 1, 0, 4), r"annotation 106 of image 70, .* without area; .* data\.args: \{bad_boxes: drop\}"),
+        (box(1, 1, 4), r"annotation 106 of .*; write \[left, top, width, height\] in pixels"),
+        (box(1, 1, float("nan"), 4), r"annotation 106 of .*; write \[left, top, width, height\] in pixels"),
+        (lambda d: d["annotations"][0].update(category_id=4), "annotation 106 of .* category_id 4; add the"),
+        (lambda d: d["annotations"][0].update(image_id=5), "annotation 106 of image 5, which is none of its"),
+        (
+            lambda d: d["images"][0].update(file_name="x.png"),
+            r"image 0, whose .*/x\.png does not exist",
+        ),
+        (lambda d: d["images"][0].update(file_name="../val/0.png"), "image 0, whose file .* does not exist"),
+        (lambda d: d["images"][1].update(id=0), r"image \{'id': 0,.*; give each an id of its own"),
+        (lambda d: d["images"][0].pop("width"), "image 0 without file_name, width and height; write them"),
+        (lambda d: d["categories"][0].update(id=3), "category .*; give each an id of its own"),
+        (lambda d: d["categories"].clear(), "no categories; write"),
+        (lambda d: d.pop("images"), "no list 'images'; write it in the format of COCO"),
+    ],
+)
+def test_a_mistake_is_named_with_file_image_and_annotation(root: Path, change: Change, said: str) -> None:
+    document = read(root)
+    change(document)
+    write(root, "train", document)
+    with pytest.raises(BadFileError, match=rf"^data\.root: .*/train\.json has (the )?{said}"):
+        build(root)
+
+
+def test_bad_boxes_can_be_dropped(root: Path) -> None:
+    document = read(root)
+    document["annotations"][0]["bbox"] = [1, 1, 0, 4]
+    document["annotations"][1]["bbox"] = [20, 0, 20, 4]
+    write(root, "train", document)
+    source = build(root, bad_boxes="drop")
+    assert sum(len(target(source, index)["labels"]) for index in range(8)) == len(document["annotations"]) - 2
+
+
+def test_damaged_or_missing_files_and_other_categories_are_refused(root: Path) -> None:
+    text = (root / "val.json").read_text()
+    (root / "val.json").write_text(text[:50])
+    with pytest.raises(
+        BadFileError, match=r"^data\.root: .*/val\.json is not valid JSON \(.*\); write it again"
+    ):
+        build(root)
+    (root / "val.json").write_text(text.replace("bright", "light"))
+    with pytest.raises(
+        BadFileError, match=r"^data\.root: the categories in .*/val\.json differ from those of"
+    ):
+        build(root)
+    (root / "val.json").unlink()
+    assert build(root).val is None
+    (root / "train.json").unlink()
+    with pytest.raises(BadFileError, match=r"^data\.root: .*/coco contains no train\.json; write the folder"):
+        build(root)
+
+
+def test_the_index_is_a_few_arrays(root: Path) -> None:
+    """Lists of Python objects would be copied into each loader process as their references are counted."""
+    split: Any = build(root).train
+    held = [split._names, split._image_ids, *vars(split._boxes).values()]
+    assert all(isinstance(each, np.ndarray) and each.dtype != object for each in held)
+    assert not any(isinstance(each, (list, dict, torch.Tensor)) for each in vars(split).values())

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.building import build_source
+from hpc_train.errors import BadFileError
+from hpc_train.plan.input_files import fingerprints, other_inputs
+from tests.datasets.samples import experiment
+from tests.datasets.sources import stand_in_datasets
+from tests.datasets.sources.exactness import assert_exact
+
+ANIMALS = ["ant", "bee", "cat"]
+
+
+@pytest.fixture(params=["stand-in", "datasets"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The package itself where it is installed: with pyarrow it takes 400 MB, too much for the dev extra."""
+    if request.param == "datasets":
+        found = pytest.importorskip("datasets", reason="datasets and pyarrow: too large for the dev extra")
+        # Some versions of dill can't hash tables in memory; those that are read from disk have a fingerprint.
+        monkeypatch.setattr("datasets.arrow_dataset.generate_fingerprint", lambda *given: "of the test")
+        return found
+    monkeypatch.setitem(sys.modules, "datasets", stand_in_datasets)
+    return stand_in_datasets
+
+
+def image(number: int) -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(np.full((6, 8, 3), 7 * number, dtype=np.uint8)).save(content, "PNG")
+    return content.getvalue()
+
+
+def rows(library: Any, numbers: range, **more: list[Any]) -> Any:
+    features = {
+        "image": library.Image(),
+        "animal": library.ClassLabel(names=ANIMALS),
+        "name": library.Value("string"),
+        "number": library.Value("int64"),
+        "weight": library.Value("float32"),
+    }
+    columns: dict[str, list[Any]] = {
+        "image": [{"bytes": image(n), "path": None} for n in numbers],
+        "animal": [n % 3 for n in numbers],
+        "name": [ANIMALS[n % 3] for n in numbers],
+        "number": [n % 4 for n in numbers],
+        "weight": [n / 2 for n in numbers],
+    }
+    return library.Dataset.from_dict(columns | more, features=library.Features(features))
+
+
+@pytest.fixture
+def root(library: Any, tmp_path: Path) -> Path:
+    root = tmp_path / "saved"
+    splits = {"train": rows(library, range(12)), "test": rows(library, range(12, 19))}
+    library.DatasetDict(splits).save_to_disk(str(root))
+    return root
+
+
+def build(root: Path, name: str = "huggingface", *, download: bool = False, **args: Any) -> DataSource:
+    return build_source(DataConfig(name=name, root=str(root), args=args), download=download)
+
+
+def targets_of(split: Any) -> list[Any]:
+    return [np.asarray(split.file_content(index)[1]).tolist() for index in range(len(split))]
+
+
+def test_images_are_the_files_and_labels_the_classes(root: Path) -> None:
+    source = build(root)
+    assert source.val is not None
+    assert [split.file_content(n)[0] for split in (source.train, source.val) for n in range(len(split))] == [  # type: ignore[union-attr]
+        image(number) for number in range(19)
+    ]
+    assert targets_of(source.train) == [0, 1, 2] * 4 and targets_of(source.val) == [0, 1, 2] * 2 + [0]
+    assert source.info.class_names == tuple(ANIMALS) and source.info.num_classes == 3
+
+
+def test_targets_of_other_columns(root: Path) -> None:
+    names = build(root, target_column="name")
+    assert targets_of(names.train) == [0, 1, 2] * 4 and names.info.class_names == tuple(ANIMALS)
+    numbers = build(root, target_column="number", val="train")
+    assert targets_of(numbers.val) == [0, 1, 2, 3] * 3 and numbers.info.num_classes == 4
+    weights = build(root, target_column="weight", target="number")
+    assert targets_of(weights.train)[3] == 1.5 and weights.info.num_classes == 1
+    assert weights.train.file_content(3)[1].dtype == np.float32  # type: ignore[union-attr]
+
+
+def test_resume_and_ranks_read_the_same(root: Path) -> None:
+    assert_exact(lambda: build(root))
+
+
+def test_a_single_split_has_no_validation(library: Any, tmp_path: Path) -> None:
+    rows(library, range(8)).save_to_disk(str(tmp_path / "one"))
+    assert build(tmp_path / "one").val is None
+
+
+def test_an_image_may_be_a_path(library: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(image(3))
+    pictures = [{"bytes": None, "path": str(tmp_path / "a.png")}]
+    rows(library, range(1), image=pictures).save_to_disk(str(tmp_path / "one"))
+    assert build(tmp_path / "one").train.file_content(0)[0] == image(3)  # type: ignore[union-attr]
+
+
+def test_a_row_without_an_image_is_an_error_of_the_sample(library: Any, tmp_path: Path) -> None:
+    rows(library, range(2), image=[{"bytes": image(0), "path": None}, None]).save_to_disk(
+        str(tmp_path / "one")
+    )
+    with pytest.raises(ValueError, match="the row has no image"):
+        build(tmp_path / "one").train.file_content(1)  # type: ignore[union-attr]
+
+
+def test_prepare_saves_a_data_set_of_the_hub_once(
+    library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def load(name: str, config: str | None, revision: str | None) -> Any:
+        asked.append((name, config, revision))
+        return library.DatasetDict({"train": rows(library, range(8))})
+
+    monkeypatch.setattr(library, "load_dataset", load)
+    root, name = tmp_path / "hub", "huggingface/someone/animals"
+    with pytest.raises(BadFileError, match=r"^data\.root: .*hub is not a folder .*; run `hpc-train prepare`"):
+        build(root, name)
+    for download in (True, True, False):
+        assert len(build(root, name, download=download, revision="v1").train) == 8
+    assert asked == [("someone/animals", None, "v1")]
+    assert [path.name for path in tmp_path.iterdir()] == ["hub"]
+
+
+def test_a_download_that_fails_leaves_nothing(
+    library: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("BuilderConfig 'x' not found")
+
+    monkeypatch.setattr(library, "load_dataset", fail)
+    with pytest.raises(
+        BadFileError, match=r"^data\.name: huggingface/a can't be loaded: BuilderConfig 'x' not"
+    ):
+        build(tmp_path / "hub", "huggingface/a", download=True, config="x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_fingerprint_is_that_of_the_arrow_files(library: Any, root: Path, tmp_path: Path) -> None:
+    def of(root: Path) -> Any:
+        return experiment(name="huggingface", root=str(root))
+
+    before = fingerprints(of(root))
+    assert list(before) == ["data.root"]
+    rows(library, range(3)).save_to_disk(str(tmp_path / "other"))
+    assert other_inputs(before, fingerprints(of(root))) == []
+    assert other_inputs(before, fingerprints(of(tmp_path / "other"))) == ["data.root"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"train": "training"}, r"^data\.args\.train: .* has no split 'training'; write one of train, test"),
+        ({"val": "dev"}, r"^data\.args\.val: .* has no split 'dev'"),
+        (
+            {"image_column": "img"},
+            r"^data\.args\.image_column: there is no column 'img'; write one of image, an",
+        ),
+        ({"image_column": "name"}, r"^data\.args\.image_column: the column name has no images"),
+        ({"target_column": "x"}, r"^data\.args\.target_column: there is no column 'x'"),
+        ({"target_column": "weight"}, r"^data\.args\.target_column: the column weight .* has no classes"),
+        ({"split": "x"}, r"^data\.args\.split: no such argument"),
+    ],
+)
+def test_wrong_arguments_are_named(root: Path, args: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadFileError, match=words):
+        build(root, **args)
+
+
+def test_what_is_not_saved_by_the_library_is_refused(library: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        BadFileError, match=r"^data\.root: .* has no data set of Hugging Face: .*save_to_disk"
+    ):
+        build(tmp_path)
+    with pytest.raises(BadFileError, match=r"^data\.root: .*nowhere is not a folder on this machine; fix"):
+        build(tmp_path / "nowhere")
+
+
+def test_without_its_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(
+        BadFileError, match=r"^data\.name: huggingface needs datasets; pip install 'hpc-train\[hf\]'"
+    ):
+        build(tmp_path)

@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hpc_train.config.schema import Experiment
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.facts import training_samples
+from hpc_train.data_facts.listed_data import image_list_files, index_path
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.building import build_source
+from hpc_train.datasets.index_files import Index, ensure_index, open_index, packed_texts
+from hpc_train.datasets.sources import image_list
+from hpc_train.errors import BadFileError
+from hpc_train.plan.input_files import fingerprints, other_inputs
+from tests.datasets.samples import experiment
+from tests.datasets.sources.exactness import assert_exact
+
+ANIMALS = ("cat", "ant", "bee")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Twelve training and seven validation images; image n has the value n, class n modulo 3."""
+    root = tmp_path / "data"
+    (root / "images").mkdir(parents=True)
+    for number in range(19):
+        image = Image.fromarray(np.full((6, 8, 3), number, dtype=np.uint8))
+        image.save(root / "images" / f"{number}.{'png' if number % 2 else 'jpg'}")
+    write(root, "train", range(12))
+    write(root, "val", range(12, 19))
+    return root
+
+
+def file_of(number: int) -> str:
+    return f"images/{number}.{'png' if number % 2 else 'jpg'}"
+
+
+def write(root: Path, split: str, numbers: range, text: str = "path,target,x,y\n") -> None:
+    lines = [f"{file_of(n)},{ANIMALS[n % 3]},{n / 4},{n % 2}\n" for n in numbers]
+    (root / f"{split}.csv").write_text(text + "".join(lines))
+
+
+def config(root: Path, cache: Path | None = None, **args: Any) -> DataConfig:
+    keys = {"cache": None if cache is None else str(cache)}
+    return DataConfig(name="image_list", root=str(root), args=args, **keys)  # type: ignore[arg-type]
+
+
+def build(root: Path, *, download: bool = False, **args: Any) -> DataSource:
+    return build_source(config(root, **args), download=download)
+
+
+def targets_of(split: Any) -> list[Any]:
+    return [np.asarray(split.file_content(index)[1]).tolist() for index in range(len(split))]
+
+
+def test_rows_keep_their_order_and_classes_are_sorted(root: Path) -> None:
+    source = build(root)
+    assert source.info.class_names == ("ant", "bee", "cat")
+    assert source.info.num_classes == 3
+    assert targets_of(source.train) == [2, 0, 1] * 4
+    assert targets_of(source.val) == [2, 0, 1] * 2 + [2]
+    content, _ = source.train.file_content(3)  # type: ignore[union-attr]
+    assert Image.open(io.BytesIO(content)).getpixel((0, 0)) == (3, 3, 3)
+    assert source.train.path(4) == root / "images/4.jpg"  # type: ignore[union-attr]
+
+
+def test_numbers_are_sorted_by_size_or_taken_as_they_are(root: Path) -> None:
+    for name in ("train", "val"):
+        (root / f"{name}.csv").write_text(f"path,target\n{file_of(1)},10\n{file_of(2)},9\n{file_of(3)},1\n")
+    assert build(root).info.class_names == ("1", "9", "10")
+    assert targets_of(build(root).train) == [2, 1, 0]
+    given = build(root, num_classes=12)
+    assert targets_of(given.train) == [10, 9, 1] and given.info.num_classes == 12
+    with pytest.raises(
+        BadFileError, match=r"train\.csv:2 has the class '10', .*those of data\.args \(0, 1, 2"
+    ):
+        build(root, num_classes=10)
+    assert targets_of(build(root, classes=["9", "10", "1"]).train) == [1, 0, 2]
+
+
+def test_several_numbers_and_several_classes(root: Path) -> None:
+    numbers = build(root, target="number", target_column=["x", "y"])
+    assert numbers.info.num_classes == 2 and numbers.info.class_names == ("x", "y")
+    assert targets_of(numbers.train)[5] == [1.25, 1.0]
+    assert numbers.train.file_content(0)[1].dtype == np.float32  # type: ignore[union-attr]
+    one = build(root, target="number", target_column="x")
+    assert targets_of(one.train)[6] == 1.5 and one.info.num_classes == 1
+    several = build(root, target="classes", target_column=["y"])
+    assert targets_of(several.train)[:2] == [[0.0], [1.0]]
+
+
+def test_tabs_a_byte_order_mark_and_line_ends_in_cells(root: Path) -> None:
+    text = f'\ufefftarget\tpath\r\n"an\nt"\t{file_of(1)}\r\n\r\nbee\t{file_of(2)}\r\n'
+    (root / "list.tsv").write_bytes(text.encode())
+    source = build(root, train="list.tsv")
+    assert source.info.class_names == ("an\nt", "bee") and source.val is None
+    assert [source.train.path(index).name for index in range(2)] == ["1.png", "2.jpg"]  # type: ignore[union-attr]
+
+
+def test_resume_and_ranks_read_the_same(root: Path) -> None:
+    build(root, download=True)
+    assert_exact(lambda: build(root))
+
+
+def test_the_index_gives_the_same_as_the_list(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached = config(root, tmp_path / "index")
+    read = build_source(cached)
+    assert not (tmp_path / "index").exists()
+    prepared = build_source(cached, download=True)
+    assert len(list((tmp_path / "index").glob("*.index"))) == 1
+    monkeypatch.setattr(image_list, "_parsed", lambda *args: pytest.fail("parsed again"))
+    opened, again = build_source(cached), build_source(cached, download=True)
+    for source in (prepared, opened, again):
+        assert source.info == read.info
+        for ours, theirs in ((source.train, read.train), (source.val, read.val)):
+            pairs = [ours.file_content(index) for index in range(len(ours))]  # type: ignore[union-attr, arg-type]
+            assert pairs == [theirs.file_content(index) for index in range(len(theirs))]  # type: ignore[union-attr, arg-type]
+
+
+def test_a_damaged_or_outdated_index_is_not_used(root: Path) -> None:
+    build(root, download=True)
+    data = config(root)
+    path = index_path(data, image_list_files(data))
+    content = path.read_bytes()
+    for damaged in (content[:-1], content[:20], b"", content[:-1] + bytes([content[-1] ^ 1])):
+        path.write_bytes(damaged)
+        assert open_index(data, image_list_files(data)) is None
+        assert len(build(root).train) == 12
+    path.write_bytes(content)
+    write(root, "train", range(11))
+    assert len(build(root).train) == 11 == training_samples(data)
+
+
+def test_samples_are_counted_without_torch_and_with_the_index(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert training_samples(config(root)) == 12
+    build(root, download=True)
+    monkeypatch.setattr("csv.reader", lambda *args, **kwargs: pytest.fail("counted again"))
+    assert training_samples(config(root)) == 12
+    assert training_samples(config(root / "nowhere")) is None
+    assert training_samples(config(root, target="x")) is None
+
+
+def test_the_fingerprint_is_that_of_the_lists(root: Path) -> None:
+    def of(**args: Any) -> Experiment:
+        return experiment(name="image_list", root=str(root), args=args)
+
+    before = fingerprints(of())
+    assert str(root) not in str(before)
+    (root / "images/0.jpg").touch()
+    assert other_inputs(before, fingerprints(of())) == []
+    assert other_inputs(before, fingerprints(of(train="val.csv"))) == ["data.root"]
+
+
+def test_a_million_rows_open_from_their_index(root: Path, tmp_path: Path) -> None:
+    """The arrays are all that a rank keeps of them: under 80 bytes per sample."""
+    count = 1_000_000
+    names = [b"folder/%07d.jpg" % number for number in range(count)]
+    arrays = packed_texts(names) | {"lines": np.arange(count), "targets": np.arange(count) % 10}
+    data, files = config(root, tmp_path), image_list_files(config(root))
+    ensure_index(data, files, lambda: Index({"train": arrays, "val": arrays}, ("a",)))
+    opened = open_index(data, files)
+    assert opened is not None
+    assert all(isinstance(array, np.ndarray) for array in opened.splits["train"].values())
+    assert sum(array.nbytes for array in opened.splits["train"].values()) < 80 * count
+    split = image_list.ListedImages(root, files[0], dict(opened.splits["train"]), 3)
+    assert len(split) == count and split.path(count - 1) == root / "folder/0999999.jpg"
+    assert training_samples(data) == count
+
+
+@pytest.mark.parametrize(
+    ("lines", "args", "words"),
+    [
+        ("", {}, r"^data\.args\.path_column: .*train\.csv has no column 'path' \(its header: nothing\)"),
+        ("file,target\n", {}, r"^data\.args\.path_column: .* \(its header: file, target\); write one"),
+        ("path,target,target\n", {}, r"^data\.args\.target_column: .* has twice the column 'target'"),
+        ("path,target\n", {}, r"^data\.root: .*train\.csv has no rows below its header"),
+        (
+            "path,target\na,b\nc\n",
+            {},
+            r"^data\.root: .*train\.csv:3 has 1 cells, and the header 2; fix the row",
+        ),
+        ("path,target\n,b\n", {}, r"train\.csv:2 has no path; fill it in, or remove the row"),
+        ("path,target\na,\n", {}, r"train\.csv:2 has no target; fill it in"),
+        ('path,target\na,"b\n', {}, r"train\.csv:\d: unexpected end of data; fix the row"),
+        ("path,target\na,b\n", {"target": "number"}, r"train\.csv:2 has 'b' in target, not a number"),
+        ("path,target\na,nan\n", {"target": "number"}, r"train\.csv:2 has 'nan' in target, not a number"),
+        ("path,target\na,2\n", {"target": "classes"}, r"train\.csv:2 has '2' in target, .* needs 0 or 1"),
+        ("path,target\na,b\n", {"classes": ["c"]}, r"train\.csv:2 has the class 'b', .* \(c\); fix it"),
+        ("path,target\na,b\n", {}, r"val\.csv:2 has the class 'cat', .*the training samples \(b\)"),
+        (
+            "path,target\n",
+            {"target_column": ["a", "b"]},
+            r"^data\.args\.target_column: 2 columns are not one",
+        ),
+        ("path,target\n", {"classes": ["a", "a"]}, r"^data\.args\.classes: names a class twice"),
+        ("path,target\n", {"classes": ["a"], "num_classes": 1}, r"^data\.args\.num_classes: follows from"),
+        (
+            "path,target\n",
+            {"classes": ["a"], "target": "number"},
+            r"^data\.args\.classes: is for .*take it out",
+        ),
+        ("path,target\n", {"train": "list.txt"}, r"^data\.args\.train: list.txt is not a \.csv, \.tsv or"),
+        (
+            "path,target\n",
+            {"val": "none.csv"},
+            r"none\.csv is not a file .* or name the list in data\.args\.val",
+        ),
+        (
+            "path,target\n",
+            {"path_colum": "x"},
+            r"^data\.args\.path_colum: no such argument; did you mean path_column",
+        ),
+    ],
+)
+def test_a_bad_list_is_named_with_its_line(root: Path, lines: str, args: dict[str, Any], words: str) -> None:
+    (root / "train.csv").write_text(lines)
+    with pytest.raises(BadFileError, match=words):
+        build(root, **args)
+
+
+def test_a_list_that_is_not_text_is_refused(root: Path) -> None:
+    (root / "train.csv").write_bytes(b"path,target\n\xff,a\n")
+    with pytest.raises(
+        BadFileError, match=r"train\.csv is not UTF-8 text \(invalid start byte\); convert it"
+    ):
+        build(root)
+
+
+def test_a_missing_image_is_named_with_file_and_line(root: Path) -> None:
+    (root / file_of(5)).unlink()
+    source = build(root)
+    with pytest.raises(FileNotFoundError, match=rf"named in {root}/train\.csv:7\): '{root}/images/5\.png'"):
+        source.train.file_content(5)  # type: ignore[union-attr]
+
+
+def test_parquet_without_its_package_names_the_extra(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "train.parquet").touch()
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(BadFileError, match=r"needs pyarrow; pip install 'hpc-train\[parquet\]', or convert"):
+        build(root, train="train.parquet")
+
+
+def test_parquet_gives_the_same_as_csv(root: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow takes 170 MB: not in the dev extra")
+    from pyarrow import parquet
+
+    for split, numbers in (("train", range(12)), ("val", range(12, 19))):
+        table = {"path": list(map(file_of, numbers)), "target": [ANIMALS[n % 3] for n in numbers]}
+        parquet.write_table(pyarrow.table(table), root / f"{split}.parquet", row_group_size=5)
+    (text, rows) = build(root), build(root, train="train.parquet")
+    assert rows.info == text.info
+    for ours, theirs in ((rows.train, text.train), (rows.val, text.val)):
+        assert targets_of(ours) == targets_of(theirs)
+        assert [ours.path(n) for n in range(7)] == [theirs.path(n) for n in range(7)]  # type: ignore[union-attr]
+    parquet.write_table(pyarrow.table({"path": ["a", None], "target": [1, 2]}), root / "train.parquet")
+    with pytest.raises(BadFileError, match=r"train\.parquet:2 has no path"):
+        build(root, train="train.parquet")
+    (root / "train.parquet").write_bytes(b"PAR1")
+    with pytest.raises(BadFileError, match=r"train\.parquet is not a readable Parquet file"):
+        build(root, train="train.parquet")

@@ -1,0 +1,52 @@
+"""What a data set without information of its own is found to have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hpc_train.datasets.sources.infer import infer_info
+
+IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
+
+
+class Samples:
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int, /) -> tuple[torch.Tensor, Any]:
+        return IMAGE, self._target
+
+
+class Named(Samples):
+    classes = ("a", "b", "c")
+
+
+class Whole(Samples):
+    def batch(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return IMAGE.repeat(len(indices), 1, 1, 1), torch.as_tensor(self._target).repeat(len(indices), 1)
+
+
+@pytest.mark.parametrize(
+    ("split", "num_classes", "shape"),
+    [
+        (Named(2), 3, ()),
+        (Named([0, 1, 1]), 3, (3,)),
+        (Samples([0.5, 0.5, 0.0, 0.0]), 4, (4,)),
+        (Samples(0.5), 1, ()),
+        (Whole([1.0, 2.0]), 2, (2,)),
+        (Named(torch.zeros(4, 4)), 3, ()),
+        (Named({"boxes": [1.0]}), 3, ()),
+        (Named("no target"), 3, ()),
+    ],
+)
+def test_the_shape_of_targets_is_that_of_the_first(
+    split: Any, num_classes: int, shape: tuple[int, ...]
+) -> None:
+    info = infer_info("own", split, None)
+    assert (info.num_classes, info.target_shape) == (num_classes, shape)

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.facts import data_facts
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.batches import evaluation_batches
+from hpc_train.datasets.building import build_source
+from hpc_train.errors import BadFileError
+from hpc_train.tasks.segmentation import Segmentation
+from tests.datasets.samples import CPU, experiment
+from tests.datasets.sources.masks import save, write_folder
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "scenes", train=5, val=3)
+
+
+def config(root: Path, **args: Any) -> DataConfig:
+    return DataConfig(name="segmentation_folder", root=str(root), args={"num_classes": 3} | args)
+
+
+def build(root: Path, **args: Any) -> DataSource:
+    return build_source(config(root, **args))
+
+
+def read(source: DataSource) -> list[Any]:
+    """Read the validation data as ranks do."""
+    assert source.val is not None
+    task = Segmentation(experiment(micro_batch_size=1), source.info)
+    return list(
+        evaluation_batches(source.val, experiment(micro_batch_size=1), 0, 1, CPU, None, task.target_spec)
+    )
+
+
+def test_images_and_masks_come_in_pairs_in_the_order_of_their_names(root: Path) -> None:
+    source = build(root, class_names=["road", "car", "sky"])
+    assert (source.info.num_classes, source.info.ignore_index, source.info.channels) == (3, 255, 3)
+    assert source.info.class_names == ("road", "car", "sky")
+    assert len(source.train) == 5
+    for number, batch in enumerate(read(source)):
+        with Image.open(root / f"val/images/{number:03d}.png") as image:
+            assert torch.equal(batch.inputs[0].permute(1, 2, 0), torch.from_numpy(np.array(image)))
+        with Image.open(root / f"val/masks/{number:03d}.png") as mask:
+            assert torch.equal(batch.targets[0], torch.from_numpy(np.array(mask)))
+    assert number == 2
+
+
+def test_val_comes_before_test_and_neither_means_no_evaluation(root: Path) -> None:
+    (root / "val").rename(root / "test")
+    assert len(build(root).val or []) == 3
+    write_folder(root, val=2)
+    assert len(build(root).val or []) == 2
+    (root / "test").rename(root / "more")
+    (root / "val").rename(root / "others")
+    assert build(root).val is None
+
+
+def test_palette_and_16_bit_masks_are_class_numbers(root: Path) -> None:
+    numbers = np.full((10, 14), 2, dtype=np.uint8)
+    palette = Image.fromarray(numbers, mode="L").convert("P")
+    palette.putdata(numbers.flatten().tolist())
+    palette.save(root / "val/masks/000.png")
+    save(root / "val/masks/001.png", numbers.astype(np.uint16))
+    first, second, _ = read(build(root))
+    assert (first.targets == 2).all() and (second.targets == 2).all()
+
+
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        (
+            np.full((10, 14), 3, np.uint8),
+            r"val/images/001.png\) has the target of uint8, .*values 3 to 3.*most 2",
+        ),
+        (np.zeros((9, 14), np.uint8), r"001.png\) has .* 9x14 pixels, and its image has 10x14; make both"),
+        (
+            np.zeros((10, 14, 3), np.uint8),
+            r"its mask .*val/masks/001.png has colors \(mode RGB\); save one class",
+        ),
+    ],
+    ids=["class", "size", "colors"],
+)
+def test_a_wrong_mask_names_its_file(root: Path, pixels: np.ndarray, message: str) -> None:
+    save(root / "val/masks/001.png", pixels)
+    with pytest.raises(BadFileError, match=message):
+        read(build(root))
+
+
+def test_a_mask_that_is_not_there_is_found_before_the_first_step(root: Path) -> None:
+    (root / "train/masks/003.png").unlink()
+    with pytest.raises(
+        BadFileError, match=r"1 images have no mask: .*train/masks/003.png not found; each needs"
+    ):
+        build(root)
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("train/images", r"there is no folder .*/train/images on this machine; the files must be in"),
+        ("val/masks", r"there is no folder .*/val/masks"),
+        ("train", r"there is no folder .*/train/images"),
+    ],
+)
+def test_a_missing_folder_is_named(root: Path, missing: str, message: str) -> None:
+    (root / missing).rename(root / "elsewhere")
+    with pytest.raises(BadFileError, match=message):
+        build(root)
+
+
+def test_an_empty_folder_is_refused(root: Path) -> None:
+    for path in (root / "train/images").iterdir():
+        path.unlink()
+    with pytest.raises(BadFileError, match=r"train/images contains no images; put some there"):
+        build(root)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"class_names": ["a"]}, r"class_names: 1 names for 3 classes; write one per class"),
+        ({"ignore_index": 2}, r"ignore_index: 2 is one of the 3 classes; write a number from 3 on"),
+        ({"num_classes": 0}, r"data\.args\.num_classes"),
+        ({"ignored": 2}, r"data\.args\.ignored: no such argument; did you mean ignore_index\?"),
+    ],
+)
+def test_wrong_arguments_are_refused(root: Path, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadFileError, match=message):
+        build(root, **args)
+
+
+def test_the_login_node_counts_images_and_not_masks(root: Path, tmp_path: Path) -> None:
+    facts = data_facts("segmentation_folder")
+    (root / "train/images/deeper").mkdir()
+    (root / "train/images/000.png").rename(root / "train/images/deeper/000.png")
+    assert facts.num_samples(config(root)) == 5
+    assert facts.num_samples(config(tmp_path / "nowhere")) is None
+    assert facts.target == "mask" and facts.is_in_root

@@ -1,0 +1,418 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import resource
+import struct
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpc_train.config.schema import Experiment
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts import token_shards
+from hpc_train.data_facts.facts import training_samples
+from hpc_train.data_facts.token_shards import HEADER_BYTES, TokensArgs, find_shards, header_of, size_of_shard
+from hpc_train.datasets import token_writing
+from hpc_train.datasets.base import ArraySplit, DataSource
+from hpc_train.datasets.batches import training_batches
+from hpc_train.datasets.building import build_source
+from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.sources import tokens as tokens_source
+from hpc_train.datasets.tokenization import decoder_of
+from hpc_train.datasets.types import DataInfo
+from hpc_train.errors import BadFileError
+from hpc_train.plan.input_files import DATA, fingerprints
+from tests.datasets.samples import CPU, assert_equal, experiment
+
+DOCUMENTS = ["to be or not to be", "", "that is", "the question: whether 'tis nobler"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known_to_be_intact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_writing, "_checked", set())
+
+
+def corpus(root: Path, *documents: str, part: str = "train", key: str = "text") -> Path:
+    root.mkdir(exist_ok=True)
+    lines = [json.dumps({key: text, "id": number}) for number, text in enumerate(documents or DOCUMENTS)]
+    (root / f"{part}.jsonl").write_text("\n".join(lines) + "\n\n")
+    return root
+
+
+def config(root: Path, tokenizer: str = "bytes", sequence_length: int = 4, **args: Any) -> DataConfig:
+    given = {"tokenizer": tokenizer, "sequence_length": sequence_length} | args
+    return DataConfig(name="tokens", root=str(root), args=given)
+
+
+def prepared(root: Path, **args: Any) -> DataSource:
+    return build_source(config(root, **args), download=True)
+
+
+def stream(split: Any) -> list[int]:
+    """Return the tokens that all samples together have."""
+    assert isinstance(split, ArraySplit)
+    inputs, targets = split.batch(torch.arange(len(split)))
+    assert inputs.dtype == targets.dtype == torch.int64 and inputs.is_contiguous() and targets.is_contiguous()
+    assert torch.equal(inputs[:, 1:], targets[:, :-1]) and torch.equal(inputs[1:, 0], targets[:-1, -1])
+    return [*inputs.flatten().tolist(), int(targets[-1, -1])]
+
+
+def of_documents(*documents: str) -> list[int]:
+    return [token for text in documents for token in (*text.encode(), 256)]
+
+
+def shard_files(root: Path) -> list[Path]:
+    return sorted(root.glob("tokens/*/*.tokens"))
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 7, 1000])
+def test_documents_become_one_stream_over_all_shards(shard_tokens: int, tmp_path: Path) -> None:
+    source = prepared(corpus(tmp_path / "data"), shard_tokens=shard_tokens)
+    expected = of_documents(*DOCUMENTS)
+    found = stream(source.train)
+    assert found == expected[: len(found)] and len(expected) - len(found) < 4
+    assert source.info.num_classes == 257 and source.info.sequence_length == 4
+    assert len(shard_files(tmp_path / "data")) == -(-len(expected) // shard_tokens)
+    starts, before = [], 0
+    for file in shard_files(tmp_path / "data"):
+        starts += [before + int(start) for start in token_writing.document_starts(file)]
+        before += token_shards.read_header(file)["tokens"]
+    assert starts == [0, *(number + 1 for number, token in enumerate(expected[:-1]) if token == 256)]
+
+
+def test_login_nodes_count_what_ranks_read(tmp_path: Path) -> None:
+    root = corpus(tmp_path / "data")
+    assert training_samples(config(root)) is None, "not tokenized yet"
+    source = prepared(root, shard_tokens=10)
+    assert training_samples(config(root)) == len(source.train) == (len(of_documents(*DOCUMENTS)) - 1) // 4
+    assert "torch" not in token_shards.__dict__ and "numpy" not in token_shards.__dict__
+
+
+def test_text_files_are_documents_and_validation_has_its_own_shards(tmp_path: Path) -> None:
+    (tmp_path / "train" / "more").mkdir(parents=True)
+    (tmp_path / "train" / "b.txt").write_bytes(b"one\r\n")
+    (tmp_path / "train" / "more" / "a.txt").write_bytes(b"two \xff")
+    (tmp_path / "train" / ".hidden.txt").write_text("no")
+    (tmp_path / "val-1.txt").write_text("three")
+    source = prepared(tmp_path, sequence_length=1)
+    assert bytes(t for t in stream(source.train) if t < 256) == b"one\r\ntwo \xff"
+    assert stream(source.val) == of_documents("three")
+
+
+def test_characters_of_validation_alone_come_behind_those_of_training(tmp_path: Path) -> None:
+    corpus(corpus(tmp_path, "banana"), "abcé", part="val")
+    source = prepared(tmp_path, tokenizer="characters", sequence_length=1)
+    assert source.info.class_names == ("a", "b", "n", "c", "é", "") and source.info.num_classes == 6
+    assert stream(source.train) == [1, 0, 2, 0, 2, 0, 5]
+    assert decoded(source.info, stream(source.val)) == "abcé"
+
+
+def test_a_batch_in_any_order_is_that_of_single_samples_and_of_a_loader_process(tmp_path: Path) -> None:
+    split = prepared(corpus(tmp_path), shard_tokens=9).train
+    order = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))
+    inputs, targets = pickle.loads(pickle.dumps(split)).batch(order)
+    for row, index in enumerate(order.tolist()):
+        one_input, one_target = split[index]  # type: ignore[index]
+        assert torch.equal(inputs[row], one_input) and torch.equal(targets[row], one_target)
+    with pytest.raises(IndexError):
+        split[len(split)]  # type: ignore[index]
+
+
+def decoded(info: DataInfo, tokens: list[int]) -> str | None:
+    decoder = decoder_of(info)
+    return None if decoder is None else decoder.decode(tokens)
+
+
+def num_open() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_few_shards_are_open_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens_source, "_MAX_OPEN", 3)
+    split: Any = prepared(corpus(tmp_path), shard_tokens=2).train
+    before = num_open()
+    stream(split)
+    assert len(split._open) == 3 and num_open() == before + 3
+    del split
+    assert num_open() == before
+
+
+def test_position_is_exact_in_mid_epoch_on_any_number_of_ranks(tmp_path: Path) -> None:
+    source = prepared(corpus(tmp_path, *DOCUMENTS * 5), shard_tokens=50)
+    found = []
+    for start in (0, 3):
+        with training_batches(source, experiment(), Position(start), 6, 0, 1, CPU) as batches:
+            found.append(list(batches))
+    assert_equal(found[0][3:], found[1])
+    seen = []
+    for rank in range(2):
+        with training_batches(source, experiment(), Position(3), 6, rank, 2, CPU) as batches:
+            seen += [batch.inputs for _, step in batches for batch in step]
+    alone = [batch.inputs for _, step in found[1] for batch in step]
+    assert sorted(map(str, seen)) == sorted(map(str, alone))
+
+
+def test_preparing_again_writes_nothing_and_writes_the_same_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    contents = []
+    for name in ("here", "there"):
+        root = corpus(tmp_path / name)
+        prepared(root, shard_tokens=10)
+        contents.append({path.parent.name + path.name: path.read_bytes() for path in shard_files(root)})
+    assert contents[0] == contents[1]
+    times = [path.stat().st_mtime_ns for path in shard_files(root)]
+    monkeypatch.setattr(token_writing, "_checked", set())
+    prepared(root, shard_tokens=3)
+    assert [path.stat().st_mtime_ns for path in shard_files(root)] == times
+    assert "intact and up to date" in "".join(capsys.readouterr())
+
+
+def test_changed_text_is_refused_until_it_is_tokenized_again(tmp_path: Path) -> None:
+    root = corpus(tmp_path)
+    prepared(root)
+    corpus(root, *DOCUMENTS, "more")
+    with pytest.raises(BadFileError, match=r"^data.root: .* no token shards of the text .*run `hpc-train"):
+        build_source(config(root))
+    assert training_samples(config(root)) is None
+    assert stream(prepared(root, sequence_length=1).train) == of_documents(*DOCUMENTS, "more")
+    with pytest.raises(BadFileError, match=r"with tokenizer characters; run"):
+        build_source(config(root, "characters"))
+
+
+def test_text_that_changed_in_place_is_tokenized_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of equal size, and not in the blocks that a fingerprint reads."""
+    monkeypatch.setattr(token_shards, "_BLOCK_BYTES", 1)
+    root = corpus(tmp_path, "abcdefgh")
+    prepared(root, sequence_length=1)
+    corpus(root, "abxdefgh")
+    os.utime(root / "train.jsonl", ns=(1, 1))
+    monkeypatch.setattr(token_writing, "_checked", set())
+    assert stream(prepared(root, sequence_length=1).train) == of_documents("abxdefgh")
+    assert "train.jsonl has changed since it was tokenized" in "".join(capsys.readouterr())
+
+
+def test_shards_without_their_text_are_used(tmp_path: Path) -> None:
+    root = corpus(tmp_path)
+    expected = stream(prepared(root, sequence_length=1).train)
+    (root / "train.jsonl").unlink()
+    assert stream(build_source(config(root, sequence_length=1)).train) == expected
+    assert len(prepared(root).train) > 0, "prepare has nothing to write"
+    (folder,) = (root / "tokens").iterdir()
+    (moved := tmp_path / "moved").mkdir()
+    folder.rename(moved / folder.name)
+    given = config(root, sequence_length=1, shards=str(moved))
+    assert stream(build_source(given).train) == expected
+    corpus(root, "other")
+    build_source(config(root, shards=str(moved)), download=True)
+    (root / "train.jsonl").unlink()
+    with pytest.raises(BadFileError, match=r"shards of several texts \(bytes-.*; keep one folder"):
+        build_source(given)
+
+
+def test_shards_of_other_tokens_are_other_data(tmp_path: Path) -> None:
+    def found(root: Path) -> Any:
+        data = config(root).model_dump(include={"name", "root", "args"})
+        changed = experiment().model_dump() | {"data": data}
+        return fingerprints(Experiment.model_validate(changed)).get(DATA)
+
+    one, other = corpus(tmp_path / "one"), corpus(tmp_path / "other", "other")
+    assert found(one) is None or found(one) == {}
+    for root in (one, other):
+        prepared(root)
+    same = corpus(tmp_path / "same")
+    prepared(same)
+    assert found(one) == found(same) != found(other)
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda path: os.truncate(path, HEADER_BYTES + 10), r"it has 4106 bytes, and its header says \d+"),
+        (lambda path: os.truncate(path, 100), "it ends after 100 bytes"),
+        (lambda path: path.unlink(), "it is missing"),
+        (lambda path: path.write_bytes(b"x" * path.stat().st_size), "its header is not JSON|not begin like"),
+        (
+            lambda path: path.write_bytes(header_of({"tokens": 5}) + b"\0" * 10),
+            "its header is not what the index says",
+        ),
+        (lambda path: (path.parent / "index.json").write_text("{}"), "it has other fields than an index"),
+    ],
+)
+def test_a_damaged_shard_is_named_and_written_again(damage: Any, why: str, tmp_path: Path) -> None:
+    root = corpus(tmp_path)
+    expected = stream(prepared(root, sequence_length=1).train)
+    damage(shard_files(root)[0])
+    words = rf"^data.root: .*bytes-.*not a complete, undamaged .*: ({why}); remove its folder, then run `hpc"
+    with pytest.raises(BadFileError, match=words):
+        build_source(config(root))
+    token_writing._checked.clear()
+    assert stream(prepared(root, sequence_length=1).train) == expected
+
+
+def test_a_shard_that_gets_shorter_under_a_reader_is_an_error(tmp_path: Path) -> None:
+    split: Any = prepared(corpus(tmp_path)).train
+    os.truncate(shard_files(tmp_path)[0], HEADER_BYTES + 2 * 30)
+    split.batch(torch.tensor([0]))
+    with pytest.raises(BadFileError, match=rf"train-00000.tokens .*it ends at byte {HEADER_BYTES + 60}"):
+        split.batch(torch.tensor([0, len(split) - 1]))
+
+
+def test_a_token_beyond_the_vocabulary_names_shard_and_place(tmp_path: Path) -> None:
+    np.array([5, 6, 7, 8, 9, 50256, 50257, 1, 2], "<u2").tofile(tmp_path / "train.bin")
+    split: Any = build_source(config(tmp_path, "gpt2", 2)).train
+    assert split.batch(torch.tensor([0, 1]))[1].tolist() == [[6, 7], [8, 9]]
+    words = r"train.bin has the token 50257 at place 6 \(byte 12\), and the vocabulary has 50257; write"
+    with pytest.raises(BadFileError, match=words):
+        split.batch(torch.tensor([0, 2]))
+
+
+def test_files_of_nanogpt_and_llmc_are_read(tmp_path: Path) -> None:
+    (nano := tmp_path / "nano").mkdir()
+    (llmc := tmp_path / "llmc").mkdir()
+    np.arange(20, dtype="<u2").tofile(nano / "train.bin")
+    np.arange(9, dtype="<u2").tofile(nano / "val.bin")
+    for number in (1, 2):
+        header = struct.pack("<iii", 20240520, 1, 10).ljust(1024, b"\0")
+        tokens = np.arange(10 * number - 10, 10 * number, dtype="<u2").tobytes()
+        (llmc / f"fineweb_train_{number:06d}.bin").write_bytes(header + tokens)
+    for root in (nano, llmc):
+        source = build_source(config(root, "gpt2", 1), download=True)
+        assert stream(source.train) == [*range(20)] and source.info.num_classes == 50257
+        assert training_samples(config(root, "gpt2", 1)) == 19
+    assert stream(build_source(config(nano, "gpt2", 1)).val) == [*range(9)]
+    with pytest.raises(BadFileError, match=r"^data.args.vocabulary_size: is missing, and .*train.bin"):
+        build_source(config(nano, "cl100k_base"))
+    assert build_source(config(nano, "cl100k_base", vocabulary_size=99)).info.num_classes == 99
+    os.truncate(llmc / "fineweb_train_000002.bin", 1030)
+    with pytest.raises(BadFileError, match=r"000002.bin has 1030 bytes, and its header says 1044; copy it"):
+        build_source(config(llmc, "gpt2"))
+    os.truncate(nano / "train.bin", 7)
+    with pytest.raises(BadFileError, match=r"train.bin has 7 bytes, not whole uint16 tokens"):
+        build_source(config(nano, "gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"{", r"train.jsonl:1 is not JSON: .*; fix or remove"),
+        (b'{"body": "x"}', r"train.jsonl:1 has no text 'text', but keys 'body'; write data.args.text_key"),
+        (b"[1]", r"train.jsonl:1 has no text 'text', but list"),
+    ],
+)
+def test_a_line_without_text_is_named(line: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(line)
+    with pytest.raises(BadFileError, match=said):
+        prepared(tmp_path)
+    assert not list(tmp_path.glob("tokens/*/index.json")), "nothing that ranks would read"
+    (tmp_path / "train.jsonl").write_bytes(b'{"body": "abcde"}')
+    assert len(prepared(tmp_path, text_key="body").train) == 1
+
+
+def test_missing_data_and_wrong_arguments_are_named(tmp_path: Path) -> None:
+    root = corpus(tmp_path / "data", "abc")
+    (tmp_path / "latin").mkdir()
+    (tmp_path / "latin" / "train.txt").write_bytes(b"caf\xe9")
+    for given, words in (
+        (config(tmp_path / "nowhere"), "nowhere does not exist on this machine; fix the path"),
+        (config(root / "train.jsonl"), "is a file; write the folder that contains it"),
+        (config(tmp_path), "has no text and no tokens: .*train.bin, nor shards in .*tokens; add one"),
+        (config(tmp_path / "latin", "characters"), r"train.txt is not UTF-8 text \(at byte 3\); convert it"),
+        (config(root, sequence_length=9), "train has 4 tokens, and a sequence of 9 needs one more"),
+        (
+            config(root, "my/tokenizer.json"),
+            r"data.args.tokenizer: .*json can't be read: No such .*; fix",
+        ),
+        (config(root, sequence_len=9), "data.args.sequence_len: no such argument; did you mean"),
+    ):
+        with pytest.raises(BadFileError, match=words):
+            build_source(given, download=True)
+
+
+class FakeTikToken:
+    """What is used of tiktoken: words of a text are tokens."""
+
+    n_vocab, eot_token = 70_000, 69_999
+
+    def encode_ordinary_batch(self, texts: list[str]) -> list[list[int]]:
+        return [[60_000 + len(word) for word in text.split()] for text in texts]
+
+    def decode_single_token_bytes(self, token: int) -> bytes:
+        if not 60_000 < token < 60_010:
+            raise KeyError(token)
+        return b"x" * (token - 60_000) + b" "
+
+
+def test_a_large_vocabulary_is_stored_in_32_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(list_encoding_names=lambda: ["wide"], get_encoding=lambda name: FakeTikToken())
+    monkeypatch.setitem(sys.modules, "tiktoken", fake)
+    source = prepared(corpus(tmp_path, "a bcd", "ef"), tokenizer="wide", sequence_length=1)
+    assert stream(source.train) == [60_001, 60_003, 69_999, 60_002, 69_999]
+    assert find_shards(config(tmp_path, "wide"), TokensArgs(tokenizer="wide")).dtype == "uint32"
+    assert decoded(source.info, [60_001, 60_003, 69_999]) == "x xxx "
+    with pytest.raises(BadFileError, match=r"'gpt3' is unknown; write one of bytes, characters, wide, or"):
+        prepared(tmp_path, tokenizer="gpt3")
+
+
+def test_a_missing_library_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("tiktoken", "tokenizers"):
+        monkeypatch.setitem(sys.modules, package, None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for tokenizer in ("gpt2", str(tmp_path / "tokenizer.json")):
+        with pytest.raises(BadFileError, match=r"is not installed; run `pip install 'hpc-train\[lm\]'`"):
+            prepared(corpus(tmp_path / "data"), tokenizer=tokenizer)
+
+
+def test_a_tokenizer_file_is_kept_beside_its_shards(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra lm: pip install 'hpc-train[lm]'")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["[UNK]", "<|endoftext|>"])
+    made.train_from_iterator(DOCUMENTS, trainer)
+    file = tmp_path / "mine" / "tokenizer.json"
+    file.parent.mkdir()
+    made.save(str(file))
+    source = prepared(corpus(tmp_path / "data"), tokenizer=str(file), sequence_length=1)
+    expected = [t for text in DOCUMENTS for t in (*made.encode(text).ids, made.token_to_id("<|endoftext|>"))]
+    assert stream(source.train) == expected
+    file.write_text("{}")
+    assert decoded(source.info, expected[:3]) == made.decode(expected[:3])
+    with pytest.raises(BadFileError, match=r"tokenizer.json can't be read: "):
+        prepared(tmp_path / "data", tokenizer=str(file))
+
+
+def test_ten_gigabytes_open_without_being_read_or_kept_in_memory(tmp_path: Path) -> None:
+    """Sparse files: what is not read costs nothing."""
+    count, per_shard = 50, 100_000_000
+    what = {"dtype": "uint16", "vocabulary_size": 50257, "tokenizer": "gpt2"}
+    entry = {"tokens": per_shard, "documents": 0, "xxh3_128": ""}
+    (folder := tmp_path / "tokens" / "gpt2-0123456789ab").mkdir(parents=True)
+    for number in range(count):
+        path = folder / f"train-{number:05d}.tokens"
+        path.write_bytes(header_of({**what, **entry}))
+        os.truncate(path, size_of_shard(per_shard, 0, "uint16"))
+    files = [{"file": f"train-{number:05d}.tokens", **entry} for number in range(count)]
+    index = what | {
+        "end_of_document": 50256,
+        "characters": None,
+        "fingerprint": "",
+        "parts": {"train": files},
+    }
+    (folder / "index.json").write_text(json.dumps(index))
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    source = build_source(config(tmp_path, "gpt2", 1024))
+    assert len(source.train) == (count * per_shard - 1) // 1024
+    source.train.batch(torch.arange(0, len(source.train), 40_000))  # type: ignore[union-attr]
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert (after.ru_maxrss - before.ru_maxrss) << 10 < 100e6
+    assert after.ru_inblock - before.ru_inblock < 1 << 14, "blocks of 512 bytes: nothing reads it all"

@@ -1,0 +1,279 @@
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from hpc_train.cli.plan import missing_data
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.facts import missing_index, training_samples
+from hpc_train.data_facts.listed_data import index_path, webdataset_files
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.building import build_source
+from hpc_train.errors import BadFileError
+from hpc_train.plan.input_files import fingerprints, other_inputs
+from hpc_train.validate.loading import load
+from tests.datasets.samples import experiment
+from tests.datasets.sources.exactness import assert_exact
+
+ANIMALS = ("cat", "ant", "bee")
+SHARDS = "train-{00..02}.tar"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
+
+
+def image(number: int, form: str = "JPEG") -> bytes:
+    content = io.BytesIO()
+    Image.fromarray(np.full((6, 8, 3), 7 * number, dtype=np.uint8)).save(content, form)
+    return content.getvalue()
+
+
+def members_of(number: int) -> dict[str, bytes]:
+    """Return the members of a sample by extension."""
+    fields = {"name": ANIMALS[number % 3], "age": number / 2, "box": [number, 1.5]}
+    return {
+        "jpg": image(number),
+        "cls": b"%d\n" % (number % 3),
+        "txt": ANIMALS[number % 3].encode(),
+        "json": json.dumps(fields).encode(),
+    }
+
+
+def write(path: Path, samples: dict[str, dict[str, bytes]], form: int = tarfile.PAX_FORMAT) -> None:
+    with tarfile.open(path, "w", format=form) as tar:
+        for key, members in samples.items():
+            for extension, content in members.items():
+                info = tarfile.TarInfo(f"{key}.{extension}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Four samples in each of three shards, seven of validation; long names, folders, an odd member."""
+    root = tmp_path / "shards"
+    root.mkdir()
+    for shard in range(3):
+        keys = [f"{'deep/' * 40 * shard}{'0' * 6}{4 * shard + n}" for n in range(4)]
+        samples = {key: members_of(4 * shard + n) for n, key in enumerate(keys)}
+        write(root / f"train-{shard:02}.tar", {"__meta__": {"json": b"{}"}} | samples)
+    write(root / "val.tar", {f"v{n}": members_of(n) for n in range(12, 19)}, tarfile.GNU_FORMAT)
+    return root
+
+
+def config(root: Path, **args: Any) -> DataConfig:
+    return DataConfig(name="webdataset", root=str(root), args={"train": SHARDS, "val": "val.tar"} | args)
+
+
+def build(root: Path, *, download: bool = True, **args: Any) -> DataSource:
+    return build_source(config(root, **args), download=download)
+
+
+def targets_of(split: Any) -> list[Any]:
+    return [np.asarray(split.file_content(index)[1]).tolist() for index in range(len(split))]
+
+
+def test_samples_have_the_order_of_shards_and_members(root: Path) -> None:
+    source = build(root)
+    assert [split.file_content(n)[0] for split in (source.train, source.val) for n in range(len(split))] == [  # type: ignore[union-attr, arg-type]
+        image(number) for number in range(19)
+    ]
+    assert targets_of(source.train) == [0, 1, 2] * 4
+    assert source.info.class_names == ("0", "1", "2") and source.info.channels == 3
+    assert source.train.path(5) == root / "train-01.tar" / f"{'deep/' * 40}0000005.jpg"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("args", "targets", "classes"),
+    [
+        ({"target_member": "txt"}, [2, 0, 1, 2], ("ant", "bee", "cat")),
+        (
+            {"target_member": "json.name", "classes": ["bee", "cat", "ant"]},
+            [1, 2, 0, 1],
+            ("bee", "cat", "ant"),
+        ),
+        ({"num_classes": 4}, [0, 1, 2, 0], ("0", "1", "2", "3")),
+        ({"target_member": "json.age", "target": "number"}, [0.0, 0.5, 1.0, 1.5], ()),
+        ({"target_member": "json.box", "target": "number"}, [[0, 1.5], [1, 1.5], [2, 1.5], [3, 1.5]], ()),
+        ({"target_member": "cls", "target": "number"}, [0.0, 1.0, 2.0, 0.0], ()),
+    ],
+)
+def test_targets(root: Path, args: dict[str, Any], targets: list[Any], classes: tuple[str, ...]) -> None:
+    source = build(root, **args)
+    assert targets_of(source.train)[:4] == targets
+    assert source.info.class_names == classes
+    if args.get("target") == "number":
+        assert source.info.num_classes == np.asarray(targets[0]).size
+
+
+def test_resume_and_ranks_read_the_same(root: Path) -> None:
+    build(root)
+    assert_exact(lambda: build(root, download=False))
+
+
+def test_ranks_need_the_index_of_these_shards(root: Path, tmp_path: Path) -> None:
+    words = r"^data\.root: .* has 4 files without an index, .*; run `hpc-train prepare`"
+    assert training_samples(config(root)) is None
+    assert missing_index(config(root)) is not None
+    with pytest.raises(BadFileError, match=words):
+        build(root, download=False)
+    build(root)
+    assert len(build(root, download=False).train) == 12 == training_samples(config(root))
+    assert missing_index(config(root)) is None
+    path = index_path(config(root), webdataset_files(config(root)))
+    content = path.read_bytes()
+    path.write_bytes(content[:-1])
+    with pytest.raises(BadFileError, match=words):
+        build(root, download=False)
+    path.write_bytes(content)
+    write(root / "train-01.tar", {"x": members_of(1)})
+    with pytest.raises(BadFileError, match=words):
+        build(root, download=False)
+    assert missing_index(config(root / "elsewhere")) is None, "the ranks may be able to read it"
+
+
+def test_plan_and_submit_find_out_that_the_index_is_missing(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "exp.yaml").write_text(
+        "name: x\ntask: classification\nmodel: {name: 'some.models:net'}\n"
+        f"data: {{name: webdataset, root: {root}, args: {{train: train-00.tar}}, cache: {tmp_path}}}\n"
+        "optimization: {steps: 1, global_batch_size: 4, micro_batch_size: 4,"
+        " optimizer: {name: sgd, lr: 0.1}}\n"
+    )
+    loaded = load(tmp_path / "exp.yaml", check_names=False)
+    (line,) = missing_data(loaded, "fetch it")
+    assert "exp.yaml:4:" in line and "has 1 files without an index, or changed" in line
+    data = loaded.experiment.data
+    build_source(data, download=True)
+    assert missing_data(loaded, "fetch it") == []
+    assert len(list(tmp_path.glob("*.index"))) == 1
+
+
+def test_the_fingerprint_is_that_of_the_shards(root: Path) -> None:
+    def of(train: str) -> Any:
+        return experiment(name="webdataset", root=str(root), args={"train": train})
+
+    before = fingerprints(of("train-00.tar"))
+    assert list(before) == ["data.root"]
+    assert other_inputs(before, fingerprints(of("train-{00..00}.tar"))) == []
+    assert other_inputs(before, fingerprints(of("train-01.tar"))) == ["data.root"]
+
+
+def test_names_of_shards() -> None:
+    data = DataConfig(name="webdataset", root="r", args={"train": ["{8..11}/s-{0..1}.tar", "last.tar"]})
+    assert [path.as_posix() for path in webdataset_files(data)] == [
+        *(f"r/{folder}/s-{n}.tar" for folder in (8, 9, 10, 11) for n in (0, 1)),
+        "r/last.tar",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "args", "words"),
+    [
+        ({}, {}, r"train-00\.tar has no samples; take it out"),
+        ({"a": {"cls": b"0"}}, {}, r"train-00\.tar: sample a has no image \(cls\); write the shard again"),
+        (
+            {"a": {"jpg": b"x", "png": b"y", "cls": b"0"}},
+            {},
+            r"sample a has 2 images \(jpg, png\); name its extension in data\.args\.image",
+        ),
+        ({"a": {"jpg": b"x"}}, {}, r"sample a has 0 members cls \(jpg\); write the shard again, or another"),
+        ({"a": {"jpg": b"x", "cls": b""}}, {}, r"sample a has the target '', not a class"),
+        ({"a": {"jpg": b"x", "cls": b"\xff"}}, {}, r"sample a has a target that can't be read: .* byte 0xff"),
+        (
+            {"a": {"jpg": b"x", "json": b"{"}},
+            {"target_member": "json.a"},
+            r"sample a has a target that can't be",
+        ),
+        (
+            {"a": {"jpg": b"x", "json": b'{"b": 1}'}},
+            {"target_member": "json.a"},
+            r"sample a has no field 'a' in its JSON \(b\); fix it, or write another",
+        ),
+        (
+            {"a": {"jpg": b"x", "json": b'{"a": 1.5}'}},
+            {"target_member": "json.a"},
+            r"sample a has the target '1\.5', not a class; fix it, or write data\.args\.target: number",
+        ),
+        (
+            {"a": {"jpg": b"x", "json": b'{"a": [1]}'}, "b": {"jpg": b"x", "json": b'{"a": [1, 2]}'}},
+            {"target_member": "json.a", "target": "number"},
+            r"sample b has the target '\[1, 2\]', not 1 numbers",
+        ),
+        (
+            {"a": {"jpg": b"x", "cls": b"nan"}},
+            {"target": "number"},
+            r"sample a has the target 'nan', not a number; fix it",
+        ),
+        (
+            {"a": {"jpg": b"x", "cls": b"7"}},
+            {"num_classes": 3},
+            r"sample a has the class '7', which is not among",
+        ),
+        (
+            {"a": {"jpg": b"x", "cls": b"7"}},
+            {},
+            r"val\.tar: sample v12 has the class '0', .*training samples \(7\)",
+        ),
+        (
+            {},
+            {"classes": ["a"], "target": "number"},
+            r"^data\.args\.classes: is for data\.args\.target: class",
+        ),
+        ({}, {"target_member": "npy"}, r"^data\.args\.target_member: .*; it is 'npy'"),
+        (
+            {},
+            {"train": "train-{08..09}.tar"},
+            r"^data\.args\.train: .*train-08\.tar is not a file .*, nor are 1 more",
+        ),
+        ({}, {"train": []}, r"^data\.args\.train: names no file"),
+    ],
+)
+def test_a_bad_shard_is_named_with_its_sample(
+    root: Path, samples: dict[str, dict[str, bytes]], args: dict[str, Any], words: str
+) -> None:
+    write(root / "train-00.tar", samples)
+    with pytest.raises(BadFileError, match=words):
+        build(root, **{"train": "train-00.tar"} | args)
+
+
+def test_compressed_and_damaged_shards_are_refused(root: Path) -> None:
+    path = root / "train-00.tar"
+    content = path.read_bytes()
+    path.write_bytes(gzip.compress(content))
+    with pytest.raises(
+        BadFileError, match=r"train-00\.tar is compressed \(gzip\), .*; write it uncompressed"
+    ):
+        build(root)
+    for damaged in (b"", content[:5000], b"no tar file" * 100):
+        path.write_bytes(damaged)
+        with pytest.raises(
+            BadFileError, match=r"train-00\.tar is not a complete tar file: .*; write it again"
+        ):
+            build(root)
+
+
+def test_a_shard_that_was_cut_is_an_error_of_the_sample(root: Path) -> None:
+    split = build(root).train
+    with (root / "train-02.tar").open("r+b") as file:
+        file.truncate(2000)
+    with pytest.raises(ValueError, match=r"the shard ends after 0 of the member's \d+ bytes"):
+        split.file_content(11)  # type: ignore[union-attr]
+
+
+def test_a_sparse_member_is_refused(root: Path) -> None:
+    with tarfile.open(root / "train-00.tar", "w") as tar:
+        info = tarfile.TarInfo("a.jpg")
+        info.type = tarfile.GNUTYPE_SPARSE
+        tar.addfile(info)
+    with pytest.raises(BadFileError, match=r"train-00\.tar: a\.jpg is sparse; write the shard without"):
+        build(root)

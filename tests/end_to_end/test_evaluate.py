@@ -1,0 +1,62 @@
+"""``evaluate`` finds what training wrote, on any number of ranks, and changes nothing of the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from hpc_train.run.checkpoints import kept_best
+from tests.end_to_end.runs import hpc_train, rows
+from tests.end_to_end.test_best import SELECTION
+from tests.quiet import QuietRuns
+
+pytestmark = pytest.mark.slow
+
+EMA = "optimization.ema={decay: 0.9}"
+
+
+@pytest.fixture
+def run(quiet_runs: QuietRuns) -> RunPaths:
+    return quiet_runs.of(*SELECTION, EMA, "parallel.strategy=fsdp")
+
+
+def evaluated(run: RunPaths, *options: str) -> dict[str, Any]:
+    done = hpc_train("evaluate", run.folder, "--json", *options)
+    assert done.code == 0, done.err
+    said = json.loads(done.out)
+    assert (said["version"], said["path"]) == (1, str(run.folder))
+    row: dict[str, Any] = said["row"]
+    return {key: value for key, value in row.items() if key not in {"time", "attempt"}}
+
+
+def content(run: RunPaths) -> dict[Path, int]:
+    return {path: path.lstat().st_mtime_ns for path in run.folder.rglob("*")}
+
+
+def test_the_row_is_the_one_of_training_on_any_number_of_ranks(run: RunPaths) -> None:
+    before = content(run)
+    *_, last = rows(run, "val")
+    assert evaluated(run, "--devices", "1") == last
+    assert evaluated(run, "--devices", "3", "parallel.strategy=ddp") == last
+    best = kept_best(run)
+    assert best is not None and best.step != last["step"]
+    (expected,) = (row for row in rows(run, "val") if row["step"] == best.step)
+    assert {"accuracy", "ema_accuracy"} < expected.keys()
+    assert evaluated(run, "--best", "--devices", "2", "data.workers=1") == expected
+    assert content(run) == before
+
+
+def test_a_damaged_checkpoint_is_named_and_stays(run: RunPaths, tmp_path: Path) -> None:
+    copy = RunPaths(tmp_path / "runs" / "x" / "copy")
+    copy.folder.parent.mkdir(parents=True, mode=0o700)
+    shutil.copytree(run.folder, copy.folder)
+    newest = copy.checkpoint_folders()[-1]
+    newest.shard(1).write_bytes(b"")
+    done = hpc_train("evaluate", copy.folder)
+    assert done.code == 74 and f"{newest.folder} is damaged" in done.err, done.err
+    assert newest.folder.is_dir()

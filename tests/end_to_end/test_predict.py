@@ -1,0 +1,69 @@
+"""``predict`` writes a line per sample, in their order, the same on any number of ranks."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.building import build_source
+from hpc_train.paths import RunPaths
+from tests.end_to_end.runs import hpc_train, rows
+from tests.end_to_end.test_best import SELECTION
+from tests.end_to_end.test_evaluate import EMA
+from tests.quiet import QuietRuns
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run(quiet_runs: QuietRuns) -> RunPaths:
+    return quiet_runs.of(*SELECTION, EMA, "parallel.strategy=fsdp")
+
+
+def predicted(run: RunPaths, target: Path, *options: str | Path) -> list[dict[str, Any]]:
+    done = hpc_train("predict", run.folder, "-o", target, *options)
+    assert done.code == 0, done.err
+    lines = target.read_text().splitlines()
+    return list(csv.DictReader(lines)) if target.suffix == ".csv" else [*map(json.loads, lines)]
+
+
+def test_predictions_are_those_of_the_evaluation(run: RunPaths, tmp_path: Path) -> None:
+    source = build_source(DataConfig(name="digits"))
+    assert source.val is not None
+    targets = source.val.batch(torch.arange(len(source.val)))[1].tolist()  # type: ignore[union-attr]
+    found = predicted(run, tmp_path / "all.jsonl", "--devices", "3")
+    assert [row["index"] for row in found] == list(range(len(targets)))
+    names = source.info.class_names or range(10)
+    hits = sum(row["class"] == names[target] for row, target in zip(found, targets, strict=True))
+    *_, last = rows(run, "val")
+    assert hits / len(targets) == last["accuracy"]
+    for row in found:
+        assert row["top"][0] == {"class": row["class"], "probability": row["probability"]}
+        assert [each["probability"] for each in row["top"]] == sorted(
+            (each["probability"] for each in row["top"]), reverse=True
+        )
+    averaged = predicted(run, tmp_path / "ema.csv", "--devices", "1", "--ema")
+    hits = sum(row["class"] == str(names[target]) for row, target in zip(averaged, targets, strict=True))
+    assert hits / len(targets) == last["ema_accuracy"]
+
+
+def test_images_of_a_folder_are_predicted_in_the_order_of_their_names(run: RunPaths, tmp_path: Path) -> None:
+    source = build_source(DataConfig(name="digits"))
+    assert source.val is not None
+    images = source.val.batch(torch.arange(14))[0]  # type: ignore[union-attr]
+    folder = tmp_path / "images"
+    (folder / "b").mkdir(parents=True)
+    for number, image in enumerate(images):
+        Image.fromarray(image[0].numpy()).save(folder / ("b" if number > 9 else ".") / f"{number:02}.png")
+    expected = predicted(run, tmp_path / "all.jsonl")[:14]
+    found = predicted(run, tmp_path / "images.jsonl", "--data", folder, "--devices", "2")
+    files = [row.pop("file") for row in found]
+    assert files == sorted(map(str, folder.rglob("*.png")), key=lambda name: name.rpartition("/")[2])
+    assert found == expected

@@ -1,0 +1,120 @@
+"""Every recipe of examples/ is validated, planned, and trained for two steps with small models and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torchvision.io import write_jpeg
+
+from tests.datasets.coco import write_coco
+from tests.datasets.sources.masks import write_folder
+from tests.end_to_end.runs import REPOSITORY, found_runs, hpc_train, rows, status
+
+EXAMPLES = REPOSITORY / "examples"
+#: What makes a recipe small: two steps of eight samples on one CPU rank, in eager mode.
+SHORT = (
+    "device=cpu",
+    "compile=false",
+    "optimization.epochs=null",
+    "optimization.steps=2",
+    "optimization.global_batch_size=8",
+    "optimization.micro_batch_size=2",
+    "optimization.schedule={name: constant}",
+    "evaluation={every_steps: 2}",
+    "logging={every_steps: 1}",
+    "data.workers=0",
+    "slurm=null",
+)
+#: Makes the recipes of large segmenters and detectors small.
+SEGMENTER = ("model={name: torchvision/lraspp_mobilenet_v3_large}", "data.image_size=48", "data.eval_size=64")
+DETECTOR = ("model={name: torchvision/ssdlite320_mobilenet_v3_large}", "data.image_size=64")
+#: What else is changed, by recipe; each has a line here.
+OF_RECIPE: dict[str, tuple[str, ...]] = {
+    "bccd-ssdlite": ("data.image_size=64",),
+    "camvid-lraspp": ("data.image_size=48",),
+    "cifar10-94": ("model.args.widths=[8, 8, 8]", "precision=fp32"),
+    "cifar10-cpu": ("model.args.widths=[8, 8, 8]",),
+    "cifar10-images": (),
+    "cifar10-resnet50": ("model.name=timm/test_resnet", "data.image_size=32"),
+    "cifar10-vit": ("model.args.depth=2", "model.args.embed_dim=24"),
+    "cifar10-vit-finetune": (
+        "model={name: timm/test_vit, args: {img_size: 32}}",
+        "data.image_size=32",
+        "data.normalize=null",
+    ),
+    "cityscapes-deeplabv3-mobilenet": SEGMENTER,
+    "cityscapes-deeplabv3-resnet101": SEGMENTER,
+    "cityscapes-deeplabv3-resnet50": SEGMENTER,
+    "cityscapes-fcn-resnet50": SEGMENTER,
+    "cityscapes-lraspp-mobilenet": SEGMENTER,
+    "coco-fasterrcnn": DETECTOR,
+    "coco-fcos": DETECTOR,
+    "coco-retinanet": DETECTOR,
+    "digits": (),
+    "ema-syncbn-compile": (),
+    "fine-tuning": ("model.args.widths=[8, 8, 8]", "model.init_from=null"),
+    "fine-tuning-pretrain": ("model.args.widths=[8, 8, 8]",),
+    "graph-network": (),
+    "imagenet-convnext-tiny": ("model.name=timm/test_convnext", "data.image_size=32"),
+    "imagenet-resnet50": ("model.name=torchvision/resnet18", "data.image_size=32"),
+    "imagenet-vit-b16": ("model={name: timm/test_vit, args: {img_size: 32}}", "data.image_size=32"),
+    "shakespeare": (),
+    "slurm-digits": (),
+}
+RECIPES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+#: Run by tests/end_to_end/test_language_model_recipes.py.
+LANGUAGE_MODELS = {"gpt2-124m", "llama-fsdp-tensor"}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of data that has what the recipes read, in small."""
+    folder = tmp_path_factory.mktemp("data")
+    generator = torch.Generator().manual_seed(0)
+    for split in ("train", "val", "test"):
+        for number in range(20):
+            image = folder / "images" / split / f"class{number % 10}" / f"{number}.jpg"
+            image.parent.mkdir(parents=True, exist_ok=True)
+            pixels = torch.randint(256, (3, 32, 32), dtype=torch.uint8, generator=generator)
+            write_jpeg(pixels, str(image))
+    for name, classes, ignored in (("camvid", 11, 11), ("cityscapes", 19, 255)):
+        write_folder(folder / name, num_classes=classes, sides=(64, 64), ignored=ignored, train=8, val=2)
+    write_coco(folder / "coco", train=8, val=2, side=64)
+    (folder / "text.txt").write_text("To be, or not to be, that is the question. " * 500)
+    return folder
+
+
+def roots(recipe: str, data: Path) -> tuple[str, ...]:
+    """Return the overrides that let the recipe read ``data``."""
+    text = (EXAMPLES / f"{recipe}.yaml").read_text()
+    found = {
+        "name: imagefolder": "images",
+        "name: text": "text.txt",
+        "name: coco ": "coco",
+        "name: coco\n": "coco",
+        "root: data/camvid": "camvid",
+        "root: data/cityscapes": "cityscapes",
+    }
+    return tuple(f"data.root={data / path}" for name, path in found.items() if name in text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", sorted({*RECIPES} - LANGUAGE_MODELS))
+def test_a_recipe_is_planned_and_trains(recipe: str, data: Path, tmp_path: Path) -> None:
+    example, runs = EXAMPLES / f"{recipe}.yaml", {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
+    planned = hpc_train("plan", example, cwd=tmp_path, **runs)
+    assert planned.code == 0, planned.err
+    overrides = (*SHORT, *OF_RECIPE[recipe], *roots(recipe, data))
+    done = hpc_train("submit", example, *overrides, "--local", "--devices", "1", **runs)
+    assert done.code == 0, done.err
+    (paths,) = found_runs(tmp_path)
+    assert status(paths)["state"] == "completed"
+    assert [row["step"] for row in rows(paths, "train")] == [1, 2]
+    assert rows(paths, "val")
+
+
+def test_the_table_lists_every_recipe() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    assert [recipe for recipe in RECIPES if f"[{recipe}]({recipe}.yaml)" not in table] == []

@@ -1,0 +1,144 @@
+"""Models of transformers: against the library if it is installed, and against a stand-in of what we call."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hpc_train.config.training_sections import ModelConfig
+from hpc_train.datasets.types import DataInfo
+from hpc_train.distributed.seeds import seed_build, seed_forward
+from hpc_train.errors import BadFileError
+from hpc_train.models.building import build_model
+from hpc_train.models.weights import report_of
+from tests.parallelism.batches import INFO, micro_batch
+from tests.parallelism.cases import SGD, STEPS, Case, Choice, Shape
+from tests.parallelism.training import Trained, train
+from tests.ranks import run_ranks
+
+TOKENS = DataInfo(32, 0, (), (), sequence_length=8)
+
+
+class Settings(SimpleNamespace):
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+class Model(nn.Module):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.settings = settings
+        self.classifier = nn.Linear(4, settings.num_labels)
+
+    def forward(self, inputs: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.classifier(inputs), hidden_states=None)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Install a stand-in of transformers; return what is asked of it."""
+    seen: list[tuple[Any, ...]] = []
+
+    def settings(name: str, *, local_files_only: bool, trust_remote_code: bool) -> Settings:
+        seen.append(("config", name, local_files_only, trust_remote_code))
+        if name == "missing":
+            raise OSError("not found")
+        return Settings(num_channels=3, hidden_size=4, num_labels=2, vocab_size=16)
+
+    def pretrained(name: str, *, config: Settings, local_files_only: bool, **_: Any) -> tuple[Model, Any]:
+        seen.append(("weights", name, local_files_only))
+        mismatched = [("classifier.bias", (2,), (10,)), ("classifier.weight", (2, 4), (10, 4))]
+        return Model(config), {"missing_keys": [], "mismatched_keys": mismatched}
+
+    kind = SimpleNamespace(from_config=Model, from_pretrained=pretrained)
+    auto = {"AutoConfig": SimpleNamespace(from_pretrained=settings)}
+    auto |= dict.fromkeys(("AutoModelForImageClassification", "AutoModelForCausalLM"), kind)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(**auto))  # type: ignore[arg-type]
+    return seen
+
+
+def build(
+    name: str = "hf/org/net", info: DataInfo = INFO, *, download: bool = False, **keys: Any
+) -> nn.Module:
+    return build_model(ModelConfig(name=name, **keys), info, download=download)
+
+
+def test_the_forward_returns_logits_and_names_are_the_librarys(calls: list[Any]) -> None:
+    model = build(args={"hidden_size": 8})
+    assert model(torch.rand(2, 4)).shape == (2, INFO.num_classes)
+    assert set(model.state_dict()) == {"classifier.weight", "classifier.bias"}
+    found = model.settings
+    assert isinstance(found, Settings) and (found.hidden_size, found.num_channels) == (8, 1)
+    assert calls == [("config", "org/net", True, False)]
+
+
+def test_the_vocabulary_holds_the_datas_tokens(calls: list[Any]) -> None:
+    found = build(info=TOKENS).settings
+    assert isinstance(found, Settings) and (found.vocab_size, found.use_cache) == (32, False)
+
+
+def test_only_prepare_uses_the_network(calls: list[Any]) -> None:
+    for download in (False, True):
+        model = build(pretrained=True, download=download)
+    assert [call[2] for call in calls] == [True, True, False, False]
+    report = report_of(model)
+    assert report is not None and report.missing == ("classifier.bias", "classifier.weight")
+
+
+def test_mistakes_are_named(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        BadFileError, match=r"^model.name: hf/missing is not available: not found; name a folder"
+    ):
+        build("hf/missing")
+    with pytest.raises(BadFileError, match=r"^model.args: hf/org/net has no setting 'layers'"):
+        build(args={"layers": 3})
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(BadFileError, match=r"pip install 'hpc-train\[hf\]'"):
+        build()
+
+
+def vit(folder: Path) -> str:
+    """Save a small model of the library as a folder; return its name in a file."""
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    settings = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=4, num_attention_heads=2, intermediate_size=32, image_size=16,
+        patch_size=8, num_channels=1, num_labels=4,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    transformers.AutoModelForImageClassification.from_config(settings).save_pretrained(folder / "vit")
+    return f"hf/{folder / 'vit'}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_training_equals_plain_pytorch(strategy: str, tmp_path: Path) -> None:
+    name = vit(tmp_path)
+    from transformers import AutoModelForImageClassification
+
+    model = f"model={{name: {name}, pretrained: true}}"
+    rest = ("precision=fp64", "optimization.schedule={name: constant}", SGD)
+    given = Case(strategy, Shape(2, 4), (Choice("model", (model,)), Choice("rest", rest)))
+    results: list[Trained] = run_ranks(2, train, given, folder=tmp_path)
+    seed_build(given.experiment.seed)
+    plain = (
+        AutoModelForImageClassification.from_pretrained(tmp_path / "vit", dtype="float32").double().train()
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), 0.002, momentum=0.9, weight_decay=0.01)
+    for step in range(STEPS):
+        for number in range(4):
+            seed_forward(given.experiment.seed, step, number, torch.device("cpu"))
+            images, classes = micro_batch(step, number)
+            (functional.cross_entropy(plain(images).logits, classes) / 4).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = plain.state_dict()
+    assert results[0].weights.keys() == expected.keys()
+    for key, value in results[0].weights.items():
+        torch.testing.assert_close(value, expected[key], rtol=0, atol=1e-9, msg=lambda m: f"{key}: {m}")

@@ -1,0 +1,215 @@
+"""``checkpoint.best`` and ``early_stopping`` in the loop: what is saved, kept, and when the run ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpc_train.config.schema import BestConfig, DataConfig, EarlyStoppingConfig, Experiment, ModelConfig
+from hpc_train.config.training_sections import OptimizationConfig, OptimizerConfig
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.types import Batch, DataInfo
+from hpc_train.distributed.consensus import Agreement
+from hpc_train.errors import BadFileError
+from hpc_train.paths import RunPaths
+from hpc_train.run.checkpoints import kept_best
+from hpc_train.training.loop import Trainer
+from hpc_train.training.model_selection import ModelSelection, check_metrics, refuse_no_evaluations
+from hpc_train.training.saving import Saves
+from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
+from tests.training.test_loop import make_trainer
+
+#: Of the evaluations after steps 1, 2, …
+ACCURACIES = [0.1, 0.6, 0.4, 0.5, 0.2, 0.7, 0.3, 0.3, 0.3, 0.3]
+BEST, STOPPING = BestConfig(metric="accuracy", mode="max"), EarlyStoppingConfig(
+    metric="accuracy", mode="max", patience=3
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    return make_run(tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Task:
+    """A loss that training can lower, and the accuracies above."""
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch.inputs)
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return outputs
+
+    def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {"accuracy": torch.tensor(ACCURACIES[batch.step - 1], dtype=torch.float64)}
+
+    def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
+        return sums
+
+
+class StepTask(Task):
+    """Told of the step by the trainer: an evaluation's batch has none."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return super().sums(outputs, replace(batch, step=self._trainer.step))
+
+
+def experiment(**sections: Any) -> Experiment:
+    optimizer = OptimizerConfig(name="adamw", lr=0.01)
+    optimization = OptimizationConfig(steps=10, global_batch_size=4, micro_batch_size=4, optimizer=optimizer)
+    best = sections.pop("best", None)
+    config = Experiment(
+        name="x",
+        task="classification",
+        model=ModelConfig(name="gpt"),
+        data=DataConfig(name="digits"),
+        optimization=optimization,
+        **sections,
+    )
+    return config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"best": best})})
+
+
+def trainer_of(
+    run: RunPaths, rows: list[dict[str, Any]], *, keep: int = 2, every: int = 100, **sections: Any
+) -> Trainer:
+    """Evaluate after each step, save every ``every`` steps; ``rows``: those of evaluations so far."""
+    trainer = make_trainer(run, "stop", evaluate_every=1)
+    trainee = Trainee()
+    trainer.task = cast(Any, StepTask(trainer))
+    trainer.__post_init__()
+    trainer.cadence = replace(trainer.cadence, save_every=every)
+    selection = ModelSelection.of(experiment(**sections), trainer.agreement, rows)
+    trainer.selection = selection
+    trainer.saves = Saves(
+        trainee.checkpointer(run, keep=keep),
+        trainer.state.state,
+        trainer.meters,
+        lambda step: selection.extra(),
+        lambda save: None,
+    )
+    return trainer
+
+
+def rows_to(step: int) -> list[dict[str, Any]]:
+    return [
+        {"split": "val", "step": place + 1, "accuracy": value}
+        for place, value in enumerate(ACCURACIES[:step])
+    ]
+
+
+def test_the_best_checkpoint_is_saved_at_its_step_and_never_pruned(run: RunPaths) -> None:
+    assert trainer_of(run, [], best=BEST, every=3).train()
+    # 1, 2 and 6 were the best, 3, 6 and 9 due, 10 is the last; two are kept, and the best.
+    assert folder_names(run) == ["step-00000006", "step-00000009", "step-00000010"]
+    found = kept_best(run)
+    assert found is not None and (found.metric, found.value, found.step) == ("accuracy", 0.7, 6)
+
+
+def test_without_the_key_nothing_else_is_saved(run: RunPaths) -> None:
+    assert trainer_of(run, [], every=3).train()
+    assert folder_names(run) == ["step-00000009", "step-00000010"]
+    assert kept_best(run) is None
+    assert "best" not in json.loads(run.checkpoint(10).manifest.read_text())
+
+
+def test_the_run_stops_after_patience_evaluations_without_improvement(run: RunPaths) -> None:
+    trainer = trainer_of(run, [], best=BEST, early_stopping=STOPPING)
+    assert trainer.train()
+    assert trainer.step == 5
+    assert folder_names(run) == ["step-00000002", "step-00000005"], "the best, and the last one"
+    assert trainer.selection is not None
+    assert trainer.selection.reason == (
+        "stopped early: no better accuracy in 3 evaluations (accuracy 0.6 at step 2)"
+    )
+
+
+def test_a_resumed_run_continues_the_count(run: RunPaths) -> None:
+    """Three evaluations without improvement, two of them before."""
+    trainer = trainer_of(run, rows_to(4), early_stopping=STOPPING, best=BEST)
+    trainer.step = 4
+    trainer.meters.has_val_row = lambda step: True  # type: ignore[method-assign]
+    trainer.training._steps = iter(range(4, 10))  # type: ignore[attr-defined]
+    assert trainer.train()
+    assert trainer.step == 5
+    best = kept_best(run)
+    assert best is not None and best.step == 2
+
+
+def test_a_run_that_had_stopped_trains_no_further_step(run: RunPaths) -> None:
+    """Killed between its last checkpoint and its status."""
+    trainer = trainer_of(run, rows_to(5), early_stopping=STOPPING)
+    trainer.step = 5
+    trainer.meters.has_val_row = lambda step: True  # type: ignore[method-assign]
+    assert trainer.train()
+    assert trainer.step == 5
+
+
+def test_an_evaluation_that_was_cut_short_makes_its_checkpoint_the_best(run: RunPaths) -> None:
+    trainer = trainer_of(run, rows_to(5), best=BEST)
+    trainer.step = 6
+    trainer.training._steps = iter(range(6, 10))  # type: ignore[attr-defined]
+    assert trainer.train()
+    assert folder_names(run) == ["step-00000006", "step-00000010"]
+
+
+def test_an_unknown_metric_ends_the_run_at_its_first_evaluation(run: RunPaths) -> None:
+    stopping = EarlyStoppingConfig(metric="acuracy", mode="max", patience=3)
+    trainer = trainer_of(run, [], early_stopping=stopping)
+    expected = "early_stopping.metric: acuracy is not a metric .* write one of accuracy"
+    with pytest.raises(BadFileError, match=expected):
+        trainer.train()
+    assert trainer.step == 1
+
+
+def test_rank_0_decides_for_all() -> None:
+    """Another rank sees no rows."""
+
+    class Follower(Agreement):
+        def __init__(self) -> None:
+            self.decision = 0
+
+        def rank_0_says(self, value: int) -> int:
+            return self.decision
+
+    agreement = Follower()
+    selection = ModelSelection.of(experiment(best=BEST, early_stopping=STOPPING), agreement, ())
+    agreement.decision = 1
+    selection.evaluated(10, {"accuracy": 0.5})
+    assert selection.saves(10) and not selection.has_stopped
+    agreement.decision = 2
+    selection.evaluated(20, {"accuracy": 0.5})
+    assert selection.saves(20) and selection.has_stopped
+    assert ModelSelection.of(experiment(early_stopping=STOPPING), agreement, ()).has_stopped
+
+
+def test_metrics_of_the_average_are_known_before_training() -> None:
+    config = experiment(best=BestConfig(metric="ema_accuracy", mode="max"))
+    with pytest.raises(BadFileError, match=r"checkpoint.best.metric: ema_accuracy .* one of accuracy, loss$"):
+        check_metrics(config, ["loss", "accuracy"])
+    ema = config.optimization.model_copy(update={"ema": True})
+    check_metrics(config.model_copy(update={"optimization": ema}), ["loss", "accuracy"])
+
+
+def test_data_without_validation_are_refused_before_training() -> None:
+    source = DataSource(cast(Any, None), None, DataInfo(3, 1, (), ()))
+    refuse_no_evaluations(experiment(), source)
+    with pytest.raises(BadFileError, match=r"early_stopping.metric: digits has no validation data"):
+        refuse_no_evaluations(experiment(early_stopping=STOPPING), source)
