@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import multiprocessing.context
+import multiprocessing.popen_fork
 import multiprocessing.queues
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,8 @@ IN_SOURCE: list[tuple[Any, str, str]] = [
     (_ITERATOR, "_workers _task_info _rcvd_idx _send_idx _tasks_outstanding", "datasets/workers"),
     (_ITERATOR, "_pin_memory_thread _worker_result_queue", "datasets/workers"),
     (multiprocessing.queues.Queue, "_writer", "datasets/workers"),
+    (multiprocessing.popen_fork.Popen, "_launch", "distributed/forking"),
+    (multiprocessing.context.ForkProcess, "_Popen", "distributed/forking"),
     (torch._dynamo.OptimizedModule, "_orig_mod", "checkpoint/state"),
     (nn.Module, "_extra_state", "checkpoint/state"),
     (torch.fx.Tracer, "_tensor_constant", "models/tracing"),

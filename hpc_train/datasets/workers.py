@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Sampler
 from hpc_train.datasets.reading import Failure, Read, SlotReader, unchanged
 from hpc_train.datasets.sampler import Slot
 from hpc_train.distributed import parent_process
+from hpc_train.distributed.forking import RunningContext
 from hpc_train.errors import ExitCode, UserError
 
 #: Slurm and terminals send these to all processes of a job; only the rank may act on them.
@@ -150,7 +151,7 @@ def _loader_iterator(
         pin_memory=pins,
         generator=torch.Generator(),  # otherwise each iterator draws from the global one
         worker_init_fn=partial(_prepare_worker, os.getpid()),
-        multiprocessing_context="fork",  # the data are not copied, and need not be picklable
+        multiprocessing_context=RunningContext(),  # forks: the data are not copied and need not be picklable
         persistent_workers=True,
         prefetch_factor=_PREFETCHED_BATCHES,
     )

@@ -6,7 +6,6 @@ for the next time would stay there.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import warnings
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from hpc_train.distributed import parent_process
+from hpc_train.distributed.forking import RunningContext
 
 
 class ForkedCall:
@@ -26,7 +26,7 @@ class ForkedCall:
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
-        context = multiprocessing.get_context("fork")
+        context = RunningContext()
         self._receiver, sender = context.Pipe(duplex=False)
         self._process = context.Process(target=_run, args=(function, sender, os.getpid()), daemon=True)
         with sender, warnings.catch_warnings():

@@ -26,6 +26,7 @@ RANK = """
 import os, sys, time, torch
 from hpc_train.datasets.batches import training_batches
 from hpc_train.datasets.sampler import Position
+from hpc_train.distributed import parent_process
 from tests.datasets.samples import CPU, experiment, source
 
 class Blocked:
@@ -38,10 +39,12 @@ class Blocked:
 
 if sys.argv[1] == "slow to start":
     rank = os.getpid()
-    def wait_for_its_end():
+    die_with = parent_process.die_with
+    def wait_for_its_end(parent):
         while os.getppid() == rank:
             time.sleep(0.01)
-    os.register_at_fork(after_in_child=wait_for_its_end)
+        die_with(parent)
+    parent_process.die_with = wait_for_its_end
 batches = training_batches(source(Blocked()), experiment(workers=2), Position(0), 1000, 0, 1, CPU)
 print(*batches.worker_pids, flush=True)
 if sys.argv[1] != "free":

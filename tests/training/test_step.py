@@ -35,8 +35,8 @@ def _group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
+def model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 1))
 
 
@@ -51,7 +51,7 @@ def micro_batches(step: int) -> list[Batch]:
 class Training:
     """Ours, on one rank; ``policy`` is ``optimization.on_non_finite``."""
 
-    def __init__(self, policy: str = "stop") -> None:
+    def __init__(self, policy: str = "stop", seed: int = 0) -> None:
         optimizer = OptimizerConfig(name="adamw", lr=0.01)
         self.config = OptimizationConfig(
             steps=10,
@@ -63,7 +63,7 @@ class Training:
         )
         precision = choose_precision("fp32", CPU)
         strategy = DDPStrategy(RankContext(0, Degrees(), CPU, precision))
-        self.model = model()
+        self.model = model(seed)
         wrapped = strategy.place(self.model, [])
         made = make_optimizer(optimizer, strategy.optimized(), 8)
         optimization = Optimization(made, lambda step: 1 / (step + 1), precision, CPU)
@@ -75,9 +75,11 @@ class Training:
         return train_step(self.state, step, micro_batches(step), forward, guard, MAX_NORM, **keys)
 
 
-def test_steps_equal_plain_pytorch_bit_for_bit() -> None:
-    ours, plain = Training(), model()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_are_bitwise_equal_to_plain_pytorch(seed: int) -> None:
+    ours, plain = Training(seed=seed), model(seed)
+    # With the kernel that ours uses: torch's default on the CPU rounds otherwise, in one of five seeds.
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, fused=True)
     average = [p.detach().clone() for p in plain.parameters()]
     for step in range(4):
         done = ours.step(step)
