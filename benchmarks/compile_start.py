@@ -25,6 +25,7 @@ from torch import nn
 from benchmarks.arms import environment, printed
 from benchmarks.measuring import comparison, conditions, interleaved, parser, report, rounds_of
 from hpc_train.config.training_sections import CompileConfig
+from hpc_train.training import compiling
 from hpc_train.training.compiling import compile_model
 
 #: ``compile.scope`` → the title of its comparison.
@@ -87,9 +88,10 @@ def first_step(scope: str, num_blocks: int) -> float:
     began = time.perf_counter()
     config = CompileConfig(enabled=True, scope=scope)  # type: ignore[arg-type]
     compile_model(model, list(model.get_submodule("blocks").children()), config, torch.device("cpu"))
-    nn.functional.cross_entropy(model(images), classes).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    with compiling.first_step(config):
+        nn.functional.cross_entropy(model(images), classes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return time.perf_counter() - began
 
 

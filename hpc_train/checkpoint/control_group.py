@@ -3,7 +3,7 @@
 ``checkpoint.checkpointer`` calls it from the thread that writes a checkpoint, while the training thread runs
 collectives on the same process group. Collectives are matched by the order in which each rank issues them,
 which two threads can't keep the same everywhere; point-to-point messages are matched by their tag. So
-everything here is sent point to point, along a binary tree. Plain tensors on the CPU; nothing is pickled.
+everything here is sent point to point, along a binomial tree. Plain tensors on the CPU; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -120,10 +120,16 @@ class ControlGroup:
         work.wait()
 
     def _neighbours(self, root: int) -> tuple[int | None, list[int]]:
-        """Return this rank's parent and children in the binary tree with root ``root``."""
+        """Return this rank's parent and children in the binomial tree with root ``root``.
+
+        It is the tree of gloo's broadcast, whose connections ``process_group.join`` has made for root 0.
+        """
         place = (self.rank - root) % self.world_size
-        parent = None if place == 0 else ((place - 1) // 2 + root) % self.world_size
-        below = [child for child in (2 * place + 1, 2 * place + 2) if child < self.world_size]
+        parent = None if place == 0 else ((place & (place - 1)) + root) % self.world_size
+        # A child has one more bit set, below the lowest one of its parent.
+        lowest = place & -place or self.world_size
+        bits = (1 << number for number in range(self.world_size.bit_length()))
+        below = [place | bit for bit in bits if bit < lowest and place | bit < self.world_size]
         return parent, [(child + root) % self.world_size for child in below]
 
     def first_text(self, text: str | None) -> tuple[int, str] | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ _GLOO_LOST = (
     "gloo/transport",
     "Connect timeout",
 )
+#: Read by torch when a gloo group is made.
+_LAZY = "TORCH_GLOO_LAZY_INIT"
 #: NCCL errors of this rank itself: they are its own reason, not a peer's.
 _OWN_NCCL = ("ncclInvalidUsage", "ncclInvalidArgument", "ncclUnhandledCudaError")
 
@@ -66,7 +69,8 @@ class Timeouts:
 class Group:
     """The process group of all ranks, and the group for control messages.
 
-    ``control`` is the only gloo group of all ranks besides the backend's own: each costs a socket per peer.
+    ``control`` is the only gloo group of all ranks besides the backend's own. It connects a rank with the few
+    peers to which it sends, at most 2 + log2(ranks), rather than with all.
     The training thread runs collectives on it; the thread that writes checkpoints sends point to point
     (``checkpoint.control_group``). ``store`` is the rendezvous store, over a separate connection, for use by
     one thread.
@@ -120,15 +124,18 @@ def join(
         os.environ["GLOO_SOCKET_IFNAME"] = network.loopback_interface()
     store = _meet(facts, rendezvous, token, timeouts, must_stop)
     timeout = timedelta(seconds=timeouts.silence_s)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=facts.rank,
-        world_size=facts.world_size,
-        timeout=timeout,
-    )
     # With NCCL the default group has a gloo group for CPU tensors, which training does not use.
-    control = dist.group.WORLD if device.type == "cuda" else dist.new_group(backend="gloo", timeout=timeout)
+    has_own_gloo = device.type == "cuda"
+    with _connecting_at_first_use() if has_own_gloo else contextlib.nullcontext():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if has_own_gloo else "gloo",
+            store=store,
+            rank=facts.rank,
+            world_size=facts.world_size,
+            timeout=timeout,
+        )
+    with _connecting_at_first_use():
+        control = dist.group.WORLD if has_own_gloo else dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, dist.ProcessGroup)
     # The main thread's connection serves one thread at a time.
     own = store.clone() if hasattr(store, "clone") else store
@@ -252,21 +259,39 @@ def _start_together(store: Store, facts: RankFacts, limit_s: float, must_stop: C
         raise TryAgainError("stopped before training began")
 
 
+@contextlib.contextmanager
+def _connecting_at_first_use() -> Iterator[None]:
+    """Have gloo connect two ranks of a group made meanwhile once one sends to the other."""
+    before = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
+        if before is not None:
+            os.environ[_LAZY] = before
+
+
 def _wait_until_connected(control: dist.ProcessGroup, limit_s: float, must_stop: Callable[[], bool]) -> None:
     """Wait until all ranks have completed their connections; for a while also if one is asked to stop.
 
-    If a rank left earlier, above all rank 0 with the store, the others would try to connect for minutes.
+    If a rank left earlier, above all rank 0 with the store, the others would try to connect for minutes. A
+    broadcast makes the connections of its tree, which ``checkpoint.control_group`` uses too; the sum, whose
+    connections form a ring, ends once all ranks have theirs.
     """
-    work, stop_at = dist.all_reduce(torch.zeros(1), group=control, async_op=True), float("inf")
-    for _ in network.polls(limit_s):
-        if work.is_completed():
-            work.wait()  # raises where a peer was lost
-            return
-        if must_stop():
-            stop_at = min(stop_at, time.monotonic() + _CONNECT_LIMIT_S)
-        if time.monotonic() >= stop_at:
-            raise TryAgainError("stopped before training began")
-    raise PeerLostError(f"not all ranks could connect within {limit_s:g} s; see the others' logs")
+    polls, stop_at = network.polls(limit_s), float("inf")
+    for collective in (partial(dist.broadcast, src=0), dist.all_reduce):
+        work = collective(torch.zeros(1), group=control, async_op=True)
+        for _ in polls:
+            if work.is_completed():
+                work.wait()  # raises where a peer was lost
+                break
+            if must_stop():
+                stop_at = min(stop_at, time.monotonic() + _CONNECT_LIMIT_S)
+            if time.monotonic() >= stop_at:
+                raise TryAgainError("stopped before training began")
+        else:
+            raise PeerLostError(f"not all ranks could connect within {limit_s:g} s; see the others' logs")
 
 
 def _leave_store(store: Store, facts: RankFacts) -> None:

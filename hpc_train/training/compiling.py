@@ -6,10 +6,12 @@ next attempts execute what is there.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -74,6 +76,22 @@ def _check_caches() -> None:
         with named_errors(folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_own(folder.resolve())
+
+
+@contextmanager
+def first_step(config: CompileConfig) -> Iterator[None]:
+    """Run the step in which torch compiles, or reads its caches, without garbage collection.
+
+    Both make many objects that stay, which each collection would look through again.
+    """
+    is_paused = config.enabled and gc.isenabled()
+    if is_paused:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if is_paused:
+            gc.enable()
 
 
 def begin_forward(config: CompileConfig, device: torch.device) -> None:

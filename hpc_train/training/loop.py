@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from hpc_train.errors import HpcTrainError, TryAgainError
 from hpc_train.health.progress import Progress
 from hpc_train.tasks.base import Task
 from hpc_train.training.cadence import Cadence
+from hpc_train.training.compiling import first_step
 from hpc_train.training.evaluation_files import EvaluationFiles, files_of
 from hpc_train.training.evaluator import Evaluator, Validation, metrics_of, share_all_buffers
 from hpc_train.training.forward import TrainingForward
@@ -158,7 +159,8 @@ class Trainer:
         self._slot = 0
         self.progress.at(self._training, step)
         self.agreement.begin(self._own_flags())
-        is_allowed = self._train_step(step, batches)
+        with nullcontext() if self._has_stepped else first_step(self.experiment.compile):
+            is_allowed = self._train_step(step, batches)
         agreed = self.agreement.wait()
         if agreed.needs_check or not is_allowed:
             with self._saves_finished():

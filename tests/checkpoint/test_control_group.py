@@ -61,6 +61,6 @@ def test_messages_go_along_a_tree_that_reaches_every_rank_once(ranks: int, root:
     neighbours = [ControlGroup(rank, ranks, NO_GROUP)._neighbours(root) for rank in range(ranks)]
     assert [rank for rank, (parent, _) in enumerate(neighbours) if parent is None] == [root]
     for rank, (_, children) in enumerate(neighbours):
-        assert len(children) <= 2
+        assert len(children) <= (ranks - 1).bit_length()
         assert all(neighbours[child][0] == rank for child in children)
     assert sum(len(children) for _, children in neighbours) == ranks - 1

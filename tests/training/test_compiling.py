@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -17,7 +18,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.models.blocks import find_blocks
 from hpc_train.run.processes import FOLDER_VARIABLE
 from hpc_train.run.trust import UntrustedError
-from hpc_train.training.compiling import begin_forward, compile_error, compile_model
+from hpc_train.training.compiling import begin_forward, compile_error, compile_model, first_step
 
 # torch asks a tensor between two compiled blocks for .grad and hides the warning, unless it is an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -384,3 +385,17 @@ def test_a_broken_cxx_compiler_ends_the_run_unless_fallback_is_set(tmp_path: Pat
     assert fallback.returncode == 0, errors
     assert errors.count("compile.fallback: torch.compile failed, continuing without it") == 1
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(("compiles", "collects_before"), [(True, True), (False, True), (True, False)])
+def test_no_garbage_is_collected_while_torch_compiles(compiles: bool, collects_before: bool) -> None:
+    if not collects_before:
+        gc.disable()
+    try:
+        with pytest.raises(ZeroDivisionError), first_step(CompileConfig(enabled=compiles)):
+            during = gc.isenabled()
+            raise ZeroDivisionError
+        assert during == (collects_before and not compiles)
+        assert gc.isenabled() == collects_before
+    finally:
+        gc.enable()
