@@ -86,6 +86,10 @@ class TryAgainError(UserError):
     exit_code = ExitCode.TRY_AGAIN
 
 
+#: What to do about it.
+FINITE_REMEDY = "lower the learning rate, clip gradients, or, under fp16, use bf16 or fp32"
+
+
 class NonFiniteError(HpcTrainError):
     """A loss, a gradient or a weight became NaN or infinite; training again would repeat it."""
 
@@ -120,6 +124,12 @@ def printable(text: str) -> str:
     return _UNUSUAL.sub(
         lambda match: _shown(match.group()), text.encode("utf-8", "backslashreplace").decode()
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """Return ``1 rank``, ``2 ranks``, ``3 batches``."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def shortened(text: str) -> str:

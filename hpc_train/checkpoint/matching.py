@@ -28,7 +28,7 @@ from hpc_train.checkpoint.state import (
 from hpc_train.errors import BadFileError
 
 _SHOWN = 5
-_RESUME = "resume with the file that the run was started with"
+_RESUME = "use the file that the run was started with"
 #: Description of a mismatch → the tensors; None if the description is complete. As found by a rank, JSON.
 Mismatches = dict[str, list[str]]
 

@@ -26,7 +26,7 @@ from hpc_train.checkpoint.shards import Entry, write_safetensors
 from hpc_train.checkpoint.staging import is_finite
 from hpc_train.checkpoint.state import united
 from hpc_train.distributed import signals
-from hpc_train.errors import BadFileError, NonFiniteError, StorageError, UserError
+from hpc_train.errors import FINITE_REMEDY, BadFileError, NonFiniteError, StorageError, UserError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.best import BEST, Best
 from hpc_train.run.checkpoints import (
@@ -213,7 +213,7 @@ def _refuse_non_finite(staged: Staged) -> None:
         if not is_finite(staged.tensors[key]):
             raise NonFiniteError(
                 f"a weight is NaN or infinite after step {staged.step} ({name}), which is not saved; "
-                "lower the learning rate, clip gradients, or use bf16 or fp32"
+                + FINITE_REMEDY
             )
 
 

@@ -47,7 +47,7 @@ MaybeRuns = Annotated[
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="One run.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
-Local = Annotated[bool, typer.Option("--local", help="Run on this machine and follow the run to its end.")]
+Local = Annotated[bool, typer.Option("--local", help="On this machine instead of in the queue.")]
 Devices = Annotated[
     int | None, typer.Option("--devices", min=1, help="Ranks on this machine; default: one per GPU, or one.")
 ]
@@ -144,7 +144,7 @@ def plan(
     script: Annotated[bool, typer.Option("--script", help="Also show the batch script of each job.")] = False,
     launcher: LauncherName = None,
 ) -> int:
-    """Show runs, ranks, batches and GPU-hours without starting anything."""
+    """Show what would run: ranks, batches, GPU-hours."""
     from hpc_train.cli.plan import PlanOptions, plan
 
     options = PlanOptions(local=local, devices=devices, launcher=launcher, as_json=as_json, script=script)
@@ -159,7 +159,10 @@ def prepare(
         bool, typer.Option("--no-forward", help="Do not run the model on samples on the CPU.")
     ] = False,
 ) -> int:
-    """Download data and weights here, for nodes without network, and try data, model and task."""
+    """Download data and weights; try data, model and task.
+
+    Run it where there is a network, before nodes without one need the files.
+    """
     from hpc_train.cli.experiment_file import prepare
 
     return prepare(file, overrides or [], runs_forward=not no_forward)
@@ -326,7 +329,7 @@ def evaluate(
     ] = None,
     as_json: Json = False,
 ) -> int:
-    """Evaluate a run's checkpoint on this machine and print the metrics."""
+    """Evaluate a run's checkpoint on this machine."""
     from hpc_train.cli.evaluate import Checkpoint, evaluate
 
     return evaluate(words, checkpoint=Checkpoint(best, step, code), devices=devices, as_json=as_json)
@@ -371,7 +374,10 @@ def predict(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
 ) -> int:
-    """Write a run's predictions for images, or for its validation data, to a file."""
+    """Write a run's predictions to a file.
+
+    For images, or for the run's validation data.
+    """
     from hpc_train.cli.evaluate import Checkpoint
     from hpc_train.cli.predict import predict
 
@@ -381,7 +387,7 @@ def predict(
 
 @_command
 def verify(runs: Runs) -> int:
-    """Check the hashes of every checkpoint and report which ones would load."""
+    """Check by hashes which checkpoints would load."""
     from hpc_train.cli.checkpoint_commands import verify
 
     return verify(runs)
@@ -391,7 +397,7 @@ def verify(runs: Runs) -> int:
 def clean(
     runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")] = False
 ) -> int:
-    """Remove old checkpoints, caches and unused code, after confirmation."""
+    """Remove old checkpoints, caches and unused code."""
     from hpc_train.cli.clean import clean
 
     return clean(runs, yes=yes)
@@ -412,7 +418,10 @@ def compare(
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV to stdout.")] = False,
     as_json: Json = False,
 ) -> int:
-    """Compare runs: the keys in which they differ, and their last and best metrics, the best run first."""
+    """Compare runs: changed keys, last and best metrics.
+
+    The best run comes first.
+    """
     from hpc_train.cli.compare import compare
 
     return compare(runs, metric=metric, as_csv=as_csv, as_json=as_json)
@@ -422,7 +431,7 @@ def compare(
 def rm(
     runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")] = False
 ) -> int:
-    """Remove runs that have ended, and unused code, after confirmation."""
+    """Remove runs that have ended, and unused code."""
     from hpc_train.cli.remove import remove
 
     return remove(runs, yes=yes)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import columns, say
-from hpc_train.errors import ExitCode, UsageError, printable
+from hpc_train.errors import ExitCode, UsageError, counted, printable
 from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys, in_words
@@ -77,6 +77,8 @@ def _existing(paths: RunPaths, rank: int, attempt: int) -> Path:
     if attempt == 0:
         raise UsageError(f"{run_name(paths)}: has not started yet; `logs -f` waits for it")
     there = sorted(path.name for path in log.parent.glob("rank-*.log"))
+    if not there and (reason := (read_json(paths.status) or {}).get("reason")):
+        raise UsageError(f"{run_name(paths)}: attempt {attempt} has no log; {printable(str(reason))}")
     raise UsageError(
         f"{log}: there is no such log; attempt {attempt} has {', '.join(there) or 'none'}, "
         f"the newest attempt is {newest_number(paths)}"
@@ -161,7 +163,7 @@ class _LogReader:
         self._path = path
         self._offset = _tail_offset(path, lines) if lines else 0
         if self._offset:
-            say(f"{path}: the last {lines} lines; --all prints all of them")
+            say(f"{path}: the last {counted(lines, 'line')}; --all prints all of them")
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def print_new(self) -> bool:

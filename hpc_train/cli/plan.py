@@ -22,6 +22,7 @@ from hpc_train.plan.sweep import describe
 from hpc_train.topology.degrees import in_words
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate.loading import Loaded, load
+from hpc_train.validate.own_parts import missing_parts
 from hpc_train.validate.rules import check_start
 
 FETCH_DATA = "write the folder of the data, or fetch them with `hpc-train prepare FILE`"
@@ -271,4 +272,6 @@ def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) 
             run.experiment, run.ranks if ranks_are_known else None, run.size.per_node, run.size.fewest
         )
     ]
+    experiments = [run.experiment for run in made.runs]
+    lines += [loaded.source.render(problem) for problem in missing_parts(experiments)]
     return list(dict.fromkeys(lines))

@@ -18,7 +18,10 @@ from hpc_train.config.marked_yaml import resolve_scalar
 from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, shown
 from hpc_train.config.synonyms import value_for
 from hpc_train.errors import shortened
-from hpc_train.registry import nearest
+from hpc_train.registry import nearest, parts
+
+#: Of a section that people may know by one value alone: `model: resnet50`, `parallel: fsdp`.
+_MAIN_KEYS = ("name", "strategy")
 
 
 def explain(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
@@ -129,6 +132,8 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
         return f"write {meant}"
     if value is None:
         return "write a value" if _is_required(path) else "write a value, or take the key out"
+    if types == {"object"}:
+        return _remedy_for_section(path, as_mapping(node) or {}, value)
     if isinstance(value, str):
         return in_unit_of(path, value, node) or _remedy_for_text(value, node, types)
     if "integer" in types and isinstance(value, float) and value.is_integer() and abs(value) < _LARGE:
@@ -137,11 +142,23 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
         return f"put it in quotes: '{shown(value)}'"
     if isinstance(value, float) and not math.isfinite(value):
         return "write a finite number"
-    if types == {"object"}:
-        return "write its keys below it, indented"
     if "array" in types and not isinstance(value, list):
         return "write a list: [a, b]"
     return _example(node, types)
+
+
+def _remedy_for_section(path: KeyPath, section: Node, value: object) -> str:
+    """Return the section to write in place of a single value, which is probably its most important key's."""
+    required = list(section.get("required", []))
+    main = next((key for key in _MAIN_KEYS if key in section.get("properties", {})), None)
+    written = [f"{key}: …" for key in required if key != main]
+    if main is not None and isinstance(value, str) and value.strip():
+        is_timms = path == ("model",) and value.isidentifier() and value not in parts("models")
+        given = f"{main}: timm/{shortened(value)}" if is_timms else f"{main}: {shortened(value)}"
+        return f"write {{{', '.join([given, *written])}}}"
+    if required:
+        return f"write {{{', '.join(f'{key}: …' for key in required)}}}"
+    return "write {} for the defaults" if value is True else "write its keys, like {key: value}"
 
 
 def in_unit_of(path: KeyPath, text: str, node: Node) -> str | None:
@@ -215,8 +232,6 @@ def _remedy_for_text(value: str, node: Node, types: set[object]) -> str:
         return f"write {value} without quotes"
     if "boolean" in types and value.lower() in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
         return f"write {'true' if value.lower() in {'yes', 'on', 'y', 'true'} else 'false'} without quotes"
-    if types == {"object"}:
-        return "write its keys below it, indented"
     if "array" in types:
         return f"write a list: [{shortened(value)}]"
     return _example(node, types)

@@ -17,8 +17,9 @@ from hpc_train.errors import ExitCode, UserError
 _OWN = 48
 #: Measured: up to 22 for a training and an evaluation loader process, with batches in transit.
 _PER_LOADER = 24
-#: The default group's gloo backend and the control group: one socket per peer.
-_GROUPS = 2
+#: The control group's neighbours in its ring; those in its tree are at most log2(ranks), and one more for
+#: each other root (a rank that sends the others its error).
+_RING = 2
 #: gloo's own sockets per group of a DeviceMesh's axis.
 _PER_AXIS = 3
 #: Rank 0's store: each other rank connects twice.
@@ -47,7 +48,8 @@ def needed(facts: RankFacts, axes: Iterable[int], loaders: int) -> int:
     uses the default group.
     """
     peers = facts.world_size - 1
-    sockets = _GROUPS * peers
+    # The default group connects all ranks, the control group those that send to each other.
+    sockets = peers + min(peers, _RING + 2 * peers.bit_length())
     sockets += sum(_PER_AXIS + (size - 1 if size < facts.world_size else 0) for size in axes)
     if facts.rank == 0:
         sockets += _STORE_CONNECTIONS * peers

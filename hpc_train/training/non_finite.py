@@ -15,10 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.config.training_sections import OptimizationConfig
-from hpc_train.errors import NonFiniteError
+from hpc_train.errors import FINITE_REMEDY, NonFiniteError
 from hpc_train.strategies.buffers import Buffers
-
-_REMEDY = "lower the learning rate, clip gradients, or use bf16 or fp32"
 
 
 class RollbackError(Exception):
@@ -112,7 +110,7 @@ class Guard:
         if self.skips > self._most:
             raise NonFiniteError(
                 f"a loss or gradient is NaN or infinite at step {step}, for time {self.skips}; "
-                f"optimization.max_non_finite allows {self._most}: {_REMEDY}"
+                f"optimization.max_non_finite allows {self._most}: {FINITE_REMEDY}"
             )
 
     def clip(self, clip_gradients: Callable[[float], Tensor], max_norm: float | None) -> Tensor | None:
@@ -125,7 +123,7 @@ class Guard:
 def seen_error(step: int) -> NonFiniteError:
     """Return what all ranks raise under ``stop`` once one of them has met such a loss."""
     return NonFiniteError(
-        f"the train loss is NaN or infinite on a rank, at step {step} or just before; {_REMEDY}"
+        f"the train loss is NaN or infinite on a rank, at step {step} or just before; {FINITE_REMEDY}"
     )
 
 
@@ -133,7 +131,7 @@ def check_evaluation(step: int, metrics: dict[str, float]) -> None:
     """Raise NonFiniteError where the validation loss is none; ``metrics`` are alike on all ranks."""
     loss = metrics.get("loss", 0.0)
     if not math.isfinite(loss):
-        raise NonFiniteError(f"the val loss is {loss} at step {step}; {_REMEDY}")
+        raise NonFiniteError(f"the val loss is {loss} at step {step}; {FINITE_REMEDY}")
 
 
 def check_rollbacks(skipped: tuple[int, ...], config: OptimizationConfig) -> None:
@@ -141,5 +139,5 @@ def check_rollbacks(skipped: tuple[int, ...], config: OptimizationConfig) -> Non
     if len(skipped) > config.max_non_finite:
         raise NonFiniteError(
             f"a loss or gradient is NaN or infinite for time {len(skipped)}; "
-            f"optimization.max_non_finite allows {config.max_non_finite} rollbacks: {_REMEDY}"
+            f"optimization.max_non_finite allows {config.max_non_finite} rollbacks: {FINITE_REMEDY}"
         )

@@ -37,6 +37,22 @@ UNUSABLE_OPTIMIZERS = {
     "lbfgs": ("evaluates the loss several times per step, which is not supported", "write sgd or adamw"),
     "sparseadam": ("supports sparse gradients only, and gradients are dense", "write adam"),
 }
+#: Data sets as people call them → torchvision's name.
+_OF_TORCHVISION = {
+    name.lower(): name
+    for name in (
+        "CIFAR10",
+        "CIFAR100",
+        "MNIST",
+        "FashionMNIST",
+        "KMNIST",
+        "EMNIST",
+        "SVHN",
+        "STL10",
+        "Food101",
+        "Cityscapes",
+    )
+}
 #: Section of ``args`` → argument → what to write instead.
 _SAID_ELSEWHERE: dict[KeyPath, dict[str, str]] = {
     ("optimization", "optimizer", "args"): {
@@ -147,7 +163,9 @@ def dataset_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
     if is_factory(name):
         return
     if provider not in parts("datasets"):
-        yield Problem(path, *unknown_part("datasets", provider))
+        known = _OF_TORCHVISION.get(name.lower().replace("-", ""))
+        message, remedy = unknown_part("datasets", provider)
+        yield Problem(path, message, f"write torchvision/{known}" if known else remedy)
     elif (example := data_facts(name).example) and not rest:
         yield Problem(path, f"'{shortened(name)}' names no data set", f"write {example}")
     elif example == "" and (problem := rest_not_taken(path, name)):

@@ -11,6 +11,7 @@ from hpc_train.config.fields import SLURM_WORD_PATTERN
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shown
 from hpc_train.config.schema import Experiment
 from hpc_train.config.synonyms import SBATCH_KEYS
+from hpc_train.errors import counted
 from hpc_train.topology.degrees import find_degrees
 
 #: Options of sbatch that the launcher sets itself.
@@ -98,9 +99,9 @@ def every_rank_has_a_micro_batch(experiment: Experiment) -> Iterator[Problem]:
     places = f"{nodes} node{'s' * (nodes > 1)} of {ranks_on_each_node(slurm)} ranks"
     yield Problem(
         ("slurm", "nodes"),
-        f"{places} make {ranks} ranks, but a step has {micro_batches} micro-batches "
+        f"{places} make {ranks} ranks, but a step has {counted(micro_batches, 'micro-batch')} "
         f"(global_batch_size {batch} / micro_batch_size {micro})",
-        f"ask for at most {micro_batches * degree} ranks, or write a smaller micro_batch_size",
+        f"ask for at most {counted(micro_batches * degree, 'rank')}, or write a smaller micro_batch_size",
     )
 
 

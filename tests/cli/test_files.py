@@ -97,3 +97,10 @@ def test_prepare_passes_the_exit_code_of_what_it_found_on(file: Path) -> None:
     assert done.code == 65
     assert "no_such_package" in done.err
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("command", ["validate", "plan", "submit"])
+def test_a_factory_that_is_not_there_is_reported_before_anything_starts(command: str, file: Path) -> None:
+    done = hpc_train(command, file, "model.name=tests.end_to_end.parts:nett", "slurm={}")
+    assert "parts.py defines no 'nett'; did you mean net?" in done.err
+    assert command == "plan" or done.code == 65

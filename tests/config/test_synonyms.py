@@ -89,6 +89,15 @@ def test_the_key_that_was_meant_is_not_reported_as_missing_too(
         ("slurm.time_limit=10 minutes", "write 10min"),
         ("slurm.time_limit=1.5h", "write 90min"),
         ("data.augment.hflip=50%", "write 0.5"),
+        ("model=resnet50", "write {name: timm/resnet50}"),
+        ("model=gpt", "write {name: gpt}"),
+        ("data=cifar10", "write {name: cifar10}"),
+        ("data.name=cifar10", "write torchvision/CIFAR10"),
+        ("optimization.optimizer=adam", "write {name: adam, lr: …}"),
+        ("parallel=fsdp", "write {strategy: fsdp}"),
+        ("optimization.ema=true", "write {decay: …}"),
+        ("checkpoint=true", "write {} for the defaults"),
+        ("checkpoint=5", "write its keys, like {key: value}"),
     ],
 )
 def test_values_of_other_tools_and_units_lead_to_the_value(

@@ -110,7 +110,7 @@ BROKEN = {
     "scalar for a section": (
         changed("data:\n  name: digits\n", "data: digits\n"),
         "5:7: data: needs a mapping with name, got the text 'digits'",
-        "below it, indented",
+        "write {name: digits}",
     ),
     "scalar for a list": (
         GOOD + "environment: {modules: cuda}\n",

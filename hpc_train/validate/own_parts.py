@@ -1,0 +1,149 @@
+"""The user's own parts, ``package.module:factory``: is there a module here that defines the name?
+
+The module is looked for and parsed, but not imported: it may import torch, which takes seconds. Called by
+``validate``, ``plan`` and ``submit``, which run where the code is.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from hpc_train.config.problems import Problem
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import shortened
+from hpc_train.registry import is_factory, nearest
+
+#: A larger module is not parsed.
+_MAX_BYTES = 4 << 20
+#: Statements that have names of their own inside.
+_Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def missing_parts(experiments: Iterable[Experiment]) -> Iterator[Problem]:
+    """Yield what is wrong with each ``package.module:factory``, if ranks use this command's Python."""
+    here = [each for each in experiments if not (each.environment.python or each.environment.container)]
+    named = {
+        (path, name): None  # each once: a sweep of thousands of runs names the same
+        for each in here
+        for path, name in (
+            (("model", "name"), each.model.name),
+            (("data", "name"), each.data.name),
+            (("task",), each.task),
+        )
+        if is_factory(name)
+    }
+    for path, name in named:
+        if found := _missing(name):
+            yield Problem(path, *found)
+
+
+def _missing(name: str) -> tuple[str, str] | None:
+    """Return what is wrong with a name and what to do; None also where only an import could say."""
+    module, _, attribute = name.partition(":")
+    places, parent = _places(), ""
+    *packages, last = module.split(".")
+    for package in packages:
+        places = _subfolders(places, package) or ([] if parent else _installed(package))
+        if not places:
+            return _no_module(parent, package, ())
+        parent = f"{parent}.{package}".lstrip(".")
+    source = _source(places, last)
+    if source is not None:
+        return _undefined(source, attribute.partition(".")[0])
+    if _subfolders(places, last) or any(_is_compiled(place, last) for place in places):
+        return None
+    if not parent and _is_importable(last):
+        return None
+    return _no_module(parent, last, places)
+
+
+def _places() -> list[Path]:
+    """Return where ranks look for modules: in the folder where the command started, then on the path."""
+    return [Path.cwd(), *(Path(entry) for entry in sys.path if entry and Path(entry).is_dir())]
+
+
+def _subfolders(places: Iterable[Path], package: str) -> list[Path]:
+    return [place / package for place in places if (place / package).is_dir()]
+
+
+def _installed(package: str) -> list[Path]:
+    """Return the folders of a package that an import hook finds, such as one in editable mode."""
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    return [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
+
+
+def _is_importable(module: str) -> bool:
+    return module.isidentifier() and importlib.util.find_spec(module) is not None
+
+
+def _is_compiled(place: Path, module: str) -> bool:
+    return any(place.glob(f"{module}.*.so")) or (place / f"{module}.so").is_file()
+
+
+def _source(places: Iterable[Path], module: str) -> Path | None:
+    """Return the first file with the module's code."""
+    files = (file for place in places for file in (place / module / "__init__.py", place / f"{module}.py"))
+    return next((file for file in files if file.is_file()), None)
+
+
+def _no_module(parent: str, module: str, places: Iterable[Path]) -> tuple[str, str]:
+    message = f"there is no module '{shortened(module)}'" + (f" in package {parent}" if parent else "")
+    around = [Path.cwd()] if not parent else places
+    close = nearest(module, (file.stem for place in around for file in place.glob("*.py")))
+    if close:
+        return message, f"did you mean {f'{parent}.' if parent else ''}{close}?"
+    if parent:
+        return message, "fix the name"
+    return message, (
+        f"start hpc-train in the folder that contains {shortened(module)}.py, or install its package for "
+        f"{sys.executable}"
+    )
+
+
+def _undefined(source: Path, attribute: str) -> tuple[str, str] | None:
+    """Return what is wrong with the source, or with the name that it should define."""
+    where = os.path.relpath(source) if source.is_relative_to(Path.cwd()) else str(source)
+    try:
+        if source.stat().st_size > _MAX_BYTES:
+            return None
+        with tokenize.open(source) as file:
+            tree = ast.parse(file.read())
+    except SyntaxError as error:
+        return f"{where}:{error.lineno}: {error.msg}", "fix the syntax error"
+    except (OSError, ValueError, RecursionError):
+        return None  # importing it may still work; if not, the error is Python's
+    names = _defined(tree)
+    if names is None or attribute in names:
+        return None
+    close = nearest(attribute, names)
+    callables = [node.name for node in tree.body if isinstance(node, _Scope) and node.name[0] != "_"]
+    remedy = "write the name of a function or class in it"
+    if close or callables:
+        remedy = f"did you mean {close}?" if close else f"write one of {', '.join(callables[:5])}"
+    return f"{where} defines no '{shortened(attribute)}'", remedy
+
+
+def _defined(tree: ast.Module) -> set[str] | None:
+    """Return the names that a module defines or imports; None if only running it could tell."""
+    names: set[str] = set()
+    remaining: list[ast.AST] = list(tree.body)
+    while remaining:
+        node = remaining.pop()
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+                continue
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names |= {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Name(id="globals" | "setattr" | "exec"):
+                return None
+        remaining += ast.iter_child_nodes(node)
+    return None if names & {"*", "__getattr__"} else names
