@@ -125,11 +125,11 @@ class ControlGroup:
         It is the tree of gloo's broadcast, whose connections ``process_group.join`` has made for root 0.
         """
         place = (self.rank - root) % self.world_size
-        parent = None if place == 0 else ((place & (place - 1)) + root) % self.world_size
-        # A child has one more bit set, below the lowest one of its parent.
-        lowest = place & -place or self.world_size
-        bits = (1 << number for number in range(self.world_size.bit_length()))
-        below = [place | bit for bit in bits if bit < lowest and place | bit < self.world_size]
+        # A parent has the bits of its child except the highest one.
+        highest = 1 << (place.bit_length() - 1) if place else 0
+        parent = None if place == 0 else (place - highest + root) % self.world_size
+        bits = (1 << number for number in range(place.bit_length(), self.world_size.bit_length()))
+        below = [place + bit for bit in bits if place + bit < self.world_size]
         return parent, [(child + root) % self.world_size for child in below]
 
     def first_text(self, text: str | None) -> tuple[int, str] | None:

@@ -282,6 +282,7 @@ def _wait_until_connected(control: dist.ProcessGroup, limit_s: float, must_stop:
     polls, stop_at = network.polls(limit_s), float("inf")
     for collective in (partial(dist.broadcast, src=0), dist.all_reduce):
         work = collective(torch.zeros(1), group=control, async_op=True)
+        assert work is not None, "this rank is in the group"
         for _ in polls:
             if work.is_completed():
                 work.wait()  # raises where a peer was lost

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_train.checkpoint.control_group import ControlGroup
+from hpc_train.distributed import process_group
 from tests.ranks import run_ranks
 
 RANKS = 3
@@ -64,3 +66,35 @@ def test_messages_go_along_a_tree_that_reaches_every_rank_once(ranks: int, root:
         assert len(children) <= (ranks - 1).bit_length()
         assert all(neighbours[child][0] == rank for child in children)
     assert sum(len(children) for _, children in neighbours) == ranks - 1
+
+
+def opened_sockets(rank: int, world_size: int) -> tuple[int, int]:
+    """Return how many sockets making the control group opens, and how many its use opens later."""
+    before = num_sockets()
+    with process_group._connecting_at_first_use():
+        group = dist.new_group(backend="gloo")
+    assert group is not None
+    process_group._wait_until_connected(group, 60.0, lambda: False)
+    made = num_sockets()
+    control = ControlGroup(rank, world_size, group)
+    assert control.total([rank]) == [world_size * (world_size - 1) // 2]
+    dist.broadcast(torch.zeros(1), src=0, group=group)
+    dist.all_reduce(torch.zeros(1), group=group)
+    return made - before, num_sockets() - made
+
+
+def num_sockets() -> int:
+    links = []
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the listing's own
+            links.append(str(file.readlink()))
+    return sum(link.startswith("socket:") for link in links)
+
+
+@pytest.mark.slow
+def test_a_rank_connects_to_few_peers_and_to_no_other_later(tmp_path: Path) -> None:
+    ranks = 8
+    found = run_ranks(ranks, opened_sockets, folder=tmp_path)
+    assert [later for _, later in found] == [0] * ranks
+    # One listens, two are of the ring, three of the tree; eagerly there would be one per rank.
+    assert max(made for made, _ in found) <= 1 + 2 + 3 < ranks
