@@ -42,6 +42,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "torchvision": "hpc_train.models.torchvision:build",
         "gpt": "hpc_train.models.gpt:build",
         "hf": "hpc_train.models.huggingface:build",
+        "smp": "hpc_train.models.segmentation_models:build",
     },
     "loggers": {
         "wandb": "hpc_train.loggers.wandb:WandbLogger",

@@ -40,8 +40,8 @@ class ModelConfig(Section):
     """The model to train."""
 
     name: Annotated[PartName, Field(examples=["timm/resnet18"])]
-    """Model: ``timm/<name>``, ``torchvision/<name>``, ``gpt``, ``hf/<name>``, a plug-in's
-    ``provider/<name>``, or ``package.module:factory``."""
+    """Model: ``timm/<name>``, ``torchvision/<name>``, ``gpt``, ``hf/<name>``, ``smp/<name>``, a
+    plug-in's ``provider/<name>``, or ``package.module:factory``."""
     pretrained: bool | str = False
     """Initial weights: ``true`` (pretrained weights from the hub), or the path of a .safetensors or .pth
     file. ``false``: random initialization."""

@@ -1,4 +1,4 @@
-"""``python -m hpc_train.models.names``: names in timm and torchvision, for commands that don't import torch.
+"""``python -m hpc_train.models.names``: names in model libraries, for commands that don't import torch.
 
 Prints one JSON object: the names of models and data sets, for hints in ``validate``.
 """
@@ -9,6 +9,8 @@ import inspect
 import json
 
 import torch
+
+from hpc_train.errors import BadFileError
 
 
 def list_names() -> dict[str, list[str]]:
@@ -23,8 +25,19 @@ def list_names() -> dict[str, list[str]]:
         "torchvision": model_names(),
         "datasets": _dataset_names(),
         "timm_optimizers": timm.optim.list_optimizers(),
+        **_smp_names(),
         "torch_schedules": [name for name in torch.optim.lr_scheduler.__all__ if name != "LRScheduler"],
     }
+
+
+def _smp_names() -> dict[str, list[str]]:
+    """Return the architectures and encoders of smp; nothing if it is not installed."""
+    from hpc_train.models import segmentation_models
+
+    try:
+        return {"smp": segmentation_models.architectures(), "smp_encoders": segmentation_models.encoders()}
+    except BadFileError:
+        return {}
 
 
 def _dataset_names() -> list[str]:

@@ -7,22 +7,28 @@ from typing import Any, cast
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import NormalizeConfig
 from hpc_train.errors import BadFileError
+from hpc_train.models.segmentation_models import preprocessing_of
 from hpc_train.registry import split_name
 
 _KEY = "data.normalize"
 _REMEDY = "write {mean: […], std: […]}"
 
 
-def with_preprocessing(experiment: Experiment) -> Experiment:
+def with_preprocessing(experiment: Experiment, *, download: bool = False) -> Experiment:
     """Return the experiment with ``data.normalize: weights`` resolved to explicit values.
 
-    These are ``normalize.mean``, ``normalize.std``, ``interpolation`` and, unless the file gives one other
-    than 1, ``eval_crop``. Uses no network. Raises BadFileError if the model's weights define none of them.
+    These are ``normalize.mean``, ``normalize.std`` and, except for smp, ``interpolation`` and, unless the
+    file gives one other than 1, ``eval_crop``. Uses the network only with ``download``. Raises
+    BadFileError if the model's weights define none of them.
     """
     data = experiment.data
     if data.normalize is None or not data.normalize.from_weights:
         return experiment
     provider, name = split_name(experiment.model.name)
+    if provider == "smp":
+        mean, std = preprocessing_of(name, experiment.model, download=download)
+        normalize = NormalizeConfig(mean=mean, std=std)
+        return experiment.model_copy(update={"data": data.model_copy(update={"normalize": normalize})})
     mean, std, interpolation, crop = _of_timm(name) if provider == "timm" else _of_torchvision(name)
     if interpolation not in ("bilinear", "bicubic"):
         raise BadFileError(

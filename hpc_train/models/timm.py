@@ -71,8 +71,8 @@ def _known_arguments(name: str) -> list[str]:
 
 def _with_hub_weights(name: str, config: ModelConfig, arguments: Arguments, *, download: bool) -> nn.Module:
     try:
-        with _network(download):
-            _refuse_uncached_url(name, download=download)
+        with hub_access(download):
+            refuse_uncached_url(name, download=download)
             model: nn.Module = timm.create_model(name, pretrained=True, **arguments)
     except TypeError as error:
         raise wrong_arguments(config, error, lambda: _known_arguments(name)) from error
@@ -109,7 +109,7 @@ def _resized(model: nn.Module) -> set[str]:
 
 
 @contextmanager
-def _network(download: bool) -> Iterator[None]:
+def hub_access(download: bool) -> Iterator[None]:
     """Without ``download``, make the hub's client use only its cache: it never waits for a network."""
     if download:
         yield
@@ -125,7 +125,7 @@ def _network(download: bool) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def _refuse_uncached_url(name: str, *, download: bool) -> None:
+def refuse_uncached_url(name: str, *, download: bool) -> None:
     """Raise if timm would fetch a bare URL: torch.hub has no offline mode."""
     hub = timm.get_pretrained_cfg(name)
     if download or hub is None or hub.hf_hub_id or not hub.url:

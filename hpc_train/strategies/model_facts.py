@@ -26,16 +26,20 @@ from hpc_train.strategies.tensor_layers import numbers_shared, shareable_in
 #: What models are made for that don't say it.
 _USUAL_SIZE = 224
 _CHANNELS = 3
+#: Of the encoders of smp.
+_STRIDE = 32
+#: Side of a square, or height and width, in pixels.
+ImageSize = int | list[int]
 
 
-def facts(name: str, args: dict[str, Any], image_size: int | None = None) -> dict[str, Any]:
+def facts(name: str, args: dict[str, Any], image_size: ImageSize | None = None) -> dict[str, Any]:
     """Build the model and return what decides whether it can be trained as the file says.
 
     ``has_batchnorm``; and for ranks that share layers what ``validate.layer_rules.LayerFacts`` has:
     ``shared``, of equal numbers the first alone, ``dropout_key`` and ``most_stages``. With ``image_size``
-    (pixels) also ``size_refusal``: why the model can't take such images, ``fitting_size``: one that it
-    takes, and ``takes_img_size``: whether it can be built for another. Raises BadFileError where there is
-    no such model.
+    (pixels: of a square, or height and width) also ``size_refusal``: why the model can't take such images,
+    ``fitting_size``: one that it takes, and ``takes_img_size``: whether it can be built for another. Raises
+    BadFileError where there is no such model.
     """
     values = (0.5,) * _CHANNELS
     info = DataInfo(num_classes=10, channels=_CHANNELS, mean=values, std=values)
@@ -45,21 +49,31 @@ def facts(name: str, args: dict[str, Any], image_size: int | None = None) -> dic
     return found if image_size is None else found | _facts_of_size(name, model, image_size)
 
 
-def _facts_of_size(name: str, model: nn.Module, image_size: int) -> dict[str, Any]:
+def _facts_of_size(name: str, model: nn.Module, image_size: ImageSize) -> dict[str, Any]:
     """Return nothing where the model takes such images, or its forward fails on meta at its own size too."""
     model.eval()
     refusal = _refusal(model, image_size)
     if refusal is None:
         return {}
-    own_size = getattr(model, "pretrained_cfg", {}).get("input_size", (_USUAL_SIZE,))[-1]
-    if _refusal(model, own_size) is not None:
+    own_size: int = getattr(model, "pretrained_cfg", {}).get("input_size", (_USUAL_SIZE,))[-1]
+    sizes = [_next_multiple(image_size), own_size] if name.startswith("smp/") else [own_size]
+    fitting = next((size for size in sizes if _refusal(model, size) is None), None)
+    if fitting is None:
         return {}
-    is_fixed = name.startswith("timm/") and "doesn't match model" in refusal
-    return {"size_refusal": refusal, "fitting_size": own_size, "takes_img_size": is_fixed}
+    is_fixed = name.startswith(("timm/", "smp/")) and "doesn't match model" in refusal
+    return {"size_refusal": refusal, "fitting_size": fitting, "takes_img_size": is_fixed}
 
 
-def _refusal(model: nn.Module, image_size: int) -> str | None:
-    images = torch.empty(2, _CHANNELS, image_size, image_size, device="meta")
+def _next_multiple(image_size: ImageSize) -> ImageSize:
+    """Return the next larger size that is a multiple of the usual stride of encoders."""
+    if isinstance(image_size, int):
+        return -(-image_size // _STRIDE) * _STRIDE
+    return [-(-side // _STRIDE) * _STRIDE for side in image_size]
+
+
+def _refusal(model: nn.Module, image_size: ImageSize) -> str | None:
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    images = torch.empty(2, _CHANNELS, height, width, device="meta")
     try:
         with torch.no_grad():
             model(images)

@@ -55,7 +55,7 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
     sources: dict[str, DataSource] = {}
     done: set[tuple[str, str, str]] = set()
     for given in experiments:
-        experiment = with_preprocessing(given)
+        experiment = with_preprocessing(given, download=True)
         data, model = experiment.data.model_dump_json(), experiment.model.model_dump_json()
         if data not in sources:
             sources[data] = _fetch_data(experiment)

@@ -18,7 +18,7 @@ from hpc_train.registry import is_factory, split_name
 from hpc_train.validate.part_rules import rest_not_taken
 
 _TEXT_MODELS = ("gpt",)
-_IMAGE_MODELS = ("timm", "torchvision")
+_IMAGE_MODELS = ("timm", "torchvision", "smp")
 _REMEDY = "take it out; it is for images"
 
 
@@ -40,7 +40,7 @@ def task_fits_the_data(experiment: Experiment) -> Iterator[Problem]:
 
 @rule("model.name", "data.name")
 def model_fits_the_data(experiment: Experiment) -> Iterator[Problem]:
-    """``gpt`` needs text; models of timm and torchvision need images."""
+    """``gpt`` needs text; models of timm, torchvision and smp need images."""
     model, data, path = experiment.model.name, experiment.data.name, ("model", "name")
     if _provider(model) in _IMAGE_MODELS and _modality(experiment) == "tokens":
         yield Problem(path, f"{shortened(model)} reads images, and {shortened(data)} has tokens", "write gpt")

@@ -10,39 +10,53 @@ from collections.abc import Iterator
 
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule
 from hpc_train.config.schema import Experiment
-from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts import channels
 from hpc_train.data_facts.facts import TASKS, data_facts
 from hpc_train.errors import shortened
 from hpc_train.registry import is_factory, split_name
 from hpc_train.validate import model_facts
+from hpc_train.validate.smp_rules import is_smp
 
 _IMAGE_SIZE: KeyPath = ("data", "image_size")
 #: As that of ``data.image_size``.
 _MAX_SIZE = 8192
 
 
-@rule("model.name", "model.args", "data.name", "data.image_size", "data.args", "task")
+@rule("model.name", "model.args", "data.name", "data.image_size", "data.eval_size", "data.args", "task")
 def images_fit_the_model(experiment: Experiment) -> Iterator[Problem]:
     """The model must accept images of the size in the file, or of the data set's own.
 
-    A child process runs the forward of a model of timm or torchvision on the meta device.
+    A child process runs the forward of a model of timm, torchvision or smp on the meta device.
     """
-    model, key = experiment.model, _key_of_size(experiment)
-    size = _own_size(experiment) if key is None else _written_size(experiment.data, key)
-    if size is None or not _is_listed(model.name):
+    if not _is_listed(experiment.model.name):
         return
+    key = _key_of_size(experiment)
+    size = _own_size(experiment) if key is None else _written_size(experiment, key)
+    if size is not None and (problem := _size_problem(experiment, key, size)):
+        yield problem
+    # Models of other providers for masks take any size.
+    sides = experiment.data.eval_height_and_width if experiment.data.eval_size is not None else None
+    if sides is None or not is_smp(experiment.model.name):
+        return
+    if problem := _size_problem(experiment, ("data", "eval_size"), _square_or_sides(sides)):
+        yield problem
+
+
+def _size_problem(experiment: Experiment, key: KeyPath | None, size: int | list[int]) -> Problem | None:
+    """Return what is wrong with the size under ``key``; None as key: that of the data set."""
+    model = experiment.model
     answer = model_facts.facts(model.name, model.args, image_size=size)
     refusal, fitting = answer.get("size_refusal"), answer.get("fitting_size")
-    if not isinstance(refusal, str) or not isinstance(fitting, int):
-        return
+    if not isinstance(refusal, str) or not isinstance(fitting, (int, list)):
+        return None
     name, why = shortened(model.name), shortened(refusal).rstrip(".")
-    message = f"{name} can't take images of {size}×{size} ({why})"
+    sides = f"{size}×{size}" if isinstance(size, int) else "×".join(map(str, size))
+    message = f"{name} can't take images of {sides} ({why})"
     if key is None:
         data = shortened(experiment.data.name)
-        message = f"is missing, and {name} can't take the {size}×{size} images of {data} ({why})"
+        message = f"is missing, and {name} can't take the {sides} images of {data} ({why})"
     own = f", or model.args: {{img_size: {size}}}" if answer.get("takes_img_size") is True else ""
-    yield Problem(key or _IMAGE_SIZE, message, f"write {fitting}{own}")
+    return Problem(key or _IMAGE_SIZE, message, f"write {shortened(str(fitting))}{own}")
 
 
 def _key_of_size(experiment: Experiment) -> KeyPath | None:
@@ -54,9 +68,17 @@ def _key_of_size(experiment: Experiment) -> KeyPath | None:
     return None if argument is None or argument not in data.args else ("data", "args", argument)
 
 
-def _written_size(data: DataConfig, key: KeyPath) -> int | None:
+def _written_size(experiment: Experiment, key: KeyPath) -> int | list[int] | None:
+    data = experiment.data
+    if key == _IMAGE_SIZE and is_smp(experiment.model.name) and data.height_and_width is not None:
+        return _square_or_sides(data.height_and_width)
     size = data.image_size if key == _IMAGE_SIZE else data.args[str(key[-1])]
     return size if type(size) is int and 0 < size <= _MAX_SIZE else None
+
+
+def _square_or_sides(sides: tuple[int, int]) -> int | list[int]:
+    height, width = sides
+    return height if height == width else [height, width]
 
 
 def _own_size(experiment: Experiment) -> int | None:
@@ -66,7 +88,7 @@ def _own_size(experiment: Experiment) -> int | None:
 
 def _is_listed(name: str) -> bool:
     provider, rest = split_name(name)
-    if is_factory(name) or provider not in {"timm", "torchvision"}:
+    if is_factory(name) or provider not in model_facts.PROVIDERS:
         return False
     return rest.partition(".")[0] in (model_facts.known_names(provider) or ())
 

@@ -1,7 +1,7 @@
-"""Names and properties of the models and data sets of timm and torchvision, from a child process and a cache.
+"""Names and properties of models and data sets of timm, torchvision and smp, from a child and a cache.
 
-``validate`` answers quickly on a login node because it imports neither library. Where the child fails or the
-cache can't be written, a name counts as unknown and is not reported: the ranks check it again.
+``validate`` answers quickly on a login node because it imports none of these libraries. Where the child
+fails or the cache can't be written, a name counts as unknown and is not reported: the ranks check it again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -31,14 +31,16 @@ CHILD_LIMIT_S = 180
 _NAMES, _FACTS = "hpc_train.models.names", "hpc_train.strategies.model_facts"
 #: The child process to use within ``one_child``.
 _kept: Child | None = None
-_PACKAGES = ("hpc-train", "timm", "torchvision", "torch")
+_PACKAGES = ("hpc-train", "timm", "torchvision", "torch", "segmentation-models-pytorch")
+#: The providers whose models the child can build.
+PROVIDERS = frozenset({"timm", "torchvision", "smp"})
 #: To be raised with a change of what the child answers, which a checkout's version of hpc-train doesn't show.
-_ANSWERS = 3
+_ANSWERS = 4
 
 
 def known_names(kind: str) -> list[str] | None:
-    """Return the names of a kind (``timm``, ``torchvision``, ``datasets``, ``timm_optimizers``,
-    ``torch_schedules``); None if unavailable.
+    """Return the names of a kind (``timm``, ``torchvision``, ``smp``, ``smp_encoders``, ``datasets``,
+    ``timm_optimizers``, ``torch_schedules``); None if unavailable.
     """
     names = _answer(None).get(kind)
     if names is not _checked.get(kind):  # a check of all names, once and not for each run of a sweep
@@ -48,16 +50,17 @@ def known_names(kind: str) -> list[str] | None:
 
 
 def has_batchnorm(name: str, args: dict[str, Any]) -> bool | None:
-    """Tell whether ``timm/…`` or ``torchvision/…`` has BatchNorm layers; None if unknown."""
+    """Tell whether a model of ``PROVIDERS`` has BatchNorm layers; None if unknown."""
     found = facts(name, args).get("has_batchnorm")
     return found if isinstance(found, bool) else None
 
 
-def facts(name: str, args: dict[str, Any], image_size: int | None = None) -> dict[str, Any]:
-    """Return what ``hpc_train.strategies.model_facts`` reports on ``timm/…`` or ``torchvision/…``; empty if
-    unknown.
+def facts(name: str, args: dict[str, Any], image_size: int | Sequence[int] | None = None) -> dict[str, Any]:
+    """Return what ``hpc_train.strategies.model_facts`` reports on a model of ``PROVIDERS``; empty if unknown.
+
+    ``image_size``: of a square, or height and width.
     """
-    if name.partition("/")[0] not in {"timm", "torchvision"}:
+    if name.partition("/")[0] not in PROVIDERS:
         return {}
     return _answer(json.dumps([name, args] if image_size is None else [name, args, image_size]))
 

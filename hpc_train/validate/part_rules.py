@@ -21,7 +21,7 @@ from hpc_train.topology.strategy_traits import problems_of_arguments, taking, tr
 from hpc_train.validate import model_facts
 
 #: Providers whose names need a part after the slash, with an example.
-_MODEL_EXAMPLES = {"timm": "timm/resnet50", "torchvision": "torchvision/resnet50"}
+_MODEL_EXAMPLES = {"timm": "timm/resnet50", "torchvision": "torchvision/resnet50", "smp": "smp/unet"}
 #: The classes of torch.optim, in lower case, except the unusable ones. Compared by a test.
 TORCH_OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "muon", "nadam", "radam",
@@ -241,7 +241,7 @@ def schedules_belong_to_pipelines(experiment: Experiment) -> Iterator[Problem]:
 
 @rule("model.name")
 def model_is_known(experiment: Experiment) -> Iterator[Problem]:
-    """timm or torchvision must know the model."""
+    """timm, torchvision or smp must know the model."""
     provider, rest = split_name(experiment.model.name)
     if provider in _MODEL_EXAMPLES and rest and not is_factory(experiment.model.name):
         # A tag after the dot selects the weights, not the model.

@@ -25,6 +25,7 @@ from hpc_train.validate import (
     loss_rules,
     part_rules,
     slurm_rules,
+    smp_rules,
     start_rules,
     sweep_rules,
 )
@@ -47,11 +48,13 @@ def check(
 def _applicable(failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
     """Return the rules that read no key of ``failed``; the same ones for all runs of a sweep."""
     rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *data_rules.RULES)
-    rules += (*image_rules.RULES, *layer_rules.RULES, *loss_rules.RULES, *compatibility.RULES)
+    rules += (*image_rules.RULES, *layer_rules.RULES, *loss_rules.RULES, *smp_rules.RULES)
+    rules += compatibility.RULES
     if check_names:
         rules += FILE_RULES
         rules += (
             *part_rules.NAME_RULES,
+            *smp_rules.NAME_RULES,
             *layer_rules.MODEL_RULES,
             *compatibility.MODEL_RULES,
             *image_rules.MODEL_RULES,
@@ -205,10 +208,9 @@ def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
         return
     if normalize.mean or normalize.std:
         yield Problem(path, "has mean or std in addition to from_weights", "write normalize: weights")
-    elif not experiment.model.name.startswith(("timm/", "torchvision/")):
-        message = (
-            f"weights of {experiment.model.name} define no mean and std (only timm's and torchvision's do)"
-        )
+    elif not experiment.model.name.startswith(("timm/", "torchvision/", "smp/")):
+        others = "those of timm, torchvision and smp do"
+        message = f"weights of {experiment.model.name} define no mean and std ({others})"
         yield Problem(path, message, "write {mean: […], std: […]}")
     elif experiment.model.pretrained is False and experiment.model.init_from is None:
         message = "weights needs model.pretrained or model.init_from"

@@ -34,6 +34,11 @@ DETECTOR = ("model={name: torchvision/ssdlite320_mobilenet_v3_large}", "data.ima
 OF_RECIPE: dict[str, tuple[str, ...]] = {
     "bccd-ssdlite": ("data.image_size=64",),
     "camvid-lraspp": ("data.image_size=48",),
+    "camvid-unet": (
+        "model={name: smp/unet, args: {encoder_name: tu-test_resnet}}",
+        "data.image_size=64",
+        "data.normalize=null",
+    ),
     "cifar10-94": ("model.args.widths=[8, 8, 8]", "precision=fp32"),
     "cifar10-cpu": ("model.args.widths=[8, 8, 8]",),
     "cifar10-images": (),

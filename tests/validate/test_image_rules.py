@@ -146,3 +146,28 @@ def test_ranks_refuse_channels_in_the_same_words(tmp_path: Path) -> None:
         Normalize(DataInfo(2, 3, (0.5,) * 3, (0.2,) * 3), data)
     assert line.endswith(str(error.value))
     assert model_problem("torchvision/resnet18", 2) is not None and model_problem("timm/resnet18", 2) is None
+
+
+SMP = "model={name: smp/fpn}"
+MASKS = "data={name: segmentation_folder, root: x, args: {num_classes: 3}}"
+
+
+def test_sizes_of_masks_are_asked_for_in_training_and_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[Any]] = []
+
+    def answer(question: str | None) -> dict[str, Any]:
+        if question is None:
+            return {"timm": [], "torchvision": [], "smp": ["fpn"], "smp_encoders": ["resnet34"]}
+        asked.append(json.loads(question))
+        return {"size_refusal": "Wrong shape", "fitting_size": [192, 256], "takes_img_size": False}
+
+    monkeypatch.setattr(model_facts, "_answer", answer)
+    sizes = ("data.image_size=[180, 240]", "data.eval_size=250")
+    lines = problems_of(tmp_path, GOOD, "task=segmentation", SMP, MASKS, *sizes)
+    assert lines == [
+        f"command line: data.{key}: smp/fpn can't take images of {sides} (Wrong shape); write [192, 256]"
+        for key, sides in (("image_size", "180×240"), ("eval_size", "250×250"))
+    ]
+    assert asked == [["smp/fpn", {}, [180, 240]], ["smp/fpn", {}, 250]]

@@ -32,6 +32,7 @@ from hpc_train.datasets.sampler import MicroBatchSampler, Position
 from hpc_train.datasets.types import DataInfo
 from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
+from hpc_train.models import segmentation_models
 from hpc_train.models.building import build_model
 from hpc_train.models.torchvision import model_names
 from hpc_train.plan.planning import make_plan
@@ -57,6 +58,7 @@ IMAGES = DataInfo(num_classes=10, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
 BATCHNORM = "acme.models:normalized"
 VIT = "timm/vit_tiny_patch16_224"
 MASKS = {"name": "segmentation_folder", "root": "/data", "args": {"num_classes": 2}}
+SEGMENTER = {"task": "segmentation", "data": MASKS}
 TEXT = {"name": "text", "root": "/data", "args": {"sequence_length": 8}}
 
 
@@ -193,6 +195,15 @@ SHARED = {
     "models.gpt.build: rest_not_taken": Shared(
         {"model.name": "gpt/small", "data": TEXT, "task": "causal_lm"}, build
     ),
+    "models.segmentation_models._class_and_encoder: encoder_problem": Shared(
+        SEGMENTER | {"model": {"name": "smp/unet", "args": {"encoder_name": "resnet19"}}}, build
+    ),
+    "models.segmentation_models._class_and_encoder: owned_arguments": Shared(
+        SEGMENTER | {"model": {"name": "smp/unet", "args": {"encoder_weights": "imagenet"}}}, build
+    ),
+    "models.segmentation_models._class_and_encoder: unlisted": Shared(
+        SEGMENTER | {"model.name": "smp/unit"}, build
+    ),
     "models.timm.build: not_an_argument": Shared(
         {"model": {"name": VIT, "args": {"pretrained": True}}}, build
     ),
@@ -313,6 +324,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> None:
         "timm": timm.list_models(),
         "torchvision": model_names(),
         "datasets": sorted(torchvision.datasets.__all__),
+        "smp": segmentation_models.architectures(),
+        "smp_encoders": segmentation_models.encoders(),
         "timm_optimizers": timm.optim.list_optimizers(),
     }
     monkeypatch.setattr(model_facts, "known_names", names.get)
