@@ -64,6 +64,7 @@ _ALSO_CALLED = {
     "data.augment.vflip": "vertical_flip random_vertical_flip flipud",
     "data.augment.erasing": "random_erasing reprob random_erase",
     "data.augment.randaugment": "rand_augment",
+    "data.augment.repeats": "repeated_augmentation repeated_aug repeat_aug aug_repeats ra_reps",
     "data.augment.policy": "aa auto_augment autoaugment trivial_augment trivialaugment",
     "data.normalize": "normalization",
     "data.normalize.mean": "image_mean",

@@ -86,6 +86,10 @@ class AugmentConfig(Section):
     ``data.image_size`` is cropped at a random place, what is smaller is padded. Default: off."""
     color_jitter: ColorJitterConfig | None = None
     """Random brightness, contrast, saturation and hue. Default: off."""
+    repeats: Annotated[int, Field(ge=1, le=64)] = 1
+    """Repeated augmentation (arXiv:1902.05509): a step reads this many times fewer samples, each so often
+    with other random numbers. It must divide ``global_batch_size``. An epoch keeps its number of steps, so it
+    sees only a part of the samples, as with timm's RepeatAugSampler. 1: off."""
 
 
 class ColorJitterConfig(Section):
@@ -114,14 +118,21 @@ class RandomResizedCropConfig(Section):
 
 
 class RandAugmentConfig(Section):
-    """Settings of RandAugment."""
+    """Settings of RandAugment. timm's ``rand-m9-mstd0.5-inc1`` is ``{operations: timm, magnitude: 9,
+    magnitude_std: 0.5}``.
+    """
 
     num_ops: Annotated[int, Field(ge=1, le=8)] = 2
     """Operations per image."""
     magnitude: Annotated[int, Field(ge=0, le=30)] = 9
-    """Strength of the operations, from 0 to 30."""
+    """Strength of the operations, from 0 to 30, with ``operations: timm`` from 0 to 10."""
     magnitude_std: Annotated[float, Field(ge=0, le=30)] = 0.0
     """Standard deviation of the strength, which is then drawn for each operation. 0: off."""
+    operations: Literal["torchvision", "timm"] = "torchvision"
+    """Whose operations and ranges: those of torchvision's RandAugment, or of timm's with ``inc1``, which get
+    stronger with the magnitude."""
+    probability: Probability | None = None
+    """Probability of each operation. Default: 1, with ``operations: timm`` 0.5."""
 
 
 class NormalizeConfig(Section):

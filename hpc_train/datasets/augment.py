@@ -45,11 +45,12 @@ class Augmentation:
         images: Tensor | Sequence[Tensor | EncodedImage],
         epoch: int,
         samples_B: Tensor,
-        repeat: int = 0,
+        repeat: int | Tensor = 0,
     ) -> Tensor:
         """Return (B, C, H, W) of the input's dtype, from (B, C, H, W) or B images (C, H, W).
 
-        ``samples_B`` (B,) int64 are the indices in the data set. Never changes its input.
+        ``samples_B`` (B,) int64 are the indices in the data set, ``repeat`` that of ``Keys``. Never
+        changes its input.
         """
         keys = Keys(self._seed, epoch, samples_B, repeat)
         config = self._config
@@ -161,10 +162,16 @@ def _flip(images: Tensor | Sequence[Tensor], chosen_B: Tensor, dim: int) -> Tens
 
 def _randaugment(images_BCHW: Tensor, keys: Keys, config: RandAugmentConfig) -> Tensor:
     _refuse_others(images_BCHW, "randaugment")
+    images, values = list(images_BCHW), (config.num_ops, config.magnitude, config.magnitude_std)
+    if config.operations == "timm":
+        from hpc_train.datasets.timm_randaugment import PROBABILITY, timm_randaugment
+
+        probability = PROBABILITY if config.probability is None else config.probability
+        return torch.stack(timm_randaugment(images, keys, *values, probability))
     from hpc_train.datasets.randaugment import randaugment  # and torchvision with it
 
-    images = list(images_BCHW)
-    return torch.stack(randaugment(images, keys, config.num_ops, config.magnitude, config.magnitude_std))
+    probability = 1.0 if config.probability is None else config.probability
+    return torch.stack(randaugment(images, keys, *values, probability))
 
 
 def _apply_policy(images_BCHW: Tensor, keys: Keys, policy: str) -> Tensor:

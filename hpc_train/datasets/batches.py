@@ -99,6 +99,7 @@ def training_batches(
         global_batch_size=experiment.optimization.global_batch_size,
         micro_batch_size=_micro_batch_size(experiment),
         seed=experiment.seed,
+        repeats=experiment.data.augment.repeats,
         position=position,
         total_steps=total_steps,
         rank=rank,
@@ -220,7 +221,7 @@ def _training_reader(
         if not isinstance(inputs, Tensor) and is_structured(_first(inputs)):
             return inputs if is_structured(inputs) else stack_inputs(inputs)
         refuse_moved_masks(inputs, targets, moving_key or _resizing_key(inputs, data))
-        return augmentation(inputs, slot.epoch, slot.indices)
+        return augmentation(inputs, slot.epoch, slot.indices, slot.repeats)
 
     prepare = _prepare(prepare_images, data, seed, target_spec, is_training=True)
     targets = TargetCheck(experiment.task, target_spec)

@@ -62,7 +62,7 @@ class JointTransform:
         """
         images = list(inputs)
         self._refuse_other_sides(images, targets, slot)
-        keys = Keys(self._seed, slot.epoch, slot.indices)
+        keys = Keys(self._seed, slot.epoch, slot.indices, slot.repeats)
         geometries = self._geometries(images, keys)
         moved = self._moved(targets, geometries)
         names = self._interpolations(keys, len(images))

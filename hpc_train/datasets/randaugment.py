@@ -114,9 +114,14 @@ def level(name: str, magnitude: int, height: int, width: int, bins: int = BINS) 
 
 
 def randaugment(
-    images: list[Tensor], keys: Keys, num_ops: int, magnitude: int, magnitude_std: float = 0.0
+    images: list[Tensor],
+    keys: Keys,
+    num_ops: int,
+    magnitude: int,
+    magnitude_std: float = 0.0,
+    probability: float = 1.0,
 ) -> list[Tensor]:
-    """Apply ``num_ops`` random operations to each image, (C, H, W) uint8 with 1 or 3 channels.
+    """Apply ``num_ops`` random operations, each with ``probability``, to images (C, H, W) uint8, C 1 or 3.
 
     With ``magnitude_std`` the magnitude of each operation is drawn from a normal distribution around
     ``magnitude``, rounded and clipped to 0…30.
@@ -124,21 +129,31 @@ def randaugment(
     for number in range(num_ops):
         draw = f"randaugment.{number}"
         chosen = keys.integers(draw, 0, len(_NAMES)).tolist()
+        applied = [True] * len(images)
+        if probability < 1:
+            applied = keys.flags(f"{draw}.applied", probability).tolist()
         negated = keys.flags(f"{draw}.sign", 0.5).tolist()
         magnitudes = _magnitudes(keys, f"{draw}.magnitude", magnitude, magnitude_std, len(images))
         images = [
-            _apply_at(image, _NAMES[choice], strength, negative)
-            for image, choice, strength, negative in zip(images, chosen, magnitudes, negated, strict=True)
+            _apply_at(image, _NAMES[choice], strength, negative) if is_applied else image
+            for image, choice, strength, negative, is_applied in zip(
+                images, chosen, magnitudes, negated, applied, strict=True
+            )
         ]
     return images
 
 
 def _magnitudes(keys: Keys, draw: str, mean: int, std: float, count: int) -> list[int]:
+    drawn = normal_numbers(keys, draw, mean, std, count)
+    return [min(max(round(number), 0), BINS - 1) for number in drawn]
+
+
+def normal_numbers(keys: Keys, draw: str, mean: float, std: float, count: int) -> list[float]:
+    """Return a normally distributed number for each of ``count`` samples; ``mean`` where ``std`` is 0."""
     if std == 0:
         return [mean] * count
     normals = _normal_table()
-    drawn = (normals[index] for index in keys.integers(draw, 0, len(normals)).tolist())
-    return [min(max(round(mean + std * normal), 0), BINS - 1) for normal in drawn]
+    return [mean + std * normals[index] for index in keys.integers(draw, 0, len(normals)).tolist()]
 
 
 @cache

@@ -67,18 +67,25 @@ class Keys:
     """The random numbers of B samples in one epoch.
 
     A ``draw`` names the purpose of a number: the same draw gives the same numbers, another one gives
-    independent ones. ``repeat`` distinguishes repeated uses of a sample within an epoch.
+    independent ones. ``repeat`` distinguishes repeated uses of a sample within an epoch: one number for all
+    samples, or one for each, (B,) int64.
     """
 
-    def __init__(self, seed: int, epoch: int, samples_B: Tensor, repeat: int = 0) -> None:
-        self._words = seed, epoch, repeat
+    def __init__(self, seed: int, epoch: int, samples_B: Tensor, repeat: int | Tensor = 0) -> None:
+        self._words = seed, epoch
+        self._repeat = repeat
         self._samples_B = samples_B
 
     @cached_property
     def _keys_B(self) -> Tensor:
         # At the first draw: many files augment nothing.
-        steps_B = self._samples_B.to(torch.int64) * _signed(_GOLDEN)
-        return _mix_tensor(steps_B + _signed((hash_words(*self._words) + _GOLDEN) & _MASK_64))
+        states_B: int | Tensor
+        if isinstance(self._repeat, Tensor):
+            state = _signed((hash_words(*self._words) + _GOLDEN) & _MASK_64)
+            states_B = _mix_tensor(state + self._repeat * _signed(_GOLDEN)) + _signed(_GOLDEN)
+        else:
+            states_B = _signed((hash_words(*self._words, self._repeat) + _GOLDEN) & _MASK_64)
+        return _mix_tensor(self._samples_B.to(torch.int64) * _signed(_GOLDEN) + states_B)
 
     def words(self, draw: int | str) -> Tensor:
         """Return 64 random bits per sample, (B,) int64."""

@@ -8,8 +8,15 @@ per epoch; R = 3 ranks. Step 0 is window 0: the first 8 indices of epoch 0's per
     rank 1: micro-batch 1 = p[2:4], then spare: micro-batch 1 again, weight 0
     rank 2: micro-batch 2 = p[4:6], then spare: micro-batch 2 again, weight 0
 
+With K = 2 repeats (arXiv:1902.05509) step 0 reads the first G / K = 4 indices, each twice in succession. As
+timm's RepeatAugSampler deals them to ranks, they are dealt to the micro-batches: number i receives every M-th
+from the i-th, so that different ones receive the repeats of a sample. With (index, repeat):
+
+    micro-batch 0 = (p[0], 0) (p[2], 0)    micro-batch 1 = (p[0], 1) (p[2], 1)
+    micro-batch 2 = (p[1], 0) (p[3], 0)    micro-batch 3 = (p[1], 1) (p[3], 1)
+
 Legend: N samples, G global batch, m micro-batch, M = G / m micro-batches per step, R ranks, S = ⌈M/R⌉ slots
-per rank and step, E = ⌊N/G⌋ windows per epoch.
+per rank and step, E = ⌊N/G⌋ windows per epoch, K repeats.
 """
 
 from __future__ import annotations
@@ -26,7 +33,12 @@ from torch.utils.data import Sampler
 from torch.utils.data.distributed import DistributedSampler
 
 from hpc_train.datasets.random_numbers import hash_words
-from hpc_train.topology.batch_arithmetic import too_few_micro_batches, too_few_samples, undivided_batch
+from hpc_train.topology.batch_arithmetic import (
+    too_few_micro_batches,
+    too_few_samples,
+    undivided_batch,
+    undivided_repeats,
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,8 @@ class Slot:
     """One micro-batch to read: yielded by a sampler and sent to a loader process.
 
     ``step`` counts from 0, ``number`` is the micro-batch's index in the step (or in the evaluation),
-    ``indices`` (m,) int64. The first ``num_valid`` of them count, the rest is padding.
+    ``indices`` (m,) int64. The first ``num_valid`` of them count, the rest is padding. ``repeats``: how often
+    the step has read each sample before, (m,) int64; 0: no sample is repeated.
     """
 
     step: int
@@ -69,16 +82,19 @@ class Slot:
     weight: float
     indices: Tensor
     num_valid: int
+    repeats: int | Tensor = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A tensor would be sent as shared memory: one file descriptor each, and here a view of a whole epoch.
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return _unpickle_slot, (values | {"indices": self.indices.numpy().tobytes()},)
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        plain = {name: value for name, value in values.items() if name not in tensors}
+        return _unpickle_slot, (plain, {name: value.numpy().tobytes() for name, value in tensors.items()})
 
 
-def _unpickle_slot(values: dict[str, Any]) -> Slot:
-    indices = torch.from_numpy(np.frombuffer(values["indices"], dtype=np.int64).copy())
-    return Slot(**values | {"indices": indices})
+def _unpickle_slot(values: dict[str, Any], tensors: dict[str, bytes]) -> Slot:
+    read = {name: torch.from_numpy(np.frombuffer(each, np.int64).copy()) for name, each in tensors.items()}
+    return Slot(**values, **read)
 
 
 class MicroBatchSampler(DistributedSampler[Slot]):
@@ -95,12 +111,13 @@ class MicroBatchSampler(DistributedSampler[Slot]):
         global_batch_size: int,
         micro_batch_size: int,
         seed: int,
+        repeats: int = 1,
         position: Position,
         total_steps: int,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        _check_sizes(num_samples, global_batch_size, micro_batch_size, world_size)
+        _check_sizes(num_samples, global_batch_size, micro_batch_size, repeats, world_size)
         # The base class only needs the length of its data set, so a range replaces the data.
         super().__init__(
             cast(Any, range(num_samples)), num_replicas=world_size, rank=rank, shuffle=True, seed=seed
@@ -108,6 +125,7 @@ class MicroBatchSampler(DistributedSampler[Slot]):
         self._count = num_samples
         self._global_batch_size = global_batch_size
         self._micro_batch_size = micro_batch_size
+        self._repeats = repeats
         self._position = position
         self._total_steps = total_steps
         self._cached: tuple[int, Tensor] | None = None
@@ -139,9 +157,19 @@ class MicroBatchSampler(DistributedSampler[Slot]):
             number, weight = self.rank, 0.0
         size = self._micro_batch_size
         epoch, slice_number = divmod(window, self._count // self._global_batch_size)
+        if self._repeats > 1:
+            places, repeats = self._repeated(slice_number, number)
+            indices = self._permutation(epoch)[places]
+            return Slot(step, window, epoch, number, weight, indices, num_valid=size, repeats=repeats)
         start = slice_number * self._global_batch_size + number * size
         indices = self._permutation(epoch)[start : start + size]
         return Slot(step, window, epoch, number, weight, indices, num_valid=size)
+
+    def _repeated(self, slice_number: int, number: int) -> tuple[Tensor, Tensor]:
+        """Return the places in the permutation, and the repeats, of a micro-batch: two tensors (m,)."""
+        dealt = torch.arange(number, self._global_batch_size, self.micro_batches)
+        first = slice_number * (self._global_batch_size // self._repeats)
+        return first + dealt // self._repeats, dealt % self._repeats
 
     def _permutation(self, epoch: int) -> Tensor:
         if self._cached is None or self._cached[0] != epoch:
@@ -150,10 +178,13 @@ class MicroBatchSampler(DistributedSampler[Slot]):
         return self._cached[1]
 
 
-def _check_sizes(num_samples: int, global_batch_size: int, micro_batch_size: int, world_size: int) -> None:
+def _check_sizes(
+    num_samples: int, global_batch_size: int, micro_batch_size: int, repeats: int, world_size: int
+) -> None:
     for problem in (
         too_few_samples(global_batch_size, micro_batch_size, num_samples),
         undivided_batch(global_batch_size, micro_batch_size),
+        undivided_repeats(global_batch_size, repeats),
         too_few_micro_batches(global_batch_size // micro_batch_size, world_size),
     ):
         if problem is not None:

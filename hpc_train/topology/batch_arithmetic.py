@@ -143,6 +143,18 @@ def undivided_batch(global_batch_size: int, micro_batch_size: int) -> Problem | 
     )
 
 
+def undivided_repeats(global_batch_size: int, repeats: int) -> Problem | None:
+    """Return what is wrong where ``data.augment.repeats`` does not divide G."""
+    if global_batch_size % repeats == 0:
+        return None
+    fitting = max(size for size in range(1, repeats) if global_batch_size % size == 0)
+    return Problem(
+        ("data", "augment", "repeats"),
+        f"{repeats} does not divide optimization.global_batch_size {global_batch_size}",
+        f"write {fitting}, or a global_batch_size that is a multiple of {repeats}",
+    )
+
+
 def too_few_samples(
     global_batch_size: int, micro_batch_size: int | Literal["auto"], num_samples: int
 ) -> Problem | None:

@@ -16,7 +16,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.facts import TASKS
 from hpc_train.data_facts.joint_keys import not_for_masks, only_for_masks
 from hpc_train.errors import shortened
-from hpc_train.topology.batch_arithmetic import too_long_warmup, undivided_batch
+from hpc_train.topology.batch_arithmetic import too_long_warmup, undivided_batch, undivided_repeats
 from hpc_train.validate import (
     compatibility,
     data_rules,
@@ -83,6 +83,24 @@ def micro_batches_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
     batch, micro = experiment.optimization.global_batch_size, experiment.optimization.micro_batch_size
     if micro != "auto" and (problem := undivided_batch(batch, micro)):
         yield problem
+
+
+@rule("data.augment.repeats", "optimization.global_batch_size")
+def repeats_divide_the_batch(experiment: Experiment) -> Iterator[Problem]:
+    """``data.augment.repeats`` must divide ``global_batch_size``."""
+    if problem := undivided_repeats(
+        experiment.optimization.global_batch_size, experiment.data.augment.repeats
+    ):
+        yield problem
+
+
+@rule("data.augment.randaugment")
+def timms_magnitudes_end_at_ten(experiment: Experiment) -> Iterator[Problem]:
+    """``data.augment.randaugment.magnitude`` must be at most 10 with timm's operations."""
+    given = experiment.data.augment.randaugment
+    if given is not None and given.operations == "timm" and given.magnitude > 10:
+        path = ("data", "augment", "randaugment", "magnitude")
+        yield Problem(path, f"{given.magnitude} exceeds 10, the maximum of timm's operations", "write 9")
 
 
 @rule("checkpoint.every_min", "checkpoint.every_steps")
@@ -209,7 +227,7 @@ def weights_say_how_to_normalize(experiment: Experiment) -> Iterator[Problem]:
     if normalize.mean or normalize.std:
         yield Problem(path, "has mean or std in addition to from_weights", "write normalize: weights")
     elif not experiment.model.name.startswith(("timm/", "torchvision/", "smp/")):
-        others = "those of timm, torchvision and smp do"
+        others = "only timm's, torchvision's and smp's do"
         message = f"weights of {experiment.model.name} define no mean and std ({others})"
         yield Problem(path, message, "write {mean: […], std: […]}")
     elif experiment.model.pretrained is False and experiment.model.init_from is None:
@@ -298,6 +316,8 @@ FILE_RULES: tuple[Rule, ...] = (compiled_code_is_the_same_after_a_resume,)
 RULES: tuple[Rule, ...] = (
     length_is_given_once,
     micro_batches_divide_the_batch,
+    repeats_divide_the_batch,
+    timms_magnitudes_end_at_ten,
     checkpoints_come_by_time_or_steps,
     evaluations_come_by_epochs_or_steps,
     warmup_is_given_once,

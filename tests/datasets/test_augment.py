@@ -21,6 +21,8 @@ ALL: list[dict[str, Any]] = [
     {"random_resized_crop": {}},
     {"randaugment": {}},
     {"randaugment": {"magnitude_std": 3.0}},
+    {"randaugment": {"operations": "timm", "magnitude_std": 0.5}},
+    {"randaugment": {"probability": 0.5}},
     {"policy": "trivialaugment"},
     {"policy": "autoaugment"},
     {"random_resized_crop": {"interpolation": "random"}},

@@ -66,6 +66,23 @@ def test_ranks_together_read_what_one_rank_reads(world_size: int) -> None:
                 assert torch.equal(slot.inputs, alone[slot.step, slot.number].inputs)
 
 
+@pytest.mark.parametrize("split", [random_split(20), OneByOne(random_split(20))])
+def test_repeats_of_a_sample_are_augmented_differently_and_the_same_after_a_resume(split: Any) -> None:
+    augment = {**AUGMENT, "repeats": 2}
+    whole = steps(split, augment=augment)
+    for _, slots in whole:
+        targets = torch.cat([slot.targets for slot in slots])
+        inputs = torch.cat([slot.inputs for slot in slots])
+        for target in targets.unique():
+            first, second = inputs[targets == target]
+            assert not torch.equal(first, second)
+    assert_equal(steps(split, augment=augment, start=3), whole[3:])
+    shared = {(s.step, s.number): s for rank in (0, 1) for _, own in steps(
+        split, augment=augment, rank=rank, world_size=2) for s in own}  # fmt: skip
+    for slot in (slot for _, slots in whole for slot in slots):
+        assert torch.equal(slot.inputs, shared[slot.step, slot.number].inputs)
+
+
 def test_whole_batches_equal_samples_read_one_by_one() -> None:
     for extra in ({}, {"image_size": 8}):
         assert_equal(steps(random_split(20), **extra), steps(OneByOne(random_split(20)), **extra))

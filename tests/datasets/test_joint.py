@@ -84,6 +84,11 @@ def test_ranks_and_loader_processes_give_the_same_masks() -> None:
         assert torch.equal(batch.inputs, same.inputs) and torch.equal(batch.targets, same.targets)
 
 
+def test_repeats_of_a_mask_differ() -> None:
+    first, second, *_ = train(Masked(), MASK, augment={**AUGMENT, "repeats": 2})  # the same two samples
+    assert not any(torch.equal(a, b) for a, b in zip(first.targets, second.targets, strict=True))
+
+
 def test_evaluation_fits_and_pads_without_randomness() -> None:
     first, *_ = evaluate(Masked(), MASK, augment=AUGMENT, image_size=[16, 24], eval_size=[40, 40])
     assert first.inputs.shape == (2, 3, 40, 40)

@@ -32,6 +32,14 @@ def test_tensor_arithmetic_equals_the_hash_in_python(seed: int, epoch: int, samp
     assert word % 2**64 == hash_words(seed, epoch, 0, sample, draw)
 
 
+def test_each_sample_may_have_its_own_repeat() -> None:
+    samples, repeats = torch.tensor([7, 7, 7, 9]), torch.tensor([0, 1, 2, 1])
+    found = Keys(3, 4, samples, repeats).words("x")
+    alone = [Keys(3, 4, samples[i : i + 1], int(repeats[i])).words("x") for i in range(4)]
+    assert torch.equal(found, torch.cat(alone))
+    assert len(set(found.tolist())) == 4
+
+
 def test_many_words_are_the_stream_of_the_single_one() -> None:
     keys = Keys(3, 4, torch.tensor([5]))
     start = int(keys.words("x").item()) % 2**64

@@ -124,6 +124,74 @@ def test_positions_must_be_sorted() -> None:
         Position(0, (3, 2))
 
 
+def repeated(world_size: int, position: Position | None = None, **given: Any):
+    """All ranks' slots of repeated samples that count: (step, number) → [(index, repeat), …]."""
+    found: dict[tuple[int, int], Any] = {}
+    for rank in range(world_size):
+        for slot in sampler(position, rank, world_size, **given):
+            assert isinstance(slot.repeats, torch.Tensor)
+            if slot.weight:
+                pairs = zip(slot.indices.tolist(), slot.repeats.tolist(), strict=True)
+                found[slot.step, slot.number] = list(pairs)
+    return dict(sorted(found.items()))
+
+
+@pytest.mark.parametrize("repeats", [2, 3, 4, 12])
+def test_a_step_reads_each_of_its_samples_as_often_as_repeats_says(repeats: int) -> None:
+    found = repeated(1, repeats=repeats, total_steps=4)
+    samples: list[int] = []
+    for step in range(4):
+        pairs = [pair for number in range(6) for pair in found[step, number]]
+        indices = sorted({index for index, _ in pairs})
+        assert sorted(pairs) == [(index, repeat) for index in indices for repeat in range(repeats)]
+        assert len(indices) == G // repeats
+        samples += indices
+    # One epoch of as many steps as without repeats: it sees only a part of the samples, none twice.
+    assert len(samples) == len(set(samples)) == 4 * G // repeats
+    assert [slot.epoch for slot in sampler(repeats=repeats)] == [slot.epoch for slot in sampler()]
+
+
+def test_repeats_are_dealt_to_micro_batches_as_timm_deals_them_to_ranks() -> None:
+    from timm.data.distributed_sampler import RepeatAugSampler
+
+    # timm: one rank per micro-batch; 256 is the multiple to which it rounds the samples of an epoch.
+    count, ranks, size, repeats = 512, 4, 8, 3
+    theirs = [
+        list(RepeatAugSampler(range(count), ranks, rank, shuffle=False, num_repeats=repeats))
+        for rank in range(ranks)
+    ]
+    batch = ranks * size * repeats
+    found = MicroBatchSampler(
+        count, global_batch_size=batch, micro_batch_size=size * repeats, seed=0, repeats=repeats,
+        position=Position(0), total_steps=count // batch,
+    )  # fmt: skip
+    found._cached = 0, torch.arange(count)  # not shuffled
+    for slot in found:
+        assert slot.epoch == 0
+        start = slot.step * size * repeats
+        assert slot.indices.tolist() == theirs[slot.number][start : start + size * repeats]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, 6])
+def test_repeats_are_the_same_on_any_number_of_ranks_and_after_a_resume(world_size: int) -> None:
+    skipped = Position(0, (2, 3, 7))
+    whole = repeated(1, skipped, repeats=4)
+    assert repeated(world_size, skipped, repeats=4) == whole
+    tail = {key: value for key, value in whole.items() if key[0] >= 3}
+    assert repeated(world_size, Position(3, (2, 3, 7)), repeats=4) == tail
+
+
+def test_a_slot_with_repeats_travels_whole() -> None:
+    slot = next(iter(sampler(repeats=4)))
+    back = pickle.loads(pickle.dumps(slot))
+    assert torch.equal(back.indices, slot.indices) and torch.equal(back.repeats, slot.repeats)
+
+
+def test_repeats_that_do_not_divide_the_batch_are_refused() -> None:
+    with pytest.raises(BadFileError, match=r"^data\.augment\.repeats: 5 does not divide .* 12; write 4, or "):
+        sampler(repeats=5)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 41])
 def test_evaluation_counts_each_sample_once(count: int, world_size: int) -> None:

@@ -92,14 +92,14 @@ def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_weights_of_other_classes_keep_all_but_the_segmentation_head(tmp_path: Path) -> None:
     # Its encoder has linear layers, of which none is the head.
-    args = TINY | {"encoder_name": "tu-test_efficientnet"}
+    args = TINY | {"encoder_name": "tu-test_convnext"}
     given = smp.Unet(encoder_weights=None, classes=9, **args)
     save_file(given.state_dict(), tmp_path / "given.safetensors")
     model = build("smp/unet", args=args, pretrained=str(tmp_path / "given.safetensors"))
     report = report_of(model)
     assert report is not None
     assert report.missing == ("segmentation_head.0.bias", "segmentation_head.0.weight")
-    assert torch.equal(model.encoder.model.conv_stem.weight, given.encoder.model.conv_stem.weight)  # type: ignore[union-attr]
+    assert torch.equal(model.encoder.model.stem_0.weight, given.encoder.model.stem_0.weight)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("encoder", ["resnet18", "tu-resnet18.a1_in1k"])

@@ -107,6 +107,7 @@ def sample(num_samples: int, ranks: int = 1) -> Callable[[Experiment], object]:
             global_batch_size=sizes[0],
             micro_batch_size=sizes[1],
             seed=0,
+            repeats=experiment.data.augment.repeats,
             position=Position(0),
             total_steps=1,
             world_size=ranks,
@@ -182,6 +183,9 @@ SHARED = {
     ),
     "datasets.sampler._check_sizes: undivided_batch": Shared(
         {"optimization.micro_batch_size": 24}, sample(10**6)
+    ),
+    "datasets.sampler._check_sizes: undivided_repeats": Shared(
+        {"data": {"name": "digits", "augment": {"repeats": 3}}}, sample(10**6)
     ),
     "datasets.sources.torchvision._class: unlisted": Shared(
         {"data": {"name": "torchvision/CIFAR11", "root": "/data"}}, read

@@ -122,12 +122,22 @@ def args(*overrides: str) -> tuple[str, ...]:
         ),
         (args(*MASKS, "data.eval_crop=0.5"), "data.eval_crop", "whole images are evaluated"),
         (args("data.augment.random_scale=[1, 2]"), "data.augment.random_scale", "is for images with masks"),
+        (
+            args("data.augment.repeats=3"),
+            "data.augment.repeats",
+            "3 does not divide optimization.global_batch_size 64; write 2,",
+        ),
+        (
+            args("data.augment.randaugment={operations: timm, magnitude: 12}"),
+            "data.augment.randaugment.magnitude",
+            "write 9",
+        ),
         (args("data.eval_size=64"), "data.eval_size", "is for images with masks or boxes; take it out"),
         (args("data.image_size=[64, 32]"), "data.image_size", "resized to squares; write 64"),
         (args("data.normalize={mean: [0.5], std: [1, 1]}"), "data.normalize.std", "one value per channel"),
         (args("data.normalize={mean: [], std: []}"), "data.normalize.mean", "is empty"),
         (args("data.normalize={mean: [0.5]}"), "data.normalize.std", "one value per channel"),
-        (args("data.normalize=weights"), "data.normalize", "only timm's and torchvision's do"),
+        (args("data.normalize=weights"), "data.normalize", "only timm's, torchvision's and smp's do"),
         (
             args("data.normalize=weights", "model={name: timm/resnet18}"),
             "data.normalize",
