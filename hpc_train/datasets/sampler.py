@@ -94,7 +94,7 @@ class Slot:
 
 def _unpickle_slot(values: dict[str, Any], tensors: dict[str, bytes]) -> Slot:
     read = {name: torch.from_numpy(np.frombuffer(each, np.int64).copy()) for name, each in tensors.items()}
-    return Slot(**values, **read)
+    return Slot(**values | read)
 
 
 class MicroBatchSampler(DistributedSampler[Slot]):
