@@ -119,6 +119,82 @@ def _options(
 
 
 @_command
+def init(
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="File to write; never overwritten.")
+    ] = Path("exp.yaml"),
+    task: Annotated[
+        str | None,
+        typer.Option("--task", help="classification, segmentation, detection, regression, causal_lm."),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="NAME", help="Data set. Default: one that fits the task.")
+    ] = None,
+    root: Annotated[
+        str | None, typer.Option("--root", metavar="PATH", help="Folder of the data (data.root).")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="Model. Default: a small one for the task.")
+    ] = None,
+    example: Annotated[
+        str | None,
+        typer.Option("--from", metavar="EXAMPLE", help="Start from a recipe; --from list lists them."),
+    ] = None,
+    queue: Annotated[
+        str | None, typer.Option("--queue", metavar="NAME", help="Queue (partition) of the cluster.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=0, help="GPUs per node; 0: none. Default: all that are found.")
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="For this machine, even if there is a cluster.")
+    ] = False,
+    launcher: LauncherName = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Ask nothing; use defaults for what is not given.")
+    ] = False,
+) -> int:
+    """Write a commented experiment file that fits this machine or cluster."""
+    from hpc_train.cli.init import InitOptions, init
+
+    options = InitOptions(
+        task=task, data=data, root=root, model=model, example=example, queue=queue, gpus=gpus, local=local,
+        launcher=launcher, asks=not yes,
+    )  # fmt: skip
+    return init(output, options)
+
+
+@_command
+def doctor(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Also check this file against the cluster.")
+    ] = None,
+    overrides: Overrides = None,
+    local: Annotated[bool, typer.Option("--local", help="Check this machine alone.")] = False,
+    submit: Annotated[
+        bool, typer.Option("--submit", help="Also run a job of a few seconds on a node, and check the node.")
+    ] = False,
+    nodes: Annotated[
+        str | None,
+        typer.Option("--nodes", metavar="NAMES", help="The same on each of these nodes: n1,n[3-5]."),
+    ] = None,
+    wait_min: Annotated[
+        float,
+        typer.Option("--wait-min", min=0, help="Minutes to wait for these jobs; then they are cancelled."),
+    ] = 5.0,
+    as_json: Json = False,
+    launcher: LauncherName = None,
+) -> int:
+    """List what would make runs fail on this machine or cluster, with remedies."""
+    from hpc_train.cli.doctor import DoctorOptions, doctor
+
+    options = DoctorOptions(
+        local=local, launcher=launcher, submit=submit, nodes=nodes, wait_min=wait_min, as_json=as_json
+    )
+    return doctor(file, overrides or [], options)
+
+
+@_command
 def validate(file: File, overrides: Overrides = None) -> int:
     """Check a file and report all errors."""
     from hpc_train.cli.experiment_file import validate

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from hpc_train.errors import ExitCode
+from hpc_train.launchers.findings import Finding
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.run_status import RunStatus
 from hpc_train.topology.degrees import Ranks as Ranks  # a plug-in finds all of its protocol here
@@ -134,3 +135,47 @@ class Launcher(Protocol):
 
     def output(self, paths: RunPaths) -> Path | None:
         """Return what the newest job printed, where none of its ranks has written a log; else None."""
+
+
+@dataclass(frozen=True)
+class CheckRequest:
+    """What ``doctor`` asks a launcher to check."""
+
+    #: Of the experiment file that was given; None: the cluster alone.
+    experiment: Experiment | None = None
+    #: Renders a key of the file as ``file:line:col: key``, for findings about one.
+    place: Callable[[str], str] = str
+
+
+@dataclass(frozen=True)
+class JobSection:
+    """A section of the experiment file that fits the cluster, for ``init``."""
+
+    #: Keys and values, in order.
+    values: dict[str, str | int]
+    ranks: int = 1
+    has_gpus: bool = False
+    #: What else there is to choose from: lines for comments.
+    notes: Sequence[str] = ()
+
+
+@runtime_checkable
+class ClusterLauncher(Protocol):
+    """What a ``Launcher`` has besides if ``doctor`` and ``init`` are to know its cluster. Optional."""
+
+    def checks(self, request: CheckRequest) -> list[Finding]:
+        """Return what would fail on this cluster, by its configuration.
+
+        Raises NoSchedulerError where the scheduler does not answer.
+        """
+
+    def node_checks(self, request: CheckRequest, nodes: Sequence[str], limit_s: float) -> list[Finding]:
+        """Run a small job on each of these nodes, or on one that the scheduler chooses, and return what it
+        found there. Jobs that have not ended after ``limit_s`` are cancelled.
+        """
+
+    def job_section(self, queue: str | None, gpus_per_node: int | None) -> JobSection:
+        """Return the section for a job in this queue, or the best one (None).
+
+        Raises NoSchedulerError, or UsageError where there is no such queue.
+        """

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.errors import ExitCode
-from hpc_train.launchers.base import KeyProblem, Ranks, StartRequest
+from hpc_train.launchers.base import CheckRequest, JobSection, KeyProblem, Ranks, StartRequest
+from hpc_train.launchers.findings import Finding
 from hpc_train.launchers.slurm import queue_status, scancel
 from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S
 from hpc_train.paths import ExperimentPaths, RunPaths
@@ -27,7 +28,7 @@ _NO_SECTION = KeyProblem(
 
 
 class SlurmLauncher:
-    """A ``Launcher`` over sbatch, squeue, scontrol and sacct."""
+    """A ``Launcher`` over sbatch, squeue, scontrol and sacct, and a ``ClusterLauncher``."""
 
     title, is_queue = "Slurm", True
 
@@ -70,3 +71,18 @@ class SlurmLauncher:
 
     def output(self, paths: RunPaths) -> Path | None:
         return queue_status.output_without_logs(paths)
+
+    def checks(self, request: CheckRequest) -> list[Finding]:
+        from hpc_train.launchers.slurm import cluster_checks
+
+        return cluster_checks.check(request)
+
+    def node_checks(self, request: CheckRequest, nodes: Sequence[str], limit_s: float) -> list[Finding]:
+        from hpc_train.launchers.slurm import check_job
+
+        return check_job.check_nodes(request.experiment, nodes, limit_s)
+
+    def job_section(self, queue: str | None, gpus_per_node: int | None) -> JobSection:
+        from hpc_train.launchers.slurm import cluster_facts, section
+
+        return section.job_section(cluster_facts.read(), queue, gpus_per_node)

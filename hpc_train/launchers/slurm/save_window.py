@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import NoSchedulerError
 from hpc_train.launchers.slurm import commands, options
 from hpc_train.paths import ExperimentPaths
 
 #: From the signal to the end of the step that goes on. Assumed; where steps take longer, more is needed.
-_STEP_RESERVE_S = 5
-_SAVES = 3
+STEP_RESERVE_S = 5
+SAVES = 3
 
 
 def warnings(experiment: Experiment, folder: ExperimentPaths) -> list[str]:
@@ -30,8 +32,7 @@ def _preemption(partition: str, longest_s: float) -> str | None:
         name, grace_s = grace(partition)
     except (NoSchedulerError, commands.RefusedError):
         return None  # submitted all the same
-    # A save under way is finished before the last one begins.
-    if grace_s is None or grace_s >= 2 * longest_s + _STEP_RESERVE_S:
+    if grace_s is None or grace_s >= needed_s(longest_s):
         return None
     return (
         f"a job of partition {name} that is preempted has {grace_s} s, but the longest save so far took "
@@ -40,19 +41,28 @@ def _preemption(partition: str, longest_s: float) -> str | None:
     )
 
 
+def needed_s(longest_s: float) -> float:
+    """Return how long a job needs from preemption's signal to its end, by its longest save."""
+    # A save under way is finished before the last one begins.
+    return 2 * longest_s + STEP_RESERVE_S
+
+
 def grace(partition: str) -> tuple[str, int | None]:
     """Return the partition's name (empty: the default's) and the seconds from preemption to the kill.
 
     None where nobody preempts its jobs, or it is not the partition that says how long they have.
     """
-    found, config = commands.partition(partition), commands.config()
-    name = found.get("PartitionName", partition)
-    mode = found.get("PreemptMode") or config.get("PreemptMode", "OFF")
+    found = commands.partition(partition)
+    return found.get("PartitionName", partition), grace_s_of(found, commands.config())
+
+
+def grace_s_of(partition: Mapping[str, str], config: Mapping[str, str]) -> int | None:
+    """Return ``grace``'s seconds by what Slurm says of the partition and of itself."""
+    mode = partition.get("PreemptMode") or config.get("PreemptMode", "OFF")
     if config.get("PreemptType", "preempt/none") != "preempt/partition_prio" or mode.startswith("OFF"):
-        return name, None
-    grace_s = _seconds(found.get("GraceTime"))
+        return None
     # Without a grace SIGTERM is followed by SIGKILL as at scancel.
-    return name, grace_s or _seconds(config.get("KillWait"))
+    return _seconds(partition.get("GraceTime")) or _seconds(config.get("KillWait"))
 
 
 def _seconds(text: str | None) -> int | None:
@@ -61,7 +71,7 @@ def _seconds(text: str | None) -> int | None:
 
 
 def _time_limit(experiment: Experiment, folder: ExperimentPaths, longest_s: float) -> str | None:
-    slurm, needed_s = experiment.slurm, _SAVES * longest_s
+    slurm, needed_s = experiment.slurm, SAVES * longest_s
     assert slurm is not None
     lead_s = options.lead_s(experiment, folder)
     if lead_s >= needed_s:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.problems import is_clean, shown
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import UsageError
@@ -99,10 +100,10 @@ def batch(
         experiment, profile, lead_s=lead_s, max_parallel=max_parallel, held=held, leave_out=leave_out
     )
     parameters["additional_parameters"]["chdir"] = str(folder)
-    parameters["setup"] = _rendered(
+    parameters["setup"] = rendered(
         "setup.sh.j2", _setup(submission, experiment, profile, python, search_path)
     )
-    parameters["teardown"] = _rendered("teardown.sh.j2", {"submission": submission, "python": python})
+    parameters["teardown"] = rendered("teardown.sh.j2", {"submission": submission, "python": python})
     rank = snapshot / "package/hpc_train/launchers/slurm/rank.py"
     return Batch(submission, shlex.join([*python, "-I", "-S", str(rank), python[-1]]), parameters)
 
@@ -160,11 +161,16 @@ def _setup(
         "modules": experiment.environment.modules,
         "container": experiment.environment.container,
         "variables": profile.variables(),
-        "site": {
-            "name": slurm.profile,
-            "lines": profile.setup,
-            "module_init": _expanded(profile.module_init or ""),
-        },
+        "site": site(slurm, profile),
+    }
+
+
+def site(slurm: SlurmConfig, profile: Profile) -> dict[str, Any]:
+    """Return what the templates insert of the profile."""
+    return {
+        "name": slurm.profile,
+        "lines": profile.setup,
+        "module_init": _expanded(profile.module_init or ""),
     }
 
 
@@ -174,7 +180,7 @@ def _excluded(experiment: Experiment) -> str:
     return experiment.slurm.exclude or ""
 
 
-def _rendered(template: str, values: Mapping[str, Any]) -> list[str]:
+def rendered(template: str, values: Mapping[str, Any]) -> list[str]:
     """Return the lines of a template; whatever it inserts is quoted for the shell."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

@@ -46,7 +46,7 @@ def unsatisfied(slurm: SlurmConfig) -> list[str]:
     Empty where the nodes can't be asked for, or where only the requests together are too much.
     """
     nodes = _nodes(slurm.partition)
-    return list(_too_much(slurm, nodes)) if nodes else []
+    return list(too_much(slurm, nodes)) if nodes else []
 
 
 def requested(slurm: SlurmConfig) -> list[str]:
@@ -64,7 +64,8 @@ def _nodes(partition: str | None) -> list[Node]:
     return [node for line in said.splitlines() if (node := Node.parse(line))]
 
 
-def _too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[str]:
+def too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[str]:
+    """Yield the lines of ``unsatisfied`` for these nodes, of which there is at least one."""
     known = {feature for node in nodes for feature in node.features} - {"", "(null)"}
     for feature in dict.fromkeys(_FEATURE.findall(slurm.constraint or "")):
         if feature not in known:

@@ -103,12 +103,19 @@ def select(folder: Path, excluded: Sequence[Path]) -> Selection:
 
 
 def package_files() -> dict[str, Path]:
-    """Return the files of ``hpc_train`` itself by their path within the package's parent."""
+    """Return the files of ``hpc_train`` itself by their path within the package's parent.
+
+    Without the recipes of ``init``, which no run reads.
+    """
     package = Path(hpc_train.__file__).parent
+    recipes = package / "cli/examples"
     return {
         str(path.relative_to(package.parent)): path
         for path in sorted(package.rglob("*"))
-        if "__pycache__" not in path.parts and not path.name.startswith(".") and path.is_file()
+        if recipes not in path.parents
+        and "__pycache__" not in path.parts
+        and not path.name.startswith(".")
+        and path.is_file()
     }
 
 

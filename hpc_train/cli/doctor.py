@@ -1,0 +1,126 @@
+"""``doctor``: what would make runs fail on this machine or cluster, and the remedies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from hpc_train.config.problems import COMMAND_LINE, Problem
+from hpc_train.config.schema import Experiment
+from hpc_train.console import JSON_VERSION, one_line, put, put_json
+from hpc_train.errors import ExitCode, NoSchedulerError, UsageError
+from hpc_train.launchers import machine_checks
+from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Launcher
+from hpc_train.launchers.findings import Finding, Level
+from hpc_train.launchers.following import LOCAL
+from hpc_train.launchers.gpus import count_gpus
+from hpc_train.launchers.lookup import DEFAULT, load_launcher
+from hpc_train.loggers.wandb_key import has_key
+from hpc_train.validate.loading import Loaded, load
+
+_LOCAL_ONLY = "runs can be started here with --local only"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """The options of ``doctor``."""
+
+    local: bool = False
+    launcher: str | None = None
+    #: Run a small job; on these nodes, or on any.
+    submit: bool = False
+    nodes: str | None = None
+    wait_min: float = 5.0
+    as_json: bool = False
+
+    @property
+    def runs_job(self) -> bool:
+        return self.submit or self.nodes is not None
+
+
+def doctor(file: Path | None, overrides: Sequence[str], options: DoctorOptions) -> ExitCode:
+    """Report all findings; FAILED if one is an error."""
+    if options.local and options.runs_job:
+        raise UsageError("--local: checks this machine alone; omit --submit and --nodes")
+    launcher = load_launcher(options.launcher or (LOCAL if options.local else DEFAULT))
+    loaded = load(file, overrides) if file is not None else None
+    found = sorted(_findings(launcher, loaded, options), key=lambda finding: list(Level).index(finding.level))
+    counts = {level: sum(each.level is level for each in found) for level in Level}
+    if options.as_json:
+        findings = [finding.to_json() for finding in found]
+        put_json({"version": JSON_VERSION, "counts": counts, "findings": findings})
+    else:
+        put(*(line for finding in found for line in _lines(finding)))
+        put(f"{_counted(counts[Level.ERROR], 'error')}, {_counted(counts[Level.WARNING], 'warning')}")
+    return ExitCode.FAILED if counts[Level.ERROR] else ExitCode.DONE
+
+
+def _findings(launcher: Launcher, loaded: Loaded | None, options: DoctorOptions) -> Iterator[Finding]:
+    experiment = loaded.experiment if loaded is not None else None
+    # What this machine's ranks would use; those of a queue use other machines' GPUs.
+    here = not launcher.is_queue and count_gpus(os.environ) > 0
+    yield from machine_checks.this_machine(wants_gpu=here)
+    if experiment is not None:
+        yield from _wandb(experiment)
+    if launcher.is_queue:
+        yield from _cluster(launcher, CheckRequest(experiment, partial(_place, loaded)), options)
+
+
+def _place(loaded: Loaded | None, key: str) -> str:
+    """Return where the file has the key: ``exp.yaml:12:3: section.key``."""
+    if loaded is None:
+        return key
+    place = loaded.source.place(Problem(tuple(key.split(".")), "", ""))
+    where = "command line" if place == COMMAND_LINE else f"{loaded.source.name}:{place.line}:{place.column}"
+    return f"{where}: {key}"
+
+
+def _cluster(launcher: Launcher, request: CheckRequest, options: DoctorOptions) -> Iterator[Finding]:
+    if not isinstance(launcher, ClusterLauncher):
+        why = "the launcher has no checks (docs/plugins.md: ClusterLauncher)"
+        yield Finding(Level.WARNING, "launcher", f"{launcher.title}: not checked", "", why)
+        return
+    try:
+        yield from launcher.checks(request)
+        if options.runs_job:
+            nodes = [options.nodes] if options.nodes else []
+            yield from launcher.node_checks(request, nodes, 60 * options.wait_min)
+    except NoSchedulerError as error:
+        if options.runs_job:
+            raise
+        yield Finding(Level.WARNING, "launcher", str(error), "", _LOCAL_ONLY, "")
+
+
+def _wandb(experiment: Experiment) -> Iterator[Finding]:
+    """Whether wandb's server takes the rows of a file that logs to it."""
+    config = experiment.logging.wandb
+    if config is None or config.mode == "offline":
+        return
+    if has_key():
+        yield Finding(Level.OK, "wandb.key", "wandb: an API key is set", "WANDB_API_KEY, ~/.netrc")
+        return
+    yield Finding(
+        Level.WARNING,
+        "wandb.key",
+        "wandb: no API key is set",
+        "WANDB_API_KEY, ~/.netrc",
+        "rows are written to the run's folder and not sent to the server",
+        "run `wandb login` or set WANDB_API_KEY; logging.wandb.mode: offline says that this is intended",
+    )
+
+
+def _lines(finding: Finding) -> Iterator[str]:
+    """Yield the lines of a finding; names of a cluster may contain anything."""
+    yield f"{finding.level:<8} {one_line(finding.what)}"
+    details = {"why": finding.why, "remedy": finding.remedy}
+    if finding.level is not Level.OK:
+        for label, text in (*details.items(), ("read from", finding.source)):
+            if text:
+                yield f"         {label}: {one_line(text)}"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -1,0 +1,294 @@
+"""The text of a new experiment file: what ``init`` writes. Comments are the schema's own descriptions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpc_train.config.keys import JOB, node_at
+from hpc_train.config.marked_yaml import read_value
+from hpc_train.config.problems import KeyPath, is_clean, shown
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.console import one_line
+from hpc_train.data_facts.facts import data_facts
+from hpc_train.errors import UsageError
+from hpc_train.launchers.base import JobSection
+from hpc_train.registry import nearest
+
+#: Marks what only the user knows.
+CHANGE = "CHANGE"
+_COLUMN = 44
+#: Shorter descriptions repeat the key, longer ones hide the file.
+_COMMENT_LENGTHS = (20, 90)
+_PLAIN = re.compile(r"[A-Za-z0-9_./~][A-Za-z0-9_./:~+-]*")
+#: Where images have no size of their own.
+_IMAGE_SIZE = 224
+_ADAMW: dict[str, Any] = {"name": "adamw", "lr": 0.001, "weight_decay": 0.05}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What ``init`` writes for a task where nothing else is given."""
+
+    task: str
+    #: The data set without files, where there is one; then the one of the user's own files.
+    data: str
+    own_data: str
+    root: str
+    model: str
+    #: For own data; default: ``model``.
+    own_model: str = ""
+    #: Keys of ``data`` for ``own_data``; those of ``to_change`` are the user's to know.
+    own_keys: Mapping[str, Any] = field(default_factory=dict)
+    model_args: Mapping[str, Any] = field(default_factory=dict)
+    optimization: Mapping[str, Any] = field(default_factory=dict)
+    global_batch_size: int = 64
+    micro_batch_size: int = 16
+    metric: tuple[str, str] = ("loss", "min")
+    to_change: tuple[str, ...] = ()
+
+    def data_for(self, root: str | None) -> str:
+        """Return the data set where only the root is known."""
+        return self.data if root is None else self.own_data
+
+    def model_for(self, data: str | None) -> str:
+        """Return the model for the data set."""
+        return (
+            self.model if data == self.data and self.data != self.own_data else self.own_model or self.model
+        )
+
+    def needs_root(self, data: str | None) -> bool:
+        """Tell whether the data set needs ``data.root``."""
+        name = data or self.data
+        return data_facts(name).needs_root and name not in data_facts(name).rootless
+
+
+#: The first one is the default.
+STARTS = (
+    Start(
+        "classification", "digits", "imagefolder", "data/images", "timm/test_resnet", "timm/resnet18",
+        own_keys={"image_size": _IMAGE_SIZE, "augment": {"random_resized_crop": {}, "hflip": 0.5}},
+        optimization={"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0005}},
+        metric=("accuracy", "max"),
+    ),
+    Start(
+        "segmentation", "segmentation_folder", "segmentation_folder", "data/segmentation",
+        "torchvision/lraspp_mobilenet_v3_large",
+        own_keys={
+            "args": {"num_classes": 21, "ignore_index": 255},
+            "image_size": _IMAGE_SIZE,
+            "augment": {"random_scale": [0.5, 2.0], "hflip": 0.5},
+        },
+        optimization={"optimizer": _ADAMW},
+        global_batch_size=16, micro_batch_size=8, metric=("miou", "max"), to_change=("args",),
+    ),
+    Start(
+        "detection", "coco", "coco", "data/coco", "torchvision/ssdlite320_mobilenet_v3_large",
+        own_keys={"image_size": 320, "augment": {"hflip": 0.5}},
+        optimization={"optimizer": _ADAMW, "clip_grad_norm": 5.0},
+        global_batch_size=16, micro_batch_size=8, metric=("map", "max"),
+    ),
+    Start(
+        "regression", "image_list", "image_list", "data/regression", "timm/resnet18",
+        own_keys={
+            "args": {"target": "number", "path_column": "path", "target_column": "target"},
+            "image_size": _IMAGE_SIZE,
+        },
+        optimization={"optimizer": _ADAMW},
+        to_change=("args",),
+    ),
+    Start(
+        "causal_lm", "text", "text", "data/text.txt", "gpt",
+        own_keys={"args": {"sequence_length": 128, "val_fraction": 0.1}},
+        model_args={"num_layers": 4, "num_heads": 4, "dim": 128},
+        optimization={
+            "optimizer": {"name": "adamw", "lr": 0.001, "weight_decay": 0.1, "decay_norm_and_bias": False},
+            "clip_grad_norm": 1.0,
+        },
+        global_batch_size=32, micro_batch_size=16,
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstFile:
+    """What was chosen; None: not given."""
+
+    name: str
+    task: str
+    data: str | None = None
+    root: str | None = None
+    model: str | None = None
+    #: The section of the cluster; None: for this machine.
+    job: JobSection | None = None
+    #: Of this machine.
+    gpus: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return max(1, self.gpus) if self.job is None else self.job.ranks
+
+    @property
+    def has_gpus(self) -> bool:
+        return self.gpus > 0 if self.job is None else self.job.has_gpus
+
+
+def first_file(chosen: FirstFile, output: Path) -> str:
+    """Return the file's text. Raises UsageError for a task that has no start here."""
+    start = _start(chosen.task)
+    data = chosen.data or start.data_for(chosen.root)
+    content = {
+        "name": chosen.name,
+        "seed": 0,
+        "task": start.task,
+        "model": _model(start, chosen.model or start.model_for(data)),
+        "data": _data(start, data, chosen),
+        "optimization": _optimization(start, data, chosen),
+    }
+    if chosen.has_gpus:
+        content["precision"] = "bf16"
+    metric, mode = start.metric
+    content["evaluation"] = {"every_epochs": 1}
+    content["checkpoint"] = {"every_min": 10, "best": {"metric": metric, "mode": mode}}
+    changes = _changes(start, data, chosen)
+    lines = [*_header(output, chosen), *_rendered(content, changes)]
+    text = "\n".join(lines) + "\n"
+    return text if chosen.job is None else with_job_section(text, chosen.job)
+
+
+def with_job_section(text: str, job: JobSection) -> str:
+    """Return the text with the cluster's section at its end, unless it has one."""
+    if re.search(rf"^{JOB}:", text, flags=re.MULTILINE):
+        return text
+    notes = [f"# {one_line(note)}" for note in job.notes]
+    heading = ["", "# This cluster has:", *notes] if notes else [""]
+    return text + "\n".join([*heading, *_rendered({JOB: job.values}, {})]) + "\n"
+
+
+def quoted(value: object) -> str:
+    """Return a value as YAML on one line. Raises UsageError for text with control characters."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {quoted(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(quoted, value)) + "]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if not is_clean(value):
+        raise UsageError(f"{shown(value)}: has a control character or line break; write it without")
+    # What YAML would read as a number, or as true.
+    is_plain = _PLAIN.fullmatch(value) and not value.endswith(":") and read_value(value)[0] == value
+    return value if is_plain else json.dumps(value, ensure_ascii=False)
+
+
+def _start(task: str) -> Start:
+    for start in STARTS:
+        if start.task == task:
+            return start
+    names = [start.task for start in STARTS]
+    close = nearest(task, names)
+    meant = f"did you mean {close}?" if close else f"write one of {', '.join(names)}, and change the file"
+    raise UsageError(f"--task: init has no file for {shown(task)}; {meant}")
+
+
+def _model(start: Start, name: str) -> dict[str, Any]:
+    model: dict[str, Any] = {"name": name}
+    if name == start.model and start.model_args:
+        model["args"] = dict(start.model_args)
+    return model
+
+
+def _data(start: Start, name: str, chosen: FirstFile) -> dict[str, Any]:
+    data: dict[str, Any] = {"name": name}
+    if start.needs_root(name) or chosen.root is not None:
+        data["root"] = chosen.root or start.root
+    if name == start.own_data:
+        data |= start.own_keys
+    elif data_facts(name).modality == "images" and _has_no_size(name):
+        data["image_size"] = _IMAGE_SIZE
+    if chosen.has_gpus:
+        data["workers"] = "auto"
+    return data
+
+
+def _has_no_size(name: str) -> bool:
+    facts = data_facts(name)
+    return facts.image_size_argument is None and facts.image_size(DataConfig(name=name)) is None
+
+
+def _optimization(start: Start, data: str, chosen: FirstFile) -> dict[str, Any]:
+    batch, micro = _sizes(start, _num_samples(start, data, chosen), chosen.ranks)
+    sizes = {"epochs": 10, "global_batch_size": batch, "micro_batch_size": micro}
+    return sizes | dict(start.optimization) | {"schedule": {"name": "cosine", "warmup_epochs": 0.5}}
+
+
+def _num_samples(start: Start, name: str, chosen: FirstFile) -> int | None:
+    """Return N where it can be counted without the data set's own code."""
+    args = start.own_keys.get("args", {}) if name == start.own_data else {}
+    try:
+        found = data_facts(name).num_samples(DataConfig(name=name, root=chosen.root, args=args))
+    except Exception:  # data that can't be read are for `validate` to explain
+        return None
+    return found if isinstance(found, int) else None
+
+
+def _sizes(start: Start, samples: int | None, ranks: int) -> tuple[int, int]:
+    """Return global and micro-batch size: each rank has a micro-batch, and a step no more than the data."""
+    batch, micro = start.global_batch_size, start.micro_batch_size
+    while True:
+        size = max(batch, micro * ranks)
+        if samples is None or size <= samples or micro == 1:
+            return size, micro
+        micro //= 2
+        batch = min(batch, samples // micro * micro)
+
+
+def _changes(start: Start, data: str, chosen: FirstFile) -> dict[KeyPath, str]:
+    """Return what to say of the values that only the user knows."""
+    changes: dict[KeyPath, str] = {}
+    if chosen.root is None and start.needs_root(data):
+        changes["data", "root"] = f"{CHANGE}: {data_facts(data).root}"
+    if data == start.own_data:
+        table = "docs/reference.md, data.name"
+        changes |= {("data", key): f"{CHANGE}: as in your data ({table})" for key in start.to_change}
+    return changes
+
+
+def _header(output: Path, chosen: FirstFile) -> list[str]:
+    shown_name, where = one_line(str(output)), "" if chosen.job is not None else " --local"
+    return [
+        f"# An experiment, written by `hpc-train init` for {'a cluster' if chosen.job else 'this machine'}.",
+        f"# Lines with {CHANGE} have values that only you know; the others are a start. All keys:",
+        "# docs/reference.md. Check and start it:",
+        "#",
+        f"#   hpc-train validate {shown_name}",
+        f"#   hpc-train plan {shown_name}{where}",
+        f"#   hpc-train submit {shown_name}{where}",
+    ]
+
+
+def _rendered(content: Mapping[str, Any], changes: Mapping[KeyPath, str]) -> Iterator[str]:
+    """Yield the lines of a mapping of sections: two levels as blocks, what is below on one line."""
+    for key, value in content.items():
+        if not isinstance(value, Mapping):
+            yield _line((key,), f"{key}: {quoted(value)}", changes)
+            continue
+        yield _line((key,), f"{key}:", changes)
+        for below, item in value.items():
+            yield _line((key, below), f"  {below}: {quoted(item)}", changes)
+
+
+def _line(path: KeyPath, text: str, changes: Mapping[KeyPath, str]) -> str:
+    comment = changes.get(path) or _described(path)
+    return f"{text:<{_COLUMN}} # {comment}" if comment else text
+
+
+def _described(path: KeyPath) -> str:
+    """Return the first sentence of the key's description; none where that says too little or too much."""
+    node = node_at(path) or {}
+    sentence = re.split(r"(?<=\.)\s|\s*Default:", " ".join(str(node.get("description", "")).split()))[0]
+    sentence = sentence.replace("``", "").rstrip(".")
+    return sentence if _COMMENT_LENGTHS[0] <= len(sentence) <= _COMMENT_LENGTHS[1] else ""

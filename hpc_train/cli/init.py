@@ -1,0 +1,177 @@
+"""``init``: writes an experiment file that fits this machine or cluster, with the keys explained."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpc_train.cli.first_file import STARTS, FirstFile, first_file, with_job_section
+from hpc_train.console import columns, one_line, put, say
+from hpc_train.errors import ExitCode, NoSchedulerError, UsageError, printable
+from hpc_train.launchers.base import ClusterLauncher, JobSection
+from hpc_train.launchers.gpus import count_gpus
+from hpc_train.launchers.lookup import DEFAULT, load_launcher
+from hpc_train.registry import nearest
+
+#: The repository's recipes: package data, in a checkout a link.
+EXAMPLES = Path(__file__).with_name("examples")
+_LIST = "list"
+_NOT_IN_NAMES = re.compile(r"[^a-z0-9._-]+")
+#: What recipes call their own modules, in the repository.
+_OWN_MODULE = re.compile(r"\bexamples\.(\w+):")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitOptions:
+    """The options of ``init``; None: not given."""
+
+    task: str | None = None
+    data: str | None = None
+    root: str | None = None
+    model: str | None = None
+    example: str | None = None
+    queue: str | None = None
+    gpus: int | None = None
+    local: bool = False
+    launcher: str | None = None
+    #: Whether to ask on a terminal for what is not given.
+    asks: bool = True
+
+
+def init(output: Path, options: InitOptions) -> ExitCode:
+    """Write the file and say what to do next. Raises UsageError where it exists."""
+    if options.example == _LIST:
+        put(*columns([(name, _title(path)) for name, path in _examples().items()]))
+        return ExitCode.DONE
+    if output.exists() or output.is_symlink():
+        raise UsageError(
+            f"{printable(str(output))}: exists, and is not overwritten; write another name after -o"
+        )
+    options = _with_answers(options) if options.asks and _is_terminal() else options
+    job = None if options.local else _job_section(options)
+    gpus = count_gpus(os.environ) if options.gpus is None else options.gpus
+    if options.example is not None:
+        text, modules = _from_example(options, output, job)
+    else:
+        chosen = FirstFile(
+            name=_name(output), task=options.task or STARTS[0].task, data=options.data, root=options.root,
+            model=options.model, job=job, gpus=gpus,
+        )  # fmt: skip
+        text, modules = first_file(chosen, output), {}
+    for path, content in ({output: text} | modules).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(content)
+    _say_next(output, text, job)
+    return ExitCode.DONE
+
+
+def _job_section(options: InitOptions) -> JobSection | None:
+    """Return what the cluster offers; None where there is none here."""
+    launcher = load_launcher(options.launcher or DEFAULT)
+    if not isinstance(launcher, ClusterLauncher):
+        return None
+    try:
+        return launcher.job_section(options.queue, options.gpus)
+    except NoSchedulerError as error:
+        if options.queue is not None or options.launcher is not None:
+            raise
+        say(f"no cluster found, so the file is for this machine ({error})")
+        return None
+
+
+def _say_next(output: Path, text: str, job: JobSection | None) -> None:
+    shown = one_line(str(output))
+    where = "" if job is not None else " --local"
+    say(f"{shown}: written for {'this cluster' if job is not None else 'this machine'}")
+    to_change = [number for number, line in enumerate(text.splitlines(), start=1) if "CHANGE" in line]
+    if len(to_change) > 1:  # the first one explains the word
+        say(f"  change lines {', '.join(map(str, to_change[1:]))}")
+    for command in (f"validate {shown}", f"plan {shown}{where}", f"submit {shown}{where}"):
+        say(f"  `hpc-train {command}`")
+
+
+def _name(output: Path) -> str:
+    """Return a valid name of an experiment that is like the file's."""
+    return _NOT_IN_NAMES.sub("-", output.stem.lower()).strip("._-")[:64] or "exp"
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _with_answers(options: InitOptions) -> InitOptions:
+    """Ask for what decides most, one question each; an empty answer keeps the default."""
+    if options.example is None and options.task is None:
+        tasks = [start.task for start in STARTS]
+        options = replace(options, task=_asked("task", tasks[0], tasks))
+    start = next((each for each in STARTS if each.task == options.task), None)
+    if options.example is None and start is not None:
+        if options.data is None:
+            options = replace(options, data=_asked("data set", start.data_for(options.root), []))
+        if options.root is None and start.needs_root(options.data):
+            options = replace(options, root=_asked("folder of the data", start.root, []))
+        if options.model is None:
+            options = replace(options, model=_asked("model", start.model_for(options.data), []))
+    return options
+
+
+def _asked(what: str, default: str, choices: Sequence[str]) -> str:
+    import typer
+
+    listed = f" ({', '.join(choices)})" if choices else ""
+    while True:
+        answer = str(typer.prompt(f"{what}{listed}", default=default, err=True)).strip()
+        if not choices or answer in choices:
+            return answer
+        say(f"write one of {', '.join(choices)}")
+
+
+def _examples() -> dict[str, Path]:
+    return {path.stem: path for path in sorted(EXAMPLES.glob("*.yaml"))}
+
+
+def _title(path: Path) -> str:
+    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+
+
+def _from_example(options: InitOptions, output: Path, job: JobSection | None) -> tuple[str, dict[Path, str]]:
+    """Return the recipe's text, with a section for this cluster where it has none, and its own modules."""
+    given = [("--task", options.task), ("--data", options.data), ("--model", options.model)]
+    if excess := [name for name, value in given if value is not None]:
+        raise UsageError(f"{excess[0]}: the recipe has its own; change it in the file, or omit --from")
+    assert options.example is not None
+    known = _examples()
+    name = options.example.removesuffix(".yaml")
+    if name not in known:
+        close = nearest(name, list(known))
+        meant = f"did you mean {close}?" if close else "`hpc-train init --from list` lists them"
+        raise UsageError(f"--from: there is no recipe {printable(name)!r}; {meant}")
+    text = known[name].read_text(encoding="utf-8")
+    if options.root is not None:
+        text = _with_root(text, options.root)
+    modules = {
+        Path("examples", f"{module}.py"): (EXAMPLES / f"{module}.py").read_text(encoding="utf-8")
+        for module in _OWN_MODULE.findall(text)
+    }
+    for path in list(modules):
+        if path.exists():
+            say(f"{path}: exists, and is used as it is")
+            del modules[path]
+    text = text.replace(f"examples/{name}.yaml", one_line(str(output)))
+    return (with_job_section(text, job) if job is not None else text), modules
+
+
+def _with_root(text: str, root: str) -> str:
+    from hpc_train.cli.first_file import quoted
+
+    replaced, count = re.subn(
+        r"^(  root: )\S+(?=$|\s)", lambda match: match[1] + quoted(root), text, flags=re.MULTILINE
+    )
+    if count != 1:
+        raise UsageError("--root: the recipe has no data.root of its own line; change it in the file")
+    return replaced

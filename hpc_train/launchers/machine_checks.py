@@ -1,0 +1,287 @@
+"""Judges a machine by its ``machine_report``: this one as a child process, nodes by a launcher's job.
+
+Each check is one function of the report. Nothing is imported that needs torch: the report's child does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.errors import shortened
+from hpc_train.launchers.findings import Finding, Level
+from hpc_train.paths import runs_root
+
+REPORT = Path(__file__).with_name("machine_report.py")
+#: torch's own limit is below: this one is for a machine that does not answer at all.
+_LIMIT_S = 180.0
+_PYTHON = (3, 11)
+#: Assumed: ranks, loader processes and their pipes need several hundred.
+_FILES = 1024
+#: Assumed: less than this holds no checkpoint of a usual model.
+_FREE_BYTES = 2 * 2**30
+_FREE_FILES = 1000
+#: TensorBoard orders event files by second, and a requeue takes five.
+_CLOCK_S = 2.0
+_NFILES_REMEDY = "raise the soft limit (`ulimit -n {}`) in your shell's start file, or ask the administrators"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine reported of itself."""
+
+    #: In words: ``this machine``, ``node n1``.
+    where: str
+    facts: Mapping[str, Any]
+    #: The folder of runs.
+    runs: Path
+    #: Whether a run would use a GPU of it.
+    wants_gpu: bool = False
+    #: The lead of the login node's clock over that of the file server.
+    clock_lead_s: float | None = None
+    is_node: bool = False
+
+    def finding(self, level: Level, check: str, what: str, why: str = "", remedy: str = "") -> Finding:
+        """Return a finding on this machine."""
+        return Finding(level, f"machine.{check}", f"{self.where}: {what}", self.where, why, remedy)
+
+
+@contextmanager
+def check_folder(runs: Path) -> Iterator[Path]:
+    """Make a private folder in the folder of runs, for what this check writes; removed at the end."""
+    folder = runs / f".doctor-{secrets.token_hex(6)}"
+    folder.mkdir(mode=0o700, parents=True)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def clock_lead_s(folder: Path) -> float:
+    """Return the lead of this machine's clock over that of the folder's file server."""
+    path = folder / "clock"
+    path.write_bytes(b"x")
+    return time.time() - path.stat().st_mtime
+
+
+def this_machine(*, wants_gpu: bool = False) -> list[Finding]:
+    """Return the findings on the machine that runs the command."""
+    runs, where = runs_root(), "this machine"
+    has_runs = runs.exists()
+    try:
+        with check_folder(runs) as folder:
+            facts = _report(folder)
+        if not has_runs:
+            runs.rmdir()
+    except OSError as error:
+        return [unusable_runs(where, runs, error.strerror or str(error))]
+    except (subprocess.SubprocessError, ValueError) as error:
+        what = f"{where}: Python can't report on it: {shortened(str(error))}"
+        return [Finding(Level.ERROR, "machine.python", what, where, "ranks start with this Python")]
+    return judged(Machine(where, facts, runs, wants_gpu))
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(REPORT), str(folder)], capture_output=True, timeout=_LIMIT_S, check=True
+    )
+    return parsed(done.stdout.decode(errors="replace"))
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """Return the report that is the last line. Raises ValueError for any other text."""
+    found = json.loads((text.splitlines() or [""])[-1])
+    if not isinstance(found, dict):
+        raise ValueError("the report is not a mapping")
+    return found
+
+
+def judged(machine: Machine) -> list[Finding]:
+    """Return the findings of all checks on a machine."""
+    return [finding for check in CHECKS for finding in check(machine)]
+
+
+def unusable_runs(where: str, runs: Path, reason: str) -> Finding:
+    """Return that the folder of runs can't be written."""
+    return Finding(
+        Level.ERROR,
+        "machine.runs",
+        f"{where}: the folder of runs {runs} can't be written: {reason}",
+        where,
+        "a run writes its checkpoints, logs and metrics there, from all of its nodes",
+        "set HPC_TRAIN_RUNS to a folder on a disk that login node and compute nodes share",
+    )
+
+
+def python_version(machine: Machine) -> Iterator[Finding]:
+    """Python is new enough."""
+    found = str(machine.facts.get("python"))
+    numbers = tuple(int(part) for part in found.split(".") if part.isdecimal())
+    if numbers < _PYTHON:
+        yield machine.finding(
+            Level.ERROR,
+            "python",
+            f"Python {found} is too old; {'.'.join(map(str, _PYTHON))} is needed",
+            "ranks of hpc-train can't start",
+            "name a newer one as environment.python, or load its module (environment.modules)",
+        )
+    else:
+        executable = machine.facts.get("executable")
+        yield machine.finding(Level.OK, "python", f"Python {found} ({executable})")
+
+
+def modules(machine: Machine) -> Iterator[Finding]:
+    """What ranks import is installed."""
+    missing = [str(name) for name in machine.facts.get("missing", ())]
+    if missing:
+        yield machine.finding(
+            Level.ERROR,
+            "modules",
+            f"{machine.facts.get('executable')} does not find {', '.join(missing)}",
+            "ranks end when they import it",
+            "install hpc-train into an environment that all nodes see, and name its Python as "
+            "environment.python",
+        )
+
+
+def torch(machine: Machine) -> Iterator[Finding]:
+    """Torch can be imported, and sees the GPUs."""
+    facts = machine.facts.get("torch") or {}
+    if "error" in facts:
+        yield machine.finding(
+            Level.ERROR,
+            "torch",
+            f"torch fails: {facts['error']}",
+            "ranks import it first",
+            "reinstall torch for this machine's CUDA driver, or load the modules that it was built with",
+        )
+    elif facts:
+        yield from _gpus(machine, facts)
+
+
+def _gpus(machine: Machine, facts: Mapping[str, Any]) -> Iterator[Finding]:
+    gpus, cuda = [str(name) for name in facts.get("gpus", ())], facts.get("cuda")
+    version = f"torch {facts.get('version')}"
+    if gpus:
+        what = f"{version}, CUDA {cuda}, NCCL {facts.get('nccl')}; {len(gpus)} GPUs: {', '.join(set(gpus))}"
+        yield machine.finding(Level.OK, "torch", what)
+        return
+    built = f"built for CUDA {cuda}" if cuda else "built without CUDA"
+    if machine.wants_gpu:
+        yield machine.finding(
+            Level.ERROR,
+            "gpu",
+            f"{version}, {built}, sees no GPU",
+            "the file requests GPUs; with device: auto or cuda its ranks end",
+            "install a torch that fits the driver (`nvidia-smi` shows its CUDA version)"
+            if cuda
+            else "install a torch with CUDA: see pytorch.org",
+        )
+    else:
+        yield machine.finding(Level.OK, "torch", f"{version}, {built}, no GPU visible")
+
+
+def files_limit(machine: Machine) -> Iterator[Finding]:
+    """Processes may open enough files."""
+    soft, hard = machine.facts.get("nofile") or (None, None)
+    if soft is None or soft >= _FILES:
+        yield machine.finding(Level.OK, "nofile", f"open files per process: {_amount(soft)}")
+        return
+    possible = _FILES if hard is None or hard >= _FILES else hard
+    inherited = "; jobs usually inherit the limit of the shell that submits" if not machine.is_node else ""
+    yield machine.finding(
+        Level.WARNING,
+        "nofile",
+        f"at most {soft} open files per process (hard limit {_amount(hard)}), fewer than {_FILES}",
+        f"loader processes and wandb fail with `Too many open files`{inherited}",
+        _NFILES_REMEDY.format(possible),
+    )
+
+
+def locked_memory(machine: Machine) -> Iterator[Finding]:
+    """InfiniBand may lock memory."""
+    soft, rdma = (machine.facts.get("memlock") or (None, None))[0], machine.facts.get("rdma") or []
+    if soft is None or not rdma:
+        yield machine.finding(Level.OK, "memlock", f"locked memory: {_amount(soft, 'bytes')}")
+        return
+    yield machine.finding(
+        Level.ERROR,
+        "memlock",
+        f"at most {soft} bytes of locked memory, with InfiniBand ({', '.join(map(str, rdma))})",
+        "NCCL can't register its buffers: ranks end with `ibv_reg_mr failed` or `Cannot allocate memory`",
+        "`ulimit -l unlimited` in the `setup` of a profile; if that is refused, ask the administrators "
+        "(LimitMEMLOCK=infinity of slurmd)",
+    )
+
+
+def runs_folder(machine: Machine) -> Iterator[Finding]:
+    """The folder of runs can be written and has space."""
+    reason = machine.facts.get("folder")
+    if reason:
+        yield unusable_runs(machine.where, machine.runs, str(reason))
+        return
+    free, files = machine.facts.get("free_bytes"), machine.facts.get("free_files")
+    if isinstance(free, int) and free < _FREE_BYTES:
+        what = f"{free / 2**30:.1f} GiB are free in {machine.runs}"
+        why = "a checkpoint that does not fit ends the run"
+        remedy = "free space (`hpc-train clean RUN`), or set HPC_TRAIN_RUNS to another disk"
+        yield machine.finding(Level.WARNING, "space", what, why, remedy)
+    elif isinstance(files, int) and files < _FREE_FILES:
+        what = f"only {files} more files fit into {machine.runs}"
+        yield machine.finding(
+            Level.WARNING, "space", what, "an attempt writes some per rank", "remove files there"
+        )
+    elif isinstance(free, int):
+        yield machine.finding(Level.OK, "runs", f"{machine.runs} can be written, {free / 2**30:.0f} GiB free")
+
+
+def quota(machine: Machine) -> Iterator[Finding]:
+    """The user is not over quota."""
+    said = " ".join(str(machine.facts.get("quota") or "").split())
+    if said:
+        yield machine.finding(
+            Level.ERROR,
+            "quota",
+            f"`quota` reports: {shortened(said)}",
+            "once the grace period is over nothing can be written, and runs end",
+            "remove files, or ask for a larger quota",
+        )
+
+
+def clock(machine: Machine) -> Iterator[Finding]:
+    """The clocks of nodes and login node agree."""
+    lead = machine.facts.get("clock_lead_s")
+    if machine.clock_lead_s is None or not isinstance(lead, int | float) or not math.isfinite(lead):
+        return
+    skew = lead - machine.clock_lead_s
+    if abs(skew) <= _CLOCK_S:
+        yield machine.finding(Level.OK, "clock", f"its clock differs by {abs(skew):.1f} s from this one's")
+        return
+    yield machine.finding(
+        Level.WARNING,
+        "clock",
+        f"its clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this machine's",
+        "`status` shows wrong times and considers silent runs dead or alive too long, TensorBoard mixes up "
+        "attempts, and from five minutes on Slurm's credentials expire",
+        "ask the administrators to synchronize the clocks (chrony, ntpd)",
+    )
+
+
+#: In the order in which they are reported.
+CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
+    python_version, modules, torch, runs_folder, quota, files_limit, locked_memory, clock,
+)  # fmt: skip
+
+
+def _amount(value: int | None, unit: str = "") -> str:
+    return "unlimited" if value is None else f"{value} {unit}".rstrip()

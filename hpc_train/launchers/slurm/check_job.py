@@ -1,0 +1,258 @@
+"""The jobs of ``doctor --submit``: a batch script without srun in which a node reports on itself.
+
+What a node found arrives as a file in the folder of runs; from one that can't write there, as an exit code.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc_train.config.cluster_sections import SlurmConfig
+from hpc_train.config.fields import SLURM_WORD_PATTERN
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import NoSchedulerError, UsageError, printable
+from hpc_train.launchers.findings import Finding, Level
+from hpc_train.launchers.machine_checks import (
+    REPORT,
+    Machine,
+    check_folder,
+    clock_lead_s,
+    judged,
+    parsed,
+    unusable_runs,
+)
+from hpc_train.launchers.slurm import commands, profiles, queue, sbatch_errors, script
+from hpc_train.launchers.slurm.profiles import Profile
+from hpc_train.paths import runs_root
+
+_SOURCE = "sbatch"
+_TIME_MIN = 10
+_PAUSE_MAX_S = 5.0
+_MAX_NODES = 64
+_KEYS = ("partition", "account", "qos", "constraint", "reservation")
+#: Not for a job of one node and a few seconds, or set here.
+_OMITTED = {"hold", "nodes", "ntasks", "ntasks-per-node", "time", "dependency", "begin", "exclusive"}
+
+
+@dataclass
+class CheckJob:
+    """One job and the node that it is for; empty: any."""
+
+    node: str
+    report: Path
+    job: str = ""
+    state: str = ""
+    reason: str = ""
+    exit_code: str = ""
+    host: str = ""
+    requeue: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in queue.ENDED | {queue.FORGOTTEN}
+
+    def update(self) -> None:
+        """Ask Slurm for the job's state."""
+        try:
+            said = commands.run(["scontrol", "--oneliner", "show", "job", self.job], retry=True)
+        except commands.RefusedError:  # dropped
+            self.state = queue.FORGOTTEN
+            return
+        values = dict(word.partition("=")[::2] for word in said.split())
+        self.state, self.reason = values.get("JobState", ""), values.get("Reason", "")
+        self.exit_code, self.requeue = values.get("ExitCode", ""), values.get("Requeue", "")
+        if (host := values.get("BatchHost", "(null)")) != "(null)":
+            self.host = host
+
+
+def check_nodes(experiment: Experiment | None, nodes: Sequence[str], limit_s: float) -> list[Finding]:
+    """Run a job on each node, or on any one, and return what they found.
+
+    Raises NoSchedulerError, UsageError where ``nodes`` are not names, OSError where this machine can't write
+    the folder of runs.
+    """
+    slurm = (experiment.slurm if experiment is not None else None) or SlurmConfig()
+    profile = profiles.find(slurm.profile)
+    names = _hostnames(nodes) if nodes else [""]
+    runs = runs_root()
+    with check_folder(runs) as folder:
+        (folder / "marker").touch()
+        jobs = [CheckJob(name, folder / f"report-{number}.json") for number, name in enumerate(names)]
+        try:
+            for job in jobs:
+                job.job = _submit(job, experiment, slurm, profile, folder)
+            _wait(jobs, limit_s)
+        except commands.RefusedError as error:
+            return [_refused(error, experiment)]
+        finally:
+            _cancel(jobs)
+        lead_s = clock_lead_s(folder)
+        return [finding for job in jobs for finding in _judged(job, slurm, runs, lead_s, limit_s)]
+
+
+def _hostnames(nodes: Sequence[str]) -> list[str]:
+    words = [word for node in nodes for word in [node.strip()] if word]
+    for word in words:
+        if not re.fullmatch(SLURM_WORD_PATTERN, word):
+            raise UsageError(f"--nodes: {printable(word)!r} is not a list of nodes; write one like n1,n[3-5]")
+    try:
+        names = commands.run(["scontrol", "show", "hostnames", ",".join(words)]).split()
+    except commands.RefusedError as error:
+        raise UsageError(f"--nodes: {error.words}; write a list like n1,n[3-5]") from None
+    if len(names) > _MAX_NODES:
+        raise UsageError(f"--nodes: {len(names)} nodes; write at most {_MAX_NODES}")
+    return names
+
+
+def _submit(
+    job: CheckJob, experiment: Experiment | None, slurm: SlurmConfig, profile: Profile, folder: Path
+) -> str:
+    python = [sys.executable]
+    if experiment is not None:
+        python = script.python_command(experiment, profile, (runs_root(), Path.cwd()))
+    values = {
+        "python": python,
+        "folder": folder,
+        "marker": folder / "marker",
+        "report": job.report,
+        "source": REPORT.read_text(encoding="utf-8"),
+        "modules": experiment.environment.modules if experiment is not None else [],
+        "variables": profile.variables(),
+        "site": script.site(slurm, profile),
+    }
+    text = "\n".join(script.rendered("check.sh.j2", values)) + "\n"
+    parameters = {key: getattr(slurm, key) for key in _KEYS} | {"additional_parameters": dict(slurm.extra)}
+    with tempfile.TemporaryDirectory() as temporary, script.clean_environment(parameters):
+        path = Path(temporary, "check.sh")
+        path.write_text(text, encoding="utf-8")
+        said = commands.run(["sbatch", "--parsable", *_options(job.node, slurm, profile), str(path)])
+    return said.strip().partition(";")[0]
+
+
+def _options(node: str, slurm: SlurmConfig, profile: Profile) -> list[str]:
+    """Return the options of sbatch: the file's, for one task that needs little."""
+    given = {key: getattr(slurm, key) or getattr(profile.defaults, key) for key in _KEYS}
+    more = {
+        key.replace("_", "-"): value for each in (profile.sbatch, slurm.extra) for key, value in each.items()
+    }
+    given |= {key: value for key, value in more.items() if key not in _OMITTED and value is not False}
+    if slurm.gpus_per_node:
+        request = ":".join(filter(None, (slurm.gpu_type or profile.defaults.gpu_type, "1")))
+        given |= {"gres": f"gpu:{request}"} if profile.gpus == "gres" else {"gpus-per-node": request}
+    fixed = {
+        "job-name": "hpc-train-doctor",
+        "nodes": 1,
+        "ntasks": 1,
+        "time": _TIME_MIN,
+        "output": "/dev/null",
+        "chdir": "/",
+        "requeue": True,
+        "nodelist": node or None,
+    }
+    return [
+        f"--{key}" if value is True else f"--{key}={value}"
+        for key, value in (given | fixed).items()
+        if value is not None
+    ]
+
+
+def _wait(jobs: Sequence[CheckJob], limit_s: float) -> None:
+    """Follow the jobs to their end, or for ``limit_s``."""
+    deadline, pause_s = time.monotonic() + limit_s, 0.5
+    while True:
+        for job in jobs:
+            if not job.has_ended:
+                job.update()
+        if all(job.has_ended for job in jobs) or time.monotonic() >= deadline:
+            return
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _PAUSE_MAX_S)
+
+
+def _cancel(jobs: Sequence[CheckJob]) -> None:
+    """End what still waits or runs, after Ctrl-C too."""
+    with suppress(NoSchedulerError, commands.RefusedError):
+        if ids := [job.job for job in jobs if job.job and not job.has_ended]:
+            commands.cancel_jobs(ids)
+
+
+def _refused(error: commands.RefusedError, experiment: Experiment | None) -> Finding:
+    remedy = "give an experiment file with the account, partition and options that this site requires"
+    if experiment is not None:
+        advice = sbatch_errors.advice(error.words, experiment)
+        remedy = f"{advice.key}: {advice.remedy}"
+    return Finding(
+        Level.ERROR,
+        "slurm.submit",
+        f"sbatch rejects a small job: {error.words}",
+        _SOURCE,
+        "it rejects the jobs of runs for the same reason",
+        remedy,
+    )
+
+
+def _judged(
+    job: CheckJob, slurm: SlurmConfig, runs: Path, clock_lead_s: float, limit_s: float
+) -> list[Finding]:
+    where = f"node {job.host or job.node or '?'}"
+    if not job.has_ended:
+        return [_not_ended(job, where, limit_s)]
+    found = [_may_requeue(job)] if job.requeue else []
+    try:
+        facts = parsed(job.report.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return [*found, _without_report(job, where, runs)]
+    machine = Machine(where, facts, runs, slurm.gpus_per_node > 0, clock_lead_s, is_node=True)
+    return [*found, *judged(machine)]
+
+
+def _not_ended(job: CheckJob, where: str, limit_s: float) -> Finding:
+    waits = job.state == "PENDING"
+    what = f"job {job.job} is still {job.state.lower()} after {limit_s:.0f} s"
+    return Finding(
+        Level.WARNING,
+        "slurm.submit",
+        f"{where}: {what} ({job.reason}); cancelled" if waits else f"{where}: {what}; cancelled",
+        _SOURCE,
+        "the node was not checked",
+        "repeat it with a larger --wait-min, or name nodes that are idle (--nodes)",
+    )
+
+
+def _may_requeue(job: CheckJob) -> Finding:
+    source = f"scontrol show job {job.job}"
+    if job.requeue != "0":
+        return Finding(Level.OK, "slurm.submit", "a job that requests it may be requeued", source)
+    return Finding(
+        Level.ERROR,
+        "slurm.submit",
+        "a job that requests --requeue may not be requeued: the site overrides it",
+        source,
+        "nothing resumes automatically; each preemption and time limit needs `hpc-train resume`",
+        "ask the administrators to permit --requeue",
+    )
+
+
+def _without_report(job: CheckJob, where: str, runs: Path) -> Finding:
+    """Return why a job ended without a report, by its exit code (check.sh.j2)."""
+    code = job.exit_code.partition(":")[0]
+    if code in {"43", "44"}:
+        reason = "it is not there" if code == "43" else "no file can be made in it"
+        return unusable_runs(where, runs, reason)
+    causes = {
+        "41": ("machine.modules", "the set-up of the profile or `module load` fails", "environment.modules"),
+        "42": ("machine.python", "there is no such Python as the login node's", "environment.python"),
+        "45": ("machine.python", "Python fails", "environment.python"),
+    }
+    check, what, key = causes.get(code, ("slurm.submit", f"the job ended as {job.state} {job.exit_code}", ""))
+    remedy = f"write {key}" if key else "see slurmd's log, or ask the administrators"
+    return Finding(
+        Level.ERROR, check, f"{where}: {what}", f"job {job.job}", "ranks can't start there", remedy
+    )
