@@ -81,7 +81,7 @@ def _place(loaded: Loaded | None, key: str) -> str:
 def _cluster(launcher: Launcher, request: CheckRequest, options: DoctorOptions) -> Iterator[Finding]:
     if not isinstance(launcher, ClusterLauncher):
         why = "the launcher has no checks (docs/plugins.md: ClusterLauncher)"
-        yield Finding(Level.WARNING, "launcher", f"{launcher.title}: not checked", "", why)
+        yield Finding(Level.WARNING, "launcher.checks", f"{launcher.title}: not checked", "", why)
         return
     try:
         yield from launcher.checks(request)
@@ -91,7 +91,7 @@ def _cluster(launcher: Launcher, request: CheckRequest, options: DoctorOptions) 
     except NoSchedulerError as error:
         if options.runs_job:
             raise
-        yield Finding(Level.WARNING, "launcher", str(error), "", _LOCAL_ONLY, "")
+        yield Finding(Level.WARNING, "launcher.programs", str(error), "", _LOCAL_ONLY, "")
 
 
 def _wandb(experiment: Experiment) -> Iterator[Finding]:

@@ -11,9 +11,9 @@ _MODULES = {
     "launchers/slurm/cluster_checks.py": "slurm",
     "launchers/slurm/check_job.py": "slurm",
     "launchers/machine_checks.py": "machine",
-    "cli/doctor.py": "launcher",
+    "cli/doctor.py": "",
 }
-_NAME = re.compile(r'"((?:slurm|machine|wandb)\.[a-z-]+)"')
+_NAME = re.compile(r'"((?:slurm|machine|wandb|launcher)\.[a-z-]+)"')
 #: The helpers that put the module's own prefix before a name.
 _SHORT_NAME = re.compile(r'(?:fine\(|configuration\(\s*|finding\(\s*Level\.\w+,\s*)"([a-z-]+)"')
 
@@ -30,7 +30,9 @@ def test_the_table_of_checks_is_complete() -> None:
     page = (REPOSITORY / "docs/reference.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"^\| check \| finds \|.*?\n\n", page, re.DOTALL | re.MULTILINE)
     rows = {
-        name for row in table.splitlines() for name in re.findall(r"`([a-z]+\.[a-z-]+)`", row.split("|")[1])
+        name
+        for row in table.strip().splitlines()
+        for name in re.findall(r"`([a-z]+\.[a-z-]+)`", row.split("|")[1])
     }
     assert len(checks()) > 20
     assert rows == checks()

@@ -168,6 +168,16 @@ def requeue(subject: Subject) -> Iterator[Finding]:
 
 def preempt_mode(subject: Subject) -> Iterator[Finding]:
     """PreemptMode of each partition whose jobs can be preempted."""
+    kind = subject.facts.text("PreemptType")
+    if kind == "preempt/qos":
+        yield configuration(
+            "preempt-mode",
+            Level.WARNING,
+            f"PreemptType = {kind}: who preempts whom depends on the QOS, which is not checked",
+            "a save that takes longer than the GraceTime of the job's QOS is lost, and with PreemptMode "
+            "cancel the job",
+            "compare `sacctmgr show qos format=name,preempt,preemptmode,gracetime` with your saves",
+        )
     for partition, mode in _preemptable(subject.facts):
         source = f"scontrol show partition {partition.name}"
         label = f"partition {partition.name}: PreemptMode = {mode}"

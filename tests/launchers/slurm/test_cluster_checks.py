@@ -52,6 +52,7 @@ def test_only_the_missing_accounting_is_reported_of_a_good_cluster(version: str)
         ({"SlurmdTimeout": "7200 sec"}, "node-timeout", Level.WARNING),
         ({"RequeueExit": "1-9"}, "exit-codes", Level.ERROR),
         ({"RequeueExitHold": "64,75"}, "exit-codes", Level.ERROR),
+        ({"PreemptType": "preempt/qos"}, "preempt-mode", Level.WARNING),
         ({"ProctrackType": "proctrack/linuxproc"}, "process-tracking", Level.WARNING),
     ],
 )
