@@ -60,5 +60,7 @@ def test_the_wheel_plans_a_slurm_job_in_an_empty_folder(dist: Path, tmp_path: Pa
     hpc_train("validate", file)
     script = hpc_train("plan", "--script", file, "slurm.profile=gres")
     assert "hpc_train_requeue() {" in script, "no templates"
+    hpc_train("init", "--local", "--from", "cifar10-cpu", "-o", "recipe.yaml")
+    assert (empty / "examples/cifar10_speed.py").is_file()
     package = run(["python", "-c", "import hpc_train; print(hpc_train.__file__)"], empty, own)
     assert Path(package).is_relative_to(tmp_path / "environment")

@@ -19,6 +19,7 @@ from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
 from hpc_train.loggers.wandb_key import has_key
+from hpc_train.paths import runs_root
 from hpc_train.validate.loading import Loaded, load
 
 _LOCAL_ONLY = "runs can be started here with --local only"
@@ -88,6 +89,8 @@ def _cluster(launcher: Launcher, request: CheckRequest, options: DoctorOptions) 
         if options.runs_job:
             nodes = [options.nodes] if options.nodes else []
             yield from launcher.node_checks(request, nodes, 60 * options.wait_min)
+    except OSError as error:
+        yield machine_checks.unusable_runs("the job on a node", runs_root(), error.strerror or str(error))
     except NoSchedulerError as error:
         if options.runs_job:
             raise

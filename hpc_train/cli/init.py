@@ -125,7 +125,10 @@ def _asked(what: str, default: str, choices: Sequence[str]) -> str:
 
     listed = f" ({', '.join(choices)})" if choices else ""
     while True:
-        answer = str(typer.prompt(f"{what}{listed}", default=default, err=True)).strip()
+        try:
+            answer = str(typer.prompt(f"{what}{listed}", default=default, err=True)).strip()
+        except typer.Abort:  # Ctrl-C, or the end of the input
+            raise KeyboardInterrupt from None
         if not choices or answer in choices:
             return answer
         say(f"write one of {', '.join(choices)}")

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,13 +58,20 @@ class Machine:
 
 @contextmanager
 def check_folder(runs: Path) -> Iterator[Path]:
-    """Make a private folder in the folder of runs, for what this check writes; removed at the end."""
+    """Make a private folder in the folder of runs, for what this check writes.
+
+    It is removed at the end, and so is the folder of runs if it was not there.
+    """
+    has_runs = runs.exists()
     folder = runs / f".doctor-{secrets.token_hex(6)}"
     folder.mkdir(mode=0o700, parents=True)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        if not has_runs:
+            with suppress(OSError):  # somebody has made a run meanwhile
+                runs.rmdir()
 
 
 def clock_lead_s(folder: Path) -> float:
@@ -77,17 +84,15 @@ def clock_lead_s(folder: Path) -> float:
 def this_machine(*, wants_gpu: bool = False) -> list[Finding]:
     """Return the findings on the machine that runs the command."""
     runs, where = runs_root(), "this machine"
-    has_runs = runs.exists()
     try:
         with check_folder(runs) as folder:
             facts = _report(folder)
-        if not has_runs:
-            runs.rmdir()
     except OSError as error:
         return [unusable_runs(where, runs, error.strerror or str(error))]
     except (subprocess.SubprocessError, ValueError) as error:
         what = f"{where}: Python can't report on it: {shortened(str(error))}"
-        return [Finding(Level.ERROR, "machine.python", what, where, "ranks start with this Python")]
+        why, remedy = "ranks start with this Python", "reinstall hpc-train into a new environment"
+        return [Finding(Level.ERROR, "machine.python", what, where, why, remedy)]
     return judged(Machine(where, facts, runs, wants_gpu))
 
 

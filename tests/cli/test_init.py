@@ -188,6 +188,12 @@ def test_on_a_terminal_it_asks_for_what_is_not_given(monkeypatch: pytest.MonkeyP
     )
 
 
+def test_input_that_ends_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpc_train.cli.init._is_terminal", lambda: True)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("detection\n"))
+    assert hpc_train("init", "--local").code == 130 and not Path("exp.yaml").exists()
+
+
 @pytest.mark.parametrize(
     "value",
     [

@@ -117,7 +117,8 @@ def test_planted_faults_are_found(
 
     code, found, said = findings(str(file), "environment.python=/no/python", "--submit")
     assert (code, found["machine.python"]) == (1, "error"), said
-    runs_root().mkdir(exist_ok=True)
+    assert not runs_root().exists(), "made for the check"
+    runs_root().mkdir()
     with without_runs(cluster, NODES[3]):
         code, found, said = findings("--nodes", NODES[3])
     assert (code, found["machine.runs"]) == (1, "error"), said

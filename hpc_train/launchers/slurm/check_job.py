@@ -33,7 +33,7 @@ from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.paths import runs_root
 
 _SOURCE = "sbatch"
-_TIME_MIN = 10
+_TIME_MIN = 5
 _PAUSE_MAX_S = 5.0
 _MAX_NODES = 64
 _KEYS = ("partition", "account", "qos", "constraint", "reservation")
