@@ -236,7 +236,9 @@ def kill_wait(subject: Subject) -> Iterator[Finding]:
     found = subject.facts.number("KillWait")
     measured = subject.longest_save_s
     needed = _KILL_WAIT_S if measured is None else max(_KILL_WAIT_S, round(measured) + 1)
-    if found is None or found >= needed:
+    if found is None:
+        return
+    if found >= needed:
         yield fine("kill-wait", f"KillWait = {found} s")
         return
     yield configuration(
@@ -252,7 +254,9 @@ def kill_wait(subject: Subject) -> Iterator[Finding]:
 def array_size(subject: Subject) -> Iterator[Finding]:
     """MaxArraySize."""
     found = subject.facts.number("MaxArraySize")
-    if found is None or found >= _ARRAY_SIZE:
+    if found is None:
+        return
+    if found >= _ARRAY_SIZE:
         yield fine("array-size", f"MaxArraySize = {found}")
         return
     yield configuration(
@@ -283,7 +287,9 @@ def accounting(subject: Subject) -> Iterator[Finding]:
 def job_age(subject: Subject) -> Iterator[Finding]:
     """MinJobAge where there is no accounting."""
     found = subject.facts.number("MinJobAge")
-    if found is None or found == 0 or found >= _JOB_AGE_S or subject.facts.has_accounting:
+    if found is None:
+        return
+    if found == 0 or found >= _JOB_AGE_S or subject.facts.has_accounting:
         yield fine("job-age", f"MinJobAge = {found} s")
         return
     yield configuration(
@@ -298,7 +304,9 @@ def job_age(subject: Subject) -> Iterator[Finding]:
 def node_timeout(subject: Subject) -> Iterator[Finding]:
     """SlurmdTimeout."""
     found = subject.facts.number("SlurmdTimeout")
-    if found is None or 0 < found <= _NODE_TIMEOUT_S:
+    if found is None:
+        return
+    if 0 < found <= _NODE_TIMEOUT_S:
         yield fine("node-timeout", f"SlurmdTimeout = {found} s")
         return
     never = found == 0
