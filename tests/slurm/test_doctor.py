@@ -133,6 +133,7 @@ def test_init_validate_and_plan_are_one_session(cluster: Cluster, tmp_path: Path
     assert done.code == 0, done.err
     text = file.read_text()
     assert "# partition low (default): 4 nodes with 4 GPUs, no time limit" in text
+    assert "# accounts: test" in text
     assert "  partition: low " in text and "  gpus_per_node: 4 " in text
     assert hpc_train("validate", file).code == 0
     plan = json.loads(hpc_train("plan", file, "--json", "--script").out)
