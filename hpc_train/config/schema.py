@@ -109,6 +109,9 @@ class EvaluationConfig(Section):
     sample_tokens: NotNegativeInt = 64
     """``causal_lm``: tokens of the text that the model writes at each evaluation, kept in the run folder.
     Each costs a forward pass of one sequence. 0: no text."""
+    images: Annotated[int, Field(ge=0, le=64)] = 8
+    """``classification``, ``segmentation``, ``detection``: validation images that each evaluation keeps in
+    the run folder with the predictions drawn on them, evenly spaced over the validation data. 0: none."""
 
 
 class SweepConfig(Section):

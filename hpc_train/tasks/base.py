@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
+from PIL import Image
 from torch import Tensor, nn
 
 from hpc_train import registry
@@ -58,6 +59,18 @@ class Task(Protocol):
 
     # Optional: ``predictions(outputs, batch) -> list[dict[str, Any]]``, what ``hpc-train predict`` writes of
     # each sample of the batch: names → JSON values. Targets may be those of no data.
+
+
+@runtime_checkable
+class DrawsPictures(Protocol):
+    """Optional: a task that draws its predictions on images, for ``evaluation.images``."""
+
+    def picture(self, outputs: Any, batch: Batch, place: int, image: Image.Image) -> Image.Image | None:
+        """Return the picture (RGB, any size) of sample ``place`` of the batch; None for none.
+
+        ``image`` is the sample's input as RGB in its own size, without normalization. Outputs and batch are
+        those of ``sums``. Called on one rank, for a few samples; a function of its arguments alone.
+        """
 
 
 class WholeTask:

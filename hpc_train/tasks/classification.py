@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
+from hpc_train.tasks import drawing
 from hpc_train.tasks.class_losses import as_shares, make_class_loss
 from hpc_train.tasks.several_classes import label_metrics, label_sums
 
@@ -22,6 +24,8 @@ from hpc_train.tasks.several_classes import label_metrics, label_sums
 _TOP = 5
 #: Up to this many classes evaluations keep a confusion matrix (assumed: 2 MB as text).
 _MOST_CONFUSED = 1000
+#: How many labels of a sample its picture names (assumed).
+_NAMED = 4
 
 
 class Classification:
@@ -132,6 +136,43 @@ class Classification:
         confusion = sums["confusion"]
         return {"confusion_matrix.csv": self._table(["class", *self._names(len(confusion))], confusion)}
 
+    def picture(self, outputs: Tensor, batch: Batch, place: int, image: Image.Image) -> Image.Image:
+        """Return the image above its class and the predicted one, with its probability.
+
+        The frame of a right prediction is green, that of a wrong one red. With several labels per sample:
+        the labels, and the predicted ones with their probabilities.
+        """
+        logits = _at_least_float32(outputs[place])
+        target = batch.targets[place]
+        if self._has_several:
+            true, found, chances = target > 0.5, logits >= 0, logits.sigmoid()
+            names, found_names = self._label_names(true), self._label_names(found, chances)
+            is_right = torch.equal(true, found)
+        else:
+            chances = logits.softmax(dim=0)
+            number, predicted = int(_classes(target[None])), int(chances.argmax())
+            names, found_names = [self._short(number)], [f"{self._short(predicted)} {chances[predicted]:.2f}"]
+            is_right = number == predicted
+        color, verdict = (drawing.RIGHT, "") if is_right else (drawing.WRONG, " (wrong)")
+        lines = _caption("true: ", names, drawing.INK) + _caption("predicted: ", found_names, color)
+        lines[-1] = (lines[-1][0] + verdict, color)
+        return drawing.with_caption(drawing.framed(drawing.fitted(image), color), lines)
+
+    def _label_names(self, is_label: Tensor, chances: Tensor | None = None) -> list[str]:
+        """Return the names of the labels, those with the highest probability first; of many the first few."""
+        numbers = is_label.nonzero().flatten().tolist()
+        if chances is not None:
+            numbers.sort(key=lambda number: -float(chances[number]))
+        names = [
+            self._short(number) + ("" if chances is None else f" {chances[number]:.2f}")
+            for number in numbers[:_NAMED]
+        ]
+        more = len(numbers) - _NAMED
+        return [*names, f"{more} more"] if more > 0 else names or ["none"]
+
+    def _short(self, number: int) -> str:
+        return drawing.short(self._class_name(number))
+
     def _table(self, header: Sequence[str], counts: Tensor) -> bytes:
         """Return a CSV table with a row per class."""
         text = io.StringIO()
@@ -168,6 +209,11 @@ def _confusion(classes: Tensor, predictions: Tensor, valid: Tensor, num_classes:
     """Return (class, prediction) int64, without waiting for the device as ``bincount`` would."""
     counts = classes.new_zeros((num_classes, num_classes))
     return counts.index_put_((classes, predictions), valid.to(torch.int64), accumulate=True)
+
+
+def _caption(title: str, names: Sequence[str], color: drawing.Color) -> list[tuple[str, drawing.Color]]:
+    """Return a line per name, the first one after the title."""
+    return [(f"{title if place == 0 else '    '}{name}", color) for place, name in enumerate(names)]
 
 
 def _at_least_float32(logits: Tensor) -> Tensor:

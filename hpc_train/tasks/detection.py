@@ -5,15 +5,21 @@ Legend: B samples, C classes, K boxes of a sample, D detections in it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
+from hpc_train.tasks import drawing
+
+#: Of the detections that are drawn (assumed): the minimum score, and how many at most.
+_SHOWN_SCORE, _SHOWN = 0.3, 50
 
 
 class Detection:
@@ -31,6 +37,7 @@ class Detection:
                 "pip install 'hpc-train[detection]'"
             )
         self._num_classes = experiment.model.args.get("num_classes", info.num_classes)
+        self._class_names = info.class_names
         self.target_spec = {
             "boxes": TargetSpec(
                 "the corners of boxes",
@@ -86,6 +93,45 @@ class Detection:
 
         precision, at_50 = average_precision(sums["detections"], sums["boxes"], self._num_classes)
         return {"map": precision, "map50": at_50}
+
+    def picture(
+        self, outputs: list[dict[str, Tensor]], batch: Batch, place: int, image: Image.Image
+    ) -> Image.Image:
+        """Return the image with its boxes, beside the image with the detections over them.
+
+        Boxes are dashed and white, in gray those of crowds; detections have the color of their class.
+        """
+        targets = [batch.targets[name][place].tolist() for name in self.target_spec]
+        boxes = [
+            drawing.Box(
+                corners,
+                self._class_name(label),
+                drawing.GRAY if is_crowd else drawing.WHITE,
+                is_dashed=True,
+            )
+            for corners, label, is_crowd in zip(*targets, strict=True)
+        ]
+        unnamed = [replace(box, text="") for box in boxes]
+        detections = self._shown(outputs[place])
+        return drawing.panels(
+            [
+                ("ground truth", drawing.with_boxes(image, boxes)),
+                ("prediction", drawing.with_boxes(image, [*unnamed, *detections])),
+            ]
+        )
+
+    def _shown(self, found: dict[str, Tensor]) -> list[drawing.Box]:
+        """Return the detections that are drawn, the one with the highest score last."""
+        rows = zip(*(found[name].tolist() for name in ("scores", "labels", "boxes")), strict=True)
+        certain = sorted((row for row in rows if row[0] >= _SHOWN_SCORE), key=lambda row: row[0])
+        return [
+            drawing.Box(corners, f"{self._class_name(label)} {score:.2f}", drawing.color_of(label - 1))
+            for score, label, corners in certain[-_SHOWN:]
+        ]
+
+    def _class_name(self, label: int) -> str:
+        has_names = len(self._class_names) == self._num_classes and 1 <= label <= self._num_classes
+        return drawing.short(self._class_names[label - 1] if has_names else label)
 
 
 def _to_learn(batch: Batch) -> list[dict[str, Tensor]]:

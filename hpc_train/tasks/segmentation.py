@@ -12,11 +12,13 @@ import re
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
+from hpc_train.tasks import drawing
 from hpc_train.tasks.pixel_losses import make_pixel_loss, pixel_losses
 
 #: Of pixels without a class, where the data set does not say it.
@@ -104,6 +106,29 @@ class Segmentation:
         rows = sums["confusion"].tolist()
         table.writerows([name, *counts] for name, counts in zip(self._class_names, rows, strict=True))
         return {"confusion.csv": text.getvalue().encode()}
+
+    def picture(self, outputs: Any, batch: Batch, place: int, image: Image.Image) -> Image.Image:
+        """Return image, mask and prediction side by side, above the names of their classes.
+
+        Pixels without a class are dark gray in both.
+        """
+        out, *_ = _logits(outputs)
+        mask_HW = batch.targets[place]
+        logits_PC, classes_P = _flat(out[place : place + 1], mask_HW[None])
+        truth_HW = classes_P.view(mask_HW.shape).cpu().numpy()
+        found_HW = logits_PC.argmax(dim=1).view(mask_HW.shape).cpu().numpy()
+        ignored_HW = truth_HW == self._ignored
+        image = image.resize(truth_HW.shape[::-1])
+        shown = drawing.panels(
+            [
+                ("image", image),
+                ("ground truth", drawing.with_classes(image, truth_HW, ignored_HW)),
+                ("prediction", drawing.with_classes(image, found_HW, ignored_HW)),
+            ]
+        )
+        numbers = sorted({*truth_HW[~ignored_HW].tolist(), *found_HW[~ignored_HW].tolist()})
+        entries = [(drawing.short(self._class_names[number]), drawing.color_of(number)) for number in numbers]
+        return drawing.with_legend(shown, entries)
 
 
 def _metric_names(class_names: tuple[str, ...], num_classes: int) -> list[str]:

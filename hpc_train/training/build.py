@@ -44,6 +44,7 @@ from hpc_train.training.metrics_file import MetricsFile
 from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluations
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
 from hpc_train.training.peak_flops import peak_tflops
+from hpc_train.training.pictures import Pictures
 from hpc_train.training.rank import Rank
 from hpc_train.training.saving import Saves
 from hpc_train.training.step_times import StepTimes
@@ -231,6 +232,7 @@ def _trainer(
         on_first_batch=on_first_batch,
         evaluation_files=EvaluationFiles(rank.paths) if rank.is_first else None,
         text_samples=TextSamples.of(config, run.source, task),
+        pictures=Pictures.of(config, run.source, task, rank.group.control),
     )
 
 

@@ -17,6 +17,7 @@ from hpc_train.health.progress import Progress
 from hpc_train.tasks.base import Task
 from hpc_train.training.evaluation import evaluate
 from hpc_train.training.forward import TrainingForward
+from hpc_train.training.pictures import Pictures
 from hpc_train.training.rank import Rank
 from hpc_train.training.train_state import TrainState
 
@@ -70,6 +71,8 @@ class Evaluator:
     device: torch.device
     agreement: Agreement
     progress: Progress
+    #: What draws predictions, with the prefixes of the metrics' names.
+    pictures: Pictures | None = None
 
     def metrics(self, validation: Validation, step: int) -> dict[str, float] | None:
         """Return the metrics of ``sums``. Collective."""
@@ -82,28 +85,42 @@ class Evaluator:
         Collective. None if a rank was asked to stop before the end. Leaves the model in training mode.
         """
         share_all_buffers(self.state)
-        sums = self._sums(validation, step)
+        sums = self._sums(validation, step, "")
         if sums is None or self.state.ema is None:
             return None if sums is None else {"": sums}
         with self.state.ema.swapped():
-            averages = self._sums(validation, step)
+            averages = self._sums(validation, step, "ema_")
         return None if averages is None else {"": sums, "ema_": averages}
 
-    def _sums(self, validation: Validation, step: int) -> dict[str, Any] | None:
+    def _sums(self, validation: Validation, step: int, prefix: str) -> dict[str, Any] | None:
+        owns_loss = self.state.strategy.owns_loss
+        pictures = self.pictures
+
+        def sums_of(batch: Batch) -> dict[str, Any]:
+            if pictures is None or not owns_loss:
+                return self.forward.sums(self.state.wrapped, batch, step)
+
+            def draw(outputs: Any, moved: Batch) -> None:
+                pictures.add(prefix, outputs, moved, batch)
+
+            return self.forward.sums(self.state.wrapped, batch, step, draw)
+
         def begin(place: int) -> None:
             self.progress.at("evaluating", step, part=place)
             self.agreement.begin()
 
+        if pictures is not None:
+            pictures.begin(prefix)
         self.state.wrapped.eval()
         with torch.no_grad():
             sums = evaluate(
                 validation.batches(),
                 validation.num_batches,
-                lambda batch: self.forward.sums(self.state.wrapped, batch, step),
+                sums_of,
                 self.device,
                 begin=begin,
                 must_stop=lambda: self.agreement.wait().stop,
-                owns_loss=self.state.strategy.owns_loss,
+                owns_loss=owns_loss,
             )
         self.state.wrapped.train()
         return sums

@@ -110,11 +110,22 @@ class TrainingForward:
         with self.context():
             return self.task.forward(model, self.to_input(batch))
 
-    def sums(self, model: nn.Module, batch: Batch, step: int) -> dict[str, Any]:
-        """Run the forward of an evaluation at ``step``; return the task's sums and records."""
+    def sums(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        step: int,
+        on_outputs: Callable[[Any, Batch], None] = lambda outputs, moved: None,
+    ) -> dict[str, Any]:
+        """Run the forward of an evaluation at ``step``; return the task's sums and records.
+
+        ``on_outputs`` receives the outputs and the batch on the device.
+        """
         with self.begin(replace(batch, step=step)):
             moved = self.to_device(batch)
-            return self.task.sums(self.task.forward(model, moved), moved)
+            outputs = self.task.forward(model, moved)
+            on_outputs(outputs, moved)
+            return self.task.sums(outputs, moved)
 
 
 def make_to_input(

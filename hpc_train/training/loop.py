@@ -29,6 +29,7 @@ from hpc_train.training.forward import TrainingForward
 from hpc_train.training.meters import Meters, StatusWriter
 from hpc_train.training.model_selection import ModelSelection
 from hpc_train.training.non_finite import Guard, RollbackError, check_evaluation, seen_error
+from hpc_train.training.pictures import Pictures
 from hpc_train.training.saving import Saves
 from hpc_train.training.step import train_step
 from hpc_train.training.text_samples import TextSamples
@@ -92,6 +93,7 @@ class Trainer:
     #: On rank 0 alone.
     evaluation_files: EvaluationFiles | None = None
     text_samples: TextSamples | None = None
+    pictures: Pictures | None = None
     #: Called with this rank's first micro-batch, before anything is computed of it.
     on_first_batch: Callable[[Batch], None] = lambda batch: None
     _has_stepped: bool = False
@@ -112,7 +114,7 @@ class Trainer:
             on_begin=self._begin_slot,
         )
         self._evaluator = Evaluator(
-            self.state, self.task, self._forward, self.device, self.agreement, self.progress
+            self.state, self.task, self._forward, self.device, self.agreement, self.progress, self.pictures
         )
 
     def train(self) -> bool:
@@ -245,9 +247,9 @@ class Trainer:
         sums = self._evaluator.sums(validation, self.step)
         if sums is None:
             return False
-        sample = self._text_sample()
+        files = self._text_sample() | (self.pictures.files() if self.pictures is not None else {})
         if self.evaluation_files is not None:  # before the row: where it exists, they are complete
-            self.evaluation_files.write(self.step, sample)
+            self.evaluation_files.write(self.step, files)
             for prefix, each in sums.items():
                 self.evaluation_files.write(self.step, files_of(self.task, each, prefix))
         metrics = metrics_of(self.task, sums)
