@@ -368,6 +368,11 @@ class RunPaths:
         found = [(_STEP_NAME.fullmatch(path.name), path) for path in self.evaluations.iterdir()]
         return dict(sorted((int(match[1]), path) for match, path in found if match))
 
+    def evaluation_images(self, step: int) -> dict[str, Path]:
+        """Return name → file of the images that the evaluation at ``step`` left: its PNG files."""
+        files = [path for path in self.evaluation(step).glob("*.png") if not path.is_symlink()]
+        return {path.stem: path for path in sorted(files) if path.is_file()}
+
     def checkpoint_folders(self) -> list[CheckpointPaths]:
         """Return the folders named like a checkpoint, committed or not, lowest step first."""
         if not self.checkpoints.is_dir():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hpc_train.config.schema import Experiment
@@ -36,6 +38,17 @@ class Logger(Protocol):
 
     def close(self, state: str) -> None:
         """Finish, within seconds; ``state`` is how the attempt ended (``completed``, ``failed``, …)."""
+
+
+@runtime_checkable
+class LogsImages(Protocol):
+    """Optional: a logger that shows the images of evaluations."""
+
+    def log_images(self, row: Row, images: Mapping[str, Path]) -> None:
+        """Take the images of the evaluation that ``row``, a ``val`` row logged just before, is of.
+
+        ``images``: name → PNG file in the run folder, which exists as long as the row counts; at least one.
+        """
 
 
 @runtime_checkable

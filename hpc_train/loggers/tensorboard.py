@@ -3,11 +3,16 @@
 The curves equal ``metrics.jsonl``: where rows are withdrawn (a rollback, a resume behind the last row), the
 next event file tells TensorBoard to drop all events from that step on (its *purge step*), and rows that a
 killed attempt had not flushed are written again. ``tensorboard/flushed.json`` has the step up to which the
-event files are complete.
+event files are complete. Images of evaluations are withdrawn and written again together with their rows.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from hpc_train.loggers.base import LoggerContext, Row
@@ -18,6 +23,8 @@ from hpc_train.run.metric_rows import iter_rows
 _NOT_METRICS = {"time", "attempt", "split", "step", "epoch"}
 #: Events that may wait for the thread that writes them: a slow disk must not delay training.
 _MAX_QUEUE = 100_000
+#: What a PNG file begins with, before width and height.
+_PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
 
 
 class TensorboardLogger:
@@ -34,6 +41,18 @@ class TensorboardLogger:
         for name, value in row.items():
             if name not in _NOT_METRICS and isinstance(value, (int, float)):
                 self._writer.add_scalar(f"{row['split']}/{name}", value, row["step"], row["time"])
+
+    def log_images(self, row: Row, images: Mapping[str, Path]) -> None:
+        """Write the images of an evaluation as ``val/<name>``, without decoding them."""
+        assert self._writer is not None and self._writer.file_writer is not None
+        for name, path in images.items():
+            content = path.read_bytes()
+            if not content.startswith(_PNG) or len(content) < len(_PNG) + 8:
+                continue  # damaged
+            width, height = struct.unpack_from(">2I", content, len(_PNG))
+            image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=content)
+            summary = Summary(value=[Summary.Value(tag=f"{row['split']}/{name}", image=image)])
+            self._writer.file_writer.add_summary(summary, row["step"], row["time"])
 
     def rows_withdrawn(self, after_step: int) -> None:
         """Continue in another event file, which drops the rows past ``after_step``."""
@@ -61,6 +80,8 @@ class TensorboardLogger:
         for row in iter_rows(self._paths.metrics):
             if row["step"] > self._complete:
                 self.log(row)
+                if row["split"] == "val":
+                    self.log_images(row, self._paths.evaluation_images(row["step"]))
 
     def _close(self) -> None:
         writer, self._writer = self._writer, None

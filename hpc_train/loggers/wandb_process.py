@@ -44,6 +44,8 @@ _QUIET = {
     "x_disable_stats": True,
     "x_save_requirements": False,
 }
+#: wandb's own copy of an image is a hard link where the file system has them, so that attempts take no space.
+_LINKED = {"allow_media_symlink": True, "symlink": False}
 
 
 def main() -> int:
@@ -97,7 +99,7 @@ class _Mirror:
             self._history.begin_segment()
             self._run = self._open()
         for number, row in self._history.rows_up_to(committed_step):
-            self._run.log(_named(row) | _time(row), step=number)
+            self._run.log(_named(row) | self._images(row) | _time(row), step=number)
 
     def show(self, row: Row) -> None:
         """Show a row that may still be withdrawn as the run's newest values, which can be replaced."""
@@ -105,6 +107,18 @@ class _Mirror:
 
     def finish(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
+
+    def _images(self, row: Row) -> dict[str, Any]:
+        """Return the images of the evaluation that a row is of; without those that wandb can't read."""
+        if row["split"] != "val":
+            return {}
+        import wandb
+
+        images: dict[str, Any] = {}
+        for name, path in self._paths.evaluation_images(row["step"]).items():
+            with suppress(Exception):  # a damaged image must not keep the row
+                images[f"val/{name}"] = wandb.Image(str(path))
+        return images
 
     def _open(self) -> Any:
         """Return the wandb run that continues the file; a new one if its rows are not the file's."""
@@ -157,7 +171,7 @@ def _start(message: dict[str, Any], suffix: str) -> Any:
     if mode == "auto":
         mode = "online" if has_key() else "offline"
     known = wandb.Settings.model_fields
-    quiet = {name: value for name, value in _QUIET.items() if name in known}
+    quiet = {name: value for name, value in (_QUIET | _LINKED).items() if name in known}
     settings = wandb.Settings(init_timeout=_INIT_TIMEOUT_S, **quiet)
     # wandb creates the folder ``wandb`` in ``dir`` itself.
     return wandb.init(

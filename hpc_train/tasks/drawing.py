@@ -42,6 +42,8 @@ _HUE_STEP = 0.61803398875
 #: How much of a pixel is its class's color, and the brightness of pixels that don't count.
 _OPACITY, _DIMMED = 0.6, 0.35
 _TEXT_SIZE, _LINE, _PADDING = 13, 17, 4
+#: Labels of boxes are smaller: they hide a part of the image.
+_LABEL_SIZE, _LABEL_LINE = 11, 13
 _LONGEST_NAME = 24
 _DASH = 5
 
@@ -145,11 +147,11 @@ def _draw_label(
 ) -> None:
     """Write the text above the box, or inside where there is no room above."""
     left, top, *_ = corners
-    width, height = _width(box.text) + 4, _LINE - 2
+    width, height = _width(box.text, _LABEL_SIZE) + 4, _LABEL_LINE
     left = max(0, min(left, size[0] - width))
     top = top - height if top >= height else top
     draw.rectangle((left, top, left + width - 1, top + height - 1), fill=box.color)
-    draw.text((left + 2, top), box.text, fill=_readable_on(box.color), font=_font())
+    draw.text((left + 2, top), box.text, fill=_readable_on(box.color), font=_font(_LABEL_SIZE))
 
 
 def _readable_on(color: Color) -> Color:
@@ -227,11 +229,11 @@ def _extended(image: Image.Image, height: int, width: int = 0) -> Image.Image:
     return found
 
 
-def _width(text: str) -> int:
-    return math.ceil(_font().getlength(text))
+def _width(text: str, size: int = _TEXT_SIZE) -> int:
+    return math.ceil(_font(size).getlength(text))
 
 
 @cache
-def _font() -> Any:
+def _font(size: int = _TEXT_SIZE) -> Any:
     """Return the font that Pillow contains."""
-    return ImageFont.load_default(_TEXT_SIZE)
+    return ImageFont.load_default(size)

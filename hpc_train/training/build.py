@@ -333,7 +333,10 @@ def _begin_record(run: _Run, step: int) -> None:
         run.metrics_writer.go_back(step)
     elif run.rank.is_first:
         run.metrics_writer = MetricsWriter(
-            MetricsFile(run.rank.paths.metrics, step), _loggers(run.rank), sys.stdout
+            MetricsFile(run.rank.paths.metrics, step),
+            _loggers(run.rank),
+            sys.stdout,
+            run.rank.paths.evaluation_images,
         )
         run.metrics_writer.begin(step)
 

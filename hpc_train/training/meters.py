@@ -9,8 +9,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.errors import UserError
-from hpc_train.loggers.base import AwaitsCommit, Logger, Row, WithdrawsRows
+from hpc_train.loggers.base import AwaitsCommit, Logger, LogsImages, Row, WithdrawsRows
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.run_status import RunStatus, try_status, write_status
@@ -55,14 +56,24 @@ class _PendingRow:
 
 
 class MetricsWriter:
-    """Writes rank 0's rows to metrics.jsonl, to the loggers and as plain lines to the rank's log."""
+    """Writes rank 0's rows to metrics.jsonl, to the loggers and as plain lines to the rank's log.
 
-    def __init__(self, metrics: MetricsFile, loggers: list[Logger], log: TextIO) -> None:
+    ``images_at``: a step → name → file of the images of its evaluation, which the loggers receive.
+    """
+
+    def __init__(
+        self,
+        metrics: MetricsFile,
+        loggers: list[Logger],
+        log: TextIO,
+        images_at: Callable[[int], Mapping[str, Path]] = lambda step: {},
+    ) -> None:
         self.metrics = metrics
         #: State of the run that the loggers receive at ``close``.
         self.state = "failed"
         self._loggers = loggers
         self._log = log
+        self._images_at = images_at
 
     def write(self, row: Row) -> None:
         """Take a row; a number that JSON has no word for is written as null."""
@@ -70,6 +81,10 @@ class MetricsWriter:
         row = {name: None if name in bad else value for name, value in row.items()}
         self.metrics.append(row)
         self._each_logger(lambda logger: logger.log(row))
+        if row["split"] == "val" and (images := self._images_at(row["step"])):
+            self._each_logger(
+                lambda logger: logger.log_images(row, images) if isinstance(logger, LogsImages) else None
+            )
         values = [
             f"{name} {value:.5g}"
             for name, value in row.items()
