@@ -133,6 +133,7 @@ def test_twenty_steps_equal_plain_pytorch_on_one_and_two_ranks(root: Path, tmp_p
         (first, last) = rows(run, "val")
         assert last["miou"] > first["miou"] > 0 and 0 < last["iou_car"] < 1
         assert (run.evaluation(STEPS) / "confusion.csv").read_text().startswith("class,road,car,sky\n")
+        assert run.evaluation_images(STEPS).keys() == {"predictions"}
 
 
 def test_a_killed_run_resumes_bitwise(root: Path, tmp_path: Path) -> None:
