@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
@@ -44,7 +45,8 @@ class TensorboardLogger:
 
     def log_images(self, row: Row, images: Mapping[str, Path]) -> None:
         """Write the images of an evaluation as ``val/<name>``, without decoding them."""
-        assert self._writer is not None and self._writer.file_writer is not None
+        assert self._writer is not None, "rows_committed comes first"
+        events: Any = self._writer.file_writer  # open since the constructor, which its annotation does not say
         for name, path in images.items():
             content = path.read_bytes()
             if not content.startswith(_PNG) or len(content) < len(_PNG) + 8:
@@ -52,7 +54,7 @@ class TensorboardLogger:
             width, height = struct.unpack_from(">2I", content, len(_PNG))
             image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=content)
             summary = Summary(value=[Summary.Value(tag=f"{row['split']}/{name}", image=image)])
-            self._writer.file_writer.add_summary(summary, row["step"], row["time"])
+            events.add_summary(summary, row["step"], row["time"])
 
     def rows_withdrawn(self, after_step: int) -> None:
         """Continue in another event file, which drops the rows past ``after_step``."""
