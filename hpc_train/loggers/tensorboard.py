@@ -46,7 +46,7 @@ class TensorboardLogger:
     def log_images(self, row: Row, images: Mapping[str, Path]) -> None:
         """Write the images of an evaluation as ``val/<name>``, without decoding them."""
         assert self._writer is not None, "rows_committed comes first"
-        events: Any = self._writer.file_writer  # open since the constructor, which its annotation does not say
+        events: Any = self._writer.file_writer  # opened by the constructor
         for name, path in images.items():
             content = path.read_bytes()
             if not content.startswith(_PNG) or len(content) < len(_PNG) + 8:
