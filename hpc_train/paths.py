@@ -200,6 +200,11 @@ class ExperimentPaths:
         return self.submissions / "lock"
 
     @property
+    def mlflow_lock(self) -> Path:
+        """Locked while a run looks for its experiment in MLflow, or creates it."""
+        return self.folder / ".mlflow.lock"
+
+    @property
     def snapshots(self) -> Path:
         """Snapshots of code by content, shared by this user's experiments.
 
@@ -302,6 +307,16 @@ class RunPaths:
     def wandb_lock(self) -> Path:
         """Locked by the process that talks to wandb for the run."""
         return self.wandb / ".lock"
+
+    @property
+    def mlflow(self) -> Path:
+        """What MLflow has of the run: one folder per store."""
+        return self.folder / "mlflow"
+
+    @property
+    def mlflow_lock(self) -> Path:
+        """Locked by the process that talks to MLflow for the run."""
+        return self.mlflow / ".lock"
 
     @property
     def tensorboard(self) -> Path:

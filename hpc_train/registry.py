@@ -47,6 +47,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
     "loggers": {
         "wandb": "hpc_train.loggers.wandb:WandbLogger",
         "tensorboard": "hpc_train.loggers.tensorboard:TensorboardLogger",
+        "mlflow": "hpc_train.loggers.mlflow:MlflowLogger",
         "csv": "hpc_train.loggers.csv_files:CsvLogger",
     },
     "launchers": {

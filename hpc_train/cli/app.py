@@ -369,17 +369,41 @@ def export(
     run: Run,
     output: Annotated[
         Path,
-        typer.Option("-o", "--output", metavar="FILE.safetensors", help="File to write.", show_default=False),
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="File to write: .safetensors (weights), .onnx or .pt2 (torch.export).",
+            show_default=False,
+        ),
     ],
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="safetensors, onnx or torch-export, whatever the suffix of FILE.",
+        ),
+    ] = None,
     ema: Annotated[bool, typer.Option("--ema", help="Export the EMA weights instead.")] = False,
     best: Annotated[
         bool, typer.Option("--best", help="Export the best checkpoint (checkpoint.best), not the newest.")
     ] = False,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Export the checkpoint of this step.")
+    ] = None,
+    code: Annotated[
+        str | None,
+        typer.Option(
+            "--code", metavar="new", help="new: use the current code instead of the run's snapshot."
+        ),
+    ] = None,
 ) -> int:
-    """Export a run's full weights as one safetensors file."""
+    """Export a run's full weights as one safetensors file, or its model to ONNX or torch.export."""
     from hpc_train.cli.checkpoint_commands import export
+    from hpc_train.cli.evaluate import Checkpoint
 
-    return export(run, output, ema=ema, best=best)
+    return export(run, output, form=form, checkpoint=Checkpoint(best, step, code), ema=ema)
 
 
 @_command

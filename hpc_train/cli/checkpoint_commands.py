@@ -5,27 +5,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import hpc_train
 from hpc_train.cli.children import run_child
+from hpc_train.cli.code import is_new
+from hpc_train.cli.evaluate import Checkpoint
+from hpc_train.cli.export_formats import WEIGHTS, format_of
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import put, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run import checkpoints
+from hpc_train.run.code.snapshot import check_owner, check_whole, linked, module_in, search_path
 from hpc_train.run.find import run_name
+from hpc_train.run.trust import check_run
+
+_PROGRAM_MODULE = "hpc_train.checkpoint.program_export"
 
 
-def export(word: str, output: Path, *, ema: bool = False, best: bool = False) -> int:
-    """Write the weights of one run's newest valid checkpoint, in a child process, which imports torch.
+def export(
+    word: str, output: Path, *, form: str | None = None, checkpoint: Checkpoint, ema: bool = False
+) -> int:
+    """Write the weights, or the model as a program, of one run's newest valid checkpoint.
 
-    ``ema``: the EMA weights instead. ``best``: of the best checkpoint instead.
+    A child process does it, which imports torch. ``form``: the format, by default that of the suffix of
+    ``output``. ``checkpoint``: another one; ``ema``: with the EMA weights instead.
     """
+    form = format_of(output, form)
+    checkpoint.refuse_both()
     found = find_readable([word])
     if len(found) > 1:
         raise UsageError(
             f"{word}: matches {len(found)} runs, export takes one; give an id from `hpc-train status {word}`"
         )
-    options = [*(["--ema"] if ema else []), *(["--best"] if best else [])]
-    return run_child("hpc_train.checkpoint.export", str(found[0].folder), str(output), *options)
+    (paths,) = found
+    options = [*(["--ema"] if ema else []), *(["--best"] if checkpoint.best else [])]
+    options += [] if checkpoint.step is None else ["--step", str(checkpoint.step)]
+    request = ("hpc_train.checkpoint.export", str(paths.folder), str(output), *options)
+    if form != WEIGHTS:
+        return run_child(*request, "--format", form, code=_code(paths, checkpoint.code))
+    if is_new(checkpoint.code):
+        raise UsageError(f"--code new: a file of {WEIGHTS} does not depend on code; omit it")
+    return run_child(*request)
+
+
+def _code(paths: RunPaths, choice: str | None) -> list[str]:
+    """Return where the child imports the model's code from: the run's snapshot, checked, or here."""
+    here = [str(Path(hpc_train.__file__).parents[1]), str(Path.cwd())]
+    snapshot = None if is_new(choice) else linked(paths)
+    check_run(paths)
+    if snapshot is None:
+        return here
+    if not module_in(snapshot, _PROGRAM_MODULE).is_file():
+        raise UsageError(
+            f"{run_name(paths)}: the code that this run uses is of a version that exports weights alone; "
+            "add --code new to export with the current code"
+        )
+    check_owner(snapshot)
+    check_whole(snapshot)
+    return search_path(paths)
 
 
 def verify(words: Sequence[str]) -> ExitCode:

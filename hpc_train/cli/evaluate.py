@@ -44,6 +44,11 @@ class Checkpoint:
     step: int | None = None
     code: str | None = None
 
+    def refuse_both(self) -> None:
+        """Raise UsageError if both ``best`` and ``step`` are given."""
+        if self.best and self.step is not None:
+            raise UsageError("--best and --step exclude each other; use one of them")
+
 
 def evaluate(words: Sequence[str], *, checkpoint: Checkpoint, devices: int | None, as_json: bool) -> ExitCode:
     """Evaluate a checkpoint of a run; print a row like a ``val`` row.
@@ -72,8 +77,7 @@ def run_ranks(
     """
     overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
     paths = _one_run(command, [word for word in words if word not in overrides])
-    if checkpoint.best and checkpoint.step is not None:
-        raise UsageError("--best and --step exclude each other; use one of them")
+    checkpoint.refuse_both()
     _refuse_fixed(overrides)
     check_run(paths)
     experiment = _experiment(paths, overrides)

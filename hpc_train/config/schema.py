@@ -146,6 +146,28 @@ class WandbConfig(Section):
     """Tags of the wandb run. Default: none."""
 
 
+class MlflowConfig(Section):
+    """Logging to MLflow. Needs ``pip install 'hpc-train[mlflow]'``."""
+
+    tracking_uri: Annotated[str, Field(max_length=2000, examples=["https://mlflow.example.org"])] | None = (
+        None
+    )
+    """URI of a server (``https://…``), of a folder (``file:///…``) or of a database (``sqlite:////…``).
+    Without user and password, which MLflow reads from its own environment variables. Default: the value of
+    ``MLFLOW_TRACKING_URI`` when the ranks start."""
+    experiment: (
+        Annotated[
+            str,
+            pattern(
+                r"[^\x00-\x1f\x7f'\"]{1,256}",
+                "1 to 256 characters without quotes and control characters, like cifar10",
+            ),
+        ]
+        | None
+    ) = None
+    """Name of the MLflow experiment, which is created if there is none. Default: ``name`` of this file."""
+
+
 class LoggingConfig(Section):
     """What is logged. ``metrics.jsonl`` is always written."""
 
@@ -153,6 +175,8 @@ class LoggingConfig(Section):
     """Optimizer steps between training rows."""
     wandb: WandbConfig | None = None
     """Logging to Weights & Biases. Default: off."""
+    mlflow: MlflowConfig | None = None
+    """Logging to MLflow. Default: off."""
     tensorboard: bool = False
     """Write event files for TensorBoard to the run folder. Needs ``pip install 'hpc-train[tensorboard]'``."""
     csv: bool = False

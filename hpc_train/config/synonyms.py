@@ -158,6 +158,9 @@ _ALSO_CALLED = {
     "logging.wandb": "use_wandb weights_and_biases",
     "logging.wandb.project": "wandb_project",
     "logging.wandb.entity": "wandb_entity",
+    "logging.mlflow": "use_mlflow ml_flow",
+    "logging.mlflow.tracking_uri": "mlflow_tracking_uri mlflow_uri",
+    "logging.mlflow.experiment": "mlflow_experiment experiment_name",
     "logging.loggers": "logger report_to tensorboard",
 }
 #: Section → key → names that mean something else in other sections.

@@ -121,6 +121,10 @@ class Batch:
         """Return a batch of the first ``count`` samples."""
         return self._mapped(lambda tensor: tensor[:count], lambda samples: samples[:count])
 
+    def taken(self, indices: list[int]) -> Batch:
+        """Return a batch of these samples."""
+        return self._mapped(lambda tensor: tensor[indices], lambda samples: [samples[i] for i in indices])
+
     def _mapped(
         self,
         function: Callable[[Tensor], Tensor],

@@ -1,35 +1,20 @@
-"""``python -m hpc_train.loggers.wandb_process``: the process that talks to wandb for ``loggers.wandb``.
-
-Reads one JSON object per line from stdin: first the settings, then any of ``committed`` (the step up to which
-rows are final), ``newest`` (a row that is not final yet) and, last, ``end`` (wandb's exit code). Ends with
-its input. If anything fails it prints one line on stderr and exits with 0.
-"""
+"""``python -m hpc_train.loggers.wandb_process``: the process that talks to wandb for ``loggers.wandb``."""
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-import signal
-import sys
-import time
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from hpc_train.errors import printable
+from hpc_train.loggers import sending
 from hpc_train.loggers.base import Row
-from hpc_train.loggers.wandb import warning
-from hpc_train.loggers.wandb_history import History
+from hpc_train.loggers.sending import locked
+from hpc_train.loggers.sent_rows import SentRows
 from hpc_train.loggers.wandb_key import has_key
 from hpc_train.paths import RunPaths
-from hpc_train.run.files import UnreadableFileError, open_regular
 
 #: How long to wait for the server at the start; wandb's own 90 s would outlive short runs.
 _INIT_TIMEOUT_S = 30.0
-#: After the input has ended without ``end`` (the rank was killed), at most this long.
-_ORPHAN_LIMIT_S = 10
-_LOCK_POLL_S = 0.1
 #: Nothing about the machine, the code or the terminal goes to wandb. Names that this wandb lacks are omitted.
 _QUIET = {
     "silent": True,
@@ -48,48 +33,14 @@ _QUIET = {
 _LINKED = {"allow_media_symlink": True, "symlink": False}
 
 
-def main() -> int:
-    """Send what stdin says; stdout and stderr are redirected to /dev/null for wandb."""
-    ours = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.dup2(null, sys.stderr.fileno())
-    # A job's signals reach all of its processes; this one ends with its input.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        _send(sys.stdin)
-    except Exception as error:
-        first_line = printable(str(error)).strip().partition("\n")[0]
-        print(warning(f"{type(error).__name__}: {first_line}"), file=ours, flush=True)
-    # wandb's exit handlers would wait for unsent data.
-    ours.close()
-    os._exit(0)
-
-
-def _send(lines: IO[str]) -> None:
-    mirror = _Mirror(json.loads(next(lines)))
-    exit_code = None
-    for line in lines:
-        news = json.loads(line)
-        if "committed" in news:
-            mirror.send(news["committed"])
-        if "newest" in news:
-            mirror.show(news["newest"])
-        exit_code = news.get("end")
-    if exit_code is None:  # the rank was killed
-        signal.alarm(_ORPHAN_LIMIT_S)
-    mirror.finish(exit_code or 0)
-
-
 class _Mirror:
     """``metrics.jsonl`` in wandb: a row's number in the file is its step there."""
 
-    def __init__(self, start: dict[str, Any]) -> None:
+    def __init__(self, start: dict[str, Any], warn: Callable[[str], None]) -> None:
         self._start = start
-        self._paths = RunPaths(Path(start["folder"]))
-        self._lock = _locked(self._paths)
-        self._history = History(self._paths)
+        paths = RunPaths(Path(start["folder"]))
+        self._lock = locked(paths.wandb_lock)
+        self._history = SentRows(paths.metrics, paths.wandb_sent)
         self._run = self._open()
 
     def send(self, committed_step: int) -> None:
@@ -105,8 +56,8 @@ class _Mirror:
         """Show a row that may still be withdrawn as the run's newest values, which can be replaced."""
         self._run.summary.update(_named(row))
 
-    def finish(self, exit_code: int) -> None:
-        self._run.finish(exit_code=exit_code)
+    def finish(self, exit_code: int | None) -> None:
+        self._run.finish(exit_code=exit_code or 0)
 
     def _images(self, row: Row) -> dict[str, Any]:
         """Return the images of the evaluation that a row is of; without those that wandb can't read."""
@@ -132,23 +83,6 @@ class _Mirror:
         for split in ("train", "val"):
             run.define_metric(f"{split}/*", step_metric="step")
         return run
-
-
-def _locked(paths: RunPaths) -> IO[bytes] | None:
-    """Wait until the process of a killed attempt has sent its rows, if locks work."""
-    with suppress(OSError, UnreadableFileError):
-        paths.wandb.mkdir(exist_ok=True)
-        file = open_regular(paths.wandb_lock, "wb")
-        deadline = time.monotonic() + _ORPHAN_LIMIT_S
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(_LOCK_POLL_S)
-            else:
-                break
-        return file
-    return None
 
 
 def _named(row: Row) -> Row:
@@ -185,4 +119,4 @@ def _start(message: dict[str, Any], suffix: str) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sending.main("wandb", _Mirror)

@@ -5,6 +5,7 @@ What ranks check too, for files that never were validated here, is a function th
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
@@ -18,7 +19,7 @@ from hpc_train.topology.degrees import AXES
 from hpc_train.topology.learning_rate import OVER_SPAN, OVER_STEPS
 from hpc_train.topology.pipeline_schedules import problem_of_stages
 from hpc_train.topology.strategy_traits import problems_of_arguments, taking, traits_of
-from hpc_train.validate import model_facts
+from hpc_train.validate import model_facts, tracking_uris
 
 #: Providers whose names need a part after the slash, with an example.
 _MODEL_EXAMPLES = {"timm": "timm/resnet50", "torchvision": "torchvision/resnet50", "smp": "smp/unet"}
@@ -135,6 +136,31 @@ def tensorboard_is_installed(experiment: Experiment) -> Iterator[Problem]:
         message = f"the package tensorboard is not installed for {sys.executable}"
         remedy = "run pip install 'hpc-train[tensorboard]', or take the key out"
         yield Problem(("logging", "tensorboard"), message, remedy)
+
+
+@rule("logging.mlflow", "environment.python", "environment.container")
+def mlflow_is_installed(experiment: Experiment) -> Iterator[Problem]:
+    """``logging.mlflow`` needs the package, and databases two more, where the ranks use this Python."""
+    config, environment = experiment.logging.mlflow, experiment.environment
+    if config is None or environment.python is not None or environment.container is not None:
+        return
+    uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    needed = ["mlflow", *(["sqlalchemy", "alembic"] if tracking_uris.is_database(uri) else [])]
+    if missing := [name for name in needed if find_spec(name) is None]:
+        message = f"the package {missing[0]} is not installed for {sys.executable}"
+        yield Problem(
+            ("logging", "mlflow"), message, "run pip install 'hpc-train[mlflow]', or take the section out"
+        )
+
+
+@rule("logging.mlflow.tracking_uri")
+def mlflow_has_a_store(experiment: Experiment) -> Iterator[Problem]:
+    """``logging.mlflow`` needs a tracking URI, in the file or in the environment."""
+    config = experiment.logging.mlflow
+    if config is not None and not config.tracking_uri and not os.environ.get("MLFLOW_TRACKING_URI"):
+        message = "is not given, and MLFLOW_TRACKING_URI is not set"
+        remedy = "write the URI of a server, or of a folder like file:///scratch/mlruns"
+        yield Problem(("logging", "mlflow", "tracking_uri"), message, remedy)
 
 
 @rule("model.name")
@@ -353,6 +379,8 @@ RULES: tuple[Rule, ...] = (
 #: Rules on what is installed here; some start a child process.
 NAME_RULES: tuple[Rule, ...] = (
     tensorboard_is_installed,
+    mlflow_is_installed,
+    mlflow_has_a_store,
     model_is_known,
     dataset_is_known,
     optimizer_is_known,

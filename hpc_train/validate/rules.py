@@ -28,6 +28,7 @@ from hpc_train.validate import (
     smp_rules,
     start_rules,
     sweep_rules,
+    tracking_uris,
 )
 
 check_start = start_rules.check_start
@@ -49,7 +50,7 @@ def _applicable(failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
     """Return the rules that read no key of ``failed``; the same ones for all runs of a sweep."""
     rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *data_rules.RULES)
     rules += (*image_rules.RULES, *layer_rules.RULES, *loss_rules.RULES, *smp_rules.RULES)
-    rules += compatibility.RULES
+    rules += (*compatibility.RULES, *tracking_uris.RULES)
     if check_names:
         rules += FILE_RULES
         rules += (

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.loggers import wandb as wandb_module
+from hpc_train.loggers import process_logger
 from hpc_train.loggers.wandb import WandbLogger
 from hpc_train.loggers.wandb_key import has_key
 from hpc_train.loggers.wandb_process import _named
@@ -58,7 +58,7 @@ def test_a_dead_server_blocks_neither_rows_nor_the_end(
     key = "0123456789abcdef" * 2 + "01234567"
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port}")
     monkeypatch.setenv("WANDB_API_KEY", key)
-    monkeypatch.setattr(wandb_module, "_CLOSE_LIMIT_S", 3.0)
+    monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", 3.0)
     logger = WandbLogger(context(tmp_path, mode="online"))
     _wait_until(lambda: logger._process is not None)
     for step in range(5000):
@@ -88,7 +88,7 @@ def test_a_missing_key_is_one_warning(
 def test_a_killed_process_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(wandb_module, "_start_process", _start_deaf)
+    monkeypatch.setattr(process_logger, "_start_process", _start_deaf)
     logger = WandbLogger(context(tmp_path))
     _wait_until(lambda: logger._process is not None)
     assert logger._process is not None
@@ -97,15 +97,15 @@ def test_a_killed_process_is_one_warning(
     for step in range(3):
         logger.log(row("train", step))
     logger.close("completed")
-    assert capfd.readouterr().err == wandb_module.warning("its process ended") + "\n"
+    assert capfd.readouterr().err == process_logger.warning("wandb", "its process ended") + "\n"
 
 
 @pytest.mark.fault(32)
 def test_rows_neither_wait_nor_pile_up_for_a_process_that_does_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(wandb_module, "_CLOSE_LIMIT_S", 0.2)
-    monkeypatch.setattr(wandb_module, "_start_process", _start_deaf)
+    monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", 0.2)
+    monkeypatch.setattr(process_logger, "_start_process", _start_deaf)
     logger = WandbLogger(context(tmp_path))
     for step in range(500):
         logger.log(row("train", step) | {"note": "more than the pipe takes" * 5000})
@@ -114,7 +114,7 @@ def test_rows_neither_wait_nor_pile_up_for_a_process_that_does_not_read(
     assert logger._news["committed"] == 499
     logger.close("completed")
     assert not logger._thread.is_alive()
-    assert capfd.readouterr().err == wandb_module.warning("it did not finish within 0.2 s") + "\n"
+    assert capfd.readouterr().err == process_logger.warning("wandb", "it did not finish within 0.2 s") + "\n"
 
 
 def test_a_process_that_can_not_start_is_one_warning(
@@ -128,7 +128,7 @@ def test_a_process_that_can_not_start_is_one_warning(
     assert told.count("\n") == 1 and "can't be started" in told
 
 
-def _start_deaf() -> subprocess.Popen[str]:
+def _start_deaf(*_: object) -> subprocess.Popen[str]:
     """Start a process that reads nothing and never ends."""
     command = [sys.executable, "-c", "import signal; signal.pause()"]
     return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)

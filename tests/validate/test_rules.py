@@ -725,3 +725,24 @@ def test_a_missing_optional_package_is_reported(tmp_path: Path, monkeypatch: pyt
     assert "logging.tensorboard: the package" in line and "pip install 'hpc-train[tensorboard]'" in line
     elsewhere = ("logging.tensorboard=true", "environment.python=/opt/venv/bin/python")
     assert problems_of(tmp_path, GOOD, *elsewhere) == []
+
+
+def test_packages_of_mlflow_are_needed_by_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    server, database = (f"logging.mlflow.tracking_uri={uri}" for uri in ("https://x.org", "sqlite:////x.db"))
+    assert problems_of(tmp_path, GOOD, server) == problems_of(tmp_path, GOOD, database) == []
+    monkeypatch.setattr(part_rules, "find_spec", lambda name: name if name == "mlflow" else None)
+    assert problems_of(tmp_path, GOOD, server) == []
+    (line,) = problems_of(tmp_path, GOOD, database)
+    assert "the package sqlalchemy is not installed" in line and "pip install 'hpc-train[mlflow]'" in line
+    assert problems_of(tmp_path, GOOD, database, "environment.python=/opt/venv/bin/python") == []
+    monkeypatch.setattr(part_rules, "find_spec", lambda name: None)
+    assert "the package mlflow is not installed" in problems_of(tmp_path, GOOD, server)[0]
+
+
+def test_mlflow_needs_a_tracking_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (line,) = problems_of(tmp_path, GOOD, "logging.mlflow={}")
+    assert "logging.mlflow.tracking_uri: is not given, and MLFLOW_TRACKING_URI is not set" in line
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://user:hunter2@x.org")
+    assert problems_of(tmp_path, GOOD, "logging.mlflow={}") == []

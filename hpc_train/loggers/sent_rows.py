@@ -1,11 +1,12 @@
-"""Which rows of ``metrics.jsonl`` wandb has and which come next, so that its history equals the file.
+"""Which rows of ``metrics.jsonl`` a service has and which come next, so that its history equals the file.
 
-wandb's history is append-only. So a row is sent once a checkpoint contains its step, when no rollback and no
-resume withdraws it any more, and its number in the file is its step in wandb: a resumed run continues after
-the last row that the server has. If rows that were sent are withdrawn nevertheless (the checkpoint that
-contained them is damaged), the whole file goes to another wandb run, ``<id>-2``.
+The history of wandb and of MLflow is append-only. So a row is sent once a checkpoint contains its step, when
+no rollback and no resume withdraws it any more. A resumed run continues after the last row that the service
+has. If rows that were sent are withdrawn nevertheless (the checkpoint that contained them is damaged), the
+whole file goes to another run of the service, ``<id>-2``: the next *segment*.
 
-``wandb/sent.json`` is written before rows are sent, so that it names at least those that wandb may have.
+The record, ``sent.json``, is written before rows are sent, so that it names at least those that the service
+may have.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hpc_train.paths import RunPaths
 from hpc_train.run.files import UnreadableFileError, open_regular, read_json, write_json
 from hpc_train.run.metric_rows import Row, parse_row
 
@@ -26,7 +26,7 @@ _BATCH_ROWS = 1000
 
 @dataclass(frozen=True)
 class Sent:
-    """The rows that wandb may have: ``rows`` of them; ``last`` is the last one, ending at byte ``end``."""
+    """The rows that the service may have: ``rows`` of them, the ``last`` one ending at byte ``end``."""
 
     segment: int
     rows: int
@@ -47,12 +47,12 @@ class Sent:
         write_json(path, {"version": 1} | asdict(self))
 
 
-class History:
+class SentRows:
     """The rows of a run folder's ``metrics.jsonl`` to send. Used by one process at a time."""
 
-    def __init__(self, paths: RunPaths) -> None:
-        self._metrics = paths.metrics
-        self._record = paths.wandb_sent
+    def __init__(self, metrics: Path, record: Path) -> None:
+        self._metrics = metrics
+        self._record = record
         self._sent = Sent.read(self._record)
         self._segment = 1 if self._sent is None else self._sent.segment
         self._rows = self._end = 0
@@ -60,12 +60,22 @@ class History:
             self.begin_segment()
 
     @property
+    def num_may_have(self) -> int:
+        """Number of rows, from the first one on, that the service may have."""
+        return 0 if self._sent is None else self._sent.rows
+
+    @property
+    def segment(self) -> int:
+        """Number of the service's run that receives the rows."""
+        return self._segment
+
+    @property
     def suffix(self) -> str:
-        """The suffix of the wandb run's id and name."""
+        """The suffix of that run's id and name."""
         return "" if self._segment == 1 else f"-{self._segment}"
 
     def has_withdrawn(self) -> bool:
-        """Tell whether rows that wandb may have are no longer in the file."""
+        """Tell whether rows that the service may have are no longer in the file."""
         if self._sent is None or self._sent.rows == 0:
             return False
         last = self._sent.last.encode()
@@ -77,7 +87,7 @@ class History:
             return True
 
     def begin_segment(self) -> None:
-        """Switch to another wandb run, which receives the file from its first row."""
+        """Switch to another run of the service, which receives the file from its first row."""
         self._segment += 1
         self._sent = None
         self._rows = self._end = 0
@@ -92,15 +102,19 @@ class History:
 
     def rows_up_to(self, step: int) -> Iterator[tuple[int, Row]]:
         """Yield (number, row) of the rows up to ``step`` that were not yielded yet."""
+        for batch in self.batches_up_to(step):
+            yield from batch
+
+    def batches_up_to(self, step: int) -> Iterator[list[tuple[int, Row]]]:
+        """Yield ``rows_up_to`` in the batches that are recorded together."""
         number = self._rows
         while batch := list(islice(self._read(step), _BATCH_ROWS)):
             self._note(batch[-1][0])
-            for _, row in batch:
-                yield number, row
-                number += 1
+            yield [(number + index, row) for index, (_, row) in enumerate(batch)]
+            number += len(batch)
 
     def _note(self, last: bytes) -> None:
-        """Record that wandb may have all rows up to the one that was read last."""
+        """Record that the service may have all rows up to the one that was read last."""
         if self._sent is None or self._rows > self._sent.rows:
             self._sent = Sent(self._segment, self._rows, self._end, last.decode())
             self._sent.write(self._record)

@@ -1,0 +1,351 @@
+"""``hpc-train export --format onnx`` and ``torch-export``: a model as a program that needs no Python code.
+
+Called by ``checkpoint.export``. The model is built as ranks build it, loaded with the checkpoint's weights
+(adapters merged), and traced with samples of the run's data. What was written is run before it is committed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import logging
+import os
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from hpc_train.checkpoint.shards import Entry
+from hpc_train.config.schema import Experiment
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.batches import try_samples
+from hpc_train.datasets.building import build_source
+from hpc_train.datasets.normalize import Normalize
+from hpc_train.datasets.types import Batch
+from hpc_train.errors import BadFileError, HpcTrainError, printable
+from hpc_train.models.building import build_model
+from hpc_train.models.preprocessing import with_preprocessing
+from hpc_train.paths import RunPaths
+from hpc_train.run import frozen_experiment
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.create import noted_changes
+from hpc_train.run.tracebacks import shortened_traceback, users_traceback
+from hpc_train.tasks.base import Task, make_task, target_spec
+
+#: Runs the written file on the arguments of a call; returns its outputs in their order.
+Program = Callable[["Call"], list[Any]]
+
+#: Of the largest output. Measured: up to 1e-5 between ONNX Runtime and PyTorch in float32.
+_TOLERANCE = 1e-3
+#: The protobuf of an ONNX file can't be larger; the rest is for the graph.
+_ONNX_MAX_BYTES = 2**31 - 2**24
+#: Lines of the cause of a failed export, and characters of each, that a message has.
+_CAUSE_LINES, _CAUSE_WIDTH = 4, 300
+#: The file of facts inside a ``.pt2``, and the key of the same in an ONNX file.
+FACTS = "hpc_train.json"
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the task calls the model for a batch, and what the model returns in PyTorch."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The arguments without their structure, in the order in which programs take them."""
+        return list(pytree.tree_leaves((self.args, self.kwargs)))
+
+
+@dataclass(frozen=True)
+class Model:
+    """A run's model with its weights, and calls of it with batches of different sizes."""
+
+    name: str
+    module: nn.Module
+    #: A batch of 2 to trace, then batches of 1 and of 2 of other samples to compare.
+    traced: Call
+    compared: tuple[Call, Call]
+    #: What a user of the file needs to know: how inputs are normalised, the classes.
+    facts: dict[str, Any]
+
+
+def load_model(run: RunPaths, weights: Mapping[str, Entry]) -> Model:
+    """Build the run's model on the CPU, in evaluation mode, and call it with samples of its data.
+
+    Raises BadFileError if the data or the model can't be built, or the weights are of another model.
+    """
+    changes = noted_changes(run, newest_number(run))
+    experiment = with_preprocessing(frozen_experiment.load_changed(run, changes).experiment)
+    try:
+        return _loaded(experiment, weights)
+    except (HpcTrainError, OSError, MemoryError):
+        raise
+    except Exception as error:  # whatever the code of the model, the task and the data raises
+        shown = users_traceback(error) or shortened_traceback(traceback.format_exc())
+        raise BadFileError(
+            f"{shown}\nmodel.name: {experiment.model.name} raised this while it was built and called with "
+            "samples; restore the code that the run was trained with"
+        ) from error
+
+
+def _loaded(experiment: Experiment, weights: Mapping[str, Entry]) -> Model:
+    source = build_source(experiment.data)
+    task = make_task(experiment, source.info)
+    batch = try_samples(source, experiment, target_spec(task))[0][-1]
+    dtype = torch.float64 if experiment.precision == "fp64" else torch.float32
+    model = build_model(experiment.model, source.info).to(dtype)
+    _load(model, experiment.model.name, weights)
+    model.eval().requires_grad_(False)
+    normalize = Normalize(source.info, experiment.data, dtype)
+
+    def call(*indices: int) -> Call:
+        taken = batch.taken([index % len(batch.valid) for index in indices])
+        return _call(model, task, replace(taken, inputs=normalize(taken.inputs)))
+
+    # Other samples than the traced ones show values that tracing has made constant.
+    return Model(experiment.model.name, model, call(0, 1), (call(2), call(3, 2)), _facts(experiment, source))
+
+
+def _load(model: nn.Module, name: str, weights: Mapping[str, Entry]) -> None:
+    try:
+        model.load_state_dict({key: entry.read() for key, entry in weights.items()})
+    except RuntimeError as error:
+        raise BadFileError(
+            f"model.name: {name} as its code builds it now is not the model of the checkpoint: "
+            f"{_first_lines(str(error))}\nrestore the code, or export the weights alone: -o FILE.safetensors"
+        ) from error
+
+
+def _call(model: nn.Module, task: Task, batch: Batch) -> Call:
+    """Return how ``task`` calls ``model``; a task that doesn't in its ``forward`` passes the inputs."""
+    calls: list[Call] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+        calls.append(Call(args, kwargs, outputs))
+
+    hook = model.register_forward_hook(note, with_kwargs=True)
+    try:
+        with torch.no_grad():
+            task.forward(model, batch)
+            if not calls:
+                model(batch.inputs)
+    finally:
+        hook.remove()
+    return calls[0]
+
+
+def _facts(experiment: Experiment, source: DataSource) -> dict[str, Any]:
+    info, own = source.info, experiment.data.normalize
+    mean, std = (info.mean, info.std) if own is None else (own.mean, own.std)
+    return {"model": experiment.model.name, "task": experiment.task, "classes": list(info.class_names)} | (
+        {} if info.sequence_length is not None else {"mean": list(mean or ()), "std": list(std or ())}
+    )
+
+
+def export_program(model: Model, path: Path, form: str, metadata: dict[str, str]) -> dict[str, Any]:
+    """Write the program in the format ``form`` to ``path``, on disk when this returns, and run it.
+
+    Returns its inputs and the largest difference to PyTorch. Raises BadFileError if the model can't be
+    exported or the program's outputs differ; the caller removes the file.
+    """
+    if form == "onnx":
+        _refuse_too_large(model)
+    facts = json.dumps(metadata | model.facts)
+    with _failing(model, form, "can't be exported"):
+        exported = _traced(model)
+        write = _write_onnx if form == "onnx" else _write_torch_export
+        write(exported, model, path, facts)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    with _failing(model, form, "was exported, but the file does not run"):
+        program = _load_onnx(path) if form == "onnx" else _load_torch_export(path)
+        found = [program(call) for call in model.compared]
+    difference = max(
+        _difference(model, form, call, outputs) for call, outputs in zip(model.compared, found, strict=True)
+    )
+    return {"inputs": _shapes(model), "max_difference": difference}
+
+
+def _refuse_too_large(model: Model) -> None:
+    nbytes = sum(tensor.nbytes for tensor in model.module.state_dict().values())
+    if nbytes > _ONNX_MAX_BYTES:
+        raise BadFileError(
+            f"--format onnx: {model.name} has {nbytes / 2**30:.1f} GiB of weights, and an ONNX file holds at "
+            "most 2; write --format torch-export -o FILE.pt2"
+        )
+
+
+@contextmanager
+def _failing(model: Model, form: str, what: str) -> Iterator[None]:
+    """Raise BadFileError, with the first lines of the cause, for what torch or the model's code raises.
+
+    What they print is dropped: torch prints the whole graph where it can't trace it.
+    """
+    lost = io.StringIO()
+    try:
+        with warnings.catch_warnings(), redirect_stdout(lost), redirect_stderr(lost), _no_logs():
+            warnings.simplefilter("ignore")
+            yield
+    except (HpcTrainError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise BadFileError(
+            f"{model.name}: {what} as {form}: {_cause(error)}\n"
+            "change this part of the model (programs can't branch on values, and have a fixed set of "
+            "operators), choose another --format, or export the weights alone: -o FILE.safetensors"
+        ) from error
+
+
+@contextmanager
+def _no_logs() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _cause(error: BaseException) -> str:
+    """Return the innermost cause in a few lines, with the line of the model that torch names."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error)
+    _, marker, place = text.partition("The following call raised this error:")
+    where = f"\n{_first_lines(place, 2)}" if marker else ""
+    return f"{type(error).__name__}: {_first_lines(text.partition('Caused by:')[0])}{where}"
+
+
+def _first_lines(text: str, count: int = _CAUSE_LINES) -> str:
+    lines = [line.rstrip()[:_CAUSE_WIDTH] for line in text.splitlines() if line.strip()]
+    return printable("\n".join(lines[:count]))
+
+
+def _traced(model: Model) -> torch.export.ExportedProgram:
+    call = model.traced
+    return torch.export.export(
+        model.module, call.args, call.kwargs, dynamic_shapes=_dynamic_shapes(model), strict=False
+    )
+
+
+def _dynamic_shapes(model: Model) -> dict[str, Any]:
+    """Return the batch dimension of each argument that has one, by the names of the model's parameters."""
+    batch = torch.export.Dim("batch")
+    one = model.compared[0]
+
+    def dimensions(two: Any, one: Any) -> Any:
+        return {0: batch} if isinstance(two, Tensor) and two.dim() and len(two) != len(one) else None
+
+    spec = pytree.tree_map(dimensions, (model.traced.args, model.traced.kwargs), (one.args, one.kwargs))
+    bound = inspect.signature(model.module.forward).bind(*spec[0], **spec[1])
+    return dict(bound.arguments)
+
+
+def _write_torch_export(exported: torch.export.ExportedProgram, model: Model, path: Path, facts: str) -> None:
+    with path.open("wb") as file:
+        torch.export.save(exported, file, extra_files={FACTS: facts})
+
+
+def _load_torch_export(path: Path) -> Program:
+    with path.open("rb") as file:
+        module = torch.export.load(file).module()
+
+    def run(call: Call) -> list[Any]:
+        with torch.no_grad():
+            return list(pytree.tree_leaves(module(*call.args, **call.kwargs)))
+
+    return run
+
+
+def _write_onnx(exported: torch.export.ExportedProgram, model: Model, path: Path, facts: str) -> None:
+    inputs, outputs = model.traced.inputs, pytree.tree_leaves(model.traced.outputs)
+    program = torch.onnx.export(
+        exported,
+        dynamic_shapes=_dynamic_shapes(model),
+        input_names=["input"] if len(inputs) == 1 else None,
+        output_names=["output"] if len(outputs) == 1 else None,
+        verbose=False,
+    )
+    assert program is not None, "dynamo=True returns a program"
+    program.model.metadata_props[FACTS] = facts
+    program.save(path, external_data=False)
+
+
+def _load_onnx(path: Path) -> Program:
+    """Return what runs the file: by ONNX Runtime, or where it is not installed by ONNX's reference."""
+    try:
+        import onnxruntime
+    except ImportError:
+        from onnx.reference import ReferenceEvaluator
+
+        session: Any = ReferenceEvaluator(str(path))
+        names = session.input_names
+    else:
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        names = [each.name for each in session.get_inputs()]
+
+    def run(call: Call) -> list[Any]:
+        arrays = [each.numpy() for each in call.inputs if isinstance(each, Tensor)]
+        found = session.run(None, dict(zip(names, arrays, strict=True)))
+        return [torch.as_tensor(each) for each in found]
+
+    return run
+
+
+def _difference(model: Model, form: str, call: Call, found: list[Any]) -> float:
+    """Return the largest difference of the outputs. Raises BadFileError if it is no rounding error."""
+    expected, found = _tensors(call.outputs), _tensors(found)
+    size = len(call.inputs[0]) if isinstance(call.inputs[0], Tensor) else "?"
+    shapes = [[tuple(each.shape) for each in outputs] for outputs in (found, expected)]
+    if shapes[0] != shapes[1]:
+        raise _mismatch(model, form, f"has outputs of shape {shapes[0]}, PyTorch of {shapes[1]}", size)
+    largest = 0.0
+    for index, (output, reference) in enumerate(zip(found, expected, strict=True)):
+        values, wanted = output.double(), reference.double()
+        difference = _largest((values - wanted).abs(), torch.isnan(values) & torch.isnan(wanted))
+        if not difference <= _TOLERANCE * _scale(model, index):
+            raise _mismatch(model, form, f"differs from PyTorch by up to {difference:.3g}", size)
+        largest = max(largest, difference)
+    return largest
+
+
+def _scale(model: Model, index: int) -> float:
+    """Return the largest absolute value of an output, over all samples: that of one may be close to 0."""
+    outputs = [_tensors(call.outputs)[index].double().abs() for call in model.compared]
+    return max(_largest(each, torch.isnan(each)) for each in outputs)
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(outputs) if isinstance(each, Tensor)]
+
+
+def _largest(values: Tensor, ignored: Tensor) -> float:
+    return float(values.masked_fill(ignored, 0.0).max()) if values.numel() else 0.0
+
+
+def _mismatch(model: Model, form: str, what: str, size: object) -> BadFileError:
+    return BadFileError(
+        f"{model.name}: the {form} program {what} (batch of {size}), so no file was written; "
+        "choose another --format, or export the weights alone: -o FILE.safetensors"
+    )
+
+
+def _shapes(model: Model) -> list[list[int | str]]:
+    """Return the shape of each input, its batch dimension as ``batch``."""
+    pairs = zip(model.traced.inputs, model.compared[0].inputs, strict=True)
+    return [
+        ["batch" if a != b else a for a, b in zip(two.shape, one.shape, strict=True)]
+        for two, one in pairs
+        if isinstance(two, Tensor)
+    ]

@@ -1,0 +1,48 @@
+"""The MLflow logger: a separate process, ``loggers.mlflow_process``, sends the rows.
+
+Importing MLflow takes seconds, and a server that does not answer blocks its client; so this module never
+imports it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hpc_train.config.schema import MlflowConfig
+from hpc_train.loggers.base import LoggerContext, Row
+from hpc_train.loggers.process_logger import ProcessLogger
+
+#: Unless the environment says otherwise. A request is not repeated by the client, which can't know whether
+#: the first one arrived; what failed is sent at the next commit.
+_DEFAULTS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    # Folders need no server and no database, and MLflow refuses them otherwise.
+    "MLFLOW_ALLOW_FILE_STORE": "true",
+}
+
+
+class MlflowLogger(ProcessLogger):
+    """One MLflow run over all attempts: the experiment as its parameters, final rows as its metrics."""
+
+    def __init__(self, context: LoggerContext) -> None:
+        settings = context.experiment.logging.mlflow
+        assert settings is not None, "the mlflow logger needs logging.mlflow"
+        message = _start_message(context, settings)
+        super().__init__("mlflow", "hpc_train.loggers.mlflow_process", message, _DEFAULTS | dict(os.environ))
+
+    def log(self, row: Row) -> None:
+        """Do nothing: MLflow can't take back a row that is not final."""
+
+
+def _start_message(context: LoggerContext, settings: MlflowConfig) -> dict[str, Any]:
+    return {
+        "folder": str(context.paths.folder.absolute()),
+        "tracking_uri": settings.tracking_uri,
+        "experiment": settings.experiment or context.experiment.name,
+        "id": context.wandb_id,
+        "name": context.run_id,
+        "params": context.experiment.model_dump(mode="json"),
+    }

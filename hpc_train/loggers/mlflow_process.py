@@ -1,0 +1,236 @@
+"""``python -m hpc_train.loggers.mlflow_process``: the process that talks to MLflow for ``loggers.mlflow``.
+
+It keeps two records per store in the run folder, ``mlflow/<hash of the store>/``: ``sent.json``, the rows
+that MLflow may have (``loggers.sent_rows``), and ``run.json``, MLflow's id of the run and the number of rows
+that it certainly has. The rows between the two are compared with MLflow's history before they are sent
+again. A run whose id was not recorded is found by its tag.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from hpc_train.loggers import sending
+from hpc_train.loggers.base import Row
+from hpc_train.loggers.sent_rows import SentRows
+from hpc_train.paths import RunPaths
+from hpc_train.run.files import read_json, write_json
+
+#: The tag by which a run is found; its value never changes over the attempts.
+TAG = "hpc_train.id"
+#: MLflow's limits: of one request, of a name, of a parameter's value.
+_MAX_METRICS, _MAX_PARAMS = 1000, 100
+_MAX_NAME, _MAX_VALUE = 250, 6000
+#: All that MLflow accepts in a name.
+_NO_NAME = re.compile(r"[^\w. :-]|^\.+$", re.ASCII)
+#: What describes a row rather than being measured.
+_NOT_METRICS = {"time", "attempt", "split", "step", "epoch"}
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
+_Item = TypeVar("_Item")
+#: Name, value, time in milliseconds, step.
+_Metric = tuple[str, float, int, int]
+
+
+class MlflowMirror:
+    """``metrics.jsonl`` in MLflow. What fails is reported once, and done at the next commit."""
+
+    def __init__(self, settings: dict[str, Any], warn: Callable[[str], None]) -> None:
+        self._settings = settings
+        self._warn = warn
+        self._has_warned = False
+        self._committed_step = -1
+        self._lock = sending.locked(RunPaths(Path(settings["folder"])).mlflow_lock)
+        self._run: _Run | None = None
+
+    def send(self, committed_step: int) -> None:
+        """Send the rows up to this step that MLflow lacks."""
+        self._committed_step = committed_step
+        self._trying(lambda run: None)
+
+    def show(self, row: Row) -> None:
+        """Do nothing: a metric can't be taken back."""
+
+    def finish(self, exit_code: int | None) -> None:
+        """Set the run's status, after the rows that could not be sent before."""
+        self._trying(lambda run: run.end("FINISHED" if exit_code == 0 else "KILLED"))
+
+    def _trying(self, work: Callable[[_Run], None]) -> None:
+        try:
+            if self._run is None or self._run.rows.has_withdrawn():
+                self._run = _Run.open(self._settings)
+            self._run.send(self._committed_step)
+            work(self._run)
+        except Exception as error:  # whatever its client, its stores or their servers raise
+            self._run = None
+            if not self._has_warned:
+                self._has_warned = True
+                self._warn(_CREDENTIALS.sub("", sending.in_a_line(error)))
+
+
+@dataclass
+class _Run:
+    """An MLflow run, and the rows that it lacks."""
+
+    client: Any
+    run_id: str
+    rows: SentRows
+    record: Path
+    #: Rows before this number may be there.
+    num_uncertain: float
+    #: Metric → the steps that were there when this run was opened; read for uncertain rows only.
+    known: dict[str, set[int]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, settings: dict[str, Any]) -> _Run:
+        """Find the run of the file's rows, or create it, and set it running."""
+        from mlflow import MlflowClient
+
+        uri = settings["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            raise ValueError("there is neither logging.mlflow.tracking_uri nor MLFLOW_TRACKING_URI")
+        paths = RunPaths(Path(settings["folder"]))
+        folder = paths.mlflow / _store_name(uri, settings["experiment"])
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = SentRows(paths.metrics, folder / "sent.json")
+        run = cls(MlflowClient(tracking_uri=uri), "", rows, folder / "run.json", rows.num_may_have)
+        if not run._continue():
+            run._find_or_create(paths, settings)
+        run._begin(settings["params"])
+        return run
+
+    def _continue(self) -> bool:
+        """Continue the recorded run if its rows are still those of the file, otherwise end it."""
+        record = read_json(self.record) or {}
+        run_id, count = record.get("run_id"), record.get("rows")
+        if not isinstance(run_id, str) or type(count) is not int:
+            return False
+        if record.get("segment") != self.rows.segment or count > self.rows.num_may_have:
+            self.client.set_terminated(run_id, "KILLED")
+            return False
+        self.run_id = run_id
+        return self.rows.skip(count)
+
+    def _find_or_create(self, paths: RunPaths, settings: dict[str, Any]) -> None:
+        tag, name = (settings[key] + self.rows.suffix for key in ("id", "name"))
+        # Runs of a sweep start at the same time, and would each create the experiment.
+        lock = sending.locked(paths.siblings.mlflow_lock)
+        try:
+            experiment = _experiment_id(self.client, settings["experiment"])
+        finally:
+            if lock is not None:
+                lock.close()
+        found = self.client.search_runs([experiment], f"tags.`{TAG}` = '{tag}'", max_results=1)
+        if found:
+            self.run_id, self.num_uncertain = found[0].info.run_id, float("inf")
+        else:
+            self.run_id = self.client.create_run(experiment, tags={TAG: tag}, run_name=name).info.run_id
+            self.num_uncertain = 0
+        self._note(0)
+
+    def _begin(self, params: dict[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        run = self.client.get_run(self.run_id)
+        if run.info.lifecycle_stage != "active":
+            raise ValueError(f"run {self.run_id} was deleted in MLflow; restore it there")
+        missing = {name: value for name, value in flattened(params).items() if name not in run.data.params}
+        for part in _parts([Param(*item) for item in missing.items()], _MAX_PARAMS):
+            self.client.log_batch(self.run_id, params=part)
+        self.client.update_run(self.run_id, status="RUNNING")
+
+    def _note(self, num_rows: int) -> None:
+        """Record that the run has these rows."""
+        record = {"version": 1, "segment": self.rows.segment, "run_id": self.run_id, "rows": num_rows}
+        write_json(self.record, record)
+
+    def send(self, committed_step: int) -> None:
+        """Send the rows up to this step, each once."""
+        for batch in self.rows.batches_up_to(committed_step):
+            first, last = batch[0][0], batch[-1][0]
+            metrics = [metric for _, row in batch for metric in metrics_of(row)]
+            if first < self.num_uncertain:
+                metrics = self._missing(metrics)
+            for part in _parts(metrics, _MAX_METRICS):
+                self._log(part)
+            self._note(last + 1)
+
+    def _missing(self, metrics: Sequence[_Metric]) -> list[_Metric]:
+        for name in {name for name, *_ in metrics} - self.known.keys():
+            self.known[name] = {each.step for each in self.client.get_metric_history(self.run_id, name)}
+        return [each for each in metrics if each[3] not in self.known[each[0]]]
+
+    def _log(self, metrics: Iterable[_Metric]) -> None:
+        from mlflow.entities import Metric
+
+        self.client.log_batch(self.run_id, metrics=[Metric(*each) for each in metrics])
+
+    def end(self, status: str) -> None:
+        """Set the final status of the attempt."""
+        self.client.set_terminated(self.run_id, status)
+
+
+def metrics_of(row: Row) -> list[_Metric]:
+    """Return a row's numbers under MLflow's names: ``val/loss`` and so on."""
+    time_ms = round(row["time"] * 1000)
+    return [
+        (named(f"{row['split']}/", name), float(value), time_ms, row["step"])
+        for name, value in row.items()
+        if name not in _NOT_METRICS and isinstance(value, (int, float)) and not isinstance(value, bool)
+    ]
+
+
+def named(prefix: str, name: str) -> str:
+    """Return ``prefix`` and ``name`` with the code of each character that MLflow refuses in its place."""
+    accepted = prefix + _NO_NAME.sub(lambda match: "".join(f"_{ord(c):x}_" for c in match[0]), name)
+    if len(accepted) <= _MAX_NAME:
+        return accepted
+    return f"{accepted[: _MAX_NAME - 9]}_{hashlib.sha256(accepted.encode()).hexdigest()[:8]}"
+
+
+def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return ``optimization.optimizer.lr`` and so on → the value; what is not text, as JSON."""
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            found |= flattened(value, f"{name}.")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            found[named("", name)] = text[:_MAX_VALUE]
+    return found
+
+
+def _experiment_id(client: Any, name: str) -> str:
+    from mlflow.exceptions import MlflowException
+
+    if (found := client.get_experiment_by_name(name)) is None:
+        try:
+            return str(client.create_experiment(name))
+        except MlflowException:  # another run has created it meanwhile, or it can't be created
+            if (found := client.get_experiment_by_name(name)) is None:
+                raise
+    return str(found.experiment_id)
+
+
+def _store_name(uri: str, experiment: str) -> str:
+    """Return the name of the folder of a store's records."""
+    parts = urlsplit(uri)
+    store = [parts.scheme, parts.hostname, parts.port, parts.path, experiment]
+    return hashlib.sha256(json.dumps(store).encode()).hexdigest()[:16]
+
+
+def _parts(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    for begin in range(0, len(items), size):
+        yield items[begin : begin + size]
+
+
+if __name__ == "__main__":
+    sending.main("mlflow", MlflowMirror)

@@ -1,0 +1,131 @@
+"""A logger whose rows a separate process sends, so that nothing that a server does can affect the run.
+
+The process runs ``loggers.sending.main``. What one attempt does not send the next one does: ``metrics.jsonl``
+has every row, ``loggers.sent_rows`` knows which were sent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import hpc_train
+
+#: How long ``close`` waits for the process to send the remaining rows.
+_CLOSE_LIMIT_S = 10.0
+_KILLED_LIMIT_S = 1.0
+
+
+class ProcessLogger:
+    """Tells the process which rows of ``metrics.jsonl`` are final; that process reads them itself.
+
+    Only the newest state waits for that process, so that a slow one costs neither memory nor rows.
+    """
+
+    def __init__(
+        self, name: str, module: str, start_message: dict[str, Any], environment: Mapping[str, str]
+    ) -> None:
+        """``name``: in warnings; ``module``: what the process runs, with this environment."""
+        self._name = name
+        self._module = module
+        self._environment = environment
+        self._start_message = start_message
+        self._warned = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+        #: Not yet known to the process: ``committed``, ``newest``, ``end``.
+        self._news: dict[str, Any] = {}
+        self._has_news = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def rows_committed(self, up_to_step: int) -> None:
+        """Send the rows up to this step."""
+        self._tell(committed=up_to_step)
+
+    def close(self, state: str) -> None:
+        """Give the process ``_CLOSE_LIMIT_S`` to finish, then end it."""
+        deadline = time.monotonic() + _CLOSE_LIMIT_S
+        self._tell(end=0 if state == "completed" else 1)
+        self._thread.join(_CLOSE_LIMIT_S)
+        if self._process is None:
+            return
+        try:
+            self._process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._warn(f"it did not finish within {_CLOSE_LIMIT_S:g} s")
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._thread.join(_KILLED_LIMIT_S)
+
+    def _tell(self, **news: Any) -> None:
+        with self._has_news:
+            self._news |= news
+            self._has_news.notify()
+
+    def _next_news(self) -> dict[str, Any]:
+        with self._has_news:
+            self._has_news.wait_for(lambda: self._news)
+            news, self._news = self._news, {}
+        return news
+
+    def _run(self) -> None:
+        """Send changes to the process until the end, or until it is gone."""
+        try:
+            self._process = process = _start_process(self._module, self._environment)
+        except OSError as error:
+            self._warn(f"its process can't be started: {error}")
+            return
+        assert process.stdin is not None
+        try:
+            news = self._start_message
+            while True:
+                process.stdin.write(json.dumps(news) + "\n")
+                process.stdin.flush()
+                if "end" in news:
+                    return
+                news = self._next_news()
+        except OSError:
+            if process.wait() != 0:
+                self._warn("its process ended")
+            self._warned.set()  # otherwise it has reported the reason itself
+        finally:
+            with suppress(OSError):
+                process.stdin.close()
+
+    def _warn(self, what: str) -> None:
+        if not self._warned.is_set():
+            self._warned.set()
+            print(warning(self._name, what), file=sys.stderr, flush=True)
+
+
+def _start_process(module: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=with_package(environment),
+        start_new_session=True,  # Ctrl-C and a launcher's signals are handled by the rank
+    )
+
+
+def warning(name: str, what: str) -> str:
+    """Return the line that reports a logger's failure."""
+    return f"{name}: {what}; the run continues, and metrics.jsonl has every row"
+
+
+def with_package(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which the process finds this copy of hpc_train, wherever it runs."""
+    package = str(Path(hpc_train.__file__).parent.parent)
+    before = environment.get("PYTHONPATH")
+    path = f"{package}{os.pathsep}{before}" if before else package
+    return {**environment, "PYTHONPATH": path}

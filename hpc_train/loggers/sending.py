@@ -1,0 +1,107 @@
+"""What the processes of ``loggers.process_logger`` share: their input, their end, and the lock of a run.
+
+Such a process reads one JSON object per line from stdin: first the settings, then any of ``committed`` (the
+step up to which rows are final), ``newest`` (a row that is not final yet) and, last, ``end`` (0 if the run
+has completed). It ends with its input. If anything fails it prints one line on stderr and exits with 0.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, NoReturn, Protocol
+
+from hpc_train.errors import printable
+from hpc_train.loggers.base import Row
+from hpc_train.loggers.process_logger import warning
+from hpc_train.run.files import UnreadableFileError, open_regular
+
+#: After the input has ended without ``end`` (the rank was killed), at most this long.
+ORPHAN_LIMIT_S = 10
+_LOCK_POLL_S = 0.1
+
+
+class Mirror(Protocol):
+    """The rows of ``metrics.jsonl`` at a service."""
+
+    def send(self, committed_step: int) -> None:
+        """Send the rows up to this step that the service lacks."""
+
+    def show(self, row: Row) -> None:
+        """Take a row that may still be withdrawn."""
+
+    def finish(self, exit_code: int | None) -> None:
+        """End: 0 if the run has completed, None if the rank was killed."""
+
+
+def main(name: str, make: Callable[[dict[str, Any], Callable[[str], None]], Mirror]) -> NoReturn:
+    """Send what stdin says by the mirror that ``make`` returns for the settings, and a way to warn.
+
+    stdout and stderr are redirected to /dev/null for the service's client; the process exits without its
+    exit handlers, which would wait for unsent data.
+    """
+    ours = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.dup2(null, sys.stderr.fileno())
+    # A job's signals reach all of its processes; this one ends with its input.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+    def warn(what: str) -> None:
+        print(warning(name, what), file=ours, flush=True)
+
+    try:
+        _send(sys.stdin, lambda settings: make(settings, warn))
+    except Exception as error:
+        warn(in_a_line(error))
+    ours.close()
+    os._exit(0)
+
+
+def _send(lines: IO[str], make: Callable[[dict[str, Any]], Mirror]) -> None:
+    mirror = make(json.loads(next(lines)))
+    exit_code = None
+    for line in lines:
+        news = json.loads(line)
+        if "committed" in news:
+            mirror.send(news["committed"])
+        if "newest" in news:
+            mirror.show(news["newest"])
+        exit_code = news.get("end")
+    if exit_code is None:  # the rank was killed
+        signal.alarm(ORPHAN_LIMIT_S)
+    mirror.finish(exit_code)
+
+
+def in_a_line(error: Exception) -> str:
+    """Return the error's type and the first line of what it says."""
+    first_line = printable(str(error)).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"
+
+
+def locked(path: Path) -> IO[bytes] | None:
+    """Return the file ``path``, locked once no other process has it; if locks do not work, not locked.
+
+    Waits as long as the process of a killed attempt may take to send its rows. The parent may be missing.
+    """
+    with suppress(OSError, UnreadableFileError):
+        path.parent.mkdir(exist_ok=True)
+        file = open_regular(path, "wb")
+        deadline = time.monotonic() + ORPHAN_LIMIT_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_LOCK_POLL_S)
+            else:
+                break
+        return file
+    return None
