@@ -49,6 +49,7 @@ coverage: install ## run the fast tests; show their line and branch coverage by 
 
 durations: install ## run the tests of make test; record the time of each in tests/durations.json
 	@tests/slurm/install.sh
+	@tests/report/install.sh
 	@$(BIN)/python -m tests.durations -q -n $(TEST_WORKERS) --dist worksteal -m "not soak"
 
 # Every rank starts as it does for a user; make test forks many from a process that has imported torch.
@@ -56,10 +57,12 @@ test-full reliability: export HPC_TRAIN_TEST_FRESH_RANKS := 1
 
 test: install ## run all tests except those that take hours; as root on Debian installs Slurm by apt
 	@tests/slurm/install.sh
+	@tests/report/install.sh
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not soak"
 
 test-full: install ## all tests with more seeds, all parallel settings, a short soak and mutation testing: hours
 	@tests/slurm/install.sh
+	@tests/report/install.sh
 	@HPC_TRAIN_ALL_PARALLEL=1 HPC_TRAIN_FAULT_SEEDS=$(FULL_SEEDS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "soak or not soak"
 	@$(BIN)/python -m tests.mutation --num $(NUM) --seed $(SEED) --slow
 

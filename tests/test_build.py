@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from hpc_train import __version__
-from tests.wheels import REPOSITORY, build, environment, install, run, templates, templates_of_the_repository
+from tests.wheels import (
+    REPOSITORY,
+    build,
+    environment,
+    install,
+    report_files,
+    run,
+    templates,
+    templates_of_the_repository,
+)
 
 pytestmark = pytest.mark.slow
 EXAMPLE = REPOSITORY / "examples/slurm-digits.yaml"
@@ -46,6 +55,7 @@ def test_the_sdist_holds_the_package_its_templates_docs_and_examples(dist: Path)
 def test_the_wheel_plans_a_slurm_job_in_an_empty_folder(dist: Path, tmp_path: Path) -> None:
     wheel = dist / f"hpc_train-{__version__}-py3-none-any.whl"
     assert templates(wheel) == templates_of_the_repository()
+    assert report_files(wheel) == {"report.html.j2", "report.css", "dark.css", "report.js"}
     programs = environment(tmp_path / "environment")
     install(wheel, programs)
     empty = tmp_path / "empty"

@@ -32,6 +32,13 @@ def templates(wheel: Path) -> set[str]:
     return {name.removeprefix(folder) for name in names if name.startswith(folder)}
 
 
+def report_files(wheel: Path) -> set[str]:
+    """Return the names of the files that the page of ``report`` is made of in a wheel."""
+    folder = "hpc_train/report/html/templates/"
+    names = zipfile.ZipFile(wheel).namelist()
+    return {name.removeprefix(folder) for name in names if name.startswith(folder)}
+
+
 def templates_of_the_repository() -> set[str]:
     folder = REPOSITORY / "slurm_templates"
     return {str(path.relative_to(folder)) for path in folder.rglob("*.*") if path.suffix != ".md"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from hpc_train.errors import ExitCode, HpcTrainError, StorageError, UsageError, 
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run.checkpoints import committed, find_step, verify
 from hpc_train.run.files import read_json, sync_folder
-from hpc_train.run.find import is_run
+from hpc_train.run.output_files import refuse_target
 from hpc_train.run.storage_errors import storage_error
 
 _WEIGHTS, *_PROGRAMS = "safetensors", "onnx", "torch-export"
@@ -47,9 +46,7 @@ def export(
     ``target`` is inside a run folder; StorageError if no checkpoint is intact or ``target`` can't be written;
     BadFileError if the model can't be exported in the format ``form``.
     """
-    if not target.parent.is_dir():
-        raise StorageError(f"{target}: there is no folder {target.parent}; make the folder first")
-    _refuse_target(target)
+    refuse_target(target)
     is_chosen = best or step is not None
     checkpoint = _whole_at(run, find_step(run, best=best, step=step)) if is_chosen else _newest_whole(run)
     saved = SavedState.read(checkpoint)
@@ -83,16 +80,6 @@ def _whole_at(run: RunPaths, step: int) -> CheckpointPaths:
     if problems := verify(checkpoint):
         raise StorageError(f"{checkpoint.folder} is damaged: {'; '.join(problems)}")
     return checkpoint
-
-
-def _refuse_target(target: Path) -> None:
-    """Raise UserError if writing would replace something else than an earlier export."""
-    if os.path.lexists(target) and (target.is_symlink() or not target.is_file()):
-        raise StorageError(f"{target}: exists and is not a plain file; give the name of a file to write")
-    real = target.parent.resolve()
-    for folder in (real, *real.parents):
-        if is_run(RunPaths(folder)):
-            raise UsageError(f"-o: {target} is inside run folder {folder}; write the file outside of it")
 
 
 def _newest_whole(run: RunPaths) -> CheckpointPaths:

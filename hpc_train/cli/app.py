@@ -528,6 +528,28 @@ def compare(
 
 
 @_command
+def report(
+    runs: Runs,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE.html", help="File to write.", show_default=False)
+    ],
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            metavar="[SPLIT/]NAME",
+            help="Metric to compare. Default: val/accuracy, or loss.",
+            show_default=False,
+        ),
+    ] = None,
+) -> int:
+    """Write runs to one HTML file to look at and share: curves, attempts, goodput, evaluations, files."""
+    from hpc_train.cli.report import report
+
+    return report(runs, output, metric=metric)
+
+
+@_command
 def rm(
     runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")] = False
 ) -> int:

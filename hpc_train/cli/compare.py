@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,42 +16,21 @@ from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys, short_names, value_text
-from hpc_train.report.metrics_reader import POSITION, number, rows_in
+from hpc_train.report.metric_values import (
+    PREFERRED,
+    SPLITS,
+    Metric,
+    Point,
+    find_metric,
+    last_and_best,
+    sort_key,
+)
+from hpc_train.report.metrics_reader import POSITION, rows_in
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import elapsed_s, short_duration
 from hpc_train.report.step_layout import ranks_of
 from hpc_train.run.find import run_names
-
-#: Metrics for which lower is better; for all others higher is.
-_LESS_IS_BETTER = re.compile(r"(^|_)(loss|error|err|perplexity|ppl|mse|rmse|mae|nll|bpb|time|s)($|_)")
-_SPLITS = ("val", "train")
-#: Default metrics: the first one that a run has.
-_PREFERRED = ("accuracy", "loss")
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A column of ``metrics.jsonl``: ``val/accuracy``."""
-
-    split: str
-    name: str
-
-    @property
-    def goal(self) -> str:
-        """``min`` or ``max``, by the metric's name."""
-        return "min" if _LESS_IS_BETTER.search(self.name) else "max"
-
-    def __str__(self) -> str:
-        return f"{self.split}/{self.name}"
-
-
-@dataclass(frozen=True)
-class Point:
-    """A metric's value after a step."""
-
-    value: float
-    step: int
 
 
 @dataclass(frozen=True)
@@ -75,7 +52,7 @@ def compare(words: Sequence[str], *, metric: str | None, as_csv: bool, as_json: 
         raise UsageError("--csv and --json exclude each other; use one of them")
     runs = find_readable(words)
     chosen = _chosen(runs, metric)
-    compared = _sorted([*_compared(runs, chosen)], chosen)
+    compared = sorted(_compared(runs, chosen), key=lambda run: sort_key(run.best, chosen))
     keys = list(dict.fromkeys(key for each in compared for key in each.values))
     if as_json:
         put_json(_to_json(compared, keys, chosen))
@@ -89,13 +66,10 @@ def compare(words: Sequence[str], *, metric: str | None, as_csv: bool, as_json: 
 def _chosen(runs: Sequence[RunPaths], wanted: str | None) -> Metric:
     """Return the requested metric: of validation rows, or of training rows if those lack it."""
     found = {metric for paths in runs for metric in _metrics_of(paths.metrics)}
-    names = _PREFERRED if wanted is None else (wanted,)
-    for split in _SPLITS:
-        for name in names:
-            if (metric := Metric(*name.split("/", 1)) if "/" in name else Metric(split, name)) in found:
-                return metric
+    if metric := find_metric(found, wanted):
+        return metric
     if wanted is None:
-        return Metric(_SPLITS[0], _PREFERRED[0])  # nothing was measured yet
+        return Metric(SPLITS[0], PREFERRED[0])  # nothing was measured yet
     listed = ", ".join(sorted(map(str, found))) or "none yet"
     raise UsageError(f"--metric: {wanted} is in no run's metrics.jsonl; there are {listed}")
 
@@ -111,7 +85,7 @@ def _compared(runs: Sequence[RunPaths], metric: Metric) -> Iterator[Compared]:
     names, settings, facts = run_names(runs), changed_keys(runs), _facts(files)
     for run, status in zip(files, statuses(runs), strict=True):
         paths = run.paths
-        last, best = _last_and_best(paths.metrics, metric)
+        last, best = last_and_best(rows_in(paths.metrics), metric)
         values = settings[paths] | facts[paths]
         duration = elapsed_s(run, status)
         yield Compared(paths, names[paths], status.state, values, last, best, duration)
@@ -132,28 +106,6 @@ def _code(facts: Mapping[str, Any]) -> str | None:
         return None
     version = code.get("snapshot") or code.get("commit")
     return None if version is None else str(version)[:12]
-
-
-def _last_and_best(file: Path, metric: Metric) -> tuple[Point | None, Point | None]:
-    last = best = None
-    for row in rows_in(file):
-        value, step = number(row.get(metric.name)), row.get("step")
-        if row.get("split") != metric.split or value is None or type(step) is not int:
-            continue
-        last = Point(value, step)
-        if math.isfinite(value) and (best is None or _is_better(last, best, metric)):
-            best = last
-    return last, best
-
-
-def _is_better(one: Point, other: Point, metric: Metric) -> bool:
-    return one.value < other.value if metric.goal == "min" else one.value > other.value
-
-
-def _sorted(runs: list[Compared], metric: Metric) -> list[Compared]:
-    """Return the best first; those without a value last."""
-    sign = 1 if metric.goal == "min" else -1
-    return sorted(runs, key=lambda run: math.inf if run.best is None else sign * run.best.value)
 
 
 def _print(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> None:
@@ -215,16 +167,10 @@ def _to_json(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> d
                 "path": str(run.paths.folder),
                 "state": run.state,
                 "values": {key: run.values.get(key) for key in keys},
-                "last": _point_json(run.last),
-                "best": _point_json(run.best),
+                "last": run.last.to_json() if run.last else None,
+                "best": run.best.to_json() if run.best else None,
                 "duration_s": None if run.duration_s is None else round(run.duration_s, 1),
             }
             for run in runs
         ],
     }
-
-
-def _point_json(point: Point | None) -> dict[str, Any] | None:
-    if point is None:
-        return None
-    return {"value": point.value if math.isfinite(point.value) else None, "step": point.step}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ class _Mirror:
 
     def __init__(self, start: dict[str, Any], warn: Callable[[str], None]) -> None:
         self._start = start
-        paths = RunPaths(Path(start["folder"]))
-        self._lock = locked(paths.wandb_lock)
-        self._history = SentRows(paths.metrics, paths.wandb_sent)
+        self._paths = RunPaths(Path(start["folder"]))
+        self._lock = locked(self._paths.wandb_lock)
+        self._history = SentRows(self._paths.metrics, self._paths.wandb_sent)
         self._run = self._open()
 
     def send(self, committed_step: int) -> None:

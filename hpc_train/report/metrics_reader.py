@@ -14,6 +14,8 @@ from hpc_train.run.metric_rows import Row as Row
 
 #: Usually contains the newest evaluation. Assumed.
 _TAIL_BYTES = 1 << 16
+#: Longer than any row of ours: a file of other content is not read into memory as one line.
+_MAX_LINE_BYTES = 1 << 20
 #: Not metrics: where and when a row was recorded.
 POSITION = {"time", "attempt", "split", "step", "epoch"}
 
@@ -73,6 +75,46 @@ def rows_in(path: Path) -> Iterator[Row]:
             yield from (row for line in file if line.endswith(b"\n") and (row := _row(line)))
     except (FileNotFoundError, UnreadableFileError):
         return
+
+
+def sampled_rows(path: Path, max_rows: int) -> tuple[list[Row], bool]:
+    """Return the rows in order, and whether some were skipped: of more than ``max_rows`` every k-th.
+
+    Rows of evaluations are counted on their own, so that none is skipped because of the others. The last row
+    is always there. Memory does not depend on the file; none if it can't be read.
+    """
+    kept = {True: _Thinned(max_rows), False: _Thinned(max_rows)}
+    last: tuple[int, bytes] | None = None
+    try:
+        with open_regular(path) as file:
+            place = 0
+            while line := file.readline(_MAX_LINE_BYTES):
+                if line.endswith(b"\n"):  # not one still being written, or longer than any of ours
+                    place, last = place + 1, (place, line)
+                    kept[b'"val"' in line].add(place - 1, line)
+    except (OSError, UnreadableFileError):
+        return [], False
+    found = {place: row for thinned in kept.values() for place, row in thinned.rows}
+    if last is not None and last[0] not in found and (row := _row(last[1])):
+        found[last[0]] = row
+    return [found[place] for place in sorted(found)], any(thinned.every > 1 for thinned in kept.values())
+
+
+class _Thinned:
+    """Every k-th row, k the power of two with which at most ``limit`` are kept."""
+
+    def __init__(self, limit: int) -> None:
+        self.rows: list[tuple[int, Row]] = []
+        self.every = 1
+        self._limit = limit
+        self._count = 0
+
+    def add(self, place: int, line: bytes) -> None:
+        self._count += 1
+        if (self._count - 1) % self.every == 0 and (row := _row(line)):
+            self.rows.append((place, row))
+            if len(self.rows) > self._limit:
+                self.rows, self.every = self.rows[::2], self.every * 2
 
 
 def newest_rows(path: Path, limit_bytes: int = _TAIL_BYTES) -> list[Row]:

@@ -36,20 +36,32 @@ def elapsed_s(run: RunFiles, now: RunStatus) -> float | None:
 
 
 def _attempt_s(attempt: AttemptPaths, record: AttemptRecord, *, is_running: bool) -> float:
-    start = _timestamp(record.start)
-    end = _timestamp(record.end)
+    span = attempt_span(attempt, record, is_running=is_running)
+    return 0.0 if span is None else span[1] - span[0]
+
+
+def attempt_span(
+    attempt: AttemptPaths, record: AttemptRecord, *, is_running: bool
+) -> tuple[float, float] | None:
+    """Return when an attempt began and ended, in seconds since 1970; None if unknown.
+
+    One that is running ends now; one that ended without a record at rank 0's last line of log.
+    """
+    start = timestamp(record.start)
+    end = timestamp(record.end)
     if end is None and is_running:
         end = time.time()
     if end is None:
         with suppress(OSError):
             end = attempt.log(0).stat().st_mtime
-    return max(0.0, end - start) if start is not None and end is not None else 0.0
+    return None if start is None or end is None else (start, max(start, end))
 
 
-def _timestamp(text: str | None) -> float | None:
+def timestamp(text: str | None) -> float | None:
+    """Return an ISO 8601 time as seconds since 1970; None if it is none."""
     try:
         return datetime.fromisoformat(text).timestamp() if isinstance(text, str) else None
-    except ValueError:
+    except (ValueError, OverflowError, OSError):
         return None
 
 
@@ -111,5 +123,5 @@ def _between(before: AttemptRecord, after: AttemptRecord | None) -> Restart:
 
 
 def _seconds(start: str | None, end: str | None) -> float | None:
-    began, ended = _timestamp(start), _timestamp(end)
+    began, ended = timestamp(start), timestamp(end)
     return None if began is None or ended is None else round(ended - began, 3)

@@ -166,7 +166,7 @@ def note_code(paths: RunPaths, snapshot: Path, attempt: int) -> None:
 def note_versions(paths: RunPaths, attempt: int, now: Mapping[str, str]) -> None:
     """Record in ``run.json`` the versions that ``attempt`` and later ones run with, if they differ."""
     run = _run_to_change(paths)
-    if dict(now) != _versions(run):
+    if dict(now) != newest_versions(run):
         by_attempt = (run.get("versions_by_attempt") or {}) | {str(attempt): dict(now)}
         write_json(paths.run, run | {"versions_by_attempt": by_attempt}, sync=True)
 
@@ -190,7 +190,7 @@ def note_inputs(paths: RunPaths, experiment: Experiment, *, has_saved: bool) -> 
 
 def noted_versions(paths: RunPaths) -> dict[str, str]:
     """Return the versions recorded last: at the run's creation, or with a later attempt."""
-    return _versions(read_json(paths.run) or {})
+    return newest_versions(read_json(paths.run) or {})
 
 
 def inputs_differ(paths: RunPaths, experiment: Experiment) -> list[str]:
@@ -231,7 +231,8 @@ def _changes(run: dict[str, Any]) -> dict[int, list[str]]:
     return {int(number): [str(override) for override in overrides] for number, overrides in noted.items()}
 
 
-def _versions(run: Mapping[str, Any]) -> dict[str, str]:
+def newest_versions(run: Mapping[str, Any]) -> dict[str, str]:
+    """Return the versions that a run used last, by the content of its ``run.json``."""
     by_attempt = run.get("versions_by_attempt") or {}
     latest = by_attempt[max(by_attempt, key=int)] if by_attempt else run.get("versions") or {}
     return {str(package): str(version) for package, version in latest.items()}

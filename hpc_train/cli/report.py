@@ -1,0 +1,36 @@
+"""``report``: runs as one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_train.cli.unreadable import find_readable
+from hpc_train.console import put
+from hpc_train.errors import ExitCode, UsageError
+from hpc_train.report.html.collecting import collect
+from hpc_train.report.html.page import render
+from hpc_train.run.files import replacing
+from hpc_train.run.output_files import refuse_target
+
+_ENDINGS = (".html", ".htm")
+
+
+def report(words: Sequence[str], output: Path, *, metric: str | None) -> ExitCode:
+    """Write the page of the runs to ``output``, which is replaced atomically.
+
+    Raises UsageError for a metric that none of the runs has, and what ``refuse_target`` raises.
+    """
+    if output.suffix.lower() not in _ENDINGS:
+        raise UsageError(f"-o: {output} must end in .html, since it is a page for a browser")
+    refuse_target(output)
+    collected = collect(find_readable(words), metric)
+    if collected.metric is None and metric is not None:
+        listed = ", ".join(sorted(map(str, collected.metrics))[:50]) or "none yet"
+        raise UsageError(f"--metric: {metric} is in no run's metrics.jsonl; there are {listed}")
+    page = render(collected).encode()
+    with replacing(output) as file:
+        file.write(page)
+    count = len(collected.runs)
+    put(f"{output}  {count:,} {'run' if count == 1 else 'runs'}  {len(page) / 2**20:.1f} MB")
+    return ExitCode.DONE

@@ -1,0 +1,169 @@
+"""Reads runs for the page: each file once, the rows of metrics as far as they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hpc_train.launchers.lookup import statuses
+from hpc_train.paths import RunPaths
+from hpc_train.report.changed_keys import changed_keys
+from hpc_train.report.html.curves import MAX_STEP, Curve, curves_of
+from hpc_train.report.html.limits import ALL_ROWS, CURVE_POINTS, MIN_ROWS
+from hpc_train.report.metric_values import Metric, Point, find_metric, is_better, sort_key
+from hpc_train.report.metrics_reader import sampled_rows
+from hpc_train.report.run_files import RunFiles
+from hpc_train.report.run_times import attempt_span, elapsed_s, timestamp
+from hpc_train.report.step_layout import ranks_of
+from hpc_train.report.time_use import attempt_cause, time_use
+from hpc_train.run.find import run_names
+from hpc_train.run.run_status import RunStatus
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """From one start of a run's ranks to their end, in seconds since 1970; None: unknown."""
+
+    number: int
+    cause: str
+    reason: str | None
+    nodes: list[str]
+    ranks: int | None
+    span: tuple[float, float] | None
+    #: When its first step was done.
+    first_step: float | None
+    #: The last step of its rows; None if it has none.
+    last_step: int | None
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What the page has of one run."""
+
+    paths: RunPaths
+    name: str
+    experiment: str
+    status: RunStatus
+    facts: Mapping[str, Any]
+    #: The keys in which the runs differ.
+    values: dict[str, Any]
+    attempts: list[Attempt]
+    curves: dict[Metric, Curve]
+    elapsed_s: float | None
+    #: Seconds by part, see ``time_use.PARTS``.
+    time_use: dict[str, float]
+    #: Not all rows of its metrics were read.
+    is_sampled: bool
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of its time in steps that count."""
+        total = sum(self.time_use.values())
+        return self.time_use["training"] / total if total and self.time_use["training"] else None
+
+    def last(self, metric: Metric) -> Point | None:
+        """Return the metric's newest value."""
+        curve = self.curves.get(metric)
+        return Point(curve.values[-1], curve.steps[-1]) if curve else None
+
+    def best(self, metric: Metric) -> Point | None:
+        """Return the metric's best value; the curve has it, since thinning keeps extremes."""
+        best: Point | None = None
+        curve = self.curves.get(metric)
+        for step, value in zip(curve.steps, curve.values, strict=True) if curve else ():
+            point = Point(value, step)
+            if best is None or is_better(point, best, metric):
+                best = point
+        return best
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The runs, the best one first by ``metric``; those without it last."""
+
+    runs: list[RunData]
+    #: None: no run has measured any.
+    metric: Metric | None
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The keys in which the runs differ, the same ones for all runs that can be read."""
+        return list(dict.fromkeys(key for run in self.runs for key in run.values))
+
+    @cached_property
+    def metrics(self) -> list[Metric]:
+        """What any of the runs has measured, in the order of the rows."""
+        return list(dict.fromkeys(metric for run in self.runs for metric in run.curves))
+
+
+def collect(runs: Sequence[RunPaths], wanted: str | None = None) -> Collected:
+    """Read the runs. ``wanted``: the metric by which they are compared, by default accuracy, else loss.
+
+    If no run has ``wanted``, ``metric`` is None.
+    """
+    names, values = run_names(runs), changed_keys(runs)
+    max_rows = max(MIN_ROWS, ALL_ROWS // max(len(runs), 1) // 2)
+    found = [
+        _read(paths, status, names[paths], values[paths], max_rows)
+        for paths, status in zip(runs, statuses(runs), strict=True)
+    ]
+    metric = find_metric((metric for run in found for metric in run.curves), wanted)
+    if metric is not None:
+        chosen = metric
+        found.sort(key=lambda run: sort_key(run.best(chosen), chosen))
+    return Collected(found, metric)
+
+
+def _read(paths: RunPaths, status: RunStatus, name: str, values: dict[str, Any], max_rows: int) -> RunData:
+    run = RunFiles.read(paths)
+    rows, is_sampled = sampled_rows(paths.metrics, max_rows)
+    return RunData(
+        paths=paths,
+        name=name,
+        experiment=paths.siblings.folder.name,
+        status=status,
+        facts=run.facts,
+        values=values,
+        attempts=_attempts(run, status, _last_steps(rows)),
+        curves=curves_of(rows, CURVE_POINTS),
+        elapsed_s=elapsed_s(run, status),
+        time_use=_time_use(run, status, rows),
+        is_sampled=is_sampled,
+    )
+
+
+def _time_use(run: RunFiles, status: RunStatus, rows: list[dict[str, Any]]) -> dict[str, float]:
+    try:
+        return time_use(run, status, rows)
+    except (OSError, OverflowError):  # files that can't be read, or have absurd numbers: the rest is shown
+        return {}
+
+
+def _last_steps(rows: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for row in rows:
+        attempt, step = row.get("attempt"), row.get("step")
+        if type(attempt) is int and type(step) is int and 0 <= step < MAX_STEP:
+            found[attempt] = step
+    return found
+
+
+def _attempts(run: RunFiles, status: RunStatus, last_steps: Mapping[int, int]) -> list[Attempt]:
+    found = []
+    for attempt, record in run.recorded:
+        is_running = record is run.newest_record and status.state == "running"
+        found.append(
+            Attempt(
+                number=attempt.number,
+                cause=attempt_cause(record, is_running=is_running),
+                reason=record.reason,
+                nodes=record.hosts,
+                ranks=ranks_of(run.facts, record),
+                span=attempt_span(attempt, record, is_running=is_running),
+                first_step=timestamp(record.events.get("first_step")),
+                last_step=last_steps.get(attempt.number, record.saved_step),
+            )
+        )
+    return found

@@ -1,0 +1,92 @@
+"""Metrics over steps, with no more points than a page shows."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hpc_train.report.html.limits import METRICS, NAME_LENGTH
+from hpc_train.report.metric_values import Metric
+from hpc_train.report.metrics_reader import POSITION, Row, number
+
+#: The share of a step in which it waits for data, in percent: made of two columns of a training row.
+DATA_WAIT = Metric("train", "data_wait_percent")
+#: More than any step; arithmetic on larger numbers is not exact, or overflows.
+MAX_STEP = 2**53
+#: Of which ``bool`` is none.
+_NUMBERS = {int, float}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Finite values by step, in the order of the steps."""
+
+    steps: array[int]
+    values: array[float]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def thinned(self, max_points: int) -> Curve:
+        """Return at most ``max_points`` (or 4) points: first and last, and lowest and highest of each part.
+
+        So no peak is lost, as one would be in a mean or in every k-th point.
+        """
+        count = len(self)
+        if count <= max(max_points, 4):
+            return self
+        parts = max(1, (max_points - 2) // 2)
+        kept = {0, count - 1}
+        for part in range(parts):
+            span = range(1 + part * (count - 2) // parts, 1 + (part + 1) * (count - 2) // parts)
+            if span:
+                kept |= {min(span, key=self.values.__getitem__), max(span, key=self.values.__getitem__)}
+        places = sorted(kept)
+        return Curve(
+            array("q", [self.steps[place] for place in places]),
+            array("d", [self.values[place] for place in places]),
+        )
+
+
+def curves_of(rows: Sequence[Row], max_points: int) -> dict[Metric, Curve]:
+    """Return the curve of each metric in the rows, at most ``max_points`` each."""
+    # By split, then by name: hashing a ``Metric`` per value would take most of the time.
+    found: dict[str, dict[str, Curve]] = {}
+    for row in rows:
+        step, split = row.get("step"), row.get("split")
+        if type(step) is int and 0 <= step < MAX_STEP and isinstance(split, str):
+            _add(found.setdefault(split, {}), row, step)
+    curves = [
+        (Metric(split, name), curve)
+        for split, by_name in found.items()
+        for name, curve in by_name.items()
+        if max(len(split), len(name)) <= NAME_LENGTH
+    ]
+    return {metric: curve.thinned(max_points) for metric, curve in curves[:METRICS]}
+
+
+def _add(found: dict[str, Curve], row: Row, step: int) -> None:
+    wait = _data_wait(row)
+    for name, value in (row if wait is None else {**row, DATA_WAIT.name: wait}).items():
+        if type(value) not in _NUMBERS or name in POSITION:
+            continue
+        found_value = number(value)
+        if found_value is None or not math.isfinite(found_value):
+            continue
+        curve = found.get(name)
+        if curve is None:
+            if len(found) >= METRICS:
+                continue
+            curve = found[name] = Curve(array("q"), array("d"))
+        if not curve.steps or step > curve.steps[-1]:
+            curve.steps.append(step)
+            curve.values.append(found_value)
+
+
+def _data_wait(row: Row) -> float | None:
+    if row["split"] != DATA_WAIT.split:
+        return None
+    step_s, wait_s = number(row.get("step_s")), number(row.get("data_wait_s"))
+    return 100 * wait_s / step_s if step_s and wait_s is not None and step_s > 0 else None

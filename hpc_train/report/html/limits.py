@@ -1,0 +1,43 @@
+"""How much of the runs a page has: it stays below 20 MB and usable, whatever the runs contain."""
+
+from __future__ import annotations
+
+#: Points of a curve of a highlighted run, and of all curves of the page together. Measured: 250,000 points
+#: are 6 MB.
+CURVE_POINTS = 500
+ALL_POINTS = 250_000
+#: Rows of metrics that are read for a page, half of them evaluations. Measured: 200,000 take 2 s.
+ALL_ROWS = 200_000
+MIN_ROWS = 100
+CHARTS = 24
+#: Metrics of a run that are kept; one with 150 classes has that many.
+METRICS = 400
+NAME_LENGTH = 100
+#: Runs, the best ones first, that have a colour; confusion matrices and pictures; their file.
+HIGHLIGHTED = 8
+EVALUATED = 4
+DETAILED = 12
+#: Bars of the time use and rows of its table.
+TIME_BARS = 20
+#: The timeline's nodes, its bars, and the lines of its table.
+NODES = 48
+LANES = 4
+ATTEMPT_BARS = 2000
+ATTEMPT_LINES = 400
+#: Marks of attempts that ended, per chart.
+MARKS = 400
+#: Axes of the parallel coordinates, and values of an axis of words.
+AXES = 8
+WORDS = 12
+CELL_LENGTH = 160
+FILE_CHARS = 40_000
+#: Of an evaluation's files: bytes of a table, classes of a table with numbers and of a map, bytes and number
+#: of the pictures of a run.
+TABLE_BYTES = 4 << 20
+NUMBERED_CLASSES = 16
+MAPPED_CLASSES = 200
+CONFUSED_PAIRS = 10
+CLASS_LINES = 200
+PICTURE_BYTES = 512 << 10
+PICTURES = 6
+SAMPLE_CHARS = 4_000

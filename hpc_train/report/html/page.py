@@ -1,0 +1,363 @@
+"""Renders the page. Whatever comes from runs is escaped by the template engine, control characters included;
+the page's own security policy lets it run no other script and load nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from hpc_train import __version__
+from hpc_train.errors import printable
+from hpc_train.report.changed_keys import short_names, value_text
+from hpc_train.report.html import limits
+from hpc_train.report.html.collecting import Collected, RunData
+from hpc_train.report.html.evaluations import Confusion, Evaluation, confined_text, newest_evaluation
+from hpc_train.report.html.line_charts import LineChart, line_charts
+from hpc_train.report.html.parallel_coordinates import parallel_coordinates
+from hpc_train.report.html.scales import short
+from hpc_train.report.html.timeline import timeline
+from hpc_train.report.metric_values import Point
+from hpc_train.report.run_times import short_duration
+from hpc_train.report.time_use import PARTS, summed
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_TEMPLATES = "hpc_train.report.html"
+_PART_TITLES = {
+    "training": "training",
+    "data": "waiting for data",
+    "saving": "saving",
+    "starting": "starting",
+    "stopping": "stopping",
+    "lost": "lost steps",
+    "other": "evaluation, other",
+}
+#: Shades of a confusion matrix.
+_HEATS = 8
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of the table of runs, and what it is sorted by."""
+
+    text: str
+    key: float | str | None = None
+
+
+@dataclass(frozen=True)
+class RunLine:
+    """A line of the table of runs; ``place`` counts from the best."""
+
+    place: int
+    run: RunData
+    cells: list[Cell]
+
+
+@dataclass(frozen=True)
+class PartBar:
+    """A part of a bar of time use; place and width in percent."""
+
+    part: str
+    x: float
+    width: float
+    text: str
+
+
+@dataclass(frozen=True)
+class TimeBar:
+    """The time use of a run, or of all."""
+
+    title: str
+    parts: list[PartBar]
+    total: str
+    #: Duration by part.
+    durations: list[str]
+    goodput: str
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """A confusion matrix for the page; ``paths``: the squares of each shade, the lightest first."""
+
+    confusion: Confusion
+    #: Shade per cell, where the cells are shown with numbers.
+    heats: list[list[int]] | None
+    paths: list[str]
+    pairs: list[tuple[int, str, str]]
+
+
+def render(collected: Collected) -> str:
+    """Return the page of the runs."""
+    return _environment().get_template("report.html.j2").render(_content(collected))
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader(_TEMPLATES),
+        undefined=StrictUndefined,
+        autoescape=True,
+        finalize=_shown,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "cut": _cut,
+        "duration": short_duration,
+        "short": short,
+        "share": _share,
+        "value": value_text,
+        "thousands": lambda number: f"{number:,}",
+    }
+    return environment
+
+
+def _shown(value: object) -> object:
+    """Return text without characters that act, which the engine then escapes; its own output unchanged."""
+    return printable(value) if type(value) is str else value
+
+
+def _content(collected: Collected) -> dict[str, Any]:
+    runs, metric = collected.runs, collected.metric
+    keys = collected.keys
+    charts = line_charts(collected)
+    style, script = _style(), _file("report.js")
+    bests = [point for run in runs if metric and (point := run.best(metric))]
+    return {
+        "version": __version__,
+        "made": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "title": _title(runs),
+        "style": _Trusted(style),
+        "script": _Trusted(script),
+        "policy": (
+            f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+            "base-uri 'none'; form-action 'none'"
+        ),
+        "limits": limits,
+        "runs": runs,
+        "metric": metric,
+        "best": bests[0] if bests else None,
+        "states": Counter(run.status.state for run in runs).most_common(),
+        "interruptions": _interruptions(runs),
+        "elapsed_s": sum(run.elapsed_s or 0.0 for run in runs),
+        "keys": [short_names(keys)[key] for key in keys],
+        "lines": [_run_line(place, run, collected) for place, run in enumerate(runs)],
+        "charts": charts,
+        "data": _Trusted(_embedded_json(_data(collected, charts))),
+        "timeline": timeline(runs),
+        "times": _time_bars(runs),
+        "parts": [(part, _PART_TITLES[part]) for part in PARTS],
+        "sweep": parallel_coordinates(collected),
+        "evaluations": _evaluations(runs),
+        "ious": _ious(runs),
+        "details": [_details(run) for run in runs[: limits.DETAILED]],
+        "is_sampled": any(run.is_sampled for run in runs),
+    }
+
+
+class _Trusted(str):
+    """Text of this package, or JSON without ``<``, ``>`` and ``&``: the engine inserts it unchanged."""
+
+    def __html__(self) -> str:
+        return str(self)
+
+
+def _embedded_json(data: Mapping[str, Any]) -> str:
+    """Return JSON that can't end the element around it."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    for char in "<>&'":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    return text
+
+
+def _file(name: str) -> str:
+    return resources.files(_TEMPLATES).joinpath("templates", name).read_text("utf-8")
+
+
+def _style() -> str:
+    """Return the style sheet, the dark palette both for the system's setting and for the page's button."""
+    dark = _file("dark.css")
+    return (
+        f"{_file('report.css')}\n:root[data-theme=dark] {{\n{dark}}}\n"
+        f"@media screen and (prefers-color-scheme: dark) {{\n:root:not([data-theme=light]) {{\n{dark}}}\n}}\n"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _cut(text: object, length: int = limits.CELL_LENGTH) -> str:
+    shown = printable(str(text))
+    return shown if len(shown) <= length else f"{shown[: length - 1]}…"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _title(runs: Sequence[RunData]) -> str:
+    names = list(dict.fromkeys(run.experiment for run in runs))
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return shown or "No runs"
+
+
+def _interruptions(runs: Sequence[RunData]) -> list[tuple[str, int]]:
+    """Return how often attempts ended early, by cause, the most frequent first."""
+    causes = [attempt.cause for run in runs for attempt in run.attempts]
+    return Counter(each for each in causes if each not in {"completed", "running", "unknown"}).most_common()
+
+
+def _run_line(place: int, run: RunData, collected: Collected) -> RunLine:
+    metric = collected.metric
+    last, best = (run.last(metric), run.best(metric)) if metric else (None, None)
+    steps = (
+        f"{run.status.step:,} / {'?' if run.status.total_steps is None else f'{run.status.total_steps:,}'}"
+    )
+    cells = [
+        *(_value_cell(run.values.get(key)) for key in collected.keys),
+        Cell(steps, run.status.step),
+        _point_cell(last),
+        _point_cell(best),
+        Cell("" if best is None else f"{best.step:,}", None if best is None else best.step),
+        Cell(str(len(run.attempts)), len(run.attempts)),
+        Cell(short_duration(run.elapsed_s), run.elapsed_s),
+        Cell(_share(run.goodput), run.goodput),
+    ]
+    return RunLine(place, run, cells)
+
+
+def _value_cell(value: Any) -> Cell:
+    is_number = type(value) in {int, float} and abs(value) < 1e300
+    return Cell(_cut(value_text(value)), float(value) if is_number else _cut(value_text(value)))
+
+
+def _point_cell(point: Point | None) -> Cell:
+    return Cell("") if point is None else Cell(f"{point.value:.6g}", point.value)
+
+
+def _data(collected: Collected, charts: Sequence[LineChart]) -> dict[str, Any]:
+    names = [_cut(run.name, limits.NAME_LENGTH) for run in collected.runs]
+    return {"runs": names, "highlighted": limits.HIGHLIGHTED, "charts": [chart.data() for chart in charts]}
+
+
+def _time_bars(runs: Sequence[RunData]) -> list[TimeBar]:
+    """Return the bar of all runs together, then those of the first runs."""
+    timed = [run for run in runs if run.time_use]
+    bars = [_time_bar(run.name, run.time_use) for run in timed[: limits.TIME_BARS]]
+    if len(timed) > 1:
+        bars.insert(0, _time_bar(f"all {len(timed):,} runs", summed(run.time_use for run in timed)))
+    return bars
+
+
+def _time_bar(title: str, use: Mapping[str, float]) -> TimeBar:
+    total = sum(use.values())
+    x, parts = 0.0, []
+    for part in PARTS:
+        width = 100 * use[part] / total
+        if width > 0:
+            words = f"{_PART_TITLES[part]} {width:.1f}%, {short_duration(use[part])}"
+            parts.append(PartBar(part, round(x, 3), round(width, 3), words))
+        x += width
+    durations = [short_duration(use[part]) if use[part] else "" for part in PARTS]
+    return TimeBar(title, parts, short_duration(total), durations, _share(use["training"] / total))
+
+
+def _evaluations(runs: Sequence[RunData]) -> list[tuple[RunData, Evaluation, list[HeatMap]]]:
+    found = []
+    for run in runs[: limits.EVALUATED]:
+        evaluation = newest_evaluation(run.paths)
+        if evaluation is not None:
+            found.append((run, evaluation, [_heat_map(each) for each in evaluation.confusions]))
+    return found
+
+
+def _heat_map(confusion: Confusion) -> HeatMap:
+    num_classes = len(confusion.classes)
+    pairs = confusion.confused()[: limits.CONFUSED_PAIRS]
+    heats = [[_heat(count, sum(counts)) for count in counts] for counts in confusion.counts]
+    if num_classes <= limits.NUMBERED_CLASSES:
+        return HeatMap(confusion, heats, [], pairs)
+    if num_classes > limits.MAPPED_CLASSES:
+        return HeatMap(confusion, None, [], pairs)
+    paths = [""] * _HEATS
+    for down, row in enumerate(heats):
+        for across, heat in enumerate(row):
+            if heat:
+                paths[heat - 1] += f"M{across} {down}h1v1h-1z"
+    return HeatMap(confusion, None, paths, pairs)
+
+
+def _heat(count: int, total: int) -> int:
+    """Return the shade of a cell, 0 (empty) to ``_HEATS``, by its share of the row."""
+    return 0 if not count else 1 + min(_HEATS - 1, math.floor((count / total) ** 0.5 * _HEATS))
+
+
+def _ious(runs: Sequence[RunData]) -> list[tuple[RunData, int, list[tuple[str, float]]]]:
+    """Return the IoU of each class in the newest evaluation, and its step, where a run has any."""
+    found = []
+    for run in runs[: limits.EVALUATED]:
+        pairs = [
+            (metric.name.removeprefix("iou_"), curve)
+            for metric, curve in run.curves.items()
+            if metric.split == "val" and metric.name.startswith("iou_") and curve
+        ]
+        if pairs:
+            step = max(curve.steps[-1] for _, curve in pairs)
+            ious = [(name, min(max(curve.values[-1], 0.0), 1.0)) for name, curve in pairs]
+            found.append((run, step, ious[: limits.CLASS_LINES]))
+    return found
+
+
+def _details(run: RunData) -> dict[str, Any]:
+    """Return the run's file and facts. Links that lead out of its folder are not read."""
+    text = confined_text(run.paths.experiment, run.paths, limits.TABLE_BYTES)
+    facts = run.facts
+    code, source = facts.get("code"), facts.get("source")
+    changes = facts.get("changes")
+    return {
+        "run": run,
+        "file": None if text is None else _cut(text, limits.FILE_CHARS),
+        "facts": [(label, _cut(words)) for label, words in _facts(run, code, source) if words],
+        "changes": [
+            (number, _cut(change))
+            for number, listed in (changes if isinstance(changes, dict) else {}).items()
+            for change in listed[:50]
+        ],
+        "versions": [(_cut(name), _cut(version)) for name, version in _versions(facts)],
+    }
+
+
+def _facts(run: RunData, code: Any, source: Any) -> list[tuple[str, str]]:
+    code, source = code if isinstance(code, dict) else {}, source if isinstance(source, dict) else {}
+    overrides = source.get("overrides")
+    changed = " with uncommitted changes" if code.get("dirty") else ""
+    return [
+        ("state", run.status.state),
+        ("reason", run.status.reason or ""),
+        ("created", str(run.facts.get("created") or "")),
+        ("file", str(source.get("file") or "")),
+        ("overrides", " ".join(map(str, overrides)) if isinstance(overrides, list) else ""),
+        ("code commit", f"{code['commit']}{changed}" if code.get("commit") else ""),
+        ("code snapshot", str(code.get("snapshot") or "")),
+        ("folder", str(run.paths.folder)),
+    ]
+
+
+def _versions(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+    from hpc_train.run.create import newest_versions
+
+    return sorted(newest_versions(facts).items())

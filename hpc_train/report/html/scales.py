@@ -1,0 +1,76 @@
+"""Axes: values → places, and round numbers to label them with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+#: A positive range that spans more than this factor is shown on a logarithmic scale. Assumed.
+_LOG_FROM = 50.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Maps ``low``…``high`` to 0…1."""
+
+    low: float
+    high: float
+    is_log: bool = False
+
+    @classmethod
+    def over(cls, values: Sequence[float], *, may_be_log: bool = True, is_exact: bool = False) -> Scale:
+        """Return a scale with room for all values, which are finite. ``is_exact``: without a margin."""
+        low, high = min(values, default=0.0), max(values, default=1.0)
+        if may_be_log and low > 0 and high / low > _LOG_FROM:
+            return (
+                cls(low, high, is_log=True) if is_exact else cls(low / 1.1, _bounded(high * 1.1), is_log=True)
+            )
+        margin = 0.0 if is_exact else 0.1 * (high / 2 - low / 2)  # their difference may be no float
+        if low == high:
+            margin = abs(low) * 0.1 or 1.0
+        return cls(_bounded(low - margin), _bounded(high + margin))
+
+    def place(self, value: float) -> float:
+        """Return where ``value`` is, from 0 to 1."""
+        if self.is_log:
+            span, above = _log(self.high) - _log(self.low), _log(value) - _log(self.low)
+        else:
+            span, above = self.high / 2 - self.low / 2, value / 2 - self.low / 2
+        return min(max(above / span, 0.0), 1.0) if span > 0 else 0.5
+
+    def ticks(self, about: int = 4) -> list[float]:
+        """Return about that many round numbers within the scale, in rising order."""
+        if self.is_log:
+            first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
+            every = max(1, round((last - first) / about))
+            found = [10.0**power for power in range(first, last + 1, every)]
+            if len(found) > 1:
+                return found
+        return _round_numbers(self.low, self.high, about)
+
+
+def _log(value: float) -> float:
+    return math.log(max(value, 5e-324))
+
+
+def _bounded(value: float) -> float:
+    return min(max(value, -1.7e308), 1.7e308)
+
+
+def _round_numbers(low: float, high: float, about: int) -> list[float]:
+    raw = high / about - low / about
+    if not 1e-300 < raw < 1e300:
+        return [low, high]
+    unit = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    found = [(first + count) * step for count in range(about + 3)]
+    return [value for value in found if low <= value <= high + step * 1e-9]
+
+
+def short(value: float) -> str:
+    """Return a number with at most four digits: ``0.9312``, ``12,000``, ``1e-05``."""
+    if value == int(value) and abs(value) < 1e6:
+        return f"{int(value):,}"
+    return f"{value:.4g}"

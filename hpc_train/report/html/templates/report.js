@@ -1,0 +1,284 @@
+"use strict";
+// Adds to a page that is complete without it: theme, sorting, filter, and values below the pointer or the arrow keys.
+// Text from runs is only ever set as text, never as markup.
+(() => {
+  const $ = (id) => document.getElementById(id);
+  const all = (selector, root = document) => [...root.querySelectorAll(selector)];
+  const data = JSON.parse($("data").textContent);
+  const tip = $("tip");
+
+  function element(name, text, className) {
+    const made = document.createElement(name);
+    if (text !== undefined) made.textContent = text;
+    if (className) made.className = className;
+    return made;
+  }
+
+  function showTip(x, y, children) {
+    tip.replaceChildren(...children);
+    tip.hidden = false;
+    const { width, height } = tip.getBoundingClientRect();
+    const left = x + 14 + width > innerWidth ? x - 14 - width : x + 14;
+    tip.style.left = `${Math.max(4, left)}px`;
+    tip.style.top = `${Math.min(Math.max(4, y - height - 10), innerHeight - height - 4)}px`;
+  }
+
+  // What shows the tip again at its new place once the page was scrolled; the pointer's is hidden instead.
+  let again = null;
+
+  function hideTip() {
+    tip.hidden = true;
+    again = null;
+  }
+
+  // Theme: the system's, then light, then dark.
+  const themes = ["system", "light", "dark"];
+  const theme = $("theme");
+  theme.hidden = false;
+  theme.addEventListener("click", () => {
+    const next = themes[(themes.indexOf(document.documentElement.dataset.theme || "system") + 1) % themes.length];
+    document.documentElement.dataset.theme = next;
+    theme.textContent = `Theme: ${next}`;
+  });
+
+  // The table of runs: sorted by a column, filtered by words.
+  const body = $("table").tBodies[0];
+  const rows = [...body.rows];
+
+  function keyOf(row, column) {
+    const cell = row.cells[column];
+    const key = cell.dataset.key ?? cell.textContent;
+    const number = Number(key);
+    return key !== "" && Number.isFinite(number) ? number : key;
+  }
+
+  function compare(a, b) {
+    if (a === "" || b === "") return (a === "") - (b === "");
+    if (typeof a === typeof b) return a < b ? -1 : Number(a > b);
+    return typeof a === "number" ? -1 : 1;
+  }
+
+  all("th", $("table").tHead).forEach((head, column) => {
+    const button = element("button", head.textContent);
+    button.type = "button";
+    head.replaceChildren(button);
+    button.addEventListener("click", () => {
+      const isRising = head.getAttribute("aria-sort") !== "ascending";
+      all("[aria-sort]", $("table")).forEach((other) => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", isRising ? "ascending" : "descending");
+      const keyed = rows.map((row) => [keyOf(row, column), row]);
+      keyed.sort(([a], [b]) => (a === "" || b === "" || isRising ? compare(a, b) : compare(b, a)));
+      body.append(...keyed.map(([, row]) => row));
+    });
+  });
+
+  if (rows.length > 8) {
+    $("filter").hidden = false;
+    $("find").addEventListener("input", (event) => {
+      const words = event.target.value.toLowerCase().split(/\s+/).filter(Boolean);
+      let count = 0;
+      for (const row of rows) {
+        const text = row.textContent.toLowerCase();
+        row.hidden = !words.every((word) => text.includes(word));
+        count += !row.hidden;
+      }
+      $("found").textContent = words.length ? `${count} of ${rows.length} runs` : "";
+    });
+  }
+
+  // Legend: shows or hides a run in all charts.
+  const hiddenRuns = new Set();
+  all("#legend button").forEach((button) => button.addEventListener("click", () => {
+    const run = Number(button.dataset.run);
+    const isShown = !hiddenRuns.delete(run);
+    if (isShown) hiddenRuns.add(run);
+    button.setAttribute("aria-pressed", String(!isShown));
+    all(`.charts [data-run="${run}"]`).forEach((part) => part.classList.toggle("off", isShown));
+  }));
+
+  // Charts: a cursor over the steps.
+  const format = (value) => (Number.isInteger(value) && Math.abs(value) < 1e6 ? value.toLocaleString("en")
+    : Number(value.toPrecision(6)).toString());
+
+  function nearest(steps, step) {
+    let low = 0, high = steps.length - 1;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (steps[middle] < step) low = middle + 1; else high = middle;
+    }
+    return low > 0 && step - steps[low - 1] <= steps[low] - step ? low - 1 : low;
+  }
+
+  function share(value, [low, high, isLog]) {
+    return isLog ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
+  }
+
+  function follow(frame) {
+    const chart = data.charts[Number(frame.dataset.chart)];
+    const area = frame.querySelector(".area");
+    const curves = new Map(all(".curve", area).map((curve) => [Number(curve.dataset.run), curve]));
+    const lines = chart.lines.slice().sort((a, b) => a[0] - b[0]);
+    const named = lines.filter(([run]) => run < data.highlighted);
+    const steps = [...new Set(named.flatMap((line) => line[1]))].sort((a, b) => a - b);
+    const label = frame.getAttribute("aria-label");
+    const cursor = document.createElementNS("http://www.w3.org/2000/svg", "line");
+    let place = steps.length - 1, picked = null;
+
+    cursor.setAttribute("class", "cursor off");
+    cursor.setAttribute("y2", "100%");
+    area.append(cursor);
+    frame.tabIndex = 0;
+    frame.setAttribute("role", "slider");
+    frame.setAttribute("aria-label", `${label}. Cursor over the steps`);
+    frame.setAttribute("aria-valuemin", steps[0] ?? 0);
+    frame.setAttribute("aria-valuemax", steps.at(-1) ?? 0);
+    setValue([]);
+
+    function setValue(found) {
+      const words = found.map(([run, value]) => `${data.runs[run]} ${format(value)}`).join(", ");
+      frame.setAttribute("aria-valuenow", steps[place] ?? 0);
+      frame.setAttribute("aria-valuetext", `step ${steps[place] ?? 0}${words ? `: ${words}` : ""}`);
+    }
+
+    function pick(run) {
+      if (picked !== null) curves.get(picked)?.classList.remove("picked");
+      picked = run;
+      if (picked !== null) curves.get(picked)?.classList.add("picked");
+    }
+
+    function values(step) {
+      // A run that has ended has no value later.
+      return named.filter(([run, at]) => !hiddenRuns.has(run) && at[0] <= step && step <= at.at(-1))
+        .map(([run, at, found]) => [run, found[nearest(at, step)]]);
+    }
+
+    function show(step, x, y, other) {
+      const found = values(step);
+      const across = `${100 * share(step, [...chart.x, 0])}%`;
+      cursor.setAttribute("class", "cursor");
+      cursor.setAttribute("x1", across);
+      cursor.setAttribute("x2", across);
+      const children = [element("b", `step ${format(step)}`)];
+      for (const [run, value] of other === null ? found : [...found, other]) {
+        const line = element("div");
+        const isNamed = run < data.highlighted;
+        line.append(element("i", "", isNamed ? `c${run}` : "muted"), element("span", data.runs[run]), element("b", format(value)));
+        children.push(line);
+      }
+      showTip(x, y, children);
+      setValue(found);
+    }
+
+    function leave() {
+      cursor.setAttribute("class", "cursor off");
+      pick(null);
+      hideTip();
+    }
+
+    function under(step, down) {
+      let best = null, least = 0.06;
+      for (const [run, at, found] of lines) {
+        if (run < data.highlighted || step < at[0] || step > at.at(-1)) continue;
+        const value = found[nearest(at, step)];
+        const distance = Math.abs(1 - share(value, chart.y) - down);
+        if (distance < least) [best, least] = [[run, value], distance];
+      }
+      return best;
+    }
+
+    area.addEventListener("pointermove", (event) => {
+      if (!steps.length) return;
+      const box = area.getBoundingClientRect();
+      const [low, high] = chart.x;
+      const step = low + ((event.clientX - box.left) / box.width) * (high - low);
+      place = nearest(steps, step);
+      const other = under(steps[place], (event.clientY - box.top) / box.height);
+      pick(other && other[0]);
+      again = null;
+      show(steps[place], event.clientX, event.clientY, other);
+    });
+    area.addEventListener("pointerleave", leave);
+    frame.addEventListener("blur", leave);
+
+    const atCursor = () => {
+      if (!steps.length) return;
+      again = atCursor;
+      const box = area.getBoundingClientRect();
+      show(steps[place], box.left + share(steps[place], [...chart.x, 0]) * box.width, box.top + 30, null);
+    };
+    frame.addEventListener("focus", () => { if (frame.matches(":focus-visible")) atCursor(); });
+    onArrows(frame, () => place, (next) => { place = next; atCursor(); }, () => steps.length, leave);
+  }
+
+  function onArrows(frame, place, moveTo, count, leave) {
+    frame.addEventListener("keydown", (event) => {
+      const page = Math.max(1, Math.round(count() / 10));
+      const moves = {
+        ArrowLeft: -1, ArrowDown: -1, ArrowRight: 1, ArrowUp: 1, PageDown: -page, PageUp: page,
+        Home: -count(), End: count(),
+      };
+      if (event.key === "Escape") leave();
+      if (!(event.key in moves)) return;
+      event.preventDefault();
+      moveTo(Math.min(Math.max(place() + moves[event.key], 0), count() - 1));
+    });
+  }
+
+  // Bars and lines with a title: one after the other.
+  function step(frame) {
+    const items = all(".item", frame);
+    const texts = items.map((item) => {
+      const title = item.querySelector("title");
+      const text = title.textContent;
+      title.remove();
+      return text;
+    });
+    const places = new Map(items.map((item, number) => [item, number]));
+    const label = frame.getAttribute("aria-label");
+    let place = Math.max(0, items.findIndex((item) => item.classList.contains("best")));
+    if (!items.length) return;
+
+    frame.tabIndex = 0;
+    frame.setAttribute("role", "slider");
+    frame.setAttribute("aria-label", label);
+    frame.setAttribute("aria-valuemin", 1);
+    frame.setAttribute("aria-valuemax", items.length);
+    setValue();
+
+    function setValue() {
+      frame.setAttribute("aria-valuenow", place + 1);
+      frame.setAttribute("aria-valuetext", texts[place]);
+    }
+
+    function clear() {
+      all(".here", frame).forEach((item) => item.classList.remove("here"));
+      hideTip();
+    }
+
+    function show() {
+      clear();
+      const box = items[place].getBoundingClientRect();
+      items[place].classList.add("here");
+      again = show;
+      showTip(box.left + Math.min(box.width, 200) / 2, Math.max(box.top, 40), [element("span", texts[place])]);
+      setValue();
+    }
+
+    frame.addEventListener("pointermove", (event) => {
+      const number = places.get(event.target);
+      if (number === undefined) { clear(); return; }
+      place = number;
+      again = null;
+      setValue();
+      showTip(event.clientX, event.clientY, [element("span", texts[number])]);
+    });
+    frame.addEventListener("pointerleave", clear);
+    frame.addEventListener("blur", clear);
+    frame.addEventListener("focus", () => { if (frame.matches(":focus-visible")) show(); });
+    onArrows(frame, () => place, (next) => { place = next; show(); }, () => items.length, clear);
+  }
+
+  all(".frame").forEach(follow);
+  all(".items").forEach(step);
+  addEventListener("scroll", () => (again ? again() : hideTip()), { passive: true });
+})();

@@ -1,0 +1,83 @@
+"""A metric's values over a run: which of two is better, the last and the best one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.report.metrics_reader import Row, number
+
+#: Metrics for which lower is better; for all others higher is.
+_LESS_IS_BETTER = re.compile(r"(^|_)(loss|error|err|perplexity|ppl|mse|rmse|mae|nll|bpb|time|s)($|_)")
+SPLITS = ("val", "train")
+#: Default metrics: the first one that a run has.
+PREFERRED = ("accuracy", "loss")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A column of ``metrics.jsonl``: ``val/accuracy``."""
+
+    split: str
+    name: str
+
+    @property
+    def goal(self) -> str:
+        """``min`` or ``max``, by the metric's name."""
+        return "min" if _LESS_IS_BETTER.search(self.name) else "max"
+
+    def __str__(self) -> str:
+        return f"{self.split}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A metric's value after a step."""
+
+    value: float
+    step: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"value": self.value if math.isfinite(self.value) else None, "step": self.step}
+
+
+def find_metric(found: Iterable[Metric], wanted: str | None) -> Metric | None:
+    """Return the metric of this name, ``loss`` or ``train/loss``: of validation rows, else of training rows.
+
+    Without ``wanted`` accuracy, else loss. None if it is not among ``found``.
+    """
+    known = set(found)
+    names = PREFERRED if wanted is None else (wanted,)
+    for split in SPLITS:
+        for name in names:
+            if (metric := Metric(*name.split("/", 1)) if "/" in name else Metric(split, name)) in known:
+                return metric
+    return None
+
+
+def last_and_best(rows: Iterable[Row], metric: Metric) -> tuple[Point | None, Point | None]:
+    """Return the metric's newest value, and its best finite one."""
+    last = best = None
+    for row in rows:
+        value, step = number(row.get(metric.name)), row.get("step")
+        if row.get("split") != metric.split or value is None or type(step) is not int:
+            continue
+        last = Point(value, step)
+        if math.isfinite(value) and (best is None or is_better(last, best, metric)):
+            best = last
+    return last, best
+
+
+def is_better(one: Point, other: Point, metric: Metric) -> bool:
+    """Tell whether ``one`` is better than ``other``; both are finite."""
+    return one.value < other.value if metric.goal == "min" else one.value > other.value
+
+
+def sort_key(best: Point | None, metric: Metric) -> float:
+    """Return the key that sorts the best run first, and runs without a value last."""
+    if best is None:
+        return math.inf
+    return best.value if metric.goal == "min" else -best.value

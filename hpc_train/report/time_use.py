@@ -1,0 +1,102 @@
+"""What a run's allocated time was spent on: the parts of which goodput is the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from hpc_train.report.goodput import counted_steps, step_seconds, waited_seconds
+from hpc_train.report.metrics_reader import Row, number
+from hpc_train.report.run_times import attempt_span, timestamp
+from hpc_train.run.attempts import CAUSES
+
+if TYPE_CHECKING:
+    from hpc_train.report.run_files import RunFiles
+    from hpc_train.run.attempts import AttemptRecord
+    from hpc_train.run.run_status import RunStatus
+
+#: In the order in which they are shown; what is left of the time is the last one.
+#: ``training``: steps that count. ``data``: their waits for data. ``saving``: waits for checkpoints.
+#: ``starting``: until an attempt's first step. ``stopping``: from the signal to the end. ``lost``: steps that
+#: no checkpoint contains. ``other``: evaluations, and what is not measured.
+PARTS = ("training", "data", "saving", "starting", "stopping", "lost", "other")
+
+
+def time_use(run: RunFiles, now: RunStatus, rows: Sequence[Row]) -> dict[str, float]:
+    """Return the seconds of each of ``PARTS``; together those of all attempts. Empty before the first.
+
+    ``rows``: of ``metrics.jsonl``. A part that was not recorded is 0.
+    """
+    spans = [
+        (record, span)
+        for attempt, record in run.recorded
+        if (span := attempt_span(attempt, record, is_running=record is run.newest_record and _runs(now)))
+    ]
+    total_s = sum(end - start for _, (start, end) in spans)
+    if not total_s:
+        return {}
+    last_rows = _last_row_times(rows)
+    starting = stopping = lost = 0.0
+    for record, (start, end) in spans:
+        trained_until = last_rows.get(record.attempt)
+        first = timestamp(record.events.get("first_step"))
+        begun = min(first, end) if first is not None else start if trained_until is not None else end
+        starting += max(0.0, begun - start)
+        signal = timestamp(record.events.get("signal"))
+        if signal is not None:
+            stopping += max(0.0, end - max(signal, begun))
+        elif record.cause not in {None, "completed"}:
+            lost += max(0.0, end - max(trained_until or begun, begun))
+    steps = counted_steps(run.paths, now)
+    useful, waited = step_seconds(rows, steps) or 0.0, step_seconds(rows, steps, waited_seconds) or 0.0
+    lost += max(0.0, (step_seconds(rows, now.step) or 0.0) - useful)
+    parts = {
+        "training": useful,
+        "data": waited,
+        "saving": sum(record.checkpoint_stall_s or 0.0 for record, _ in spans),
+        "starting": starting,
+        "stopping": stopping,
+        "lost": lost,
+    }
+    return _within(total_s, parts)
+
+
+def _runs(now: RunStatus) -> bool:
+    return now.state == "running"
+
+
+def _last_row_times(rows: Iterable[Row]) -> Mapping[int, float]:
+    """Return by attempt when its last row was written."""
+    found: dict[int, float] = {}
+    for row in rows:
+        attempt, time = row.get("attempt"), number(row.get("time"))
+        if type(attempt) is int and time is not None:
+            found[attempt] = time
+    return found
+
+
+def _within(total_s: float, parts: Mapping[str, float]) -> dict[str, float]:
+    """Return the parts and the rest of the time; what exceeds it, as estimates may, is cut from the last."""
+    found, left = {}, total_s
+    for name, seconds in parts.items():
+        found[name] = min(max(seconds, 0.0), left) if seconds == seconds else 0.0  # not NaN
+        left -= found[name]
+    return {**found, "other": left}
+
+
+def summed(uses: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the parts of several runs together."""
+    total = dict.fromkeys(PARTS, 0.0)
+    for use in uses:
+        for name, seconds in use.items():
+            total[name] += seconds
+    return total if any(total.values()) else {}
+
+
+def attempt_cause(record: AttemptRecord, *, is_running: bool) -> str:
+    """Return why the attempt ended, one of ``CAUSES``, or ``running`` or ``unknown``."""
+    if is_running:
+        return "running"
+    if record.cause is None and record.exit_codes and not any(record.exit_codes):  # of 0.1
+        return "completed"
+    return record.cause if record.cause in CAUSES else "unknown"

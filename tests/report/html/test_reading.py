@@ -1,0 +1,162 @@
+"""What the page reads: curves without losing peaks, files of the run's own folder only, time by part."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_train.report.html import limits
+from hpc_train.report.html.collecting import collect
+from hpc_train.report.html.curves import DATA_WAIT, Curve, curves_of
+from hpc_train.report.html.evaluations import newest_evaluation
+from hpc_train.report.html.line_charts import line_charts
+from hpc_train.report.html.parallel_coordinates import parallel_coordinates
+from hpc_train.report.html.scales import Scale, short
+from hpc_train.report.html.timeline import timeline
+from hpc_train.report.metric_values import Metric
+from hpc_train.report.metrics_reader import sampled_rows
+from hpc_train.report.time_use import PARTS
+from tests.report.made_runs import made_sweep, png
+
+_FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(values=st.lists(_FINITE, min_size=1, max_size=200), max_points=st.integers(4, 50))
+def test_a_thinned_curve_keeps_its_ends_and_extremes(values: list[float], max_points: int) -> None:
+    curve = Curve(array("q", range(len(values))), array("d", values))
+    thinned = curve.thinned(max_points)
+    assert len(thinned) <= max(max_points, 4)
+    assert (thinned.values[0], thinned.values[-1]) == (values[0], values[-1])
+    assert (min(thinned.values), max(thinned.values)) == (min(values), max(values))
+    assert list(thinned.steps) == sorted(set(thinned.steps))
+
+
+@given(values=st.lists(_FINITE, min_size=1, max_size=9), value=_FINITE)
+def test_every_finite_value_has_a_place_and_ticks(values: list[float], value: float) -> None:
+    for is_exact in (True, False):
+        scale = Scale.over(values, is_exact=is_exact)
+        assert 0 <= scale.place(value) <= 1
+        assert scale.ticks() == sorted(scale.ticks()) and len(scale.ticks()) < 12
+        assert all(map(short, scale.ticks()))
+
+
+def test_only_finite_numbers_of_rising_steps_are_in_a_curve() -> None:
+    losses: list[Any] = [2.0, math.nan, "3", True, None, 10**400, 1, 0.5]
+    rows = [{"split": "train", "step": step, "loss": loss} for step, loss in enumerate(losses)]
+    rows += [
+        {"split": "train", "step": 3, "loss": 9.0},
+        {"split": "train", "step": -1, "loss": 9.0},
+        {"loss": 1.0},
+    ]
+    rows += [{"split": "train", "step": 9, "step_s": 2.0, "data_wait_s": 0.5}]
+    curves = curves_of(rows, 100)
+    loss = curves[Metric("train", "loss")]
+    assert (list(loss.steps), list(loss.values)) == ([0, 6, 7], [2.0, 1.0, 0.5])
+    assert list(curves[DATA_WAIT].values) == [25.0]
+
+
+def test_a_run_with_too_many_metrics_keeps_the_first_ones() -> None:
+    row = {"split": "val", "step": 1} | {f"m{number}": 1.0 for number in range(2 * limits.METRICS)}
+    assert len(curves_of([row | {"x" * 1000: 1.0}], 10)) == limits.METRICS
+
+
+def test_of_many_rows_every_kth_is_read_and_evaluations_and_the_last_are_kept(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    rows = [{"split": "train", "step": step} for step in range(1, 1001)]
+    rows[500:500] = [{"split": "val", "step": 500}]
+    content = "".join(json.dumps(row) + "\n" for row in rows)
+    file.write_text(content + '{"long": "' + "x" * (2 << 20) + '"}\n{"split": "train", "step": 10')
+    found, is_sampled = sampled_rows(file, 100)
+    assert is_sampled and {"split": "val", "step": 500} in found
+    assert 50 <= len(found) <= 103 and found[0]["step"] == 1
+    assert [row["step"] for row in found] == sorted(row["step"] for row in found)
+    file.write_text(content)
+    assert sampled_rows(file, 100)[0][-1]["step"] == 1000
+    assert sampled_rows(file, 2000) == (rows, False)
+    assert sampled_rows(tmp_path, 10) == ([], False)
+
+
+def test_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
+    (paths,) = made_sweep(tmp_path, 1, steps=100)
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    (paths.evaluation(100) / "secret.txt").symlink_to(secret)
+    found = newest_evaluation(paths)
+    assert found is not None and found.texts == [] and len(found.confusions) == 1
+    paths.evaluation(200).symlink_to(tmp_path)
+    found = newest_evaluation(paths)
+    assert found is not None and (found.step, found.texts) == (100, [])
+
+
+def test_pictures_are_png_files_of_bounded_size_and_number(tmp_path: Path) -> None:
+    (paths,) = made_sweep(tmp_path, 1, steps=100)
+    folder = paths.evaluation(100)
+    (folder / "a.png").write_text("<svg onload=alert(1)>")
+    (folder / "b.png").write_bytes(png(1, 1, lambda x, y: (0, 0, 0)) + b"x" * limits.PICTURE_BYTES)
+    (folder / "c.png").mkdir()
+    found = newest_evaluation(paths)
+    assert found is not None and [each.title for each in found.pictures] == ["prediction-0", "prediction-1"]
+    for number in range(20):
+        (folder / f"d{number}.png").write_bytes(png(1, 1, lambda x, y: (0, 0, 0)))
+    found = newest_evaluation(paths)
+    assert found is not None and len(found.pictures) == limits.PICTURES
+
+
+@pytest.mark.parametrize(
+    "text", ["class,a\na,1,2\n", "class,a\na,x\n", "class,a\na,-1\n", '"class', "class\n"]
+)
+def test_what_is_no_confusion_matrix_is_shown_as_a_table(text: str, tmp_path: Path) -> None:
+    (paths,) = made_sweep(tmp_path, 1, steps=100)
+    (paths.evaluation(100) / "confusion.csv").write_text(text)
+    found = newest_evaluation(paths)
+    assert found is not None and found.confusions == []
+
+
+def test_times_by_part_add_up_to_the_time_of_all_attempts(tmp_path: Path) -> None:
+    runs = made_sweep(tmp_path, 6)
+    collected = collect(runs)
+    for run in collected.runs:
+        assert tuple(run.time_use) == PARTS
+        assert sum(run.time_use.values()) == pytest.approx(run.elapsed_s)
+        assert min(run.time_use.values()) >= 0
+    by_name = {run.paths: run for run in collected.runs}
+    preempted, crashed = by_name[runs[0]], by_name[runs[1]]
+    assert preempted.time_use["stopping"] == pytest.approx(11.0)
+    assert preempted.time_use["starting"] == pytest.approx(52.0)
+    assert crashed.time_use["lost"] == pytest.approx(12.0, abs=0.1)
+    assert preempted.time_use["training"] == pytest.approx(600 * 0.9, abs=1)
+
+
+def test_the_best_run_is_first_and_each_early_end_has_a_mark(tmp_path: Path) -> None:
+    collected = collect(made_sweep(tmp_path, 12))
+    bests = [run.best(collected.metric).value for run in collected.runs]  # type: ignore[arg-type, union-attr]
+    assert bests == sorted(bests, reverse=True)
+    charts = line_charts(collected)
+    assert [str(chart.metric) for chart in charts][:2] == ["val/accuracy", "val/loss"]
+    marks = [mark.text for mark in charts[0].marks]
+    assert f"{collected.runs[0].name}: attempt" not in " ".join(marks) or collected.runs[0].attempts[0].cause
+    assert sum("preemption, at step 200" in text for text in marks) >= 1
+    sweep = parallel_coordinates(collected)
+    assert sweep is not None and [axis.title for axis in sweep.axes] == [
+        "seed", "lr", "weight_decay", "best val/accuracy",
+    ]  # fmt: skip
+    assert sweep.lines[-1].run == 0 and sweep.lines[-1].shade == 4
+
+
+def test_attempts_are_bars_on_their_nodes_in_lanes(tmp_path: Path) -> None:
+    shown = timeline(collect(made_sweep(tmp_path, 12)).runs)
+    assert shown is not None and [row.node for row in shown.rows] == ["n1", "n2", "n3", "n4"]
+    for row in shown.rows:
+        assert all(bar.x >= 0 and bar.x + bar.width <= 100.3 and bar.lane < row.lanes for bar in row.bars)
+        for lane in range(row.lanes):
+            bars = sorted((bar.x, bar.width) for bar in row.bars if bar.lane == lane)
+            assert all(x + width <= after + 0.01 for (x, width), (after, _) in pairwise(bars))
+    assert {"completed", "crash", "preemption"} == set(shown.causes)

@@ -1,0 +1,70 @@
+"""``hpc_train.results``: runs, metrics and attempts as pandas tables."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpc_train import results
+from hpc_train.errors import UsageError
+from hpc_train.paths import RunPaths
+from tests.report.made_runs import made_sweep
+
+pandas = pytest.importorskip("pandas")
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunPaths]:
+    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+    return made_sweep(tmp_path / "runs", 6, steps=200)
+
+
+def test_runs_have_their_settings_and_their_best_value(runs: list[RunPaths]) -> None:
+    table = results.runs("sweep").set_index("run")
+    assert list(table.index) == [paths.folder.name for paths in runs]
+    first = table.loc["0000000000"]
+    assert (first["state"], first["step"], first["attempts"], first["ranks"]) == ("completed", 200, 2, 8)
+    assert first["optimization.optimizer.lr"] == 0.01 and first["metric"] == "val/accuracy"
+    assert first["best"] >= first["last"] and first["best_step"] in {50, 100, 150, 200}
+    assert 0 < first["goodput"] < 1 and Path(first["path"]) == runs[0].folder
+    by_loss = results.runs(runs[0].folder, metric="train/loss")
+    assert by_loss["best"].item() < 1 and len(by_loss) == 1
+
+
+def test_metrics_are_the_rows_of_all_runs(runs: list[RunPaths]) -> None:
+    table = results.metrics()
+    assert len(table) == sum(len(paths.metrics.read_text().splitlines()) for paths in runs)
+    assert str(table["time"].dt.tz) == "UTC"
+    evaluations = results.metrics("sweep", split="val")
+    assert set(evaluations["split"]) == {"val"} and "iou_road" in evaluations
+    curves = table[table["split"] == "train"].pivot(index="step", columns="run", values="loss")
+    assert curves.shape == (40, 6)
+
+
+def test_attempts_have_their_causes_and_times(runs: list[RunPaths]) -> None:
+    table = results.attempts("sweep")
+    assert set(table["cause"]) == {"completed", "preemption", "crash"}
+    assert (table["end"] > table["start"]).all() and set(table["nodes"]) == {"n1", "n2", "n3", "n4"}
+    assert table["duration_s"].sum() == pytest.approx(results.runs("sweep")["elapsed_s"].sum())
+
+
+def test_what_is_not_there_is_said(runs: list[RunPaths]) -> None:
+    with pytest.raises(UsageError, match="no run or experiment of this name"):
+        results.metrics("other")
+    with pytest.raises(UsageError, match=r"f1 is in no run's metrics\.jsonl; there are train/"):
+        results.runs("sweep", metric="f1")
+
+
+def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(results.MissingPandasError, match=r"pip install 'hpc-train\[results\]'"):
+        results.runs()
+
+
+@pytest.mark.slow
+def test_no_torch_is_imported(runs: list[RunPaths]) -> None:
+    code = "import sys; from hpc_train import results; results.runs(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
