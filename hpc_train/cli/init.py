@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hpc_train.cli.first_file import STARTS, FirstFile, first_file, with_job_section
+from hpc_train.cli.first_file import FirstFile, first_file, with_job_section
 from hpc_train.console import columns, one_line, put, say
+from hpc_train.data_facts.task_starts import STARTS
 from hpc_train.errors import ExitCode, NoSchedulerError, UsageError, printable
 from hpc_train.launchers.base import ClusterLauncher, JobSection
 from hpc_train.launchers.gpus import count_gpus

@@ -44,5 +44,5 @@ def test_every_command_that_is_named_can_be_typed() -> None:
 
 
 def test_a_command_or_option_that_cannot_be_typed_is_seen() -> None:
-    assert _unknown("see `hpc-train init` or `hpc-train submit FILE --fast`") == ["init", "submit --fast"]
+    assert _unknown("see `hpc-train begin` or `hpc-train submit FILE --fast`") == ["begin", "submit --fast"]
     assert _unknown("$ hpc-train submit exp.yaml --local -x") == ["submit -x"]

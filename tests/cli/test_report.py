@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,8 @@ def test_a_page_replaces_nothing_but_a_page(runs: list[RunPaths]) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_runs_take_seconds_and_less_than_20_mb(tmp_path: Path) -> None:
+def test_the_page_of_a_thousand_runs_has_less_than_20_mb(tmp_path: Path) -> None:
     made_sweep(runs_root(), 1000, steps=200)
     file = tmp_path / "report.html"
-    began = time.process_time()
     assert hpc_train("report", "sweep", "-o", file).code == 0
-    assert time.process_time() - began < 10, "seconds of CPU time"
     assert 1 << 20 < file.stat().st_size < 20 << 20

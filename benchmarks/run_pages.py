@@ -1,0 +1,63 @@
+"""The time of `report` and `compare` of many finished runs, beside reading the same files.
+
+    python -m benchmarks.run_pages [--rounds 7] [--quick]
+
+The runs are made here: each has 200 steps in ``metrics.jsonl``, attempts and evaluations. The baseline is a bare
+Python that reads every ``run.json``, ``status.json`` and ``metrics.jsonl`` and parses each line. Writes
+benchmarks/results/run_pages.json. ``--quick``: 20 runs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.measuring import ROOT, comparison, conditions, interleaved, parser, report, rounds_of
+from tests.report.made_runs import made_sweep
+
+COUNT, COUNT_QUICK, STEPS = 1000, 20, 200
+BARE, REPORT, COMPARE = "bare reading", "hpc-train report", "hpc-train compare"
+READS = """
+import json, pathlib, sys
+for folder in pathlib.Path(sys.argv[1]).iterdir():
+    if not folder.name.startswith("."):
+        for name in ("run.json", "status.json"):
+            json.loads((folder / name).read_text())
+        for line in (folder / "metrics.jsonl").read_text().splitlines():
+            json.loads(line)
+"""
+
+
+def main() -> None:
+    arguments = parser(__doc__).parse_args()
+    count = COUNT_QUICK if arguments.quick else COUNT
+    with tempfile.TemporaryDirectory() as folder:
+        runs, page = Path(folder, "runs"), Path(folder, "report.html")
+        made = made_sweep(runs, count, steps=STEPS)
+        name = made[0].siblings.folder
+        arms: dict[str, Callable[[], float]] = {
+            BARE: lambda: _seconds(runs, ["-c", READS, str(name)]),
+            REPORT: lambda: _seconds(runs, ["-m", "hpc_train", "report", name.name, "-o", str(page)]),
+            COMPARE: lambda: _seconds(runs, ["-m", "hpc_train", "compare", name.name]),
+        }
+        values = interleaved(arms, rounds_of(arguments))
+    title = f"report and compare of {count:,} runs"
+    report("run_pages", arguments, conditions(), [comparison(title, "seconds", values, BARE)])
+
+
+def _seconds(runs: Path, command: list[str]) -> float:
+    began = time.perf_counter()
+    environment = os.environ | {"HPC_TRAIN_RUNS": str(runs)}
+    subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True
+    )
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    main()
