@@ -2,8 +2,8 @@
 
     python -m benchmarks.run_pages [--rounds 7] [--quick]
 
-The runs are made here: each has 200 steps in ``metrics.jsonl``, attempts and evaluations. The baseline is a bare
-Python that reads every ``run.json``, ``status.json`` and ``metrics.jsonl`` and parses each line. Writes
+The runs are made here: each has 200 steps in ``metrics.jsonl``, attempts and evaluations. The baseline is a
+bare Python that reads every ``run.json``, ``status.json`` and ``metrics.jsonl`` and parses each line. Writes
 benchmarks/results/run_pages.json. ``--quick``: 20 runs.
 """
 

@@ -96,6 +96,9 @@ class TaskFacts:
     smooths_labels: bool | None = field(default=None, kw_only=True)
     #: Whether the loss takes targets that ``optimization.mixup`` mixes; None: only its own code knows it.
     mixes_targets: bool | None = field(default=None, kw_only=True)
+    #: The metrics that ``val`` rows may have, without the prefix ``ema_``; ``iou_*`` stands for several.
+    #: Empty: only the task's own code knows them.
+    metrics: tuple[str, ...] = field(default=(), kw_only=True)
     #: ``module:attr`` of a built-in task's class. A plug-in names it by an entry point instead.
     implementation: str = ""
     #: Whether the model takes the targets and returns its own losses, so that it can't be cut into stages and
@@ -318,6 +321,7 @@ TASKS = {
         losses=losses.CLASSIFICATION,
         smooths_labels=True,
         mixes_targets=True,
+        metrics=("loss", "accuracy", "accuracy_top5", "f1_micro", "f1_macro", "map_multilabel"),
     ),
     "regression": TaskFacts(
         ("images", "features"),
@@ -326,6 +330,7 @@ TASKS = {
         losses=losses.REGRESSION,
         smooths_labels=False,
         mixes_targets=False,
+        metrics=("loss", "mae", "rmse", "r2"),
     ),
     "causal_lm": TaskFacts(
         ("tokens",),
@@ -334,6 +339,7 @@ TASKS = {
         losses=losses.CAUSAL_LM,
         smooths_labels=True,
         mixes_targets=False,
+        metrics=("loss", "perplexity", "accuracy"),
     ),
     "segmentation": TaskFacts(
         ("images",),
@@ -342,6 +348,7 @@ TASKS = {
         losses=losses.SEGMENTATION,
         smooths_labels=True,
         mixes_targets=False,
+        metrics=("loss", "accuracy", "miou", "iou_*"),
     ),
     "detection": TaskFacts(
         ("images",),
@@ -350,6 +357,7 @@ TASKS = {
         needs_whole_model=True,
         smooths_labels=False,
         mixes_targets=False,
+        metrics=("map", "map50"),
     ),
 }
 

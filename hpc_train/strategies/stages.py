@@ -60,12 +60,15 @@ def drop_other_stages(model: nn.Module, held: Sequence[Stage]) -> None:
 
 
 def make_contiguous(stage: nn.Module) -> None:
-    """Have ``stage`` return what can be sent: a send takes contiguous tensors."""
+    """Have ``stage`` return what can be sent: a send takes contiguous tensors.
+
+    Anything but a tensor or a tuple stays as it is: ``OutputSpecs`` refuses it.
+    """
 
     def in_order(module: nn.Module, inputs: Any, outputs: Any) -> Any:
         if isinstance(outputs, tuple):
-            return tuple(value.contiguous() for value in outputs)
-        return outputs.contiguous()
+            return tuple(in_order(module, inputs, value) for value in outputs)
+        return outputs.contiguous() if isinstance(outputs, Tensor) else outputs
 
     stage.register_forward_hook(in_order)
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import islice
 
 from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_clean, rule
 from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.facts import TASKS
+from hpc_train.data_facts.facts import TASKS, task_facts
 from hpc_train.data_facts.joint_keys import not_for_masks, only_for_masks
 from hpc_train.errors import shortened
+from hpc_train.registry import nearest
 from hpc_train.topology.batch_arithmetic import too_long_warmup, undivided_batch, undivided_repeats
 from hpc_train.validate import (
     compatibility,
@@ -32,6 +34,8 @@ from hpc_train.validate import (
 )
 
 check_start = start_rules.check_start
+#: The prefix of the averaged weights' metrics.
+_EMA = "ema_"
 
 
 def check(
@@ -269,15 +273,30 @@ def text_has_no_control_characters(experiment: Experiment) -> Iterator[Problem]:
 @rule("checkpoint.best", "early_stopping", "optimization.ema")
 def ema_metrics_need_an_average(experiment: Experiment) -> Iterator[Problem]:
     """Metrics with the prefix ``ema_`` need ``optimization.ema``."""
-    best, stopping = experiment.checkpoint.best, experiment.early_stopping
-    sections: list[tuple[KeyPath, str | None]] = [
-        (("checkpoint", "best", "metric"), best.metric if best else None),
-        (("early_stopping", "metric"), stopping.metric if stopping else None),
-    ]
-    for path, metric in sections:
-        if metric is not None and metric.startswith("ema_") and experiment.optimization.ema is None:
+    for path, metric in _followed_metrics(experiment):
+        if metric.startswith(_EMA) and experiment.optimization.ema is None:
             message = f"{metric} is a metric of the EMA weights, and there is no optimization.ema"
-            yield Problem(path, message, f"write {metric.removeprefix('ema_')}, or add optimization.ema")
+            yield Problem(path, message, f"write {metric.removeprefix(_EMA)}, or add optimization.ema")
+
+
+@rule("task", "checkpoint.best", "early_stopping")
+def followed_metrics_are_the_tasks(experiment: Experiment) -> Iterator[Problem]:
+    """``checkpoint.best.metric`` and ``early_stopping.metric`` must be metrics of the task."""
+    known = task_facts(experiment.task).metrics
+    for path, metric in _followed_metrics(experiment):
+        name = metric.removeprefix(_EMA)
+        if known and not any(fnmatchcase(name, each) for each in known):
+            message = f"{shortened(metric)} is not a metric of {experiment.task}"
+            hint = nearest(name, [each for each in known if not each.endswith("*")])
+            names = ", ".join(each.replace("*", "<class>") for each in known)
+            yield Problem(path, message, f"did you mean {hint}?" if hint else f"write one of {names}")
+
+
+def _followed_metrics(experiment: Experiment) -> Iterator[tuple[KeyPath, str]]:
+    if (best := experiment.checkpoint.best) is not None:
+        yield ("checkpoint", "best", "metric"), best.metric
+    if (stopping := experiment.early_stopping) is not None:
+        yield ("early_stopping", "metric"), stopping.metric
 
 
 @rule("model.pretrained")
@@ -332,5 +351,6 @@ RULES: tuple[Rule, ...] = (
     text_has_no_control_characters,
     weights_are_a_file,
     ema_metrics_need_an_average,
+    followed_metrics_are_the_tasks,
     weights_come_from_one_place,
 )

@@ -24,6 +24,7 @@ from hpc_train.models.splitting import split_model
 from hpc_train.registry import load
 from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.buffers import buffers_kept
+from hpc_train.strategies.stages import OutputSpecs, make_contiguous
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.ema import Ema
 from tests.forwards import PlainForward
@@ -484,3 +485,13 @@ def test_stages_that_the_schedule_does_not_have_are_refused(parallel: dict[str, 
     with pytest.raises(BadFileError) as caught:
         strategy_of(0, Case("gpt", TWO, parallel))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("outputs", [{"out": torch.zeros(2)}, (torch.zeros(2), None)])
+def test_a_stage_that_returns_no_tensors_is_refused(outputs: Any) -> None:
+    stage = nn.Identity()
+    make_contiguous(stage)
+    with pytest.raises(
+        BadFileError, match=r"can't be cut into stages: it returns a (dict|tuple), not a tensor"
+    ):
+        OutputSpecs.of(stage(outputs))

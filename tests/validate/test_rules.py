@@ -49,6 +49,16 @@ def args(*overrides: str) -> tuple[str, ...]:
             "early_stopping.metric",
             "write loss, or add optimization.ema",
         ),
+        (
+            args("checkpoint.best={metric: acuracy, mode: max}"),
+            "checkpoint.best.metric",
+            "did you mean accuracy?",
+        ),
+        (
+            args(*MASKS, "early_stopping={metric: bleu, mode: max, patience: 2}"),
+            "early_stopping.metric",
+            "write one of loss, accuracy, miou, iou_<class>",
+        ),
         (args("evaluation={every_epochs: 1, every_steps: 1}"), "evaluation.every_steps", "keep one"),
         (
             args("optimization.schedule={warmup_epochs: 1, warmup_steps: 1}"),

@@ -7,6 +7,7 @@ the Arrow files, so all of a node share their memory.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -76,8 +77,10 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         for name, rows in splits.items()
     }
     mean, std = mean_and_std("huggingface", args.channels)
-    num_classes = len(names) if args.target == "class" else _length(made["train"])
-    return DataSource(made["train"], made.get("val"), DataInfo(num_classes, args.channels, mean, std, names))
+    shape = () if args.target == "class" else _shape_of_targets(made["train"])
+    num_classes = len(names) if args.target == "class" else math.prod(shape)
+    info = DataInfo(num_classes, args.channels, mean, std, names, target_shape=shape)
+    return DataSource(made["train"], made.get("val"), info)
 
 
 def _library() -> Any:
@@ -177,6 +180,6 @@ def _raw(library: Any, rows: Any, columns: tuple[str, str]) -> Any:
     return rows.select_columns(list(columns)).cast_column(columns[0], library.Image(decode=False))
 
 
-def _length(split: HuggingFaceImages) -> int:
-    """Return how many numbers the target of a sample has."""
-    return int(np.size(np.asarray(split.file_content(0)[1])))
+def _shape_of_targets(split: HuggingFaceImages) -> tuple[int, ...]:
+    """Return () or (K,), the shape of the first sample's target."""
+    return np.asarray(split.file_content(0)[1]).shape

@@ -79,7 +79,8 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     }
     mean, std = mean_and_std("image_list", args.channels)
     num_classes = len(args.columns) if args.target == "number" else len(index.class_names)
-    info = DataInfo(num_classes, args.channels, mean, std, index.class_names)
+    shape = index.splits["train"]["targets"].shape[1:]
+    info = DataInfo(num_classes, args.channels, mean, std, index.class_names, target_shape=shape)
     return DataSource(splits["train"], splits.get("val"), info)
 
 

@@ -82,9 +82,9 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         for split, paths in shards.items()
     }
     mean, std = mean_and_std("webdataset", args.channels)
-    targets = index.splits["train"]["targets"]
-    num_classes = len(index.class_names) if args.target == "class" else math.prod(targets.shape[1:])
-    info = DataInfo(num_classes, args.channels, mean, std, index.class_names)
+    shape = index.splits["train"]["targets"].shape[1:]
+    num_classes = len(index.class_names) if args.target == "class" else math.prod(shape)
+    info = DataInfo(num_classes, args.channels, mean, std, index.class_names, target_shape=shape)
     return DataSource(splits["train"], splits.get("val"), info)
 
 

@@ -24,6 +24,11 @@ class Value:
     dtype: str
 
 
+@dataclass
+class Sequence:
+    feature: Value
+
+
 class Features(dict[str, Any]):
     pass
 

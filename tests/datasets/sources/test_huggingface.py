@@ -91,6 +91,18 @@ def test_targets_of_other_columns(root: Path) -> None:
     weights = build(root, target_column="weight", target="number")
     assert targets_of(weights.train)[3] == 1.5 and weights.info.num_classes == 1
     assert weights.train.file_content(3)[1].dtype == np.float32  # type: ignore[union-attr]
+    assert weights.info.target_shape == names.info.target_shape == ()
+
+
+def test_several_numbers_are_a_target(library: Any, tmp_path: Path) -> None:
+    features = library.Features(
+        {"image": library.Image(), "corners": library.Sequence(library.Value("int64"))}
+    )
+    columns = {"image": [{"bytes": image(n), "path": None} for n in range(3)], "corners": [[1, 2]] * 3}
+    library.Dataset.from_dict(columns, features=features).save_to_disk(str(tmp_path / "corners"))
+    source = build(tmp_path / "corners", target_column="corners", target="number")
+    assert (source.info.num_classes, source.info.target_shape) == (2, (2,))
+    assert targets_of(source.train) == [[1.0, 2.0]] * 3
 
 
 def test_resume_and_ranks_read_the_same(root: Path) -> None:

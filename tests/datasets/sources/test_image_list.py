@@ -93,12 +93,13 @@ def test_numbers_are_sorted_by_size_or_taken_as_they_are(root: Path) -> None:
 def test_several_numbers_and_several_classes(root: Path) -> None:
     numbers = build(root, target="number", target_column=["x", "y"])
     assert numbers.info.num_classes == 2 and numbers.info.class_names == ("x", "y")
+    assert numbers.info.target_shape == (2,) and build(root).info.target_shape == ()
     assert targets_of(numbers.train)[5] == [1.25, 1.0]
     assert numbers.train.file_content(0)[1].dtype == np.float32  # type: ignore[union-attr]
     one = build(root, target="number", target_column="x")
-    assert targets_of(one.train)[6] == 1.5 and one.info.num_classes == 1
+    assert targets_of(one.train)[6] == 1.5 and one.info.num_classes == 1 and one.info.target_shape == ()
     several = build(root, target="classes", target_column=["y"])
-    assert targets_of(several.train)[:2] == [[0.0], [1.0]]
+    assert targets_of(several.train)[:2] == [[0.0], [1.0]] and several.info.target_shape == (1,)
 
 
 def test_tabs_a_byte_order_mark_and_line_ends_in_cells(root: Path) -> None:

@@ -114,6 +114,7 @@ def test_targets(root: Path, args: dict[str, Any], targets: list[Any], classes: 
     assert source.info.class_names == classes
     if args.get("target") == "number":
         assert source.info.num_classes == np.asarray(targets[0]).size
+    assert source.info.target_shape == np.shape(targets[0])
 
 
 def test_resume_and_ranks_read_the_same(root: Path) -> None:
