@@ -117,7 +117,7 @@ def bare_loop(data: Path, max_steps: int | None) -> float:
     )
     total_steps = max_steps or len(train) * optimization.epochs
     warmup_steps = round((optimization.schedule.warmup_epochs or 0) * len(train))
-    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, _cosine(warmup_steps, total_steps))
+    rates = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine(warmup_steps, total_steps))
     step, accuracy = 0, 0.0
     while step < total_steps:
         model.train()
@@ -161,7 +161,9 @@ def _loaders(data: Path, experiment: Any) -> tuple[Any, Any]:
     )
 
 
-def _cosine(warmup_steps: int, total_steps: int) -> Any:
+def cosine(warmup_steps: int, total_steps: int) -> Any:
+    """Return the factor of the learning rate by step: a linear warm-up, then a cosine."""
+
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps

@@ -25,14 +25,14 @@ PAGE, PLOTS = "performance.md", "plots"
 #: Heading → the benchmarks below it, modules of this package, in the order in which ``make bench`` runs them.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Training step": ("step",),
-    "Input": ("input", "augmentation"),
+    "Input": ("input", "masks_and_boxes", "token_windows", "augmentation", "data_scale"),
     "Checkpoints": ("checkpoint",),
     "Start and submission": ("submission", "cli_start", "run_pages", "compile_start"),
     "Preemption": ("preemption",),
     "Memory": ("memory", "open_files"),
     "Number of ranks": ("ranks",),
     "Pipeline parallelism": ("pipeline",),
-    "Whole runs": ("headlines", "cifar10", "fine_tuning"),
+    "Whole runs": ("headlines", "cifar10", "recipes", "fine_tuning"),
     "GPU": ("gpu_throughput",),
 }
 #: Not part of ``make bench``.

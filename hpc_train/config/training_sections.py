@@ -161,8 +161,8 @@ class DataConfig(Section):
     """Keyword arguments of the data set."""
     cache: str | None = None
     """Folder with packed caches of image folders: ``hpc-train prepare`` packs the images of ``root`` into one
-    file there, and ranks read that file. Default: ranks read the images one by one. With ``image_list``
-    and ``webdataset``: the folder of their index; default: the user's cache folder."""
+    file there, and ranks read that file. Default: ranks read the images one by one. With ``image_list``,
+    ``webdataset`` and ``coco``: the folder of their index; default: the user's cache folder."""
     stage: bool | str = False
     """With ``cache``: copy the packed file to a disk of each node before training starts. ``true``: to
     ``$SLURM_TMPDIR``, else ``$TMPDIR``; or a folder, with the node's environment variables. ``false``: read

@@ -59,7 +59,7 @@ class DataFacts:
     #: The files below ``data.root`` whose content is the data, or lists them, where it is not all of the
     #: root.
     listing: Callable[[DataConfig], Sequence[Path]] | None = None
-    #: Whether ``prepare`` writes an index of these files, and whether ranks need it.
+    #: Whether ``prepare`` writes an index of the files that list the samples, and whether ranks need it.
     index: Literal["optional", "required"] | None = None
     #: Whether ``data.cache`` can pack the files of ``data.root``.
     is_packable: bool = False
@@ -284,6 +284,7 @@ DATA_SETS = {
         needs_root=True,
         root="the folder that contains train.json, val.json and the folders train and val of their images",
         is_in_root=True,
+        index="optional",
         example="",
         channels=_argument("channels", 3),
         num_samples=count_annotated_images,

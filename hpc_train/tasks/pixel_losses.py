@@ -1,7 +1,7 @@
 # ruff: noqa: N806  (shape suffixes)
 """The losses of ``segmentation``, and how one is made of its name.
 
-Legend: P pixels of a micro-batch, C classes.
+Legend: P pixels of a micro-batch, (P,) or as images (B, H, W); C classes, the second dimension of logits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from hpc_train.config.training_sections import LossConfig
 from hpc_train.data_facts.losses import SEGMENTATION, CrossEntropyArgs, DiceArgs, OhemArgs
 from hpc_train.errors import BadFileError
 
-#: Logits (P, C), classes (P,) int64, labelled (P,) bool → the mean over the labelled pixels, ().
+#: Logits (P, C) or (B, C, H, W), classes int64 and labelled bool (P,) or (B, H, W) → the mean over the
+#: labelled pixels, ().
 PixelLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -56,7 +57,7 @@ def pixel_losses(
     smoothing: float = 0.0,
     weights: list[float] | None = None,
 ) -> Tensor:
-    """Return the cross entropy of each pixel, (P,), 0 of those that are not labelled."""
+    """Return the cross entropy of each pixel, 0 of those that are not labelled."""
     losses_P = functional.cross_entropy(
         logits,
         torch.where(labelled, classes, 0),
@@ -68,6 +69,11 @@ def pixel_losses(
     return torch.where(labelled, losses_P, torch.zeros_like(losses_P))
 
 
+def flat(logits: Tensor, classes: Tensor, labelled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits (P, C), classes (P,) and labelled (P,)."""
+    return logits.movedim(1, -1).flatten(0, -2), classes.flatten(), labelled.flatten()
+
+
 def _cross_entropy(
     args: CrossEntropyArgs, smoothing: float, logits: Tensor, classes: Tensor, labelled: Tensor
 ) -> Tensor:
@@ -77,6 +83,7 @@ def _cross_entropy(
 
 def _dice(args: DiceArgs, smoothing: float, logits: Tensor, classes: Tensor, labelled: Tensor) -> Tensor:
     """Return 1 - the mean Dice coefficient of the classes that occur (arXiv:1606.04797, with |p| + |t|)."""
+    logits, classes, labelled = flat(logits, classes, labelled)
     truth_PC = functional.one_hot(torch.where(labelled, classes, 0), logits.shape[1]) * labelled[:, None]
     chances_PC = logits.softmax(dim=1) * labelled[:, None]
     both_C = (chances_PC * truth_PC).sum(0)
@@ -93,7 +100,8 @@ def _dice(args: DiceArgs, smoothing: float, logits: Tensor, classes: Tensor, lab
 
 def _ohem(args: OhemArgs, smoothing: float, logits: Tensor, classes: Tensor, labelled: Tensor) -> Tensor:
     """Return the mean cross entropy of the hard pixels: those with p below the threshold, or the hardest."""
-    losses_P = pixel_losses(logits, classes, labelled, smoothing)
+    losses_P = pixel_losses(logits, classes, labelled, smoothing).flatten()
+    labelled = labelled.flatten()
     hardest_P = losses_P.detach().sort(descending=True).values
     fewest = (args.min_kept * labelled.sum()).ceil().to(torch.int64).clamp(min=1)
     bound = hardest_P.gather(0, fewest[None] - 1)[0].clamp(max=-math.log(args.threshold))

@@ -123,7 +123,8 @@ def only_packs_are_staged(experiment: Experiment) -> Iterator[Problem]:
     data = experiment.data
     if data.stage is False:
         return
-    if data_facts(data.name).listing is not None:
+    facts = data_facts(data.name)
+    if facts.listing is not None or facts.index is not None:
         message = f"copies a packed image folder, and {shortened(data.name)} is not one"
         yield Problem(("data", "stage"), message, "take it out", on_key=True)
     elif data.cache is None:

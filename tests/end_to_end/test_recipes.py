@@ -32,6 +32,7 @@ SEGMENTER = ("model={name: torchvision/lraspp_mobilenet_v3_large}", "data.image_
 DETECTOR = ("model={name: torchvision/ssdlite320_mobilenet_v3_large}", "data.image_size=64")
 #: What else is changed, by recipe; each has a line here.
 OF_RECIPE: dict[str, tuple[str, ...]] = {
+    "bccd-fcos": ("model.args.width=32", "data.image_size=64"),
     "bccd-ssdlite": ("data.image_size=64",),
     "camvid-lraspp": ("data.image_size=48",),
     "camvid-unet": (

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from hpc_train.config.training_sections import LossConfig
 from hpc_train.errors import BadFileError
-from hpc_train.tasks.pixel_losses import make_pixel_loss
+from hpc_train.tasks.pixel_losses import flat, make_pixel_loss
 
 CLASSES = 4
 
@@ -59,6 +59,19 @@ def test_ohem_keeps_hard_pixels_and_at_least_a_share(threshold: float, min_kept:
     expected = hard.mean() if len(hard) >= fewest else each.sort(descending=True).values[:fewest].mean()
     assert (len(hard) >= fewest) == (threshold == 0.7)
     torch.testing.assert_close(loss("ohem", threshold=threshold, min_kept=min_kept), expected)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "dice", "ohem"])
+def test_images_have_the_loss_of_their_pixels(name: str) -> None:
+    """The CPU computes the loss of images, other devices that of flat pixels."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, CLASSES, 5, 7, generator=generator, dtype=torch.float64, requires_grad=True)
+    classes = torch.randint(0, CLASSES, (2, 5, 7), generator=generator)
+    labelled = torch.rand(2, 5, 7, generator=generator) < 0.7
+    of_pixels = make_pixel_loss(LossConfig(name=name), CLASSES, 0.0)
+    found, expected = of_pixels(logits, classes, labelled), of_pixels(*flat(logits, classes, labelled))
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(each, logits)[0] for each in (found, expected)))
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "dice", "ohem"])

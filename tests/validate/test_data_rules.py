@@ -73,6 +73,10 @@ def test_only_image_folders_have_a_pack(tmp_path: Path) -> None:
     assert problems_of(tmp_path, lists) == []
     (line,) = problems_of(tmp_path, lists, "data.stage=true")
     assert "data.stage: copies a packed image folder, and image_list is not one; take it out" in line
+    boxes = lists.replace("image_list", "coco").replace("classification", "detection")
+    assert problems_of(tmp_path, boxes) == []
+    (line,) = problems_of(tmp_path, boxes, "data.stage=true")
+    assert "data.stage: copies a packed image folder, and coco is not one; take it out" in line
 
 
 def test_the_place_is_that_of_the_key(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
-# ruff: noqa: N803, N806, N815  (shape suffixes)
+# ruff: noqa: N803, N806  (shape suffixes)
 """``coco``: ``root/train.json`` in COCO's format, images in ``root/train/``; likewise ``val`` or ``test``.
 
 A target is a dict: ``boxes`` (K, 4) float32, left, top, right, bottom in pixels; ``labels`` (K,) int64, 1…C;
 ``iscrowd`` (K,) int64; ``image_id`` () int64. Images without boxes are samples like all others.
+
+The files are parsed once, by ``prepare``, which writes an index; without one each rank parses them, with the
+same result.
 
 Legend: N images, K boxes, of one image or of all, C categories.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +25,7 @@ from hpc_train.config.fields import Section
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.arguments import parse_args, refuse_rest
 from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.index_files import Array, Index, ensure_index, open_index
 from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
@@ -29,7 +33,6 @@ from hpc_train.errors import BadFileError
 _VAL = ("val", "test")
 #: Pixels by which a box may exceed its image: coordinates are often rounded. It is clipped.
 _TOLERANCE = 1.0
-_Array = np.ndarray[Any, Any]
 
 
 class CocoArgs(Section):
@@ -41,29 +44,19 @@ class CocoArgs(Section):
     """What to do with boxes without area, or outside of their image: end with an error, or drop them."""
 
 
-@dataclass(frozen=True)
-class _Boxes:
-    """The boxes of all images, those of an image next to each other.
-
-    Arrays, not lists: reference counts would copy a list's memory into every loader process.
-    """
-
-    corners_K4: _Array
-    labels_K: _Array
-    crowds_K: _Array
-    #: Where the boxes of image i begin, (N + 1,).
-    starts: _Array
-
-
 class CocoSplit:
     """The images of one JSON file, in its order."""
 
-    def __init__(self, folder: Path, names: _Array, image_ids: _Array, boxes: _Boxes, channels: int) -> None:
+    def __init__(self, folder: Path, arrays: Mapping[str, Array], channels: int) -> None:
+        """``arrays``: of the index; ``names`` and ``targets``, which are the ids, of the images (N,).
+
+        Of the boxes, those of an image next to each other: ``corners`` (K, 4), ``labels`` and ``crowds``
+        (K,), and where those of image i begin, ``starts`` (N + 1,).
+        """
         self.channels = channels
         self._folder = os.fspath(folder)
-        self._names = names
-        self._image_ids = image_ids
-        self._boxes = boxes
+        self._arrays = arrays
+        self._names = arrays["names"]
 
     def __len__(self) -> int:
         return len(self._names)
@@ -75,12 +68,13 @@ class CocoSplit:
 
     def target(self, index: int) -> dict[str, Any]:
         """Return the boxes of a sample; see the module."""
-        own = slice(*self._boxes.starts[index : index + 2].tolist())
+        arrays = self._arrays
+        own = slice(*arrays["starts"][index : index + 2].tolist())
         return {
-            "boxes": self._boxes.corners_K4[own],
-            "labels": self._boxes.labels_K[own],
-            "iscrowd": self._boxes.crowds_K[own],
-            "image_id": self._image_ids[index],
+            "boxes": arrays["corners"][own],
+            "labels": arrays["labels"][own],
+            "iscrowd": arrays["crowds"][own],
+            "image_id": arrays["targets"][index],
         }
 
     def path(self, index: int) -> Path:
@@ -96,24 +90,43 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     refuse_rest(config)
     args = parse_args(CocoArgs, config.args)
     assert config.root is not None, "DataFacts say that it is needed"
-    root = Path(config.root).expanduser()
+    files = _annotation_files(Path(config.root).expanduser())
+    paths = list(files.values())
+    if download:
+        index = ensure_index(config, paths, lambda: _parsed(files, args))
+    else:
+        index = open_index(config, paths) or _parsed(files, args)
+    splits = {
+        part: CocoSplit(path.with_suffix(""), dict(index.splits[part]), args.channels)
+        for part, path in files.items()
+    }
+    mean, std = mean_and_std("coco", args.channels)
+    info = DataInfo(len(index.class_names), args.channels, mean, std, index.class_names)
+    return DataSource(splits["train"], splits.get("val"), info)
+
+
+def _annotation_files(root: Path) -> dict[str, Path]:
+    """Return the JSON files of ``train`` and, if there is one, ``val``."""
     if not (root / "train.json").is_file():
         raise BadFileError(
             f"data.root: {root} contains no train.json; write the folder that contains it, and the images in "
             "train/"
         )
-    train = _AnnotationFile(root / "train.json", args)
-    val_name = next((name for name in _VAL if (root / f"{name}.json").is_file()), None)
-    val = None if val_name is None else _AnnotationFile(root / f"{val_name}.json", args)
-    if val is not None and val.categories != train.categories:
-        raise BadFileError(
-            f"data.root: the categories in {val.path} differ from those of {train.path}; make ids and names "
-            "equal"
-        )
-    mean, std = mean_and_std("coco", args.channels)
-    names = tuple(train.categories.values())
-    info = DataInfo(len(names), args.channels, mean, std, names)
-    return DataSource(train.split(), None if val is None else val.split(), info)
+    val = next((root / f"{name}.json" for name in _VAL if (root / f"{name}.json").is_file()), None)
+    return {"train": root / "train.json", **({} if val is None else {"val": val})}
+
+
+def _parsed(files: Mapping[str, Path], args: CocoArgs) -> Index:
+    """Return the files as arrays. Raises BadFileError for the first entry that is wrong."""
+    parsed = {part: _AnnotationFile(path, args) for part, path in files.items()}
+    train = parsed["train"]
+    for each in parsed.values():
+        if each.categories != train.categories:
+            raise BadFileError(
+                f"data.root: the categories in {each.path} differ from those of {train.path}; make ids and "
+                "names equal"
+            )
+    return Index({part: each.arrays() for part, each in parsed.items()}, tuple(train.categories.values()))
 
 
 class _AnnotationFile:
@@ -126,12 +139,10 @@ class _AnnotationFile:
         #: Id → name, by id.
         self.categories = self._categories()
 
-    def split(self) -> CocoSplit:
-        """Return the images with their boxes. Raises BadFileError for the first that is wrong."""
-        images = self._document["images"]
-        image_ids, names, sides = self._images(images)
-        boxes = self._boxes(image_ids, sides)
-        return CocoSplit(self._folder, names, image_ids, boxes, self._args.channels)
+    def arrays(self) -> dict[str, Array]:
+        """Return the arrays of ``CocoSplit``. Raises BadFileError for the first entry that is wrong."""
+        image_ids, names, sides = self._images(self._document["images"])
+        return {"names": names, "targets": image_ids, **self._boxes(image_ids, sides)}
 
     @property
     def _folder(self) -> Path:
@@ -162,7 +173,7 @@ class _AnnotationFile:
             raise self._error("has no categories", "write what its category_id refer to")
         return dict(sorted(found.items()))
 
-    def _images(self, images: list[dict[str, Any]]) -> tuple[_Array, _Array, _Array]:
+    def _images(self, images: list[dict[str, Any]]) -> tuple[Array, Array, Array]:
         """Return ids (N,), file names (N,) and sides (N, 2), width and height."""
         there = _files(self._folder)
         ids: set[int] = set()
@@ -187,7 +198,7 @@ class _AnnotationFile:
             np.array([[each["width"], each["height"]] for each in images], dtype=np.float64).reshape(-1, 2),
         )
 
-    def _boxes(self, image_ids: _Array, sides_N2: _Array) -> _Boxes:
+    def _boxes(self, image_ids: Array, sides_N2: Array) -> dict[str, Array]:
         annotations = self._document["annotations"]
         place = {number: place for place, number in enumerate(image_ids.tolist())}
         label = {number: label for label, number in enumerate(self.categories, start=1)}
@@ -207,12 +218,12 @@ class _AnnotationFile:
         order = np.argsort(places_K, kind="stable")
         order = order[is_kept[order]]
         counts = np.bincount(places_K[order], minlength=len(image_ids))
-        return _Boxes(
-            np.clip(corners_K4, 0, sides_K4)[order].astype(np.float32),
-            table[order, 1].astype(np.int64),
-            table[order, 2].astype(np.int64),
-            np.concatenate([[0], np.cumsum(counts)]),
-        )
+        return {
+            "corners": np.clip(corners_K4, 0, sides_K4)[order].astype(np.float32),
+            "labels": table[order, 1].astype(np.int64),
+            "crowds": table[order, 2].astype(np.int64),
+            "starts": np.concatenate([[0], np.cumsum(counts)]),
+        }
 
     def _box(self, annotation: dict[str, Any]) -> list[float]:
         box = annotation.get("bbox")
@@ -224,17 +235,17 @@ class _AnnotationFile:
         return [float(each) for each in box or ()]
 
     def _check(
-        self, annotations: list[dict[str, Any]], table: _Array, corners_K4: _Array, sides_N2: _Array
-    ) -> _Array:
+        self, annotations: list[dict[str, Any]], table: Array, corners_K4: Array, sides_N2: Array
+    ) -> Array:
         """Return (K,) bool: which boxes to keep. Raises BadFileError for the first that is wrong."""
         sides_K2 = sides_N2[table[:, 0].astype(np.int64)]
-        is_inside: _Array = np.all(
+        is_inside: Array = np.all(
             (corners_K4[:, :2] >= -_TOLERANCE) & (corners_K4[:, 2:] <= sides_K2 + _TOLERANCE), axis=1
         )
         # Clipped, and in the precision of the targets.
         clipped = np.clip(corners_K4, 0, np.tile(sides_K2, 2)).astype(np.float32)
         has_area = (clipped[:, 2:] > clipped[:, :2]).all(axis=1)
-        is_right: _Array = np.asarray(is_inside & has_area)
+        is_right: Array = np.asarray(is_inside & has_area)
         if self._args.bad_boxes == "fail" and not is_right.all():
             first = int(np.argmin(is_right))
             width, height = sides_K2[first].astype(int).tolist()

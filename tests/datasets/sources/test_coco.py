@@ -140,9 +140,42 @@ def test_damaged_or_missing_files_and_other_categories_are_refused(root: Path) -
         build(root)
 
 
+def test_the_index_that_prepare_writes_gives_the_same_as_the_files(root: Path, tmp_path: Path) -> None:
+    data = DataConfig(name="coco", root=str(root), cache=str(tmp_path / "index"))
+    parsed = build_source(data)
+    assert not (tmp_path / "index").exists()
+    prepared = build_source(data, download=True)
+    assert len(list((tmp_path / "index").glob("*.index"))) == 1
+    (root / "val" / "0.png").unlink()  # seen by who parses the files
+    opened = build_source(data)
+    assert parsed.info == prepared.info == opened.info
+    for name in ("train", "val"):
+        splits: list[Any] = [getattr(source, name) for source in (parsed, prepared, opened)]
+        assert len({len(split) for split in splits}) == 1
+        for index in range(len(splits[0])):
+            paths = {split.path(index) for split in splits}
+            expected, *others = (split.target(index) for split in splits)
+            assert len(paths) == 1
+            for key, value in expected.items():
+                assert all(np.array_equal(other[key], value) for other in others)
+                assert {other[key].dtype for other in others} == {value.dtype}
+
+
+def test_changed_or_missing_annotations_are_not_those_of_the_index(root: Path, tmp_path: Path) -> None:
+    data = DataConfig(name="coco", root=str(root), cache=str(tmp_path / "index"))
+    build_source(data, download=True)
+    (root / "val.json").unlink()
+    assert build_source(data).val is None
+    document = read(root)
+    document["images"][0]["file_name"] = "missing.png"
+    write(root, "train", document)
+    with pytest.raises(BadFileError, match=r"missing\.png does not exist"):
+        build_source(data)
+
+
 def test_the_index_is_a_few_arrays(root: Path) -> None:
     """Lists of Python objects would be copied into each loader process as their references are counted."""
     split: Any = build(root).train
-    held = [split._names, split._image_ids, *vars(split._boxes).values()]
+    held = split._arrays.values()
     assert all(isinstance(each, np.ndarray) and each.dtype != object for each in held)
-    assert not any(isinstance(each, (list, dict, torch.Tensor)) for each in vars(split).values())
+    assert not any(isinstance(each, (list, dict, torch.Tensor)) for each in held)

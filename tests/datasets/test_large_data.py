@@ -1,0 +1,33 @@
+"""Large data cost a rank little memory: the data of benchmarks/data_scale.py. No test asserts a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks import data_scale
+from hpc_train.config.training_sections import DataConfig
+
+#: Megabytes that opening large data may cost each rank.
+LIMIT_MB = 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", data_scale.CASES.values(), ids=lambda make: make.__name__)
+def test_opening_large_data_costs_a_rank_little_memory(
+    make: Callable[[Path], DataConfig], tmp_path: Path
+) -> None:
+    data = make(tmp_path / "data")
+    found = data_scale.opened(data)
+    assert found[data_scale.SAMPLES] >= data_scale.NUM_SAMPLES
+    assert found[data_scale.PEAK_MB] < LIMIT_MB
+
+
+def test_memory_that_is_freed_again_counts_at_its_peak() -> None:
+    memory = data_scale.MemoryGrowth()
+    size = 64_000_000
+    bytearray(b"x") * size
+    kept, peak = memory.megabytes()
+    assert kept < 32 < 60 < peak
