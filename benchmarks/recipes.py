@@ -7,10 +7,10 @@ BCCD's), with the steps and the size of images in ``RECIPES``, one micro-batch p
 the end. The bare loop has the same model with the same initial weights, and its plain DataLoader reads the
 same samples in the same order through the same augmentation; forward, loss, optimizer, schedule and
 evaluation are written by hand, without checkpoints, metrics and resume. Each arm has one process of one
-thread and a loader process. Seconds are those of the whole command, imports included; CPU seconds those of all its
-processes. Both arms of a recipe run at the same time, so that other load on the machine slows both alike, and
-once: a round takes minutes. Writes benchmarks/results/recipes.json; ``--quick`` takes 2 steps and writes
-nothing.
+thread and a loader process. Seconds are those of the whole command, imports included; CPU seconds those of
+all its processes. Both arms of a recipe run at the same time, so that other load on the machine slows both
+alike, and once: a round takes minutes. Writes benchmarks/results/recipes.json; ``--quick`` takes 2 steps and
+writes nothing.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class MlflowConfig(Section):
         Annotated[
             str,
             pattern(
-                r"[^\x00-\x1f\x7f'\"]{1,256}",
+                r"[^\x00-\x1f\x7f\x22\x27]{1,256}",
                 "1 to 256 characters without quotes and control characters, like cifar10",
             ),
         ]

@@ -168,7 +168,7 @@ def _of_memory() -> Iterator[str]:
 def _of_open_files() -> Iterator[str]:
     rows = _rows("open_files", open_files.SLOPE)
     files, of_rank_0 = (rows[who]["ddp"] for who in ("another rank", "rank 0"))
-    yield f"{files:.0f} open files per peer on a rank, {of_rank_0:.0f} on rank 0"
+    yield f"{files:.1f} open files per peer on a rank, {of_rank_0:.1f} on rank 0"
 
 
 def _rows(name: str, title: str) -> dict[str, dict[str, float]]:
