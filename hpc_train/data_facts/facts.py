@@ -119,6 +119,7 @@ _SYNTHETIC_DEFAULT = 1024
 _TORCHVISION = {
     "CIFAR10": 50_000,
     "CIFAR100": 50_000,
+    "Cityscapes": 2_975,
     "Country211": 31_650,
     "DTD": 1_880,
     "FGVCAircraft": 3_334,
@@ -137,6 +138,7 @@ _TORCHVISION = {
     "SVHN": 73_257,
     "StanfordCars": 8_144,
     "USPS": 7_291,
+    "VOCSegmentation": 1_464,
 }
 #: Channels and side of torchvision's images, where they are square and all of one size.
 _TORCHVISION_IMAGES = {

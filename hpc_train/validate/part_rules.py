@@ -41,18 +41,7 @@ UNUSABLE_OPTIMIZERS = {
 #: Data sets as people call them → torchvision's name.
 _OF_TORCHVISION = {
     name.lower(): name
-    for name in (
-        "CIFAR10",
-        "CIFAR100",
-        "MNIST",
-        "FashionMNIST",
-        "KMNIST",
-        "EMNIST",
-        "SVHN",
-        "STL10",
-        "Food101",
-        "Cityscapes",
-    )
+    for name in ("CIFAR10", "CIFAR100", "MNIST", "FashionMNIST", "SVHN", "STL10", "Food101", "Cityscapes")
 }
 #: Section of ``args`` → argument → what to write instead.
 _SAID_ELSEWHERE: dict[KeyPath, dict[str, str]] = {

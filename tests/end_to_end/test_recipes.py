@@ -50,6 +50,13 @@ OF_RECIPE: dict[str, tuple[str, ...]] = {
         "data.image_size=32",
         "data.normalize=null",
     ),
+    "cifar10-vit-lora": (
+        "model.name=timm/test_vit",
+        "model.pretrained=false",
+        "model.args={img_size: 32}",
+        "data.image_size=32",
+        "data.normalize=null",
+    ),
     "cityscapes-deeplabv3-mobilenet": SEGMENTER,
     "cityscapes-deeplabv3-resnet101": SEGMENTER,
     "cityscapes-deeplabv3-resnet50": SEGMENTER,

@@ -1,4 +1,4 @@
-"""``torchvision/<class>``: the classification data sets of ``torchvision.datasets``, by their class's name.
+"""``torchvision/<class>``: the data sets of ``torchvision.datasets``, by their class's name.
 
 A class whose constructor takes ``train=`` provides its training and test split; one that takes ``split=`` its
 ``train`` and its ``val``, ``valid`` or ``test``.
@@ -18,6 +18,7 @@ from hpc_train.datasets.arguments import call
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.sources.in_memory import in_memory
 from hpc_train.datasets.sources.infer import infer_info
+from hpc_train.datasets.sources.torchvision_masks import MASKED_SETS
 from hpc_train.errors import BadFileError
 from hpc_train.validate.part_rules import unlisted
 
@@ -29,6 +30,8 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return training and validation data; in memory if torchvision keeps them there."""
     cls = _class(rest)
     root = Path(config.root or ".").expanduser()
+    if rest in MASKED_SETS:
+        return _masked(rest, cls, root, config.args, download)
     train, val = _parts(rest, cls, root, config.args, download)
     info = infer_info(rest, train, val)
     return DataSource(in_memory(train), None if val is None else in_memory(val), info)
@@ -53,6 +56,15 @@ def _parameters(cls: Any) -> set[str]:
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break
     return found
+
+
+def _masked(name: str, cls: Any, root: Path, args: dict[str, Any], download: bool) -> DataSource:
+    made = MASKED_SETS[name]
+    args = args | made.fixed | ({"download": download} if "download" in _parameters(cls) else {})
+    train, val = (
+        _construct(name, cls, root, {**args, made.split_argument: part}) for part in ("train", "val")
+    )
+    return made.source(train, val)
 
 
 def _parts(name: str, cls: Any, root: Path, args: dict[str, Any], download: bool) -> tuple[Any, Any]:

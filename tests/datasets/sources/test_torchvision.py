@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.base import TensorSplit
 from hpc_train.datasets.building import build_source
 from hpc_train.errors import BadFileError
+from tests.datasets.sources.masks import save
 
 
 def build(name: str, root: Path | None, **args: object):
@@ -150,3 +152,51 @@ def test_a_missing_root_is_named() -> None:
     words = r"^data\.root: is missing, and torchvision/CIFAR10 needs it; .* data/cifar10$"
     with pytest.raises(BadFileError, match=words):
         build_source(DataConfig(name="torchvision/CIFAR10"))
+
+
+def write_cityscapes(root: Path) -> np.ndarray:
+    """Write an image per split; the mask has every number of Cityscapes' files."""
+    numbers = np.arange(34, dtype=np.uint8).reshape(2, 17)
+    for split, city in (("train", "aachen"), ("val", "lindau")):
+        name = f"{city}_000000_000019"
+        save(
+            root / "leftImg8bit" / split / city / f"{name}_leftImg8bit.png", np.full((2, 17, 3), 9, np.uint8)
+        )
+        save(root / "gtFine" / split / city / f"{name}_gtFine_labelIds.png", numbers)
+    return numbers
+
+
+def test_cityscapes_has_the_evaluated_classes(tmp_path: Path) -> None:
+    numbers = write_cityscapes(tmp_path)
+    source = build("Cityscapes", tmp_path)
+    content, mask = source.train.file_content(0)
+    assert Image.open(io.BytesIO(content)).size == (17, 2) and len(source.val) == 1
+    by_number = dict(zip(numbers.flatten().tolist(), mask.flatten().tolist(), strict=True))
+    known = {each.id: each for each in torchvision.datasets.Cityscapes.classes}
+    for number, found in by_number.items():
+        assert found == (255 if known[number].ignore_in_eval else known[number].train_id)
+    assert source.info.num_classes == len(source.info.class_names) == 19
+    assert [source.info.class_names[number] for number in (0, 13, 18)] == ["road", "car", "bicycle"]
+    assert source.train.path(0).name == "aachen_000000_000019_leftImg8bit.png"
+
+
+def test_voc_has_the_numbers_of_its_palette(tmp_path: Path) -> None:
+    folder = tmp_path / "VOCdevkit" / "VOC2012"
+    for split in ("train", "val"):
+        save(folder / "JPEGImages" / f"{split}.jpg", np.full((4, 6, 3), 50, np.uint8))
+        mask = Image.fromarray(np.array([[0, 15, 255], [1, 2, 20]], np.uint8))
+        mask.putpalette(list(range(256)) * 3)
+        (folder / "SegmentationClass").mkdir(exist_ok=True)
+        mask.save(folder / "SegmentationClass" / f"{split}.png")
+        (folder / "ImageSets" / "Segmentation").mkdir(parents=True, exist_ok=True)
+        (folder / "ImageSets" / "Segmentation" / f"{split}.txt").write_text(f"{split}\n")
+    source = build("VOCSegmentation", tmp_path)
+    _, mask = source.val.file_content(0)
+    assert mask.tolist() == [[0, 15, 255], [1, 2, 20]] and source.val.path(0).name == "val.jpg"
+    assert source.info.class_names[15] == "person" and source.info.ignore_index == 255
+
+
+@pytest.mark.parametrize("name", ["Cityscapes", "VOCSegmentation"])
+def test_missing_masks_name_the_folder(name: str, tmp_path: Path) -> None:
+    with pytest.raises(BadFileError, match=rf"^data\.root: torchvision/{name} is not in .*; (run|put)"):
+        build(name, tmp_path)

@@ -1,0 +1,109 @@
+"""``torchvision/Cityscapes`` and ``torchvision/VOCSegmentation``: a class number per pixel.
+
+torchvision finds the files; they are read as those of ``segmentation_folder``. Called by ``torchvision``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.datasets import Cityscapes
+
+from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.sources.infer import mean_and_std
+from hpc_train.datasets.sources.segmentation_folder import read_mask
+from hpc_train.datasets.types import DataInfo
+
+_IGNORED = 255
+_VOC_CLASSES = (
+    "background", "aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow",
+    "diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train",
+    "tvmonitor",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MaskedSet:
+    """How a class of torchvision names its splits and its files."""
+
+    #: The argument that chooses ``train`` or ``val``.
+    split_argument: str
+    class_names: tuple[str, ...]
+    #: Of a split of torchvision's: the masks' files, in the order of ``images``.
+    masks: Callable[[Any], Iterable[str]]
+    #: Arguments that are not the user's.
+    fixed: dict[str, Any] = field(default_factory=dict)
+    #: Number in a mask → class, (256,) uint8; None: they are the same.
+    classes: Tensor | None = None
+
+    def source(self, train: Any, val: Any) -> DataSource:
+        """Return the data of torchvision's two splits."""
+        mean, std = mean_and_std("", MaskedFiles.channels)
+        info = DataInfo(
+            len(self.class_names),
+            MaskedFiles.channels,
+            mean,
+            std,
+            self.class_names,
+            ignore_index=_IGNORED,
+        )
+        return DataSource(
+            *(MaskedFiles(each.images, self.masks(each), self.classes) for each in (train, val)), info
+        )
+
+
+class MaskedFiles:
+    """Image files and their masks."""
+
+    channels = 3
+
+    def __init__(self, images: Iterable[str], masks: Iterable[str], classes: Tensor | None) -> None:
+        # Arrays, not lists: reference counts would copy a list's memory into every loader process.
+        self._images, self._masks = (
+            np.array([os.fsencode(file) for file in files]) for files in (images, masks)
+        )
+        self._classes = classes
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def file_content(self, index: int, /) -> tuple[bytes, Tensor]:
+        """Return what the image file contains, and its mask of classes (H, W), uint8."""
+        mask = read_mask(os.fsdecode(self._masks[index]))
+        return self.path(index).read_bytes(), mask if self._classes is None else self._classes[mask.long()]
+
+    def path(self, index: int) -> Path:
+        """Return the image file of a sample."""
+        return Path(os.fsdecode(self._images[index]))
+
+
+def _evaluated_cityscapes() -> tuple[tuple[str, ...], Tensor]:
+    """Return the names of Cityscapes' 19 evaluated classes, and the number in a file → class."""
+    evaluated = sorted(
+        (each for each in Cityscapes.classes if not each.ignore_in_eval), key=lambda c: c.train_id
+    )
+    classes = torch.full((256,), _IGNORED, dtype=torch.uint8)
+    for each in evaluated:
+        classes[each.id] = each.train_id
+    return tuple(each.name for each in evaluated), classes
+
+
+_CITYSCAPES_CLASSES, _OF_CITYSCAPES = _evaluated_cityscapes()
+#: torchvision's class → how it is read.
+MASKED_SETS = {
+    "Cityscapes": MaskedSet(
+        "split",
+        _CITYSCAPES_CLASSES,
+        lambda split: [targets[0] for targets in split.targets],
+        {"target_type": "semantic"},
+        _OF_CITYSCAPES,
+    ),
+    "VOCSegmentation": MaskedSet("image_set", _VOC_CLASSES, lambda split: split.masks),
+}
