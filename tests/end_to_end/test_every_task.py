@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import yaml
 
+from hpc_train.paths import RunPaths
+from hpc_train.run.checkpoints import committed
 from tests.datasets.coco import read, write, write_coco
 from tests.datasets.sources.masks import save, write_folder
 from tests.end_to_end.runs import (
@@ -38,7 +40,6 @@ pytestmark = pytest.mark.slow
 
 #: Case → steps, enough of them to be killed in the middle. The first case and the second have the same data.
 STEPS = {case.title: 10 if case.is_large else 20 for case in CASES[1:] if case.data["name"] != "tokens"}
-KILL_AT = 4
 LOCAL = ("--local", "--devices", "2")
 #: Each rank imports transformers, for seconds.
 ALONE = ("--local", "--devices", "1")
@@ -85,15 +86,21 @@ def test_a_killed_run_resumes_bitwise(title: str, root: Path, tmp_path: Path) ->
     wait_for(lambda: bool(found_runs(killed)) or process.poll() is not None, "the run's folder")
     assert process.poll() is None, process.communicate()[1]
     paths = only_run(killed)
-    wait_for(lambda: last_step(paths) >= KILL_AT or process.poll() is not None, f"step {KILL_AT}")
+    wait_for(lambda: is_past_a_save(paths) or process.poll() is not None, "a checkpoint, and a step after it")
     assert process.poll() is None, process.communicate()[1]
     kill_everything(process, paths)
     process.communicate()
-    assert KILL_AT <= last_step(paths) < STEPS[title]
+    assert committed(paths) and last_step(paths) < STEPS[title]
     done = hpc_train("resume", paths.folder, "data.workers=1", **runs)
     assert done.code == 0, done.err
     assert_equal_to_the_bit(only_run(quiet), paths)
     assert rows(paths, "val")
+
+
+def is_past_a_save(paths: RunPaths) -> bool:
+    """Tell whether a resume has a checkpoint to continue from, and steps to repeat."""
+    found = committed(paths)
+    return bool(found) and last_step(paths) > found[0].step
 
 
 def with_a_mask(pixels: np.ndarray) -> Callable[[Path], dict[str, object]]:
