@@ -14,7 +14,7 @@ EXPERIMENT = """\
 name: tiny
 device: cpu
 task: classification
-model: {name: "tests.end_to_end.parts:net"}
+model: {name: "torch.nn:Identity"}
 data: {name: synthetic, args: {num_samples: 100}}
 optimization:
   epochs: 3
