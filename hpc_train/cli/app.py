@@ -515,6 +515,10 @@ def compare(
             show_default=False,
         ),
     ] = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option("--over", metavar="KEY", help="Average runs that differ in this key only, like seed."),
+    ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV to stdout.")] = False,
     as_json: Json = False,
 ) -> int:
@@ -524,7 +528,7 @@ def compare(
     """
     from hpc_train.cli.compare import compare
 
-    return compare(runs, metric=metric, as_csv=as_csv, as_json=as_json)
+    return compare(runs, metric=metric, over=over or (), as_csv=as_csv, as_json=as_json)
 
 
 @_command

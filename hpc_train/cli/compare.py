@@ -6,7 +6,6 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys, short_names, value_text
+from hpc_train.report.compared_runs import Compared, Group, Spread, grouped
 from hpc_train.report.metric_values import (
     PREFERRED,
     SPLITS,
@@ -33,28 +33,22 @@ from hpc_train.report.step_layout import ranks_of
 from hpc_train.run.find import run_names
 
 
-@dataclass(frozen=True)
-class Compared:
-    """One run: its values of the keys that differ, and its metrics."""
+def compare(
+    words: Sequence[str], *, metric: str | None, over: Sequence[str] = (), as_csv: bool, as_json: bool
+) -> ExitCode:
+    """Print the runs, or their means ``over`` keys, the best first.
 
-    paths: RunPaths
-    name: str
-    state: str
-    values: dict[str, Any]
-    last: Point | None
-    best: Point | None
-    duration_s: float | None
-
-
-def compare(words: Sequence[str], *, metric: str | None, as_csv: bool, as_json: bool) -> ExitCode:
-    """Print the runs, the best one first. Raises UsageError for a metric that none of them has."""
+    Raises UsageError for a metric that none of them has, and a key in which they do not differ.
+    """
     if as_csv and as_json:
         raise UsageError("--csv and --json exclude each other; use one of them")
     runs = find_readable(words)
     chosen = _chosen(runs, metric)
     compared = sorted(_compared(runs, chosen), key=lambda run: sort_key(run.best, chosen))
     keys = list(dict.fromkeys(key for each in compared for key in each.values))
-    if as_json:
+    if over:
+        _show_groups(compared, keys, chosen, over, as_csv=as_csv, as_json=as_json)
+    elif as_json:
         put_json(_to_json(compared, keys, chosen))
     elif as_csv:
         _write_csv(compared, keys, chosen)
@@ -125,6 +119,88 @@ def _print(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> Non
     print_table([*heads, "step", "duration"], rows)
     if not keys and len(runs) > 1:
         say("no key of the experiment differs between these runs")
+
+
+def _show_groups(
+    runs: Sequence[Compared],
+    keys: Sequence[str],
+    metric: Metric,
+    over: Sequence[str],
+    *,
+    as_csv: bool,
+    as_json: bool,
+) -> None:
+    """Print a line per group of runs that differ in the keys ``over`` only."""
+    full = {name: key for key, name in short_names(keys).items()}
+    averaged = [full.get(key, key) for key in over]
+    if unknown := next((key for key in averaged if key not in keys), None):
+        differ = f"they differ in {', '.join(keys)}" if keys else "they differ in no key"
+        raise UsageError(f"--over: these runs do not differ in {unknown}; {differ}")
+    kept = [key for key in keys if key not in averaged]
+    groups = grouped(runs, averaged, metric)
+    if as_json:
+        put_json(_groups_to_json(groups, kept, averaged, metric))
+    elif as_csv:
+        _write_groups(groups, kept, metric)
+    else:
+        _print_groups(groups, kept, metric)
+
+
+def _print_groups(groups: Sequence[Group], keys: Sequence[str], metric: Metric) -> None:
+    names = short_names(keys)
+    heads = ["runs", *(names[key] for key in keys), f"last {metric}", f"best ({metric.goal})", "duration"]
+    rows = [
+        [
+            str(len(group.runs)),
+            *(value_text(group.values.get(key)) for key in keys),
+            *("-" if spread is None else str(spread) for spread in (group.last, group.best)),
+            short_duration(group.duration.mean if group.duration else None),
+        ]
+        for group in groups
+    ]
+    print_table(heads, rows)
+
+
+def _write_groups(groups: Sequence[Group], keys: Sequence[str], metric: Metric) -> None:
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    points = [f"{what} {metric} {of}" for what in ("last", "best") for of in ("mean", "std", "count")]
+    writer.writerow(["runs", *keys, *points, "duration_s"])
+    for group in groups:
+        values = [_csv_text(group.values.get(key)) for key in keys]
+        numbers = [number for spread in (group.last, group.best) for number in _spread_cells(spread)]
+        duration = "" if group.duration is None else round(group.duration.mean, 1)
+        writer.writerow([" ".join(run.name for run in group.runs), *values, *numbers, duration])
+    sys.stdout.flush()
+
+
+def _spread_cells(spread: Spread | None) -> list[float | str]:
+    return ["", "", 0] if spread is None else [spread.mean, _or_empty(spread.std), spread.count]
+
+
+def _or_empty(value: float | None) -> float | str:
+    return "" if value is None else value
+
+
+def _groups_to_json(
+    groups: Sequence[Group], keys: Sequence[str], over: Sequence[str], metric: Metric
+) -> dict[str, Any]:
+    return {
+        "version": JSON_VERSION,
+        "metric": str(metric),
+        "goal": metric.goal,
+        "keys": list(keys),
+        "over": list(over),
+        "groups": [
+            {
+                "ids": [run.paths.folder.name for run in group.runs],
+                "values": {key: group.values.get(key) for key in keys},
+                "last": group.last.to_json() if group.last else None,
+                "best": group.best.to_json() if group.best else None,
+                "duration_s": round(group.duration.mean, 1) if group.duration else None,
+            }
+            for group in groups
+        ],
+    }
 
 
 def _cells(point: Point | None) -> tuple[str, str]:
