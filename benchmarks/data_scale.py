@@ -17,7 +17,9 @@ of the samples.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import gc
 import json
 import os
 import statistics
@@ -108,6 +110,8 @@ class MemoryGrowth:
     """Resident memory of this process that is added from now on."""
 
     def __init__(self) -> None:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed would be used again, and not count
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak is that from now on
         self._before = _resident_kb("VmRSS")
 
