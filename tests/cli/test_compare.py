@@ -120,3 +120,54 @@ def test_a_frozen_file_that_cannot_be_read_hides_no_other_run(runs: list[RunPath
         "bbb": {"seed": 1},
         "ccc": {"seed": 2},
     }
+
+
+@pytest.fixture
+def seeds(tmp_path: Path) -> None:
+    """Two learning rates with two seeds each, and a third rate with one seed that has no value."""
+    for number, (lr, seed, accuracy) in enumerate(
+        [(0.1, 0, 0.8), (0.1, 1, 0.9), (0.2, 0, 0.95), (0.2, 1, 0.95), (0.3, 0, None)]
+    ):
+        run_id = f"{number:03d}"
+        paths = RunPaths(tmp_path / "runs" / "small" / run_id)
+        optimizer = {"optimizer": {"name": "adamw", "lr": lr}}
+        experiment = small_experiment(seed=seed)
+        changed = experiment.optimization.model_dump(mode="json") | optimizer
+        assert create_run(paths, small_experiment(seed=seed, optimization=changed), run_id, 10)
+        row = {"split": "val", "step": 10, "attempt": 1, "accuracy": accuracy}
+        paths.metrics.write_text("" if accuracy is None else json.dumps(row) + "\n")
+        write_status(paths, RunStatus(state="completed", step=10))
+
+
+@pytest.mark.usefixtures("seeds")
+def test_runs_that_differ_in_their_seed_only_are_averaged() -> None:
+    data = _json("--over", "seed")
+    lr = "optimization.optimizer.lr"
+    assert (data["keys"], data["over"]) == ([lr], ["seed"])
+    assert [(group["values"][lr], group["ids"]) for group in data["groups"]] == [
+        (0.2, ["002", "003"]),
+        (0.1, ["001", "000"]),
+        (0.3, ["004"]),
+    ]
+    same, other, none = (group["best"] for group in data["groups"])
+    assert same == {"mean": 0.95, "std": 0.0, "count": 2} and none is None
+    assert other == {"mean": pytest.approx(0.85), "std": pytest.approx(0.05 * 2**0.5), "count": 2}
+    heads, _, second, last = hpc_train("compare", "small", "--over", "seed").out.splitlines()
+    assert heads.split() == ["runs", "lr", "last", "val/accuracy", "best", "(max)"]
+    assert second.split() == ["2", "0.1", "0.85", "±", "0.071", "0.85", "±", "0.071"]
+    assert last.split() == ["1", "0.3", "-", "-"]
+    table = list(csv.reader(io.StringIO(hpc_train("compare", "small", "--over", "seed", "--csv").out)))
+    assert table[0][:3] == ["runs", lr, "last val/accuracy mean"]
+    assert table[1][1:] == ["0.2", "0.95", "0.0", "2", "0.95", "0.0", "2", ""]
+    assert table[3][1:] == ["0.3", "", "", "0", "", "", "0", ""]
+
+
+@pytest.mark.usefixtures("seeds")
+def test_averaging_over_a_key_that_does_not_differ_is_refused() -> None:
+    done = hpc_train("compare", "small", "--over", "precision")
+    assert done.code == 2
+    assert (
+        "--over: these runs do not differ in precision; they differ in seed, optimization.optim" in done.err
+    )
+    both = _json("--over", "seed", "--over", "lr")
+    assert [len(group["ids"]) for group in both["groups"]] == [5]
