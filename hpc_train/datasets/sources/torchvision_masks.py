@@ -54,9 +54,10 @@ class MaskedSet:
             self.class_names,
             ignore_index=_IGNORED,
         )
-        return DataSource(
-            *(MaskedFiles(each.images, self.masks(each), self.classes) for each in (train, val)), info
-        )
+        return DataSource(self._files(train), self._files(val), info)
+
+    def _files(self, split: Any) -> MaskedFiles:
+        return MaskedFiles(split.images, self.masks(split), self.classes)
 
 
 class MaskedFiles:
