@@ -139,7 +139,7 @@ def on_rank_0(
     for number, picture in drawn.items():
         parts[number].copy_(torch.from_numpy(np.array(picture).reshape(-1)))
     if len(pixels) > 0:
-        dist.reduce(pixels, dst=0, group=group)
+        dist.all_reduce(pixels, group=group)  # along the ring: a reduction connects rank 0 with every rank
     if dist.get_rank() != 0:
         return {}
     return {
