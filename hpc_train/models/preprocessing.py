@@ -7,7 +7,6 @@ from typing import Any, cast
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import NormalizeConfig
 from hpc_train.errors import BadFileError
-from hpc_train.models.segmentation_models import preprocessing_of
 from hpc_train.registry import split_name
 
 _KEY = "data.normalize"
@@ -26,6 +25,8 @@ def with_preprocessing(experiment: Experiment, *, download: bool = False) -> Exp
         return experiment
     provider, name = split_name(experiment.model.name)
     if provider == "smp":
+        from hpc_train.models.segmentation_models import preprocessing_of  # imports timm
+
         mean, std = preprocessing_of(name, experiment.model, download=download)
         normalize = NormalizeConfig(mean=mean, std=std)
         return experiment.model_copy(update={"data": data.model_copy(update={"normalize": normalize})})

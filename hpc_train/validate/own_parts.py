@@ -113,10 +113,10 @@ def _undefined(source: Path, attribute: str) -> tuple[str, str] | None:
         if source.stat().st_size > _MAX_BYTES:
             return None
         with tokenize.open(source) as file:
-            tree = ast.parse(file.read())
+            tree = ast.parse(file.read(), str(source))
     except SyntaxError as error:
         return f"{where}:{error.lineno}: {error.msg}", "fix the syntax error"
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError, RecursionError, MemoryError):
         return None  # importing it may still work; if not, the error is Python's
     names = _defined(tree)
     if names is None or attribute in names:

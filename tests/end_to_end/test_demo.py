@@ -29,6 +29,7 @@ EXAMPLES = REPOSITORY / "examples"
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
 def test_every_example_validates(name: str, tmp_path: Path) -> None:
     make_data(tmp_path / "data")
+    (tmp_path / "examples").symlink_to(EXAMPLES)  # some name modules of that folder
     done = hpc_train("validate", EXAMPLES / name, cwd=tmp_path)
     assert done.code == 0, done.err
 

@@ -39,7 +39,7 @@ from tests.parallelism.task_cases import CASES, TaskCase
 pytestmark = pytest.mark.slow
 
 #: Case → steps, enough of them to be killed in the middle. The first case and the second have the same data.
-STEPS = {case.title: 10 if case.is_large else 20 for case in CASES[1:] if case.data["name"] != "tokens"}
+STEPS = {case.title: 24 for case in CASES[1:] if case.data["name"] != "tokens"}
 LOCAL = ("--local", "--devices", "2")
 #: Each rank imports transformers, for seconds.
 ALONE = ("--local", "--devices", "1")

@@ -74,6 +74,11 @@ def plain(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if not key.startswith("_")} for line in history]
 
 
+def without_images(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows without the pictures of predictions, which are in no row of metrics.jsonl."""
+    return [{key: row[key] for key in row if "/predictions" not in key} for row in rows]
+
+
 def offline_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows in wandb's offline file, without what it adds."""
     return plain(read_run(path)[1])
