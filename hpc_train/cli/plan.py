@@ -19,6 +19,7 @@ from hpc_train.plan.input_files import LIMIT_S
 from hpc_train.plan.pack_files import missing_pack, pack_files
 from hpc_train.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.plan.sweep import describe
+from hpc_train.run.code.work_tree import work_tree_around
 from hpc_train.topology.degrees import in_words
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate.loading import Loaded, load
@@ -263,6 +264,11 @@ def _hours(run: PlannedRun) -> str:
     return f"at most {hours:g}" if hours else "0"
 
 
+def _code_root() -> Path | None:
+    tree = work_tree_around(Path.cwd())
+    return None if tree is None else tree.root
+
+
 def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) -> list[str]:
     """Return the lines on what prevents runs of the plan from being started."""
     lines = [
@@ -273,5 +279,5 @@ def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) 
         )
     ]
     experiments = [run.experiment for run in made.runs]
-    lines += [loaded.source.render(problem) for problem in missing_parts(experiments)]
+    lines += [loaded.source.render(problem) for problem in missing_parts(experiments, _code_root)]
     return list(dict.fromkeys(lines))

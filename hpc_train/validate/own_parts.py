@@ -11,9 +11,10 @@ import importlib.util
 import os
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import shortened
@@ -25,9 +26,14 @@ _MAX_BYTES = 4 << 20
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def missing_parts(experiments: Iterable[Experiment]) -> Iterator[Problem]:
-    """Yield what is wrong with each ``package.module:factory``, if ranks use this command's Python."""
-    here = [each for each in experiments if not (each.environment.python or each.environment.container)]
+def missing_parts(
+    experiments: Iterable[Experiment], code_root: Callable[[], Path | None]
+) -> Iterator[Problem]:
+    """Yield what is wrong with each ``package.module:factory``, if ranks have this command's environment.
+
+    ``code_root`` finds the root of the work tree, from which ranks import too.
+    """
+    here = [each for each in experiments if _has_this_environment(each)]
     named = {
         (path, name): None  # each once: a sweep of thousands of runs names the same
         for each in here
@@ -38,15 +44,23 @@ def missing_parts(experiments: Iterable[Experiment]) -> Iterator[Problem]:
         )
         if is_factory(name)
     }
+    places = _places(code_root()) if named else []
     for path, name in named:
-        if found := _missing(name):
+        if found := _missing(name, places):
             yield Problem(path, *found)
 
 
-def _missing(name: str) -> tuple[str, str] | None:
+def _has_this_environment(experiment: Experiment) -> bool:
+    """Tell whether nothing in the file changes where the ranks' Python looks for modules."""
+    environment, slurm = experiment.environment, experiment.slurm
+    has_own = environment.python or environment.container or environment.modules
+    return not has_own and (slurm is None or slurm.profile == SlurmConfig().profile)
+
+
+def _missing(name: str, places: list[Path]) -> tuple[str, str] | None:
     """Return what is wrong with a name and what to do; None also where only an import could say."""
     module, _, attribute = name.partition(":")
-    places, parent = _places(), ""
+    parent = ""
     *packages, last = module.split(".")
     for package in packages:
         places = _subfolders(places, package) or ([] if parent else _installed(package))
@@ -63,9 +77,10 @@ def _missing(name: str) -> tuple[str, str] | None:
     return _no_module(parent, last, places)
 
 
-def _places() -> list[Path]:
-    """Return where ranks look for modules: in the folder where the command started, then on the path."""
-    return [Path.cwd(), *(Path(entry) for entry in sys.path if entry and Path(entry).is_dir())]
+def _places(root: Path | None) -> list[Path]:
+    """Return where ranks look for modules: in the current folder, at the work tree's root, on the path."""
+    on_path = [Path(entry) for entry in sys.path if entry and Path(entry).is_dir()]
+    return [Path.cwd(), *([] if root is None else [root]), *on_path]
 
 
 def _subfolders(places: Iterable[Path], package: str) -> list[Path]:

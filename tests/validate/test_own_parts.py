@@ -41,10 +41,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def problems(model: str, more: str = "") -> list[str]:
+def problems(model: str, more: str = "", root: Path | None = None) -> list[str]:
     Path("exp.yaml").write_text(FILE.format(model=model, more=more))
     loaded = load(Path("exp.yaml"))
-    return [loaded.source.render(problem) for problem in missing_parts([loaded.experiment])]
+    return [loaded.source.render(problem) for problem in missing_parts([loaded.experiment], lambda: root)]
 
 
 @pytest.mark.parametrize(
@@ -83,5 +83,21 @@ def test_a_name_that_is_not_there_is_an_error_with_its_position(model: str, said
     assert line.startswith(f"exp.yaml:4:15: model.name: {said}")
 
 
-def test_another_python_of_the_ranks_may_have_other_modules() -> None:
-    assert problems("nowhere:build", "environment: {python: /opt/python/bin/python}") == []
+@pytest.mark.parametrize(
+    "more",
+    [
+        "environment: {python: /opt/python/bin/python}",
+        "environment: {modules: [torch]}",
+        "slurm: {profile: site}",
+    ],
+)
+def test_another_environment_of_the_ranks_may_have_other_modules(more: str) -> None:
+    assert problems("nowhere:build", more) == []
+
+
+def test_ranks_import_from_the_root_of_the_work_tree_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, folder = Path.cwd(), Path.cwd() / "experiments"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert len(problems("own_parts:build_net")) == 3
+    assert problems("own_parts:build_net", root=root) == []
