@@ -12,6 +12,7 @@ import os
 import sys
 import tokenize
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from hpc_train.config.cluster_sections import SlurmConfig
@@ -72,7 +73,7 @@ def _missing(name: str, places: list[Path]) -> tuple[str, str] | None:
         return _undefined(source, attribute.partition(".")[0])
     if _subfolders(places, last) or any(_is_compiled(place, last) for place in places):
         return None
-    if not parent and _is_importable(last):
+    if not parent and _spec(last) is not None:
         return None
     return _no_module(parent, last, places)
 
@@ -89,12 +90,16 @@ def _subfolders(places: Iterable[Path], package: str) -> list[Path]:
 
 def _installed(package: str) -> list[Path]:
     """Return the folders of a package that an import hook finds, such as one in editable mode."""
-    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    spec = _spec(package)
     return [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
 
 
-def _is_importable(module: str) -> bool:
-    return module.isidentifier() and importlib.util.find_spec(module) is not None
+def _spec(module: str) -> ModuleSpec | None:
+    """Return what Python's import system knows of a module without a dot."""
+    try:
+        return importlib.util.find_spec(module) if module.isidentifier() else None
+    except (ImportError, ValueError):  # of __main__, among others
+        return None
 
 
 def _is_compiled(place: Path, module: str) -> bool:

@@ -101,3 +101,12 @@ def test_ranks_import_from_the_root_of_the_work_tree_too(monkeypatch: pytest.Mon
     monkeypatch.chdir(folder)
     assert len(problems("own_parts:build_net")) == 3
     assert problems("own_parts:build_net", root=root) == []
+
+
+def test_what_python_has_no_description_of_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_spec(module: str) -> None:
+        raise ValueError(f"{module}.__spec__ is None")
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+    (line,) = problems("nowhere:build")
+    assert "there is no module 'nowhere'" in line
