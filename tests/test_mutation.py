@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from coverage import CoverageData
 
-from tests.mutation import REPOSITORY, Mutant, _copied, killed_by, sampled, run_by_line
+from tests.mutation import REPOSITORY, Mutant, _copied, killed_by, run_by_line, sampled
 
 
 def test_mutants_are_changed_code_that_compiles_and_the_same_for_a_seed() -> None:
