@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_train.cli.clean import LivingRunError, remove_unused_code
@@ -47,6 +48,9 @@ def remove(words: Sequence[str], *, yes: bool) -> ExitCode:
         put(f"{names[paths]}  removed")
     for folder in {paths.siblings.snapshots for paths in runs}:
         remove_unused_code(folder)
+    for siblings in {paths.siblings for paths in runs}:
+        with suppress(OSError):  # it has other runs, or files that belong to none
+            siblings.folder.rmdir()
     return ExitCode.DONE
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hpc_train.cli.code import code_on_resume, is_new
 from hpc_train.cli.file_changes import either, say_file_changes
-from hpc_train.cli.next_steps import has_saved, new_run_command, next_attempt_words
+from hpc_train.cli.next_steps import has_saved, new_run_command, next_attempt_words, next_steps
 from hpc_train.cli.plan import launcher_problems
 from hpc_train.cli.starting import polling, report, start
 from hpc_train.cli.status import rows_of
@@ -153,6 +153,7 @@ def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> lis
         codes += [_refuse_living(paths, read_status(paths)) for paths in living]
         prepared = [each for each in prepared if each.paths not in living]
         _say_changes(prepared, is_queued=launcher.is_queue)
+        _warn_of_divergence([each.paths for each in prepared], request)
         starts = [_start_request(each, request, newest[each.paths]) for each in prepared]
         for each in starts:
             words = next_attempt_words(each.paths, request.overrides)
@@ -160,6 +161,17 @@ def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> lis
         if starts:
             codes.append(start(launcher, starts))
     return codes
+
+
+def _warn_of_divergence(runs: Sequence[RunPaths], request: _Request) -> None:
+    """Say what to change where a run diverged and resumes as it was: training is deterministic."""
+    if request.overrides or request.new_code:
+        return
+    for paths in runs:
+        record = newest_record(paths)
+        if record is not None and record.cause == "diverged":
+            lines = next_steps(paths, read_status(paths))
+            say("\n  ".join([f"{run_name(paths)}: its last attempt diverged ({record.reason})", *lines]))
 
 
 def _outlives(paths: RunPaths, request: _Request) -> bool:

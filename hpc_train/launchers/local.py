@@ -83,6 +83,11 @@ def choose_num_ranks(wanted: int | None, device: str) -> int:
     if wanted is not None and wanted < 1:
         raise UsageError(f"--devices: {wanted} starts nothing; write 1 or more")
     num_gpus = 0 if device == "cpu" else count_gpus(os.environ)
+    if wanted is None and device == "cuda" and not num_gpus:
+        raise UsageError(
+            "device: cuda needs a GPU, but this machine shows none; write device=cpu or device=auto to train "
+            "without, or --devices with `plan` to plan for another machine"
+        )
     if wanted is None:
         return max(1, num_gpus)
     if wanted > num_gpus and (device == "cuda" or num_gpus > 0):

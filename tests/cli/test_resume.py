@@ -53,6 +53,20 @@ def test_the_step_that_it_continues_from_is_said_first(failed: RunPaths) -> None
     assert f"{failed.folder.name}: attempt 2 continues from step 4; in {failed.folder}\n" in done.err
 
 
+def test_a_run_that_diverged_warns_that_it_will_again_unless_something_changes(failed: RunPaths) -> None:
+    record = read_record(failed.attempt(1))
+    assert record is not None
+    write_record(failed.attempt(1), replace(record, cause="diverged", reason="loss is NaN at step 7"))
+    warning = (
+        f"{failed.folder.name}: its last attempt diverged (loss is NaN at step 7)\n  resuming it unchanged"
+    )
+    done = hpc_train("resume", failed.folder)
+    assert warning in done.err and "  half the learning rate: `hpc-train submit " in done.err
+    assert [request.attempt for request in requests] == [1, 2], "it resumes all the same"
+    write_record(failed.attempt(2), replace(record, attempt=2, cause="diverged"))
+    assert "would diverge" not in hpc_train("resume", failed.folder, "checkpoint.every_min=5").err
+
+
 def test_launcher_and_devices_are_those_it_had(failed: RunPaths) -> None:
     assert _resume(failed.folder) == 1
     assert [request.devices for request in requests] == [3, 3]

@@ -401,8 +401,10 @@ def test_one_rank_a_gpu_or_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_num_ranks(2, "cuda") == 2
     assert choose_num_ranks(8, "cpu") == 8
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert choose_num_ranks(None, "auto") == choose_num_ranks(None, "cuda") == 1
+    assert choose_num_ranks(None, "auto") == 1
     assert choose_num_ranks(4, "auto") == 4
+    with pytest.raises(UsageError, match=r"^device: cuda needs a GPU, .* none; write device=cpu"):
+        choose_num_ranks(None, "cuda")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pathlib import Path
 from hpc_train.errors import HpcTrainError
 from hpc_train.launchers.outcome import log_tail
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
-from hpc_train.launchers.slurm.evidence import Facts, Verdict, judge
+from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.recovery import budgets
 from hpc_train.recovery.diagnosis import one_line
@@ -36,7 +36,7 @@ GIVEN_UP = "stop 1"
 
 
 def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
-    """Judge the attempt, write the verdict into the run's folder, return what the script does next."""
+    """Judge the attempt, write the diagnosis into the run's folder, return what the script does next."""
     ended = now_ms()
     job = BatchJob.of(folder, environ)
     number = int(environ["HPC_TRAIN_ATTEMPT"])
@@ -48,15 +48,15 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     record = read_record(job.paths.attempt(number))
     if record is None:
         raise HpcTrainError(f"{job.paths.attempt(number).record}: missing or not JSON")
-    verdict = judge(gather(job, record, srun_code))
-    final = _ended_record(job.paths, record, verdict, srun_code, ended)
-    if verdict.state == "requeued":
+    diagnosis = judge(gather(job, record, srun_code))
+    final = _ended_record(job.paths, record, diagnosis, srun_code, ended)
+    if diagnosis.state == "requeued":
         recovery = effective_recovery(job.paths, number)
-        verdict = verdict.decided(budgets.decide([*job.earlier(number), final], recovery))
-    _write(job.paths, final, verdict)
-    if verdict.reason is not None:
-        say(f"{verdict.state}: {verdict.reason}")
-    return verdict.words(nodes_to_leave_out(job.paths) if verdict.state == "requeued" else {})
+        diagnosis = diagnosis.decided(budgets.decide([*job.earlier(number), final], recovery))
+    _write(job.paths, final, diagnosis)
+    if diagnosis.reason is not None:
+        say(f"{diagnosis.state}: {diagnosis.reason}")
+    return diagnosis.words(nodes_to_leave_out(job.paths) if diagnosis.state == "requeued" else {})
 
 
 def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
@@ -136,28 +136,28 @@ def _end_of(path: Path, nbytes: int) -> str:
 
 
 def _ended_record(
-    paths: RunPaths, record: AttemptRecord, verdict: Verdict, srun_code: int, ended: str
+    paths: RunPaths, record: AttemptRecord, diagnosis: Diagnosis, srun_code: int, ended: str
 ) -> AttemptRecord:
     """Return the record of the attempt that has ended, before its budget was asked."""
     return replace(
         record,
         end=now(),
-        cause=verdict.cause,
-        reason=verdict.reason,
+        cause=diagnosis.cause,
+        reason=diagnosis.reason,
         events=record.events | {"end": ended},
         exit_codes=_all_codes(record.ranks or 0, exit_codes(paths.attempt(record.attempt)), srun_code),
-        bad_nodes=verdict.bad_nodes,
+        bad_nodes=diagnosis.bad_nodes,
         saved_step=saved_step(paths, record.attempt),
     )
 
 
-def _write(paths: RunPaths, final: AttemptRecord, verdict: Verdict) -> None:
-    requeue = {"requeue": now_ms()} if verdict.state == "requeued" else {}
-    final = replace(final, reason=verdict.reason, events=final.events | requeue)
+def _write(paths: RunPaths, final: AttemptRecord, diagnosis: Diagnosis) -> None:
+    requeue = {"requeue": now_ms()} if diagnosis.state == "requeued" else {}
+    final = replace(final, reason=diagnosis.reason, events=final.events | requeue)
     write_record(paths.attempt(final.attempt), final)
-    if verdict.state != "completed":
+    if diagnosis.state != "completed":
         status = read_status(paths)
-        write_status(paths, replace(status, state=verdict.state, reason=verdict.reason))
+        write_status(paths, replace(status, state=diagnosis.state, reason=diagnosis.reason))
 
 
 def _all_codes(num_ranks: int, known: dict[int, int], srun_code: int) -> list[int] | None:

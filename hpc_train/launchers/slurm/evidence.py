@@ -51,7 +51,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """``state`` is the run's, ``cause`` the attempt's; ``exit_code`` the batch job's."""
 
     cause: str
@@ -67,7 +67,7 @@ class Verdict:
             return f"stop {int(self.exit_code)}"
         return f"requeue {int(self.exit_code)} {','.join(leave_out or ())}".rstrip()
 
-    def decided(self, decision: Decision) -> Verdict:
+    def decided(self, decision: Decision) -> Diagnosis:
         """Return what becomes of a run that would be requeued, once its budget was asked."""
         reason = one_line(decision.reason)
         if decision.comes_back:
@@ -75,7 +75,7 @@ class Verdict:
         return replace(self, reason=reason, state="failed", exit_code=ExitCode.FAILED)
 
 
-def judge(facts: Facts) -> Verdict:
+def judge(facts: Facts) -> Diagnosis:
     """Return why the attempt ended; whether a run that may be requeued is depends on its budget."""
     found = diagnose(evidence(facts))
     ends = {
@@ -87,7 +87,7 @@ def judge(facts: Facts) -> Verdict:
     if found.cause == "user error":
         assert found.rank is not None, "it is one rank's"
         state, code = "failed", ExitCode(facts.codes[found.rank])
-    return Verdict(found.cause, state, found.reason, code, found.bad_nodes)
+    return Diagnosis(found.cause, state, found.reason, code, found.bad_nodes)
 
 
 def evidence(facts: Facts) -> Evidence:
