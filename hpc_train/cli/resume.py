@@ -85,7 +85,7 @@ class _Resumption:
     devices: int | None
     versions: VersionChange
     #: Changes of the attempt before, which was refused with them.
-    left_out: list[str]
+    omitted_changes: list[str]
 
 
 def resume(
@@ -226,8 +226,8 @@ def _stays(
 def _say_changes(runs: Sequence[_Resumption], *, is_queued: bool) -> None:
     """Say what the attempt before had otherwise, and what has changed since in files and versions."""
     for each in runs:
-        if each.left_out:
-            changes = " ".join(each.left_out)
+        if each.omitted_changes:
+            changes = " ".join(each.omitted_changes)
             say(f"{run_name(each.paths)}: omits {changes}, with which the last attempt was refused")
     say_file_changes([(each.paths, each.loaded.experiment) for each in runs], is_queued=is_queued)
     runs_by_words: dict[str, list[str]] = {}
@@ -292,8 +292,8 @@ def _prepare(paths: RunPaths, request: _Request, name: str, launcher: Launcher) 
     versions = version_change(paths, *pythons, new_code=request.new_code)
     if versions.differences and loaded.experiment.environment.strict:
         _refuse_versions(paths, versions.differences, request)
-    left_out = [override for override in refused_changes(paths) if override not in request.overrides]
-    return _Resumption(paths, loaded, devices, versions, left_out)
+    omitted_changes = [override for override in refused_changes(paths) if override not in request.overrides]
+    return _Resumption(paths, loaded, devices, versions, omitted_changes)
 
 
 def _devices(paths: RunPaths, request: _Request, name: str) -> int | None:

@@ -59,9 +59,9 @@ class Position:
         window = self.step
         for skipped in self.skipped:
             window += skipped <= window
-        left_out = set(self.skipped)
+        skipped = set(self.skipped)
         while True:
-            if window not in left_out:
+            if window not in skipped:
                 yield window
             window += 1
 

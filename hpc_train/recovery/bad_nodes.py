@@ -69,7 +69,7 @@ def _is_name(node: str) -> bool:
     return _NODE.fullmatch(node) is not None
 
 
-def left_out(nodes: dict[str, str]) -> str:
+def exclusion_words(nodes: dict[str, str]) -> str:
     """Return text like ``excludes n2 (failed its check: …)``; empty without nodes."""
     return f"excludes {', '.join(f'{node} ({why})' for node, why in nodes.items())}" if nodes else ""
 

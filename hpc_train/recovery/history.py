@@ -45,7 +45,7 @@ def _resolved(paths: RunPaths) -> ResolvedLimits | None:
     return ResolvedLimits.of(section) if isinstance(section, dict) else None
 
 
-def nodes_to_leave_out(paths: RunPaths) -> dict[str, str]:
+def nodes_to_exclude(paths: RunPaths) -> dict[str, str]:
     """Return the nodes that the run's next attempt excludes, and why."""
     found = records(paths)
     if not any(record.bad_nodes for record in found):

@@ -47,7 +47,7 @@ def recovery_of(run: RunFiles, now: RunStatus) -> Recovery:
     except (HpcTrainError, OSError, ValueError):  # the frozen file was changed: reported where it matters
         return Recovery(words=silent)
     excluded = bad_nodes.excluded(records, limits.exclude_nodes_for_h)
-    words = (_left_out(newest, excluded),) if excluded and now.state in GOING_ON else ()
+    words = (_exclusion_words(newest, excluded),) if excluded and now.state in GOING_ON else ()
     return Recovery(budgets.left(_of_newest_job(records, run.facts), limits), excluded, (*words, *silent))
 
 
@@ -57,8 +57,8 @@ def _of_newest_job(records: list[AttemptRecord], facts: Mapping[str, Any]) -> li
     return [record for record in records if record.job == newest]
 
 
-def _left_out(newest: AttemptPaths, excluded: dict[str, str]) -> str:
-    words = bad_nodes.left_out(excluded)
+def _exclusion_words(newest: AttemptPaths, excluded: dict[str, str]) -> str:
+    words = bad_nodes.exclusion_words(excluded)
     if newest.kept_nodes.exists():
         return f"can't exclude these nodes, since too few would be left: {words}"
     return words

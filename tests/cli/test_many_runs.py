@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.launchers.slurm.launcher import SlurmLauncher
-from hpc_train.launchers.slurm.queue_status import standings
+from hpc_train.launchers.slurm.queue_status import statuses
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, write_status
@@ -108,7 +108,7 @@ def test_each_submission_is_read_once_for_all_runs(tmp_path: Path, monkeypatch: 
     )
     programs.put("squeue", f"printf '%s' '{rows}'")
     runs = _held(tmp_path / "runs", _MANY)
-    work = work_of(lambda: standings(runs), monkeypatch)
+    work = work_of(lambda: statuses(runs), monkeypatch)
     assert sum(path.endswith("/submission.json") for path in work.opened) == _MANY
 
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from hpc_train.recovery.bad_nodes import excluded, is_device_error, left_out
+from hpc_train.recovery.bad_nodes import excluded, exclusion_words, is_device_error
 from hpc_train.run.attempts import AttemptRecord
 
 pytestmark = pytest.mark.fault(14)
@@ -52,8 +52,8 @@ def test_what_is_no_nodes_name_never_reaches_slurm(node: str) -> None:
 
 
 def test_words() -> None:
-    assert left_out({"n2": "died", "n3": "hung"}) == "excludes n2 (died), n3 (hung)"
-    assert left_out({}) == ""
+    assert exclusion_words({"n2": "died", "n3": "hung"}) == "excludes n2 (died), n3 (hung)"
+    assert exclusion_words({}) == ""
 
 
 @pytest.mark.parametrize(

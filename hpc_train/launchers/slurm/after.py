@@ -23,7 +23,7 @@ from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.recovery import budgets
 from hpc_train.recovery.diagnosis import one_line
-from hpc_train.recovery.history import effective_recovery, nodes_to_leave_out, saved_step
+from hpc_train.recovery.history import effective_recovery, nodes_to_exclude, saved_step
 from hpc_train.run.attempts import AttemptRecord, newest_number, now, now_ms, read_record, write_record
 from hpc_train.run.events import noted_signal
 from hpc_train.run.rank_ends import exit_codes, rank_ends
@@ -56,7 +56,7 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     _write(job.paths, final, diagnosis)
     if diagnosis.reason is not None:
         say(f"{diagnosis.state}: {diagnosis.reason}")
-    return diagnosis.words(nodes_to_leave_out(job.paths) if diagnosis.state == "requeued" else {})
+    return diagnosis.words(nodes_to_exclude(job.paths) if diagnosis.state == "requeued" else {})
 
 
 def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:

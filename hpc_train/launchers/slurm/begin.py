@@ -24,7 +24,7 @@ from hpc_train.launchers.slurm.evidence import stop_by
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes, budgets
 from hpc_train.recovery.diagnosis import one_line
-from hpc_train.recovery.history import diagnose_record, effective_recovery, ended_unseen, nodes_to_leave_out
+from hpc_train.recovery.history import diagnose_record, effective_recovery, ended_unseen, nodes_to_exclude
 from hpc_train.run import trust
 from hpc_train.run.attempts import AttemptRecord, claim_attempt, now, now_ms, write_record
 from hpc_train.run.code import snapshot
@@ -189,11 +189,11 @@ def _check_budget(job: BatchJob, diagnosed: AttemptRecord) -> None:
 
 def _check_nodes(job: BatchJob, hosts: Iterable[str]) -> None:
     """Raise WrongNodeError on a node that the run excludes; only a limited number of times."""
-    nodes = nodes_to_leave_out(job.paths)
+    nodes = nodes_to_exclude(job.paths)
     unwanted = sorted(set(hosts) & nodes.keys())
     if not unwanted:
         return
-    words = bad_nodes.left_out({node: nodes[node] for node in unwanted})
+    words = bad_nodes.exclusion_words({node: nodes[node] for node in unwanted})
     asked = len(job.asked.read_text().splitlines()) if job.asked.exists() else 0
     if asked >= _MOST_ASKED:
         say(f"{words}, but Slurm allocates no other; continuing there")

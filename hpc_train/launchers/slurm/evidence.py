@@ -61,11 +61,11 @@ class Diagnosis:
     #: Nodes that ended the attempt, and how.
     bad_nodes: dict[str, str] = field(default_factory=dict)
 
-    def words(self, leave_out: Mapping[str, str] | None = None) -> str:
-        """Return what the batch script reads; ``leave_out``: the nodes that the next start is to avoid."""
+    def words(self, exclude: Mapping[str, str] | None = None) -> str:
+        """Return what the batch script reads; ``exclude``: the nodes that the next start is to avoid."""
         if self.state != "requeued":
             return f"stop {int(self.exit_code)}"
-        return f"requeue {int(self.exit_code)} {','.join(leave_out or ())}".rstrip()
+        return f"requeue {int(self.exit_code)} {','.join(exclude or ())}".rstrip()
 
     def decided(self, decision: Decision) -> Diagnosis:
         """Return what becomes of a run that would be requeued, once its budget was asked."""

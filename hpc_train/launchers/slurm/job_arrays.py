@@ -33,7 +33,7 @@ from hpc_train.launchers.slurm import submission as steps
 from hpc_train.launchers.slurm.script import Batch
 from hpc_train.launchers.slurm.submission import Submission
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
-from hpc_train.recovery.history import nodes_to_leave_out
+from hpc_train.recovery.history import nodes_to_exclude
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.code import snapshot
 from hpc_train.run.create import effective_experiment
@@ -143,7 +143,7 @@ def _likeness(run: StartRequest) -> Hashable:
     assert slurm is not None
     profile = _profile(slurm.profile, run.problem)
     place = code.readlink() if code.is_symlink() else None
-    return options.shape(run.experiment, profile), place, tuple(nodes_to_leave_out(run.paths))
+    return options.shape(run.experiment, profile), place, tuple(nodes_to_exclude(run.paths))
 
 
 #: A sweep's runs share theirs.
@@ -184,7 +184,7 @@ def _possible_batch(paths: SubmissionPaths, runs: Sequence[StartRequest]) -> Bat
 
     A held job is taken whatever it asks for, and would wait for ever once it is released.
     """
-    batch, nodes = _batch(paths, runs), nodes_to_leave_out(runs[0].paths)
+    batch, nodes = _batch(paths, runs), nodes_to_exclude(runs[0].paths)
     if not nodes or sbatch.could_start(batch):
         return batch
     say(f"can't exclude {', '.join(nodes)}: Slurm has too few other nodes for what the file requests")
@@ -202,7 +202,7 @@ def _batch(paths: SubmissionPaths, runs: Sequence[StartRequest], *, on_any_node:
         snapshot=code or shown,
         search_path=snapshot.search_path(run.paths) if code else [f"{shown}/package", f"{shown}/tree"],
         max_parallel=_throttle(runs),
-        leave_out=[] if on_any_node else list(nodes_to_leave_out(run.paths)),
+        exclude=[] if on_any_node else list(nodes_to_exclude(run.paths)),
         problem=run.problem,
     )
 

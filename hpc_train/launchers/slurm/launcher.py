@@ -63,7 +63,7 @@ class SlurmLauncher:
         return self._job_arrays.start(folder, runs)
 
     def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
-        return queue_status.standings(runs, max_age_s=0 if is_fresh else MAX_AGE_S)
+        return queue_status.statuses(runs, max_age_s=0 if is_fresh else MAX_AGE_S)
 
     def cancel(self, runs: Sequence[RunPaths]) -> list[RunPaths]:
         scancel.cancel(runs)

@@ -45,12 +45,12 @@ def sbatch_parameters(
     lead_s: int,
     max_parallel: int | None,
     held: bool = True,
-    leave_out: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return submitit's parameters for runs of one ``shape``, without set-up and tear-down; all of it JSON.
 
     ``lead_s``: seconds between USR2 and the time limit. ``max_parallel``: runs of the array at a time.
-    ``leave_out``: nodes, beside those of the file.
+    ``exclude``: nodes, beside those of the file.
     """
     experiment = profile.applied(experiment)
     slurm = experiment.slurm
@@ -68,7 +68,7 @@ def sbatch_parameters(
             "account": slurm.account,
             "qos": slurm.qos,
             "constraint": slurm.constraint,
-            "exclude": excluded(slurm, leave_out),
+            "exclude": excluded(slurm, exclude),
             "dependency": slurm.dependency,
             "mail_user": slurm.mail,
             "mail_type": slurm.mail and "END,FAIL",
@@ -88,11 +88,11 @@ def sbatch_parameters(
     }
 
 
-def excluded(slurm: SlurmConfig, leave_out: Sequence[str]) -> str | None:
+def excluded(slurm: SlurmConfig, exclude: Sequence[str]) -> str | None:
     """Return sbatch's list of nodes: the file's and these; the file's alone where that is a path."""
-    if not leave_out or (slurm.exclude and "/" in slurm.exclude):
+    if not exclude or (slurm.exclude and "/" in slurm.exclude):
         return slurm.exclude
-    return ",".join(filter(None, (slurm.exclude, *leave_out)))
+    return ",".join(filter(None, (slurm.exclude, *exclude)))
 
 
 def cpus_per_rank(slurm: SlurmConfig) -> int | None:

@@ -92,7 +92,7 @@ def newest_job(paths: RunPaths, record: AttemptRecord | None) -> str | None:
     return ids[-1] if ids else record.job if record is not None else None
 
 
-def standings(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[RunStatus]:
+def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[RunStatus]:
     """Return the status of runs; ``status.json`` is corrected where Slurm knows of an end or a requeue.
 
     Where Slurm does not answer the folders' word is returned and that is said, once; with ``max_age_s`` 0,
@@ -109,10 +109,10 @@ def standings(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list
                 raise
             say(f"{error}\n  what follows is what the run folders say")
     submissions = Submissions()
-    return [stand(folder, jobs.get(folder.job or ""), submissions) for folder in folders]
+    return [status_of(folder, jobs.get(folder.job or ""), submissions) for folder in folders]
 
 
-def stand(folder: Folder, job: JobState | None, submissions: Submissions | None = None) -> RunStatus:
+def status_of(folder: Folder, job: JobState | None, submissions: Submissions | None = None) -> RunStatus:
     """Return the status of one run; ``job``: None where Slurm can't tell of it."""
     status, submissions = folder.status, submissions or Submissions()
     if status.state not in GOING_ON:

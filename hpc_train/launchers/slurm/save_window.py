@@ -29,7 +29,7 @@ def warnings(experiment: Experiment, folder: ExperimentPaths) -> list[str]:
 
 def _preemption(partition: str, longest_s: float) -> str | None:
     try:
-        name, grace_s = grace(partition)
+        name, grace_s = preemption_grace(partition)
     except (NoSchedulerError, commands.RefusedError):
         return None  # submitted all the same
     if grace_s is None or grace_s >= needed_s(longest_s):
@@ -47,7 +47,7 @@ def needed_s(longest_s: float) -> float:
     return 2 * longest_s + STEP_RESERVE_S
 
 
-def grace(partition: str) -> tuple[str, int | None]:
+def preemption_grace(partition: str) -> tuple[str, int | None]:
     """Return the partition's name (empty: the default's) and the seconds from preemption to the kill.
 
     None where nobody preempts its jobs, or it is not the partition that says how long they have.
@@ -57,7 +57,7 @@ def grace(partition: str) -> tuple[str, int | None]:
 
 
 def grace_s_of(partition: Mapping[str, str], config: Mapping[str, str]) -> int | None:
-    """Return ``grace``'s seconds by what Slurm says of the partition and of itself."""
+    """Return ``preemption_grace``'s seconds by what Slurm says of the partition and of itself."""
     mode = partition.get("PreemptMode") or config.get("PreemptMode", "OFF")
     if config.get("PreemptType", "preempt/none") != "preempt/partition_prio" or mode.startswith("OFF"):
         return None

@@ -77,12 +77,12 @@ def batch(
     search_path: Sequence[str],
     max_parallel: int | None = None,
     held: bool = True,
-    leave_out: Sequence[str] = (),
+    exclude: Sequence[str] = (),
     problem: Callable[[str, str, str], str] | None = None,
 ) -> Batch:
     """Return the batch script for runs of one shape; nothing is written, Slurm is not asked.
 
-    ``search_path``: what goes first on the ranks' path. ``leave_out``: nodes, beside those of the file.
+    ``search_path``: what goes first on the ranks' path. ``exclude``: nodes, beside those of the file.
     ``problem``: the experiment file's own text for ``file:line:col``. Raises BadFileError on the profile,
     UsageError on paths that no script can hold.
     """
@@ -97,7 +97,7 @@ def batch(
     python = python_command(experiment, profile, (submission.parents[2], folder))
     lead_s = options.lead_s(experiment, ExperimentPaths(submission.parents[1]))
     parameters = options.sbatch_parameters(
-        experiment, profile, lead_s=lead_s, max_parallel=max_parallel, held=held, leave_out=leave_out
+        experiment, profile, lead_s=lead_s, max_parallel=max_parallel, held=held, exclude=exclude
     )
     parameters["additional_parameters"]["chdir"] = str(folder)
     parameters["setup"] = rendered(

@@ -221,13 +221,13 @@ def test_the_lead_follows_the_longest_save_within_half_the_time_limit(tmp_path: 
 
 def test_a_runs_excluded_nodes_are_added_to_the_files() -> None:
     def excluded(asked: str | None) -> list[str]:
-        lines = options_of(experiment(slurm={"exclude": asked}), leave_out=["n2", "n3"])
+        lines = options_of(experiment(slurm={"exclude": asked}), exclude=["n2", "n3"])
         return [line.replace("'", "") for line in lines if line.startswith("exclude=")]
 
     assert excluded(None) == ["exclude=n2,n3"]
     assert excluded("n[7-9]") == ["exclude=n[7-9],n2,n3"]
     assert excluded("/etc/bad") == ["exclude=/etc/bad"], "sbatch reads a file, or names"
     many = [f"node{number:05d}" for number in range(500)]
-    assert any(line.endswith("node00499") for line in options_of(experiment(), leave_out=many))
+    assert any(line.endswith("node00499") for line in options_of(experiment(), exclude=many))
     with pytest.raises(BadFileError):
-        options_of(experiment(), leave_out=["n1;id"])
+        options_of(experiment(), exclude=["n1;id"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState
-from hpc_train.launchers.slurm.queue_status import CUT_SHORT, Folder, Submissions, stand, standings
+from hpc_train.launchers.slurm.queue_status import CUT_SHORT, Folder, Submissions, status_of, statuses
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
 from hpc_train.run.files import write_json
@@ -21,7 +21,7 @@ _LONG_AGO = "2020-01-01T00:00:00+00:00"
 
 
 def _stand(paths: RunPaths, state: JobState | None) -> RunStatus:
-    return stand(Folder.read(paths), state)
+    return status_of(Folder.read(paths), state)
 
 
 def test_a_run_without_a_job_was_not_submitted_to_the_end(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_what_the_folder_came_to_say_meanwhile_holds(tmp_path: Path) -> None:
     begin(paths, "12")
     read_before = Folder.read(paths)
     write_status(paths, RunStatus("completed", 10, 10, attempt=1))
-    found = stand(read_before, job("12", "COMPLETED", ended=_LONG_AGO))
+    found = status_of(read_before, job("12", "COMPLETED", ended=_LONG_AGO))
     assert found == read_status(paths) and found.state == "completed"
 
 
@@ -251,7 +251,7 @@ def test_where_slurm_is_silent_the_folders_word_is_given_and_that_is_said(
     programs = put_programs_first(tmp_path, monkeypatch)
     programs.put("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
     runs = [queued_run(tmp_path / "runs", "12", run_id="a"), queued_run(tmp_path, "13", run_id="b")]
-    assert [status.state for status in standings(runs)] == ["pending", "pending"]
+    assert [status.state for status in statuses(runs)] == ["pending", "pending"]
     assert capsys.readouterr().err.count("Unable to contact slurm controller") == 1
 
 
@@ -260,7 +260,7 @@ def test_runs_that_have_ended_need_no_slurm(tmp_path: Path, monkeypatch: pytest.
     programs.put("squeue", "exit 1")
     paths = queued_run(tmp_path / "runs", "12")
     write_status(paths, RunStatus("completed", 10, 10, attempt=1))
-    assert standings([paths])[0].state == "completed"
+    assert statuses([paths])[0].state == "completed"
     assert programs.calls("squeue") == []
 
 

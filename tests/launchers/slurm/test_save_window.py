@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hpc_train.launchers.slurm import commands
-from hpc_train.launchers.slurm.save_window import grace, warnings
+from hpc_train.launchers.slurm.save_window import preemption_grace, warnings
 from hpc_train.paths import ExperimentPaths
 from tests.launchers.slurm.programs import Programs, put_programs_first
 from tests.launchers.slurm.scripts import experiment
@@ -66,11 +66,11 @@ def test_what_fits_is_not_spoken_of(
 
 def test_where_nobody_preempts_or_slurm_does_not_say_there_is_no_grace(programs: Programs) -> None:
     slurm(programs, 7)
-    assert grace("low") == ("low", 7)
-    assert grace("") == ("low", 7), "the default partition"
+    assert preemption_grace("low") == ("low", 7)
+    assert preemption_grace("") == ("low", 7), "the default partition"
     slurm(programs, 7, CONFIG.replace("partition_prio", "none"))
     commands.config.cache_clear()
-    assert grace("low") == ("low", None)
+    assert preemption_grace("low") == ("low", None)
 
 
 def test_a_slurm_that_does_not_answer_says_nothing(
