@@ -59,9 +59,9 @@ class Position:
         window = self.step
         for skipped in self.skipped:
             window += skipped <= window
-        skipped = set(self.skipped)
+        skipped_windows = set(self.skipped)
         while True:
-            if window not in skipped:
+            if window not in skipped_windows:
                 yield window
             window += 1
 
