@@ -22,7 +22,7 @@ from hpc_train.datasets import packing
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import evaluation_batches, training_batches
 from hpc_train.datasets.building import build_source
-from hpc_train.datasets.packed import FOOTER, DamagedPackError, PackedFiles, PackedPixels
+from hpc_train.datasets.packed import FOOTER, DamagedPackError, PackedFiles, PackedPixels, hash_of
 from hpc_train.datasets.sampler import Position
 from hpc_train.datasets.skipping import BadSamples
 from hpc_train.errors import BadFileError, TransientStorageError
@@ -364,6 +364,24 @@ def test_a_header_of_other_content_is_refused(root: Path, change: Callable[[dict
     packed(root)
     rewritten(pack_of(root), change)
     with pytest.raises(DamagedPackError, match=r"remove the file, then run `hpc-train prepare`"):
+        build_source(with_cache(root))
+
+
+def test_positions_out_of_order_are_refused_though_their_hash_fits(root: Path) -> None:
+    ends = packed(root).train.ends.copy()
+    ends[[2, 3]] = ends[[3, 2]]
+    offset = 0
+
+    def forge(header: dict[str, Any]) -> None:
+        nonlocal offset
+        entry = header["splits"]["train"]["arrays"]["ends"]
+        offset, entry["xxh3_128"] = entry["offset"], hash_of(ends.view(np.uint8))
+
+    rewritten(pack_of(root), forge)
+    with pack_of(root).open("r+b") as file:
+        file.seek(offset)
+        file.write(ends.tobytes())
+    with pytest.raises(DamagedPackError, match="values out of range"):
         build_source(with_cache(root))
 
 
