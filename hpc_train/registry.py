@@ -23,6 +23,7 @@ _KEYS = {
     "strategies": "parallel.strategy",
     "loggers": "logging.loggers",
     "launchers": "--launcher",
+    "search": "sweep.search.method",
 }
 
 #: What a name of each kind names, in messages.
@@ -33,6 +34,7 @@ _NOUNS = {
     "strategies": "strategy",
     "loggers": "logger",
     "launchers": "launcher",
+    "search": "search method",
 }
 
 #: Built-in parts of the kinds that need no description without torch.
@@ -54,6 +56,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "local": "hpc_train.launchers.local:LocalLauncher",
         "slurm": "hpc_train.launchers.slurm.launcher:SlurmLauncher",
     },
+    "search": {"tpe": "hpc_train.search.optuna_tpe:propose"},
 }
 #: The tables of the other kinds: one row per part, with its torch-free description and its
 #: ``implementation``. The tables import this module, so it names them instead of importing them.

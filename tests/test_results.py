@@ -11,6 +11,9 @@ import pytest
 from hpc_train import results
 from hpc_train.errors import UsageError
 from hpc_train.paths import RunPaths
+from hpc_train.plan.sweep import expand
+from hpc_train.run.create import create_run
+from tests.plan.files import loaded
 from tests.report.made_runs import made_sweep
 
 pandas = pytest.importorskip("pandas")
@@ -32,6 +35,23 @@ def test_runs_have_their_settings_and_their_best_value(runs: list[RunPaths]) -> 
     assert 0 < first["goodput"] < 1 and Path(first["path"]) == runs[0].folder
     by_loss = results.runs(runs[0].folder, metric="train/loss")
     assert by_loss["best"].item() < 1 and len(by_loss) == 1
+
+
+def test_values_of_lists_and_draws_are_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
+    more = """sweep:
+  list: [{optimization.optimizer.lr: 0.2}, {data.args.extra: 5}]
+  random: {count: 2, parameters: {optimization.optimizer.weight_decay: {uniform: [0, 0.1]}}}
+"""
+    variants = expand(loaded(tmp_path, more=more))
+    for variant in variants:
+        paths = RunPaths(tmp_path / "runs" / "tiny" / variant.id)
+        assert create_run(paths, variant.experiment, variant.id, 1, values=variant.values)
+    table = results.runs().set_index("run")
+    decays = [variant.values["optimization.optimizer.weight_decay"] for variant in variants]
+    assert [table.loc[each.id]["optimization.optimizer.weight_decay"] for each in variants] == decays
+    assert [table.loc[each.id]["optimization.optimizer.lr"] for each in variants] == [0.2, 0.2, 0.1, 0.1]
+    assert sorted(table["data.args.extra"].dropna()) == [5, 5]
 
 
 def test_metrics_are_the_rows_of_all_runs(runs: list[RunPaths]) -> None:

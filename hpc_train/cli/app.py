@@ -281,6 +281,27 @@ def submit(
 
 
 @_command
+def search(
+    file: File,
+    overrides: Overrides = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option("--rounds", min=1, help="Number of submits. Default: until all trials are done."),
+    ] = None,
+    local: Local = False,
+    devices: Devices = None,
+    launcher: LauncherName = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="With --local: number of runs at a time.")] = 1,
+) -> int:
+    """Submit a file with sweep.search whenever trials are missing, until all are done."""
+    from hpc_train.cli.search import search
+    from hpc_train.cli.submit import SubmitOptions
+
+    options = SubmitOptions(local=local, devices=devices, launcher=launcher, jobs=jobs)
+    return search(file, overrides or [], options, rounds)
+
+
+@_command
 def status(runs: MaybeRuns = None, as_json: Json = False) -> int:
     """Show the status of runs."""
     from hpc_train.cli.status import status
@@ -519,6 +540,13 @@ def compare(
         list[str] | None,
         typer.Option("--over", metavar="KEY", help="Average runs that differ in this key only, like seed."),
     ] = None,
+    group_by: Annotated[
+        list[str] | None,
+        typer.Option("--group-by", metavar="KEY", help="Average runs that have this key's value in common."),
+    ] = None,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Of two runs, show keys, versions and code that differ.")
+    ] = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV to stdout.")] = False,
     as_json: Json = False,
 ) -> int:
@@ -526,9 +554,12 @@ def compare(
 
     The best run comes first.
     """
-    from hpc_train.cli.compare import compare
+    from hpc_train.cli.compare import CompareOptions, compare
 
-    return compare(runs, metric=metric, over=over or (), as_csv=as_csv, as_json=as_json)
+    options = CompareOptions(
+        metric=metric, over=over or (), group_by=group_by or (), diff=diff, as_csv=as_csv, as_json=as_json
+    )
+    return compare(runs, options)
 
 
 @_command

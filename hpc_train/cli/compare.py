@@ -6,9 +6,11 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cli.compare_diff import compare_two
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import JSON_VERSION, put_json, say
 from hpc_train.errors import ExitCode, UsageError
@@ -32,22 +34,57 @@ from hpc_train.report.run_times import elapsed_s, short_duration
 from hpc_train.report.step_layout import ranks_of
 from hpc_train.run.find import run_names
 
+_EXCLUSIVE = (
+    ("--csv", "--json", "--diff"),
+    ("--over", "--group-by"),
+    ("--diff", "--over", "--group-by", "--metric"),
+)
 
-def compare(
-    words: Sequence[str], *, metric: str | None, over: Sequence[str] = (), as_csv: bool, as_json: bool
-) -> ExitCode:
-    """Print the runs, or their means ``over`` keys, the best first.
+
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions:
+    """The options of ``compare``."""
+
+    metric: str | None = None
+    #: Keys over which runs are averaged.
+    over: Sequence[str] = ()
+    #: Keys that runs of one average have in common.
+    group_by: Sequence[str] = ()
+    diff: bool = False
+    as_csv: bool = False
+    as_json: bool = False
+
+    def check(self) -> None:
+        """Raise UsageError where options exclude each other."""
+        given = {
+            "--csv": self.as_csv,
+            "--json": self.as_json,
+            "--diff": self.diff,
+            "--over": bool(self.over),
+            "--group-by": bool(self.group_by),
+            "--metric": self.metric is not None,
+        }
+        for one, *others in _EXCLUSIVE:
+            if given[one] and (other := next((other for other in others if given[other]), None)):
+                raise UsageError(f"{one} and {other} exclude each other; use one of them")
+
+
+def compare(words: Sequence[str], options: CompareOptions) -> ExitCode:
+    """Print the runs, or their means, the best first.
 
     Raises UsageError for a metric that none of them has, and a key in which they do not differ.
     """
-    if as_csv and as_json:
-        raise UsageError("--csv and --json exclude each other; use one of them")
+    options.check()
+    if options.diff:
+        return compare_two(words, as_json=options.as_json)
+    as_csv, as_json = options.as_csv, options.as_json
     runs = find_readable(words)
-    chosen = _chosen(runs, metric)
+    chosen = _chosen(runs, options.metric)
     compared = sorted(_compared(runs, chosen), key=lambda run: sort_key(run.best, chosen))
     keys = list(dict.fromkeys(key for each in compared for key in each.values))
-    if over:
-        _show_groups(compared, keys, chosen, over, as_csv=as_csv, as_json=as_json)
+    if options.over or options.group_by:
+        averaged = _averaged(keys, options)
+        _show_groups(compared, keys, chosen, averaged, as_csv=as_csv, as_json=as_json)
     elif as_json:
         put_json(_to_json(compared, keys, chosen))
     elif as_csv:
@@ -121,21 +158,33 @@ def _print(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> Non
         say("no key of the experiment differs between these runs")
 
 
+def _averaged(keys: Sequence[str], options: CompareOptions) -> list[str]:
+    """Return the keys over which runs are averaged: of ``--over``, or all but those of ``--group-by``."""
+    over = _full_keys(options.over, keys, "--over")
+    kept = _full_keys(options.group_by, keys, "--group-by")
+    return [key for key in keys if key not in kept] if kept else over
+
+
+def _full_keys(given: Sequence[str], keys: Sequence[str], option: str) -> list[str]:
+    """Return the keys that are given by their full or their short names."""
+    full = {name: key for key, name in short_names(keys).items()}
+    found = [full.get(key, key) for key in given]
+    if unknown := next((key for key in found if key not in keys), None):
+        differ = f"they differ in {', '.join(keys)}" if keys else "they differ in no key"
+        raise UsageError(f"{option}: these runs do not differ in {unknown}; {differ}")
+    return found
+
+
 def _show_groups(
     runs: Sequence[Compared],
     keys: Sequence[str],
     metric: Metric,
-    over: Sequence[str],
+    averaged: Sequence[str],
     *,
     as_csv: bool,
     as_json: bool,
 ) -> None:
-    """Print a line per group of runs that differ in the keys ``over`` only."""
-    full = {name: key for key, name in short_names(keys).items()}
-    averaged = [full.get(key, key) for key in over]
-    if unknown := next((key for key in averaged if key not in keys), None):
-        differ = f"they differ in {', '.join(keys)}" if keys else "they differ in no key"
-        raise UsageError(f"--over: these runs do not differ in {unknown}; {differ}")
+    """Print a line per group of runs that differ in the averaged keys only."""
     kept = [key for key in keys if key not in averaged]
     groups = grouped(runs, averaged, metric)
     if as_json:

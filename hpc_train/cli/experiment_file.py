@@ -21,7 +21,9 @@ def validate(file: Path, overrides: Sequence[str]) -> ExitCode:
     plan = with_found_sizes(options.plan(launcher, loaded, None))
     if problems := submit_problems(launcher, loaded, plan):
         raise BadFileError(problems)
-    runs = "1 run" if len(plan.runs) == 1 else f"{len(plan.runs)} runs"
+    search = loaded.experiment.sweep.search
+    count = search.trials if search else len(plan.runs)
+    runs = "1 run" if count == 1 else f"{count} runs"
     say(f"{file}: fine: {runs} of {plan.name}")
     say_layouts(plan.runs)
     return ExitCode.DONE

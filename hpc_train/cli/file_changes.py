@@ -15,6 +15,7 @@ from hpc_train.paths import RunPaths, from_here
 from hpc_train.run import frozen_experiment
 from hpc_train.run.create import Origin, origin_of
 from hpc_train.run.find import run_name
+from hpc_train.run.run_facts import recorded_values
 from hpc_train.validate.loading import Loaded, load
 
 #: Number of changes that are listed.
@@ -78,7 +79,7 @@ class _File:
             if self._loaded is None:
                 return (self._unreadable(),)
             frozen = frozen_experiment.read(paths)
-            entries = list(_entries(frozen, _as_run(self._loaded, frozen), used, is_queued))
+            entries = list(_entries(frozen, _as_run(self._loaded, paths, frozen), used, is_queued))
         except BadFileError:
             return (self._unreadable(),)
         return (f"{self._name} has changed since:", *entries) if entries else ()
@@ -88,10 +89,13 @@ class _File:
         return f"{self._name} {why}, so its changes are unknown; the run continues with its own copy"
 
 
-def _as_run(loaded: Loaded, frozen: Experiment) -> Experiment:
+def _as_run(loaded: Loaded, paths: RunPaths, frozen: Experiment) -> Experiment:
     """Return what the file says for a run that has the swept values of ``frozen``."""
     data = frozen.model_dump(mode="json")
-    values = {key: value_at(data, split_key(key)) for key in loaded.experiment.sweep.grid}
+    keys = recorded_values(paths)
+    if keys is None:  # a run of 0.1
+        keys = loaded.experiment.sweep.grid
+    values = {key: value_at(data, split_key(key)) for key in keys}
     return loaded.variant(values) if values else loaded.experiment
 
 

@@ -22,6 +22,7 @@ from hpc_train.run.create import Origin, effective_experiment, origin_of, refuse
 from hpc_train.run.files import UnreadableFileError, open_regular, read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record
+from hpc_train.run.run_facts import recorded_values
 from hpc_train.run.run_status import RunStatus
 from hpc_train.validate.loading import load
 
@@ -94,11 +95,13 @@ def _key(override: str) -> str:
 def _swept(paths: RunPaths, origin: Origin) -> list[str]:
     """Return the values that a sweep gave the run, and the argument that disables the sweep."""
     try:
-        grid = load(Path(origin.file), origin.overrides, check_names=False).experiment.sweep.grid
+        keys = recorded_values(paths)
+        if keys is None:  # a run of 0.1
+            keys = load(Path(origin.file), origin.overrides, check_names=False).experiment.sweep.grid
         data = frozen_experiment.read(paths).model_dump(mode="json")
     except BadFileError:
         return []
-    values = [as_override(key, value_at(data, split_key(key))) for key in grid]
+    values = [as_override(key, value_at(data, split_key(key))) for key in keys]
     return ["sweep={}", *values] if values else []
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpc_train.cli.found_sizes import with_found_sizes
+from hpc_train.cli.searching import next_trials
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import columns, put, put_json, say
 from hpc_train.data_facts.facts import data_facts, missing_index
@@ -68,12 +70,19 @@ class LauncherOptions:
             raise UsageError(f"{option}: is for this machine, launcher {self.name} is not; omit one of them")
         return launcher
 
-    def plan(self, launcher: Launcher, loaded: Loaded, devices: int | None) -> Plan:
-        """Return the plan of the file for this launcher."""
+    def plan(
+        self,
+        launcher: Launcher,
+        loaded: Loaded,
+        devices: int | None,
+        trials: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Plan:
+        """Return the plan of the file for this launcher. ``trials``: the values that a search proposes."""
         return make_plan(
             loaded,
             lambda experiment: launcher.ranks(experiment, devices),
             on_this_machine=self.on_this_machine,
+            trials=trials,
         )
 
 
@@ -91,7 +100,7 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
     devices = options.devices
     if devices is None:  # given devices need not be here
         devices = launcher.choose_devices(loaded.experiment, None)
-    made = with_found_sizes(options.plan(launcher, loaded, devices))
+    made = with_found_sizes(options.plan(launcher, loaded, devices, next_trials(loaded)))
     problems = start_problems(loaded, made)
     scripts: list[str] = []
     lacking = launcher_problems(launcher, loaded)

@@ -50,6 +50,10 @@ _STRICT = "environment.strict=true"
 _FIXED: dict[str, Callable[[Experiment], object]] = {
     "name": lambda experiment: experiment.name,
     "sweep.grid": lambda experiment: experiment.sweep.grid,
+    "sweep.list": lambda experiment: experiment.sweep.list,
+    "sweep.random": lambda experiment: experiment.sweep.random,
+    "sweep.exclude": lambda experiment: experiment.sweep.exclude,
+    "sweep.search": lambda experiment: experiment.sweep.search,
     # Unlike the rest of its section it changes the mathematics.
     "parallel.sync_batchnorm": lambda experiment: experiment.parallel.sync_batchnorm,
 }

@@ -29,6 +29,7 @@ from hpc_train.cli.plan import (
     start_problems,
 )
 from hpc_train.cli.resume import start_again
+from hpc_train.cli.searching import next_trials
 from hpc_train.cli.starting import polling, report, start
 from hpc_train.cli.status import rows_of
 from hpc_train.console import say
@@ -66,7 +67,11 @@ def submit(file: Path, overrides: Sequence[str], options: SubmitOptions) -> Exit
         )
     loaded = load(file, overrides)
     devices = _devices(launcher, loaded, options)
-    plan = options.plan(launcher, loaded, devices)
+    trials = next_trials(loaded)
+    if trials is not None and not trials:
+        report([], as_json=options.as_json)
+        return ExitCode.DONE
+    plan = options.plan(launcher, loaded, devices, trials)
     problems = start_problems(loaded, plan) + launcher_problems(launcher, loaded)
     if options.on_this_machine:
         problems += missing_data(loaded, FETCH_DATA)

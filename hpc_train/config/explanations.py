@@ -299,7 +299,10 @@ def _wanted_text(node: Node) -> str:
 def _wanted_list(node: Node) -> str:
     if "prefixItems" in node:
         return f"a list of {len(node['prefixItems'])}, each {wanted(node['prefixItems'][0])}"
-    return "a list of at least one value" if node.get("minItems") else "a list"
+    least, most = node.get("minItems"), node.get("maxItems")
+    if most is not None:
+        return f"a list of {least or 0} to {most:,} values"
+    return "a list of at least one value" if least else "a list"
 
 
 def _bounds(node: Node) -> str:

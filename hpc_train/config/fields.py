@@ -72,6 +72,12 @@ Hours = Annotated[float, Field(ge=0, le=MAX_HOURS)]
 NotNegativeInt = Annotated[int, Field(ge=0)]
 NotNegativeFloat = Annotated[float, Field(ge=0)]
 Bounds = Annotated[tuple[PositiveFloat, PositiveFloat], BeforeValidator(_pair)]
+FloatRange = Annotated[tuple[float, float], BeforeValidator(_pair)]
+#: Whole numbers that a float represents exactly.
+_ExactInt = Annotated[int, Field(ge=-(2**53), le=2**53)]
+IntRange = Annotated[tuple[_ExactInt, _ExactInt], BeforeValidator(_pair)]
+_PositiveExactInt = Annotated[int, Field(ge=1, le=2**53)]
+PositiveIntRange = Annotated[tuple[_PositiveExactInt, _PositiveExactInt], BeforeValidator(_pair)]
 _PLAIN_NAME_PATTERN = r"[a-z][a-z0-9_-]{0,63}"
 _Side = Annotated[int, Field(ge=1, le=8192)]
 #: The side of a square, or height and width, in pixels.
@@ -88,6 +94,13 @@ TaskName = Annotated[
     pattern(
         rf"{_PLAIN_NAME_PATTERN}|{OWN_PART_PATTERN}",
         "a name in lower case like classification, or package.module:Class",
+    ),
+]
+MethodName = Annotated[
+    str,
+    pattern(
+        rf"{_PLAIN_NAME_PATTERN}|{OWN_PART_PATTERN}",
+        "a name in lower case like tpe, or package.module:function",
     ),
 ]
 #: Tasks may use names of classes in it.

@@ -36,6 +36,12 @@ SCALING: tuple[KeyPath, ...] = (
     ("slurm", "cpus_per_gpu"),
 )
 GRID: KeyPath = ("sweep", "grid")
+#: Mappings whose keys are dotted key paths.
+_BY_KEY_PATH: tuple[KeyPath, ...] = (
+    GRID,
+    ("sweep", "random", "parameters"),
+    ("sweep", "search", "parameters"),
+)
 #: The section with the resources that a job requests from its queue; without effect on this machine.
 JOB = "slurm"
 
@@ -146,7 +152,7 @@ def all_keys(path: KeyPath = ()) -> Iterator[KeyPath]:
 def split_key(text: str) -> KeyPath:
     """Split ``optimization.optimizer.lr`` along the schema. Raises BadKeyError for an unknown key.
 
-    Below ``sweep.grid`` the rest is one key; below ``args`` any name is valid.
+    Below ``sweep.grid`` and ``parameters`` the rest is one key; below ``args`` any name is valid.
     """
     segments = text.split(".")
     if not all(segments) or len(segments) > MAX_DEPTH:
@@ -154,7 +160,7 @@ def split_key(text: str) -> KeyPath:
     path: KeyPath = ()
     node: Node | None = cached_schema()
     for place, segment in enumerate(segments):
-        if path == GRID:
+        if path in _BY_KEY_PATH:
             return (*path, ".".join(segments[place:]))
         node = _step(node, path, segments[place:])
         path = (*path, segment)

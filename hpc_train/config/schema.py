@@ -25,6 +25,7 @@ from hpc_train.config.fields import (
     TaskName,
     pattern,
 )
+from hpc_train.config.sweep_sections import SweepConfig
 from hpc_train.config.training_sections import (
     CompileConfig,
     DataConfig,
@@ -112,15 +113,6 @@ class EvaluationConfig(Section):
     images: Annotated[int, Field(ge=0, le=64)] = 8
     """``classification``, ``segmentation``, ``detection``: validation images that each evaluation keeps in
     the run folder with the predictions drawn on them, evenly spaced over the validation data. 0: none."""
-
-
-class SweepConfig(Section):
-    """A sweep: many runs from one file."""
-
-    grid: dict[str, Annotated[list[Any], Field(min_length=1)]] = {}
-    """Lists of values by key path. The runs are all combinations; the last key varies fastest."""
-    max_parallel: PositiveInt | None = None
-    """Number of runs that may be active at the same time. Default: no limit."""
 
 
 class WandbConfig(Section):

@@ -152,6 +152,8 @@ _ALSO_CALLED = {
     "environment.modules": "module module_load lmod",
     "environment.container": "singularity apptainer image container_image sif",
     "sweep.grid": "hyperparameter_sweep param_grid search_space",
+    "sweep.random": "random_search",
+    "sweep.search": "optuna hyperparameter_search hyperopt",
     "logging.every_steps": (
         "log_every log_interval logging_steps log_steps log_freq log_every_n_steps print_freq print_every"
     ),

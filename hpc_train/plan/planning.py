@@ -5,11 +5,11 @@ Called by ``plan``, ``submit`` and the launchers; a plan can be pickled and does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpc_train.config.keys import GRID, SCALING
+from hpc_train.config.keys import SCALING
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import DataConfig
@@ -132,8 +132,9 @@ def make_plan(
     ranks_of: Callable[[Experiment], Ranks] = lambda experiment: Ranks(),
     *,
     on_this_machine: bool = False,
+    trials: Sequence[Mapping[str, Any]] | None = None,
 ) -> Plan:
-    """Plan all runs of the file. ``ranks_of``: the launcher's answer for a run.
+    """Plan all runs of the file. ``ranks_of``: the launcher's answer for a run. ``trials``: of a search.
 
     Raises BadFileError where the sweep is invalid, the data are smaller than a batch, or the warm-up is as
     long as the run.
@@ -142,7 +143,7 @@ def make_plan(
         _refuse_scaling(loaded)
     sizes = _Sizes()
     runs, problems = [], []
-    for variant in expand(loaded):
+    for variant in expand(loaded, trials):
         num_samples = sizes.of(variant.experiment.data)
         if num_samples is not None:
             misfits = _misfits(variant, num_samples)
@@ -154,12 +155,13 @@ def make_plan(
 
 
 def _refuse_scaling(loaded: Loaded) -> None:
-    """Raise BadFileError where a grid varies the size of a job, which has no effect on this machine."""
+    """Raise BadFileError where a sweep varies the size of a job, which has no effect on this machine."""
     message = "has no effect on this machine, so all values would give the same run"
     remedy = "take it out of the grid, or submit it to a queue"
-    swept = swept_paths(loaded.experiment)
     problems = [
-        loaded.problem((*GRID, key), message, remedy) for key, path in swept.items() if path in SCALING
+        loaded.problem(swept.place, message, remedy)
+        for swept, path in swept_paths(loaded.experiment)
+        if path in SCALING
     ]
     if problems:
         raise BadFileError(problems)

@@ -27,6 +27,12 @@ def run_facts(paths: RunPaths) -> Mapping[str, Any]:
     return _read(str(paths.run), seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns)
 
 
+def recorded_values(paths: RunPaths) -> Mapping[str, Any] | None:
+    """Return the keys that the sweep varied and the run's values; None if they were not recorded (0.1)."""
+    values = run_facts(paths).get("values")
+    return values if isinstance(values, dict) else None
+
+
 @lru_cache(_MAX_RUNS)
 def _read(path: str, inode: int, size: int, modified_ns: int, changed_ns: int) -> Mapping[str, Any]:
     return read_json(Path(path)) or {}

@@ -11,16 +11,19 @@ from pydantic import ValidationError
 
 from hpc_train.config.explanations import explain, failed_paths
 from hpc_train.config.json_schema import Node
-from hpc_train.config.keys import GRID, BadKeyError, as_mapping, members, node_at, replaced, split_key
+from hpc_train.config.keys import BadKeyError, as_mapping, members, node_at, replaced, split_key
 from hpc_train.config.marked_yaml import MAX_BYTES, read_document, read_value
 from hpc_train.config.problems import COMMAND_LINE, KeyPath, Problem, Source, related
 from hpc_train.config.schema import Experiment
+from hpc_train.config.sweep_sections import SWEPT
 from hpc_train.console import one_line
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, shortened
 from hpc_train.validate import rules
 
 #: Valid in the file itself, so not checked again for each run of a sweep.
-JUDGED_ONCE: frozenset[KeyPath] = frozenset({GRID})
+JUDGED_ONCE: frozenset[KeyPath] = frozenset(SWEPT)
+#: Parts of ``sweep`` with distributions instead of values.
+_DRAWN = ("random", "search")
 
 
 @dataclass(frozen=True)
@@ -38,18 +41,19 @@ class Loaded:
     def source_name(self) -> str:
         return self.source.name
 
-    def variant(self, values: Mapping[str, Any]) -> Experiment:
+    def variant(self, values: Mapping[str, Any], places: Mapping[str, KeyPath] | None = None) -> Experiment:
         """Return the experiment with these dotted keys replaced: one run of the sweep.
 
-        Raises BadFileError; problems point to the values in ``sweep.grid``.
+        Raises BadFileError; problems point to ``places``, where the file has the values.
         """
-        # Else each run would be checked together with the values of all.
-        data = _without(self.data, GRID)
+        data = self.data
+        for path in SWEPT:  # else each run would be checked together with the values of all
+            data = _without(data, path)
         for key, value in values.items():
             data = replaced(data, split_key(key), value)
         experiment, problems = _judge(data, self.check_names, JUDGED_ONCE)
         if experiment is None or problems:
-            placed = [_in_grid(problem, values, self.experiment) for problem in problems]
+            placed = [_at_value(problem, places or {}, values) for problem in problems]
             raise BadFileError(self.source.render_all(placed))
         return experiment
 
@@ -185,26 +189,20 @@ def _stand_in(node: Node) -> Any:
     return "x"
 
 
-def _in_grid(problem: Problem, values: Mapping[str, Any], base: Experiment) -> Problem:
+def _at_value(problem: Problem, places: Mapping[str, KeyPath], values: Mapping[str, Any]) -> Problem:
     """Return the problem moved to the swept value that it concerns; unchanged if there is none."""
     for concerned in ([problem.path], list(problem.reads)):
-        for key, value in values.items():
+        for key, place in places.items():
             path = split_key(key)
             if any(related(path, other) for other in concerned):
                 below = problem.path[len(path) :] if problem.path[: len(path)] == path else ()
                 message = problem.message if below or problem.path == path else _named(problem)
-                return replace(problem, path=(*_grid_path(key, value, base), *below), message=message)
+                if place[1] in _DRAWN:  # the file has no value there
+                    message += f" ({key} is {shortened(str(values[key]))})"
+                    below = ()
+                return replace(problem, path=(*place, *below), message=message)
     return problem
 
 
 def _named(problem: Problem) -> str:
     return f"{'.'.join(map(str, problem.path))}: {problem.message}"
-
-
-def _grid_path(key: str, value: Any, base: Experiment) -> KeyPath:
-    items = base.sweep.grid.get(key, [])
-    same = (i for i, item in enumerate(items) if item is value)
-    index = next(same, None)
-    if index is None:  # of a run that is compared with the file
-        index = next((i for i, item in enumerate(items) if repr(item) == repr(value)), None)
-    return (*GRID, key) if index is None else (*GRID, key, index)

@@ -6,7 +6,7 @@ modules; ``check`` applies all of them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -282,8 +282,21 @@ def ema_metrics_need_an_average(experiment: Experiment) -> Iterator[Problem]:
 @rule("task", "checkpoint.best", "early_stopping")
 def followed_metrics_are_the_tasks(experiment: Experiment) -> Iterator[Problem]:
     """``checkpoint.best.metric`` and ``early_stopping.metric`` must be metrics of the task."""
+    return _unknown_metrics(experiment, _followed_metrics(experiment))
+
+
+@rule("task", "sweep.search")
+def searched_metric_is_the_tasks(experiment: Experiment) -> Iterator[Problem]:
+    """``sweep.search.metric`` must be a metric of the task, if it is one of evaluations."""
+    search = experiment.sweep.search
+    metric = "train/" if search is None else search.metric.removeprefix("val/")
+    is_evaluated = not metric.startswith("train/")
+    return _unknown_metrics(experiment, [(("sweep", "search", "metric"), metric)] if is_evaluated else [])
+
+
+def _unknown_metrics(experiment: Experiment, metrics: Iterable[tuple[KeyPath, str]]) -> Iterator[Problem]:
     known = task_facts(experiment.task).metrics
-    for path, metric in _followed_metrics(experiment):
+    for path, metric in metrics:
         name = metric.removeprefix(_EMA)
         if known and not any(fnmatchcase(name, each) for each in known):
             message = f"{shortened(metric)} is not a metric of {experiment.task}"
@@ -352,5 +365,6 @@ RULES: tuple[Rule, ...] = (
     weights_are_a_file,
     ema_metrics_need_an_average,
     followed_metrics_are_the_tasks,
+    searched_metric_is_the_tasks,
     weights_come_from_one_place,
 )

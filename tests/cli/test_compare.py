@@ -171,3 +171,15 @@ def test_averaging_over_a_key_that_does_not_differ_is_refused() -> None:
     )
     both = _json("--over", "seed", "--over", "lr")
     assert [len(group["ids"]) for group in both["groups"]] == [5]
+
+
+@pytest.mark.usefixtures("seeds")
+def test_grouping_by_a_key_averages_over_all_others() -> None:
+    grouped, averaged = _json("--group-by", "lr"), _json("--over", "seed")
+    assert grouped == averaged
+    text = hpc_train("compare", "small", "--group-by", "seed").out.splitlines()
+    assert [line.split()[:4] for line in text[1:]] == [["2", "1", "0.925", "±"], ["3", "0", "0.875", "±"]]
+    done = hpc_train("compare", "small", "--group-by", "precision")
+    assert done.code == 2 and "--group-by: these runs do not differ in precision; they differ in" in done.err
+    done = hpc_train("compare", "small", "--group-by", "lr", "--over", "seed")
+    assert done.code == 2 and "--over and --group-by exclude each other; use one of them" in done.err

@@ -404,6 +404,7 @@ def test_the_throttle_may_change(cancelled: list[RunPaths]) -> None:
     assert [run.experiment.sweep.max_parallel for run in queued[-1]] == [1, 1]
     write_status(cancelled[0], RunStatus("cancelled"))
     assert _resume(cancelled[0].folder, "sweep.grid={seed: [3]}") == 2
+    assert _resume(cancelled[0].folder, "sweep.list=[{seed: 3}]") == 2
 
 
 def test_a_run_is_not_resumed_on_other_data(file: Path, tmp_path: Path) -> None:

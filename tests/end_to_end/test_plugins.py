@@ -76,6 +76,18 @@ def test_commands_of_the_login_node_know_a_plug_ins_degrees_and_number_of_sample
         assert said in refused.err
 
 
+def test_a_search_asks_a_plug_in(installed: str) -> None:
+    search = (
+        "sweep.search={method: near_best, trials: 6, max_concurrent: 2, metric: accuracy, mode: max, "
+        "parameters: {optimization.optimizer.lr: {log_uniform: [0.001, 0.1]}, seed: {choice: [1, 2]}}}"
+    )
+    on_two = ("--launcher", "torchrun", "--devices", "2", "--json")
+    planned = hpc_train("plan", EXAMPLE / "example.yaml", search, *on_two, PYTHONPATH=installed)
+    runs = json.loads(planned.out)["runs"]
+    assert len({run["id"] for run in runs}) == 2
+    assert all(0.001 <= run["values"]["optimization.optimizer.lr"] <= 0.1 for run in runs)
+
+
 def test_without_the_package_its_names_are_unknown() -> None:
     done = hpc_train("validate", EXAMPLE / "example.yaml")
     assert done.code == 65

@@ -139,7 +139,10 @@ def test_a_variant_that_breaks_a_rule_is_placed_at_its_value(tmp_path: Path) -> 
     loaded = load(path)
     loaded.variant({"optimization.micro_batch_size": 16})
     with pytest.raises(BadFileError) as caught:
-        loaded.variant({"optimization.micro_batch_size": 24})
+        loaded.variant(
+            {"optimization.micro_batch_size": 24},
+            {"optimization.micro_batch_size": ("sweep", "grid", "optimization.micro_batch_size", 1)},
+        )
     (line,) = caught.value.problems
     assert line.startswith(f"{path}:14:41: sweep.grid.optimization.micro_batch_size[1]: ")
     assert "64 is not a multiple of micro_batch_size 24" in line

@@ -1,0 +1,107 @@
+"""The next runs of a search: as many as may run at a time and are missing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from hpc_train.config.sweep_sections import SearchConfig, comparable, varied
+from hpc_train.errors import BadFileError
+from hpc_train.plan.draws import rounded
+from hpc_train.registry import load, refusing_exit
+from hpc_train.search.base import SearchMethod, SearchRequest, Trial
+
+#: After this many answers without anything new there is assumed to be nothing new.
+_TRIES = 10
+
+
+@dataclass(frozen=True)
+class Round:
+    """The state of a search, and the values of the runs to start now."""
+
+    trials: list[Trial]
+    proposals: list[dict[str, Any]]
+
+    @property
+    def running(self) -> int:
+        return sum(trial.state == "running" for trial in self.trials)
+
+    def best(self, mode: str) -> Trial | None:
+        """Return the finished trial with the best value, the first of equal ones."""
+        finished = [trial for trial in self.trials if trial.value is not None]
+        sign = 1 if mode == "min" else -1
+        return min(finished, key=lambda trial: sign * (trial.value or 0.0), default=None)
+
+
+def next_round(
+    search: SearchConfig,
+    trials: Sequence[Trial],
+    is_excluded: Callable[[Mapping[str, Any]], bool] = lambda values: False,
+) -> Round:
+    """Ask the method for the values of the runs to start now; the same trials have the same answer.
+
+    ``is_excluded``: whether values are not run. Raises BadFileError if the method is unknown or answers with
+    values that are not in the search space.
+    """
+    made = Round(list(trials), [])
+    count = min(search.trials - len(trials), search.max_concurrent - made.running)
+    if count <= 0:
+        return made
+    method = cast(SearchMethod, load("search", search.method))
+    request = SearchRequest(search.parameters, made.trials, count, search.mode, 0)
+    for attempt in range(_TRIES):
+        seed = _seed(search.seed, len(trials), attempt)
+        pending = [Trial(values, "running") for values in made.proposals]
+        missing = count - len(made.proposals)
+        asked = replace(request, trials=[*made.trials, *pending], count=missing, seed=seed)
+        with refusing_exit(f"sweep.search.method: {search.method!r}"):
+            answers = method(asked)
+        made.proposals.extend(_new(answers, search, asked.trials, is_excluded))
+        if len(made.proposals) >= count:
+            break
+    return replace(made, proposals=made.proposals[:count])
+
+
+def _new(
+    answers: Sequence[Mapping[str, Any]],
+    search: SearchConfig,
+    trials: Sequence[Trial],
+    is_excluded: Callable[[Mapping[str, Any]], bool],
+) -> Iterator[dict[str, Any]]:
+    """Yield the answers as they are written into files, those that are new and not excluded."""
+    seen = {comparable(dict(trial.values)) for trial in trials}
+    for answer in answers:
+        values = varied(search.parameters, _checked(answer, search))
+        if comparable(values) not in seen and not is_excluded(values):
+            seen.add(comparable(values))
+            yield values
+
+
+def _checked(answer: Mapping[str, Any], search: SearchConfig) -> dict[str, Any]:
+    """Return the answer with rounded numbers, in the order of the file."""
+    values = {}
+    for key, distribution in search.parameters.items():
+        if key not in answer:
+            continue
+        values[key] = answer[key]
+        if distribution.is_number(answer[key]):
+            values[key] = rounded(answer[key], distribution)
+        if not distribution.contains(values[key]):
+            raise BadFileError(
+                f"sweep.search.method: {search.method} proposes {key}={values[key]!r}, which is not in "
+                f"sweep.search.parameters.{key}; fix the plug-in, or write tpe"
+            )
+    if unknown := next((key for key in answer if key not in search.parameters), None):
+        raise BadFileError(
+            f"sweep.search.method: {search.method} proposes {unknown}, which is not in "
+            "sweep.search.parameters; fix the plug-in, or write tpe"
+        )
+    return values
+
+
+def _seed(seed: int, trials: int, attempt: int) -> int:
+    """Return 32 bits that differ between rounds."""
+    text = f"{seed} {trials} {attempt}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")

@@ -1,0 +1,117 @@
+"""The trials of a search, from the run folders of its experiment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hpc_train.config.explanations import value_at
+from hpc_train.config.keys import split_key
+from hpc_train.config.sweep_sections import SearchConfig, varied
+from hpc_train.errors import BadFileError, UserError
+from hpc_train.launchers.lookup import launcher_of, statuses
+from hpc_train.paths import RunPaths
+from hpc_train.plan.sweep import id_of
+from hpc_train.report.metric_values import SPLITS
+from hpc_train.report.metrics_reader import POSITION, Row, number, rows_in
+from hpc_train.run import frozen_experiment
+from hpc_train.run.liveness import newest_record
+from hpc_train.run.run_facts import recorded_values, run_facts
+from hpc_train.run.run_status import GOING_ON, RunStatus
+from hpc_train.search.base import Trial
+from hpc_train.validate.loading import Loaded
+from hpc_train.validate.model_facts import one_child
+
+
+class NoResultError(UserError):
+    """The runs of a search have no value of its metric."""
+
+
+def trials_of(loaded: Loaded, search: SearchConfig, runs: Sequence[RunPaths]) -> list[Trial]:
+    """Return the runs that the file makes of some values of the parameters, in the order of their creation.
+
+    Others, such as those of the file before it was changed, are no trials. Neither are runs that no scheduler
+    was asked to start. Raises NoResultError if completed runs have values of other metrics only.
+    """
+    ordered = sorted(runs, key=lambda paths: (str(run_facts(paths).get("created")), paths.folder.name))
+    with one_child():
+        #: A run that was trained again (``--new``) replaces the one before.
+        found = {id_: (paths, values) for paths in ordered for id_, values in _made(loaded, search, paths)}
+    kept = [(id_, paths, values) for id_, (paths, values) in found.items() if not _is_unsubmitted(paths)]
+    known = statuses([paths for _, paths, _ in kept])
+    trials = [
+        _trial(paths, values, status, search) for (_, paths, values), status in zip(kept, known, strict=True)
+    ]
+    completed = [
+        paths for (_, paths, _), status in zip(kept, known, strict=True) if status.state == "completed"
+    ]
+    if completed and not any(trial.value is not None for trial in trials):
+        _check_metric(search, completed)
+    return trials
+
+
+def _made(loaded: Loaded, search: SearchConfig, paths: RunPaths) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the run's id and values, if the file makes it of values of the parameters."""
+    try:
+        data = frozen_experiment.read(paths).model_dump(mode="json")
+        recorded = recorded_values(paths) or {}
+        values = {
+            key: recorded[key] if key in recorded else value_at(data, split_key(key))
+            for key in search.parameters
+        }
+    except (BadFileError, OSError, KeyError, TypeError):
+        return
+    kept = varied(search.parameters, values)
+    id_ = paths.folder.name.partition("-")[0]
+    if (
+        all(search.parameters[key].contains(value) for key, value in kept.items())
+        and id_of(loaded, kept) == id_
+    ):
+        yield id_, kept
+
+
+def _is_unsubmitted(paths: RunPaths) -> bool:
+    return launcher_of(paths).is_unsubmitted(paths)
+
+
+def _trial(paths: RunPaths, values: Mapping[str, Any], status: RunStatus, search: SearchConfig) -> Trial:
+    run_id = paths.folder.name
+    if status.state in GOING_ON:
+        return Trial(values, "running", run_id=run_id)
+    record = newest_record(paths)
+    if record is not None and record.cause == "diverged":
+        return Trial(values, "diverged", run_id=run_id)
+    if status.state != "completed":
+        return Trial(values, "failed", run_id=run_id)
+    best = best_value(rows_in(paths.metrics), search)
+    return Trial(values, "failed" if best is None else "finished", best, run_id)
+
+
+def best_value(rows: Iterator[Row], search: SearchConfig) -> float | None:
+    """Return the best finite value of the metric, None without one."""
+    split, name = _split_metric(search.metric)
+    found = [number(row.get(name)) for row in rows if row.get("split") == split]
+    finite = [value for value in found if value is not None and math.isfinite(value)]
+    return (min if search.mode == "min" else max)(finite, default=None)
+
+
+def _split_metric(text: str) -> tuple[str, str]:
+    split, slash, name = text.partition("/")
+    return (split, name) if slash and split in SPLITS else (SPLITS[0], text)
+
+
+def _check_metric(search: SearchConfig, completed: Sequence[RunPaths]) -> None:
+    known = sorted(
+        {
+            f"{row.get('split')}/{name}"
+            for paths in completed[:10]
+            for row in rows_in(paths.metrics)
+            for name in row
+            if name not in POSITION
+        }
+    )
+    raise NoResultError(
+        f"sweep.search.metric: {search.metric} is in no completed run's metrics.jsonl; there are "
+        f"{', '.join(known[:50]) or 'none'}"
+    )

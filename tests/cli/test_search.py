@@ -1,0 +1,176 @@
+"""``sweep.search``: each submit starts the next runs, from what the run folders say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpc_train.paths import RunPaths
+from hpc_train.run.attempts import claim_attempt, read_record, write_record
+from hpc_train.run.find import find_runs
+from hpc_train.run.run_facts import recorded_values
+from hpc_train.run.run_status import RunStatus, read_status, write_status
+from tests.cli.commands import Done, hpc_train
+from tests.cli.launchers import COMPLETING, QUEUE, queued
+from tests.search import methods
+
+SEARCH = f"""\
+sweep:
+  search:
+    method: "{methods.COUNTING}"
+    trials: 5
+    max_concurrent: 2
+    metric: accuracy
+    mode: max
+    parameters: {{seed: {{int: [0, 99]}}}}
+"""
+
+
+@pytest.fixture
+def search(file: Path) -> Iterator[Path]:
+    file.write_text(file.read_text() + SEARCH)
+    methods.requests.clear()
+    yield file
+    methods.requests.clear()
+
+
+def _local(file: Path, *overrides: str) -> Done:
+    return hpc_train("submit", file, "--local", "--launcher", COMPLETING, *overrides)
+
+
+def _seeds() -> list[int]:
+    values = [recorded_values(paths) for paths in find_runs([])]
+    return sorted(each["seed"] for each in values if each is not None)
+
+
+def _finish(paths: RunPaths, accuracy: float) -> None:
+    row = {"split": "val", "step": 5, "attempt": 1, "accuracy": accuracy}
+    paths.metrics.write_text(json.dumps(row) + "\n")
+    write_status(paths, RunStatus("completed", step=9))
+
+
+def _run(seed: int) -> RunPaths:
+    (found,) = [paths for paths in find_runs([]) if (recorded_values(paths) or {}).get("seed") == seed]
+    return found
+
+
+def test_submits_go_on_until_all_trials_are_done(search: Path) -> None:
+    done = _local(search)
+    assert done.code == 0 and _seeds() == [0, 1]
+    assert "tiny: 0 of 5 trials; next: 2" in done.err
+    done = _local(search)
+    assert _seeds() == [0, 1, 2, 3]
+    assert f"tiny: 2 of 5 trials; best accuracy 0.75: seed=0 ({_run(0).folder.name}); next: 2" in done.err
+    states = [(trial.state, trial.value, trial.values) for trial in methods.requests[-1].trials]
+    assert states == [("finished", 0.75, {"seed": 0}), ("finished", 0.75, {"seed": 1})]
+    _local(search)
+    done = _local(search)
+    assert done.code == 0 and _seeds() == [0, 1, 2, 3, 4]
+    assert "tiny: 5 of 5 trials" in done.err and "the search is complete" in done.err
+    _local(search, "sweep.search.trials=6")
+    assert _seeds() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_submit_while_the_trials_run_starts_nothing_and_plan_shows_what_it_would(search: Path) -> None:
+    planned = json.loads(hpc_train("plan", search, "--launcher", QUEUE, "--json").out)
+    assert [run["values"] for run in planned["runs"]] == [{"seed": 0}, {"seed": 1}]
+    hpc_train("submit", search, "--launcher", QUEUE)
+    assert [run.paths.folder.name for run in queued[-1]] == [run["id"] for run in planned["runs"]]
+    done = hpc_train("submit", search, "--launcher", QUEUE)
+    assert done.code == 0 and len(queued) == 1
+    assert "tiny: 2 of 5 trials, 2 of them running; nothing to start until one of them ends" in done.err
+    _finish(_run(1), 0.5)
+    hpc_train("submit", search, "--launcher", QUEUE)
+    assert len(queued) == 2 and _seeds() == [0, 1, 2]
+    states = [trial.state for trial in methods.requests[-1].trials]
+    assert sorted(states) == ["finished", "running"]
+
+
+def test_runs_that_a_killed_submit_left_are_proposed_again(search: Path) -> None:
+    hpc_train("submit", search, "--launcher", QUEUE)
+    (_run(1).folder / "unsubmitted").touch()
+    _finish(_run(0), 0.5)
+    shutil.rmtree(_run(0).folder)  # as if only the second had been created
+    hpc_train("submit", search, "--launcher", QUEUE)
+    assert [len(runs) for runs in queued] == [2, 2] and _seeds() == [0, 1]
+    assert not (_run(1).folder / "unsubmitted").exists()
+
+
+def test_divergence_is_a_result_and_a_crash_is_none(search: Path) -> None:
+    hpc_train("submit", search, "--launcher", QUEUE)
+    for seed, cause in enumerate(["diverged", "crash"]):
+        paths = _run(seed)
+        attempt = paths.attempt(claim_attempt(paths, ranks=1))
+        write_status(paths, RunStatus("failed", step=3))
+        record = read_record(attempt)
+        assert record is not None
+        write_record(attempt, replace(record, end="2026-01-01T00:00:00+00:00", cause=cause))
+    hpc_train("submit", search, "--launcher", QUEUE)
+    assert {trial.values["seed"]: trial.state for trial in methods.requests[-1].trials} == {
+        0: "diverged",
+        1: "failed",
+    }
+
+
+def test_runs_of_another_file_are_no_trials_and_those_of_a_grid_are(search: Path) -> None:
+    _local(search, "sweep={}", "seed=40")
+    _local(search, "sweep={grid: {seed: [41, 400]}}")
+    _local(search, "sweep={}", "seed=42", "optimization.epochs=4")
+    hpc_train("plan", search)
+    assert sorted(trial.values["seed"] for trial in methods.requests[-1].trials) == [40, 41]
+
+
+def test_a_metric_that_completed_runs_lack_is_an_error_that_names_theirs(search: Path) -> None:
+    _local(search)
+    done = _local(search, "sweep.search.metric=f1_macro")
+    assert done.code == 1
+    said = "sweep.search.metric: f1_macro is in no completed run's metrics.jsonl; there are val/accuracy, val"
+    assert said in done.err
+    assert "sweep.search.metric: f2 is not a metric of" in _local(search, "sweep.search.metric=f2").err
+
+
+def test_validate_checks_the_search_space_without_asking_its_method(search: Path) -> None:
+    done = hpc_train("validate", search)
+    assert (done.code, methods.requests) == (0, [])
+    assert "fine: 5 runs of tiny" in done.err
+    done = hpc_train("validate", search, "sweep.search.method=tpee")
+    assert "sweep.search.method: there is no search method 'tpee'; did you mean tpe?" in done.err
+
+
+def test_search_submits_until_all_trials_are_done(search: Path) -> None:
+    done = hpc_train("search", search, "--local", "--launcher", COMPLETING, "--rounds", "1")
+    assert done.code == 0 and _seeds() == [0, 1]
+    done = hpc_train("search", search, "--local", "--launcher", COMPLETING)
+    assert done.code == 0 and _seeds() == [0, 1, 2, 3, 4]
+    assert done.err.count("next: ") == 2 and "the search is complete" in done.err
+    done = hpc_train("search", search, "sweep={}")
+    assert done.code == 2 and "has no sweep.search; add it, or use `hpc-train submit`" in done.err
+
+
+def test_search_waits_for_trials_in_a_queue(search: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def finish_one(seconds: float) -> None:
+        waits.append(seconds)
+        running = [paths for paths in find_runs([]) if read_status(paths).state == "pending"]
+        _finish(running[0], 0.5)
+
+    monkeypatch.setattr("hpc_train.cli.search.time", SimpleNamespace(sleep=finish_one))
+    done = hpc_train("search", search, "--launcher", QUEUE)
+    assert done.code == 0 and _seeds() == [0, 1, 2, 3, 4]
+    assert len(waits) == 5 and [len(runs) for runs in queued] == [2, 1, 1, 1]
+
+
+def test_search_ends_if_a_submit_starts_nothing(search: Path) -> None:
+    options = ("--local", "--launcher", COMPLETING, f"sweep.search.method={methods.COUNTING}")
+    _local(search)
+    for paths in find_runs([]):
+        paths.resolved.write_text("{")  # no trials any more, but their ids are taken
+    done = hpc_train("search", search, *options)
+    assert done.code != 0 and "the last submit started none of its trials" in done.err
