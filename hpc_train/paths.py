@@ -304,9 +304,24 @@ class RunPaths:
         return self.wandb / "sent.json"
 
     @property
+    def wandb_offline(self) -> Path:
+        """The rows in wandb's offline files, which may be uploaded."""
+        return self.wandb / "offline.json"
+
+    @property
     def wandb_lock(self) -> Path:
         """Locked by the process that talks to wandb for the run."""
         return self.wandb / ".lock"
+
+    @property
+    def wandb_offline_lock(self) -> Path:
+        """Locked by the process that writes wandb's offline files."""
+        return self.wandb / ".offline.lock"
+
+    @property
+    def wandb_sync(self) -> Path:
+        """wandb's files while ``sync`` sends; removed afterwards."""
+        return self.wandb / "sync"
 
     @property
     def mlflow(self) -> Path:
@@ -327,6 +342,16 @@ class RunPaths:
     def tensorboard_flushed(self) -> Path:
         """The step up to which the event files have all rows."""
         return self.tensorboard / "flushed.json"
+
+    @property
+    def tensorboard_lock(self) -> Path:
+        """Locked by the process that writes event files."""
+        return self.tensorboard / ".lock"
+
+    @property
+    def synced(self) -> Path:
+        """What ``sync`` has sent where."""
+        return self.folder / "sync.json"
 
     @property
     def csv(self) -> Path:

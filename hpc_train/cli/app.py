@@ -585,6 +585,53 @@ def report(
 
 
 @_command
+def sync(
+    runs: Runs,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--to",
+            metavar="WHERE",
+            help="wandb, mlflow or tensorboard. Default: those of the file's logging.",
+            show_default=False,
+        ),
+    ] = None,
+    project: Annotated[
+        str | None,
+        typer.Option(
+            "--project",
+            metavar="NAME",
+            help="Project of wandb, or experiment of MLflow. Default: the file's, or the experiment's name.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Write TensorBoard's event files to DIR/<run id>. Default: the run folder.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Send to wandb, MLflow or TensorBoard what runs logged without a network."""
+    from hpc_train.cli.sync import SyncOptions, sync
+
+    return sync(runs, SyncOptions(to=to or (), project=project, output=output, as_json=as_json))
+
+
+@_command
+def notify() -> int:
+    """Send a test message to the webhook that your runs report to."""
+    from hpc_train.cli.notify import notify
+
+    return notify()
+
+
+@_command
 def rm(
     runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")] = False
 ) -> int:

@@ -11,13 +11,14 @@ from pathlib import Path
 from hpc_train.config.problems import COMMAND_LINE, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, one_line, put, put_json
-from hpc_train.errors import ExitCode, NoSchedulerError, UsageError
+from hpc_train.errors import BadFileError, ExitCode, NoSchedulerError, UsageError
 from hpc_train.launchers import machine_checks
 from hpc_train.launchers.base import CheckRequest, ClusterLauncher, Launcher
 from hpc_train.launchers.findings import Finding, Level
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
+from hpc_train.launchers.webhook import read_webhook, settings_file
 from hpc_train.loggers.wandb_key import has_key
 from hpc_train.paths import runs_root
 from hpc_train.validate.loading import Loaded, load
@@ -64,6 +65,7 @@ def _findings(launcher: Launcher, loaded: Loaded | None, options: DoctorOptions)
     # What this machine's ranks would use; those of a queue use other machines' GPUs.
     here = not launcher.is_queue and count_gpus(os.environ) > 0
     yield from machine_checks.this_machine(wants_gpu=here)
+    yield from _webhook()
     if experiment is not None:
         yield from _wandb(experiment)
     if launcher.is_queue:
@@ -113,6 +115,20 @@ def _wandb(experiment: Experiment) -> Iterator[Finding]:
         "rows are written to the run's folder and not sent to the server",
         "run `wandb login` or set WANDB_API_KEY; logging.wandb.mode: offline says that this is intended",
     )
+
+
+def _webhook() -> Iterator[Finding]:
+    """Whether the settings of the webhook can be used; nothing is sent."""
+    path = settings_file()
+    try:
+        webhook = read_webhook(path)
+    except BadFileError as error:
+        why = "no run reports how it has ended"
+        yield Finding(Level.WARNING, "notify.webhook", str(error), str(path), why)
+        return
+    if webhook is not None:
+        what = f"notifications: to {webhook.host}; hpc-train notify sends a test message"
+        yield Finding(Level.OK, "notify.webhook", what, str(path))
 
 
 def _lines(finding: Finding) -> Iterator[str]:

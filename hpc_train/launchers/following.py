@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, TryAgainError, UserError
 from hpc_train.launchers.base import AttemptLauncher, KeyProblem, LaunchRequest, Ranks, StartRequest
+from hpc_train.launchers.notifications import notify_end
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.recovery.diagnosis import one_line
 from hpc_train.recovery.history import current_status
@@ -105,11 +106,13 @@ class FollowingLauncher:
                 code = self.plugin.launch(request, poll=poll)
         except BaseException as error:
             _write_end(paths, number, *_reason(error))
+            notify_end(paths, say)
             raise
         if code != ExitCode.DONE:
             is_stopped = code in {ExitCode.INTERRUPTED, ExitCode.TRY_AGAIN}
             state = INTERRUPTED if is_stopped else "failed"
             _write_end(paths, number, state, f"launcher {self.name}: exit code {int(code)}")
+        notify_end(paths, say)
         return code
 
     def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:

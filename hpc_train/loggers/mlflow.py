@@ -30,14 +30,20 @@ class MlflowLogger(ProcessLogger):
     def __init__(self, context: LoggerContext) -> None:
         settings = context.experiment.logging.mlflow
         assert settings is not None, "the mlflow logger needs logging.mlflow"
-        message = _start_message(context, settings)
-        super().__init__("mlflow", "hpc_train.loggers.mlflow_process", message, _DEFAULTS | dict(os.environ))
+        message = start_message(context, settings)
+        super().__init__("mlflow", "hpc_train.loggers.mlflow_process", message, environment())
 
     def log(self, row: Row) -> None:
         """Do nothing: MLflow can't take back a row that is not final."""
 
 
-def _start_message(context: LoggerContext, settings: MlflowConfig) -> dict[str, Any]:
+def environment() -> dict[str, str]:
+    """Return the environment of a process that talks to MLflow."""
+    return _DEFAULTS | dict(os.environ)
+
+
+def start_message(context: LoggerContext, settings: MlflowConfig) -> dict[str, Any]:
+    """Return the settings for ``loggers.mlflow_process``; credentials are in its environment alone."""
     return {
         "folder": str(context.paths.folder.absolute()),
         "tracking_uri": settings.tracking_uri,

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
 from hpc_train.loggers import sending
@@ -33,7 +33,6 @@ _MAX_NAME, _MAX_VALUE = 250, 6000
 _NO_NAME = re.compile(r"[^\w. :-]|^\.+$", re.ASCII)
 #: What describes a row rather than being measured.
 _NOT_METRICS = {"time", "attempt", "split", "step", "epoch"}
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
 _Item = TypeVar("_Item")
 #: Name, value, time in milliseconds, step.
 _Metric = tuple[str, float, int, int]
@@ -47,8 +46,13 @@ class MlflowMirror:
         self._warn = warn
         self._has_warned = False
         self._committed_step = -1
-        self._lock = sending.locked(RunPaths(Path(settings["folder"])).mlflow_lock)
+        #: Held while the run is open: what this process can't send, ``sync`` may meanwhile.
+        self._lock = self._locked()
         self._run: _Run | None = None
+        #: Rows that this process has sent.
+        self.num_sent = 0
+        #: MLflow's id of the run, once it was opened.
+        self.run_id: str | None = None
 
     def send(self, committed_step: int) -> None:
         """Send the rows up to this step that MLflow lacks."""
@@ -62,17 +66,26 @@ class MlflowMirror:
         """Set the run's status, after the rows that could not be sent before."""
         self._trying(lambda run: run.end("FINISHED" if exit_code == 0 else "KILLED"))
 
+    def _locked(self) -> IO[bytes] | None:
+        return sending.lock_for(self._settings, RunPaths(Path(self._settings["folder"])).mlflow_lock)
+
     def _trying(self, work: Callable[[_Run], None]) -> None:
         try:
+            if self._lock is None:
+                self._lock = self._locked()
             if self._run is None or self._run.rows.has_withdrawn():
                 self._run = _Run.open(self._settings)
-            self._run.send(self._committed_step)
+                self.run_id = self._run.run_id
+            self.num_sent += self._run.send(self._committed_step)
             work(self._run)
         except Exception as error:  # whatever its client, its stores or their servers raise
             self._run = None
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
             if not self._has_warned:
                 self._has_warned = True
-                self._warn(_CREDENTIALS.sub("", sending.in_a_line(error)))
+                self._warn(sending.in_a_line(error))
 
 
 @dataclass
@@ -121,7 +134,7 @@ class _Run:
     def _find_or_create(self, paths: RunPaths, settings: dict[str, Any]) -> None:
         tag, name = (settings[key] + self.rows.suffix for key in ("id", "name"))
         # Runs of a sweep start at the same time, and would each create the experiment.
-        lock = sending.locked(paths.siblings.mlflow_lock)
+        lock = sending.locked(paths.siblings.mlflow_lock, limit_s=sending.ORPHAN_LIMIT_S)
         try:
             experiment = _experiment_id(self.client, settings["experiment"])
         finally:
@@ -151,8 +164,9 @@ class _Run:
         record = {"version": 1, "segment": self.rows.segment, "run_id": self.run_id, "rows": num_rows}
         write_json(self.record, record)
 
-    def send(self, committed_step: int) -> None:
-        """Send the rows up to this step, each once."""
+    def send(self, committed_step: int) -> int:
+        """Send the rows up to this step, each once; return how many there were."""
+        num_rows = 0
         for batch in self.rows.batches_up_to(committed_step):
             first, last = batch[0][0], batch[-1][0]
             metrics = [metric for _, row in batch for metric in metrics_of(row)]
@@ -161,6 +175,8 @@ class _Run:
             for part in _parts(metrics, _MAX_METRICS):
                 self._log(part)
             self._note(last + 1)
+            num_rows += len(batch)
+        return num_rows
 
     def _missing(self, metrics: Sequence[_Metric]) -> list[_Metric]:
         for name in {name for name, *_ in metrics} - self.known.keys():

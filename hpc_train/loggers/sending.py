@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -25,7 +26,14 @@ from hpc_train.run.files import UnreadableFileError, open_regular
 
 #: After the input has ended without ``end`` (the rank was killed), at most this long.
 ORPHAN_LIMIT_S = 10
+#: ``sync`` is ended after this time, so that the process of an attempt does not wait for it any longer.
+SYNC_LIMIT_S = 600
 _LOCK_POLL_S = 0.1
+_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
+
+
+class BusyError(Exception):
+    """Another process sends the run's rows."""
 
 
 class Mirror(Protocol):
@@ -82,26 +90,47 @@ def _send(lines: IO[str], make: Callable[[dict[str, Any]], Mirror]) -> None:
 
 
 def in_a_line(error: Exception) -> str:
-    """Return the error's type and the first line of what it says."""
+    """Return the error's type and the first line of what it says, without user and password of a URI."""
     first_line = printable(str(error)).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line}"
+    return without_credentials(f"{type(error).__name__}: {first_line}")
 
 
-def locked(path: Path) -> IO[bytes] | None:
+def without_credentials(text: str) -> str:
+    """Return the text without the users and passwords of its URIs."""
+    return _CREDENTIALS.sub("", text)
+
+
+def lock_for(settings: dict[str, Any], path: Path) -> IO[bytes] | None:
+    """Return ``locked(path)``; for ``sync`` raise BusyError at once if another process has it."""
+    return locked(path, limit_s=0, must=True) if settings.get("is_sync") else locked(path)
+
+
+def locked(
+    path: Path, *, limit_s: float = SYNC_LIMIT_S + ORPHAN_LIMIT_S, must: bool = False
+) -> IO[bytes] | None:
     """Return the file ``path``, locked once no other process has it; if locks do not work, not locked.
 
-    Waits as long as the process of a killed attempt may take to send its rows. The parent may be missing.
+    Waits as long as ``sync``, or the process of a killed attempt, may take to send its rows; after that the
+    lock is of a node that is gone, and is ignored, or with ``must`` BusyError is raised. The parent may be
+    missing.
     """
     with suppress(OSError, UnreadableFileError):
         path.parent.mkdir(exist_ok=True)
         file = open_regular(path, "wb")
-        deadline = time.monotonic() + ORPHAN_LIMIT_S
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(_LOCK_POLL_S)
-            else:
+        deadline = time.monotonic() + limit_s
+        while not _is_locked(file):
+            if time.monotonic() >= deadline:
+                if must:
+                    raise BusyError
                 break
+            time.sleep(_LOCK_POLL_S)
         return file
     return None
+
+
+def _is_locked(file: IO[bytes]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

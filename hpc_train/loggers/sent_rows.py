@@ -6,7 +6,8 @@ has. If rows that were sent are withdrawn nevertheless (the checkpoint that cont
 whole file goes to another run of the service, ``<id>-2``: the next *segment*.
 
 The record, ``sent.json``, is written before rows are sent, so that it names at least those that the service
-may have.
+may have. wandb's offline files have a record of their own, since an offline attempt may write them while
+``sync`` sends; whoever continues reads both.
 """
 
 from __future__ import annotations
@@ -48,12 +49,16 @@ class Sent:
 
 
 class SentRows:
-    """The rows of a run folder's ``metrics.jsonl`` to send. Used by one process at a time."""
+    """The rows of a run folder's ``metrics.jsonl`` to send.
 
-    def __init__(self, metrics: Path, record: Path) -> None:
+    ``record`` is written by one process at a time; ``others`` are read only, and the farthest one counts.
+    """
+
+    def __init__(self, metrics: Path, record: Path, *others: Path) -> None:
         self._metrics = metrics
         self._record = record
-        self._sent = Sent.read(self._record)
+        found = [sent for path in (record, *others) if (sent := Sent.read(path)) is not None]
+        self._sent = max(found, key=lambda sent: (sent.segment, sent.rows), default=None)
         self._segment = 1 if self._sent is None else self._sent.segment
         self._rows = self._end = 0
         if self.has_withdrawn():

@@ -4,19 +4,23 @@ The curves equal ``metrics.jsonl``: where rows are withdrawn (a rollback, a resu
 next event file tells TensorBoard to drop all events from that step on (its *purge step*), and rows that a
 killed attempt had not flushed are written again. ``tensorboard/flushed.json`` has the step up to which the
 event files are complete. Images of evaluations are withdrawn and written again together with their rows.
+``sync`` writes event files by the same ``EventFiles``.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
 from hpc_train.loggers.base import LoggerContext, Row
+from hpc_train.loggers.sending import BusyError, locked
+from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.metric_rows import iter_rows
 
@@ -29,23 +33,63 @@ _PNG = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
 
 
 class TensorboardLogger:
-    """Writes each number of a row as the scalar ``<split>/<metric>``, with the row's step and time."""
+    """Shows the rows while the run trains, those that may still be withdrawn too."""
 
     def __init__(self, context: LoggerContext) -> None:
-        self._paths = context.paths
-        self._complete = _flushed_step(context)
-        self._writer: SummaryWriter | None = None
+        self._files = EventFiles(context.paths, context.paths.tensorboard)
+        self._lock: IO[bytes] | None = None
+        with suppress(BusyError):  # `sync` writes rows that are final, and is about to end
+            self._lock = locked(context.paths.tensorboard_lock, limit_s=0, must=True)
 
     def log(self, row: Row) -> None:
         """Write a row; a background thread does it."""
-        assert self._writer is not None, "rows_committed comes first"
+        self._files.add(row)
+
+    def log_images(self, row: Row, images: Mapping[str, Path]) -> None:
+        """Write the images of an evaluation."""
+        self._files.add_images(row, images)
+
+    def rows_withdrawn(self, after_step: int) -> None:
+        """Continue in another event file, which drops the rows past ``after_step``."""
+        self._files.withdraw(after_step)
+
+    def rows_committed(self, up_to_step: int) -> None:
+        """Put the rows up to ``up_to_step`` into the file system. The first call begins the event file."""
+        self._files.begin()
+        self._files.complete(up_to_step)
+
+    def close(self, state: str) -> None:
+        """Write what waits, and close the event file."""
+        self._files.close()
+        if self._lock is not None:
+            self._lock.close()
+
+
+class EventFiles:
+    """A run's event files in ``folder``: each number of a row is the scalar ``<split>/<metric>``, with the
+    row's step and time.
+    """
+
+    def __init__(self, paths: RunPaths, folder: Path) -> None:
+        self._paths = paths
+        self._folder = folder
+        self._record = folder / paths.tensorboard_flushed.name
+        self._writer: SummaryWriter | None = None
+        step = (read_json(self._record) or {}).get("step")
+        has_files = any(folder.glob("events.out.tfevents.*"))
+        #: Up to this step nothing is missing; -1 for nothing.
+        self.complete_step = step if type(step) is int and has_files else -1
+
+    def add(self, row: Row) -> None:
+        """Write a row; a background thread does it."""
+        assert self._writer is not None, "begin comes first"
         for name, value in row.items():
             if name not in _NOT_METRICS and isinstance(value, (int, float)):
                 self._writer.add_scalar(f"{row['split']}/{name}", value, row["step"], row["time"])
 
-    def log_images(self, row: Row, images: Mapping[str, Path]) -> None:
+    def add_images(self, row: Row, images: Mapping[str, Path]) -> None:
         """Write the images of an evaluation as ``val/<name>``, without decoding them."""
-        assert self._writer is not None, "rows_committed comes first"
+        assert self._writer is not None, "begin comes first"
         events: Any = self._writer.file_writer  # opened by the constructor
         for name, path in images.items():
             content = path.read_bytes()
@@ -56,42 +100,39 @@ class TensorboardLogger:
             summary = Summary(value=[Summary.Value(tag=f"{row['split']}/{name}", image=image)])
             events.add_summary(summary, row["step"], row["time"])
 
-    def rows_withdrawn(self, after_step: int) -> None:
-        """Continue in another event file, which drops the rows past ``after_step``."""
-        self._complete = min(self._complete, after_step)
-        self._close()
+    def withdraw(self, after_step: int) -> None:
+        """Close the event file; the next one drops the rows past ``after_step``."""
+        self.complete_step = min(self.complete_step, after_step)
+        self.close()
 
-    def rows_committed(self, up_to_step: int) -> None:
-        """Put the rows up to ``up_to_step`` into the file system. The first call begins the event file."""
-        if self._writer is None:
-            self._open()
-        assert self._writer is not None
-        self._writer.flush()
-        self._complete = max(self._complete, up_to_step)
-        write_json(self._paths.tensorboard_flushed, {"version": 1, "step": self._complete})
+    def begin(self, last_step: int | None = None) -> int:
+        """Begin an event file, unless one is open, and write the rows that earlier ones may lack to it.
 
-    def close(self, state: str) -> None:
-        """Write what waits, and close the event file."""
-        self._close()
-
-    def _open(self) -> None:
-        """Begin an event file after the rows that are complete; write those that an earlier one may lack."""
+        ``last_step``: of the rows to write. Returns the number of these rows.
+        """
+        if self._writer is not None:
+            return 0
         self._writer = SummaryWriter(
-            str(self._paths.tensorboard), purge_step=self._complete + 1, max_queue=_MAX_QUEUE
+            str(self._folder), purge_step=self.complete_step + 1, max_queue=_MAX_QUEUE
         )
+        num_rows = 0
         for row in iter_rows(self._paths.metrics):
-            if row["step"] > self._complete:
-                self.log(row)
+            if row["step"] > self.complete_step and (last_step is None or row["step"] <= last_step):
+                self.add(row)
+                num_rows += 1
                 if row["split"] == "val":
-                    self.log_images(row, self._paths.evaluation_images(row["step"]))
+                    self.add_images(row, self._paths.evaluation_images(row["step"]))
+        return num_rows
 
-    def _close(self) -> None:
+    def complete(self, step: int) -> None:
+        """Put what was written into the file system, and record that nothing up to ``step`` is missing."""
+        assert self._writer is not None, "begin comes first"
+        self._writer.flush()
+        self.complete_step = max(self.complete_step, step)
+        write_json(self._record, {"version": 1, "step": self.complete_step})
+
+    def close(self) -> None:
+        """Write what waits, and close the event file."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
-
-
-def _flushed_step(context: LoggerContext) -> int:
-    """Return the step up to which the event files are complete, -1 for none."""
-    step = (read_json(context.paths.tensorboard_flushed) or {}).get("step")
-    return step if type(step) is int else -1

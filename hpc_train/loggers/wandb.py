@@ -20,16 +20,22 @@ class WandbLogger(ProcessLogger):
     def __init__(self, context: LoggerContext) -> None:
         settings = context.experiment.logging.wandb
         assert settings is not None, "the wandb logger needs logging.wandb"
-        # A service started by an outer wandb run is not ours.
-        own = {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
-        super().__init__("wandb", "hpc_train.loggers.wandb_process", _start_message(context, settings), own)
+        message = start_message(context, settings)
+        super().__init__("wandb", "hpc_train.loggers.wandb_process", message, environment())
 
     def log(self, row: Row) -> None:
         """Show the row's values."""
         self._tell(newest=row)
 
 
-def _start_message(context: LoggerContext, settings: WandbConfig) -> dict[str, Any]:
+def environment() -> dict[str, str]:
+    """Return the environment of a process that talks to wandb."""
+    # A service started by an outer wandb run is not ours.
+    return {key: value for key, value in os.environ.items() if key != "WANDB_SERVICE"}
+
+
+def start_message(context: LoggerContext, settings: WandbConfig) -> dict[str, Any]:
+    """Return the settings for ``loggers.wandb_process``; the API key is in its environment alone."""
     return {
         "mode": settings.mode,
         "folder": str(context.paths.folder.absolute()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from hpc_train.loggers import sending
 from hpc_train.loggers.base import Row
-from hpc_train.loggers.sending import locked
+from hpc_train.loggers.sending import lock_for
 from hpc_train.loggers.sent_rows import SentRows
 from hpc_train.loggers.wandb_key import has_key
 from hpc_train.paths import RunPaths
@@ -34,15 +35,31 @@ _QUIET = {
 _LINKED = {"allow_media_symlink": True, "symlink": False}
 
 
-class _Mirror:
-    """``metrics.jsonl`` in wandb: a row's number in the file is its step there."""
+class WandbMirror:
+    """``metrics.jsonl`` in wandb: a row's number in the file is its step there.
+
+    Offline it is in wandb's offline files, of which a lock and a record of their own keep track: ``sync`` may
+    send the rows while an attempt writes them there.
+    """
 
     def __init__(self, start: dict[str, Any], warn: Callable[[str], None]) -> None:
-        self._start = start
-        self._paths = RunPaths(Path(start["folder"]))
-        self._lock = locked(self._paths.wandb_lock)
-        self._history = SentRows(self._paths.metrics, self._paths.wandb_sent)
+        self._start = start | {"mode": _mode(start)}
+        self._paths = paths = RunPaths(Path(start["folder"]))
+        is_offline = self._start["mode"] == "offline"
+        self._lock = lock_for(start, paths.wandb_offline_lock if is_offline else paths.wandb_lock)
+        if "files" in start:  # of a sync that was killed
+            shutil.rmtree(start["files"], ignore_errors=True)
+            Path(start["files"]).mkdir(parents=True)
+        records = (paths.wandb_offline, paths.wandb_sent)
+        self._history = SentRows(paths.metrics, *(records if is_offline else reversed(records)))
         self._run = self._open()
+        #: Rows that this process has sent.
+        self.num_sent = 0
+
+    @property
+    def url(self) -> str | None:
+        """The run's page; None offline."""
+        return self._run.url or None
 
     def send(self, committed_step: int) -> None:
         """Send the rows up to this step that wandb lacks."""
@@ -52,12 +69,14 @@ class _Mirror:
             self._run = self._open()
         for number, row in self._history.rows_up_to(committed_step):
             self._run.log(_named(row) | self._images(row) | _time(row), step=number)
+            self.num_sent += 1
 
     def show(self, row: Row) -> None:
         """Show a row that may still be withdrawn as the run's newest values, which can be replaced."""
         self._run.summary.update(_named(row))
 
     def finish(self, exit_code: int | None) -> None:
+        """End the run and wait until all is sent."""
         self._run.finish(exit_code=exit_code or 0)
 
     def _images(self, row: Row) -> dict[str, Any]:
@@ -99,19 +118,22 @@ def _time(row: Row) -> Row:
     return {"_timestamp": row["time"]} if "time" in row else {}
 
 
+def _mode(message: dict[str, Any]) -> str:
+    if message["mode"] != "auto":
+        return str(message["mode"])
+    return "online" if has_key() else "offline"
+
+
 def _start(message: dict[str, Any], suffix: str) -> Any:
     import wandb
 
-    mode = message["mode"]
-    if mode == "auto":
-        mode = "online" if has_key() else "offline"
     known = wandb.Settings.model_fields
     quiet = {name: value for name, value in (_QUIET | _LINKED).items() if name in known}
     settings = wandb.Settings(init_timeout=_INIT_TIMEOUT_S, **quiet)
     # wandb creates the folder ``wandb`` in ``dir`` itself.
     return wandb.init(
-        dir=message["folder"],
-        mode=mode,
+        dir=message.get("files", message["folder"]),
+        mode=message["mode"],
         resume="allow",
         save_code=False,
         settings=settings,
@@ -120,4 +142,4 @@ def _start(message: dict[str, Any], suffix: str) -> Any:
 
 
 if __name__ == "__main__":
-    sending.main("wandb", _Mirror)
+    sending.main("wandb", WandbMirror)

@@ -97,6 +97,7 @@ SHAPES: dict[str, Mapping[str, Any]] = {
     "events.json": _EVENTS,
     "submission.json": _SUBMISSION,
     "snapshot.json": _SNAPSHOT,
+    "sync.json": {"targets": dict[str, dict[str, Any]]},
 }
 
 

@@ -107,12 +107,12 @@ def mirror(run: RunPaths, store: str, told: list[str]) -> Iterator[Make]:
 
     def release() -> None:
         for each in made:
-            assert each._lock is not None
-            each._lock.close()
+            if each._lock is not None:
+                each._lock.close()
 
     def make(uri: str | None = store) -> MlflowMirror:
         release()
-        message = mlflow._start_message(context_of(run, uri), MlflowConfig(tracking_uri=uri))
+        message = mlflow.start_message(context_of(run, uri), MlflowConfig(tracking_uri=uri))
         assert "hunter2" not in json.dumps(message)
         made.append(MlflowMirror(message, told.append))
         return made[-1]
@@ -264,6 +264,7 @@ def test_a_failure_is_one_line_without_credentials(
         refused = mirror(None)
         for step in range(3):
             refused.send(step)
+        assert refused._lock is None, "sync may send what this process can't"
         refused.finish(0)
     assert len(told) == 1 and "\n" not in told[0] and "hunter2" not in told[0]
     assert "127.0.0.1" in told[0]

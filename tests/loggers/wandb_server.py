@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,6 +35,10 @@ class WandbServer:
 
     url: str = ""
     runs: dict[str, ServedRun] = field(default_factory=dict)
+    #: Called after lines of history were received, before they are confirmed.
+    on_lines: Callable[[], None] = lambda: None
+    #: Whether lines are refused, as where a key has expired.
+    refuses_lines: bool = False
 
     def environment(self) -> dict[str, str]:
         return {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": "0123456789abcdef" * 2 + "01234567"}
@@ -109,12 +113,19 @@ def wandb_server() -> Iterator[WandbServer]:
                 body = json.loads(data)
             except ValueError:  # telemetry, which is not JSON
                 body = {}
+            is_stream = self.path.endswith("/file_stream")
+            if is_stream and served.refuses_lines:
+                self._reply({}, 403)
+                return
             with lock:
-                self._reply(served.answer(self.path, body))
+                answer = served.answer(self.path, body)
+            if is_stream:
+                served.on_lines()
+            self._reply(answer)
 
-        def _reply(self, answer: dict[str, Any]) -> None:
+        def _reply(self, answer: dict[str, Any], status: int = 200) -> None:
             content = json.dumps(answer).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

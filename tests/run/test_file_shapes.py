@@ -41,6 +41,7 @@ _MALFORMED: dict[str, dict[str, list[Any]]] = {
     },
     "submission.json": {"runs": ["abc", [1]], "batch": [[]], "token": [1]},
     "snapshot.json": {"cwd": [1], "search_path": ["a"], "files": [[], {"a": 1}], "links": [[]]},
+    "sync.json": {"targets": [[], {"a": 1}]},
 }
 _CASES = [
     (name, key, value)

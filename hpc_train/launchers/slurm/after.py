@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from hpc_train.errors import HpcTrainError
+from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import log_tail
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
 from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge
@@ -56,6 +57,7 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     _write(job.paths, final, diagnosis)
     if diagnosis.reason is not None:
         say(f"{diagnosis.state}: {diagnosis.reason}")
+    notify_end(job.paths, say)
     return diagnosis.words(nodes_to_exclude(job.paths) if diagnosis.state == "requeued" else {})
 
 
@@ -178,6 +180,7 @@ def main(words: Iterable[str]) -> int:
             paths = BatchJob.of(Path(folder).absolute(), os.environ).paths
             reason = one_line(f"how the attempt ended could not be judged: {type(error).__name__}: {error}")
             write_status(paths, replace(read_status(paths), state="failed", reason=reason))
+            notify_end(paths, say)
     print(answer, flush=True)
     return 0
 

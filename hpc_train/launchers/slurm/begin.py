@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hpc_train.distributed.env import parse_tasks_per_node
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
+from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
 from hpc_train.launchers.slurm.evidence import stop_by
@@ -81,6 +82,7 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
         raise
     except HpcTrainError as error:
         _stand(job.paths, "failed", str(error))
+        notify_end(job.paths, say)
         raise
     status = read_status(job.paths)
     write_status(job.paths, replace(status, state="running", attempt=number, reason=None))

@@ -1,0 +1,95 @@
+"""``sync``: what runs logged without a network, sent to wandb, MLflow or TensorBoard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_train.cli.unreadable import find_readable
+from hpc_train.console import JSON_VERSION, one_line, put, put_json, say
+from hpc_train.errors import BadFileError, ExitCode, UsageError
+from hpc_train.loggers.sync_targets import DESTINATIONS, Target, find_target, named_destinations
+from hpc_train.loggers.syncing import Synced
+from hpc_train.loggers.syncing import sync as sync_rows
+from hpc_train.paths import RunPaths
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.create import effective_experiment
+from hpc_train.run.find import run_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncOptions:
+    """The options of ``sync``."""
+
+    #: Destinations; none: those of each run's file.
+    to: Sequence[str] = ()
+    project: str | None = None
+    output: Path | None = None
+    as_json: bool = False
+
+
+def sync(words: Sequence[str], options: SyncOptions) -> ExitCode:
+    """Send the final rows of runs, each once; TRY_AGAIN if some could not be sent."""
+    _check(options)
+    targets = [(paths, target) for paths in find_readable(words) for target in _targets(paths, options)]
+    done: list[tuple[RunPaths, Synced]] = []
+    for paths, target in targets:
+        synced = sync_rows(paths, target)
+        done.append((paths, synced))
+        if not options.as_json:
+            _show(paths, synced)
+    if options.as_json:
+        put_json({"version": JSON_VERSION, "synced": [_to_json(*each) for each in done]})
+    failed = [synced for _, synced in done if synced.error is not None]
+    if failed:
+        say(f"{len(failed)} of {len(done)} failed; the same command sends what is missing, nothing twice")
+    return ExitCode.TRY_AGAIN if failed else ExitCode.DONE
+
+
+def _check(options: SyncOptions) -> None:
+    for to in options.to:
+        if to not in DESTINATIONS:
+            raise UsageError(f"--to: {one_line(to)!r} is not one of {', '.join(DESTINATIONS)}")
+    if options.output is not None and set(options.to) != {"tensorboard"}:
+        raise UsageError("-o: is the folder of TensorBoard's event files; add --to tensorboard")
+    if options.project is not None and not (set(options.to) <= {"wandb", "mlflow"}):
+        raise UsageError("--project: names a project of wandb or an experiment of MLflow; omit it")
+
+
+def _targets(paths: RunPaths, options: SyncOptions) -> list[Target]:
+    """Return where the run's rows go. Raises UsageError, before anything is sent."""
+    name = run_name(paths)
+    if not os.access(paths.folder, os.W_OK):
+        raise UsageError(f"{name}: you may not write its folder, which records what was sent; ask its owner")
+    try:
+        experiment = effective_experiment(paths, newest_number(paths))
+        chosen = list(dict.fromkeys(options.to)) or named_destinations(experiment)
+        if not chosen:
+            raise UsageError(
+                "logging: names none of wandb, mlflow and tensorboard; say where to send, like --to wandb"
+            )
+        return [
+            find_target(paths, experiment, to, project=options.project, output=options.output)
+            for to in chosen
+        ]
+    except (UsageError, BadFileError) as error:
+        raise type(error)(f"{name}: {error}") from error
+
+
+def _show(paths: RunPaths, synced: Synced) -> None:
+    name = f"{run_name(paths)}: {synced.to}"
+    if synced.error is not None:
+        say(f"{name}: {one_line(synced.error)}")
+    elif synced.rows == 0:
+        put(f"{name}: no rows yet that a checkpoint has made final")
+    else:
+        what = f"{synced.rows_sent:,} rows sent, now" if synced.rows_sent else "nothing new,"
+        where = f"  {one_line(synced.target)}" if synced.target else ""
+        put(f"{name}: {what} {synced.rows:,} rows up to step {synced.step:,}{where}")
+
+
+def _to_json(paths: RunPaths, synced: Synced) -> dict[str, Any]:
+    return {"id": paths.folder.name, "path": str(paths.folder.absolute()), **asdict(synced)}

@@ -1,0 +1,112 @@
+"""``python -m hpc_train.loggers.sync_process``: the process that sends a run's final rows for ``syncing``.
+
+It reads one JSON object from stdin: ``to``, the ``settings`` of the process that sends them while the run
+trains, the ``step`` up to which rows are final, and ``end`` (0 if the run has completed, another number if it
+has ended otherwise, null if it continues). It answers by one JSON object on stdout: ``rows_sent`` and
+``target``, or ``error``. It ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hpc_train.loggers.sending import BusyError, in_a_line, lock_for
+from hpc_train.paths import RunPaths
+
+#: How wandb's log reports that its server has refused rows; ``finish`` succeeds nevertheless.
+_REFUSED = "filestream: fatal error"
+_BUSY = "another process sends the run's rows: another sync, or an attempt that trains and sends them itself"
+
+
+def main() -> NoReturn:
+    """Answer the request; exits without exit handlers, which would wait for what could not be sent."""
+    answer_file = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.dup2(null, sys.stderr.fileno())
+    request = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        answer = _SENDERS[request["to"]](request)
+    except BusyError:
+        answer = {"error": _BUSY}
+    except ModuleNotFoundError as error:
+        extra = request["to"]
+        answer = {"error": f"{error.name} is not installed; type pip install 'hpc-train[{extra}]'"}
+    except Exception as error:  # whatever the clients, their servers or a disk raise
+        answer = {"error": in_a_line(error)}
+    print(json.dumps(answer), file=answer_file, flush=True)
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Kill this process and its children once stdin ends, which the parent keeps open as long as it lives."""
+    sys.stdin.read()
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _to_wandb(request: dict[str, Any]) -> dict[str, Any]:
+    files = Path(request["settings"]["files"])
+    try:
+        answer = _send_to_wandb(request, files)
+    except (BusyError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        answer = {"error": in_a_line(error)}
+    shutil.rmtree(files, ignore_errors=True)  # not those of the process that has the lock
+    return answer
+
+
+def _send_to_wandb(request: dict[str, Any], files: Path) -> dict[str, Any]:
+    from hpc_train.loggers.wandb_process import WandbMirror
+
+    mirror = WandbMirror(request["settings"], lambda what: None)
+    mirror.send(request["step"])
+    mirror.finish(request["end"])
+    if any(_REFUSED in log.read_text(errors="replace") for log in files.glob("wandb/run-*/logs/*.log")):
+        return {"error": "wandb's server has refused rows; `wandb status` and the project's page may say why"}
+    return {"rows_sent": mirror.num_sent, "target": mirror.url}
+
+
+def _to_mlflow(request: dict[str, Any]) -> dict[str, Any]:
+    from hpc_train.loggers.mlflow_process import MlflowMirror
+
+    warnings: list[str] = []
+    mirror = MlflowMirror(request["settings"], warnings.append)
+    mirror.send(request["step"])
+    if request["end"] is not None and not warnings:
+        mirror.finish(request["end"])
+    return {"error": warnings[0]} if warnings else {"rows_sent": mirror.num_sent, "target": mirror.run_id}
+
+
+def _to_tensorboard(request: dict[str, Any]) -> dict[str, Any]:
+    from hpc_train.loggers.tensorboard import EventFiles
+
+    settings = request["settings"]
+    paths, folder = RunPaths(Path(settings["folder"])), Path(settings["files"])
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = lock_for(settings, folder / paths.tensorboard_lock.name)
+    files, num_rows = EventFiles(paths, folder), 0
+    if settings["has_withdrawn"]:
+        files.withdraw(-1)
+    if files.complete_step < request["step"]:
+        num_rows = files.begin(request["step"])
+        files.complete(request["step"])
+        files.close()
+    if lock is not None:
+        lock.close()
+    return {"rows_sent": num_rows, "target": str(folder)}
+
+
+_SENDERS = {"wandb": _to_wandb, "mlflow": _to_mlflow, "tensorboard": _to_tensorboard}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Sends a run's final rows to wandb, MLflow or TensorBoard after the fact, each once (``hpc-train sync``).
+
+What sends them is a child process, ``loggers.sync_process``, by the code that sends them while a run trains.
+``sync.json`` in the run folder records which rows a target has, so that a repeated sync asks no service.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hpc_train.loggers.final_rows import FinalRows, begins_with
+from hpc_train.loggers.process_logger import with_package
+from hpc_train.loggers.sending import SYNC_LIMIT_S
+from hpc_train.loggers.sync_targets import Target
+from hpc_train.paths import RunPaths
+from hpc_train.recovery.history import current_status
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.run_status import GOING_ON
+
+_MODULE = "hpc_train.loggers.sync_process"
+
+
+@dataclass(frozen=True)
+class Synced:
+    """What became of a run's rows at one destination."""
+
+    to: str
+    #: The final rows, and the step of the last one.
+    rows: int
+    step: int | None
+    #: Those that this command has sent.
+    rows_sent: int = 0
+    #: The run's page, its id at the service, or the folder of the event files.
+    target: str | None = None
+    error: str | None = None
+
+
+def sync(paths: RunPaths, target: Target) -> Synced:
+    """Send the final rows that the target lacks. What failed is sent if it is called again.
+
+    A run that has not ended is sent up to its newest checkpoint.
+    """
+    state = current_status(paths).state
+    final = FinalRows.of(paths, is_completed=state == "completed")
+    end = None if state in GOING_ON else int(state != "completed")
+    record = {"to": target.to, "end": end, **asdict(final)}
+    before = _records(paths).get(target.key, {})
+    step = final.step if final.rows else None
+    has_all = record.items() <= before.items() and (target.folder is None or target.folder.is_dir())
+    if final.rows == 0 or has_all:
+        return Synced(target.to, final.rows, step, target=before.get("target"))
+    settings = target.settings | {"has_withdrawn": bool(before) and not _are_in_file(paths, before)}
+    answer = _ask({"to": target.to, "settings": settings, "step": final.step, "end": end}, target.environment)
+    if "error" in answer:
+        return Synced(target.to, final.rows, step, error=str(answer["error"]))
+    record["target"] = answer["target"]
+    write_json(paths.synced, {"version": 1, "targets": _records(paths) | {target.key: record}})
+    return Synced(target.to, final.rows, step, answer["rows_sent"], answer["target"])
+
+
+def _records(paths: RunPaths) -> dict[str, dict[str, Any]]:
+    records: dict[str, dict[str, Any]] = (read_json(paths.synced) or {}).get("targets", {})
+    return records
+
+
+def _are_in_file(paths: RunPaths, record: Mapping[str, Any]) -> bool:
+    """Tell whether the rows that a target has are still those of the file."""
+    size, sha256 = record.get("size"), record.get("sha256")
+    return type(size) is int and isinstance(sha256, str) and begins_with(paths.metrics, size, sha256)
+
+
+def _ask(request: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the answer of ``loggers.sync_process``."""
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", _MODULE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=with_package(environment),
+        start_new_session=True,  # so that the service's client ends with it
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()  # not closed: the end of its input tells the process that this one is gone
+        process.wait(SYNC_LIMIT_S)
+        answer = json.loads(process.stdout.read())
+    except subprocess.TimeoutExpired:
+        answer = {"error": f"not all rows could be sent within {SYNC_LIMIT_S // 60} minutes"}
+    except (OSError, ValueError):
+        answer = {"error": f"its process (python -m {_MODULE}) ended without an answer"}
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        process.stdout.close()
+        process.stdin.close()
+    return answer if isinstance(answer, dict) else {}
