@@ -27,7 +27,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Training step": ("step",),
     "Input": ("input", "masks_and_boxes", "token_windows", "augmentation", "data_scale"),
     "Checkpoints": ("checkpoint",),
-    "Start and submission": ("submission", "cli_start", "run_pages", "compile_start"),
+    "Start and submission": ("submission", "cli_start", "run_pages", "watch_cpu", "compile_start"),
     "Preemption": ("preemption",),
     "Memory": ("memory", "open_files"),
     "Number of ranks": ("ranks",),

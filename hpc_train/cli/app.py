@@ -195,11 +195,11 @@ def doctor(
 
 
 @_command
-def validate(file: File, overrides: Overrides = None) -> int:
+def validate(file: File, overrides: Overrides = None, as_json: Json = False) -> int:
     """Check a file and report all errors."""
     from hpc_train.cli.experiment_file import validate
 
-    return validate(file, overrides or [])
+    return validate(file, overrides or [], as_json=as_json)
 
 
 @_command
@@ -310,6 +310,19 @@ def status(runs: MaybeRuns = None, as_json: Json = False) -> int:
 
 
 @_command
+def watch(
+    runs: MaybeRuns = None,
+    interval: Annotated[
+        float, typer.Option("--interval", min=1.0, metavar="SECONDS", help="Time between two readings.")
+    ] = 5.0,
+) -> int:
+    """Watch runs on a full screen: progress, losses, logs; cancel or resume by key."""
+    from hpc_train.cli.watch import watch
+
+    return watch(runs or [], interval_s=interval)
+
+
+@_command
 def logs(
     run: Run,
     follow: Annotated[
@@ -378,11 +391,11 @@ def resume(
 
 
 @_command
-def cancel(runs: Runs) -> int:
+def cancel(runs: Runs, as_json: Json = False) -> int:
     """Cancel runs for good; what they saved is kept."""
     from hpc_train.cli.cancel import cancel
 
-    return cancel(runs)
+    return cancel(runs, as_json=as_json)
 
 
 @_command
@@ -507,11 +520,11 @@ def predict(
 
 
 @_command
-def verify(runs: Runs) -> int:
+def verify(runs: Runs, as_json: Json = False) -> int:
     """Check by hashes which checkpoints would load."""
     from hpc_train.cli.checkpoint_commands import verify
 
-    return verify(runs)
+    return verify(runs, as_json=as_json)
 
 
 @_command
@@ -639,6 +652,26 @@ def rm(
     from hpc_train.cli.remove import remove
 
     return remove(runs, yes=yes)
+
+
+@_command
+def completion(
+    shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.", show_default=False)],
+) -> int:
+    """Print the script with which a shell completes commands, files, runs and keys."""
+    from hpc_train.cli.completion import completion
+
+    return completion(shell)
+
+
+@app.command(hidden=True)
+def complete(line: str, breaks: Annotated[str, typer.Option("--breaks")] = "") -> None:
+    """Print candidates for the last word of a line; called by the script of ``completion``."""
+    from typer.main import get_command
+
+    from hpc_train.cli.completion import complete
+
+    sys.exit(exit_code_of(lambda: complete(line, breaks, get_command(app))))
 
 
 def _open_closed_streams() -> None:

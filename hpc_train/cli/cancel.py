@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpc_train.console import say
+from hpc_train.cli.status import rows_json, rows_of
+from hpc_train.console import put_json, say
 from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.lookup import by_launcher
 from hpc_train.paths import RunPaths
@@ -13,7 +14,7 @@ from hpc_train.run.find import find_runs, run_names
 from hpc_train.run.run_status import GOING_ON, read_status
 
 
-def cancel(words: Sequence[str]) -> ExitCode:
+def cancel(words: Sequence[str], *, as_json: bool = False) -> ExitCode:
     """Cancel the runs that are meant; the worst of what became of them."""
     codes = [ExitCode.DONE]
     found = find_runs(words)
@@ -30,6 +31,8 @@ def cancel(words: Sequence[str]) -> ExitCode:
             ExitCode.FAILED if paths in left else _report(paths, names[paths], before[paths])
             for paths in runs
         ]
+    if as_json:
+        put_json(rows_json(rows_of(found)))
     return max(codes)
 
 

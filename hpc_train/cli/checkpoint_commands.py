@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import hpc_train
 from hpc_train.cli.children import run_child
@@ -11,7 +13,7 @@ from hpc_train.cli.code import is_new
 from hpc_train.cli.evaluate import Checkpoint
 from hpc_train.cli.export_formats import WEIGHTS, format_of
 from hpc_train.cli.unreadable import find_readable
-from hpc_train.console import put, say
+from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run import checkpoints
@@ -65,20 +67,46 @@ def _code(paths: RunPaths, choice: str | None) -> list[str]:
     return search_path(paths)
 
 
-def verify(words: Sequence[str]) -> ExitCode:
+@dataclass(frozen=True)
+class _Verdict:
+    """What ``verify`` finds of one checkpoint."""
+
+    checkpoint: CheckpointPaths
+    problems: list[str]
+    #: Of an attempt that owned the run.
+    counts: bool
+    #: It would be loaded.
+    loads: bool
+
+    def to_json(self) -> dict[str, Any]:
+        known = {"problems": self.problems, "counts": self.counts, "loads": self.loads}
+        return {"step": self.checkpoint.step, "path": str(self.checkpoint.folder), **known}
+
+
+def verify(words: Sequence[str], *, as_json: bool = False) -> ExitCode:
     """Check every checkpoint; FAILED if a valid one is damaged."""
-    runs = find_readable(words)
-    are_whole = [_verify_run(paths) for paths in runs]
-    return ExitCode.DONE if all(are_whole) else ExitCode.FAILED
+    found: dict[RunPaths, list[_Verdict]] = {}
+    for paths in find_readable(words):
+        found[paths] = list(_verdicts(paths, shows=not as_json))
+    if as_json:
+        put_json({"version": JSON_VERSION, "runs": [_run_json(paths, found[paths]) for paths in found]})
+    is_damaged = any(each.counts and each.problems for verdicts in found.values() for each in verdicts)
+    return ExitCode.FAILED if is_damaged else ExitCode.DONE
 
 
-def _verify_run(paths: RunPaths) -> bool:
+def _run_json(paths: RunPaths, verdicts: Sequence[_Verdict]) -> dict[str, Any]:
+    listed = [verdict.to_json() for verdict in verdicts]
+    name, path = paths.siblings.folder.name, str(paths.folder.absolute())
+    return {"id": paths.folder.name, "name": name, "path": path, "checkpoints": listed}
+
+
+def _verdicts(paths: RunPaths, *, shows: bool) -> Iterator[_Verdict]:
+    """Yield the verdicts on a run's checkpoints, newest first; ``shows``: print each once it is known."""
     found = paths.checkpoint_folders()[::-1]
     if not found:
         say(f"{run_name(paths)}: no checkpoint yet")
-        return True
+        return
     counting = set(checkpoints.committed(paths)) | set(checkpoints.damaged(paths))
-    bad = 0
     would_load = None
     for checkpoint in found:
         problems = checkpoints.verify(checkpoint)
@@ -87,21 +115,20 @@ def _verify_run(paths: RunPaths) -> bool:
         counts = checkpoint in counting
         if counts and not problems:
             would_load = would_load or checkpoint
-        bad += counts and bool(problems)
-        _put_verdict(paths, checkpoint, problems, counts=counts, loads=checkpoint == would_load)
+        verdict = _Verdict(checkpoint, problems, counts, checkpoint == would_load)
+        if shows:
+            _put_verdict(paths, verdict)
+        yield verdict
     if would_load is None:
         say(f"{run_name(paths)}: nothing would load; start again with `hpc-train submit FILE --new`")
-    return bad == 0
 
 
-def _put_verdict(
-    paths: RunPaths, checkpoint: CheckpointPaths, problems: list[str], *, counts: bool, loads: bool
-) -> None:
-    verdict = "damaged" if problems else "whole"
-    if not counts:
-        verdict += ", does not count: its attempt no longer owned the run"
-    elif loads:
-        verdict += ", would load"
-    put(f"{run_name(paths)}  {checkpoint.folder.name}  {verdict}")
-    for problem in problems:
+def _put_verdict(paths: RunPaths, verdict: _Verdict) -> None:
+    words = "damaged" if verdict.problems else "whole"
+    if not verdict.counts:
+        words += ", does not count: its attempt no longer owned the run"
+    elif verdict.loads:
+        words += ", would load"
+    put(f"{run_name(paths)}  {verdict.checkpoint.folder.name}  {words}")
+    for problem in verdict.problems:
         say(f"  {problem}")

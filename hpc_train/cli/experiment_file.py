@@ -4,29 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hpc_train.cli.children import run_child
 from hpc_train.cli.found_sizes import say_layouts, with_found_sizes
 from hpc_train.cli.plan import LauncherOptions, submit_problems
-from hpc_train.console import put_json, say
-from hpc_train.errors import BadFileError, ExitCode
-from hpc_train.plan.planning import make_plan
+from hpc_train.console import JSON_VERSION, put_json, say
+from hpc_train.errors import BadFileError, ExitCode, counted
+from hpc_train.plan.planning import Plan, make_plan
 from hpc_train.validate.loading import load
 
 
-def validate(file: Path, overrides: Sequence[str]) -> ExitCode:
-    """Report that the file is valid; raises BadFileError with all problems."""
+def validate(file: Path, overrides: Sequence[str], *, as_json: bool = False) -> ExitCode:
+    """Report that the file is valid; raises BadFileError with all problems, or prints them as JSON."""
+    if not as_json:
+        plan, count = _checked(file, overrides)
+        say(f"{file}: fine: {counted(count, 'run')} of {plan.name}")
+        say_layouts(plan.runs)
+        return ExitCode.DONE
+    found: dict[str, Any] = {"version": JSON_VERSION, "file": str(file), "name": None, "runs": None}
+    try:
+        plan, count = _checked(file, overrides)
+    except BadFileError as error:
+        put_json(found | {"problems": error.problems})
+        return error.exit_code
+    put_json(found | {"name": plan.name, "runs": count, "problems": []})
+    return ExitCode.DONE
+
+
+def _checked(file: Path, overrides: Sequence[str]) -> tuple[Plan, int]:
+    """Return the plan of a file that ``submit`` would take, and its number of runs; raises BadFileError with all problems."""
     loaded, options = load(file, overrides), LauncherOptions()
     launcher = options.load()
     plan = with_found_sizes(options.plan(launcher, loaded, None))
     if problems := submit_problems(launcher, loaded, plan):
         raise BadFileError(problems)
     search = loaded.experiment.sweep.search
-    count = search.trials if search else len(plan.runs)
-    runs = "1 run" if count == 1 else f"{count} runs"
-    say(f"{file}: fine: {runs} of {plan.name}")
-    say_layouts(plan.runs)
-    return ExitCode.DONE
+    return plan, search.trials if search else len(plan.runs)
 
 
 def schema() -> ExitCode:

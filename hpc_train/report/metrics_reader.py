@@ -13,7 +13,7 @@ from hpc_train.run.files import UnreadableFileError, open_regular
 from hpc_train.run.metric_rows import Row as Row
 
 #: Usually contains the newest evaluation. Assumed.
-_TAIL_BYTES = 1 << 16
+TAIL_BYTES = 1 << 16
 #: Longer than any row of ours: a file of other content is not read into memory as one line.
 _MAX_LINE_BYTES = 1 << 20
 #: Not metrics: where and when a row was recorded.
@@ -21,16 +21,22 @@ POSITION = {"time", "attempt", "split", "step", "epoch"}
 
 
 class MetricsReader:
-    """Yields each row once; all rows again if the file was replaced."""
+    """Yields each row once; all rows again if the file was replaced.
 
-    def __init__(self, path: Path) -> None:
+    ``tail_bytes``: of a file as it is found, only the rows in this many last bytes; None: all. ``part``: only
+    lines that contain it are parsed.
+    """
+
+    def __init__(self, path: Path, tail_bytes: int | None = None, part: bytes = b"") -> None:
         self._path = path
+        self._tail_bytes = tail_bytes
+        self._part = part
         self._offset = 0
         self._inode = 0
 
     def new_rows(self) -> Iterator[Row]:
         """Yield the complete rows added since the last call; none if there is no file yet."""
-        return (row for line in self._new_lines() if (row := _row(line)))
+        return (row for line in self._new_lines() if self._part in line and (row := _row(line)))
 
     def _new_lines(self) -> Iterator[bytes]:
         """Yield lines one by one: the file of a long run does not fit in memory."""
@@ -39,9 +45,11 @@ class MetricsReader:
         except (FileNotFoundError, UnreadableFileError):
             return
         with file:
-            inode = os.fstat(file.fileno()).st_ino
-            if inode != self._inode:  # a resume drops rows after its step: a new file under the same name
-                self._inode, self._offset = inode, 0
+            seen = os.fstat(file.fileno())
+            if seen.st_ino != self._inode:  # a resume drops rows after its step: a new file of the same name
+                skipped = 0 if self._tail_bytes is None else max(0, seen.st_size - self._tail_bytes)
+                # What is left of the line at that place is not valid JSON, or is that line.
+                self._inode, self._offset = seen.st_ino, skipped
             file.seek(self._offset)
             for line in file:
                 if not line.endswith(b"\n"):  # still being written
@@ -117,7 +125,7 @@ class _Thinned:
                 self.rows, self.every = self.rows[::2], self.every * 2
 
 
-def newest_rows(path: Path, limit_bytes: int = _TAIL_BYTES) -> list[Row]:
+def newest_rows(path: Path, limit_bytes: int = TAIL_BYTES) -> list[Row]:
     """Return the rows at the end of the file that are complete within ``limit_bytes``."""
     try:
         with open_regular(path) as file:
@@ -160,6 +168,6 @@ def in_words(row: Row) -> str:
     """Return ``loss 0.0123 accuracy 0.98``: the row's metrics."""
     return " ".join(
         f"{name} {value:.4g}"
-        for name, value in row.items()
-        if name not in POSITION and isinstance(value, int | float)
+        for name, value in ((name, number(value)) for name, value in row.items())
+        if name not in POSITION and value is not None
     )

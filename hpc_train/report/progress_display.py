@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from hpc_train.console import one_line, say, tolerating_closed_stderr
 from hpc_train.errors import printable
 from hpc_train.paths import RunPaths
-from hpc_train.report.metrics_reader import MetricsReader, in_words
+from hpc_train.report.metrics_reader import MetricsReader, Row, in_words, main_metric, number
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.run_status import RunStatus, read_status
@@ -29,6 +30,8 @@ READ_EVERY_S = 0.25
 LINE_EVERY_S = 10.0
 #: The rate is averaged over this many seconds.
 _WINDOW_S = 15.0
+#: Waits for data are shown above this share of a step.
+_MIN_WAIT = 0.1
 
 
 #: Width of the bar, minimum width of bar and name on a narrow terminal, and rich's column padding.
@@ -42,11 +45,19 @@ class Words:
     rate: str = ""
     left: str = ""
     loss: str = ""
+    #: All metrics of the last evaluation; and the judged one alone, where those don't fit.
     validation: str = ""
+    judged: str = ""
+    #: If training waits for data for more than a tenth of its time.
+    wait: str = ""
 
     def all(self) -> str:
-        parts = (self.rate, self.left, self.loss, self.validation)
-        return ", ".join(part for part in parts if part)
+        return self.joined({self.rate, self.left, self.loss, self.validation, self.wait})
+
+    def joined(self, parts: Set[str]) -> str:
+        """Return those of the parts in the order in which they are shown."""
+        order = (self.rate, self.left, self.loss, self.validation, self.judged, self.wait)
+        return ", ".join(part for part in dict.fromkeys(order) if part and part in parts)
 
 
 class _Display(Protocol):
@@ -65,7 +76,7 @@ class Progress:
         self._attempt = attempt
         self._metrics = MetricsReader(paths.metrics)
         self._pace = _Pace()
-        self._loss = self._validation = ""
+        self._loss = self._validation = self._judged = self._wait = ""
         self._has_notices = False
         self._read_at = float("-inf")
         is_live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
@@ -111,14 +122,30 @@ class Progress:
             if row.get("attempt") != self._attempt:
                 continue
             if row.get("split") == "val":
-                self._validation = f"val {in_words(row)}"
+                self._validation, self._judged = f"val {in_words(row)}", _judged(row)
                 self._display.note(f"step {row.get('step')}: {self._validation}")
             elif isinstance(row.get("loss"), float):
                 self._loss = f"loss {row['loss']:.4g}"
+                self._wait = _wait(row)
 
     def _words(self, status: RunStatus) -> Words:
         rate, left = self._pace.words(status)
-        return Words(*map(one_line, (rate, left, self._loss, self._validation)))
+        parts = (rate, left, self._loss, self._validation, self._judged, self._wait)
+        return Words(*map(one_line, parts))
+
+
+def _judged(row: Row) -> str:
+    """Return ``val accuracy 0.98``: the metric by which an evaluation is judged; empty if it has none."""
+    name = main_metric(row)
+    return f"val {in_words({name: row[name]})}" if name else ""
+
+
+def _wait(row: Row) -> str:
+    """Return the share of the steps in which training waited for data; empty if it is small or unknown."""
+    wait_s, step_s = number(row.get("data_wait_s")), number(row.get("step_s"))
+    if wait_s is None or not step_s or not wait_s / step_s > _MIN_WAIT:
+        return ""
+    return f"data wait {wait_s / step_s:.0%}"
 
 
 class _Pace:
@@ -211,18 +238,16 @@ class _Bar:
 def fit(width: int, name: str, steps: str, words: Words) -> tuple[str, int, str]:
     """Return the name, the bar's width and the text that fit one line of ``width`` characters.
 
-    The step count, the remaining time and the loss are kept; the name and the bar shrink first, then the rate
-    and the validation are dropped.
+    The step count, the remaining time and the loss are kept; the name and the bar shrink first, then the
+    rate, the wait for data and the validation, of which the judged metric stays longer, are dropped.
     """
-    needed = [part for part in (words.left, words.loss) if part]
+    kept_parts = {words.left, words.loss}
     room = width - 1 - len(steps) - 3 * len(_GAP)
-    extra: list[str] = []
-    for part in (words.validation, words.rate):
-        if part and len(", ".join([*needed, *extra, part])) <= room - _LEAST_NAME - _LEAST_BAR:
-            extra.append(part)
-    shown = ", ".join(
-        part for part in (words.rate, words.left, words.loss, words.validation) if part in needed + extra
-    )
+    for choice in ((words.validation, words.judged), (words.wait,), (words.rate,)):
+        longer = (kept_parts | {part} for part in choice if part)
+        fitting = (each for each in longer if len(words.joined(each)) <= room - _LEAST_NAME - _LEAST_BAR)
+        kept_parts = next(fitting, kept_parts)
+    shown = words.joined(kept_parts)
     room -= len(shown)
     kept = max(0, min(len(name), max(_LEAST_NAME, room - _BAR)))
     bar = max(0, min(_BAR, room - kept))

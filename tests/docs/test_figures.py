@@ -109,6 +109,7 @@ def _said() -> list[tuple[str, str]]:
         *(("parallelism.md", said) for said in _of_bubbles()),
         *(("parallelism.md", said) for said in _of_memory()),
         *(("architecture.md", said) for said in _of_open_files()),
+        *(("watch.md", said) for said in _of_watching()),
     ]
 
 
@@ -128,6 +129,12 @@ def _of_checkpoints() -> Iterator[str]:
     yield f"{during:.2f} times as long as one alone"
     resume = checkpoint.ratio(compared, checkpoint.LOAD, checkpoint.RESUME)
     yield f"{resume:.2f} times as long as `torch.load`"
+
+
+def _of_watching() -> Iterator[str]:
+    (found,) = _result("watch_cpu")["tables"]
+    share = found["rows"]["200 runs, 4 written to"]["share of a core, %"]
+    yield f"it took [{share:.1f} % of a core]"
 
 
 def _of_packs() -> Iterator[str]:

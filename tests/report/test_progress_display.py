@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -168,10 +169,17 @@ def test_durations_read_as_clocks_show_them(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-_WORDS = Words("12.3 steps/s", "1:02:03 left", "loss 0.1234", "val loss 0.5678 accuracy 0.9876 top5 0.9999")
+_WORDS = Words(
+    "12.3 steps/s",
+    "1:02:03 left",
+    "loss 0.1234",
+    "val loss 0.5678 accuracy 0.9876 top5 0.9999",
+    "val accuracy 0.9876",
+    "data wait 23%",
+)
 
 
-@pytest.mark.parametrize("width", [60, 80, 100, 200])
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
 @pytest.mark.parametrize("name", ["short", "a-long-name-of-an-experiment/0123456789abcdef"])
 def test_steps_time_left_and_loss_fit_the_terminal(width: int, name: str) -> None:
     shown, bar, words = fit(width, name, "123456/1234567", _WORDS)
@@ -191,3 +199,47 @@ def test_the_bar_on_the_screen_is_not_cut_at_80_columns(
     bar.close()
     shown = capsys.readouterr().err
     assert "12345/1234567" in shown and "1:02:03 left, loss 0.1234" in shown
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (60, "1:02:03 left, loss 0.1234"),
+        (80, "1:02:03 left, loss 0.1234, val accuracy 0.9876"),
+        (100, "1:02:03 left, loss 0.1234, val accuracy 0.9876, data wait 23%"),
+        (120, _WORDS.all().removeprefix("12.3 steps/s, ")),
+        (140, _WORDS.all()),
+    ],
+)
+def test_what_matters_most_stays_longest(width: int, shown: str) -> None:
+    assert fit(width, "0123456789", "1234/5000", _WORDS)[2] == shown
+
+
+def test_waits_for_data_are_shown_if_they_are_long(
+    run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress(run, attempt=2)
+    for wait_s in (0.09, 0.25):
+        clock.now_s += LINE_EVERY_S
+        _row(run, loss=0.5, step_s=1.0, data_wait_s=wait_s)
+        _at(run, 1)
+        progress.update()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("loss 0.5")[2] for line in lines] == ["", ", data wait 25%"]
+
+
+def test_no_color_leaves_the_bar_without_colours(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = {}
+    for no_color in ("", "1"):
+        terminal = Terminal()
+        monkeypatch.setattr("sys.stderr", terminal)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.setenv("NO_COLOR", no_color)
+        progress = Progress(run, attempt=2)
+        _at(run, 20)
+        progress.update()
+        progress.close()
+        shown[no_color] = terminal.getvalue()
+    colours = re.compile(r"\x1b\[(?:\d+;)*[34][0-8][;m]")
+    assert colours.search(shown[""]) and not colours.search(shown["1"])
+    assert "20/100" in shown["1"]

@@ -1,0 +1,213 @@
+"""What commands print with ``--json`` (a contract): one type per command.
+
+``docs/make_json_page.py`` writes docs/json.md from these types and the comments above their fields; a test
+compares real output with them. Nothing at run time needs them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from hpc_train.cli.status import RunRow
+
+
+class Runs(TypedDict):
+    """The runs that were meant, each as it is when the command ends."""
+
+    version: int
+    runs: list[RunRow]
+
+
+class PlannedRunJson(TypedDict):
+    """One run that a file plans; a number is null if it is not known before the start."""
+
+    id: str
+    #: The swept keys and their values.
+    values: dict[str, Any]
+    #: Of a range of nodes the maximum.
+    ranks: int | None
+    #: ``pipeline``, ``replicate``, ``shard`` and ``tensor``.
+    degrees: dict[str, int] | None
+    #: Of a pipeline: stages per rank.
+    stages: int | None
+    schedule: str | None
+    #: The fraction of a step in which ranks of a pipeline wait, 0 to 1.
+    bubble: float | None
+    micro_batches: int | None
+    #: Forward passes per rank and step.
+    accumulation: int | None
+    precision: str
+    steps_per_epoch: int | None
+    total_steps: int | None
+    #: Null in this version.
+    peak_memory_gb: float | None
+    #: The upper bound given by the time limit; null without one.
+    gpu_hours: float | None
+
+
+class Plan(TypedDict):
+    """What a file would start."""
+
+    version: int
+    #: The experiment's.
+    name: str
+    runs: list[PlannedRunJson]
+    #: With ``--script`` the batch script of each job.
+    scripts: list[str]
+
+
+class Validation(TypedDict):
+    """Whether a file is valid: it is if there are no problems."""
+
+    version: int
+    file: str
+    #: The experiment's name; null if the file is not valid.
+    name: str | None
+    #: How many runs it plans; null if it is not valid.
+    runs: int | None
+    #: As printed without ``--json``: position, key, rule and remedy.
+    problems: list[str]
+
+
+class FindingJson(TypedDict):
+    """The result of one check."""
+
+    #: ``error``, ``warning`` or ``ok``.
+    level: str
+    #: The check's name in the table of ``doctor``.
+    check: str
+    what: str
+    #: Where it was read.
+    source: str
+    #: What happens to a run; empty for ``ok``.
+    why: str
+    remedy: str
+
+
+class Diagnosis(TypedDict):
+    """What would make runs fail."""
+
+    version: int
+    #: How many findings there are by level.
+    counts: dict[str, int]
+    #: Errors first.
+    findings: list[FindingJson]
+
+
+class PointJson(TypedDict):
+    """A metric's value; null if it is NaN or infinite."""
+
+    value: float | None
+    step: int
+
+
+class ComparedRun(TypedDict):
+    """One run of a comparison."""
+
+    id: str
+    name: str
+    path: str
+    state: str
+    #: By the keys of ``keys``.
+    values: dict[str, Any]
+    last: PointJson | None
+    best: PointJson | None
+    duration_s: float | None
+
+
+class Comparison(TypedDict):
+    """Runs by a metric, the best one first."""
+
+    version: int
+    #: ``val/accuracy``.
+    metric: str
+    #: ``min`` or ``max``.
+    goal: str
+    #: In which the runs differ.
+    keys: list[str]
+    runs: list[ComparedRun]
+
+
+class SpreadJson(TypedDict):
+    """Of a group of runs; ``std`` is null for one run."""
+
+    mean: float
+    std: float | None
+    count: int
+
+
+class GroupJson(TypedDict):
+    """Runs that differ in the averaged keys only."""
+
+    ids: list[str]
+    values: dict[str, Any]
+    last: SpreadJson | None
+    best: SpreadJson | None
+    duration_s: float | None
+
+
+class GroupComparison(TypedDict):
+    """Groups of runs, the best one first."""
+
+    version: int
+    metric: str
+    goal: str
+    keys: list[str]
+    #: The keys of ``--over``.
+    over: list[str]
+    groups: list[GroupJson]
+
+
+class Evaluation(TypedDict):
+    """One evaluation of a checkpoint."""
+
+    version: int
+    id: str
+    path: str
+    #: Like a ``val`` row of ``metrics.jsonl``.
+    row: dict[str, Any]
+
+
+class CheckpointJson(TypedDict):
+    """One checkpoint, checked by its hashes."""
+
+    step: int
+    path: str
+    #: Empty if it is intact.
+    problems: list[str]
+    #: False if the attempt that wrote it no longer owned the run.
+    counts: bool
+    #: Whether it is the one that would be loaded.
+    loads: bool
+
+
+class VerifiedRun(TypedDict):
+    """A run's checkpoints, the newest one first."""
+
+    id: str
+    name: str
+    path: str
+    checkpoints: list[CheckpointJson]
+
+
+class Verification(TypedDict):
+    """Which checkpoints would load."""
+
+    version: int
+    runs: list[VerifiedRun]
+
+
+#: Command with its options → the type of what it prints.
+SHAPES: dict[str, Any] = {
+    "status": Runs,
+    "submit": Runs,
+    "resume": Runs,
+    "cancel": Runs,
+    "plan": Plan,
+    "validate": Validation,
+    "doctor": Diagnosis,
+    "compare": Comparison,
+    "compare --over": GroupComparison,
+    "evaluate": Evaluation,
+    "verify": Verification,
+}

@@ -1,0 +1,143 @@
+"""What the pane below the table, and the view on ``enter``, say of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from hpc_train.console import one_line
+from hpc_train.errors import HpcTrainError
+from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.report.live.cells import cut, rate_words
+from hpc_train.report.live.live_runs import LiveRun, stamp
+from hpc_train.report.live.log_tail import LogTail, log_of
+from hpc_train.report.metric_values import Metric, find_metric, last_and_best
+from hpc_train.report.metrics_reader import MetricsReader, Row, in_words, number
+from hpc_train.report.run_files import RunFiles
+from hpc_train.report.run_times import attempt_span, short_duration
+from hpc_train.run.attempts import AttemptRecord
+from hpc_train.run.best import Best
+from hpc_train.run.checkpoints import kept_best
+
+#: Attempts and lines of log in the pane; the view shows more.
+FEW, MANY = 2, 100
+_LABEL = 11
+#: A row with more metrics, such as one per class, is cut here.
+_MAX_METRICS = 40
+
+
+@dataclass(frozen=True)
+class Details:
+    """The texts about one run: a label or none, and a line that is safe for a terminal."""
+
+    paths: RunPaths
+    lines: tuple[tuple[str, str], ...]
+
+    def fitted(self, width: int) -> list[tuple[str, str]]:
+        """Return the lines cut to ``width``, labels padded."""
+        return [(label, cut(text, max(1, width - _LABEL))) for label, text in self.lines_wide()]
+
+    def lines_wide(self) -> list[tuple[str, str]]:
+        """Return the lines with padded labels."""
+        return [(label.ljust(_LABEL), text) for label, text in self.lines]
+
+
+class DetailsReader:
+    """Reads the details of one run; keeps the rows of its evaluations."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+        self._evaluations: list[Row] = []
+        self._reader = MetricsReader(paths.metrics, part=b'"val"')
+        self._inode: int | None = None
+
+    def read(self, run: LiveRun, *, is_full: bool) -> Details:
+        """Return what is known now; ``is_full``: all attempts and more of the log."""
+        limit = MANY if is_full else FEW
+        files = RunFiles.read(self.paths)
+        lines = [
+            ("run", f"{run.name} of {run.experiment}, {run.state}{_on(run)}"),
+            ("reason", run.status.reason or ""),
+            ("training", _row_words(run.train)),
+            ("speed", _speed(run)),
+            ("evaluation", _row_words(run.evaluation)),
+            ("best", self._best_words()),
+            *_labelled("attempts", _attempts(files, run, limit)),
+            *([("folder", str(self.paths.folder))] if is_full else []),
+            *_labelled("log", self._log(limit)),
+        ]
+        return Details(self.paths, tuple((label, one_line(text)) for label, text in lines if text))
+
+    def _best_words(self) -> str:
+        """Return the best checkpoint's evaluation (``checkpoint.best``), else the best one so far."""
+        with suppress(HpcTrainError):  # a checkpoint of a later version
+            if best := kept_best(self.paths):
+                return f"{best}, in a checkpoint"
+        seen = stamp(self.paths.metrics)
+        if seen is None or seen[0] != self._inode:
+            self._evaluations, self._inode = [], seen[0] if seen else None
+        self._evaluations += [row for row in self._reader.new_rows() if row.get("split") == "val"]
+        newest = self._evaluations[-1] if self._evaluations else {}
+        metric = find_metric((Metric("val", name) for name in newest), None)
+        best_point = last_and_best(self._evaluations, metric)[1] if metric else None
+        return str(Best(metric.name, best_point.value, best_point.step)) if metric and best_point else ""
+
+    def _log(self, limit: int) -> list[str]:
+        path = log_of(self.paths)
+        lines = LogTail(path).new_lines()[-limit:]
+        return lines or [f"nothing in {path.name} yet"]
+
+
+def _on(run: LiveRun) -> str:
+    nodes = f" on {', '.join(run.nodes)}" if run.nodes else ""
+    return f"{nodes}, job {run.job}" if run.job else nodes
+
+
+def _row_words(row: Row) -> str:
+    """Return ``step 120: loss 0.5 lr 0.01``, without what `_speed` shows."""
+    if not row:
+        return ""
+    shown = {name: value for name, value in list(row.items())[:_MAX_METRICS] if name not in _SPEED}
+    return f"step {row.get('step')}: {in_words(shown)}"
+
+
+_SPEED = {"step_s", "data_wait_s", "samples_per_s", "tokens_per_s", "tflops_per_s", "mfu"}
+
+
+def _speed(run: LiveRun) -> str:
+    words = [rate_words(run)]
+    if (step_s := number(run.train.get("step_s"))) is not None:
+        words.append(f"{step_s:.3g} s per step")
+    if run.data_wait is not None:
+        words.append(f"{run.data_wait:.1%} of it waits for data")
+    if run.mfu is not None:
+        words.append(f"MFU {run.mfu:.1%}")
+    return ", ".join(filter(None, words))
+
+
+def _labelled(label: str, lines: Sequence[str]) -> list[tuple[str, str]]:
+    return [("" if place else label, line) for place, line in enumerate(lines)]
+
+
+def _attempts(files: RunFiles, run: LiveRun, limit: int) -> list[str]:
+    """Return a line for each of the newest attempts, the newest one first."""
+    lines = [_attempt(attempt, record, run) for attempt, record in reversed(files.attempts[-limit:])]
+    skipped = len(files.attempts) - len(lines)
+    return lines + ([f"and {skipped} earlier"] if skipped else [])
+
+
+def _attempt(attempt: AttemptPaths, record: AttemptRecord | None, run: LiveRun) -> str:
+    if record is None:
+        return f"{attempt.number}: its record can't be read"
+    is_running = attempt.number == run.status.attempt and run.state == "running"
+    span = attempt_span(attempt, record, is_running=is_running)
+    took = f" for {short_duration(span[1] - span[0])}" if span else ""
+    nodes = f" on {', '.join(record.hosts)}" if record.hosts else ""
+    end = "runs" if is_running else record.reason or record.cause or ("ended" if record.end else "no end")
+    return f"{attempt.number}: {_minute(record.start)}{took}{nodes}: {end}"
+
+
+def _minute(time: str) -> str:
+    """Return ``2026-11-20 09:05 UTC`` for an ISO time, which is UTC."""
+    return f"{time[:16].replace('T', ' ')} UTC"

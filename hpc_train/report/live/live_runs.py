@@ -1,0 +1,209 @@
+"""``RunsReader``: what the screen shows of runs, read again and again at little cost.
+
+A file is opened only if its size, inode or modification time has changed, and metrics are read from where
+the last reading ended.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpc_train.errors import UsageError
+from hpc_train.launchers.lookup import statuses
+from hpc_train.paths import RunPaths, runs_root
+from hpc_train.report.metrics_reader import TAIL_BYTES, MetricsReader, Row, last_metric, number
+from hpc_train.report.run_times import remaining_s
+from hpc_train.run.attempts import AttemptRecord, job_ids
+from hpc_train.run.find import find_and_skip, is_run, run_names
+from hpc_train.run.liveness import newest_record
+from hpc_train.run.run_facts import run_facts
+from hpc_train.run.run_status import GOING_ON, RunStatus
+
+#: Training rows whose losses are drawn, and of which the rate is the mean.
+HISTORY = 60
+#: A run that has ended is asked about this seldom as long as its files stay: it may be requeued by hand.
+ENDED_EVERY_S = 60.0
+#: Inode, size and modification time; None: there is no such file.
+_Stamp = tuple[int, int, int] | None
+
+
+@dataclass(frozen=True)
+class LiveRun:
+    """A run as its files and its scheduler describe it. Its texts are not safe for a terminal."""
+
+    paths: RunPaths
+    #: As every command takes it.
+    name: str
+    experiment: str
+    status: RunStatus
+    job: str | None = None
+    nodes: tuple[str, ...] = ()
+    #: Seconds until the last step; None if unknown.
+    eta_s: float | None = None
+    #: Of the newest training rows, the newest one last; NaN and infinite ones among them.
+    losses: tuple[float, ...] = ()
+    #: The newest row of training and of an evaluation.
+    train: Row = field(default_factory=dict)
+    evaluation: Row = field(default_factory=dict)
+
+    @property
+    def state(self) -> str:
+        return self.status.state
+
+    @property
+    def share(self) -> float:
+        """The share of the steps that are done, 0 if unknown."""
+        total = self.status.total_steps
+        return min(1.0, max(0.0, self.status.step / total)) if total else 0.0
+
+    @property
+    def rate(self) -> tuple[float, str] | None:
+        """Samples or, where rows have none, steps per second, and that unit."""
+        samples, step_s = number(self.train.get("samples_per_s")), number(self.train.get("step_s"))
+        if samples is not None:
+            return samples, "samples/s"
+        return (1 / step_s, "steps/s") if step_s and step_s > 0 else None
+
+    @property
+    def mfu(self) -> float | None:
+        return number(self.train.get("mfu"))
+
+    @property
+    def data_wait(self) -> float | None:
+        """The share of a step in which training waits for data."""
+        wait_s, step_s = number(self.train.get("data_wait_s")), number(self.train.get("step_s"))
+        return None if wait_s is None or not step_s else wait_s / step_s
+
+    @property
+    def metric(self) -> tuple[str, float | None] | None:
+        """The judged metric of the newest evaluation, else of the newest training row."""
+        found = last_metric([row for row in (self.train, self.evaluation) if row])
+        return None if found is None else (str(found["name"]), found["value"])
+
+
+class RunsReader:
+    """Reads the runs that ``words`` mean, without words all, at each call."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = list(words)
+        self._known: dict[RunPaths, _Known] = {}
+        self._names: Mapping[RunPaths, str] = {}
+        self._folders: tuple[object, ...] = ()
+
+    def read(self) -> list[LiveRun]:
+        """Return the runs as they are now; a scheduler is asked once for all of its runs.
+
+        Raises UserError where a launcher fails; OSError for errors of the disk.
+        """
+        self._find()
+        now_s = time.monotonic()
+        known = [self._known.setdefault(paths, _Known(paths)) for paths in self._names]
+        asked = [each for each in known if each.is_to_be_asked(now_s)]
+        for each, status in zip(asked, statuses([each.paths for each in asked]), strict=True):
+            each.answered(status, now_s)
+        return [each.shown(self._names[each.paths]) for each in known]
+
+    def _find(self) -> None:
+        """Look for new runs and removed ones where a folder has changed."""
+        folders = _stamps_of_folders(self._words)
+        if folders == self._folders:
+            return
+        try:
+            found = find_and_skip(self._words)[0]
+        except UsageError:  # what a word meant was removed
+            found = [paths for paths in self._names if is_run(paths)]
+        self._folders, self._names = folders, run_names(found)
+        self._known = {paths: known for paths, known in self._known.items() if paths in self._names}
+
+
+def _stamps_of_folders(words: Sequence[str]) -> tuple[object, ...]:
+    """Return what changes when a run is created or removed."""
+    root = runs_root()
+    folders = [root, *(Path(word) for word in words if os.sep in word)]
+    with suppress(OSError), os.scandir(root) as entries:
+        folders += [Path(entry) for entry in entries if entry.name[0] != "."]
+    return tuple((str(folder), stamp(folder)) for folder in folders)
+
+
+def stamp(path: Path) -> _Stamp:
+    """Return what differs once the file has changed; None if there is none."""
+    try:
+        seen = os.stat(path)  # noqa: PTH116  (of each run)
+    except OSError:
+        return None
+    return seen.st_ino, seen.st_size, seen.st_mtime_ns
+
+
+class _Known:
+    """A run, and what was read of it so far."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+        self._status = RunStatus()
+        self._asked_s = float("-inf")
+        self._stamps: tuple[_Stamp, ...] = ()
+        self._record: AttemptRecord | None = None
+        self._metrics = MetricsTail(paths.metrics)
+
+    def is_to_be_asked(self, now_s: float) -> bool:
+        """Tell whether its status may have changed."""
+        stamps = tuple(map(stamp, (self.paths.status, self.paths.run, self.paths.attempts)))
+        has_changed, self._stamps = stamps != self._stamps, stamps
+        return has_changed or self._status.state in GOING_ON or now_s - self._asked_s >= ENDED_EVERY_S
+
+    def answered(self, status: RunStatus, now_s: float) -> None:
+        self._status, self._asked_s = status, now_s
+        if status.attempt:  # before the first there is none
+            self._record = newest_record(self.paths)
+
+    def shown(self, name: str) -> LiveRun:
+        self._metrics.update()
+        facts, jobs = run_facts(self.paths), job_ids(run_facts(self.paths))
+        return LiveRun(
+            paths=self.paths,
+            name=name,
+            experiment=str(facts.get("name", self.paths.folder.parent.name)),
+            status=self._status,
+            job=jobs[-1] if jobs else None,
+            nodes=tuple(self._record.hosts) if self._record else (),
+            eta_s=remaining_s(self._status, self._metrics.training),
+            losses=self._metrics.losses,
+            train=self._metrics.training[-1] if self._metrics.training else {},
+            evaluation=self._metrics.evaluation,
+        )
+
+
+class MetricsTail:
+    """The newest rows of a file that grows; it is opened only if it has changed."""
+
+    def __init__(self, path: Path) -> None:
+        #: The oldest one first.
+        self.training: deque[Row] = deque(maxlen=HISTORY)
+        self.evaluation: Row = {}
+        self.losses: tuple[float, ...] = ()
+        self._path = path
+        self._reader = MetricsReader(path, TAIL_BYTES)
+        self._stamp: _Stamp = None
+
+    def update(self) -> None:
+        """Read what is new. Raises OSError for errors of the disk."""
+        seen = stamp(self._path)
+        if seen == self._stamp:
+            return
+        if seen is None or self._stamp is None or seen[0] != self._stamp[0]:
+            self.training.clear()  # a resume replaced the file: its rows come again
+            self.evaluation = {}
+        for row in self._reader.new_rows():
+            if row.get("split") == "val":
+                self.evaluation = row
+            elif row.get("split") == "train":
+                self.training.append(row)
+        losses = (number(row.get("loss")) for row in self.training)
+        self.losses = tuple(loss for loss in losses if loss is not None)
+        self._stamp = seen

@@ -1,0 +1,68 @@
+"""``cancel`` and ``resume`` on a key: the same commands, each as a process of its own.
+
+So the screen does not wait for them, and a local run that was resumed continues when the screen is left.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import hpc_train
+from hpc_train.console import one_line
+from hpc_train.paths import RunPaths
+
+
+class Command:
+    """``hpc-train cancel RUN`` or ``hpc-train resume RUN``, started when it is made."""
+
+    def __init__(self, words: str, paths: RunPaths, name: str) -> None:
+        """``name``: the run's in messages."""
+        self.title = f"{words} {name}"
+        # A file, not a pipe: nobody may read any more.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `close`)
+        self._read = 0
+        self._last = ""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hpc_train", words, str(paths.folder)],
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._output,
+            start_new_session=True,  # the terminal's signals are for the screen
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_over(self) -> bool:
+        return self._process.poll() is not None
+
+    def new_lines(self) -> list[str]:
+        """Return what it has said since the last call, safe for a terminal."""
+        is_over = self.is_over
+        data = os.pread(self._output.fileno(), 1 << 16, self._read)
+        end = len(data) if is_over else data.rfind(b"\n") + 1
+        self._read += end
+        lines = data[:end].decode("utf-8", "replace").splitlines()
+        found = [one_line(line) for line in lines if line.strip()]
+        self._last = found[-1] if found else self._last
+        return found
+
+    def end(self) -> str:
+        """Return how it ended and its last line; close its output."""
+        self._output.close()
+        code = self._process.wait()
+        return f"{self.title}: {'done' if code == 0 else f'exit code {code}'}; {self._last}".rstrip("; ")
+
+
+def _environment() -> dict[str, str]:
+    """Return what lets the child find this package from any folder, and no other."""
+    place = str(Path(hpc_train.__file__).parents[1])
+    path = os.pathsep.join(filter(None, (place, os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": path}

@@ -1,0 +1,297 @@
+"""``WatchApp``: the full-screen view of runs. Only ``cli.watch`` imports it, since textual takes a while.
+
+A thread reads (``reading_thread``); this one shows what it delivers and answers keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.text import Text
+from textual import events
+from textual.app import App, ComposeResult
+from textual.containers import Vertical
+from textual.message import Message
+from textual.widgets import DataTable, Input, Static
+
+from hpc_train.console import one_line
+from hpc_train.paths import RunPaths
+from hpc_train.report.live import cells as table_cells
+from hpc_train.report.live.cells import COLUMNS, STATE_STYLES, Column
+from hpc_train.report.live.choosing import chosen, counts, next_sort
+from hpc_train.report.live.live_runs import LiveRun, RunsReader
+from hpc_train.report.live.reading_thread import Reading, ReadingThread
+from hpc_train.report.live.run_commands import Command
+from hpc_train.report.live.screens import DetailsView, Help, LogView, Question, styled
+
+_HINT = "⏎ details  l log  c cancel  r resume  / filter  s sort  ? help  q quit"
+_NO_RUNS = "no runs yet; `hpc-train submit FILE` starts some"
+_COMMANDS_EVERY_S = 0.5
+_QUESTIONS = {
+    "cancel": "Cancel {} for good? What it saved is kept.",
+    "resume": "Resume {} from its newest checkpoint?",
+}
+
+
+class HasRead(Message):
+    """The thread has read the runs or the details of one."""
+
+    def __init__(self, reading: Reading) -> None:
+        super().__init__()
+        self.reading = reading
+
+
+class RunTable(DataTable[Text]):
+    """A line per run; home and end go to the first and the last run."""
+
+    BINDINGS = [("home", "scroll_top", "first"), ("end", "scroll_bottom", "last")]
+
+
+class WatchApp(App[None]):
+    """Shows the runs of a ``RunsReader``, read every ``interval_s`` seconds."""
+
+    TITLE = "hpc-train watch"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    #head, #hint { height: 1; text-style: reverse; }
+    #runs { height: 1fr; }
+    #runs > .datatable--cursor { background: $primary 50%; }
+    App:nocolor #runs > .datatable--cursor { text-style: reverse; }
+    #details { height: 40%; min-height: 8; max-height: 14; border-top: solid $primary; }
+    #problem { height: auto; max-height: 2; color: $error; display: none; }
+    #message { height: 1; }
+    #filter { height: 1; border: none; padding: 0; display: none; }
+    """
+    BINDINGS = [
+        ("q", "quit", "quit"),
+        ("l", "log", "log"),
+        ("c", "ask('cancel')", "cancel"),
+        ("r", "ask('resume')", "resume"),
+        ("slash,f", "filter", "filter"),
+        ("s", "sort", "sort"),
+        ("u", "update", "update"),
+        ("question_mark", "help", "help"),
+        ("escape", "clear_filter", "no filter"),
+        ("ctrl+c", "quit", "quit"),
+    ]
+
+    def __init__(self, reader: RunsReader, interval_s: float) -> None:
+        # Without colours of its own where there should be none: the terminal's two remain.
+        super().__init__(ansi_color=True if os.environ.get("NO_COLOR") else None)
+        self.animation_level = "none"
+        self._thread = ReadingThread(reader, interval_s, lambda reading: self.post_message(HasRead(reading)))
+        self._runs: list[LiveRun] = []
+        self._listed: list[LiveRun] = []
+        self._shown: dict[str, tuple[str, ...]] = {}
+        self._columns: Mapping[Column, int] = {}
+        self._selected: RunPaths | None = None
+        self._words, self._sort = "", "name"
+        self._has_read = False
+        self._said = self._message = ""
+        self._commands: list[Command] = []
+
+    @property
+    def living_commands(self) -> list[Command]:
+        """The commands that were started here and have not ended."""
+        return [command for command in self._commands if not command.is_over]
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="head", markup=False)
+        yield RunTable(id="runs", cursor_type="row", cell_padding=0, cursor_foreground_priority="renderable")
+        with Vertical(id="details"):
+            yield Static(id="about", markup=False)
+        yield Static(id="problem", markup=False)
+        yield Input(id="filter", placeholder="words or a state; enter keeps, escape clears", compact=True)
+        yield Static(id="message", markup=False)
+        yield Static(id="hint", markup=False)
+
+    def on_mount(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGHUP):  # the terminal is restored all the same
+            asyncio.get_running_loop().add_signal_handler(number, self.exit)
+        self.begin_capture_print(self)  # what launchers say
+        self.query_one("#filter", Input).cursor_blink = False
+        self.query_one(RunTable).focus()
+        self._show_head()
+        self._thread.start()
+
+    def on_unmount(self) -> None:
+        self._thread.stop()
+
+    def on_resize(self, event: events.Resize) -> None:
+        self._columns = {}
+        self.call_after_refresh(self._show_runs)
+
+    def on_print(self, event: events.Print) -> None:
+        self._said += event.text
+
+    def on_has_read(self, message: HasRead) -> None:
+        """Show what was read; a problem stays until the next reading of all runs."""
+        if not self.query("#hint"):
+            return  # the screen is being left
+        reading = message.reading
+        if reading.runs is not self._runs or reading.problem:
+            self._show_problem(reading.problem or self._said)
+            self._said = ""
+        if reading.runs is not self._runs:
+            self._runs, self._has_read = reading.runs, True
+            self._show_runs()
+        if reading.details is not None and reading.details.paths == self._selected:
+            width = self.query_one("#about").size.width
+            self.query_one("#about", Static).update(styled(reading.details.fitted(width)))
+            if isinstance(self.screen, DetailsView):
+                self.screen.show(reading.details)
+
+    def _show_head(self) -> None:
+        found = counts(self._listed) if self._has_read else "reading…"
+        words = [f"hpc-train watch  {found}", f"sort: {self._sort}"]
+        words += [f"filter: {one_line(self._words)}"] if self._words else []
+        words += [time.strftime("%H:%M:%S")] if self._has_read else []
+        for line, shown in (("#head", "  ".join(words)), ("#hint", _HINT)):
+            self.query_one(line, Static).update(Text(shown.ljust(self.size.width), no_wrap=True))
+
+    def _show_problem(self, words: str) -> None:
+        line = self.query_one("#problem", Static)
+        line.display = bool(words.strip())
+        line.update(Text(one_line(" ".join(words.split()))))
+
+    def _say(self, words: str) -> None:
+        self._message = words
+        for line in self.query("#message").results(Static):
+            line.update(Text(one_line(words), no_wrap=True))
+
+    def _show_runs(self) -> None:
+        """Bring the table up to date: changed cells only, unless rows or columns differ."""
+        self._listed = chosen(self._runs, self._words, self._sort)
+        self._show_head()
+        table = self.query_one(RunTable)
+        columns = table_cells.columns_for(self._listed, table.size.width - 2)  # a scroll bar's
+        lines = {str(run.paths.folder): table_cells.cells(run, columns) for run in self._listed}
+        if columns != self._columns or list(lines) != list(self._shown):
+            self._rebuild(columns, lines)
+        else:
+            self._change(table, lines)
+        self._shown = lines
+        if self._has_read:
+            self._say_if_none()
+
+    def _say_if_none(self) -> None:
+        """Say that there are no runs, until there are."""
+        if not self._runs:
+            self._say(_NO_RUNS)
+        elif self._message == _NO_RUNS:
+            self._say("")
+
+    def _rebuild(self, columns: Mapping[Column, int], lines: Mapping[str, Sequence[str]]) -> None:
+        table, selected = self.query_one(RunTable), self._selected
+        with self.prevent(DataTable.RowHighlighted):
+            table.clear(columns=True)
+            for column, width in columns.items():
+                table.add_column(Text(table_cells.cut(column.head, width)), key=column.head, width=width + 1)
+            for key, texts in lines.items():
+                table.add_row(*self._texts(columns, texts), key=key)
+            places = [run.paths for run in self._listed]
+            if selected in places:
+                table.move_cursor(row=places.index(selected), animate=False)
+        self._columns = columns
+        self._select(selected if selected in places else next(iter(places), None))
+
+    def _change(self, table: RunTable, lines: Mapping[str, Sequence[str]]) -> None:
+        for key, texts in lines.items():
+            before = self._shown[key]
+            if texts == before:
+                continue
+            new = self._texts(self._columns, texts)
+            for column, old, text, cell in zip(self._columns, before, texts, new, strict=True):
+                if old != text:
+                    table.update_cell(key, column.head, cell)
+
+    def _texts(self, columns: Mapping[Column, int], texts: Sequence[str]) -> list[Text]:
+        """Return the cells of a line; the run's state has its colour."""
+        by_head = {column.head: text for column, text in zip(columns, texts, strict=True)}
+        style = STATE_STYLES.get(by_head.get("state", ""), "")
+        coloured = {"state": style, COLUMNS[-1].head: style if "failed" in by_head.values() else ""}
+        return [Text(text, style=coloured.get(head, ""), no_wrap=True) for head, text in by_head.items()]
+
+    def _select(self, paths: RunPaths | None) -> None:
+        if paths != self._selected:
+            self._selected = paths
+            self.query_one("#about", Static).update("")
+        self._thread.select(paths, is_full=isinstance(self.screen, DetailsView))
+
+    def _run(self) -> LiveRun | None:
+        return next((run for run in self._listed if run.paths == self._selected), None)
+
+    def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
+        if 0 <= event.cursor_row < len(self._listed):
+            self._select(self._listed[event.cursor_row].paths)
+
+    def on_data_table_row_selected(self, event: DataTable.RowSelected) -> None:
+        """Open the details of the run on enter."""
+        if run := self._run():
+            self.push_screen(DetailsView(run.paths, run.name), lambda _: self._select(self._selected))
+            self._thread.select(run.paths, is_full=True)
+
+    def action_log(self) -> None:
+        if run := self._run():
+            self.push_screen(LogView(run.paths, run.name))
+
+    def action_help(self) -> None:
+        self.push_screen(Help())
+
+    def action_sort(self) -> None:
+        self._sort = next_sort(self._sort)
+        self._show_runs()
+
+    def action_update(self) -> None:
+        self._thread.read_now()
+
+    def action_filter(self) -> None:
+        words = self.query_one("#filter", Input)
+        words.display = True
+        words.focus()
+
+    def action_clear_filter(self) -> None:
+        words = self.query_one("#filter", Input)
+        words.value, words.display = "", False
+        self.query_one(RunTable).focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self._words = event.value
+        self._show_runs()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.input.display = False
+        self.query_one(RunTable).focus()
+
+    def action_ask(self, words: str) -> None:
+        """Ask whether to ``cancel`` or ``resume`` the selected run, then do it."""
+        run = self._run()
+        if run is None:
+            return
+
+        def answered(is_wanted: bool | None) -> None:
+            if is_wanted:
+                self._start(words, run)
+
+        self.push_screen(Question(_QUESTIONS[words].format(one_line(run.name))), answered)
+
+    def _start(self, words: str, run: LiveRun) -> None:
+        command = Command(words, run.paths, run.name)
+        self._commands.append(command)
+        self._say(f"{command.title} …")
+        self.set_timer(_COMMANDS_EVERY_S, lambda: self._follow(command))
+
+    def _follow(self, command: Command) -> None:
+        """Show what the command says until it has ended."""
+        is_over = command.is_over
+        for line in command.new_lines()[-1:]:
+            self._say(line)
+        if is_over:
+            self._say(command.end())
+            self._thread.read_now()
+        else:
+            self.set_timer(_COMMANDS_EVERY_S, lambda: self._follow(command))

@@ -1,0 +1,58 @@
+"""The app of ``watch`` in this process, without a terminal, and what is on its screen."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from textual.pilot import Pilot
+
+from hpc_train.report.live.live_runs import RunsReader
+from hpc_train.report.live.watch_app import WatchApp
+
+_LIMIT_S = 20.0
+
+
+def lines_of(app: WatchApp) -> list[str]:
+    """Return the screen's lines as they are drawn."""
+    return [strip.text.rstrip() for strip in app.screen._compositor.render_strips()]
+
+
+def text_of(app: WatchApp) -> str:
+    return "\n".join(lines_of(app))
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], object], what: str) -> None:
+    """Let the app work until the condition holds."""
+    deadline = time.monotonic() + _LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not seen: {what}\n{text_of(_app(pilot))}"
+        await pilot.pause(0.02)
+
+
+async def shows(pilot: Pilot[None], *words: str) -> None:
+    """Wait until all of it is on the screen."""
+    for each in words:
+        await until(pilot, lambda each=each: each in text_of(_app(pilot)), each)
+
+
+def _app(pilot: Pilot[None]) -> WatchApp:
+    assert isinstance(pilot.app, WatchApp)
+    return pilot.app
+
+
+def on_screen(
+    test: Callable[[WatchApp, Pilot[None]], Awaitable[None]],
+    size: tuple[int, int] = (80, 24),
+    words: Sequence[str] = (),
+    interval_s: float = 60.0,
+) -> None:
+    """Run the app, and ``test`` with it."""
+
+    async def run() -> None:
+        app = WatchApp(RunsReader(words), interval_s)
+        async with app.run_test(size=size) as pilot:
+            await test(app, pilot)
+
+    asyncio.run(run())

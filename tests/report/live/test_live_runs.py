@@ -1,0 +1,199 @@
+"""What the screen shows of runs, and that little is read for it."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launchers.following import FollowingLauncher
+from hpc_train.paths import RunPaths, runs_root
+from hpc_train.report.live import live_runs as reading_module
+from hpc_train.report.live.cells import COLUMNS, bar, cells, columns_for, short_number, sparkline
+from hpc_train.report.live.choosing import chosen, counts, next_sort
+from hpc_train.report.live.details import DetailsReader
+from hpc_train.report.live.live_runs import ENDED_EVERY_S, LiveRun, RunsReader
+from hpc_train.report.live.log_tail import LogTail
+from hpc_train.run.files import remove_folder
+from hpc_train.run.run_status import RunStatus, write_status
+from tests.calls import work_of
+from tests.launchers.slurm.programs import put_programs_first
+from tests.launchers.slurm.queued import queued_run
+from tests.report.live.runs import add_rows, made_run
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_a_run_is_shown_as_its_files_say() -> None:
+    paths = made_run(runs_root())
+    (run,) = RunsReader([]).read()
+    assert (run.name, run.experiment, run.state, run.nodes) == ("abc", "small", "running", ("n1",))
+    assert (run.share, run.rate, run.data_wait, run.mfu) == (0.3, (1234.5, "samples/s"), 0.25, 0.41)
+    assert run.losses == tuple(2.0 / step for step in range(1, 31))
+    assert run.metric == ("accuracy", 0.3)
+    assert run.eta_s == pytest.approx(70, abs=2)
+    write_status(paths, RunStatus("failed", 30, 100, 1.0, 1, "rank 0: no"))
+    details = dict(DetailsReader(paths).read(run, is_full=True).lines)
+    assert details["best"] == "accuracy 0.3 at step 30"
+    assert details["speed"] == "1.23k samples/s, 1 s per step, 25.0% of it waits for data, MFU 41.0%"
+    assert details["folder"] == str(paths.folder)
+
+
+def test_new_rows_runs_and_removed_runs_are_seen() -> None:
+    paths, reader = made_run(runs_root()), RunsReader([])
+    reader.read()
+    add_rows(paths, 31, since=31)
+    other = made_run(runs_root(), "def", "completed")
+    by_name = {run.name: run for run in reader.read()}
+    assert by_name["abc"].train["step"] == 31 and by_name["def"].state == "completed"
+    remove_folder(other.folder)
+    assert [run.name for run in reader.read()] == ["abc"]
+
+
+def test_words_choose_runs_and_a_removed_one_leaves_the_others() -> None:
+    made_run(runs_root())
+    paths = made_run(runs_root(), "def")
+    made_run(runs_root(), "ghi")
+    reader = RunsReader(["abc", "def"])
+    assert [run.name for run in reader.read()] == ["abc", "def"]
+    remove_folder(paths.folder)
+    assert [run.name for run in reader.read()] == ["abc"]
+
+
+def test_rows_that_a_resume_withdrew_are_gone() -> None:
+    paths, reader = made_run(runs_root()), RunsReader([])
+    reader.read()
+    shorter = paths.folder / "new"
+    shorter.write_text("".join(paths.metrics.read_text().splitlines(keepends=True)[:5]))
+    shorter.rename(paths.metrics)
+    (run,) = reader.read()
+    assert len(run.losses) == 5 and run.evaluation == {}
+
+
+def test_files_that_have_not_changed_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        made_run(runs_root(), f"run{number}", "completed")
+    reader = RunsReader([])
+    reader.read()
+    opened = work_of(reader.read, monkeypatch).opened
+    assert not [path for path in opened if str(runs_root()) in path]
+
+
+def test_of_a_long_file_only_the_end_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = made_run(runs_root())
+    add_rows(paths, 2000, since=31)
+    (run,) = RunsReader([]).read()
+    assert len(run.losses) == reading_module.HISTORY and run.train["step"] == 2000
+
+
+def test_ended_runs_are_asked_about_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(reading_module, "time", clock)
+    asked: list[list[RunPaths]] = []
+    real = FollowingLauncher.status
+
+    def status(self: FollowingLauncher, runs: list[RunPaths], **kwargs: bool) -> list[RunStatus]:
+        asked.append(runs)
+        return real(self, runs, **kwargs)
+
+    monkeypatch.setattr(FollowingLauncher, "status", status)
+    made_run(runs_root(), "abc", "completed")
+    running = made_run(runs_root(), "def")
+    reader = RunsReader([])
+    for _ in range(3):
+        reader.read()
+    assert [len(runs) for runs in asked] == [2, 1, 1], "one question for all runs of a launcher"
+    assert asked[-1] == [running]
+    clock.now_s += ENDED_EVERY_S
+    reader.read()
+    assert len(asked[-1]) == 2
+
+
+def test_a_scheduler_is_asked_once_for_all_runs_and_its_error_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = put_programs_first(tmp_path, monkeypatch)
+    programs.put("squeue", "echo no answer >&2; exit 1")
+    for number in range(5):
+        queued_run(runs_root(), str(number + 1), f"run{number}")
+    reader = RunsReader([])
+    for _ in range(3):
+        assert [run.state for run in reader.read()] == ["pending"] * 5
+    assert len(programs.calls("squeue")) == 1, "the others take its answer of the last 10 s"
+    assert "what follows is what the run folders say" in capsys.readouterr().err
+
+
+def test_a_log_is_followed_from_near_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    tail = LogTail(path, tail_bytes=32)
+    assert tail.new_lines() == []
+    path.write_text("".join(f"line {number}\n" for number in range(20)) + "unfini")
+    assert tail.new_lines() == ["line 17", "line 18", "line 19"]
+    with path.open("a") as file:
+        file.write("shed\na\x1b[31mb\rc\n")
+    assert tail.new_lines() == ["unfinished", "a\\x1b[31mb", "c"]
+    path.write_text("new\n")
+    assert tail.new_lines() == ["new"]
+    path.unlink()
+    os.mkfifo(path)
+    assert tail.new_lines() == []
+
+
+def _runs() -> list[LiveRun]:
+    for run_id, state, step in (("a1", "running", 50), ("b2", "failed", 20), ("c3", "completed", 100)):
+        made_run(runs_root(), run_id, state, step)
+    return RunsReader([]).read()
+
+
+def test_runs_are_filtered_by_words_and_states_and_sorted() -> None:
+    runs = _runs()
+    assert [run.name for run in chosen(runs, "", "name")] == ["a1", "b2", "c3"]
+    assert [run.name for run in chosen(runs, "FAILED", "name")] == ["b2"]
+    assert [run.name for run in chosen(runs, "small valueerror", "name")] == ["b2"]
+    assert chosen(runs, "small nothing", "name") == []
+    orders = {"state": "b2 a1 c3", "progress": "c3 a1 b2", "ETA": "a1 b2 c3", "loss": "c3 a1 b2"}
+    sort = "name"
+    for _ in orders:
+        sort = next_sort(sort)
+        assert " ".join(run.name for run in chosen(runs, "", sort)) == orders[sort]
+    assert next_sort(sort) == "name"
+    assert counts(runs) == "3 runs: 1 failed, 1 running, 1 completed"
+
+
+@pytest.mark.parametrize("width", [40, 60, 78, 100, 118, 158, 198, 300])
+def test_the_columns_fit_the_screen(width: int) -> None:
+    runs = _runs()
+    columns = columns_for(runs, width)
+    heads = [column.head for column in columns]
+    assert sum(columns.values()) + len(columns) - 1 <= max(width, 60)
+    assert heads[0] == "run" and {"state", "progress", "ETA", "loss"} <= set(heads)
+    if width >= 78:
+        assert heads[-1] == COLUMNS[-1].head
+    if width >= 158:
+        assert {"rate", "wait", "MFU", "nodes", "tries", "experiment"} <= set(heads)
+    for run in runs:
+        line = cells(run, columns)
+        assert all(len(text) <= place for text, place in zip(line, columns.values(), strict=True))
+        assert run.state in line
+
+
+def test_a_sparkline_shows_trend_and_non_finite_values() -> None:
+    assert sparkline([4.0, 3.0, 2.0, 1.0], 10) == "█▆▃▁"
+    assert sparkline([1.0, math.nan, 2.0], 3) == "▁×█"
+    assert sparkline([1e308, -1e308], 2) == "█▁"
+    assert sparkline([5.0] * 100, 4) == "▁▁▁▁"
+    assert sparkline([], 4) == ""
+    assert (bar(0.5, 8), bar(1.0, 3)) == ("████░░░░", "███")
+    assert [short_number(value) for value in (3.14159, 1234.5, 2.5e7, math.inf)] == [
+        "3.14", "1.23k", "25M", "inf",
+    ]  # fmt: skip
