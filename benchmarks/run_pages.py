@@ -1,26 +1,30 @@
-"""The time of `report` and `compare` of many finished runs, beside reading the same files.
+"""The time of `report`, `compare` and `status` of many finished runs, beside reading the same files.
 
     python -m benchmarks.run_pages [--rounds 7] [--quick]
 
 The runs are made here: each has 200 steps in ``metrics.jsonl``, attempts and evaluations. The baseline is a
-bare Python that reads every ``run.json``, ``status.json`` and ``metrics.jsonl`` and parses each line. Writes
-benchmarks/results/run_pages.json. ``--quick``: 20 runs.
+bare Python that reads every ``run.json``, ``status.json`` and ``metrics.jsonl`` and parses each line. Then
+`status` and `compare` of 10,000 runs, once each. Writes benchmarks/results/run_pages.json. ``--quick``: 20
+runs.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from benchmarks.measuring import ROOT, comparison, conditions, interleaved, parser, report, rounds_of
+from benchmarks.measuring import ROOT, comparison, conditions, interleaved, parser, report, rounds_of, table
 from tests.report.made_runs import made_sweep
 
 COUNT, COUNT_QUICK, STEPS = 1000, 20, 200
+MANY = 10_000
 BARE, REPORT, COMPARE = "bare reading", "hpc-train report", "hpc-train compare"
 READS = """
 import json, pathlib, sys
@@ -47,7 +51,27 @@ def main() -> None:
         }
         values = interleaved(arms, rounds_of(arguments))
     title = f"report and compare of {count:,} runs"
-    report("run_pages", arguments, conditions(), [comparison(title, "seconds", values, BARE)])
+    many = _of_many(COUNT_QUICK if arguments.quick else MANY)
+    report("run_pages", arguments, conditions(), [comparison(title, "seconds", values, BARE)], [many])
+
+
+def _of_many(count: int) -> dict[str, Any]:
+    """Return the table of wall and CPU time of commands on this many runs."""
+    rows: dict[str, dict[str, float | None]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Path(folder, "runs")
+        name = made_sweep(runs, count, steps=STEPS)[0].siblings.folder.name
+        for command in (["status"], ["compare", name]):
+            before = _cpu_seconds()
+            wall_s = _seconds(runs, ["-m", "hpc_train", *command])
+            rows[f"hpc-train {command[0]}"] = {"wall": wall_s, "CPU": _cpu_seconds() - before}
+    return table(f"status and compare of {count:,} runs", "seconds", rows)
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of commands that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _seconds(runs: Path, command: list[str]) -> float:

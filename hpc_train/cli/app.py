@@ -219,11 +219,24 @@ def plan(
     as_json: Json = False,
     script: Annotated[bool, typer.Option("--script", help="Also show the batch script of each job.")] = False,
     launcher: LauncherName = None,
+    throughput: Annotated[
+        float | None,
+        typer.Option(
+            "--throughput", min=1e-9, help="Samples per second of one rank; default: as earlier runs did."
+        ),
+    ] = None,
 ) -> int:
-    """Show what would run: ranks, batches, GPU-hours."""
+    """Show what would run: ranks, batches, time, GPU-hours, earliest start."""
     from hpc_train.cli.plan import PlanOptions, plan
 
-    options = PlanOptions(local=local, devices=devices, launcher=launcher, as_json=as_json, script=script)
+    options = PlanOptions(
+        local=local,
+        devices=devices,
+        launcher=launcher,
+        as_json=as_json,
+        script=script,
+        throughput=throughput,
+    )
     return plan(file, overrides or [], options)
 
 
@@ -302,11 +315,18 @@ def search(
 
 
 @_command
-def status(runs: MaybeRuns = None, as_json: Json = False) -> int:
-    """Show the status of runs."""
-    from hpc_train.cli.status import status
+def status(
+    runs: MaybeRuns = None,
+    as_json: Json = False,
+    sort: Annotated[
+        str | None, typer.Option("--sort", metavar="KEY", help="Sort by a column or a swept key.")
+    ] = None,
+    failed: Annotated[bool, typer.Option("--failed", help="Only runs that have failed.")] = False,
+) -> int:
+    """Show the status of runs; of one that is named, what it used and lost, too."""
+    from hpc_train.cli.status import StatusOptions, status
 
-    return status(runs or [], as_json=as_json)
+    return status(runs or [], StatusOptions(as_json=as_json, sort=sort, failed=failed))
 
 
 @_command

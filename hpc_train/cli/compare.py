@@ -23,11 +23,12 @@ from hpc_train.report.metric_values import (
     SPLITS,
     Metric,
     Point,
+    candidate_metrics,
     find_metric,
-    last_and_best,
+    last_and_best_of,
     sort_key,
 )
-from hpc_train.report.metrics_reader import POSITION, rows_in
+from hpc_train.report.metrics_reader import POSITION, rows_in, validation_rows
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import elapsed_s, short_duration
@@ -79,8 +80,9 @@ def compare(words: Sequence[str], options: CompareOptions) -> ExitCode:
         return compare_two(words, as_json=options.as_json)
     as_csv, as_json = options.as_csv, options.as_json
     runs = find_readable(words)
-    chosen = _chosen(runs, options.metric)
-    compared = sorted(_compared(runs, chosen), key=lambda run: sort_key(run.best, chosen))
+    measured = _measured(runs, options.metric)
+    chosen = measured.metric
+    compared = sorted(_compared(runs, measured), key=lambda run: sort_key(run.best, chosen))
     keys = list(dict.fromkeys(key for each in compared for key in each.values))
     if options.over or options.group_by:
         averaged = _averaged(keys, options)
@@ -94,14 +96,33 @@ def compare(words: Sequence[str], options: CompareOptions) -> ExitCode:
     return ExitCode.DONE
 
 
-def _chosen(runs: Sequence[RunPaths], wanted: str | None) -> Metric:
-    """Return the requested metric: of validation rows, or of training rows if those lack it."""
-    found = {metric for paths in runs for metric in _metrics_of(paths.metrics)}
-    if metric := find_metric(found, wanted):
-        return metric
-    if wanted is None:
-        return Metric(SPLITS[0], PREFERRED[0])  # nothing was measured yet
-    listed = ", ".join(sorted(map(str, found))) or "none yet"
+@dataclass(frozen=True)
+class _Measured:
+    """Last and best value of each run, in the metric that is compared."""
+
+    metric: Metric
+    points: dict[RunPaths, tuple[Point | None, Point | None]]
+
+
+def _measured(runs: Sequence[RunPaths], wanted: str | None) -> _Measured:
+    """Return the requested metric: of validation rows, or of training rows if those lack it.
+
+    Training rows are most of the files, so they are parsed only if no run has the metric in the others.
+    """
+    for split in SPLITS:
+        rows_of = validation_rows if split == "val" else rows_in
+        candidates = [each for each in candidate_metrics(wanted) if each.split == split]
+        found = {paths: last_and_best_of(rows_of(paths.metrics), candidates) for paths in runs}
+        for metric in candidates:
+            points = {paths: of_run[metric] for paths, of_run in found.items()}
+            if any(last is not None for last, _ in points.values()):
+                return _Measured(metric, points)
+    if wanted is None:  # nothing was measured yet
+        return _Measured(Metric(SPLITS[0], PREFERRED[0]), dict.fromkeys(runs, (None, None)))
+    known = {metric for paths in runs for metric in _metrics_of(paths.metrics)}
+    if (named := find_metric(known, wanted)) is not None:  # its values are no numbers
+        return _Measured(named, dict.fromkeys(runs, (None, None)))
+    listed = ", ".join(sorted(map(str, known))) or "none yet"
     raise UsageError(f"--metric: {wanted} is in no run's metrics.jsonl; there are {listed}")
 
 
@@ -111,15 +132,14 @@ def _metrics_of(file: Path) -> set[Metric]:
     }
 
 
-def _compared(runs: Sequence[RunPaths], metric: Metric) -> Iterator[Compared]:
+def _compared(runs: Sequence[RunPaths], measured: _Measured) -> Iterator[Compared]:
     files = [RunFiles.read(paths) for paths in runs]
     names, settings, facts = run_names(runs), changed_keys(runs), _facts(files)
     for run, status in zip(files, statuses(runs), strict=True):
         paths = run.paths
-        last, best = last_and_best(rows_in(paths.metrics), metric)
         values = settings[paths] | facts[paths]
         duration = elapsed_s(run, status)
-        yield Compared(paths, names[paths], status.state, values, last, best, duration)
+        yield Compared(paths, names[paths], status.state, values, *measured.points[paths], duration)
 
 
 def _facts(runs: Sequence[RunFiles]) -> dict[RunPaths, dict[str, Any]]:

@@ -33,7 +33,10 @@ def validate(file: Path, overrides: Sequence[str], *, as_json: bool = False) -> 
 
 
 def _checked(file: Path, overrides: Sequence[str]) -> tuple[Plan, int]:
-    """Return the plan of a file that ``submit`` would take, and its number of runs; raises BadFileError with all problems."""
+    """Return the plan of a file that ``submit`` would take, and its number of runs.
+
+    Raises BadFileError with all problems.
+    """
     loaded, options = load(file, overrides), LauncherOptions()
     launcher = options.load()
     plan = with_found_sizes(options.plan(launcher, loaded, None))

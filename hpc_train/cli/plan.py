@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cli import plan_cost, queue_forecast
 from hpc_train.cli.found_sizes import with_found_sizes
 from hpc_train.cli.searching import next_trials
 from hpc_train.config.training_sections import DataConfig
@@ -92,6 +93,8 @@ class PlanOptions(LauncherOptions):
 
     as_json: bool = False
     script: bool = False
+    #: Samples per second of one rank; None: by earlier runs.
+    throughput: float | None = None
 
 
 def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode:
@@ -111,13 +114,22 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
             problems += error.problems
     if options.script:
         problems += lacking
-    show(made, as_json=options.as_json, scripts=scripts if options.script or options.as_json else ())
-    lines = problems or _missing_pack(loaded)
+    cost = plan_cost.cost_of(made, options.throughput)
+    refused = plan_cost.over_budget_lines(loaded, made, cost)
+    queue = queue_forecast.QueueForecast(refused)
+    if not problems and not lacking and not refused:
+        queue = queue_forecast.ask(launcher, loaded, made)
+    shown = scripts if options.script or options.as_json else ()
+    more = queue.to_json() | cost.to_json(made)
+    show(made, as_json=options.as_json, scripts=shown, more=more, more_columns=cost.columns())
+    lines = problems or [*queue.refused, *_missing_pack(loaded)]
     for line in lines:
         say(line)
+    plan_cost.say_cost(cost)
+    queue_forecast.say_forecast(queue, made)
     if not lines:
         _say_pack(loaded.experiment.data)
-    return ExitCode.DONE
+    return ExitCode.BAD_FILE if queue.refused else ExitCode.DONE
 
 
 def submit_problems(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]:
@@ -200,12 +212,22 @@ def batch_scripts(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]:
     return launcher.scripts(folder, requests)
 
 
-def show(made: Plan, *, as_json: bool, scripts: Sequence[str] = ()) -> None:
-    """Print the plan, and the batch scripts of its runs, to stdout."""
+def show(
+    made: Plan,
+    *,
+    as_json: bool,
+    scripts: Sequence[str] = (),
+    more: Mapping[str, Any] | None = None,
+    more_columns: Sequence[tuple[str, Sequence[str]]] = (),
+) -> None:
+    """Print the plan, and the batch scripts of its runs, to stdout.
+
+    ``more``: keys of the JSON. ``more_columns``: heads and cells of the table.
+    """
     if as_json:
-        put_json(made.to_json() | {"scripts": list(scripts)})
+        put_json(made.to_json() | {"scripts": list(scripts), **(more or {})})
         return
-    for line in columns(_table(made.runs)):
+    for line in columns(_table(made.runs, more_columns)):
         put(line)
     for hint in dict.fromkeys(map(_hint, made.runs)):
         if hint:
@@ -215,9 +237,13 @@ def show(made: Plan, *, as_json: bool, scripts: Sequence[str] = ()) -> None:
         put(script.rstrip("\n"))
 
 
-def _table(runs: Sequence[PlannedRun]) -> list[list[str]]:
+def _table(
+    runs: Sequence[PlannedRun], more_columns: Sequence[tuple[str, Sequence[str]]] = ()
+) -> list[list[str]]:
     """Return heads and cells; columns without information are omitted."""
     rows = [[*_HEADS], *map(_cells, runs)]
+    for head, cells in more_columns:
+        _append(rows, head, cells)
     if any(len(traits_of(run.experiment.parallel.strategy).degrees) > 1 for run in runs):
         _append(rows, "degrees", ["misfit" if run.degrees is None else in_words(run.degrees) for run in runs])
     if any(run.stages for run in runs):

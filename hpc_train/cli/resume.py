@@ -10,6 +10,7 @@ from hpc_train.cli.code import code_on_resume, is_new
 from hpc_train.cli.file_changes import either, say_file_changes
 from hpc_train.cli.next_steps import has_saved, new_run_command, next_attempt_words, next_steps
 from hpc_train.cli.plan import launcher_problems
+from hpc_train.cli.queue_forecast import refuse_never_starting
 from hpc_train.cli.starting import polling, report, start
 from hpc_train.cli.status import rows_of
 from hpc_train.cli.version_changes import VersionChange, other_python, version_change
@@ -153,6 +154,7 @@ def _resume_batch(name: str, runs: Sequence[RunPaths], request: _Request) -> lis
             codes += [] if code is None else [code]
             ready += [paths] if code is None else []
         prepared = [_prepare(paths, request, name, launcher) for paths in ready]
+        refuse_never_starting(launcher, [each.loaded for each in prepared])
         living = {each.paths: None for each in prepared if _outlives(each.paths, request)}
         codes += [_refuse_living(paths, read_status(paths)) for paths in living]
         prepared = [each for each in prepared if each.paths not in living]

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cli.row_order import sorted_rows
+from hpc_train.cli.run_usage import used_by
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import JSON_VERSION, columns, put, put_json, say
 from hpc_train.errors import BadFileError, ExitCode
@@ -15,12 +17,13 @@ from hpc_train.paths import RunPaths
 from hpc_train.recovery.budgets import Left
 from hpc_train.report.changed_keys import in_words
 from hpc_train.report.goodput import goodput
-from hpc_train.report.metrics_reader import last_metric, newest_rows
+from hpc_train.report.metrics_reader import last_metric, newest_judged, newest_rows
 from hpc_train.report.recovery_budget import Recovery, recovery_of
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import Restart, elapsed_s, newest_restart, remaining_s, short_duration
 from hpc_train.report.step_layout import layout_of, ranks_of
+from hpc_train.report.usage import Usage, counts_by_state
 from hpc_train.run.attempts import job_ids, newest_number
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
@@ -30,7 +33,7 @@ from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.run_status import RunStatus, read_status
 from hpc_train.run.tracebacks import shortened_traceback
 
-_HEADS = ("run", "experiment", "state", "step", "job", "elapsed", "ETA", "last metric or reason")
+_HEADS = ("run", "experiment", "state", "step", "job", "elapsed", "ETA", "values", "last metric or reason")
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,9 @@ class RunRow:
     #: With ``checkpoint.best``: ``metric``, ``value`` and ``step`` of the best checkpoint; None before the
     #: first, or if nobody asked for it.
     best: dict[str, Any] | None = None
+    #: What the run has used and lost: ``report.usage.Usage``; None before the first attempt, or if nobody
+    #: asked for it.
+    usage: dict[str, Any] | None = None
 
     @classmethod
     def of(cls, paths: RunPaths) -> RunRow:
@@ -83,22 +89,28 @@ class RunRow:
         return rows_of([paths])[0]
 
     @classmethod
-    def at(cls, paths: RunPaths, now: RunStatus, *, is_full: bool = True) -> RunRow:
+    def at(
+        cls, paths: RunPaths, now: RunStatus, *, is_full: bool = True, with_accounting: bool = False
+    ) -> RunRow:
         """Return the row of a run with the status ``now``.
 
+        ``with_accounting``: the scheduler is asked what the run's jobs used.
         Unless ``is_full``, without what a table of many runs does not show and what takes long to read:
-        goodput (all rows of the metrics), and the budget of a run that has had no attempt.
+        goodput and usage (all rows of the metrics), the arithmetic of a step, and the budget of a run that
+        has had no attempt.
         """
         run = RunFiles.read(paths)
         facts, record = run.facts, run.newest_record
         jobs = job_ids(facts)
         recovery = recovery_of(run, now) if is_full or run.attempts else Recovery()
-        layout = layout_of(paths, facts, record)
+        layout = layout_of(paths, facts, record) if is_full else None
         values = facts.get("values")
-        rows = newest_rows(paths.metrics)
+        # Only a run that trains needs more than one row: for its rate.
+        rows = newest_rows(paths.metrics) if now.state == "running" else newest_judged(paths.metrics)
         elapsed, remaining = elapsed_s(run, now), remaining_s(now, rows)
         share = goodput(paths, now, elapsed) if is_full else None
         best = _best(paths) if is_full else None
+        used = used_by(run, now, with_accounting=with_accounting) if is_full else None
         return cls(
             id=str(facts.get("id", paths.folder.name)),
             name=str(facts.get("name", paths.folder.parent.name)),
@@ -124,6 +136,7 @@ class RunRow:
             last_metric=last_metric(rows),
             goodput=None if share is None else round(share, 4),
             best=None if best is None else best.to_json(),
+            usage=None if used is None else used.to_json(),
         )
 
     @property
@@ -151,6 +164,7 @@ class RunRow:
             self.progress,
             self.job or "",
             *times,
+            in_words(self.values or {}),
             self.reason or self.metric,
         ]
 
@@ -165,6 +179,7 @@ class RunRow:
                 "goodput",
                 "" if self.goodput is None else f"{self.goodput:.1%} of {short_duration(self.elapsed_s)}",
             ),
+            *(Usage(**self.usage).details() if self.usage else ()),
             ("values", in_words(self.values or {})),
             ("code", self._code_words()),
             ("folder", self.path),
@@ -183,31 +198,70 @@ class RunRow:
         return ", ".join(filter(None, (commit, snapshot)))
 
 
-def status(words: Sequence[str], *, as_json: bool) -> ExitCode:
+@dataclass(frozen=True, kw_only=True)
+class StatusOptions:
+    """The options of ``status``."""
+
+    as_json: bool = False
+    #: A column or a swept key by which rows are sorted; None: by experiment and id.
+    sort: str | None = None
+    failed: bool = False
+
+
+def status(words: Sequence[str], options: StatusOptions) -> ExitCode:
     """Show the given runs, or all."""
     runs = find_readable(words)
-    rows = rows_of(runs, is_full=as_json or len(runs) == 1)
-    if as_json:
+    rows = rows_of(runs, is_full=options.as_json or len(runs) == 1)
+    if options.failed:
+        rows = [row for row in rows if row.state == "failed"]
+    if options.sort is not None:
+        rows = sorted_rows(rows, options.sort)
+    if options.as_json:
         put_json(rows_json(rows))
         return ExitCode.DONE
-    if not rows:
+    if not runs:
         say("no runs yet; `hpc-train submit FILE` starts some")
+    elif not rows:
+        say("no run has failed")
     else:
-        names = run_names(runs)
-        print_table(_HEADS, [row.cells(names[paths]) for paths, row in zip(runs, rows, strict=True)])
+        _print_rows(rows, is_grouped=options.sort is None)
     if words and len(rows) == 1:
-        _print_details(runs[0], rows[0])
+        _print_details(rows[0].paths, rows[0])
     if len(rows) == 1 and rows[0].micro_batch_size is not None:
         say(f"optimization.micro_batch_size: auto is {rows[0].micro_batch_size} in this run")
     if len(rows) == 1 and rows[0].state == "failed":
-        _print_error(runs[0])
+        _print_error(rows[0].paths)
     return ExitCode.DONE
+
+
+def _print_rows(rows: Sequence[RunRow], *, is_grouped: bool) -> None:
+    """Print the table; above the runs of a sweep a line with their number by state."""
+    paths = [row.paths for row in rows]
+    names = run_names(paths)
+    cells = [row.cells(names[each]) for each, row in zip(paths, rows, strict=True)]
+    print_table(_HEADS, cells, _titles(rows) if is_grouped else {})
+
+
+def _titles(rows: Sequence[RunRow]) -> dict[int, str]:
+    """Return place of the first row → line above it, for each experiment that is a sweep."""
+    states: dict[str, list[str]] = {}
+    first: dict[str, int] = {}
+    for place, row in enumerate(rows):
+        states.setdefault(row.name, []).append(row.state)
+        if row.values:
+            first.setdefault(row.name, place)
+    return {
+        place: f"{name}: {counts_by_state(states[name])}"
+        for name, place in first.items()
+        if len(states[name]) > 1
+    }
 
 
 def rows_of(runs: Sequence[RunPaths], *, is_full: bool = True) -> list[RunRow]:
     """Read the status of the runs; a scheduler is asked once for all of its runs."""
     pairs = zip(runs, statuses(runs), strict=True)
-    return [RunRow.at(paths, now, is_full=is_full) for paths, now in pairs]
+    asks = len(runs) == 1
+    return [RunRow.at(paths, now, is_full=is_full, with_accounting=asks) for paths, now in pairs]
 
 
 def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:

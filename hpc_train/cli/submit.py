@@ -28,6 +28,8 @@ from hpc_train.cli.plan import (
     show,
     start_problems,
 )
+from hpc_train.cli.plan_cost import over_budget_lines
+from hpc_train.cli.queue_forecast import never_starting
 from hpc_train.cli.resume import start_again
 from hpc_train.cli.searching import next_trials
 from hpc_train.cli.starting import polling, report, start
@@ -81,6 +83,8 @@ def submit(file: Path, overrides: Sequence[str], options: SubmitOptions) -> Exit
             scripts = batch_scripts(launcher, loaded, plan)
         except BadFileError as error:
             problems += error.problems
+    if not problems:
+        problems += over_budget_lines(loaded, plan) or never_starting(launcher, loaded, plan)
     if options.dry_run:
         show(plan, as_json=options.as_json, scripts=scripts)
     if problems:

@@ -179,3 +179,54 @@ class ClusterLauncher(Protocol):
 
         Raises NoSchedulerError, or UsageError where there is no such queue.
         """
+
+
+@dataclass(frozen=True)
+class JobForecast:
+    """What a scheduler says of one job before it is submitted."""
+
+    runs: Sequence[RunPaths]
+    #: UTC, ISO 8601; None where the scheduler does not say.
+    earliest_start: str | None = None
+    #: Where it would start then, as the scheduler writes nodes.
+    nodes: str = ""
+    #: In words, why the job would not start as things are; it may start later.
+    note: str = ""
+
+
+@runtime_checkable
+class ForecastLauncher(Protocol):
+    """What a ``Launcher`` has besides if ``plan`` is to know when jobs would start, and ``plan``, ``submit``
+    and ``resume`` are to refuse jobs that would never start. Optional.
+    """
+
+    def never_starts(self, experiments: Sequence[Experiment]) -> list[KeyProblem]:
+        """Return why the scheduler would refuse jobs of these runs, or hold them for ever.
+
+        Raises NoSchedulerError where it does not answer.
+        """
+
+    def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
+        """Ask the scheduler when each job of these runs would start; nothing is submitted.
+
+        Raises NoSchedulerError where it does not answer.
+        """
+
+
+@dataclass(frozen=True)
+class JobUsage:
+    """What a scheduler's accounting says of a run's jobs; None: unknown."""
+
+    #: The most that was in use on one node, and what was requested of each.
+    peak_memory_gib: float | None = None
+    requested_memory_gib: float | None = None
+    #: CPU time used ÷ that of the allocated cores.
+    cpu_efficiency: float | None = None
+
+
+@runtime_checkable
+class AccountingLauncher(Protocol):
+    """What a ``Launcher`` has besides if ``status`` is to show what the jobs of a run used. Optional."""
+
+    def job_usage(self, paths: RunPaths) -> JobUsage | None:
+        """Return what the run's jobs used; None where the scheduler keeps no account, or does not answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -68,7 +69,11 @@ class FollowingLauncher:
 
     def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
         # Nothing limits how long a run takes.
-        return Ranks(devices, devices, devices, gpu_hours=0.0 if experiment.device == "cpu" else None)
+        if experiment.device == "cpu":
+            cores = len(os.sched_getaffinity(0))
+            return Ranks(devices, devices, devices, gpu_hours=0.0, gpus=0, cores=cores)
+        gpus = devices if experiment.device == "cuda" else None
+        return Ranks(devices, devices, devices, gpus=gpus)
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
         return []

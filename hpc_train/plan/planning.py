@@ -28,6 +28,7 @@ from hpc_train.topology.batch_arithmetic import (
 from hpc_train.topology.degrees import AXES, Degrees, Ranks, find_degrees
 from hpc_train.topology.pipeline_schedules import bubble, stages_per_rank
 from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.validate.budget_rules import with_share
 from hpc_train.validate.loading import Loaded
 from hpc_train.validate.sweep_rules import swept_paths
 
@@ -143,11 +144,17 @@ def make_plan(
         _refuse_scaling(loaded)
     sizes = _Sizes()
     runs, problems = [], []
-    for variant in expand(loaded, trials):
+    variants = expand(loaded, trials)
+    search = loaded.experiment.sweep.search
+    count = search.trials if search else len(variants)
+    for each in variants:
+        variant = replace(each, experiment=with_share(each.experiment, count))
         num_samples = sizes.of(variant.experiment.data)
         if num_samples is not None:
-            misfits = _misfits(variant, num_samples)
-            problems += [loaded.problem(each.path, each.message, each.remedy) for each in misfits]
+            problems += [
+                loaded.problem(found.path, found.message, found.remedy)
+                for found in _misfits(variant, num_samples)
+            ]
         runs.append(_planned(variant, num_samples, ranks_of(variant.experiment)))
     if problems:
         raise BadFileError(list(dict.fromkeys(problems)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Protocol
 
 from hpc_train.config.durations import MAX_HOURS
@@ -74,6 +75,16 @@ class Left:
 
 
 @dataclass(frozen=True)
+class GpuHours:
+    """What all attempts of a run have used, of how much."""
+
+    used: float
+    budget: float
+    #: The key of the budget.
+    key: str
+
+
+@dataclass(frozen=True)
 class Decision:
     """``reason`` says what was spent, of how much, or why no more can be."""
 
@@ -81,11 +92,22 @@ class Decision:
     reason: str
 
 
-def decide(records: Sequence[AttemptRecord], recovery: Limits) -> Decision:
+def decide(records: Sequence[AttemptRecord], recovery: Limits, gpu_hours: GpuHours | None = None) -> Decision:
     """Return whether another attempt follows the last of ``records``: one job's, the first one first.
 
-    Its ``cause`` is one of ``COMES_BACK``; its ``reason`` says what happened, without counts.
+    Its ``cause`` is one of ``COMES_BACK``; its ``reason`` says what happened, without counts. ``gpu_hours``:
+    None if there is no budget of them.
     """
+    found = _decided(records, recovery)
+    if gpu_hours is None or not found.comes_back or gpu_hours.used < gpu_hours.budget:
+        return found
+    used = f"{gpu_hours.used:.3g} of {gpu_hours.budget:.3g} GPU-hours are used"
+    return Decision(
+        False, f"{found.reason}; {used}, so it is not requeued; raise {gpu_hours.key} to continue"
+    )
+
+
+def _decided(records: Sequence[AttemptRecord], recovery: Limits) -> Decision:
     last = records[-1]
     what = last.reason or f"{last.cause}: nobody said why"
     if last.cause in CRASHES:
@@ -123,6 +145,19 @@ def left(records: Sequence[AttemptRecord], recovery: Limits) -> Left:
         None if most is None else max(0, most - num_preemptions(records)),
         max(0, recovery.max_without_progress - num_idle(records)),
     )
+
+
+def gpu_hours_of(records: Sequence[AttemptRecord], gpus_per_node: int) -> float:
+    """Return the GPU-hours of attempts: each occupies the GPUs of its nodes from its begin to its end."""
+    return sum(len(record.hosts) * gpus_per_node * _hours(record) for record in records)
+
+
+def _hours(record: AttemptRecord) -> float:
+    try:
+        lasted = datetime.fromisoformat(record.end or "") - datetime.fromisoformat(record.start)
+    except (TypeError, ValueError):
+        return 0.0  # still running, or a damaged record
+    return max(0.0, lasted.total_seconds() / 3600)
 
 
 def num_crashes(records: Sequence[AttemptRecord]) -> int:

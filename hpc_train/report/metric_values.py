@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +50,26 @@ def find_metric(found: Iterable[Metric], wanted: str | None) -> Metric | None:
     Without ``wanted`` accuracy, else loss. None if it is not among ``found``.
     """
     known = set(found)
+    return next((metric for metric in candidate_metrics(wanted) if metric in known), None)
+
+
+def candidate_metrics(wanted: str | None) -> list[Metric]:
+    """Return the metrics that ``find_metric`` looks for, in its order."""
     names = PREFERRED if wanted is None else (wanted,)
-    for split in SPLITS:
-        for name in names:
-            if (metric := Metric(*name.split("/", 1)) if "/" in name else Metric(split, name)) in known:
-                return metric
-    return None
+    found = [
+        Metric(*name.split("/", 1)) if "/" in name else Metric(split, name)
+        for split in SPLITS
+        for name in names
+    ]
+    return list(dict.fromkeys(found))
+
+
+def last_and_best_of(
+    rows: Iterable[Row], metrics: Sequence[Metric]
+) -> dict[Metric, tuple[Point | None, Point | None]]:
+    """Return ``last_and_best`` of several metrics, whose rows are read once."""
+    kept = list(rows) if len(metrics) > 1 else rows
+    return {metric: last_and_best(kept, metric) for metric in metrics}
 
 
 def last_and_best(rows: Iterable[Row], metric: Metric) -> tuple[Point | None, Point | None]:

@@ -127,6 +127,11 @@ class _Thinned:
 
 def newest_rows(path: Path, limit_bytes: int = TAIL_BYTES) -> list[Row]:
     """Return the rows at the end of the file that are complete within ``limit_bytes``."""
+    return [row for line in _tail_lines(path, limit_bytes) if (row := _row(line))]
+
+
+def _tail_lines(path: Path, limit_bytes: int) -> list[bytes]:
+    """Return the complete lines within the last ``limit_bytes`` of the file; none if it can't be read."""
     try:
         with open_regular(path) as file:
             start = max(0, file.seek(0, os.SEEK_END) - limit_bytes)
@@ -134,8 +139,22 @@ def newest_rows(path: Path, limit_bytes: int = TAIL_BYTES) -> list[Row]:
             data = file.read(limit_bytes)
     except (OSError, UnreadableFileError):
         return []
-    lines = data[: data.rfind(b"\n") + 1].splitlines()
-    return [row for line in lines[1 if start else 0 :] if (row := _row(line))]
+    return data[: data.rfind(b"\n") + 1].splitlines()[1 if start else 0 :]
+
+
+def newest_judged(path: Path) -> list[Row]:
+    """Return the newest evaluation at the end of the file, else its newest row, for ``last_metric``.
+
+    Of thousands of runs the other rows are not parsed.
+    """
+    lines = _tail_lines(path, TAIL_BYTES)
+    evaluations = [line for line in lines if b'"val"' in line]
+    for found in (evaluations, lines):
+        for line in reversed(found):
+            row = _row(line)
+            if row and main_metric(row) and (found is lines or row.get("split") == "val"):
+                return [row]
+    return []
 
 
 def number(value: object) -> float | None:

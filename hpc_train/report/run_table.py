@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hpc_train.console import columns, one_line, put
 
 #: Columns that may be cut, in the order in which they are cut, with their minimum width.
-_MIN_WIDTHS = (("last metric or reason", 14), ("experiment", 8), ("last metric or reason", 4))
+_MIN_WIDTHS = (
+    ("last metric or reason", 14),
+    ("experiment", 8),
+    ("values", 8),
+    ("last metric or reason", 4),
+)
 _GAP = 2
 _STYLES = {
     "running": "cyan",
@@ -20,23 +25,36 @@ _STYLES = {
 }
 
 
-def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print the rows below their heads; columns that are empty in all rows are dropped."""
+def print_table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], titles: Mapping[int, str] | None = None
+) -> None:
+    """Print the rows below their heads; columns that are empty in all rows are dropped.
+
+    ``titles``: number of a row, from 0 → a line above it.
+    """
+    above = {place + 1: one_line(title) for place, title in (titles or {}).items()}
     used = [place for place, _ in enumerate(heads) if any(row[place] for row in rows)]
     cells = [[row[place] for place in used] for row in (heads, *rows)]
     if not sys.stdout.isatty():
-        put(*columns(cells))
+        put(*(text for place, line in enumerate(columns(cells)) for text in _with_title(above, place, line)))
         return
     from rich.console import Console
     from rich.text import Text
 
     console = Console()  # respects NO_COLOR and TERM=dumb
-    for line, row in zip(fitted(cells, console.width), cells, strict=True):
+    lines = fitted(cells, console.width)
+    for place, (line, row) in enumerate(zip(lines, cells, strict=True)):
+        if place in above:
+            console.print(Text(_cut(above[place], console.width), style="bold"), soft_wrap=True)
         text = Text(line)
         state = next((cell for cell in row if cell in _STYLES), None)
         if state is not None:
             text.highlight_words([state], _STYLES[state])
         console.print(text, soft_wrap=True)
+
+
+def _with_title(above: Mapping[int, str], place: int, line: str) -> list[str]:
+    return [above[place], line] if place in above else [line]
 
 
 def fitted(cells: Sequence[Sequence[str]], width: int) -> list[str]:

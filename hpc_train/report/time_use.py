@@ -75,6 +75,24 @@ def _last_row_times(rows: Iterable[Row]) -> Mapping[int, float]:
     return found
 
 
+def evaluation_seconds(rows: Iterable[Row]) -> list[float]:
+    """Return how long each evaluation took: from the row before, less the steps since, to its own row.
+
+    Evaluations of one step, such as that of the averaged weights, follow each other.
+    """
+    found: list[float] = []
+    step_s, before = 0.0, None
+    for row in rows:
+        step, time = row.get("step"), number(row.get("time"))
+        step_s = number(row.get("step_s")) or step_s
+        if type(step) is not int or time is None:
+            continue
+        if row.get("split") == "val" and before is not None and row.get("attempt") == before[2]:
+            found.append(max(0.0, time - before[0] - (step - before[1]) * step_s))
+        before = time, step, row.get("attempt")
+    return found
+
+
 def _within(total_s: float, parts: Mapping[str, float]) -> dict[str, float]:
     """Return the parts and the rest of the time; what exceeds it, as estimates may, is cut from the last."""
     found, left = {}, total_s

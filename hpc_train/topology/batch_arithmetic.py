@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpc_train.config.problems import Problem
 
 if TYPE_CHECKING:
+    from hpc_train.config.schema import EvaluationConfig
     from hpc_train.config.training_sections import OptimizationConfig, ScheduleConfig
+
+#: Minutes between checkpoints where the file says neither steps nor minutes.
+DEFAULT_SAVE_EVERY_MIN = 10.0
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,11 @@ def count_total_steps(optimization: OptimizationConfig, steps_per_epoch: int | N
         return optimization.steps
     assert optimization.epochs is not None, "the rules require epochs or steps"
     return None if steps_per_epoch is None else optimization.epochs * steps_per_epoch
+
+
+def evaluation_interval(evaluation: EvaluationConfig, steps_per_epoch: int) -> int:
+    """Return the steps between two evaluations."""
+    return evaluation.every_steps or (evaluation.every_epochs or 1) * steps_per_epoch
 
 
 def too_few_micro_batches(

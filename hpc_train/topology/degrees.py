@@ -62,6 +62,11 @@ class Ranks(NamedTuple):
     fewest: int | None = None
     #: Upper bound for one attempt: all its GPUs for the whole time limit.
     gpu_hours: float | None = None
+    #: GPUs, and CPU cores at least, that the run occupies at most.
+    gpus: int | None = None
+    cores: int | None = None
+    #: How long one attempt may train: its time limit without the time to save and stop; None: no limit.
+    attempt_s: float | None = None
 
 
 def find_degrees(parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> Degrees | Problem:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpc_train.config.schema import CheckpointConfig, EvaluationConfig
-
-#: Where the file says neither steps nor minutes.
-DEFAULT_EVERY_MIN = 10.0
+from hpc_train.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN, evaluation_interval
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,10 @@ class Cadence:
     ) -> Cadence:
         minutes = checkpoint.every_min
         if minutes is None and checkpoint.every_steps is None:
-            minutes = DEFAULT_EVERY_MIN
+            minutes = DEFAULT_SAVE_EVERY_MIN
         return cls(
             total_steps=total_steps,
-            evaluate_every=evaluation.every_steps or (evaluation.every_epochs or 1) * steps_per_epoch,
+            evaluate_every=evaluation_interval(evaluation, steps_per_epoch),
             save_every=checkpoint.every_steps,
             save_every_s=None if minutes is None else minutes * 60,
         )

@@ -59,6 +59,7 @@ def test_json_has_the_keys_of_the_contract(tmp_path: Path) -> None:
                 "last_metric": None,
                 "goodput": None,
                 "best": None,
+                "usage": None,
             }
         ],
     }

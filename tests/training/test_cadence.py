@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from hpc_train.config.schema import CheckpointConfig, EvaluationConfig
-from hpc_train.training.cadence import DEFAULT_EVERY_MIN, Cadence
+from hpc_train.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN
+from hpc_train.training.cadence import Cadence
 
 STEPS_PER_EPOCH = 5
 TOTAL_STEPS = 12
@@ -37,7 +38,7 @@ def test_evaluates_every_so_often_and_at_the_end(evaluation: dict[str, Any], ste
 
 
 @pytest.mark.parametrize(("checkpoint", "steps", "every_s"), [
-    ({}, [12], DEFAULT_EVERY_MIN * 60),
+    ({}, [12], DEFAULT_SAVE_EVERY_MIN * 60),
     ({"every_min": 0.5}, [12], 30.0),
     ({"every_steps": 4}, [4, 8, 12], None),
     ({"every_steps": 5}, [5, 10, 12], None),

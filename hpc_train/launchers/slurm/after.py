@@ -19,6 +19,7 @@ from pathlib import Path
 from hpc_train.errors import HpcTrainError
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import log_tail
+from hpc_train.launchers.slurm import gpu_budget
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
 from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge
 from hpc_train.paths import AttemptPaths, RunPaths
@@ -53,7 +54,8 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     final = _ended_record(job.paths, record, diagnosis, srun_code, ended)
     if diagnosis.state == "requeued":
         recovery = effective_recovery(job.paths, number)
-        diagnosis = diagnosis.decided(budgets.decide([*job.earlier(number), final], recovery))
+        spent = gpu_budget.used_by(job.paths, final)
+        diagnosis = diagnosis.decided(budgets.decide([*job.earlier(number), final], recovery, spent))
     _write(job.paths, final, diagnosis)
     if diagnosis.reason is not None:
         say(f"{diagnosis.state}: {diagnosis.reason}")

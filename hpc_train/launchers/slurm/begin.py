@@ -19,7 +19,7 @@ from pathlib import Path
 from hpc_train.distributed.env import parse_tasks_per_node
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.notifications import notify_end
-from hpc_train.launchers.slurm import LAUNCHER, commands
+from hpc_train.launchers.slurm import LAUNCHER, commands, gpu_budget
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
 from hpc_train.launchers.slurm.evidence import stop_by
 from hpc_train.paths import RunPaths
@@ -179,7 +179,8 @@ def _check_budget(job: BatchJob, diagnosed: AttemptRecord) -> None:
     """Raise BudgetSpentError where no attempt may follow the one that was lost; else tell what is left."""
     attempt = job.paths.attempt(diagnosed.attempt)
     recovery = effective_recovery(job.paths, diagnosed.attempt)
-    decision = budgets.decide([*job.earlier(diagnosed.attempt), diagnosed], recovery)
+    spent = gpu_budget.used_by(job.paths, diagnosed)
+    decision = budgets.decide([*job.earlier(diagnosed.attempt), diagnosed], recovery, spent)
     diagnosed = replace(diagnosed, reason=one_line(decision.reason))
     if decision.comes_back:
         write_record(attempt, diagnosed)

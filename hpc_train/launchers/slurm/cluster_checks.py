@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.launchers.base import CheckRequest
 from hpc_train.launchers.findings import Finding, Level
-from hpc_train.launchers.slurm import cluster_facts, commands, options, profiles, save_window, unsatisfiable
+from hpc_train.launchers.slurm import (
+    cluster_facts,
+    commands,
+    options,
+    profiles,
+    request_checks,
+    save_window,
+)
 from hpc_train.launchers.slurm.cluster_facts import ClusterFacts, Partition
 from hpc_train.paths import ExperimentPaths, runs_root
 
@@ -31,6 +38,14 @@ _NODE_TIMEOUT_S = 3600
 #: The least that a job can do with its time: as long as it is before the signal.
 _LEADS = 2
 _EXPERIMENTS_LOOKED_AT = 50
+#: Key of a request in the section → the check that reports it, and where it was read.
+_SOURCES = {
+    "account": ("slurm.account", "sacctmgr show user $USER withassoc"),
+    "time_limit": ("slurm.time-limit", "scontrol show partition"),
+    "qos": ("slurm.request", "sacctmgr show qos"),
+    "reservation": ("slurm.request", "scontrol show reservation"),
+}
+_OTHER_SOURCE = ("slurm.request", "sinfo, scontrol show partition")
 _CODE = re.compile(r"\d+(?:-\d+)?")
 #: What batch scripts exit with: failed, requeued, wrong file.
 _EXIT_CODES = (1, 2, 3, 65, 74, 75)
@@ -60,9 +75,7 @@ class Subject:
     @property
     def used(self) -> list[Partition]:
         """The partitions to which the file submits, or the default one."""
-        names = (self.slurm.partition or "").split(",") if self.slurm is not None else [""]
-        found = [self.facts.partition(name) if name else self.facts.default for name in names]
-        return [each for each in found if each is not None]
+        return request_checks.used(self.slurm or SlurmConfig(), self.facts)
 
     def level_of(self, partition: Partition) -> Level:
         """Return the level of what makes jobs of the partition fail."""
@@ -112,31 +125,18 @@ def _longest_save_s() -> float | None:
 
 
 def requests(subject: Subject) -> Iterator[Finding]:
-    """What the file requests of a node."""
+    """What the file requests, and Slurm would refuse or never start."""
     if subject.slurm is None:
         return
-    nodes = [each.node for name in subject.used for each in subject.facts.nodes_of(name.name)]
-    for name in (subject.slurm.partition or "").split(","):
-        if name and subject.facts.partition(name) is None:
-            known = ", ".join(each.name for each in subject.facts.partitions[:8])
-            yield Finding(
-                Level.ERROR,
-                "slurm.request",
-                f"{subject.place('slurm.partition')}: there is no partition {name}",
-                "scontrol show partition",
-                "sbatch rejects the job",
-                f"write one of {known}",
-            )
-    unsatisfied = unsatisfiable.too_much(subject.slurm, nodes) if nodes else []
-    for line in unsatisfied:
-        key, _, what = line.partition(": ")
+    for problem in request_checks.problems(subject.slurm, subject.facts):
+        name, source = _SOURCES.get(problem.key.partition(".")[2], _OTHER_SOURCE)
         yield Finding(
             Level.ERROR,
-            "slurm.request",
-            f"{subject.place(key)}: {what}",
-            "sinfo",
-            "Slurm accepts the job and never starts it",
-            "write what a node has, or another partition",
+            name,
+            f"{subject.place(problem.key)}: {problem.message}",
+            source,
+            "Slurm rejects the job, or accepts it and never starts it",
+            problem.remedy,
         )
 
 
@@ -352,16 +352,8 @@ def time_limit(subject: Subject) -> Iterator[Finding]:
         limit_s = partition.default_time_s if requested is None else requested * 60
         most_s, is_used = partition.max_time_s, partition in subject.used
         if is_used and requested is not None and most_s is not None and requested * 60 > most_s:
-            yield Finding(
-                Level.ERROR,
-                "slurm.time-limit",
-                f"{subject.place('slurm.time_limit')}: {requested} min exceed the {most_s // 60} min of "
-                f"partition {partition.name}",
-                source,
-                "the job is rejected, or accepted and never starts",
-                f"write at most {most_s // 60}min, or submit to another partition",
-            )
-        elif limit_s is not None and requested is None and limit_s < _LEADS * subject.lead_s:
+            continue  # ``requests`` reports it
+        if limit_s is not None and requested is None and limit_s < _LEADS * subject.lead_s:
             yield Finding(
                 subject.level_of(partition),
                 "slurm.time-limit",
@@ -403,28 +395,18 @@ def account(subject: Subject) -> Iterator[Finding]:
     source = "sacctmgr show user $USER withassoc"
     if found is None or not enforced:
         return
-    accounts = list(dict.fromkeys(each.account for each in found))
-    if not found:
+    problems = list(request_checks.accounts(subject.slurm or SlurmConfig(), subject.facts))
+    if subject.slurm is None and problems:
         yield Finding(
             Level.ERROR,
             "slurm.account",
-            f"you have no account (AccountingStorageEnforce = {enforced})",
+            problems[0].message,
             source,
             "sbatch rejects every job",
-            "ask the administrators for an association",
+            problems[0].remedy,
         )
-        return
-    asked = subject.slurm.account if subject.slurm is not None else None
-    if asked is not None and asked.lower() not in accounts:
-        yield Finding(
-            Level.ERROR,
-            "slurm.account",
-            f"{subject.place('slurm.account')}: {asked} is not an account of yours",
-            source,
-            "sbatch rejects the job",
-            f"write one of {', '.join(accounts[:8])}",
-        )
-    else:
+    elif not problems:
+        accounts = list(dict.fromkeys(each.account for each in found))
         yield fine("account", f"accounts: {', '.join(accounts[:8])}", source)
 
 

@@ -18,6 +18,8 @@ _ATTEMPTS = 4
 _WORDS_MAX = 1000
 #: Programs that only ask or order; sbatch hands its own environment, locale and all, on to the job.
 _UNCHANGED = {"sbatch"}
+#: The option of sbatch with which it submits nothing and prints when the job would start.
+_TEST_ONLY = "--test-only"
 #: Formats and filters that a user may have set: answers must read the same, and orders reach the job meant.
 _PREFIXES = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
 _FORMATS = {"LC_ALL": "C", "TZ": "UTC0", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
@@ -78,7 +80,7 @@ def _run(argv: Sequence[str], limit_s: float) -> str:
             errors="replace",
             timeout=limit_s,
             check=False,
-            env=_environment(argv[0], os.environ),
+            env=_environment(argv, os.environ),
         )
     except FileNotFoundError:
         raise NoSchedulerError(
@@ -92,7 +94,7 @@ def _run(argv: Sequence[str], limit_s: float) -> str:
             f"Slurm does not answer: `{_shown(argv)}` said nothing for {limit_s:g} s"
         ) from None
     if done.returncode == 0:
-        return done.stdout
+        return done.stdout + (done.stderr if _TEST_ONLY in argv else "")  # where sbatch says when
     raise failure(argv, done.stderr or done.stdout or f"exit code {done.returncode}")
 
 
@@ -104,8 +106,8 @@ def failure(argv: Sequence[str], said: str) -> NoAnswerError | RefusedError:
     return RefusedError(argv, words)
 
 
-def _environment(program: str, environ: Mapping[str, str]) -> dict[str, str]:
-    if program in _UNCHANGED:
+def _environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    if argv[0] in _UNCHANGED and _TEST_ONLY not in argv:
         return dict(environ)
     kept = {name: value for name, value in environ.items() if not name.startswith(_PREFIXES)}
     return kept | _FORMATS

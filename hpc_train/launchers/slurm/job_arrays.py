@@ -70,13 +70,23 @@ class JobArrays:
     def ranks(self, slurm: SlurmConfig) -> Ranks:
         """Return the ranks of a run with this section."""
         per_node = ranks_on_each_node(slurm)
-        return Ranks(max_nodes(slurm) * per_node, per_node, min_nodes(slurm) * per_node, _gpu_hours(slurm))
+        nodes = max_nodes(slurm)
+        limit_s = None if slurm.time_limit is None else slurm.time_limit * 60
+        return Ranks(
+            most=nodes * per_node,
+            per_node=per_node,
+            fewest=min_nodes(slurm) * per_node,
+            gpu_hours=_gpu_hours(slurm),
+            gpus=nodes * slurm.gpus_per_node,
+            cores=nodes * unsatisfiable.needed_cpus(slurm),
+            attempt_s=None if limit_s is None else limit_s - options.lead_of(slurm),
+        )
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
         """Return the batch scripts; the arrays' sizes are not bounded, for Slurm is not asked."""
-        shown = folder.submission(_SHOWN_TOKEN)
-        groups = _groups(runs, len(runs))
-        return [script.script_text(_batch(shown, group), len(group)) for group in groups]
+        return [
+            script.script_text(batch, len(group)) for batch, group in shown_batches(folder, runs, len(runs))
+        ]
 
     @contextmanager
     def submitting(self, folder: ExperimentPaths) -> Iterator[None]:
@@ -107,7 +117,7 @@ class JobArrays:
 
     def _submit(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
         try:
-            groups = _groups(runs, _array_limit())
+            groups = _groups(runs, array_limit())
             jobs = [_prepared(folder, group) for group in groups]
             _send_all(jobs)
             for job in jobs:
@@ -120,6 +130,14 @@ class JobArrays:
             say(f"interrupted; {_FINISH}")
             raise
         return _tell(jobs)
+
+
+def shown_batches(
+    folder: ExperimentPaths, runs: Sequence[StartRequest], limit: int
+) -> list[tuple[Batch, list[StartRequest]]]:
+    """Return the script and the runs of each job that these runs would be, at most ``limit`` per array."""
+    shown = folder.submission(_SHOWN_TOKEN)
+    return [(_batch(shown, group), group) for group in _groups(runs, limit)]
 
 
 def _gpu_hours(slurm: SlurmConfig) -> float | None:
@@ -150,7 +168,7 @@ def _likeness(run: StartRequest) -> Hashable:
 _profile = cache(profiles.find)
 
 
-def _array_limit() -> int:
+def array_limit() -> int:
     """Return how many runs one array may hold; the maximum index is one less."""
     if not commands.config().get("MaxArraySize", "").isdigit():
         return 1

@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_train.errors import ExitCode
-from hpc_train.launchers.base import CheckRequest, JobSection, KeyProblem, Ranks, StartRequest
+from hpc_train.launchers.base import (
+    CheckRequest,
+    JobForecast,
+    JobSection,
+    JobUsage,
+    KeyProblem,
+    Ranks,
+    StartRequest,
+)
 from hpc_train.launchers.findings import Finding
 from hpc_train.launchers.slurm import queue_status, scancel
 from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S
@@ -28,7 +36,9 @@ _NO_SECTION = KeyProblem(
 
 
 class SlurmLauncher:
-    """A ``Launcher`` over sbatch, squeue, scontrol and sacct, and a ``ClusterLauncher``."""
+    """A ``Launcher`` over sbatch, squeue, scontrol and sacct; also a ``ClusterLauncher``, a
+    ``ForecastLauncher`` and an ``AccountingLauncher``.
+    """
 
     title, is_queue = "Slurm", True
 
@@ -86,3 +96,18 @@ class SlurmLauncher:
         from hpc_train.launchers.slurm import cluster_facts, section
 
         return section.job_section(cluster_facts.read(), queue, gpus_per_node)
+
+    def never_starts(self, experiments: Sequence[Experiment]) -> list[KeyProblem]:
+        from hpc_train.launchers.slurm import forecast
+
+        return forecast.never_starts(experiments)
+
+    def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
+        from hpc_train.launchers.slurm import forecast
+
+        return forecast.forecast(folder, runs)
+
+    def job_usage(self, paths: RunPaths) -> JobUsage | None:
+        from hpc_train.launchers.slurm import accounting
+
+        return accounting.job_usage(paths)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -127,13 +127,17 @@ def lead_s(experiment: Experiment, folder: ExperimentPaths) -> int:
     What the file says; else by the longest save so far, at most half the time limit, so that a job always
     gets some work done. Slurm looks at its clock each half a minute or so and may tell up to 60 s earlier.
     """
-    slurm = experiment.slurm
-    assert slurm is not None
+    assert experiment.slurm is not None
+    return lead_of(experiment.slurm, lambda: saves_s(folder))
+
+
+def lead_of(slurm: SlurmConfig, saves: Callable[[], Sequence[float]] = list) -> int:
+    """Return ``lead_s`` of a job whose runs have taken ``saves`` seconds for their checkpoints."""
     limit_s = None if slurm.time_limit is None else slurm.time_limit * 60
     if slurm.signal_lead_s is not None and (limit_s is None or slurm.signal_lead_s < limit_s):
         return slurm.signal_lead_s
-    saves = saves_s(folder)
-    lead = min(round(3 * max(saves)) + 60, 65535) if saves else FIRST_LEAD_S
+    longest_s = max(saves(), default=None)
+    lead = FIRST_LEAD_S if longest_s is None else min(round(3 * longest_s) + 60, 65535)
     return lead if limit_s is None else min(lead, limit_s // 2)
 
 

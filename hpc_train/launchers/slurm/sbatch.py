@@ -25,7 +25,8 @@ from hpc_train.paths import SubmissionPaths
 #: Assumed: a restart of slurmctld takes less. The command can be given again afterwards.
 LIMIT_S = 120.0
 _PAUSE_MAX_S = 10.0
-_TOO_FEW_NODES = re.compile(r"configuration is not available|node name", re.IGNORECASE)
+#: What Slurm says of a job for which it has too few nodes, or too few that can be used now.
+TOO_FEW_NODES = re.compile(r"configuration is not available|node name", re.IGNORECASE)
 
 
 def check_programs() -> None:
@@ -81,14 +82,22 @@ def _cancel_others(paths: SubmissionPaths, job: str) -> None:
 
 def could_start(batch: Batch) -> bool:
     """Tell whether Slurm has the nodes that the script asks for, free or not; True where it won't say."""
+    try:
+        tested(batch)
+    except commands.RefusedError as error:
+        return not TOO_FEW_NODES.search(error.words)
+    return True
+
+
+def tested(batch: Batch, runs: int = 1) -> str:
+    """Return what ``sbatch --test-only`` says of the job of this number of runs: times in UTC.
+
+    Raises RefusedError where Slurm would refuse it, or could not start it as things are.
+    """
     with tempfile.TemporaryDirectory() as folder, script.clean_environment(batch.parameters):
         path = Path(folder, "script.sh")
-        path.write_text(script.script_text(batch), encoding="utf-8")
-        try:
-            commands.run(["sbatch", "--test-only", str(path)])
-        except commands.RefusedError as error:
-            return not _TOO_FEW_NODES.search(error.words)
-    return True
+        path.write_text(script.script_text(batch, runs), encoding="utf-8")
+        return commands.run(["sbatch", "--test-only", str(path)])
 
 
 def sbatch(batch: Batch, folders: Sequence[Path]) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.errors import UserError
 from hpc_train.launchers.slurm import commands
+from hpc_train.validate.slurm_rules import min_nodes, ranks_on_each_node
 
 #: ``gpu:4``, ``gpu:a100:4(S:0-1)``
 _GPUS = re.compile(r"gpu(?::(?P<kind>[\w.-]+))?:(?P<count>\d+)")
@@ -80,12 +81,43 @@ def too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[str]:
     most_gb = max(node.memory_mb for node in nodes) / 1024
     if slurm.mem_gb is not None and slurm.mem_gb > most_gb:
         yield f"slurm.mem_gb: {slurm.mem_gb}, but a node has at most {most_gb:.0f}"
-    cpus, most_cpus = max(1, slurm.gpus_per_node) * (slurm.cpus_per_gpu or 1), max(n.cpus for n in nodes)
-    if cpus > most_cpus:
+    cpus, most_cpus = needed_cpus(slurm), max(node.cpus for node in nodes)
+    if cpus > most_cpus and slurm.cpus_per_gpu is not None:
         yield f"slurm.cpus_per_gpu: {slurm.cpus_per_gpu} is {cpus} per node, a node has at most {most_cpus}"
-    fewest = slurm.nodes if isinstance(slurm.nodes, int) else int(str(slurm.nodes).partition("-")[0])
-    if fewest > len(nodes):
+    elif cpus > most_cpus:
+        yield f"slurm.ranks_per_node: {cpus} ranks need a core each, a node has at most {most_cpus}"
+    if min_nodes(slurm) > len(nodes):
         yield f"slurm.nodes: {slurm.nodes}, but the partition has {len(nodes)}"
+
+
+def too_few(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[str]:
+    """Yield a line like those of ``too_much`` if too few nodes have all that is requested together."""
+    fitting = sum(_fits(slurm, node) for node in nodes)
+    fewest = min_nodes(slurm)
+    if fitting < fewest <= len(nodes):
+        asked = ", ".join(line for line in requested(slurm) if not line.startswith("slurm.nodes"))
+        have = "1 node has" if fitting == 1 else f"{fitting or 'no'} nodes have"
+        yield f"slurm.nodes: {slurm.nodes}, but {have} all of: {asked}"
+
+
+def _fits(slurm: SlurmConfig, node: Node) -> bool:
+    """Tell whether the node has what the file requests; alternatives of features are not looked at."""
+    kind = (slurm.gpu_type or "").lower()
+    gpus = node.gpus.get(kind, 0) if kind in node.gpus else sum(node.gpus.values())
+    features = set((slurm.constraint or "").split("&")) - {""}
+    return (
+        node.cpus >= needed_cpus(slurm)
+        and gpus >= slurm.gpus_per_node
+        and (not kind or kind in node.gpus)
+        and node.memory_mb >= (slurm.mem_gb or 0) * 1024
+        and (any(re.search(r"[^\w.-]", each) for each in features) or features <= node.features)
+    )
+
+
+def needed_cpus(slurm: SlurmConfig) -> int:
+    """Return how many cores the job needs at least on each node."""
+    ranks = ranks_on_each_node(slurm)
+    return max(ranks, (slurm.gpus_per_node or ranks) * (slurm.cpus_per_gpu or 1))
 
 
 def _listed(names: set[str]) -> str:

@@ -253,3 +253,19 @@ def test_it_answers_even_where_it_fails_itself(batch: Batch) -> None:
     status = read_status(batch.paths)
     assert status.state == "failed"
     assert "could not be judged: HpcTrainError" in (status.reason or "")
+
+
+def test_a_run_that_has_used_its_gpu_hours_is_not_requeued(tmp_path: Path) -> None:
+    """Two nodes of four GPUs: an attempt of half an hour uses 4 GPU-hours."""
+    slurm = {"time_limit": "2h", "gpus_per_node": 4, "max_gpu_hours": 7, "nodes": 2}
+    batch = Batch(*submitted_run(tmp_path, slurm=slurm))
+    for number, expected in ((1, "requeue 75"), (2, "stop 1")):
+        batch.begin(restart=number - 1)
+        signalled(batch, "SIGUSR2", 110)
+        began = datetime.now(UTC) - timedelta(minutes=30)
+        write_record(batch.attempt, replace(record_of(batch.attempt), start=began.isoformat()))
+        write_checkpoint(batch.paths, number, number)
+        assert batch.after(75) == expected, record_of(batch.attempt)
+    assert read_status(batch.paths).state == "failed"
+    reason = record_of(batch.attempt).reason or ""
+    assert "8 of 7 GPU-hours are used, so it is not requeued; raise slurm.max_gpu_hours" in reason

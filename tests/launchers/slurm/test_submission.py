@@ -197,7 +197,7 @@ def test_a_run_that_goes_on_leaves_out_its_bad_nodes_where_it_can(
 )
 def test_an_array_is_bounded_by_what_slurm_says(programs: Programs, config: str, expected: int) -> None:
     programs.put("scontrol", f"cat <<'END'\n{config}\nEND")
-    assert job_arrays._array_limit() == expected
+    assert job_arrays.array_limit() == expected
 
 
 @pytest.mark.fault(35)

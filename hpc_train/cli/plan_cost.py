@@ -1,0 +1,159 @@
+"""The part of ``plan`` on time and cost: how long each run takes, its GPU-hours and its attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_train.console import say
+from hpc_train.errors import counted
+from hpc_train.paths import runs_root
+from hpc_train.plan.duration import (
+    MeasuredRun,
+    Prediction,
+    Steps,
+    StepTime,
+    StepWork,
+    fitted,
+    given,
+    predicted,
+)
+from hpc_train.plan.planning import Plan, PlannedRun
+from hpc_train.report.measured_runs import measured_runs, same_work
+from hpc_train.report.run_times import short_duration
+from hpc_train.topology.batch_arithmetic import evaluation_interval
+from hpc_train.validate.budget_rules import has_budget, over_budget
+from hpc_train.validate.loading import Loaded
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """What the runs of a plan take, in the plan's order; None where nothing tells."""
+
+    runs: Sequence[Prediction | None]
+    #: The measured runs by name, of which predictions were made.
+    measured: Mapping[str, MeasuredRun]
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Of all runs together."""
+        return _sum([None if each is None else each.gpu_hours for each in self.runs])
+
+    @property
+    def core_hours(self) -> float | None:
+        return _sum([None if each is None else each.core_hours for each in self.runs])
+
+    def columns(self) -> list[tuple[str, list[str]]]:
+        """Return head and cells of each column of ``plan``'s table; none where nothing is known."""
+        if not any(self.runs):
+            return []
+        times = [short_duration(each.duration_s) if each else "unknown" for each in self.runs]
+        unit, hours = self._hours()
+        return [("predicted time", times), (f"predicted {unit}", hours)]
+
+    def _hours(self) -> tuple[str, list[str]]:
+        has_gpus = any(each is not None and each.gpu_hours for each in self.runs)
+        values = [
+            None if each is None else each.gpu_hours if has_gpus else each.core_hours for each in self.runs
+        ]
+        cells = ["unknown" if value is None else _rounded(value) for value in values]
+        return "GPU-hours" if has_gpus else "core-hours", cells
+
+    def to_json(self, plan: Plan) -> dict[str, Any]:
+        """Return the key ``cost`` of ``plan --json``."""
+        runs = [{"id": run.id} | _json(each) for run, each in zip(plan.runs, self.runs, strict=True)]
+        return {"cost": {"runs": runs, "gpu_hours": self.gpu_hours, "core_hours": self.core_hours}}
+
+
+def cost_of(plan: Plan, throughput: float | None = None) -> PlanCost:
+    """Predict the plan's runs by earlier ones, or by the samples per second that each rank does."""
+    measured: dict[str, MeasuredRun] = {}
+    known: dict[str, list[MeasuredRun]] = {}
+    found: list[Prediction | None] = []
+    for run in plan.runs:
+        runs: list[MeasuredRun] = []
+        if throughput is None:
+            work = same_work(run.experiment)
+            if work not in known:
+                known[work] = measured_runs(runs_root(), run.experiment)
+            runs = known[work]
+            measured |= {each.name: each for each in runs}
+        found.append(_prediction(run, runs, throughput))
+    return PlanCost(found, measured)
+
+
+def over_budget_lines(loaded: Loaded, plan: Plan, cost: PlanCost | None = None) -> list[str]:
+    """Return the line that says that the runs need more GPU-hours than the file allows, if they do.
+
+    ``cost``: predicted here if it is not given and the file has a budget.
+    """
+    if not has_budget(loaded.experiment):
+        return []
+    cost = cost or cost_of(plan)
+    hours = [run.size.gpu_hours for run in plan.runs]
+    problem = over_budget(loaded.experiment, cost.gpu_hours, _sum(hours))
+    return [] if problem is None else [loaded.source.render(problem)]
+
+
+def _prediction(run: PlannedRun, runs: Sequence[MeasuredRun], throughput: float | None) -> Prediction | None:
+    layout = run.layout
+    if layout is None or layout.accumulation is None or layout.micro_batch_size is None:
+        return None
+    if run.total_steps is None:
+        return None
+    work = StepWork(layout.accumulation, layout.micro_batch_size, layout.data_ranks)
+    step_time: StepTime | None = fitted(runs, work) if throughput is None else given(throughput)
+    if step_time is None:
+        return None
+    steps = Steps(run.total_steps, _evaluations(run), run.experiment.checkpoint)
+    return predicted(work, steps, step_time, run.size)
+
+
+def _evaluations(run: PlannedRun) -> int:
+    assert run.total_steps is not None
+    if run.steps_per_epoch is None and run.experiment.evaluation.every_steps is None:
+        return 1  # at the end
+    every = evaluation_interval(run.experiment.evaluation, run.steps_per_epoch or 1)
+    return -(-run.total_steps // every)
+
+
+def say_cost(cost: PlanCost) -> None:
+    """Say by which runs the times were predicted, the sum, and how many attempts they need."""
+    predictions = [each for each in cost.runs if each is not None]
+    if not predictions:
+        return
+    for words in dict.fromkeys(_source(each, cost.measured) for each in predictions):
+        say(f"time: predicted by {words}")
+    if len(cost.runs) > 1:
+        hours, unit = (cost.gpu_hours, "GPU-hours") if cost.gpu_hours else (cost.core_hours, "core-hours")
+        if hours is not None:
+            say(f"all {len(cost.runs)} runs together: {_rounded(hours)} {unit}")
+    if any(each.attempts is None for each in predictions):
+        say("time: the time limit of a job ends before its first step; write a longer one")
+    elif (most := max(each.attempts or 1 for each in predictions)) > 1:
+        say(f"time: {most} attempts, by the time limit of a job; the run resumes automatically in between")
+
+
+def _source(prediction: Prediction, measured: Mapping[str, MeasuredRun]) -> str:
+    if not prediction.runs:
+        return "the given samples per second of a rank"
+    names = sorted(set(prediction.runs))
+    shown = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+    work = measured[prediction.runs[0]].work
+    size = f"{counted(work.data_ranks, 'rank')}, {counted(work.samples, 'sample')} per rank and step"
+    return f"run {shown} ({size})" if len(names) == 1 else f"runs {shown} (the first with {size})"
+
+
+def _json(prediction: Prediction | None) -> dict[str, Any]:
+    keys = ("duration_s", "step_s", "gpu_hours", "core_hours", "attempts")
+    values = {key: None if prediction is None else getattr(prediction, key) for key in keys}
+    return values | {"measured_runs": [] if prediction is None else sorted(set(prediction.runs))}
+
+
+def _sum(values: Sequence[float | None]) -> float | None:
+    return None if any(value is None for value in values) else float(sum(filter(None, values)))
+
+
+def _rounded(hours: float) -> str:
+    return f"{hours:.3g}" if hours < 100 else f"{hours:,.0f}"

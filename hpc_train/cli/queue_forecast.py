@@ -1,0 +1,111 @@
+"""What a queue says of jobs that are not submitted yet: which would never start, and when each would start.
+
+Called by ``plan``, ``submit`` and ``resume``. A launcher that is no ``ForecastLauncher`` says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from hpc_train.console import say
+from hpc_train.errors import BadFileError, NoSchedulerError, counted
+from hpc_train.launchers.base import ForecastLauncher, JobForecast, Launcher, StartRequest
+from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
+from hpc_train.plan.planning import Plan
+from hpc_train.validate.loading import Loaded
+
+
+@dataclass(frozen=True)
+class QueueForecast:
+    """``jobs`` is None where nobody could be asked."""
+
+    #: Lines on why jobs would be refused, or held for ever.
+    refused: Sequence[str] = ()
+    jobs: Sequence[JobForecast] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the keys of ``plan --json``."""
+        jobs = None if self.jobs is None else [_job_json(job) for job in self.jobs]
+        return {"refused": list(self.refused), "jobs": jobs}
+
+
+def never_starting(launcher: Launcher, loaded: Loaded, plan: Plan) -> list[str]:
+    """Return the lines on runs that the queue would refuse, or hold for ever; none if it does not answer.
+
+    What submits the runs then has its own patience.
+    """
+    try:
+        return _refused(launcher, loaded, plan)
+    except NoSchedulerError:
+        return []
+
+
+def refuse_never_starting(launcher: Launcher, resumed: Sequence[Loaded]) -> None:
+    """Raise BadFileError where the queue would refuse one of these runs, or hold it for ever."""
+    if not resumed or not isinstance(launcher, ForecastLauncher):
+        return
+    try:
+        found = launcher.never_starts([loaded.experiment for loaded in resumed])
+    except NoSchedulerError:
+        return
+    if found:
+        raise BadFileError(list(dict.fromkeys(resumed[0].problem(*problem) for problem in found)))
+
+
+def ask(launcher: Launcher, loaded: Loaded, plan: Plan) -> QueueForecast:
+    """Ask the queue about all jobs of the plan; say where it does not answer."""
+    if not isinstance(launcher, ForecastLauncher):
+        return QueueForecast()
+    folder = ExperimentPaths(runs_root() / plan.name)
+    requests = [
+        StartRequest(RunPaths(folder.folder / run.id), run.experiment, loaded.problem) for run in plan.runs
+    ]
+    try:
+        refused = _refused(launcher, loaded, plan)
+        return QueueForecast(refused, None if refused else launcher.forecast(folder, requests))
+    except NoSchedulerError as error:
+        say(f"{error}; whether and when jobs would start is unknown")
+        return QueueForecast()
+
+
+def say_forecast(forecast: QueueForecast, plan: Plan) -> None:
+    """Say when each job would start, or why it would not."""
+    for job in forecast.jobs or ():
+        which = _which(job, plan)
+        if job.earliest_start is not None:
+            nodes = f" on {job.nodes}" if job.nodes else ""
+            say(f"{which}earliest start: {_local(job.earliest_start)}{nodes}")
+        elif job.note:
+            say(f"{which}could not start now: {job.note}")
+
+
+def _refused(launcher: Launcher, loaded: Loaded, plan: Plan) -> list[str]:
+    if not isinstance(launcher, ForecastLauncher):
+        return []
+    found = launcher.never_starts([run.experiment for run in plan.runs])
+    return list(dict.fromkeys(loaded.problem(*problem) for problem in found))
+
+
+def _which(job: JobForecast, plan: Plan) -> str:
+    """Return the runs of a job, where the plan has more than one job."""
+    if len(job.runs) == len(plan.runs):
+        return ""
+    first = job.runs[0].folder.name
+    return f"{first}: " if len(job.runs) == 1 else f"{counted(len(job.runs), 'run')} from {first}: "
+
+
+def _job_json(job: JobForecast) -> dict[str, Any]:
+    runs = [paths.folder.name for paths in job.runs]
+    start = {"earliest_start": job.earliest_start, "nodes": job.nodes or None}
+    return {"runs": runs, **start, "note": job.note or None}
+
+
+def _local(utc: str) -> str:
+    """Return the time as a clock on the wall here shows it: ``today 14:05``."""
+    time = datetime.fromisoformat(utc).astimezone()
+    days = (time.date() - datetime.now(UTC).astimezone().date()).days
+    day = {0: "today", 1: "tomorrow"}.get(days, f"{time:%Y-%m-%d}")
+    return f"{day} {time:%H:%M}"

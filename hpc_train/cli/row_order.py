@@ -1,0 +1,55 @@
+"""The order of ``status --sort``: by a column, a metric or a swept key."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpc_train.errors import UsageError
+from hpc_train.registry import nearest
+from hpc_train.report.changed_keys import short_names
+
+if TYPE_CHECKING:
+    from hpc_train.cli.status import RunRow
+
+_Key = Callable[["RunRow"], Any]
+#: ``metric``: the one that the table shows.
+_COLUMNS: dict[str, _Key] = {
+    "run": lambda row: row.id,
+    "experiment": lambda row: row.name,
+    "state": lambda row: row.state,
+    "step": lambda row: row.step,
+    "attempt": lambda row: row.attempt,
+    "elapsed": lambda row: row.elapsed_s,
+    "eta": lambda row: row.eta_s,
+    "metric": lambda row: None if row.last_metric is None else row.last_metric["value"],
+}
+
+
+def sorted_rows(rows: Sequence[RunRow], key: str) -> list[RunRow]:
+    """Return the rows by ascending value; those without a value come last.
+
+    ``key``: a column, or a swept key, whose last part will do (``lr``). Raises UsageError for any other.
+    """
+    names = short_names(list(dict.fromkeys(name for row in rows for name in row.values or {})))
+    swept = {short: name for name, short in names.items()} | {name: name for name in names}
+    value_of = _COLUMNS.get(key.lower())
+    if value_of is None and key in swept:
+        name = swept[key]
+        value_of = lambda row: (row.values or {}).get(name)  # noqa: E731
+    if value_of is None:
+        known = [*_COLUMNS, *swept]
+        close = nearest(key, known)
+        meant = f"did you mean {close}?" if close else f"write one of {', '.join(known)}"
+        raise UsageError(f"--sort: there is no column or swept key {key!r}; {meant}")
+    return sorted(rows, key=lambda row: _comparable(value_of(row)))
+
+
+def _comparable(value: Any) -> tuple[int, float, str]:
+    """Return a key that orders numbers by value, then texts, then what has no value."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return 2, 0.0, ""
+    if isinstance(value, int | float):
+        return 0, float(value), ""
+    return 1, 0.0, str(value)

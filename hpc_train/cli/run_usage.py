@@ -1,0 +1,42 @@
+"""What a run has used, with what its launcher and its scheduler's accounting know: for ``status``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hpc_train.errors import HpcTrainError
+from hpc_train.launchers.base import AccountingLauncher, Launcher
+from hpc_train.launchers.lookup import launcher_in
+from hpc_train.report.usage import Usage, usage_of
+
+if TYPE_CHECKING:
+    from hpc_train.report.run_files import RunFiles
+    from hpc_train.run.run_status import RunStatus
+    from hpc_train.topology.degrees import Ranks
+
+
+def used_by(run: RunFiles, now: RunStatus, *, with_accounting: bool) -> Usage | None:
+    """Return what the run has used; None before its first attempt.
+
+    ``with_accounting``: also ask the scheduler, which takes a while for each run.
+    """
+    if not run.recorded:
+        return None
+    launcher = launcher_in(run.paths, run.facts)
+    job = None
+    if with_accounting and isinstance(launcher, AccountingLauncher):
+        job = launcher.job_usage(run.paths)
+    return usage_of(run, now, _size(run, launcher), job)
+
+
+def _size(run: RunFiles, launcher: Launcher) -> Ranks | None:
+    """Return the ranks, GPUs and cores of an attempt as the launcher starts it now; None if unknown."""
+    from hpc_train.run.create import effective_experiment  # the schema: 0.2 s, which few runs need
+
+    record = run.newest_record
+    devices = None if record is None else record.devices or record.ranks
+    try:
+        experiment = effective_experiment(run.paths, max(1, run.newest_number))
+        return launcher.ranks(experiment, devices)
+    except (HpcTrainError, OSError):  # a damaged file: reported where it matters
+        return None

@@ -1,0 +1,86 @@
+"""What ``sacct`` says that the jobs of a run used: memory and CPU time. For ``status``."""
+
+from __future__ import annotations
+
+import re
+
+from hpc_train.errors import NoSchedulerError
+from hpc_train.launchers.base import JobUsage
+from hpc_train.launchers.slurm import commands
+from hpc_train.paths import RunPaths
+from hpc_train.run.attempts import job_ids
+from hpc_train.run.run_facts import run_facts
+
+_FIELDS = ("jobid", "nnodes", "cputimeraw", "totalcpu", "maxrss", "ntasks", "reqmem", "alloccpus")
+_SIZE = re.compile(r"([\d.]+)([KMGTP]?)([nc]?)")
+_GIB = {"": 1 / 1024**3, "K": 1 / 1024**2, "M": 1 / 1024, "G": 1.0, "T": 1024.0, "P": 1024.0**2}
+_TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)(?:\.(\d+))?")
+_LIMIT_S = 20.0
+
+
+def job_usage(paths: RunPaths) -> JobUsage | None:
+    """Return what the run's jobs used; None without jobs, accounting or an answer."""
+    ids = job_ids(run_facts(paths))
+    if not ids:
+        return None
+    argv = ["sacct", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}"]
+    try:
+        said = commands.run([*argv, f"--format={','.join(_FIELDS)}"], limit_s=_LIMIT_S)
+    except (NoSchedulerError, commands.RefusedError):
+        return None
+    return parsed(said)
+
+
+def parsed(said: str) -> JobUsage | None:
+    """Read lines of ``_FIELDS``: each job, and below it its steps; None where there is none."""
+    lines = [dict(zip(_FIELDS, line.split("|"), strict=False)) for line in said.splitlines()]
+    rows = [line for line in lines if len(line) == len(_FIELDS)]
+    jobs = [row for row in rows if "." not in row["jobid"]]
+    if not jobs:
+        return None
+    allocated_s = sum(int(row["cputimeraw"]) for row in jobs if row["cputimeraw"].isdecimal())
+    used_s = sum(seconds(row["totalcpu"]) for row in jobs)
+    peaks = [peak for row in rows if (peak := _node_peak(row)) is not None]
+    requested = [size for row in jobs if (size := _requested(row)) is not None]
+    return JobUsage(
+        max(peaks, default=None),
+        max(requested, default=None),
+        # Without a gatherer of accounting Slurm knows of no CPU time.
+        min(1.0, used_s / allocated_s) if allocated_s and used_s else None,
+    )
+
+
+def _node_peak(row: dict[str, str]) -> float | None:
+    """Return the memory of a step on one node: MaxRSS is that of the largest task."""
+    size = gib(row["maxrss"])
+    if not size or not row["ntasks"].isdecimal() or not row["nnodes"].isdecimal():
+        return size or None
+    return size * max(1, -(-int(row["ntasks"]) // max(1, int(row["nnodes"]))))
+
+
+def _requested(row: dict[str, str]) -> float | None:
+    """Return the memory requested per node. Before 21 ``4Gn`` is per node, ``4Gc`` per core; then the sum."""
+    match = _SIZE.fullmatch(row["reqmem"])
+    nodes = int(row["nnodes"]) if row["nnodes"].isdecimal() else 1
+    cores = int(row["alloccpus"]) if row["alloccpus"].isdecimal() else 1
+    if match is None or not (size := gib(row["reqmem"])):
+        return None
+    return {"n": size, "c": size * cores / max(1, nodes)}.get(match[3], size / max(1, nodes))
+
+
+def gib(text: str) -> float | None:
+    """Return ``1536M`` as 1.5; None for anything else."""
+    match = _SIZE.fullmatch(text)
+    try:
+        return float(match[1]) * _GIB[match[2]] if match else None
+    except ValueError:
+        return None
+
+
+def seconds(text: str) -> float:
+    """Return ``1-02:03:04`` or ``03:04.567`` in seconds; 0 for anything else."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return 0.0
+    days, hours, minutes, secs = (int(part or 0) for part in match.groups()[:4])
+    return ((days * 24 + hours) * 60 + minutes) * 60 + secs + float(f"0.{match[5] or 0}")

@@ -1,0 +1,93 @@
+"""Limits of a QOS or an association that one job alone exceeds: it is refused, or waits for ever.
+
+Called by ``request_checks``. Limits of all of a user's jobs together count here only where a single job is
+above them. The job's request is a lower bound: what the file does not say may be more, never less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from hpc_train.config.cluster_sections import SlurmConfig
+from hpc_train.launchers.base import KeyProblem
+from hpc_train.launchers.slurm.cluster_facts import ClusterFacts, Partition
+from hpc_train.launchers.slurm.tres_limits import Limits
+from hpc_train.launchers.slurm.unsatisfiable import needed_cpus
+from hpc_train.validate.slurm_rules import min_nodes
+
+#: Resource, as limits name it → key of the file.
+_KEYS = {
+    "cpu": "slurm.cpus_per_gpu",
+    "node": "slurm.nodes",
+    "mem": "slurm.mem_gb",
+    "gres/gpu": "slurm.gpus_per_node",
+}
+
+
+def limit_problems(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
+    """Yield what exceeds a limit of the partition's QOS, the job's QOS or the association."""
+    if not facts.enforces("limits"):
+        return
+    request, per_node = requested(slurm)
+    for limits in _limits(slurm, facts, partition):
+        yield from _wall(slurm, limits)
+        for name, most in limits.per_job.items():
+            yield from _exceeded(request, most, f"a job of {limits.owner} gets at most", name)
+        yield from _exceeded(
+            per_node, limits.per_node, f"{limits.owner} gives a node's job at most", "MaxTRESPerNode"
+        )
+
+
+def requested(slurm: SlurmConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Return what the job has at least, by resource: in all, and on each node."""
+    each = {"cpu": needed_cpus(slurm)}
+    if slurm.gpus_per_node:
+        each["gres/gpu"] = slurm.gpus_per_node
+        if slurm.gpu_type:
+            each[f"gres/gpu:{slurm.gpu_type.lower()}"] = slurm.gpus_per_node
+    if slurm.mem_gb is not None:
+        each["mem"] = slurm.mem_gb * 1024
+    nodes = min_nodes(slurm)
+    return {name: nodes * count for name, count in each.items()} | {"node": nodes}, each
+
+
+def _limits(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[Limits]:
+    """Yield the limits that hold, the strongest first: a value hides the same one of those that follow."""
+    of_job = facts.qos_of(slurm.qos, slurm.account)
+    of_partition = facts.qos_named(partition.values.get("QoS", "").lower())
+    first = [each for each in (of_partition, of_job) if each is not None]
+    if of_job is not None and "overpartqos" in of_job.flags:
+        first.reverse()
+    found = [each.limits for each in first] if facts.enforces("qos") else []
+    found += [each.limits for each in facts.associations_of(slurm.account)[:1]]
+    hidden_wall, hidden = False, set[tuple[str, str]]()
+    for limits in found:
+        own = {(name, resource) for name, most in limits.per_job.items() for resource in most}
+        yield Limits(
+            limits.owner,
+            None if hidden_wall else limits.max_wall_s,
+            {
+                name: {key: count for key, count in most.items() if (name, key) not in hidden}
+                for name, most in limits.per_job.items()
+            },
+            limits.per_node,
+        )
+        hidden_wall, hidden = hidden_wall or limits.max_wall_s is not None, hidden | own
+
+
+def _wall(slurm: SlurmConfig, limits: Limits) -> Iterator[KeyProblem]:
+    most_s = limits.max_wall_s
+    if slurm.time_limit is not None and most_s is not None and slurm.time_limit * 60 > most_s:
+        message = f"{slurm.time_limit} min exceed the {most_s // 60} min of {limits.owner} (MaxWall)"
+        yield KeyProblem("slurm.time_limit", message, f"write at most {most_s // 60}min")
+
+
+def _exceeded(
+    request: Mapping[str, int], most: Mapping[str, int], words: str, name: str
+) -> Iterator[KeyProblem]:
+    for resource, count in request.items():
+        if resource in most and count > most[resource]:
+            key = _KEYS.get(resource, "slurm.gpus_per_node")
+            unit = " MB of memory" if resource == "mem" else f" {resource}"
+            message = f"the job requests {count}{unit}, but {words} {most[resource]} ({name})"
+            yield KeyProblem(key, message, "request less, or another account or QOS")

@@ -1,0 +1,230 @@
+"""What of a file's request Slurm refuses, or accepts and never starts: one function per rule.
+
+``plan`` and ``submit`` refuse such a file before anything is made; ``doctor`` reports the same problems. With
+EnforcePartLimits=NO, Slurm's default, most of these jobs are accepted and held for ever, so they are found by
+what Slurm says of itself, rather than by asking sbatch. All of that is in the ``ClusterFacts``.
+
+What passes with time, such as a partition that is down or nodes that are drained, is no problem: jobs wait.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+from hpc_train.config.cluster_sections import SlurmConfig
+from hpc_train.launchers.base import KeyProblem
+from hpc_train.launchers.slurm import unsatisfiable
+from hpc_train.launchers.slurm.cluster_facts import ClusterFacts, Partition
+from hpc_train.launchers.slurm.job_limits import limit_problems
+from hpc_train.launchers.slurm.node_names import expanded
+from hpc_train.validate.slurm_rules import max_nodes, min_nodes
+
+#: A person's own defaults of sbatch, which hold where the file says nothing (``script.clean_environment``).
+_DEFAULTS = {
+    "partition": "SBATCH_PARTITION",
+    "account": "SBATCH_ACCOUNT",
+    "qos": "SBATCH_QOS",
+    "constraint": "SBATCH_CONSTRAINT",
+    "reservation": "SBATCH_RESERVATION",
+}
+_LISTED = 8
+_REFUSES_JOBS = ("INACTIVE", "DRAIN")
+
+
+def problems(slurm: SlurmConfig, facts: ClusterFacts) -> list[KeyProblem]:
+    """Return why Slurm would refuse a job with this section, or never start it; empty where it may start.
+
+    ``slurm``: with its profile's settings. Of several partitions one that fits is enough.
+    """
+    slurm = with_defaults(slurm)
+    found = list(partition_names(slurm, facts))
+    if found:
+        return found
+    for rule in RULES:
+        found += rule(slurm, facts)
+    by_partition = [list(_in_partition(slurm, facts, each)) for each in used(slurm, facts)]
+    if by_partition and all(by_partition):
+        found += by_partition[0]
+    return list(dict.fromkeys(found))
+
+
+def with_defaults(slurm: SlurmConfig) -> SlurmConfig:
+    """Return the section with the person's own defaults of sbatch where it says nothing."""
+    own = {key: os.environ[name] for key, name in _DEFAULTS.items() if os.environ.get(name)}
+    return slurm.model_copy(update={key: value for key, value in own.items() if not getattr(slurm, key)})
+
+
+def used(slurm: SlurmConfig, facts: ClusterFacts) -> list[Partition]:
+    """Return the partitions that the job may start in; the default one where the file names none."""
+    names = (slurm.partition or "").split(",")
+    found = [facts.partition(name) if name else facts.default for name in names]
+    return [each for each in found if each is not None]
+
+
+def partition_names(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
+    """Each partition exists."""
+    if not facts.partitions:
+        return  # Slurm told nothing
+    known = ", ".join(each.name for each in facts.partitions[:_LISTED])
+    for name in (slurm.partition or "").split(","):
+        if name and facts.partition(name) is None:
+            yield KeyProblem("slurm.partition", f"there is no partition {name}", f"write one of {known}")
+    if not slurm.partition and facts.default is None:
+        message = "is not given, and this cluster has no default partition"
+        yield KeyProblem("slurm.partition", message, f"write one of {known}")
+
+
+def accounts(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
+    """The account is one of the user's."""
+    if facts.associations is None or not facts.text("AccountingStorageEnforce"):
+        return
+    known = list(dict.fromkeys(each.account for each in facts.associations))
+    if not known:
+        message = f"you have no account (AccountingStorageEnforce = {facts.text('AccountingStorageEnforce')})"
+        yield KeyProblem("slurm.account", message, "ask the administrators for an association")
+    elif slurm.account is not None and slurm.account.lower() not in known:
+        message = f"{slurm.account} is not an account of yours"
+        yield KeyProblem("slurm.account", message, f"write one of {', '.join(known[:_LISTED])}")
+
+
+def qos(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
+    """The quality of service exists, and the account may use it."""
+    if slurm.qos is None or not facts.qos or not facts.enforces("qos"):
+        return
+    wanted = slurm.qos.lower()
+    if facts.qos_named(wanted) is None:
+        known = ", ".join(each.name for each in facts.qos[:_LISTED])
+        yield KeyProblem("slurm.qos", f"there is no QOS {slurm.qos}", f"write one of {known}")
+        return
+    own = facts.associations_of(slurm.account)
+    allowed = list(dict.fromkeys(name for each in own for name in each.qos))
+    # ``+name`` and ``-name`` change what the account has, which is not listed.
+    if own and allowed and wanted not in allowed and not any(name[:1] in "+-" for name in allowed):
+        account = slurm.account or own[0].account
+        message = f"account {account} may not use QOS {slurm.qos}"
+        yield KeyProblem("slurm.qos", message, f"write one of {', '.join(allowed[:_LISTED])}")
+
+
+def reservation(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
+    """Each reservation exists."""
+    for name in (slurm.reservation or "").split(","):
+        if name and facts.reservations is not None and name not in facts.reservations:
+            known = ", ".join(facts.reservations[:_LISTED])
+            remedy = f"write one of {known}" if known else "take it out: there are none now"
+            yield KeyProblem("slurm.reservation", f"there is no reservation {name}", remedy)
+
+
+def node_names(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
+    """Nodes that the file names exist."""
+    known = {node.name for node in facts.nodes}
+    for key, value in (("exclude", slurm.exclude), ("extra.nodelist", slurm.extra.get("nodelist"))):
+        unknown = [name for name in expanded(str(value or "")) if name not in known]
+        if unknown and known:
+            message = f"there is no node {unknown[0]}"
+            yield KeyProblem(f"slurm.{key}", message, "write names that `sinfo -N` lists")
+
+
+#: Rules that don't depend on the partition.
+RULES: tuple[Callable[[SlurmConfig, ClusterFacts], Iterator[KeyProblem]], ...] = (
+    accounts, qos, reservation, node_names,
+)  # fmt: skip
+
+
+def _in_partition(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
+    yield from partition_access(slurm, facts, partition)
+    yield from time_limit(slurm, facts, partition)
+    yield from node_counts(slurm, facts, partition)
+    yield from node_sizes(slurm, facts, partition)
+    yield from limit_problems(slurm, facts, partition)
+
+
+def partition_access(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
+    """The partition takes jobs, and those of this account and QOS."""
+    state, name = partition.values.get("State", "UP"), partition.name
+    if state in _REFUSES_JOBS:
+        message = f"partition {name} takes no jobs (State = {state})"
+        yield KeyProblem("slurm.partition", message, "submit to another partition, or wait until it is up")
+    if partition.values.get("ReqResv") == "YES" and not slurm.reservation:
+        message = f"is missing: partition {name} takes only jobs with a reservation"
+        yield KeyProblem("slurm.reservation", message, "write it, or submit to another partition")
+    own = facts.associations_of(slurm.account)
+    account = slurm.account or next((each.account for each in own), None)
+    of_job = facts.qos_of(slurm.qos, slurm.account)
+    for key, kind, value in (
+        ("account", "Accounts", account),
+        ("qos", "Qos", of_job.name if of_job is not None else slurm.qos),
+    ):
+        yield from _allowed(key, kind, value, partition)
+
+
+def _allowed(key: str, kind: str, value: str | None, partition: Partition) -> Iterator[KeyProblem]:
+    """Yield a problem if the partition does not allow the account or QOS."""
+    if value is None:
+        return
+    allowed, denied = partition.listed(f"Allow{kind}"), partition.listed(f"Deny{kind}")
+    noun = "QOS" if key == "qos" else key
+    if allowed is not None and value.lower() not in allowed:
+        message = f"{value}: partition {partition.name} takes only {noun} {', '.join(allowed[:_LISTED])}"
+        yield KeyProblem(f"slurm.{key}", message, "write one of these, or submit to another partition")
+    elif allowed is None and value.lower() in (denied or ()):
+        message = f"{value}: partition {partition.name} refuses this {noun}"
+        yield KeyProblem(f"slurm.{key}", message, f"write another {noun}, or submit to another partition")
+
+
+def time_limit(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
+    """The time limit is within the partition's."""
+    most_s, of_job = partition.max_time_s, facts.qos_of(slurm.qos, slurm.account)
+    if slurm.time_limit is None or most_s is None or slurm.time_limit * 60 <= most_s:
+        return
+    if of_job is None or "partitiontimelimit" not in of_job.flags:
+        yield KeyProblem(
+            "slurm.time_limit",
+            f"{slurm.time_limit} min exceed the {most_s // 60} min of partition {partition.name}",
+            f"write at most {most_s // 60}min, or submit to another partition",
+        )
+
+
+def node_counts(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
+    """The number of nodes is one that the partition allows."""
+    of_job = facts.qos_of(slurm.qos, slurm.account)
+    flags = of_job.flags if of_job is not None else ()
+    most, fewest = partition.number("MaxNodes"), partition.number("MinNodes")
+    if most is not None and min_nodes(slurm) > most and "partitionmaxnodes" not in flags:
+        message = f"{slurm.nodes}, but a job in partition {partition.name} gets at most {most} (MaxNodes)"
+        yield KeyProblem("slurm.nodes", message, f"write at most {most}, or submit to another partition")
+    if fewest is not None and max_nodes(slurm) < fewest and "partitionminnodes" not in flags:
+        message = f"{slurm.nodes}, but a job in partition {partition.name} needs at least {fewest} (MinNodes)"
+        yield KeyProblem("slurm.nodes", message, f"write at least {fewest}, or submit to another partition")
+
+
+def node_sizes(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
+    """Enough nodes of the partition have what the file requests of a node."""
+    members = facts.nodes_of(partition.name)
+    nodes = [each.node for each in members]
+    if not nodes:
+        return
+    remedy = "write what a node has, or another partition"
+    lines = list(unsatisfiable.too_much(slurm, nodes)) or list(unsatisfiable.too_few(slurm, nodes))
+    for line in lines:
+        key, _, message = line.partition(": ")
+        yield KeyProblem(key, message, remedy)
+    most_mb = partition.number("MaxMemPerNode")
+    if slurm.mem_gb is not None and most_mb is not None and slurm.mem_gb * 1024 > most_mb:
+        message = f"{slurm.mem_gb}, but partition {partition.name} gives {most_mb / 1024:g} per node"
+        yield KeyProblem("slurm.mem_gb", f"{message} (MaxMemPerNode)", "write less, or another partition")
+    yield from _outside(slurm, partition, [each.name for each in members])
+
+
+def _outside(slurm: SlurmConfig, partition: Partition, members: Sequence[str]) -> Iterator[KeyProblem]:
+    """Yield a problem for nodes that the file requires and that are not in the partition."""
+    wanted = expanded(str(slurm.extra.get("nodelist") or ""))
+    outside = [name for name in wanted if name not in members]
+    if outside:
+        message = f"node {outside[0]} is not in partition {partition.name}"
+        remedy = f"write nodes that `sinfo -N -p {partition.name}` lists, or another partition"
+        yield KeyProblem("slurm.extra.nodelist", message, remedy)
+    left = set(members) - set(expanded(slurm.exclude or ""))
+    if slurm.exclude and len(left) < min_nodes(slurm) <= len(members):
+        message = f"leaves {len(left)} of the {len(members)} nodes of partition {partition.name}"
+        yield KeyProblem("slurm.exclude", f"{message}, and the job needs {min_nodes(slurm)}", "exclude fewer")

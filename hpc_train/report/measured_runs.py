@@ -1,0 +1,158 @@
+"""Earlier runs that tell how long a new one will take: those that do the same work per sample.
+
+``plan`` asks. Only the ends of metrics are read, and of many runs the newest.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from hpc_train.config.schema import CheckpointConfig, Experiment
+from hpc_train.paths import RunPaths
+from hpc_train.plan.duration import MeasuredRun, StepWork, count_saves
+from hpc_train.report.metrics_reader import Row, newest_rows, number
+from hpc_train.report.run_files import RunFiles
+from hpc_train.report.run_times import timestamp
+from hpc_train.report.step_layout import layout_of
+from hpc_train.report.time_use import evaluation_seconds
+from hpc_train.run.attempts import AttemptRecord
+from hpc_train.run.files import read_json
+from hpc_train.run.find import run_name
+
+#: Runs that are looked at, the newest first: reading one takes a millisecond.
+_MAX_RUNS = 100
+_MAX_EXPERIMENTS = 50
+#: Keys that change the time of a sample or of an update: runs must have the same values.
+_SAME = (
+    ("task",),
+    ("model", "name"),
+    ("model", "args"),
+    ("model", "freeze"),
+    ("model", "lora"),
+    ("data", "name"),
+    ("data", "image_size"),
+    ("data", "args"),
+    ("precision",),
+    ("device",),
+    ("compile",),
+    ("parallel",),
+    ("optimization", "optimizer", "name"),
+)
+#: Of ``data.args``: changes only how often.
+_COUNTS = ("num_samples",)
+
+
+def measured_runs(root: Path, experiment: Experiment) -> list[MeasuredRun]:
+    """Return the runs below ``root`` that do the same work per sample.
+
+    Those of the same experiment; if there are none, those of others.
+    """
+    wanted = _work(experiment.model_dump(mode="json"))
+    own = root / experiment.name
+    if found := list(_measured(_newest(own), wanted)):
+        return found
+    others = [folder for folder in _folders(root) if folder != own]
+    runs = [run for folder in others[:_MAX_EXPERIMENTS] for run in _newest(folder)]
+    return list(_measured(runs[:_MAX_RUNS], wanted))
+
+
+def same_work(experiment: Experiment) -> str:
+    """Return what is equal for experiments whose runs tell the time of each other."""
+    return repr((experiment.name, _work(experiment.model_dump(mode="json"))))
+
+
+def _work(resolved: Mapping[str, Any]) -> list[Any]:
+    """Return the values of ``_SAME``."""
+    found = []
+    for path in _SAME:
+        value: Any = resolved
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, dict):
+            value = {key: each for key, each in value.items() if key not in _COUNTS}
+        found.append(value)
+    sections = [each for each in resolved.values() if isinstance(each, dict)]
+    return [*found, next((each["gpu_type"] for each in sections if "gpu_type" in each), None)]
+
+
+def _newest(folder: Path) -> list[RunPaths]:
+    """Return the runs of an experiment whose metrics were written last."""
+    times = []
+    for each in _folders(folder):
+        paths = RunPaths(each)
+        with suppress(OSError):
+            times.append((paths.metrics.stat().st_mtime, str(each)))
+    return [RunPaths(Path(name)) for _, name in sorted(times, reverse=True)[:_MAX_RUNS]]
+
+
+def _folders(parent: Path) -> list[Path]:
+    try:
+        with os.scandir(parent) as entries:
+            return [Path(each.path) for each in entries if each.name[0] != "." and each.is_dir()]
+    except OSError:
+        return []
+
+
+def _measured(runs: Sequence[RunPaths], wanted: list[Any]) -> Iterator[MeasuredRun]:
+    for paths in runs:
+        resolved = read_json(paths.resolved)
+        if resolved is not None and _work(resolved) == wanted and (found := measured(paths, resolved)):
+            yield found
+
+
+def measured(paths: RunPaths, resolved: Mapping[str, Any]) -> MeasuredRun | None:
+    """Return the times of the run's newest attempt; None if it has none."""
+    run = RunFiles.read(paths)
+    record, layout = run.newest_record, layout_of(paths, run.facts, run.newest_record)
+    if record is None or layout is None or layout.micro_batch_size is None or layout.accumulation is None:
+        return None
+    rows = [row for row in newest_rows(paths.metrics) if row.get("attempt") == record.attempt]
+    step_s = mean_step_s(rows)
+    if step_s is None:
+        return None
+    work = StepWork(layout.accumulation, layout.micro_batch_size, layout.data_ranks)
+    start_s, stop_s = _outside(record, rows)
+    save_s = _save_s(record, rows, step_s, resolved)
+    evaluations = evaluation_seconds(rows)
+    evaluation_s = sum(evaluations) / len(evaluations) if evaluations else 0.0
+    return MeasuredRun(run_name(paths), work, step_s, evaluation_s, save_s, start_s, stop_s)
+
+
+def mean_step_s(rows: Sequence[Row]) -> float | None:
+    """Return the mean time of a step; rows are weighted by their steps."""
+    seconds, steps, before = 0.0, 0, None
+    for row in rows:
+        step, step_s = row.get("step"), number(row.get("step_s"))
+        if row.get("split") != "train" or type(step) is not int:
+            continue
+        if step_s is not None and before is not None and step > before:
+            seconds, steps = seconds + step_s * (step - before), steps + step - before
+        before = step
+    return seconds / steps if steps and seconds > 0 else None
+
+
+def _outside(record: AttemptRecord, rows: Sequence[Row]) -> tuple[float, float]:
+    """Return the seconds before the attempt's first step, and after its last row."""
+    begin, first = timestamp(record.start), timestamp(record.events.get("first_step"))
+    end, last = timestamp(record.end), number(rows[-1].get("time")) if rows else None
+    start_s = 0.0 if begin is None or first is None else max(0.0, first - begin)
+    return start_s, 0.0 if end is None or last is None else max(0.0, end - last)
+
+
+def _save_s(record: AttemptRecord, rows: Sequence[Row], step_s: float, resolved: Mapping[str, Any]) -> float:
+    """Return what training waited for one checkpoint, by the number that the file's interval makes."""
+    steps = [step for row in rows if type(step := row.get("step")) is int]
+    if not record.checkpoint_stall_s or not steps:
+        return 0.0
+    try:
+        checkpoint = CheckpointConfig.model_validate(resolved.get("checkpoint"))
+    except ValidationError:
+        return 0.0
+    trained = max(steps) - min(steps) + 1
+    return record.checkpoint_stall_s / count_saves(checkpoint, trained, trained * step_s)

@@ -1,0 +1,50 @@
+"""What earlier runs tell of the time of a new one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_train.report.measured_runs import measured_runs
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.frozen_experiment import read
+from tests.report.made_runs import STEP_S, made_sweep
+
+
+def test_the_newest_attempts_of_runs_with_the_same_work_count(tmp_path: Path) -> None:
+    runs = made_sweep(tmp_path, 3, steps=100)
+    experiment = read(runs[0])
+    found = measured_runs(tmp_path, experiment)
+    assert len(found) == 3
+    for each in found:
+        assert each.step_s == pytest.approx(1.05 * STEP_S, rel=0.05)
+        assert each.evaluation_s == pytest.approx(6.0, abs=1.5)
+        assert (each.start_s, each.stop_s) == (pytest.approx(26, abs=1), pytest.approx(8, abs=1))
+        assert each.save_s > 0
+
+
+def test_other_work_per_sample_does_not_count(tmp_path: Path) -> None:
+    (run,) = made_sweep(tmp_path, 1, steps=100)
+    experiment = read(run)
+    other_size = experiment.optimization.model_copy(update={"global_batch_size": 8, "steps": 7})
+    assert measured_runs(tmp_path, experiment.model_copy(update={"optimization": other_size}))
+    assert not measured_runs(tmp_path, experiment.model_copy(update={"precision": "bf16"}))
+    renamed = experiment.model_copy(update={"name": "another"})
+    assert measured_runs(tmp_path, renamed), "runs of other experiments with the same model"
+
+
+def test_a_run_without_times_or_with_damaged_files_tells_nothing(tmp_path: Path) -> None:
+    first, second, third = made_sweep(tmp_path, 3, steps=100)
+    experiment = read(first)
+    rows = [json.loads(line) for line in first.metrics.read_text().splitlines()]
+    first.metrics.write_text("".join(json.dumps(row | {"step_s": "x"}) + "\n" for row in rows))
+    second.resolved.write_text("{")
+    facts = read_json(third.run)
+    assert facts is not None
+    write_json(third.run, facts | {"ranks": None, "step": 3})
+    for attempt in third.attempt_folders():
+        attempt.record.write_text("[]")
+    assert measured_runs(tmp_path, experiment) == []
+    assert measured_runs(tmp_path / "nowhere", experiment) == []

@@ -1,0 +1,70 @@
+"""What a run has used and lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.launchers.base import JobUsage
+from hpc_train.report.run_files import RunFiles
+from hpc_train.report.usage import Usage, counts_by_state, usage_of
+from hpc_train.run.attempts import AttemptRecord, write_record
+from hpc_train.run.files import read_json, write_json
+from hpc_train.run.run_status import read_status
+from hpc_train.topology.degrees import Ranks
+from tests.report.made_runs import made_sweep
+from tests.run.runs import small_run
+
+_ON_16 = Ranks(most=16, gpus=16, cores=64)
+
+
+def test_time_is_divided_by_cause_and_adds_up(tmp_path: Path) -> None:
+    """A preempted run of 8 ranks, half of the 16 that are planned: half of the GPUs."""
+    (paths,) = made_sweep(tmp_path, 1, steps=100)
+    run = RunFiles.read(paths)
+    usage = usage_of(run, read_status(paths), _ON_16, JobUsage(6.0, 32.0, 0.75))
+    assert usage is not None
+    elapsed_s = sum(usage.time.values())
+    assert usage.gpu_hours == pytest.approx(8 * elapsed_s / 3600, rel=0.01)
+    assert usage.core_hours == pytest.approx(4 * usage.gpu_hours, rel=0.01)
+    assert usage.time["evaluation"] == pytest.approx(2 * 6.0, abs=2.5)
+    assert usage.time["starting"] == pytest.approx(2 * 26, abs=1) and usage.time["saving"] == 7.0
+    assert (usage.peak_gpu_memory_gib, usage.memory_efficiency) == (21.4, 0.1875)
+    lines = dict(usage.details())
+    assert lines["used"].endswith("GPU-hours") and "starts 52s" in lines["time lost"]
+    assert (
+        lines["memory"]
+        == "21.4 GiB at most on a GPU, 6 GiB at most on a node of 32 GiB requested per node (19%)"
+    )
+    assert lines["CPU"] == "75% of the cores' time"
+    assert Usage(**usage.to_json()) == usage
+
+
+def test_the_queue_is_waited_for_before_the_first_attempt_and_after_a_requeue(tmp_path: Path) -> None:
+    paths = small_run(tmp_path)
+    write_json(paths.run, (read_json(paths.run) or {}) | {"created": "2026-11-20T09:00:00+00:00"})
+    for number, (start, end, job, cause) in enumerate(
+        [("09:10", "09:20", "12", "preemption"), ("09:25", "09:30", "12", "crash"),
+         ("09:31", "09:40", "12", "user error"), ("18:00", "18:10", "13", "completed")], start=1,
+    ):  # fmt: skip
+        attempt = paths.attempt(number)
+        attempt.folder.mkdir(parents=True)
+        begin, ended = (f"2026-11-20T{time}:00+00:00" for time in (start, end))
+        write_record(
+            attempt, AttemptRecord(number, begin, [], None, end=ended, job=job, cause=cause, ranks=4)
+        )
+    usage = usage_of(RunFiles.read(paths), read_status(paths), None, None)
+    assert usage is not None
+    assert usage.time["queue"] == 600 + 300 + 60, "not the hours until it was resumed by hand"
+    assert (usage.gpu_hours, usage.cpu_efficiency) == (None, None)
+
+
+def test_a_run_without_an_attempt_has_used_nothing(tmp_path: Path) -> None:
+    paths = small_run(tmp_path)
+    assert usage_of(RunFiles.read(paths), read_status(paths), _ON_16, None) is None
+
+
+def test_runs_are_counted_by_state() -> None:
+    assert counts_by_state(["running", "failed", "running"]) == "3 runs: 2 running, 1 failed"
+    assert counts_by_state(["failed"]) == "1 run: 1 failed"
