@@ -1,4 +1,4 @@
-"""Debian's chromium, driven by Playwright, for the pages that ``report`` writes."""
+"""Debian's chromium, driven by Playwright, for the pages of ``report`` and the docs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 #: Debian's names of it, and Ubuntu's.
@@ -35,3 +36,23 @@ def chromium() -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=program(), args=options)
         yield browser
         browser.close()
+
+
+def opened(browser: Any, file: Path, **options: Any) -> tuple[Any, list[str]]:
+    """Return the page, and what it says on the console, raises or requests beside its own file."""
+    page = browser.new_context(**options).new_page()
+    said: list[str] = []
+    page.on("console", lambda message: said.append(f"console: {message.text}"))
+    page.on("pageerror", lambda error: said.append(f"error: {error}"))
+    page.on("dialog", lambda dialog: said.append(f"dialog: {dialog.message}"))
+    page.on("request", lambda request: said.append(f"request: {request.url}"))
+    page.goto(file.as_uri())
+    return page, said
+
+
+def violations(page: Any) -> list[tuple[str, list[str]]]:
+    """Return what axe finds, which takes seconds: the rule, and the elements that break it."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found]

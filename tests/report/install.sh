@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Installs by apt the browser that tests open reports in, where that is possible. Elsewhere it says why there is
+# Installs by apt the browser that tests open reports and docs in, where that is possible. Elsewhere it says why there is
 # none and succeeds, since tests skip what needs it.
 set -euo pipefail
 
 skip() {
-    echo "no chromium on this machine, and no test of reports in a browser: $1" >&2
+    echo "no chromium on this machine, and no test of reports and docs in a browser: $1" >&2
     exit 0
 }
 

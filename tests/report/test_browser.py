@@ -13,7 +13,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.report.html.collecting import collect
 from hpc_train.report.html.page import render
 from hpc_train.report.metrics_reader import rows_in
-from tests.report.browser import chromium, missing
+from tests.report.browser import chromium, missing, opened, violations
 from tests.report.made_runs import made_sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(missing() is not None, reason=missing() or "")]
@@ -45,18 +45,6 @@ def browser() -> Iterator[Any]:
         yield started
 
 
-def _opened(browser: Any, file: Path, **options: Any) -> tuple[Any, list[str]]:
-    """Return the page, and what it says on the console, raises or requests beside its own file."""
-    page = browser.new_context(**options).new_page()
-    said: list[str] = []
-    page.on("console", lambda message: said.append(f"console: {message.text}"))
-    page.on("pageerror", lambda error: said.append(f"error: {error}"))
-    page.on("dialog", lambda dialog: said.append(f"dialog: {dialog.message}"))
-    page.on("request", lambda request: said.append(f"request: {request.url}"))
-    page.goto(file.as_uri())
-    return page, said
-
-
 def _requests(said: list[str], file: Path) -> list[str]:
     own = (f"request: {file.as_uri()}", "request: data:image/png;base64,")
     return [line for line in said if not line.startswith(own)]
@@ -64,21 +52,18 @@ def _requests(said: list[str], file: Path) -> list[str]:
 
 @pytest.mark.parametrize("scheme", _SCHEMES)
 def test_the_page_is_accessible_and_asks_for_nothing(browser: Any, file: Path, scheme: str) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
     for width in _WIDTHS:
-        page, said = _opened(browser, file, viewport={"width": width, "height": 900}, color_scheme=scheme)
+        page, said = opened(browser, file, viewport={"width": width, "height": 900}, color_scheme=scheme)
         page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         assert _requests(said, file) == []
         if width == _WIDTHS[_SCHEMES.index(scheme)]:  # axe takes seconds
-            found = Axe().run(page).response["violations"]
-            assert [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found] == []
+            assert violations(page) == []
         page.context.close()
 
 
 def test_values_are_read_by_keyboard_and_by_pointer(browser: Any, file: Path, runs: list[RunPaths]) -> None:
-    page, said = _opened(browser, file, viewport={"width": 1200, "height": 900})
+    page, said = opened(browser, file, viewport={"width": 1200, "height": 900})
     frame, tip = page.locator(".frame").first, page.locator("#tip")
     page.locator("#legend button").last.focus()
     page.keyboard.press("Tab")
@@ -108,7 +93,7 @@ def test_values_are_read_by_keyboard_and_by_pointer(browser: Any, file: Path, ru
 
 
 def test_runs_are_sorted_filtered_and_hidden(browser: Any, file: Path) -> None:
-    page, said = _opened(browser, file, viewport={"width": 1200, "height": 900})
+    page, said = opened(browser, file, viewport={"width": 1200, "height": 900})
     rows = page.locator("#table tbody tr")
     page.locator("#table th button", has_text="seed").focus()
     page.keyboard.press("Enter")
@@ -135,7 +120,7 @@ def test_runs_are_sorted_filtered_and_hidden(browser: Any, file: Path) -> None:
 
 
 def test_without_scripts_the_page_shows_its_tables_and_charts(browser: Any, file: Path) -> None:
-    page, said = _opened(browser, file, java_script_enabled=False, viewport={"width": 1200, "height": 900})
+    page, said = opened(browser, file, java_script_enabled=False, viewport={"width": 1200, "height": 900})
     assert page.locator("#table tbody tr").count() == 10
     assert page.locator(".frame[role=img]").count() > 5
     box = page.locator(".charts .curve.c0").first.bounding_box()
