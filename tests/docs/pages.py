@@ -11,12 +11,13 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_train.launchers.gpus import count_gpus
 from tests import warm
+from tests.terminals import Terminal
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [
@@ -145,6 +146,8 @@ def run(command: Command, folder: Path, limit_s: float = LIMIT_S) -> tuple[int, 
     A shell types what is more than a plain ``hpc-train …``, whose ranks are forked from a warm process.
     """
     words = shlex.split(command.line, comments=True)
+    if words[:2] == ["hpc-train", "watch"]:
+        return _watch(command, words[1:], folder, limit_s)
     is_plain = words[0] == "hpc-train" and not _SHELL.search(command.line.partition(" #")[0])
     start = warm.start if is_plain else subprocess.Popen
     with start(
@@ -161,6 +164,16 @@ def run(command: Command, folder: Path, limit_s: float = LIMIT_S) -> tuple[int, 
             process.kill()
             raise
     return process.returncode, printed
+
+
+def _watch(command: Command, words: Sequence[str], folder: Path, limit_s: float) -> tuple[int, str]:
+    """Run it on a terminal until its screen shows what the page does; then press q."""
+    with Terminal(*words, cwd=folder, environment=_environment(), columns=120) as terminal:
+        terminal.wait_for(
+            lambda: not missing_lines(command.shown, terminal.text), "\n".join(command.shown), limit_s
+        )
+        terminal.press("q")
+        return terminal.wait(), terminal.text
 
 
 def _environment() -> dict[str, str]:
