@@ -36,7 +36,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "compile_start",
     ),
     "Preemption": ("preemption",),
-    "Memory": ("memory", "open_files"),
+    "Memory": ("memory", "memory_prediction", "open_files"),
     "Number of ranks": ("ranks",),
     "Pipeline parallelism": ("pipeline",),
     "Whole runs": ("headlines", "cifar10", "recipes", "fine_tuning"),

@@ -22,6 +22,10 @@ _LEFT_BEHIND = {
     "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
 }  # fmt: skip
 
+#: A plan without the prediction of memory, which starts a process that imports torch; its own tests ask for
+#: it.
+os.environ.setdefault("HPC_TRAIN_NO_MEMORY", "1")
+
 
 @pytest.hookimpl(trylast=True)  # once tests/slurm has its marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,12 +20,14 @@ import torch._dynamo
 import torch._functorch.config
 import torch._guards
 import torch._inductor.config
+import torch.distributed._tools.fake_collectives
 from submitit import SlurmExecutor
 from torch import nn
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import placement_types
 from torch.nn.modules import batchnorm
+from torch.testing._internal.distributed import fake_pg
 from torch.utils.data import dataloader
 
 PACKAGE = Path(__file__).parents[1] / "hpc_train"
@@ -57,6 +59,13 @@ NAMES: list[tuple[Any, str, str]] = [
     (nn.Module(), "_forward_hooks _forward_pre_hooks", "models/splitting"),
     (nn.Module(), "_compiled_call_impl", "strategies/pipeline"),
     (_ITERATOR, "_shutdown_workers _try_get_data", "datasets/workers"),
+    (torch, "_subclasses", "strategies/mesh, training/memory_prediction"),
+    (torch._subclasses.fake_tensor, "unset_fake_temporarily FakeTensorMode", "training/memory_prediction"),
+    (torch.UntypedStorage(0), "_cdata", "training/live_memory"),
+    (torch.distributed._tools, "fake_collectives", "training/memory_prediction"),
+    (torch.testing, "_internal", "training/memory_prediction"),
+    (torch.distributed, "_tools", "training/memory_prediction"),
+    (fake_pg, "FakeStore", "training/memory_prediction"),
 ]
 #: Attributes that instances get in ``__init__``, and names that only source code holds.
 IN_SOURCE: list[tuple[Any, str, str]] = [

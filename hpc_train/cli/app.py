@@ -225,8 +225,14 @@ def plan(
             "--throughput", min=1e-9, help="Samples per second of one rank; default: as earlier runs did."
         ),
     ] = None,
+    memory: Annotated[
+        bool | None,
+        typer.Option(
+            "--memory/--no-memory", help="Predict the memory of a step, which takes seconds (default)."
+        ),
+    ] = None,
 ) -> int:
-    """Show what would run: ranks, batches, time, GPU-hours, earliest start."""
+    """Show what would run: ranks, batches, memory, time, cost, earliest start."""
     from hpc_train.cli.plan import PlanOptions, plan
 
     options = PlanOptions(
@@ -236,6 +242,7 @@ def plan(
         as_json=as_json,
         script=script,
         throughput=throughput,
+        memory=memory,
     )
     return plan(file, overrides or [], options)
 

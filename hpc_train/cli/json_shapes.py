@@ -39,10 +39,57 @@ class PlannedRunJson(TypedDict):
     precision: str
     steps_per_epoch: int | None
     total_steps: int | None
-    #: Null in this version.
-    peak_memory_gb: float | None
     #: The upper bound given by the time limit; null without one.
     gpu_hours: float | None
+    #: Predicted, of one rank; without ``memory`` nothing was predicted.
+    peak_memory_gb: float | None
+    #: In GB: ``parameters``, ``gradients``, ``optimizer``, ``activations`` and ``buffers``.
+    memory: dict[str, float] | None
+    #: Why activations are unknown, or that nothing was predicted.
+    memory_problem: str | None
+    #: What is assumed of data that can't be read here.
+    memory_assumption: str | None
+    #: Null for an unknown device.
+    device_memory_gb: float | None
+    fits: bool | None
+    largest_micro_batch_size: int | None
+    #: Of all ranks.
+    flops_per_step: int | float | None
+    #: GB that a rank sends in a step, by kind of collective and of link.
+    communication: dict[str, float] | None
+
+
+class RunCostJson(TypedDict):
+    """What one run is predicted to take; null where nothing tells."""
+
+    id: str
+    duration_s: float | None
+    step_s: float | None
+    gpu_hours: float | None
+    core_hours: float | None
+    #: How many the time limit makes necessary.
+    attempts: int | None
+    #: The names of the runs whose times were used.
+    measured_runs: list[str]
+
+
+class CostJson(TypedDict):
+    """What all runs together are predicted to take."""
+
+    runs: list[RunCostJson]
+    gpu_hours: float | None
+    core_hours: float | None
+
+
+class JobForecastJson(TypedDict):
+    """When the scheduler would start a job."""
+
+    #: The ids of its runs.
+    runs: list[str]
+    #: In UTC.
+    earliest_start: str | None
+    nodes: str | None
+    note: str | None
 
 
 class Plan(TypedDict):
@@ -54,6 +101,11 @@ class Plan(TypedDict):
     runs: list[PlannedRunJson]
     #: With ``--script`` the batch script of each job.
     scripts: list[str]
+    cost: CostJson
+    #: Lines on jobs that would never start, or exceed the budget.
+    refused: list[str]
+    #: Null if no scheduler was asked.
+    jobs: list[JobForecastJson] | None
 
 
 class Validation(TypedDict):
@@ -158,6 +210,61 @@ class GroupComparison(TypedDict):
     groups: list[GroupJson]
 
 
+class ComparedIds(TypedDict):
+    """One of two runs."""
+
+    id: str
+    path: str
+
+
+class CodeDifferenceJson(TypedDict):
+    """Files in which two code snapshots differ."""
+
+    added: list[str]
+    changed: list[str]
+    removed: list[str]
+    #: Lines of a unified diff; at the end what was omitted.
+    diff: list[str]
+
+
+class Difference(TypedDict):
+    """In what the second of two runs differs from the first."""
+
+    version: int
+    runs: list[ComparedIds]
+    #: Key → its two values.
+    settings: dict[str, list[Any]]
+    #: Package → its two versions.
+    versions: dict[str, list[Any]]
+    code: CodeDifferenceJson | None
+    #: Why there is no ``code``.
+    code_unknown: str | None
+
+
+class SyncedJson(TypedDict):
+    """What became of a run's rows at one destination."""
+
+    id: str
+    path: str
+    #: ``wandb``, ``mlflow`` or ``tensorboard``.
+    to: str
+    #: The final rows, and the step of the last one.
+    rows: int
+    step: int | None
+    #: Those that this command has sent.
+    rows_sent: int
+    #: The run's page, its id at the service, or the folder of the event files.
+    target: str | None
+    error: str | None
+
+
+class Synchronization(TypedDict):
+    """Which rows were sent where."""
+
+    version: int
+    synced: list[SyncedJson]
+
+
 class Evaluation(TypedDict):
     """One evaluation of a checkpoint."""
 
@@ -208,6 +315,9 @@ SHAPES: dict[str, Any] = {
     "doctor": Diagnosis,
     "compare": Comparison,
     "compare --over": GroupComparison,
+    "compare --group-by": GroupComparison,
+    "compare --diff": Difference,
+    "sync": Synchronization,
     "evaluate": Evaluation,
     "verify": Verification,
 }

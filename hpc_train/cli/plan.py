@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_train.cli import plan_cost, queue_forecast
 from hpc_train.cli.found_sizes import with_found_sizes
+from hpc_train.cli.plan_memory import json_of_runs, predictions, show_predictions
 from hpc_train.cli.searching import next_trials
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import columns, put, put_json, say
@@ -95,6 +96,8 @@ class PlanOptions(LauncherOptions):
     script: bool = False
     #: Samples per second of one rank; None: by earlier runs.
     throughput: float | None = None
+    #: Whether memory is predicted, which takes seconds; None: unless the environment says otherwise.
+    memory: bool | None = None
 
 
 def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode:
@@ -119,9 +122,12 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
     queue = queue_forecast.QueueForecast(refused)
     if not problems and not lacking and not refused:
         queue = queue_forecast.ask(launcher, loaded, made)
+    found = predictions(made, launcher, is_wanted=options.memory, on_this_machine=options.on_this_machine)
     shown = scripts if options.script or options.as_json else ()
-    more = queue.to_json() | cost.to_json(made)
+    more = queue.to_json() | cost.to_json(made) | {"runs": json_of_runs(made.runs, found)}
     show(made, as_json=options.as_json, scripts=shown, more=more, more_columns=cost.columns())
+    if not options.as_json:
+        show_predictions(made.runs, found)
     lines = problems or [*queue.refused, *_missing_pack(loaded)]
     for line in lines:
         say(line)
@@ -225,7 +231,8 @@ def show(
     ``more``: keys of the JSON. ``more_columns``: heads and cells of the table.
     """
     if as_json:
-        put_json(made.to_json() | {"scripts": list(scripts), **(more or {})})
+        runs = {"runs": json_of_runs(made.runs, None)}
+        put_json(made.to_json() | runs | {"scripts": list(scripts), **(more or {})})
         return
     for line in columns(_table(made.runs, more_columns)):
         put(line)

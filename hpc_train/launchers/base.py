@@ -20,6 +20,7 @@ from hpc_train.topology.degrees import Ranks as Ranks  # a plug-in finds all of 
 
 if TYPE_CHECKING:
     from hpc_train.config.schema import Experiment
+    from hpc_train.plan.devices import Device
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,14 @@ class JobSection:
     has_gpus: bool = False
     #: What else there is to choose from: lines for comments.
     notes: Sequence[str] = ()
+
+
+@runtime_checkable
+class KnowsDevices(Protocol):
+    """Optional: a ``Launcher`` that knows from the file what ranks run on. ``plan`` compares its memory."""
+
+    def device(self, experiment: Experiment, size: Ranks) -> Device | None:
+        """Return what each rank has; None where the file says nothing of it."""
 
 
 @runtime_checkable

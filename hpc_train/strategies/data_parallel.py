@@ -122,12 +122,14 @@ def move(model: nn.Module, context: RankContext) -> None:
     """
     real = context.precision.param_dtype
 
-    def moved(tensor: Tensor) -> Tensor:
+    def dtype_of(tensor: Tensor) -> torch.dtype:
         if tensor.is_complex() and real == torch.float64:
-            return tensor.to(context.device, torch.complex128)
-        return tensor.to(context.device, real if tensor.is_floating_point() else None)
+            return torch.complex128
+        return real if tensor.is_floating_point() else tensor.dtype
 
-    model._apply(moved)
+    tensors = (*model.parameters(), *model.buffers())
+    if any(tensor.device != context.device or tensor.dtype != dtype_of(tensor) for tensor in tensors):
+        model._apply(lambda tensor: tensor.to(context.device, dtype_of(tensor)))
 
 
 def refuse_complex(model: nn.Module) -> None:

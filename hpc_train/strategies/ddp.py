@@ -35,8 +35,8 @@ class DDPStrategy(DataParallel):
         context.check_args(self.name)
         #: For models that leave parameters out of some forward passes; searching the graph costs time.
         self._finds_unused = bool(context.args.get("find_unused_parameters", False))
-        # With that search on DDP keeps its first layout.
-        self._is_rehearsed = context.world_size == 1 or self._finds_unused
+        #: With that search on DDP keeps its first layout.
+        self.is_rehearsed = context.world_size == 1 or self._finds_unused
 
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         if self.context.world_size == 1:
@@ -56,9 +56,9 @@ class DDPStrategy(DataParallel):
         return self.wrapped.no_sync()
 
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
-        if not self._is_rehearsed:
+        if not self.is_rehearsed:
             self._rehearse(batches[0], forward)
-            self._is_rehearsed = True
+            self.is_rehearsed = True
         return super().accumulate(batches, forward)
 
     def _rehearse(self, batch: Batch, forward: Forward) -> None:

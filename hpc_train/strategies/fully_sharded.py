@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hpc_train.distributed.precision import Precision
@@ -18,7 +18,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.clipping import clip_over_ranks
 from hpc_train.strategies.data_parallel import DataParallel
-from hpc_train.strategies.mesh import mesh_of
+from hpc_train.strategies.mesh import mesh_of, new_mesh
 from hpc_train.strategies.sync_batchnorm import has_batchnorm
 from hpc_train.validate.compatibility import sharded_batchnorm
 
@@ -123,9 +123,7 @@ class FSDPStrategy(FullySharded):
     name = "fsdp"
 
     def mesh(self) -> DeviceMesh:
-        return init_device_mesh(
-            self.context.device.type, (self.context.degrees.shard,), mesh_dim_names=("shard",)
-        )
+        return new_mesh(self.context.device.type, (self.context.degrees.shard,), ("shard",))
 
 
 class HSDPStrategy(FullySharded):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hpc_train.strategies.base import RankContext
@@ -39,9 +40,15 @@ def mesh_of(context: RankContext, axes: tuple[str, ...] = AXES) -> DeviceMesh:
     """Return the mesh of all ranks with these axes of ``topology.degrees``. Collective."""
     sizes = tuple(getattr(context.degrees, axis) for axis in axes)
     device_type = context.device.type
-    return made_once(
-        (device_type, sizes, axes), lambda: init_device_mesh(device_type, sizes, mesh_dim_names=axes)
-    )
+    return made_once((device_type, sizes, axes), lambda: new_mesh(device_type, sizes, axes))
+
+
+def new_mesh(device_type: str, sizes: tuple[int, ...], axes: tuple[str, ...]) -> DeviceMesh:
+    """Make a mesh of all ranks. Collective. ``training.memory_prediction`` has no tensors with data but
+    these.
+    """
+    with unset_fake_temporarily():
+        return init_device_mesh(device_type, sizes, mesh_dim_names=axes)
 
 
 def device_mesh(context: RankContext) -> DeviceMesh:

@@ -154,7 +154,7 @@ class PipelineStrategy(FullySharded):
         if self._prepared is None or self._prepared[0] != key:
             if problem := self.problem(len(batches)):
                 raise problem.as_error()
-            specs = self._rehearse(batches[0], forward)
+            specs = self.stage_specs(batches[0], forward)
             stages = [self._chunks_of(index, specs) for index in self._held]
             self._prepared = key, self.new_run(stages, len(batches))
         return self._prepared[1]
@@ -163,7 +163,7 @@ class PipelineStrategy(FullySharded):
         """Return why the file's schedule can't run this number of micro-batches, or None."""
         return problem_of_schedule(self.context.parallel, self.context.degrees.pipeline, slots)
 
-    def _rehearse(self, batch: Batch, forward: Forward) -> list[OutputSpecs]:
+    def stage_specs(self, batch: Batch, forward: Forward) -> list[OutputSpecs]:
         """Run a forward whose result does not count; return what each stage takes, and what the last returns.
 
         Else torch would run one of its own, in which layers draw from other streams.

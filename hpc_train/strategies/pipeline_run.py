@@ -73,7 +73,8 @@ class Run:
             yield self._forward.to_input(batch) if stage.is_first else batch
 
     def _scaled_loss(self, outputs: Any, chunk: Tensor) -> Tensor:
-        batch = self._batches[self._first + int(chunk)]
+        # The chunk is a view of the arange above. Its value can't be read where tensors have no data.
+        batch = self._batches[self._first + int(chunk.storage_offset())]
         loss = self._forward.loss_of(outputs, batch)
         self._total += loss.detach() * batch.weight
         # fully_shard divides by R; the mean over M micro-batches is what is wanted.

@@ -120,9 +120,11 @@ class RunningStatistics:
             return
         device = self._calls()[0].device
         self._dtype = reduce(torch.promote_types, (x.dtype for x in self._statistics()), torch.float32)
-        sizes = torch.tensor([2 * layer.num_features for layer in self._layers])
+        sizes = [2 * layer.num_features for layer in self._layers]
         #: Layer of each of the F values.
-        self._layer_of = torch.repeat_interleave(torch.arange(len(self._layers)), sizes).to(device)
+        self._layer_of = torch.repeat_interleave(
+            torch.arange(len(sizes)), torch.tensor(sizes), output_size=sum(sizes)
+        ).to(device)
         momenta = [layer.momentum for layer in self._layers]
         self._is_cumulative = torch.tensor([value is None for value in momenta], device=device)
         #: What one call leaves of the value before it.

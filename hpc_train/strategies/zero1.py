@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hpc_train.datasets.types import Batch
 from hpc_train.strategies.base import Forward
 from hpc_train.strategies.ddp import DDPStrategy
+from hpc_train.strategies.mesh import new_mesh
 
 #: What one collective brings to a rank: enough to be fast, little beside a model (assumed).
 BUCKET_BYTES = 32 << 20
@@ -37,9 +38,7 @@ class ZeRO1Strategy(DDPStrategy):
         self._whole = super().optimized()
         self._slices = self._whole
         if self.context.world_size > 1:
-            mesh = init_device_mesh(
-                self.context.device.type, (self.context.world_size,), mesh_dim_names=("shard",)
-            )
+            mesh = new_mesh(self.context.device.type, (self.context.world_size,), ("shard",))
             self._slices = {name: nn.Parameter(_sliced(value, mesh)) for name, value in self._whole.items()}
         return wrapped
 

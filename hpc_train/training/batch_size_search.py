@@ -29,10 +29,9 @@ from hpc_train.distributed.env import is_started_by_slurm
 from hpc_train.distributed.signals import STOP_SIGNALS
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, PeerLostError
 from hpc_train.run.found_micro_batch import Found, keep, kept
-from hpc_train.topology.batch_arithmetic import accumulation, too_few_micro_batches
+from hpc_train.topology.batch_arithmetic import too_few_micro_batches
 from hpc_train.topology.degrees import find_degrees
-from hpc_train.topology.pipeline_schedules import problem_of_schedule
-from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.topology.micro_batch_sizes import scheduled_candidates
 from hpc_train.training.rank import Rank
 from hpc_train.validate.slurm_rules import max_nodes, ranks_on_each_node
 
@@ -73,12 +72,6 @@ def resolved(rank: Rank) -> Rank:
     return replace(rank, experiment=rank.experiment.with_micro_batch_size(size))
 
 
-def candidates(global_batch_size: int, data_ranks: int) -> list[int]:
-    """Return the sizes that divide G and leave each rank a micro-batch, the smallest first."""
-    largest = global_batch_size // data_ranks
-    return [size for size in range(1, largest + 1) if global_batch_size % size == 0]
-
-
 def doubling(sizes: Sequence[int]) -> list[int]:
     """Return some of the sizes: the smallest, then each at least twice the previous one, to the largest."""
     chosen: list[int] = []
@@ -113,22 +106,10 @@ def _search(rank: Rank, control: ControlGroup) -> Found:
 
 
 def _candidates(rank: Rank) -> list[int]:
-    """Return those of ``candidates`` that a pipeline's schedule takes and that keep its ranks at work."""
+    """Return the sizes to try, at least one."""
     batch, degrees = rank.experiment.optimization.global_batch_size, rank.degrees
     parallel = rank.experiment.parallel
-    sizes = candidates(batch, _most_data_ranks(rank))
-    slots = {size: accumulation(batch // size, degrees.data_ranks) for size in sizes}
-    # With fewer micro-batches than ranks a pipeline never comes to its turns.
-    fewest = (
-        min(degrees.pipeline, max(slots.values(), default=1))
-        if traits_of(parallel.strategy).has_schedule
-        else 1
-    )
-    found = [
-        size
-        for size in sizes
-        if slots[size] >= fewest and not problem_of_schedule(parallel, degrees.pipeline, slots[size])
-    ]
+    found = scheduled_candidates(batch, parallel, degrees, _most_data_ranks(rank))
     if not found:
         raise BadFileError(
             f"{_KEY}: auto finds no number of micro-batches for {degrees.data_ranks} data-parallel ranks and "

@@ -100,7 +100,7 @@ def run(paths: RunPaths, attempt: int, sizes: Iterable[int], channel: Connection
     group = join(facts, device, meeting, token)
     limit_memory(device, facts.local_world_size)
     source = build_source(experiment.data)
-    sample = _sample(source, experiment, degrees, facts.rank, _Unnoted(paths, attempt, facts.rank))
+    sample = one_sample(source, experiment, degrees, facts.rank, _Unnoted(paths, attempt, facts.rank))
     place = _Place(experiment, facts, degrees, device, precision, source, sample)
     for size in sizes:
         _try(place, size)
@@ -116,10 +116,10 @@ class _Unnoted(BadSamples):
         """Nothing."""
 
 
-def _sample(
-    source: DataSource, experiment: Experiment, degrees: Degrees, rank: int, bad_samples: BadSamples
+def one_sample(
+    source: DataSource, experiment: Experiment, degrees: Degrees, rank: int, bad_samples: BadSamples | None
 ) -> Batch:
-    """Read one sample."""
+    """Read one sample of training, as a loader makes it. ``bad_samples``: for ``on_bad_sample: skip``."""
     optimization = experiment.optimization.model_copy(
         update={"global_batch_size": degrees.data_ranks, "micro_batch_size": 1}
     )

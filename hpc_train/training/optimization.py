@@ -114,12 +114,12 @@ class _Scaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         trained = [value for group in optimizer.param_groups for value in group["params"]]
         if _num_meshes(trained) > 1:
-            own = {"params": [_own_part(value) for value in trained if value.grad is not None]}
+            own = {"params": [own_part(value) for value in trained if value.grad is not None]}
             optimizer = SimpleNamespace(param_groups=[own])
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
 
-def _own_part(parameter: nn.Parameter) -> Tensor:
+def own_part(parameter: Tensor) -> Tensor:
     """Return a tensor whose gradient is this rank's part of the parameter's, in the same memory."""
     with torch.no_grad():
         part, gradient = (

@@ -100,6 +100,13 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, context:
     seed_build(config.seed)
     model = build_model(config.model, info)
     load_initial_weights(model, config.model)
+    return assemble(model, config, batches, context)
+
+
+def assemble(
+    model: nn.Module, config: Experiment, batches: BatchArithmetic, context: RankContext
+) -> TrainState:
+    """Do what ``build`` does once the model has its weights."""
     pretrained = report_of(model)
     prepare_for_training(model, config.model)
     counted = without_weights(model) if context.rank == 0 else None

@@ -58,6 +58,12 @@ def test_commands_on_finished_runs(tmp_path: Path) -> None:
     assert len(checked("compare", hpc_train("compare", "sweep", "--json").out)["runs"]) == 6
     over = hpc_train("compare", "sweep", "--over", "seed", "--json").out
     assert len(checked("compare --over", over)["groups"]) == 6
+    grouped = hpc_train("compare", "sweep", "--group-by", "seed", "--json").out
+    assert checked("compare --group-by", grouped)["groups"]
+    first, second = (row["path"] for row in rows[:2])
+    assert checked("compare --diff", hpc_train("compare", first, second, "--diff", "--json").out)["settings"]
+    sent = hpc_train("sync", first, "--to", "tensorboard", "-o", str(tmp_path / "events"), "--json").out
+    assert checked("sync", sent)["synced"][0]["to"] == "tensorboard"
     verified = checked("verify", hpc_train("verify", "sweep", "--json").out)["runs"]
     assert verified[0]["checkpoints"][0]["problems"], "they are empty folders"
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.plan.pack_files import pack_files
 from tests.cli.commands import hpc_train
@@ -143,3 +145,30 @@ def test_a_queue_takes_no_devices_of_this_machine(file: Path) -> None:
     for command in ("plan", "submit"):
         done = hpc_train(command, file, "--launcher", SIZED_QUEUE, "--devices", "2")
         assert done.code == 2 and done.err.startswith("--devices: is for this machine, launcher tests.cli")
+
+
+@pytest.mark.slow
+def test_a_plan_for_a_thousand_ranks_predicts_a_step(file: Path) -> None:
+    overrides = (
+        "device=cuda",
+        "model={name: timm/test_vit}",
+        "parallel={strategy: fsdp}",
+        "optimization.global_batch_size=8192",
+        "data={name: synthetic, args: {num_samples: 20000, image_size: 32, num_classes: 10}}",
+        "slurm={nodes: 128, gpus_per_node: 8, gpu_type: a100, time_limit: 1h}",
+        "sweep.grid={seed: [1, 2]}",
+    )
+    done = hpc_train("plan", file, *overrides, "--memory", "--json")
+    first, second = json.loads(done.out)["runs"]
+    assert first["ranks"] == 1024 and first["memory_problem"] is None
+    assert first["peak_memory_gb"] == pytest.approx(sum(first["memory"].values()), rel=1e-2)
+    assert (first["fits"], first["device_memory_gb"]) == (True, 42.95)
+    assert first["largest_micro_batch_size"] == 8
+    assert first["communication"]["between_nodes_gb"] > 0 and first["flops_per_step"] > 0
+    assert {**second, "id": None, "values": None} == {**first, "id": None, "values": None}
+
+
+def test_a_plan_without_a_prediction_says_so(file: Path) -> None:
+    (run,) = json.loads(hpc_train("plan", file, "--json", "--no-memory").out)["runs"]
+    assert (run["peak_memory_gb"], run["memory"], run["fits"]) == (None, None, None)
+    assert run["memory_problem"] == "not predicted"

@@ -49,7 +49,7 @@ def test_what_has_no_result_is_listed_as_not_measured(tmp_path: Path) -> None:
     page = performance_page.generated(tmp_path)["performance.md"]
     listed = page.partition("## Not measured")[2].partition("## Conditions")[0]
     assert f"- {found['comparisons'][0]['title']}: Fabric\n" in listed
-    assert "- `python -m benchmarks.preemption`: " in listed and "benchmarks.memory" not in listed
+    assert "- `python -m benchmarks.preemption`: " in listed and "benchmarks.memory`" not in listed
     assert "- `python -m benchmarks.gpu_throughput`, which needs a CUDA device: " in listed
 
 

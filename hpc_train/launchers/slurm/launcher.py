@@ -27,6 +27,7 @@ from hpc_train.run.run_status import RunStatus
 if TYPE_CHECKING:
     from hpc_train.config.schema import Experiment
     from hpc_train.launchers.slurm.job_arrays import JobArrays
+    from hpc_train.plan.devices import Device
 
 _NO_SECTION = KeyProblem(
     "slurm",
@@ -59,6 +60,13 @@ class SlurmLauncher:
         if experiment.slurm is None:
             return Ranks(1, 1, 1, gpu_hours=0.0)
         return self._job_arrays.ranks(experiment.slurm)
+
+    def device(self, experiment: Experiment, size: Ranks) -> Device | None:
+        from hpc_train.launchers.slurm.rank_memory import device_of_job
+
+        if experiment.slurm is None:
+            return None
+        return device_of_job(experiment.slurm, experiment.device, size)
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
         return self._job_arrays.scripts(folder, runs)

@@ -1,0 +1,22 @@
+"""What a rank of a job runs on, by what the file requests: for the memory that ``plan`` predicts."""
+
+from __future__ import annotations
+
+from hpc_train.config.cluster_sections import SlurmConfig
+from hpc_train.plan.devices import Device, gpu_memory_gib
+from hpc_train.topology.degrees import Ranks
+
+_GIB = 2**30
+
+
+def device_of_job(slurm: SlurmConfig, device: str, size: Ranks) -> Device:
+    """Return the job's GPU, or the rank's part of a node's memory. ``device``: of the file."""
+    if slurm.gpus_per_node == 0 or device == "cpu":
+        each = None if slurm.mem_gb is None else slurm.mem_gb * _GIB // (size.per_node or 1)
+        return Device("CPU", is_gpu=False, memory_bytes=each, remedy="write slurm.mem_gb")
+    names = (slurm.gpu_type, slurm.extra.get("gres"), slurm.constraint)
+    for name in (each for each in names if isinstance(each, str)):
+        if (gib := gpu_memory_gib(name)) is not None:
+            return Device(name, is_gpu=True, memory_bytes=gib * _GIB)
+    shown = slurm.gpu_type or "a GPU of any type"
+    return Device(shown, is_gpu=True, memory_bytes=None, remedy="write slurm.gpu_type, like a100_80gb")

@@ -1,0 +1,184 @@
+"""What a step of a planned run takes: memory by part, FLOPs, communication. Asked of a child that imports
+torch.
+
+``predict`` is called by ``plan`` alone: a question takes seconds, and runs with the same model and
+parallelism are asked about once.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import printable
+from hpc_train.plan.communication import Communication, communication
+from hpc_train.plan.devices import Device
+from hpc_train.plan.planning import PlannedRun
+from hpc_train.topology.micro_batch_sizes import scheduled_candidates
+from hpc_train.validate.child_process import Child
+
+_MODULE = "hpc_train.training.predicted_runs"
+#: From a cold network disk torch alone takes a minute.
+_LIMIT_S = 300.0
+_GB = 1e9
+#: Of the experiment, what a step's memory depends on.
+_RELEVANT = (
+    "task",
+    "model",
+    "data",
+    "precision",
+    "device",
+    "parallel",
+    "activation_checkpointing",
+    "compile",
+    "optimization",
+)
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+
+
+class _Answer(BaseModel):
+    """What the child answers; sizes in bytes."""
+
+    parts: dict[str, int] | None
+    communicated: dict[str, int] = {}
+    problem: str | None = None
+    assumption: str | None = None
+    micro_batch_size: int | None = None
+    largest: int | None = None
+    flops_per_sample: float | None = None
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """One run's step; None where it is unknown."""
+
+    device: Device
+    #: GB by part, on the rank that needs the most, at the peak of a step.
+    memory: dict[str, float] | None = None
+    #: Of the prediction: the file's or, under ``auto``, the largest that fits.
+    micro_batch_size: int | None = None
+    largest_micro_batch_size: int | None = None
+    #: Of all ranks together, forward and backward, without what is computed twice.
+    flops_per_step: float | None = None
+    communication: Communication | None = None
+    #: Why parts are unknown.
+    problem: str | None = None
+    #: What is assumed of the data.
+    assumption: str | None = None
+
+    @property
+    def peak_memory_gb(self) -> float | None:
+        """The sum of the parts; without activations where those are unknown."""
+        return None if self.memory is None else sum(self.memory.values())
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within what a step may take; None if either is unknown."""
+        if self.memory is None or self.device.limit_bytes is None:
+            return None
+        is_over = sum(self.memory.values()) * _GB > self.device.limit_bytes
+        return None if self.problem and not is_over else not is_over
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the keys of a run in ``plan --json`` (a contract)."""
+        peak, memory = self.peak_memory_gb, self.memory
+        device_bytes = self.device.memory_bytes
+        return {
+            "peak_memory_gb": None if peak is None else _rounded(peak),
+            "memory": None if memory is None else {part: _rounded(size) for part, size in memory.items()},
+            "memory_problem": self.problem,
+            "memory_assumption": self.assumption,
+            "device_memory_gb": None if device_bytes is None else _rounded(device_bytes / _GB),
+            "fits": self.fits,
+            "largest_micro_batch_size": self.largest_micro_batch_size,
+            "flops_per_step": self.flops_per_step,
+            "communication": None if self.communication is None else self.communication.to_json(),
+        }
+
+
+def predict(runs: Sequence[PlannedRun], device_of: Callable[[PlannedRun], Device]) -> list[StepPrediction]:
+    """Return the prediction for each run, in order. ``device_of``: what a run's ranks run on."""
+    known: dict[str, _Answer] = {}
+    found = []
+    with closing(Child(_MODULE)) as child:
+        for run in runs:
+            device = device_of(run)
+            question = _question(run, device)
+            if isinstance(question, StepPrediction):
+                found.append(question)
+                continue
+            if question not in known:
+                known[question] = _ask(child, question)
+            found.append(_prediction(run, device, known[question]))
+    return found
+
+
+def _question(run: PlannedRun, device: Device) -> str | StepPrediction:
+    """Return the question of a run in JSON, or a prediction that says why there is none."""
+    experiment, degrees = run.experiment, run.degrees
+    if degrees is None:
+        return StepPrediction(device, problem="the number of ranks is unknown, or parallel: does not fit it")
+    sizes = scheduled_candidates(experiment.optimization.global_batch_size, experiment.parallel, degrees)
+    size = experiment.optimization.micro_batch_size
+    if isinstance(size, int) and size not in sizes:
+        return StepPrediction(device, problem=f"micro_batch_size: {size} leaves ranks without a micro-batch")
+    if not sizes:
+        return StepPrediction(device, problem="no micro-batch size fits the ranks and the schedule")
+    question = {
+        "experiment": _relevant(experiment),
+        "degrees": asdict(degrees),
+        "is_on_gpu": device.is_gpu,
+        "limit_bytes": device.limit_bytes,
+        "sizes": sizes,
+    }
+    return json.dumps(question, sort_keys=True)
+
+
+def _relevant(experiment: Experiment) -> dict[str, Any]:
+    settings = experiment.model_dump(mode="json")
+    optimizer = settings["optimization"]["optimizer"] | {"lr": 1e-3}
+    settings["optimization"] |= {"optimizer": optimizer}
+    return {"name": "plan", **{key: settings[key] for key in _RELEVANT}}
+
+
+def _ask(child: Child, question: str) -> _Answer:
+    try:
+        return _Answer.model_validate(json.loads(child.ask(question, _LIMIT_S)))
+    except (OSError, subprocess.SubprocessError, ValueError, ValidationError) as error:
+        return _Answer(parts=None, problem=f"the process that predicts it failed: {_last_line(error)}")
+
+
+def _last_line(error: Exception) -> str:
+    said = getattr(error, "stderr", None) or b""
+    lines = [line for line in said.decode("utf-8", "replace").splitlines() if line.strip()]
+    return printable(lines[-1] if lines else str(error))
+
+
+def _prediction(run: PlannedRun, device: Device, answer: _Answer) -> StepPrediction:
+    degrees, experiment = run.degrees, run.experiment
+    assert degrees is not None, "there was a question"
+    per_node = run.size.per_node or degrees.world_size
+    parts, flops = answer.parts, answer.flops_per_sample
+    sent = communication(experiment.parallel.strategy, degrees, per_node, answer.communicated)
+    batch = experiment.optimization.global_batch_size
+    return StepPrediction(
+        device,
+        memory=None if parts is None else {part: parts.get(part, 0) / _GB for part in PARTS},
+        micro_batch_size=answer.micro_batch_size,
+        largest_micro_batch_size=answer.largest,
+        flops_per_step=None if flops is None else flops * batch,
+        communication=sent if parts is not None and answer.problem is None else None,
+        problem=None if answer.problem is None else printable(answer.problem),
+        assumption=None if answer.assumption is None else printable(answer.assumption),
+    )
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")

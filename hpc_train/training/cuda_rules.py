@@ -1,0 +1,72 @@
+"""Makes a step on the (fake) CPU allocate what it would allocate on a GPU, where torch's rules differ.
+
+``training.memory_prediction`` runs under it. Two rules matter: under autocast CUDA computes norms, softmax
+and losses in float32 and the CPU does not (docs.pytorch.org, "Autocast Op Reference"); and CUDA's fused
+attention kernels drop weights without storing them, where the CPU falls back to a kernel that stores all of
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+#: Functions of the list "autocast to float32" that models use, and where they are found. A
+#: TorchFunctionMode would not be active in backward, where checkpointed blocks run again.
+_IN_FLOAT32 = (
+    (functional, "layer_norm group_norm softmax log_softmax cross_entropy nll_loss mse_loss l1_loss"),
+    (functional, "smooth_l1_loss binary_cross_entropy_with_logits kl_div"),
+    (torch, "softmax log_softmax logsumexp cumsum pow exp log rsqrt"),
+    (Tensor, "softmax log_softmax logsumexp cumsum pow exp log rsqrt"),
+)
+_HALF = (torch.bfloat16, torch.float16)
+_Function = Callable[..., Any]
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Apply CUDA's rules within this context."""
+    attention = functional.scaled_dot_product_attention
+    with ExitStack() as stack:
+        stack.enter_context(
+            patch.object(functional, "scaled_dot_product_attention", _without_dropout(attention))
+        )
+        for owner, names in _IN_FLOAT32:
+            for name in names.split():
+                stack.enter_context(patch.object(owner, name, _in_float32(getattr(owner, name))))
+        yield
+
+
+def _in_float32(function: _Function) -> _Function:
+    """Return a function that computes in float32 what autocast has made smaller."""
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, _as_float32, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return computed
+
+
+def _without_dropout(attention: _Function) -> _Function:
+    """Return an attention that keeps all weights: it needs the memory of one that drops some."""
+
+    def computed(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *rest: Any, **kwargs: Any
+    ) -> Any:
+        kwargs |= dict(zip(("dropout_p", "is_causal"), rest, strict=False))
+        mask = kwargs.pop("attn_mask", mask)
+        return attention(query, key, value, mask, **kwargs | {"dropout_p": 0.0})
+
+    return computed
+
+
+def _as_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _HALF else tensor

@@ -1,0 +1,195 @@
+"""Records which storages are live while a training step runs, and finds the moment of the peak.
+
+``training.memory_prediction`` runs a step of tensors without data (FakeTensorMode) under ``LiveMemory``.
+torch's own ``torch.distributed._tools.mem_tracker.MemTracker`` refuses a second micro-batch and knows
+neither averages nor buckets, so only its way to observe storages is used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import active_fake_mode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+#: The parts of a rank's memory, in the order in which they are shown.
+PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+#: Namespaces of operators whose arguments and results are communication buffers.
+_COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
+#: Copies whole gradients into what a reduce-scatter sends.
+_GRADIENT_COPY = "_chunk_cat"
+#: Operator → what it counts as. torch.distributed calls the first ones, DTensors ``all_reduce``.
+_COLLECTIVES = {
+    "_allgather_base_": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "all_reduce": "tensor_all_reduce",
+    "send": "send",
+}
+
+
+class LiveMemory(TorchDispatchMode):
+    """Every storage that an operator returns within this context, from its allocation until it is freed.
+
+    ``block_bytes``: what the device's allocator rounds sizes up to. ``copies_reduced``: whether the
+    collectives are gloo's, which reduces a copy of what it scatters (torch's ProcessGroupGloo).
+    """
+
+    def __init__(self, block_bytes: int = 1, *, copies_reduced: bool = False) -> None:
+        super().__init__()
+        self._copies_reduced = copies_reduced
+        self._block_bytes = block_bytes
+        self._fake_mode = active_fake_mode()
+        #: (number of the storage, change of its bytes), in order.
+        self._events: list[tuple[int, int]] = []
+        self._sizes: dict[int, int] = {}
+        #: Address of a live storage → its number.
+        self._numbers: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._labels: dict[int, str] = {}
+        self._guesses: dict[int, str] = {}
+        self._first_event = 0
+        #: Kind of collective → bytes of the whole tensors.
+        self.communicated: Counter[str] = Counter()
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> LiveMemory:
+        memory, resize = self, self._resize
+
+        def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            result = resize(storage, size)
+            memory._note_resize(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls operators on its local tensors
+        result = func(*args, **(kwargs or {}))
+        if active_fake_mode() is not self._fake_mode:
+            return result  # DTensor computes a shape
+        for tensor in _tensors(result):
+            self._take(tensor)
+        if func.namespace in _COMMUNICATION or func.overloadpacket.__name__ == _GRADIENT_COPY:
+            self._guess_all((args, result), "buffers")
+            self._count(func, args)
+        return result
+
+    def label(self, tensors: Iterable[Tensor], part: str) -> None:
+        """Say which part these tensors are, since they were allocated; the first label counts."""
+        for tensor in _local(tensors):
+            number = self._take(tensor)
+            if number is not None:
+                self._labels.setdefault(number, part)
+
+    def start(self) -> None:
+        """Look for the peak, and count what is communicated, from now on."""
+        self._first_event = len(self._events)
+        self.communicated.clear()
+
+    def peak(self) -> dict[str, int]:
+        """Return the bytes of each part at the peak.
+
+        What the optimizer allocates in its first step counts from the start, since later steps have it.
+        """
+        parts = [self._part(number) for number in range(len(self._sizes))]
+        now = Counter(dict.fromkeys(PARTS, 0))
+        for number, change in self._events:
+            if parts[number] == "optimizer":
+                now["optimizer"] += change
+        best, total, most = dict(now), now["optimizer"], -1
+        for place, (number, change) in enumerate(self._events):
+            if (part := parts[number]) != "optimizer":
+                now[part] += change
+                total += change
+            if place + 1 >= self._first_event and total > most:
+                best, most = dict(now), total
+        return best
+
+    def _part(self, number: int) -> str:
+        return self._labels.get(number) or self._guesses.get(number, "activations")
+
+    def _take(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor's storage, and note its size; None for one without memory."""
+        if tensor.device.type == "meta":
+            return None
+        storage = tensor.untyped_storage()  # of a fake tensor it is on the meta device
+        address = storage._cdata
+        number = self._numbers.get(address)
+        if number is None:
+            number = len(self._sizes)
+            self._numbers[address] = number
+            self._sizes[number] = 0
+            self._references[number] = weakref.ref(storage, self._freeing(address, number))
+        self._change(number, storage.nbytes())
+        return number
+
+    def _freeing(self, address: int, number: int) -> Any:
+        def free(reference: Any) -> None:
+            self._change(number, 0)
+            if self._numbers.get(address) == number:
+                del self._numbers[address]
+            self._references.pop(number, None)
+
+        return free
+
+    def _change(self, number: int, nbytes: int) -> None:
+        size = -(-nbytes // self._block_bytes) * self._block_bytes
+        if size != self._sizes[number]:
+            self._events.append((number, size - self._sizes[number]))
+            self._sizes[number] = size
+
+    def _count(self, func: Any, args: Any) -> None:
+        """Add up what a collective communicates: its whole tensor, before or after."""
+        kind = _COLLECTIVES.get(func.overloadpacket.__name__)
+        if kind is not None:
+            whole = args[1] if kind == "reduce_scatter" else args[0]
+            self.communicated[kind] += sum(tensor.nbytes for tensor in _tensors(whole))
+            if kind == "reduce_scatter" and self._copies_reduced:
+                copies = [torch.empty_like(tensor) for tensor in _tensors(whole)]
+                for tensor in copies:
+                    self._take(tensor)
+                self._guess_all(copies, "buffers")
+
+    def _note_resize(self, storage: torch.UntypedStorage) -> None:
+        """Note a change by ``resize_``, which is how fully_shard frees gathered parameters."""
+        number = self._numbers.get(storage._cdata)
+        if number is not None:
+            self._change(number, storage.nbytes())
+            self._guess(storage, "buffers")
+
+    def _guess_all(self, values: Any, part: str) -> None:
+        for tensor in _tensors(values):
+            self._guess(tensor.untyped_storage(), part)
+
+    def _guess(self, storage: torch.UntypedStorage, part: str) -> None:
+        number = self._numbers.get(storage._cdata)
+        if number is not None:
+            self._guesses.setdefault(number, part)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in tree_leaves(values):
+        if isinstance(value, Tensor) and not isinstance(value, DTensor):
+            yield value
+
+
+def _local(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        yield tensor.to_local() if isinstance(tensor, DTensor) else tensor

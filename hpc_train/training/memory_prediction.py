@@ -1,0 +1,417 @@
+"""Predicts the peak memory of a rank: runs a real training step on tensors that have shapes and no data.
+
+``training.predicted_runs`` calls it in a child of ``plan``. The model is built on the meta device, then
+placed, trained and optimized by the code of every rank under torch's FakeTensorMode, in a process group of
+which the other ranks don't exist (torch's ``fake`` backend). Only what reads data is replaced: DDP's
+reducer (``BucketedGradients``), the guard against NaN, the pipeline's first forward, which learns shapes
+from other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed._tools.fake_collectives
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from hpc_train.config.schema import Experiment
+from hpc_train.config.training_sections import CompileConfig
+from hpc_train.datasets.structures import map_tensors
+from hpc_train.datasets.types import Batch, DataInfo
+from hpc_train.distributed.precision import Precision, choose_precision
+from hpc_train.models.blocks import find_blocks
+from hpc_train.models.building import build_model
+from hpc_train.models.splitting import split_model
+from hpc_train.strategies import ddp
+from hpc_train.strategies.base import RankContext
+from hpc_train.strategies.pipeline import PipelineStrategy
+from hpc_train.strategies.stages import OutputSpecs
+from hpc_train.tasks.base import make_task
+from hpc_train.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.topology.degrees import Degrees
+from hpc_train.topology.pipeline_schedules import stages_per_rank
+from hpc_train.topology.strategy_traits import traits_of
+from hpc_train.training.cuda_rules import as_on_cuda
+from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.live_memory import LiveMemory
+from hpc_train.training.non_finite import Guard
+from hpc_train.training.optimization import own_part
+from hpc_train.training.step import train_step
+from hpc_train.training.train_state import TrainState, assemble
+
+_CPU = torch.device("cpu")
+#: CUDA's allocator rounds sizes up to this (c10/cuda/CUDACachingAllocator, kMinBlockSize).
+_CUDA_BLOCK_BYTES = 512
+#: Of the group that runs; more shards only make each smaller.
+_MAX_SHARDS = 4
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step takes on one rank."""
+
+    #: Bytes of each part (``live_memory.PARTS``) at the peak.
+    parts: dict[str, int]
+    #: Kind of collective (``live_memory``) → bytes of the whole tensors in one step.
+    communicated: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """What is trained, and where: one rank of a run."""
+
+    experiment: Experiment
+    info: DataInfo
+    #: One sample, as a loader makes it; only its shapes and dtypes count.
+    sample: Batch
+    num_samples: int
+    degrees: Degrees
+    rank: int
+    is_on_gpu: bool
+
+    def predict(self) -> Prediction:
+        """Run one step. Raises what the code of model and task raises where it needs data."""
+        if not self._is_long:
+            return self._prediction(self._slots)
+        # Of a long pipeline every further micro-batch takes as much: its inputs, at least.
+        short, longer = (self._prediction(count) for count in self._few_slots)
+        return _extrapolated(short, longer, self._few_slots, self._slots)
+
+    def on_meta(self, count: int) -> Batch:
+        """Return ``count`` samples as the model takes them, on the meta device."""
+        to_input = make_to_input(self.experiment, self.info, torch.device("meta"), self._precision)
+        return to_input(self.sample.repeated(count).to(torch.device("meta")))
+
+    def without_activations(self) -> Prediction:
+        """Return what does not depend on the forward pass, for models whose forward needs data."""
+        with self._environment() as (model, memory):
+            state = self._assemble(model)
+            _label_state(memory, state)
+            for value in state.strategy.optimized().values():
+                value.grad = torch.empty_like(value)
+            _before_update(memory, state)
+            memory.start()
+            state.optimization.step()
+            _label_optimizer(memory, state)
+            return Prediction(self._of_all_shards(memory.peak(), state), {})
+
+    def _prediction(self, slots: int) -> Prediction:
+        with self._environment() as (model, memory):
+            return self._run(model, memory, slots)
+
+    @contextmanager
+    def _environment(self) -> Iterator[tuple[nn.Module, LiveMemory]]:
+        """Be the rank, of tensors without data; yield the model and what records its memory."""
+        config = self.experiment.model.model_copy(update={"pretrained": False, "init_from": None})
+        with torch.device("meta"):
+            model = build_model(config, self.info)
+        with _process_group(self._few.world_size, self._few_rank), ExitStack() as stack:
+            stack.enter_context(patch.object(ddp, "DistributedDataParallel", BucketedGradients))
+            stack.enter_context(patch.object(DeviceMesh, "__init__", _with_data(DeviceMesh.__init__)))
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(as_on_cuda() if self.is_on_gpu else nullcontext())
+            block_bytes = _CUDA_BLOCK_BYTES if self.is_on_gpu else 1
+            memory = stack.enter_context(LiveMemory(block_bytes, copies_reduced=not self.is_on_gpu))
+            yield _materialized(model, self._precision.param_dtype), memory
+
+    @property
+    def _arithmetic(self) -> BatchArithmetic:
+        return BatchArithmetic.of(self.experiment.optimization, self.num_samples, self.degrees.data_ranks)
+
+    @property
+    def _slots(self) -> int:
+        """Micro-batches of the rank that matter: of those that follow each other two are like all."""
+        one_by_one = traits_of(self.experiment.parallel.strategy).runs_one_by_one
+        return min(self._arithmetic.accumulation, 2) if one_by_one else self._arithmetic.accumulation
+
+    @property
+    def _few_slots(self) -> tuple[int, int]:
+        stages = self.degrees.pipeline * stages_per_rank(self.experiment.parallel)
+        return 2 * stages, 3 * stages
+
+    @property
+    def _is_long(self) -> bool:
+        return self._slots > self._few_slots[1] and self.degrees.pipeline > 1
+
+    @property
+    def _few(self) -> Degrees:
+        """The degrees of the group that runs: fully_shard makes a view per rank and parameter."""
+        shard, replicate = min(self.degrees.shard, _MAX_SHARDS), min(self.degrees.replicate, 2)
+        return replace(self.degrees, shard=shard, replicate=replicate)
+
+    @property
+    def _few_rank(self) -> int:
+        """The first rank of the group that has this one's stage and its part of the layers."""
+        few, stage = self._few, self.degrees.stage_rank(self.rank)
+        return stage * few.data_ranks * few.tensor + self.degrees.tensor_rank(self.rank)
+
+    @property
+    def _precision(self) -> Precision:
+        name = self.experiment.precision
+        return choose_precision("bf16" if name == "fp8" else name, _CPU)
+
+    def _assemble(self, model: nn.Module) -> TrainState:
+        update = {"compile": CompileConfig(enabled=False), "precision": self._precision.name}
+        config = self.experiment.model_copy(update=update)
+        state = assemble(model, config, self._arithmetic, self._context)
+        state.optimization.scaler = None  # whether gradients overflow is data
+        if isinstance(state.strategy, ddp.DDPStrategy):
+            state.strategy.is_rehearsed = True  # it takes no more than the step
+        return state
+
+    def _run(self, model: nn.Module, memory: LiveMemory, slots: int) -> Prediction:
+        experiment, precision = self.experiment, self._precision
+        to_input = make_to_input(experiment, self.info, _CPU, precision)
+        batches = self._batches(slots)
+        specs = self._stage_specs(model, to_input(batches[0]).inputs) if self.degrees.pipeline > 1 else None
+        state = self._assemble(model)
+        if specs is not None and isinstance(state.strategy, PipelineStrategy):
+            state.strategy.stage_specs = lambda batch, forward: specs  # type: ignore[method-assign]
+        task = make_task(experiment, self.info)
+        forward = TrainingForward.of(experiment, state, task, precision, _CPU, to_input)
+        guard = _NoGuard(experiment.optimization, state.model, norm_counts=False)
+        _label_state(memory, state)
+        _label_when_accumulated(memory, state.model)
+        state.wrapped.train()
+        memory.start()
+        max_norm = experiment.optimization.clip_grad_norm
+        train_step(state, 0, batches, forward, guard, max_norm, lambda: _before_update(memory, state))
+        _label_optimizer(memory, state)
+        # While the state lives.
+        parts = self._of_all_shards(memory.peak(), state)
+        return Prediction(parts, self._communicated(memory, state, slots))
+
+    def _communicated(self, memory: LiveMemory, state: TrainState, slots: int) -> dict[str, int]:
+        """Return the bytes of a step of all slots."""
+        found = dict(memory.communicated)
+        if isinstance(state.wrapped, BucketedGradients):
+            found["all_reduce"] = found.get("all_reduce", 0) + sum(
+                each.nbytes for each in state.wrapped.buckets
+            )
+        more = self._arithmetic.accumulation / slots
+        traits = traits_of(self.experiment.parallel.strategy)
+        repeated = {"tensor_all_reduce", "send"}
+        if traits.shards_parameters and not traits.has_stages:  # others gather once per step
+            repeated.add("all_gather")
+        return {kind: round(size * more) if kind in repeated else size for kind, size in found.items()}
+
+    def _of_all_shards(self, parts: dict[str, int], state: TrainState) -> dict[str, int]:
+        """Return the parts on a rank of all of them: what is sharded over the group has fewer rows there.
+
+        What is gathered, and activations, do not depend on the number of shards.
+        """
+        traits = traits_of(self.experiment.parallel.strategy)
+        if self.degrees.shard == self._few.shard or not traits.shards_optimizer:
+            return parts
+        sharded = ("parameters", "gradients", "optimizer") if traits.shards_parameters else ("optimizer",)
+        trained = list(state.strategy.optimized().values())
+        now, then = (
+            sum(_rows_bytes(value, shard) for value in trained)
+            for shard in (self._few.shard, self.degrees.shard)
+        )
+        return {part: round(size * then / now) if part in sharded else size for part, size in parts.items()}
+
+    @property
+    def _context(self) -> RankContext:
+        experiment, precision = self.experiment, self._precision
+        return RankContext(
+            rank=self._few_rank,
+            degrees=self._few,
+            device=_CPU,
+            precision=precision,
+            parallel=experiment.parallel,
+        )
+
+    def _batches(self, slots: int) -> list[Batch]:
+        micro_batches = self._arithmetic.micro_batches
+        size = self.experiment.optimization.global_batch_size // micro_batches
+        whole = replace(_without_data(self.sample).repeated(size), weight=1 / micro_batches)
+        return [replace(whole, number=slot * self.degrees.data_ranks) for slot in range(slots)]
+
+    def _stage_specs(self, model: nn.Module, inputs: Any) -> list[OutputSpecs]:
+        """Return what passes between the stages of a pipeline, as ``PipelineStrategy.stage_specs`` does."""
+        num_stages = self.degrees.pipeline * stages_per_rank(self.experiment.parallel)
+        dtype = self._precision.compute_dtype
+        specs, values = [OutputSpecs.of(inputs)], (inputs,)
+        for stage in split_model(model, find_blocks(model), num_stages):
+            values = tuple(value.to(dtype) if value.is_floating_point() else value for value in values)
+            parameters = {
+                name: value.to(dtype) if value.is_floating_point() else value
+                for name, value in (*stage.named_parameters(), *stage.named_buffers())
+            }
+            outputs = torch.func.functional_call(stage, parameters, values)
+            specs.append(OutputSpecs.of(outputs))
+            values = outputs if isinstance(outputs, tuple) else (outputs,)
+            values = tuple(value.detach().requires_grad_(value.requires_grad) for value in values)
+        return specs
+
+
+def _extrapolated(short: Prediction, longer: Prediction, counts: tuple[int, int], slots: int) -> Prediction:
+    """Return the prediction for ``slots`` micro-batches from those for ``counts``."""
+    steps = (slots - counts[0]) / (counts[1] - counts[0])
+
+    def at(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+        return {key: round(value + steps * (other[key] - value)) for key, value in one.items()}
+
+    return Prediction(at(short.parts, longer.parts), longer.communicated)
+
+
+class BucketedGradients(nn.Module):
+    """Takes as much memory as DistributedDataParallel with ``gradient_as_bucket_view``, without
+    communication.
+
+    DDP's reducer is C++ code that reads data. Its buckets have the size of the gradients and are there from
+    the start to the end. Under ``no_sync`` gradients are outside of them; in the last backward of a step
+    each is freed once it is in its bucket.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.module = module
+        self._is_synchronised = True
+        self.buckets: list[Tensor] = []
+        for value in module.parameters():
+            if value.requires_grad:
+                self._add(value)
+
+    def _add(self, value: nn.Parameter) -> None:
+        bucket = torch.empty_like(value, requires_grad=False)
+        self.buckets.append(bucket)
+
+        def copied(parameter: Tensor) -> None:
+            if self._is_synchronised:
+                assert parameter.grad is not None
+                parameter.grad = bucket.copy_(parameter.grad)
+
+        value.register_post_accumulate_grad_hook(copied)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self._is_synchronised = False
+        yield
+        self._is_synchronised = True
+
+
+class _NoGuard(Guard):
+    """Lets every step through: there is no loss to look at."""
+
+    def before_step(self) -> None:
+        """Nothing."""
+
+    def allows(self, loss: Tensor, norm: Tensor | None) -> bool:
+        return True
+
+
+def _with_data(make: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor whose tensors have data: a mesh finds its rank in them."""
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        with unset_fake_temporarily():
+            make(self, *args, **kwargs)
+
+    return made
+
+
+@contextmanager
+def _process_group(world_size: int, rank: int) -> Iterator[None]:
+    """Be ``rank`` of a group whose collectives return at once and leave results as they are."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _materialized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Give a model on the meta device tensors on the (fake) CPU, in place; what is shared stays shared.
+
+    ``dtype``: of floating-point numbers, so that ``strategies.data_parallel.move`` has nothing to do.
+    """
+    made: dict[int, Tensor] = {}
+
+    def on_cpu(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            kind = dtype if tensor.is_floating_point() else tensor.dtype
+            empty = torch.empty(tensor.shape, dtype=kind, device=_CPU)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, value in tensors.items():
+                if value is not None:
+                    tensors[name] = on_cpu(value)  # type: ignore[assignment]
+    return model
+
+
+def _rows_bytes(parameter: Tensor, shard: int) -> int:
+    """Return the bytes of the first rank's rows, the most that any has (``torch.chunk``)."""
+    rows = parameter.shape[0] if parameter.dim() else 1
+    return -(-rows // shard) * (parameter.numel() // max(rows, 1)) * parameter.element_size()
+
+
+def _without_data(sample: Batch) -> Batch:
+    def fake(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    return replace(
+        sample,
+        inputs=map_tensors(fake, sample.inputs),
+        targets=map_tensors(fake, sample.targets),
+        valid=fake(sample.valid),
+    )
+
+
+def _label_state(memory: LiveMemory, state: TrainState) -> None:
+    memory.label([*state.model.parameters(), *state.strategy.optimized().values()], "parameters")
+    memory.label(state.model.buffers(), "buffers")
+    if state.ema is not None:
+        memory.label(state.ema.averages.values(), "parameters")
+    if isinstance(state.wrapped, BucketedGradients):
+        memory.label(state.wrapped.buckets, "gradients")
+
+
+def _label_when_accumulated(memory: LiveMemory, model: nn.Module) -> None:
+    """Call what autograd adds up in ``grad`` gradients, though it be freed before the update."""
+
+    def accumulated(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            memory.label([parameter.grad], "gradients")
+
+    for value in model.parameters():
+        if value.requires_grad:
+            value.register_post_accumulate_grad_hook(accumulated)
+
+
+def _before_update(memory: LiveMemory, state: TrainState) -> None:
+    """Label the gradients, and let the optimizer update local tensors: DTensors take most of the time."""
+    parameters = (*state.model.parameters(), *state.strategy.optimized().values())
+    memory.label((value.grad for value in parameters if value.grad is not None), "gradients")
+    for group in state.optimization.optimizer.param_groups:
+        group["params"] = [
+            own_part(value) if isinstance(value, DTensor) and value.grad is not None else value
+            for value in group["params"]
+        ]
+
+
+def _label_optimizer(memory: LiveMemory, state: TrainState) -> None:
+    for values in state.optimization.optimizer.state.values():
+        memory.label((value for value in values.values() if isinstance(value, Tensor)), "optimizer")

@@ -1,0 +1,116 @@
+"""What a prediction needs of the data: their ``DataInfo``, one sample's shapes, and how many samples there
+are.
+
+From the data themselves where they are here and quickly read; a login node may not have them. Else from the
+file, with assumptions that ``plan`` prints.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.facts import data_facts, task_facts
+from hpc_train.datasets.building import build_source
+from hpc_train.datasets.types import Batch, DataInfo
+from hpc_train.tasks.base import make_task, target_spec
+from hpc_train.topology.degrees import Degrees
+from hpc_train.training.batch_size_trial import one_sample
+
+#: For the data to be opened and a sample to be read (assumed).
+_LIMIT_S = 10.0
+#: Where the file does not say it: ImageNet's classes and usual size, GPT-2's vocabulary and window.
+_CLASSES, _SIDE, _CHANNELS = 1000, 224, 3
+_VOCABULARY, _TOKENS = 50257, 1024
+#: Steps of a prediction's run: more samples than any global batch.
+_MANY = 2**40
+
+
+@dataclass(frozen=True)
+class PlannedData:
+    """The data as far as they matter to a step."""
+
+    info: DataInfo
+    #: As a loader makes it.
+    sample: Batch
+    num_samples: int
+    #: What was assumed, in words; None: nothing.
+    assumption: str | None = None
+
+
+def planned_data(experiment: Experiment) -> PlannedData:
+    """Read one sample, or make one up where the data can't be read here within seconds."""
+    try:
+        with _limited(_LIMIT_S):
+            source = build_source(experiment.data)
+            sample = one_sample(source, experiment, Degrees(), 0, None)
+        return PlannedData(source.info, sample, _MANY)
+    except Exception as error:  # whatever the data's own code raises
+        first_line = str(error).partition("\n")[0] or type(error).__name__
+        return _assumed(experiment, first_line)
+
+
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread after this time."""
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"reading a sample takes more than {seconds:g} s")
+
+    before: Any = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _assumed(experiment: Experiment, why: str) -> PlannedData:
+    data, args = experiment.data, experiment.model.args
+    facts = data_facts(data.name)
+    is_text = "tokens" in (facts.modality, *task_facts(experiment.task).modalities)
+    if is_text:
+        length = _number(data.args.get("sequence_length"), _TOKENS)
+        classes = _number(args.get("vocab_size"), _VOCABULARY)
+        info = DataInfo(classes, 0, (), (), sequence_length=length)
+        tokens = torch.zeros(1, length, dtype=torch.int64)
+        sample = _batch(tokens, tokens.clone())
+        return PlannedData(info, sample, _MANY, f"{why}; assumed {length} tokens of {classes}")
+    is_number = task_facts(experiment.task).targets == ("number",)
+    usual = 1 if is_number else _CLASSES
+    classes = _number(data.args.get("num_classes", args.get("num_classes")), usual)
+    channels = facts.channels(data) or _CHANNELS
+    side = facts.image_size(data) or _SIDE
+    height, width = data.height_and_width or (side, side)
+    info = DataInfo(classes, channels, (0.5,) * channels, (0.5,) * channels)
+    images = torch.zeros(1, channels, height, width, dtype=torch.uint8)
+    sample = _batch(images, _target(experiment, info, height, width))
+    words = f"assumed {classes} classes, images {channels}×{height}×{width}"
+    return PlannedData(info, sample, _MANY, f"{why}; {words}")
+
+
+def _target(experiment: Experiment, info: DataInfo, height: int, width: int) -> Tensor:
+    spec = target_spec(make_task(experiment, info))
+    kind = getattr(spec, "geometry", None)
+    if kind == "mask":
+        return torch.zeros(1, height, width, dtype=torch.uint8)
+    is_float = getattr(spec, "kind", "integer") == "float"
+    shape = tuple(size or 1 for size in getattr(spec, "shape", None) or ())
+    return torch.zeros(1, *shape, dtype=torch.float32 if is_float else torch.int64)
+
+
+def _batch(inputs: Tensor, targets: Tensor) -> Batch:
+    return Batch(0, 0, 1.0, inputs, targets, torch.ones(1, dtype=torch.bool))
+
+
+def _number(value: object, default: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default

@@ -1,0 +1,176 @@
+"""``python -m hpc_train.training.predicted_runs``: what ``plan`` asks about a step of a run.
+
+Each line of its input is a question of ``plan.prediction`` in JSON, each of its output the answer to it.
+Nothing is trained; a question takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from hpc_train.config.schema import Experiment
+from hpc_train.errors import UserError
+from hpc_train.models.building import build_model
+from hpc_train.models.fine_tuning import prepare_for_training
+from hpc_train.models.preprocessing import with_preprocessing
+from hpc_train.tasks.base import make_task
+from hpc_train.topology.degrees import Degrees
+from hpc_train.training.flops import count_flops
+from hpc_train.training.memory_prediction import PredictedStep, Prediction
+from hpc_train.training.planned_data import PlannedData, planned_data
+
+#: For the search for the largest micro-batch; an estimate that is not verified by then is dropped. Assumed.
+_SEARCH_S = 20.0
+
+
+@dataclass(frozen=True)
+class RunQuestion:
+    """One run, as ``plan.prediction`` asks."""
+
+    experiment: Experiment
+    degrees: Degrees
+    is_on_gpu: bool
+    #: What a rank may use; None: unknown.
+    limit_bytes: int | None
+    #: Micro-batch sizes that the run may have, in ascending order.
+    sizes: Sequence[int]
+
+    @classmethod
+    def of(cls, question: dict[str, Any]) -> RunQuestion:
+        experiment = with_preprocessing(Experiment.model_validate(question.pop("experiment")))
+        return cls(experiment, Degrees(**question.pop("degrees")), **question)
+
+    @cached_property
+    def data(self) -> PlannedData:
+        return planned_data(self.experiment)
+
+    def answer(self) -> dict[str, Any]:
+        """Return the answer; parts that can't be predicted are None, and ``problem`` says why."""
+        size = self.experiment.optimization.micro_batch_size
+        problem, peak, largest = None, None, None
+        try:
+            first = size if size != "auto" else self.sizes[0]
+            peak = self.predicted(first)
+            largest = self._largest(first, peak)
+            if size == "auto" and largest is not None:
+                peak, size = self.predicted(largest), largest
+        except Exception as error:  # whatever the code of model and task raises
+            problem = f"activations are unknown: {_in_a_line(error)}"
+            peak = self._without_activations()
+        return {
+            "parts": None if peak is None else peak.parts,
+            "communicated": {} if peak is None or problem else peak.communicated,
+            "problem": problem,
+            "assumption": self.data.assumption,
+            "micro_batch_size": size if isinstance(size, int) else self.sizes[0],
+            "largest": largest,
+            "flops_per_sample": self._flops_per_sample(),
+        }
+
+    def predicted(self, size: int) -> Prediction:
+        """Return the prediction for a micro-batch size: of the rank that needs the most."""
+        stages = range(self.degrees.pipeline)
+        ends = sorted({stages[0], stages[-1]})  # the first keeps most micro-batches, the last has the logits
+        each = self.degrees.world_size // self.degrees.pipeline
+        steps = [self._step(size, rank=stage * each) for stage in ends]
+        return max((step.predict() for step in steps), key=lambda prediction: prediction.total)
+
+    def _step(self, size: int, rank: int) -> PredictedStep:
+        experiment = self.experiment.with_micro_batch_size(size)
+        data = self.data
+        return PredictedStep(
+            experiment, data.info, data.sample, data.num_samples, self.degrees, rank, self.is_on_gpu
+        )
+
+    def _without_activations(self) -> Prediction | None:
+        try:
+            return self._step(self.sizes[0], rank=0).without_activations()
+        except Exception:  # it is the same that the whole step raised, or worse
+            return None
+
+    def _largest(self, first: int, peak: Prediction) -> int | None:
+        if self.limit_bytes is None:
+            return None
+        known = {first: peak.total}
+        until = time.monotonic() + _SEARCH_S
+
+        def total(size: int) -> int | None:
+            if size not in known and time.monotonic() < until:
+                known[size] = self.predicted(size).total
+            return known.get(size)
+
+        return largest_fitting(self.sizes, first, total, self.limit_bytes)
+
+    def _flops_per_sample(self) -> float | None:
+        """Return the FLOPs of forward and backward of one sample; None where they can't be counted."""
+        data, count = self.data, 2  # some models refuse to normalize a batch of one
+        try:
+            with torch.device("meta"):
+                model = build_model(self.experiment.model.model_copy(update={"pretrained": False}), data.info)
+                prepare_for_training(model, self.experiment.model)
+            step = self._step(self.sizes[0], rank=0)
+            return count_flops(model, make_task(self.experiment, data.info), step.on_meta(count)) / count
+        except Exception:  # an unknown operator, or code that needs data
+            return None
+
+
+def largest_fitting(
+    sizes: Sequence[int], first: int, total: Callable[[int], int | None], limit: int
+) -> int | None:
+    """Return the largest of ``sizes`` whose ``total`` is at most ``limit``; None if none is, or none is
+    known.
+
+    Memory grows almost linearly with the size, so two totals lead to the neighbours of the limit in few
+    calls. ``total`` returns None where there is no time left.
+    """
+    fits, too_large = 0, len(sizes)  # numbers of sizes known to fit; index of the smallest known not to
+    tried: dict[int, int] = {}
+    guess = sizes.index(first)
+    while fits < too_large:
+        found = total(sizes[guess])
+        if found is None:
+            break
+        tried[sizes[guess]] = found
+        fits, too_large = (guess + 1, too_large) if found <= limit else (fits, guess)
+        guess = min(max(_by_line(sizes, tried, limit), fits), too_large - 1)
+    return sizes[fits - 1] if fits else None
+
+
+def _by_line(sizes: Sequence[int], tried: dict[int, int], limit: int) -> int:
+    """Return the index of the largest size on the line through two totals that are closest to the limit."""
+    nearest = sorted(tried, key=lambda size: abs(tried[size] - limit))[:2]
+    if len(nearest) < 2:
+        (size,) = nearest
+        return sizes.index(size) + (1 if tried[size] <= limit else -1)
+    low, high = sorted(nearest)
+    slope = max((tried[high] - tried[low]) / (high - low), 1e-9)
+    at_limit = low + (limit - tried[low]) / slope
+    return sum(size <= at_limit for size in sizes) - 1
+
+
+def _in_a_line(error: Exception) -> str:
+    text = " ".join(str(error).split())[:200]
+    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+
+
+def main() -> None:
+    """Answer until there are no more questions."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # a model may print
+    for line in sys.stdin:
+        try:
+            answer = RunQuestion.of(json.loads(line)).answer()
+        except Exception as error:
+            answer = {"parts": None, "problem": _in_a_line(error)}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpc_train.config.cluster_sections import SlurmConfig
+from hpc_train.launchers.slurm.rank_memory import device_of_job
+from hpc_train.topology.degrees import Ranks
+
+SIZE = Ranks(8, 4)
+
+
+def slurm(**keys: Any) -> SlurmConfig:
+    return SlurmConfig.model_validate({"gpus_per_node": 4, **keys})
+
+
+@pytest.mark.parametrize(
+    "keys", [{"gpu_type": "h100"}, {"constraint": "h100"}, {"extra": {"gres": "gpu:h100:4"}}]
+)
+def test_the_queue_names_the_gpu(keys: dict[str, Any]) -> None:
+    found = device_of_job(slurm(**keys), "auto", SIZE)
+    assert (found.is_gpu, found.memory_bytes) == (True, 80 * 2**30)
+
+
+def test_a_gpu_of_any_type_is_unknown() -> None:
+    found = device_of_job(slurm(), "auto", SIZE)
+    assert (found.is_gpu, found.memory_bytes) == (True, None)
+    assert "slurm.gpu_type" in found.remedy
+
+
+def test_ranks_on_cpus_share_the_nodes_memory() -> None:
+    found = device_of_job(slurm(gpus_per_node=0, mem_gb=64), "auto", SIZE)
+    assert (found.is_gpu, found.memory_bytes) == (False, 16 * 2**30)
