@@ -11,8 +11,8 @@ import typer.main
 from hpc_train.cli.app import app
 
 _REPOSITORY = Path(__file__).parents[2]
-#: In backticks, or a line of a code block.
-_COMMAND = re.compile(r"(?:`|^\$ )hpc-train ([a-z]+)((?: [^`\n]*)?)", re.MULTILINE)
+#: In backticks, a line of a code block, or a substitution in one; it ends where the shell begins another.
+_COMMAND = re.compile(r"(?:`|^\$ |\$\()hpc-train ([a-z]+)((?: [^`\n&|;$]*)?)", re.MULTILINE)
 _OPTION = re.compile(r"(?<= )--?[a-z][a-z-]*")
 
 
@@ -46,3 +46,4 @@ def test_every_command_that_is_named_can_be_typed() -> None:
 def test_a_command_or_option_that_cannot_be_typed_is_seen() -> None:
     assert _unknown("see `hpc-train begin` or `hpc-train submit FILE --fast`") == ["begin", "submit --fast"]
     assert _unknown("$ hpc-train submit exp.yaml --local -x") == ["submit -x"]
+    assert _unknown('$ hpc-train logs -n 1 "$(hpc-train compare a -z | sed -n 1p)"') == ["compare -z"]
