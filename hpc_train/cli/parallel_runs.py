@@ -132,7 +132,7 @@ def _exit_code(code: int) -> ExitCode:
 
 def _main(folder: str, launcher: str, devices: str, parent: str, how: str, *changes: str) -> None:
     die_with(int(parent))
-    from hpc_train.cli.app import exit_code_of
+    from hpc_train.cli.command_line import exit_code_of
     from hpc_train.cli.resume import start_again
     from hpc_train.cli.starting import polling, start
     from hpc_train.launchers.base import StartRequest

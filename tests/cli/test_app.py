@@ -13,7 +13,7 @@ import pytest
 
 from hpc_train import __version__
 from hpc_train.cli import status as status_module
-from hpc_train.cli.app import exit_code_of
+from hpc_train.cli.command_line import exit_code_of
 from hpc_train.paths import runs_root
 from tests.cli.commands import REPOSITORY, hpc_train, python
 from tests.launchers.slurm.programs import put_programs_first

@@ -23,7 +23,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 
-from hpc_train.cli import app as command_line
+from hpc_train.cli import command_line
 from hpc_train.cli.experiment_file import validate
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError

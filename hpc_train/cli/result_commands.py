@@ -1,0 +1,239 @@
+"""The commands on what runs have produced: names and options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpc_train.cli.command_line import command
+from hpc_train.cli.shared_options import Devices, Json, Run, Runs
+
+
+@command
+def export(
+    run: Run,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="File to write: .safetensors (weights), .onnx or .pt2 (torch.export).",
+            show_default=False,
+        ),
+    ],
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="safetensors, onnx or torch-export, whatever the suffix of FILE.",
+        ),
+    ] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Export the EMA weights instead.")] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="Export the best checkpoint (checkpoint.best), not the newest.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Export the checkpoint of this step.")
+    ] = None,
+    code: Annotated[
+        str | None,
+        typer.Option(
+            "--code", metavar="new", help="new: use the current code instead of the run's snapshot."
+        ),
+    ] = None,
+) -> int:
+    """Export a run's full weights as one safetensors file, or its model to ONNX or torch.export."""
+    from hpc_train.cli.checkpoint_commands import export
+    from hpc_train.cli.evaluate import Checkpoint
+
+    return export(run, output, form=form, checkpoint=Checkpoint(best, step, code), ema=ema)
+
+
+@command
+def evaluate(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|KEY=VALUE", help="One run, and keys to override, of data.", show_default=False
+        ),
+    ],
+    best: Annotated[
+        bool, typer.Option("--best", help="Evaluate the best checkpoint (checkpoint.best), not the newest.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Evaluate the checkpoint of this step.")
+    ] = None,
+    devices: Devices = None,
+    code: Annotated[
+        str | None,
+        typer.Option(
+            "--code", metavar="new", help="new: use the current code instead of the run's snapshot."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Evaluate a run's checkpoint on this machine."""
+    from hpc_train.cli.evaluate import Checkpoint, evaluate
+
+    return evaluate(words, checkpoint=Checkpoint(best, step, code), devices=devices, as_json=as_json)
+
+
+@command
+def predict(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|KEY=VALUE", help="One run, and keys to override, of data.", show_default=False
+        ),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="File to write: .jsonl or .csv.", show_default=False
+        ),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="PATH",
+            help="An image, or a folder with images. Default: validation data.",
+            show_default=False,
+        ),
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="Use the best checkpoint (checkpoint.best), not the newest.")
+    ] = False,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Use the checkpoint of this step.")
+    ] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Use the EMA weights.")] = False,
+    devices: Devices = None,
+    code: Annotated[
+        str | None,
+        typer.Option(
+            "--code", metavar="new", help="new: use the current code instead of the run's snapshot."
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+) -> int:
+    """Write a run's predictions to a file.
+
+    For images, or for the run's validation data.
+    """
+    from hpc_train.cli.evaluate import Checkpoint
+    from hpc_train.cli.predict import predict
+
+    checkpoint = Checkpoint(best, step, code)
+    return predict(words, output, data=data, checkpoint=checkpoint, devices=devices, ema=ema, force=force)
+
+
+@command
+def verify(runs: Runs, as_json: Json = False) -> int:
+    """Check by hashes which checkpoints would load."""
+    from hpc_train.cli.checkpoint_commands import verify
+
+    return verify(runs, as_json=as_json)
+
+
+@command
+def compare(
+    runs: Runs,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            metavar="[SPLIT/]NAME",
+            help="Metric to compare. Default: val/accuracy, or loss.",
+            show_default=False,
+        ),
+    ] = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option("--over", metavar="KEY", help="Average runs that differ in this key only, like seed."),
+    ] = None,
+    group_by: Annotated[
+        list[str] | None,
+        typer.Option("--group-by", metavar="KEY", help="Average runs that have this key's value in common."),
+    ] = None,
+    diff: Annotated[
+        bool, typer.Option("--diff", help="Of two runs, show keys, versions and code that differ.")
+    ] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV to stdout.")] = False,
+    as_json: Json = False,
+) -> int:
+    """Compare runs: changed keys, last and best metrics.
+
+    The best run comes first.
+    """
+    from hpc_train.cli.compare import CompareOptions, compare
+
+    options = CompareOptions(
+        metric=metric, over=over or (), group_by=group_by or (), diff=diff, as_csv=as_csv, as_json=as_json
+    )
+    return compare(runs, options)
+
+
+@command
+def report(
+    runs: Runs,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE.html", help="File to write.", show_default=False)
+    ],
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            metavar="[SPLIT/]NAME",
+            help="Metric to compare. Default: val/accuracy, or loss.",
+            show_default=False,
+        ),
+    ] = None,
+) -> int:
+    """Write runs to one HTML file to look at and share: curves, attempts, goodput, evaluations, files."""
+    from hpc_train.cli.report import report
+
+    return report(runs, output, metric=metric)
+
+
+@command
+def sync(
+    runs: Runs,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--to",
+            metavar="WHERE",
+            help="wandb, mlflow or tensorboard. Default: those of the file's logging.",
+            show_default=False,
+        ),
+    ] = None,
+    project: Annotated[
+        str | None,
+        typer.Option(
+            "--project",
+            metavar="NAME",
+            help="Project of wandb, or experiment of MLflow. Default: the file's, or the experiment's name.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Write TensorBoard's event files to DIR/<run id>. Default: the run folder.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Send to wandb, MLflow or TensorBoard what runs logged without a network."""
+    from hpc_train.cli.sync import SyncOptions, sync
+
+    return sync(runs, SyncOptions(to=to or (), project=project, output=output, as_json=as_json))

@@ -1,0 +1,25 @@
+"""Arguments and options that several commands have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The experiment file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Keys of the file to override.", show_default=False),
+]
+Runs = Annotated[list[str], typer.Argument(metavar="RUN", help="Runs.", show_default=False)]
+MaybeRuns = Annotated[
+    list[str] | None, typer.Argument(metavar="RUN", help="Runs; all if none.", show_default=False)
+]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="One run.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+Local = Annotated[bool, typer.Option("--local", help="On this machine instead of in the queue.")]
+Devices = Annotated[
+    int | None, typer.Option("--devices", min=1, help="Ranks on this machine; default: one per GPU, or one.")
+]
+LauncherName = Annotated[str | None, typer.Option("--launcher", help="Name of a launcher plug-in.")]
