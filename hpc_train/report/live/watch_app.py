@@ -22,10 +22,10 @@ from hpc_train.console import one_line
 from hpc_train.paths import RunPaths
 from hpc_train.report.live import cells as table_cells
 from hpc_train.report.live.cells import COLUMNS, STATE_STYLES, Column
+from hpc_train.report.live.child_commands import Command
 from hpc_train.report.live.choosing import chosen, counts, next_sort
 from hpc_train.report.live.live_runs import LiveRun, RunsReader
 from hpc_train.report.live.reading_thread import Reading, ReadingThread
-from hpc_train.report.live.run_commands import Command
 from hpc_train.report.live.screens import DetailsView, Help, LogView, Question, styled
 
 _HINT = "⏎ details  l log  c cancel  r resume  / filter  s sort  ? help  q quit"
