@@ -38,6 +38,7 @@ def test_a_run_goes_only_after_an_answer(run: RunPaths, monkeypatch: pytest.Monk
     assert f"abc  failed at step 4  0.0 MB  {run.folder}" in done.err
     done = answer(monkeypatch, "y\n", "rm")
     assert (done.code, done.out) == (0, "abc  removed\n")
+    assert "Remove this run with all checkpoints" in done.err
     assert not run.folder.parent.exists(), "an experiment without runs"
 
 

@@ -24,6 +24,7 @@ from hpc_train.recovery.diagnosis import (
     diagnose,
     diagnose_job,
     diagnose_lost,
+    signal_name,
     stopped_by_signal,
 )
 from hpc_train.run.attempts import CAUSES
@@ -114,6 +115,10 @@ def test_a_lost_attempt_names_the_nodes_that_died() -> None:
 def test_an_interruption_names_what_sent_it(number: int, words: str) -> None:
     assert diagnose(Evidence(stop=stopped_by_signal(number))).reason == words
     assert diagnose(Evidence(stop=Stop("interrupted"))).reason == "its ranks were asked to stop"
+
+
+def test_a_real_time_signal_has_a_number_only() -> None:
+    assert (signal_name(9), signal_name(40)) == ("SIGKILL", "signal 40")
 
 
 def test_what_is_certain_comes_first() -> None:

@@ -71,10 +71,10 @@ class Task:
 
 
 class Steps:
-    """Ten steps, all of whose data are there."""
+    """Steps all of whose data are there."""
 
-    def __init__(self) -> None:
-        self._steps = iter(range(10))
+    def __init__(self, count: int = 10) -> None:
+        self._steps = iter(range(count))
 
     def __iter__(self) -> Steps:
         return self
@@ -178,6 +178,19 @@ def test_an_evaluation_that_is_not_finite_ends_no_save_that_was_begun_before(
     with pytest.raises(NonFiniteError, match="the val loss is nan at step 2"):
         make_trainer(run, "stop", evaluate_every=2).train()
     assert folder_names(run) == ["step-00000001"]
+
+
+@pytest.mark.parametrize(("waited_s", "saved"), [(59.0, [2]), (60.0, [1, 2])])
+def test_a_save_is_due_by_the_time_since_the_last_one(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch, waited_s: float, saved: list[int]
+) -> None:
+    trainer = make_trainer(run, "skip")
+    trainer.cadence = Cadence(total_steps=2, evaluate_every=100, save_every=None, save_every_s=60.0)
+    trainer.training = Steps(2)
+    now = trainer._save_began_at + waited_s
+    monkeypatch.setattr("hpc_train.training.loop.time.monotonic", lambda: now)
+    assert trainer.train()
+    assert folder_names(run) == [f"step-{step:08d}" for step in saved]
 
 
 def test_before_a_rollback_old_checkpoints_are_removed_to_the_end(

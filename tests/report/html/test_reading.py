@@ -148,6 +148,7 @@ def test_the_best_run_is_first_and_each_early_end_has_a_mark(tmp_path: Path) -> 
     assert sweep is not None and [axis.title for axis in sweep.axes] == [
         "seed", "lr", "weight_decay", "best val/accuracy",
     ]  # fmt: skip
+    assert [axis.x for axis in sweep.axes] == [0, 33.33, 66.67, 100]
     assert sweep.lines[-1].run == 0 and sweep.lines[-1].shade == 4
 
 
