@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 
 from hpc_train.datasets.types import Batch
@@ -73,8 +74,7 @@ class Run:
             yield self._forward.to_input(batch) if stage.is_first else batch
 
     def _scaled_loss(self, outputs: Any, chunk: Tensor) -> Tensor:
-        # The chunk is a view of the arange above. Its value can't be read where tensors have no data.
-        batch = self._batches[self._first + int(chunk.storage_offset())]
+        batch = self._batches[self._first + _number(chunk)]
         loss = self._forward.loss_of(outputs, batch)
         self._total += loss.detach() * batch.weight
         # fully_shard divides by R; the mean over M micro-batches is what is wanted.
@@ -113,3 +113,8 @@ class MicroBatchStage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.run.is_at_end:
             super().perform_reduce_grad(grad_scale_factor)
+
+
+def _number(chunk: Tensor) -> int:
+    """Return the micro-batch that a chunk of ``arange`` names: its value, or without data its place."""
+    return int(chunk.storage_offset() if isinstance(chunk, FakeTensor) else chunk)
