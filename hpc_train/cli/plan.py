@@ -117,8 +117,8 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
             problems += error.problems
     if options.script:
         problems += lacking
-    cost = plan_cost.cost_of(made, options.throughput)
-    refused = plan_cost.over_budget_lines(loaded, made, cost)
+    cost = plan_cost.cost_of(made, options.name, options.throughput)
+    refused = plan_cost.over_budget_lines(loaded, made, options.name, cost)
     queue = queue_forecast.QueueForecast(refused)
     if not problems and not lacking and not refused:
         queue = queue_forecast.ask(launcher, loaded, made)

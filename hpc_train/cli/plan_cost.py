@@ -66,8 +66,8 @@ class PlanCost:
         return {"cost": {"runs": runs, "gpu_hours": self.gpu_hours, "core_hours": self.core_hours}}
 
 
-def cost_of(plan: Plan, throughput: float | None = None) -> PlanCost:
-    """Predict the plan's runs by earlier ones, or by the samples per second that each rank does."""
+def cost_of(plan: Plan, launcher: str, throughput: float | None = None) -> PlanCost:
+    """Predict the plan's runs by earlier ones of the launcher, or by the samples per second of each rank."""
     measured: dict[str, MeasuredRun] = {}
     known: dict[str, list[MeasuredRun]] = {}
     found: list[Prediction | None] = []
@@ -76,21 +76,21 @@ def cost_of(plan: Plan, throughput: float | None = None) -> PlanCost:
         if throughput is None:
             work = same_work(run.experiment)
             if work not in known:
-                known[work] = measured_runs(runs_root(), run.experiment)
+                known[work] = measured_runs(runs_root(), run.experiment, launcher)
             runs = known[work]
             measured |= {each.name: each for each in runs}
         found.append(_prediction(run, runs, throughput))
     return PlanCost(found, measured)
 
 
-def over_budget_lines(loaded: Loaded, plan: Plan, cost: PlanCost | None = None) -> list[str]:
+def over_budget_lines(loaded: Loaded, plan: Plan, launcher: str, cost: PlanCost | None = None) -> list[str]:
     """Return the line that says that the runs need more GPU-hours than the file allows, if they do.
 
     ``cost``: predicted here if it is not given and the file has a budget.
     """
     if not has_budget(loaded.experiment):
         return []
-    cost = cost or cost_of(plan)
+    cost = cost or cost_of(plan, launcher)
     hours = [run.size.gpu_hours for run in plan.runs]
     problem = over_budget(loaded.experiment, cost.gpu_hours, _sum(hours))
     return [] if problem is None else [loaded.source.render(problem)]

@@ -23,6 +23,8 @@ from hpc_train.launchers.lookup import last_launcher, launcher_of, load_launcher
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.plan.identity import changes_identity
 from hpc_train.plan.input_files import DATA
+from hpc_train.recovery.budgets import spent_budget
+from hpc_train.recovery.history import records
 from hpc_train.registry import is_factory
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.checkpoints import committed
@@ -291,6 +293,8 @@ def _prepare(paths: RunPaths, request: _Request, name: str, launcher: Launcher) 
         )
     ]
     problems += launcher_problems(launcher, loaded)
+    if launcher.is_queue and (spent := spent_budget(loaded.experiment, records(paths))) is not None:
+        problems.append(loaded.problem(spent.path, spent.message, spent.remedy))
     if problems:
         raise BadFileError(problems)
     _refuse_other_inputs(paths, loaded.experiment)

@@ -84,7 +84,7 @@ def submit(file: Path, overrides: Sequence[str], options: SubmitOptions) -> Exit
         except BadFileError as error:
             problems += error.problems
     if not problems:
-        problems += over_budget_lines(loaded, plan) or never_starting(launcher, loaded, plan)
+        problems += over_budget_lines(loaded, plan, options.name) or never_starting(launcher, loaded, plan)
     if options.dry_run:
         show(plan, as_json=options.as_json, scripts=scripts)
     if problems:

@@ -5,6 +5,7 @@ A failure is one line in the log: it changes neither an exit code nor a requeue.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,23 +16,46 @@ from hpc_train.run.run_status import RunStatus, read_status
 
 #: Slurm ends a preempted job within seconds, and it is requeued only after this.
 _REQUEUED_LIMIT_S = 2.0
+#: Limits of all: the settings are in a home folder that may hang, the modules on a disk that may.
+_WHOLE_LIMIT_S = 60.0
+_WHOLE_REQUEUED_LIMIT_S = 4.0
 _MAX_REASON = 500
 
 
 def notify_end(paths: RunPaths, say: Callable[[str], None]) -> None:
     """Post the state of the run, if the user wants to know of it; ``say`` prints a line to the log."""
-    from hpc_train.launchers.webhook import NotSentError, post, read_webhook, settings_file  # urllib
+    told: list[str] = []
+    try:
+        status = read_status(paths)
+        is_requeued = status.state == "requeued"
+        limit_s = _WHOLE_REQUEUED_LIMIT_S if is_requeued else _WHOLE_LIMIT_S
+        thread = threading.Thread(target=_notify, args=(paths, status, told), daemon=True)
+        thread.start()
+        thread.join(limit_s)
+        if thread.is_alive():
+            told.append(f"not done within {limit_s:g} s")
+    except Exception as error:  # nothing here may affect the run
+        told.append(type(error).__name__)
+    for words in told[:1]:
+        say(f"notification not sent: {words}")
 
+
+def _notify(paths: RunPaths, status: RunStatus, told: list[str]) -> None:
+    """Post it; add why that was impossible to ``told``."""
+    try:
+        from hpc_train.launchers.webhook import NotSentError, post, read_webhook, settings_file  # urllib
+    except Exception as error:  # a damaged environment
+        told.append(type(error).__name__)
+        return
     try:
         webhook = read_webhook(settings_file())
-        status = read_status(paths)
-        if webhook is None or status.state not in webhook.events:
-            return
-        post(webhook, message_of(paths, status), _REQUEUED_LIMIT_S if status.state == "requeued" else None)
+        if webhook is not None and status.state in webhook.events:
+            limit_s = _REQUEUED_LIMIT_S if status.state == "requeued" else None
+            post(webhook, message_of(paths, status), limit_s)
     except (BadFileError, NotSentError) as error:
-        say(f"notification not sent: {error}")
-    except Exception as error:  # nothing here may affect the run; the text may contain the address
-        say(f"notification not sent: {type(error).__name__}")
+        told.append(str(error))
+    except Exception as error:  # the text may contain the address
+        told.append(type(error).__name__)
 
 
 def message_of(paths: RunPaths, status: RunStatus) -> dict[str, Any]:

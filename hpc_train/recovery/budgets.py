@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpc_train.config.durations import MAX_HOURS
+from hpc_train.config.problems import Problem
 from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.file_shapes import is_a
+
+if TYPE_CHECKING:  # the schema takes 0.2 s, which few ends of attempts need
+    from hpc_train.config.schema import Experiment
 
 #: Causes that spend of ``max_crashes``.
 CRASHES = {"crash", "hang", "bad node", "worker lost"}
@@ -148,8 +152,24 @@ def left(records: Sequence[AttemptRecord], recovery: Limits) -> Left:
 
 
 def gpu_hours_of(records: Sequence[AttemptRecord], gpus_per_node: int) -> float:
-    """Return the GPU-hours of attempts: each occupies the GPUs of its nodes from its begin to its end."""
-    return sum(len(record.hosts) * gpus_per_node * _hours(record) for record in records)
+    """Return the GPU-hours of attempts: each occupies the GPUs of its nodes from its begin to its end.
+
+    Those without a job, which the user followed on a machine, count nothing.
+    """
+    jobs = [record for record in records if record.job is not None]
+    return sum(len(record.hosts) * gpus_per_node * _hours(record) for record in jobs)
+
+
+def spent_budget(experiment: Experiment, records: Sequence[AttemptRecord]) -> Problem | None:
+    """Return what is wrong where a run's attempts have used all GPU-hours that its file allows."""
+    slurm = experiment.slurm
+    if slurm is None or slurm.max_gpu_hours is None or not slurm.gpus_per_node:
+        return None
+    used = gpu_hours_of(records, slurm.gpus_per_node)
+    if used < slurm.max_gpu_hours:
+        return None
+    message = f"{slurm.max_gpu_hours:g} GPU-hours are used up: the run's attempts took {used:.3g}"
+    return Problem(("slurm", "max_gpu_hours"), message, "raise it to continue")
 
 
 def _hours(record: AttemptRecord) -> float:

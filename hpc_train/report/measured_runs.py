@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpc_train.config.schema import CheckpointConfig, Experiment
+from hpc_train.errors import HpcTrainError
 from hpc_train.paths import RunPaths
 from hpc_train.plan.duration import MeasuredRun, StepWork, count_saves
 from hpc_train.report.metrics_reader import Row, newest_rows, number
@@ -48,18 +49,19 @@ _SAME = (
 _COUNTS = ("num_samples",)
 
 
-def measured_runs(root: Path, experiment: Experiment) -> list[MeasuredRun]:
+def measured_runs(root: Path, experiment: Experiment, launcher: str | None = None) -> list[MeasuredRun]:
     """Return the runs below ``root`` that do the same work per sample.
 
-    Those of the same experiment; if there are none, those of others.
+    Those of the same experiment; if there are none, those of others. Runs whose newest attempt another
+    ``launcher`` started do not count, since a login node is no measure for the GPUs of a cluster.
     """
     wanted = _work(experiment.model_dump(mode="json"))
     own = root / experiment.name
-    if found := list(_measured(_newest(own), wanted)):
+    if found := list(_measured(_newest(own), wanted, launcher)):
         return found
     others = [folder for folder in _folders(root) if folder != own]
     runs = [run for folder in others[:_MAX_EXPERIMENTS] for run in _newest(folder)]
-    return list(_measured(runs[:_MAX_RUNS], wanted))
+    return list(_measured(runs[:_MAX_RUNS], wanted, launcher))
 
 
 def same_work(experiment: Experiment) -> str:
@@ -99,16 +101,23 @@ def _folders(parent: Path) -> list[Path]:
         return []
 
 
-def _measured(runs: Sequence[RunPaths], wanted: list[Any]) -> Iterator[MeasuredRun]:
+def _measured(runs: Sequence[RunPaths], wanted: list[Any], launcher: str | None) -> Iterator[MeasuredRun]:
     for paths in runs:
-        resolved = read_json(paths.resolved)
-        if resolved is not None and _work(resolved) == wanted and (found := measured(paths, resolved)):
+        found = None
+        with suppress(OSError, HpcTrainError, ArithmeticError):  # a damaged run, or one of somebody else
+            resolved = read_json(paths.resolved)
+            if resolved is not None and _work(resolved) == wanted:
+                found = measured(paths, resolved, launcher)
+        if found is not None:
             yield found
 
 
-def measured(paths: RunPaths, resolved: Mapping[str, Any]) -> MeasuredRun | None:
-    """Return the times of the run's newest attempt; None if it has none."""
+def measured(paths: RunPaths, resolved: Mapping[str, Any], launcher: str | None = None) -> MeasuredRun | None:
+    """Return the times of the run's newest attempt; None if it has none, or another launcher started it."""
     run = RunFiles.read(paths)
+    started_by = run.newest_record.launcher if run.newest_record is not None else None
+    if None not in {launcher, started_by} and launcher != started_by:
+        return None
     record, layout = run.newest_record, layout_of(paths, run.facts, run.newest_record)
     if record is None or layout is None or layout.micro_batch_size is None or layout.accumulation is None:
         return None

@@ -85,7 +85,7 @@ def evaluation_seconds(rows: Iterable[Row]) -> list[float]:
     for row in rows:
         step, time = row.get("step"), number(row.get("time"))
         step_s = number(row.get("step_s")) or step_s
-        if type(step) is not int or time is None:
+        if type(step) is not int or time is None or number(step) is None:
             continue
         if row.get("split") == "val" and before is not None and row.get("attempt") == before[2]:
             found.append(max(0.0, time - before[0] - (step - before[1]) * step_s))

@@ -335,6 +335,20 @@ def test_runs_of_a_queue_enter_it_again_at_once_with_their_changes(cancelled: li
     assert [read_status(paths).state for paths in cancelled] == ["pending", "pending"]
 
 
+def test_a_run_that_has_used_its_gpu_hours_is_resumed_with_more_only(cancelled: list[RunPaths]) -> None:
+    run = cancelled[0]
+    number = claim_attempt(run, QUEUE, job="7", hosts=["n1", "n2"])
+    record = read_record(run.attempt(number))
+    assert record is not None
+    began, ended = "2026-11-01T00:00:00+00:00", "2026-11-01T03:00:00+00:00"
+    write_record(run.attempt(number), replace(record, start=began, end=ended))
+    write_status(run, RunStatus("cancelled", attempt=number))
+    budget = ("slurm.gpus_per_node=4", "slurm.max_gpu_hours=24")
+    done = hpc_train("resume", run.folder, *budget)
+    assert done.code == 65 and "24 GPU-hours are used up: the run's attempts took 24; raise it" in done.err
+    assert _resume(run.folder, "slurm.gpus_per_node=4", "slurm.max_gpu_hours=25") == 0
+
+
 def test_changes_of_an_attempt_that_never_began_stay(cancelled: list[RunPaths]) -> None:
     assert _resume(cancelled[0].folder, "data.workers=2", "slurm.nodes=3") == 0
     write_status(cancelled[0], RunStatus("cancelled"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 
 from hpc_train.cli.doctor import _webhook
 from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.launchers import notifications, webhook
 from hpc_train.launchers.base import LaunchRequest, StartRequest
 from hpc_train.launchers.following import FollowingLauncher
 from hpc_train.launchers.notifications import notify_end
@@ -139,6 +141,22 @@ def test_a_failing_server_delays_little_and_changes_nothing(
     words = {"hangs": "did not answer within 0.3 s", "refuses": "HTTP status 500", "redirects": "status 302"}
     assert len(told) == 1 and words.get(failure, "refused") in told[0] and SECRET not in told[0]
     assert len(receiver.messages) == (failure != "is not there")
+
+
+def test_a_home_folder_that_hangs_or_a_damaged_environment_changes_nothing(
+    batch: Batch, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(webhook, "read_webhook", lambda file: released.wait(60))
+    monkeypatch.setattr(notifications, "_WHOLE_REQUEUED_LIMIT_S", 0.2)
+    signalled(batch, "SIGTERM", 1)
+    batch.rank(0, 75)
+    assert batch.after(75) == "requeue 75"
+    assert "notification not sent: not done within 0.2 s" in capfd.readouterr().err
+    released.set()
+    monkeypatch.setitem(sys.modules, "hpc_train.launchers.webhook", None)
+    assert batch.after(75) == "requeue 75"
+    assert "notification not sent: ModuleNotFoundError" in capfd.readouterr().err
 
 
 @dataclass

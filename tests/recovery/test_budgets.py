@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hpc_train.config.schema import RecoveryConfig
-from hpc_train.recovery.budgets import COMES_BACK, CRASHES, Decision, Left, decide, is_idle, left
+from hpc_train.recovery.budgets import (
+    COMES_BACK,
+    CRASHES,
+    Decision,
+    Left,
+    decide,
+    gpu_hours_of,
+    is_idle,
+    left,
+)
 from hpc_train.run.attempts import AttemptRecord
 
 pytestmark = pytest.mark.fault(36)
@@ -124,3 +134,14 @@ def test_a_killed_loader_process_comes_back_once() -> None:
     decision = decide([lost, attempt("preemption", saved=5), lost], RecoveryConfig())
     assert not decision.comes_back and "data.workers" in decision.reason
     assert not decide([lost], RecoveryConfig(max_crashes=0)).comes_back
+
+
+def test_attempts_in_jobs_use_gpu_hours_and_others_do_not() -> None:
+    hour: dict[str, Any] = {
+        "start": "2026-11-01T00:00:00+00:00",
+        "end": "2026-11-01T01:00:00+00:00",
+        "hosts": ["n1", "n2"],
+    }
+    in_job = replace(attempt("preemption"), job="7", hosts=["n1", "n2"], **hour)
+    running = replace(in_job, end=None)
+    assert gpu_hours_of([in_job, running, replace(in_job, job=None)], 4) == 8

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpc_train.report.measured_runs import measured_runs
+from hpc_train.report.time_use import evaluation_seconds
+from hpc_train.run.attempts import newest_number, read_record, write_record
 from hpc_train.run.files import read_json, write_json
+from hpc_train.run.find import run_name
 from hpc_train.run.frozen_experiment import read
 from tests.report.made_runs import STEP_S, made_sweep
 
@@ -33,6 +38,34 @@ def test_other_work_per_sample_does_not_count(tmp_path: Path) -> None:
     assert not measured_runs(tmp_path, experiment.model_copy(update={"precision": "bf16"}))
     renamed = experiment.model_copy(update={"name": "another"})
     assert measured_runs(tmp_path, renamed), "runs of other experiments with the same model"
+
+
+def test_runs_of_another_launcher_do_not_count(tmp_path: Path) -> None:
+    (run,) = made_sweep(tmp_path, 1, steps=100)
+    record = read_record(run.attempt(newest_number(run)))
+    assert record is not None
+    write_record(run.attempt(record.attempt), replace(record, launcher="local"))
+    experiment = read(run)
+    assert measured_runs(tmp_path, experiment, "local")
+    assert not measured_runs(tmp_path, experiment, "slurm")
+
+
+def test_a_run_that_cannot_be_read_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = made_sweep(tmp_path, 2, steps=100)
+
+    def read_or_refuse(path: Path) -> Any:
+        if path == second.resolved:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_json(path)
+
+    monkeypatch.setattr("hpc_train.report.measured_runs.read_json", read_or_refuse)
+    rows = [json.loads(line) for line in first.metrics.read_text().splitlines()]
+    found = measured_runs(tmp_path, read(first))
+    assert [each.name for each in found] == [run_name(first)]
+    huge = rows[-1] | {"split": "val", "step": 10**400}
+    first.metrics.write_text("".join(json.dumps(row) + "\n" for row in [*rows, huge]))
+    assert evaluation_seconds([*rows, huge]) == evaluation_seconds(rows)
+    measured_runs(tmp_path, read(first))
 
 
 def test_a_run_without_times_or_with_damaged_files_tells_nothing(tmp_path: Path) -> None:

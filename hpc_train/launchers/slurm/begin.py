@@ -22,6 +22,7 @@ from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.slurm import LAUNCHER, commands, gpu_budget
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
 from hpc_train.launchers.slurm.evidence import stop_by
+from hpc_train.launchers.slurm.node_names import expanded
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import bad_nodes, budgets
 from hpc_train.recovery.diagnosis import one_line
@@ -217,8 +218,8 @@ def _is_running(record: AttemptRecord) -> bool:
 
 
 def _hosts(environ: Mapping[str, str]) -> list[str]:
-    if "HPC_TRAIN_HOSTS" in environ:  # a container has none of Slurm's programs
-        return environ["HPC_TRAIN_HOSTS"].split()
+    if hosts := environ.get("HPC_TRAIN_HOSTS", "").split():  # a container has none of Slurm's programs
+        return hosts
     listed = environ.get("SLURM_JOB_NODELIST", "")
     try:
         done = subprocess.run(
@@ -229,7 +230,7 @@ def _hosts(environ: Mapping[str, str]) -> list[str]:
             timeout=_SCONTROL_LIMIT_S,
         )
     except (OSError, subprocess.SubprocessError):
-        return [listed] if listed else []
+        return expanded(listed) or [listed] if listed else []
     return done.stdout.split()
 
 

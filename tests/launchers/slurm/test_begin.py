@@ -13,7 +13,7 @@ import pytest
 
 from hpc_train.errors import BadFileError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.slurm.batch_job import MARK
-from hpc_train.launchers.slurm.begin import BudgetSpentError, WrongNodeError, begin
+from hpc_train.launchers.slurm.begin import BudgetSpentError, WrongNodeError, _hosts, begin
 from hpc_train.run.attempts import claim_attempt, now_ms, write_record
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.events import EventLog
@@ -341,3 +341,10 @@ def test_it_imports_no_torch_and_no_schema() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     )
     assert done.stdout == "set()\n"
+
+
+def test_a_list_of_nodes_that_scontrol_does_not_expand_counts_all_its_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert _hosts({"SLURM_JOB_NODELIST": "n[1-3]", "HPC_TRAIN_HOSTS": ""}) == ["n1", "n2", "n3"]
