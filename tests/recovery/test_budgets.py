@@ -137,11 +137,7 @@ def test_a_killed_loader_process_comes_back_once() -> None:
 
 
 def test_attempts_in_jobs_use_gpu_hours_and_others_do_not() -> None:
-    hour: dict[str, Any] = {
-        "start": "2026-11-01T00:00:00+00:00",
-        "end": "2026-11-01T01:00:00+00:00",
-        "hosts": ["n1", "n2"],
-    }
-    in_job = replace(attempt("preemption"), job="7", hosts=["n1", "n2"], **hour)
+    began, ended = "2026-11-01T00:00:00+00:00", "2026-11-01T01:00:00+00:00"
+    in_job = replace(attempt("preemption"), job="7", hosts=["n1", "n2"], start=began, end=ended)
     running = replace(in_job, end=None)
     assert gpu_hours_of([in_job, running, replace(in_job, job=None)], 4) == 8
