@@ -7,6 +7,7 @@ follow, one per line. Nothing that takes long is done: folders are listed, no ru
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _VALUES: dict[str, Callable[[], Iterable[str]]] = {
     "--format": lambda: ["safetensors", "onnx", "torch-export"],
     "--from": lambda: ["list", *_examples()],
 }
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 #: Key of the file → the group of parts of which it names one.
 _PARTS = {"task": "tasks", "data.name": "datasets", "parallel.strategy": "strategies"}
 
@@ -184,7 +186,8 @@ def _runs(word: str) -> Iterator[str]:
 
 
 def _shown(folder: Path) -> Iterator[os.DirEntry[str]]:
-    return (entry for entry in _entries(folder) if entry.name[0] != "." and entry.is_dir())
+    """Return the folders whose names a shell takes as they are: others can't be ours."""
+    return (entry for entry in _entries(folder) if _PLAIN.fullmatch(entry.name) and entry.is_dir())
 
 
 def _keys(word: str) -> Iterator[str]:

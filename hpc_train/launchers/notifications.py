@@ -24,28 +24,28 @@ _MAX_REASON = 500
 
 def notify_end(paths: RunPaths, say: Callable[[str], None]) -> None:
     """Post the state of the run, if the user wants to know of it; ``say`` prints a line to the log."""
-    told: list[str] = []
+    problems: list[str] = []
     try:
         status = read_status(paths)
         is_requeued = status.state == "requeued"
         limit_s = _WHOLE_REQUEUED_LIMIT_S if is_requeued else _WHOLE_LIMIT_S
-        thread = threading.Thread(target=_notify, args=(paths, status, told), daemon=True)
+        thread = threading.Thread(target=_notify, args=(paths, status, problems), daemon=True)
         thread.start()
         thread.join(limit_s)
         if thread.is_alive():
-            told.append(f"not done within {limit_s:g} s")
+            problems.append(f"not done within {limit_s:g} s")
     except Exception as error:  # nothing here may affect the run
-        told.append(type(error).__name__)
-    for words in told[:1]:
+        problems.append(type(error).__name__)
+    for words in problems[:1]:
         say(f"notification not sent: {words}")
 
 
-def _notify(paths: RunPaths, status: RunStatus, told: list[str]) -> None:
-    """Post it; add why that was impossible to ``told``."""
+def _notify(paths: RunPaths, status: RunStatus, problems: list[str]) -> None:
+    """Post it; add why that was impossible to ``problems``."""
     try:
         from hpc_train.launchers.webhook import NotSentError, post, read_webhook, settings_file  # urllib
     except Exception as error:  # a damaged environment
-        told.append(type(error).__name__)
+        problems.append(type(error).__name__)
         return
     try:
         webhook = read_webhook(settings_file())
@@ -53,9 +53,9 @@ def _notify(paths: RunPaths, status: RunStatus, told: list[str]) -> None:
             limit_s = _REQUEUED_LIMIT_S if status.state == "requeued" else None
             post(webhook, message_of(paths, status), limit_s)
     except (BadFileError, NotSentError) as error:
-        told.append(str(error))
+        problems.append(str(error))
     except Exception as error:  # the text may contain the address
-        told.append(type(error).__name__)
+        problems.append(type(error).__name__)
 
 
 def message_of(paths: RunPaths, status: RunStatus) -> dict[str, Any]:

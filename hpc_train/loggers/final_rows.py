@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from hpc_train.paths import RunPaths
@@ -50,6 +51,13 @@ def begins_with(metrics: Path, size: int, sha256: str) -> bool:
         digest.update(line)
         size -= len(line)
     return size == 0 and digest.hexdigest() == sha256
+
+
+def step_of_row(metrics: Path, number: int) -> int | None:
+    """Return the step of a row, counted from 0; None if there is no such row."""
+    rows = (row for line in _lines(metrics) if (row := parse_row(line)) is not None)
+    row = next(islice(rows, number, None), None)
+    return None if row is None else row["step"]
 
 
 def _lines(metrics: Path) -> Iterator[bytes]:

@@ -94,8 +94,8 @@ def _to_tensorboard(request: dict[str, Any]) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = lock_for(settings, folder / paths.tensorboard_lock.name)
     files, num_rows = EventFiles(paths, folder), 0
-    if settings["has_withdrawn"]:
-        files.withdraw(-1)
+    if settings["withdraw_to"] is not None:
+        files.withdraw(settings["withdraw_to"])
     if files.complete_step < request["step"]:
         num_rows = files.begin(request["step"])
         files.complete(request["step"])

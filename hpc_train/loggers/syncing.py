@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hpc_train.loggers.final_rows import FinalRows, begins_with
+from hpc_train.loggers.final_rows import FinalRows, begins_with, step_of_row
 from hpc_train.loggers.process_logger import with_package
 from hpc_train.loggers.sending import SYNC_LIMIT_S
 from hpc_train.loggers.sync_targets import Target
@@ -56,7 +56,7 @@ def sync(paths: RunPaths, target: Target) -> Synced:
     has_all = record.items() <= before.items() and (target.folder is None or target.folder.is_dir())
     if final.rows == 0 or has_all:
         return Synced(target.to, final.rows, step, target=before.get("target"))
-    settings = target.settings | {"has_withdrawn": bool(before) and not _are_in_file(paths, before)}
+    settings = target.settings | {"withdraw_to": _withdraw_to(paths, before)}
     answer = _ask({"to": target.to, "settings": settings, "step": final.step, "end": end}, target.environment)
     if "error" in answer:
         return Synced(target.to, final.rows, step, error=str(answer["error"]))
@@ -68,6 +68,19 @@ def sync(paths: RunPaths, target: Target) -> Synced:
 def _records(paths: RunPaths) -> dict[str, dict[str, Any]]:
     records: dict[str, dict[str, Any]] = (read_json(paths.synced) or {}).get("targets", {})
     return records
+
+
+def _withdraw_to(paths: RunPaths, before: Mapping[str, Any]) -> int | None:
+    """Return after which step a target that knows steps, not rows, must write rows again; None: none.
+
+    A row may follow a checkpoint of its own step: that of an evaluation that a resume repeats.
+    """
+    if not before:
+        return None
+    if not _are_in_file(paths, before):
+        return -1
+    first_new, step = step_of_row(paths.metrics, before["rows"]), before["step"]
+    return first_new - 1 if first_new is not None and first_new <= step else None
 
 
 def _are_in_file(paths: RunPaths, record: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from hpc_train.config.explanations import value_at
@@ -56,12 +57,12 @@ def _made(loaded: Loaded, search: SearchConfig, paths: RunPaths) -> Iterator[tup
     try:
         data = frozen_experiment.read(paths).model_dump(mode="json")
         recorded = recorded_values(paths) or {}
-        values = {
-            key: recorded[key] if key in recorded else value_at(data, split_key(key))
-            for key in search.parameters
-        }
-    except (BadFileError, OSError, KeyError, TypeError):
+    except (BadFileError, OSError, TypeError):
         return
+    values = {}
+    for key in search.parameters:
+        with suppress(KeyError, TypeError):  # a parameter whose condition does not hold may be absent
+            values[key] = recorded[key] if key in recorded else value_at(data, split_key(key))
     kept = varied(search.parameters, values)
     id_ = paths.folder.name.partition("-")[0]
     if (

@@ -92,7 +92,7 @@ def test_no_run_is_opened_and_candidates_are_bounded(monkeypatch: pytest.MonkeyP
 
 
 def test_names_that_would_act_on_a_terminal_are_not_offered() -> None:
-    _folders("small/01\x1b[31m", "small/02\n03", "small/04")
+    _folders("small/01\x1b[31m", "small/02\n03", "small/04", "small/05;id", "small/06 a", "small/07$(id)")
     assert _offers("hpc-train logs 0") == ("words", ["04"])
 
 

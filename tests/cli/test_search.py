@@ -77,6 +77,17 @@ def test_submits_go_on_until_all_trials_are_done(search: Path) -> None:
     assert _seeds() == [0, 1, 2, 3, 4, 5]
 
 
+def test_runs_without_a_parameter_whose_condition_does_not_hold_are_trials(search: Path) -> None:
+    """The first choice: sgd, which has no betas; and not in the run's file either."""
+    conditional = (
+        f"sweep.search={{method: '{methods.STUBBORN}', trials: 3, metric: accuracy, mode: max, parameters: "
+        "{optimization.optimizer.name: {choice: [sgd, adamw]}, optimization.optimizer.args.betas: "
+        "{choice: [[0.9, 0.99]], when: {optimization.optimizer.name: adamw}}}}"
+    )
+    assert _local(search, conditional).code == 0
+    assert "tiny: 1 of 3 trials; best accuracy 0.75" in _local(search, conditional).err
+
+
 def test_a_submit_while_the_trials_run_starts_nothing_and_plan_shows_what_it_would(search: Path) -> None:
     planned = json.loads(hpc_train("plan", search, "--launcher", QUEUE, "--json").out)
     assert [run["values"] for run in planned["runs"]] == [{"seed": 0}, {"seed": 1}]

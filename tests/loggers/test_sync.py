@@ -227,6 +227,23 @@ def test_event_files_elsewhere_follow_rows_that_are_withdrawn(run: RunPaths, tmp
 
 
 @pytest.mark.slow
+def test_an_evaluation_that_a_resume_repeats_at_a_sent_step_reaches_event_files(
+    run: RunPaths, tmp_path: Path
+) -> None:
+    to = ("--to", "tensorboard", "-o", tmp_path / "events")
+    write_rows(run, 1, 2)
+    saved(run, 2, 0)
+    assert "2 rows sent" in hpc_train("sync", "abc", *to).out
+    with run.metrics.open("a") as file:
+        file.write(json.dumps(row("val", 2, 1)) + "\n")
+    write_rows(run, 3)
+    saved(run, 3, 0)
+    hpc_train("sync", "abc", *to)
+    assert "val/loss" in in_events(run)
+    assert scalars(tmp_path / "events" / "abc") == in_events(run)
+
+
+@pytest.mark.slow
 def test_a_run_that_another_process_sends_is_left_to_it(run: RunPaths, server: WandbServer) -> None:
     write_rows(run, 1)
     saved(run, 1, 0)
