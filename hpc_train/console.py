@@ -62,6 +62,11 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def rounded(value: float) -> str:
+    """Return three digits, of a larger number its whole part: ``0.125``, ``12.5``, ``1,250``."""
+    return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
+
+
 def one_line(text: str) -> str:
     """Return ``text`` safe for one line of a terminal."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")

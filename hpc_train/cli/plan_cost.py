@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_train.console import say
+from hpc_train.console import rounded, say
 from hpc_train.errors import counted
 from hpc_train.paths import runs_root
 from hpc_train.plan.duration import (
@@ -57,7 +57,7 @@ class PlanCost:
         values = [
             None if each is None else each.gpu_hours if has_gpus else each.core_hours for each in self.runs
         ]
-        cells = ["unknown" if value is None else _rounded(value) for value in values]
+        cells = ["unknown" if value is None else rounded(value) for value in values]
         return "GPU-hours" if has_gpus else "core-hours", cells
 
     def to_json(self, plan: Plan) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def say_cost(cost: PlanCost) -> None:
     if len(cost.runs) > 1:
         hours, unit = (cost.gpu_hours, "GPU-hours") if cost.gpu_hours else (cost.core_hours, "core-hours")
         if hours is not None:
-            say(f"all {len(cost.runs)} runs together: {_rounded(hours)} {unit}")
+            say(f"all {len(cost.runs)} runs together: {rounded(hours)} {unit}")
     if any(each.attempts is None for each in predictions):
         say("time: the time limit of a job ends before its first step; write a longer one")
     elif (most := max(each.attempts or 1 for each in predictions)) > 1:
@@ -153,7 +153,3 @@ def _json(prediction: Prediction | None) -> dict[str, Any]:
 
 def _sum(values: Sequence[float | None]) -> float | None:
     return None if any(value is None for value in values) else float(sum(filter(None, values)))
-
-
-def _rounded(hours: float) -> str:
-    return f"{hours:.3g}" if hours < 100 else f"{hours:,.0f}"

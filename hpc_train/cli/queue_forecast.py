@@ -14,7 +14,7 @@ from hpc_train.console import say
 from hpc_train.errors import BadFileError, NoSchedulerError, counted
 from hpc_train.launchers.base import ForecastLauncher, JobForecast, Launcher, StartRequest
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
-from hpc_train.plan.planning import Plan
+from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.validate.loading import Loaded
 
 
@@ -32,13 +32,13 @@ class QueueForecast:
         return {"refused": list(self.refused), "jobs": jobs}
 
 
-def never_starting(launcher: Launcher, loaded: Loaded, plan: Plan) -> list[str]:
+def never_starting(launcher: Launcher, loaded: Loaded, plan: Plan, *, new: bool = False) -> list[str]:
     """Return the lines on runs that the queue would refuse, or hold for ever; none if it does not answer.
 
-    What submits the runs then has its own patience.
+    What submits the runs then has its own patience. ``new``: runs that exist are submitted once more.
     """
     try:
-        return _refused(launcher, loaded, plan)
+        return _refused(launcher, loaded, plan.runs if new else _to_submit(plan))
     except NoSchedulerError:
         return []
 
@@ -64,7 +64,7 @@ def ask(launcher: Launcher, loaded: Loaded, plan: Plan) -> QueueForecast:
         StartRequest(RunPaths(folder.folder / run.id), run.experiment, loaded.problem) for run in plan.runs
     ]
     try:
-        refused = _refused(launcher, loaded, plan)
+        refused = _refused(launcher, loaded, _to_submit(plan))
         return QueueForecast(refused, None if refused else launcher.forecast(folder, requests))
     except NoSchedulerError as error:
         say(f"{error}; whether and when jobs would start is unknown")
@@ -82,10 +82,16 @@ def say_forecast(forecast: QueueForecast, plan: Plan) -> None:
             say(f"{which}could not start now: {job.note}")
 
 
-def _refused(launcher: Launcher, loaded: Loaded, plan: Plan) -> list[str]:
-    if not isinstance(launcher, ForecastLauncher):
+def _to_submit(plan: Plan) -> list[PlannedRun]:
+    """Return the runs that do not exist yet: ``submit`` leaves the others to ``resume``."""
+    folder = runs_root() / plan.name
+    return [run for run in plan.runs if not RunPaths(folder / run.id).run.is_file()]
+
+
+def _refused(launcher: Launcher, loaded: Loaded, runs: Sequence[PlannedRun]) -> list[str]:
+    if not runs or not isinstance(launcher, ForecastLauncher):
         return []
-    found = launcher.never_starts([run.experiment for run in plan.runs])
+    found = launcher.never_starts([run.experiment for run in runs])
     return list(dict.fromkeys(loaded.problem(*problem) for problem in found))
 
 

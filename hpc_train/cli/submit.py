@@ -84,7 +84,8 @@ def submit(file: Path, overrides: Sequence[str], options: SubmitOptions) -> Exit
         except BadFileError as error:
             problems += error.problems
     if not problems:
-        problems += over_budget_lines(loaded, plan, options.name) or never_starting(launcher, loaded, plan)
+        problems += over_budget_lines(loaded, plan, options.name)
+        problems = problems or never_starting(launcher, loaded, plan, new=options.new)
     if options.dry_run:
         show(plan, as_json=options.as_json, scripts=scripts)
     if problems:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hpc_train.config.durations import MAX_HOURS
 from hpc_train.config.problems import Problem
+from hpc_train.console import rounded
 from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.file_shapes import is_a
 
@@ -105,7 +106,7 @@ def decide(records: Sequence[AttemptRecord], recovery: Limits, gpu_hours: GpuHou
     found = _decided(records, recovery)
     if gpu_hours is None or not found.comes_back or gpu_hours.used < gpu_hours.budget:
         return found
-    used = f"{gpu_hours.used:.3g} of {gpu_hours.budget:.3g} GPU-hours are used"
+    used = f"{rounded(gpu_hours.used)} of {rounded(gpu_hours.budget)} GPU-hours are used"
     return Decision(
         False, f"{found.reason}; {used}, so it is not requeued; raise {gpu_hours.key} to continue"
     )
@@ -168,7 +169,7 @@ def spent_budget(experiment: Experiment, records: Sequence[AttemptRecord]) -> Pr
     used = gpu_hours_of(records, slurm.gpus_per_node)
     if used < slurm.max_gpu_hours:
         return None
-    message = f"{slurm.max_gpu_hours:g} GPU-hours are used up: the run's attempts took {used:.3g}"
+    message = f"{slurm.max_gpu_hours:g} GPU-hours are used up: the run's attempts took {rounded(used)}"
     return Problem(("slurm", "max_gpu_hours"), message, "raise it to continue")
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from hpc_train.console import rounded
 from hpc_train.launchers.base import JobUsage
 from hpc_train.recovery.budgets import COMES_BACK
 from hpc_train.report.metrics_reader import number, sampled_rows
@@ -55,7 +56,7 @@ class Usage:
     def details(self) -> list[tuple[str, str]]:
         """Return label and text of each line; empty texts where nothing is known."""
         hours = [
-            f"{value:.3g} {unit}"
+            f"{rounded(value)} {unit}"
             for value, unit in ((self.gpu_hours, "GPU-hours"), (self.core_hours, "core-hours"))
             if value
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
+from hpc_train.console import rounded
 
 _KEY = ("slurm", "max_gpu_hours")
 
@@ -36,15 +37,13 @@ def over_budget(
     if predicted_hours is not None:
         if predicted_hours <= budget:
             return None
-        message = (
-            f"{budget:g} is less than the {predicted_hours:.3g} GPU-hours that the runs are predicted to need"
-        )
+        needed = f"{rounded(predicted_hours)} GPU-hours that the runs are predicted to need"
+        message = f"{rounded(budget)} is less than the {needed}"
         return Problem(_KEY, message, "raise it, train fewer steps or runs, or request fewer GPUs")
     if one_attempt_hours is None or one_attempt_hours <= budget:
         return None
-    message = (
-        f"{budget:g} is less than the {one_attempt_hours:.3g} GPU-hours that one attempt of each run may use"
-    )
+    needed = f"{rounded(one_attempt_hours)} GPU-hours that one attempt of each run may use"
+    message = f"{rounded(budget)} is less than the {needed}"
     remedy = (
         "write a shorter slurm.time_limit (runs resume automatically), raise it, or train a short run first, "
         "from which the time is predicted"

@@ -12,6 +12,7 @@ from hpc_train.recovery.budgets import (
     COMES_BACK,
     CRASHES,
     Decision,
+    GpuHours,
     Left,
     decide,
     gpu_hours_of,
@@ -125,6 +126,13 @@ def test_zero_is_never() -> None:
     for cause in COMES_BACK:
         assert not decide([attempt(cause)], none).comes_back
     assert left([], none) == Left(0, 0, 0)
+
+
+def test_large_numbers_of_gpu_hours_are_written_in_full() -> None:
+    found = decide([attempt("preemption", saved=4)], DEFAULTS, GpuHours(2000.25, 1234.0, "the key"))
+    assert "; 2,000 of 1,234 GPU-hours are used, so" in found.reason
+    found = decide([attempt("preemption", saved=4)], DEFAULTS, GpuHours(8.125, 7.5, "the key"))
+    assert "; 8.12 of 7.5 GPU-hours are used, so" in found.reason
 
 
 @pytest.mark.fault(21)

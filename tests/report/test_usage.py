@@ -68,3 +68,8 @@ def test_a_run_without_an_attempt_has_used_nothing(tmp_path: Path) -> None:
 def test_runs_are_counted_by_state() -> None:
     assert counts_by_state(["running", "failed", "running"]) == "3 runs: 2 running, 1 failed"
     assert counts_by_state(["failed"]) == "1 run: 1 failed"
+
+
+def test_large_numbers_of_hours_are_written_in_full() -> None:
+    assert dict(Usage(12345.6, None).details())["used"] == "12,346 GPU-hours"
+    assert dict(Usage(None, 1.25).details())["used"] == "1.25 core-hours"

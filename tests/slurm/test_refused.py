@@ -24,7 +24,7 @@ _USER = pwd.getpwuid(os.getuid()).pw_name
 _PARTITIONS = {
     "few": ("Nodes=n[1-2]", "MaxNodes=1", "MaxMemPerNode=8000"),
     "many": ("Nodes=ALL", "MinNodes=3"),
-    "members": ("Nodes=ALL", "AllowAccounts=vip"),
+    "members": ("Nodes=ALL", "DenyAccounts=test"),
     "chosen": ("Nodes=ALL", "AllowQos=vip"),
     "closed": ("Nodes=ALL", "State=DRAIN"),
     "reserved": ("Nodes=ALL", "ReqResv=YES"),
@@ -55,7 +55,7 @@ _CASES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("slurm.ranks_per_node=9",), "slurm.ranks_per_node: 9 ranks need a core each, a node has at most 8"),
     (("slurm.constraint=nvme",), "slurm.constraint: nvme, but no node has this feature"),
     (("slurm.account=nobody",), "slurm.account: nobody is not an account of yours; write one of"),
-    (("slurm.partition=members",), "slurm.account: test: partition members takes only account vip"),
+    (("slurm.partition=members",), "slurm.account: test: partition members refuses this account"),
     (("slurm.partition=chosen",), "slurm.qos: normal: partition chosen takes only QOS vip"),
     (("slurm.qos=nope",), "slurm.qos: there is no QOS nope; write one of"),
     (("slurm.qos=foreign",), "slurm.qos: account test may not use QOS foreign; write one of"),

@@ -128,14 +128,16 @@ def requests(subject: Subject) -> Iterator[Finding]:
     """What the file requests, and Slurm would refuse or never start."""
     if subject.slurm is None:
         return
+    may_change = subject.facts.rewrites_requests
+    why = "Slurm rejects the job, or accepts it and never starts it"
     for problem in request_checks.problems(subject.slurm, subject.facts):
         name, source = _SOURCES.get(problem.key.partition(".")[2], _OTHER_SOURCE)
         yield Finding(
-            Level.ERROR,
+            Level.WARNING if may_change else Level.ERROR,
             name,
             f"{subject.place(problem.key)}: {problem.message}",
             source,
-            "Slurm rejects the job, or accepts it and never starts it",
+            f"{why}, unless a plug-in of this site changes the request" if may_change else why,
             problem.remedy,
         )
 
@@ -391,9 +393,8 @@ def signal_lead(subject: Subject) -> Iterator[Finding]:
 
 def account(subject: Subject) -> Iterator[Finding]:
     """Whether this user may submit, and to the file's account and QOS."""
-    found, enforced = subject.facts.associations, subject.facts.text("AccountingStorageEnforce")
-    source = "sacctmgr show user $USER withassoc"
-    if found is None or not enforced:
+    found, source = subject.facts.associations, "sacctmgr show user $USER withassoc"
+    if found is None or not subject.facts.enforces("associations"):
         return
     problems = list(request_checks.accounts(subject.slurm or SlurmConfig(), subject.facts))
     if subject.slurm is None and problems:

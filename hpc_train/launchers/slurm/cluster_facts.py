@@ -23,12 +23,22 @@ _KEY = re.compile(r"(?:^| )([A-Za-z][\w/]*)=")
 _FORMAT = "%N|%R|%T|%c|%m|%G|%f"
 _ASSOCIATION_FIELDS = (
     "account", "partition", "qos", "maxsubmit", "defaultaccount", "defaultqos", "maxwall", "maxtres",
-    "grptres", "maxtrespernode",
+    "grptres", "maxtrespernode", "cluster",
 )  # fmt: skip
 #: Up to the default account: what each version prints.
 _NEEDED_FIELDS = 5
 #: States of ``sinfo`` in which a node takes no new job until somebody repairs it.
 _UNUSABLE = ("down", "drain", "fail", "error", "unknown", "inval")
+#: States of a partition that takes no jobs, not even to wait.
+_REFUSES_JOBS = ("INACTIVE", "DRAIN")
+#: What ``AccountingStorageEnforce`` enforces → the words that do so besides its own.
+_ALSO_ENFORCED_BY = {
+    "associations": {"all", "limits", "qos", "safe", "wckeys"},
+    "limits": {"all", "safe"},
+    "qos": {"all"},
+}
+#: Plug-ins of JobSubmitPlugins and CliFilterPlugins that leave a request's partition, account and QOS alone.
+_LEAVE_REQUESTS = {"require_timelimit", "logging", "throttle", "none"}
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,21 @@ class Partition:
     @property
     def is_up(self) -> bool:
         return self.values.get("State", "UP") == "UP"
+
+    @property
+    def qos(self) -> str:
+        """The QOS whose limits hold for its jobs, in small letters; empty where it has none."""
+        value = self.values.get("QoS", "")
+        return "" if value in _NOTHING else value.lower()
+
+    @property
+    def refuses_jobs(self) -> bool:
+        return self.values.get("State", "UP") in _REFUSES_JOBS
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether its jobs go to its ``Alternate`` partition, since it takes none itself."""
+        return self.refuses_jobs and self.values.get("Alternate", "") not in _NOTHING
 
     def number(self, name: str) -> int | None:
         """Return a value that is a number, such as ``MaxNodes``; None for UNLIMITED."""
@@ -114,6 +139,8 @@ class Association:
     #: The QOS of jobs that name none; empty: the cluster's own default.
     default_qos: str = ""
     limits: Limits = _NO_LIMITS
+    #: In small letters; empty where it was not printed.
+    cluster: str = ""
 
 
 @dataclass(frozen=True)
@@ -147,26 +174,40 @@ class ClusterFacts:
         )
 
     def enforces(self, what: str) -> bool:
-        """Tell whether ``associations``, ``limits`` or ``qos`` are enforced; stronger words imply limits."""
+        """Tell whether ``associations``, ``limits`` or ``qos`` are enforced; some words imply others."""
         words = set(self.text("AccountingStorageEnforce").lower().split(","))
-        implied = {"all", *({"safe"} if what == "limits" else ())}
-        return what in words or bool(words & implied)
+        return bool(words & {what, *_ALSO_ENFORCED_BY[what]})
 
-    def associations_of(self, account: str | None) -> list[Association]:
-        """Return the user's associations with the account, or with the default one."""
-        found = self.associations or ()
-        if account is None:
-            return [each for each in found if each.is_default]
-        return [each for each in found if each.account == account.lower()]
+    @property
+    def rewrites_requests(self) -> bool:
+        """Whether a plug-in of the site may change a request before Slurm checks it."""
+        plugins = f"{self.text('JobSubmitPlugins')},{self.text('CliFilterPlugins')}".split(",")
+        names = {name.strip().rpartition("/")[2] for name in plugins} - {""}
+        return bool(names - _LEAVE_REQUESTS)
+
+    def associations_of(self, account: str | None, partition: str) -> list[Association]:
+        """Return the user's associations with the account, or with the default one, in this partition.
+
+        One of this partition alone comes before one of all partitions.
+        """
+        found = [
+            each
+            for each in self.associations or ()
+            if (each.is_default if account is None else each.account == account.lower())
+        ]
+        own = [each for each in found if each.partition.lower() == partition.lower()]
+        return own or [each for each in found if not each.partition]
 
     def qos_named(self, name: str) -> Qos | None:
         return next((each for each in self.qos or () if each.name == name), None)
 
-    def qos_of(self, name: str | None, account: str | None) -> Qos | None:
-        """Return the QOS of a job that names this one, or none; None if unknown."""
+    def qos_of(self, name: str | None, account: str | None, partition: str) -> Qos | None:
+        """Return the QOS of a job that names this one, or none; None if unknown, as one of several is."""
         if name is not None:
             return self.qos_named(name.lower())
-        own = self.associations_of(account)
+        own = self.associations_of(account, partition)
+        if not own:
+            return None
         # Of an association with a single QOS Slurm takes that.
         default = next((each.default_qos or (each.qos[0] if len(each.qos) == 1 else "") for each in own), "")
         return self.qos_named(default or "normal")
@@ -181,6 +222,11 @@ class ClusterFacts:
     def nodes_of(self, partition: str) -> list[PartitionNode]:
         return [node for node in self.nodes if node.partition == partition]
 
+    def lists_all_nodes(self, partition: Partition) -> bool:
+        """Tell whether all nodes of the partition were listed: ``sinfo`` may hide those without power."""
+        total = partition.number("TotalNodes")
+        return total is None or len(self.nodes_of(partition.name)) >= total
+
 
 def read() -> ClusterFacts:
     """Ask Slurm. Raises NoSchedulerError where there is none or no answer, RefusedError where it says no."""
@@ -193,7 +239,7 @@ def read() -> ClusterFacts:
     if not facts.has_accounting:
         return replace(facts, reservations=reservations)
     with ThreadPoolExecutor() as pool:  # sacctmgr takes 0.3 s (measured), most of which it waits
-        associations, qos = pool.submit(_associations), pool.submit(_qos)
+        associations, qos = pool.submit(_associations, facts.text("ClusterName")), pool.submit(_qos)
     return replace(facts, associations=associations.result(), qos=qos.result(), reservations=reservations)
 
 
@@ -213,9 +259,13 @@ def parsed_nodes(said: str) -> list[PartitionNode]:
     return [node for line in said.split("\n") if (node := PartitionNode.parse(line))]
 
 
-def parsed_associations(said: str) -> list[Association]:
-    """Return the associations: lines of ``_ASSOCIATION_FIELDS``, of which the last ones may be missing."""
-    return list(_parsed_associations(said))
+def parsed_associations(said: str, cluster: str = "") -> list[Association]:
+    """Return the associations with this cluster: lines of ``_ASSOCIATION_FIELDS``, maybe without the last.
+
+    ``cluster``: empty if its name is not known; then those with all clusters.
+    """
+    found = _parsed_associations(said)
+    return [each for each in found if not cluster or each.cluster in {"", cluster.lower()}]
 
 
 def _parsed_associations(said: str) -> Iterator[Association]:
@@ -234,6 +284,7 @@ def _parsed_associations(said: str) -> Iterator[Association]:
             fields["account"] == fields["defaultaccount"],
             fields.get("defaultqos", "").lower(),
             Limits.parse(_NO_LIMITS.owner, fields),
+            fields.get("cluster", "").lower(),
         )
 
 
@@ -242,12 +293,12 @@ def parsed_reservations(said: str) -> list[str]:
     return re.findall(r"^ReservationName=(\S+)", said, re.MULTILINE)
 
 
-def _associations() -> list[Association] | None:
+def _associations(cluster: str) -> list[Association] | None:
     import getpass
 
     argv = ["sacctmgr", "--noheader", "--parsable2", "show", "user", getpass.getuser(), "withassoc"]
     said = _answer([*argv, f"format={','.join(_ASSOCIATION_FIELDS)}"])
-    return None if said is None else parsed_associations(said)
+    return None if said is None else parsed_associations(said, cluster)
 
 
 def _qos() -> list[Qos] | None:

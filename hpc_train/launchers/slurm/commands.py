@@ -21,7 +21,7 @@ _UNCHANGED = {"sbatch"}
 #: The option of sbatch with which it submits nothing and prints when the job would start.
 _TEST_ONLY = "--test-only"
 #: Formats and filters that a user may have set: answers must read the same, and orders reach the job meant.
-_PREFIXES = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_")
+_PREFIXES = ("SQUEUE_", "SACCT_", "SCANCEL_", "SCONTROL_", "SINFO_")
 _FORMATS = {"LC_ALL": "C", "TZ": "UTC0", "SLURM_TIME_FORMAT": "standard", "SLURM_BITSTR_LEN": "0"}
 #: What Slurm says (20.02 to 24.11, read and measured) where nobody who knows has answered.
 _NO_ANSWER = re.compile(

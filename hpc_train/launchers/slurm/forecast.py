@@ -14,6 +14,7 @@ from hpc_train.errors import NoSchedulerError, counted
 from hpc_train.launchers.base import JobForecast, KeyProblem, StartRequest
 from hpc_train.launchers.slurm import cluster_facts, commands, job_arrays, profiles, request_checks, sbatch
 from hpc_train.launchers.slurm.cluster_facts import ClusterFacts
+from hpc_train.launchers.slurm.job_limits import max_submit
 from hpc_train.paths import ExperimentPaths, RunPaths
 
 #: ``sbatch: Job 1 to start at 2026-11-25T01:42:26 using 1 processors on nodes n1 in partition low``.
@@ -35,6 +36,8 @@ def never_starts(experiments: Sequence[Experiment]) -> list[KeyProblem]:
         facts = cluster_facts.read()
     except commands.RefusedError as error:  # facts that this user may not read: sbatch has its own say
         raise NoSchedulerError(str(error)) from error
+    if facts.rewrites_requests:
+        return []  # what Slurm will check is not what the file says
     found = list(_too_many(experiments, facts))
     for experiment in alike.values():
         assert experiment.slurm is not None
@@ -59,17 +62,19 @@ def _too_many(experiments: Sequence[Experiment], facts: ClusterFacts) -> list[Ke
     """Return that the runs are more than Slurm takes of this user at once."""
     slurm, runs = experiments[0].slurm, len(experiments)
     assert slurm is not None
-    limits = [("MaxJobCount", facts.number("MaxJobCount"))]
-    if facts.enforces("limits"):
-        of_job = facts.qos_of(slurm.qos, slurm.account)
-        limits += [("MaxSubmitJobs", each.max_submit) for each in facts.associations_of(slurm.account)[:1]]
-        limits += [("MaxSubmitJobsPerUser", of_job.max_submit)] if of_job is not None else []
+    most_jobs = facts.number("MaxJobCount")
+    limits = [] if most_jobs is None else [("MaxJobCount", most_jobs)]
+    slurm = request_checks.with_defaults(slurm)
+    by_partition = [max_submit(slurm, facts, each) for each in request_checks.used(slurm, facts)]
+    known = [each for each in by_partition if each is not None]
+    if known and len(known) == len(by_partition):
+        limits.append(max(known, key=lambda each: each[1]))
     message = "{} are more than the {} jobs that this cluster takes of you at once ({})"
     remedy = "write a smaller grid, and submit the rest once these have ended"
     return [
         KeyProblem("sweep", message.format(counted(runs, "run"), most, name), remedy)
         for name, most in limits
-        if most is not None and runs > most
+        if runs > most
     ]
 
 

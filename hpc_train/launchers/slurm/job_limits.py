@@ -6,12 +6,12 @@ above them. The job's request is a lower bound: what the file does not say may b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.launchers.base import KeyProblem
 from hpc_train.launchers.slurm.cluster_facts import ClusterFacts, Partition
-from hpc_train.launchers.slurm.tres_limits import Limits
+from hpc_train.launchers.slurm.tres_limits import Limits, Qos
 from hpc_train.launchers.slurm.unsatisfiable import needed_cpus
 from hpc_train.validate.slurm_rules import min_nodes
 
@@ -22,6 +22,7 @@ _KEYS = {
     "mem": "slurm.mem_gb",
     "gres/gpu": "slurm.gpus_per_node",
 }
+_PER_NODE = "MaxTRESPerNode"
 
 
 def limit_problems(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
@@ -33,9 +34,26 @@ def limit_problems(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition
         yield from _wall(slurm, limits)
         for name, most in limits.per_job.items():
             yield from _exceeded(request, most, f"a job of {limits.owner} gets at most", name)
-        yield from _exceeded(
-            per_node, limits.per_node, f"{limits.owner} gives a node's job at most", "MaxTRESPerNode"
-        )
+        words = f"{limits.owner} gives a node's job at most"
+        yield from _exceeded(per_node, limits.per_node, words, _PER_NODE)
+
+
+def max_submit(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> tuple[str, int] | None:
+    """Return name and value of the limit on a user's jobs in the queue and running; None: none is known.
+
+    As with other limits, that of a QOS hides the association's.
+    """
+    if not facts.enforces("limits"):
+        return None
+    qos = _qos_in_order(slurm, facts, partition)
+    if qos is None:
+        return None
+    for each in qos:
+        if each.max_submit is not None:
+            return ("MaxSubmitJobsPerUser", each.max_submit) if facts.enforces("qos") else None
+    own = facts.associations_of(slurm.account, partition.name)
+    most = own[0].max_submit if own else None
+    return None if most is None else ("MaxSubmitJobs", most)
 
 
 def requested(slurm: SlurmConfig) -> tuple[dict[str, int], dict[str, int]]:
@@ -53,26 +71,45 @@ def requested(slurm: SlurmConfig) -> tuple[dict[str, int], dict[str, int]]:
 
 def _limits(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[Limits]:
     """Yield the limits that hold, the strongest first: a value hides the same one of those that follow."""
-    of_job = facts.qos_of(slurm.qos, slurm.account)
-    of_partition = facts.qos_named(partition.values.get("QoS", "").lower())
-    first = [each for each in (of_partition, of_job) if each is not None]
-    if of_job is not None and "overpartqos" in of_job.flags:
-        first.reverse()
-    found = [each.limits for each in first] if facts.enforces("qos") else []
-    found += [each.limits for each in facts.associations_of(slurm.account)[:1]]
+    qos = _qos_in_order(slurm, facts, partition)
+    if qos is None:
+        return
+    own = facts.associations_of(slurm.account, partition.name)
+    # A QOS that is not enforced limits nothing, but may hide.
+    found = [(each.limits, facts.enforces("qos")) for each in qos] + [(each.limits, True) for each in own]
     hidden_wall, hidden = False, set[tuple[str, str]]()
-    for limits in found:
-        own = {(name, resource) for name, most in limits.per_job.items() for resource in most}
-        yield Limits(
-            limits.owner,
-            None if hidden_wall else limits.max_wall_s,
-            {
-                name: {key: count for key, count in most.items() if (name, key) not in hidden}
-                for name, most in limits.per_job.items()
-            },
-            limits.per_node,
-        )
-        hidden_wall, hidden = hidden_wall or limits.max_wall_s is not None, hidden | own
+    for limits, is_enforced in found:
+        if is_enforced:
+            yield _without(limits, hidden, hidden_wall=hidden_wall)
+        hidden_wall = hidden_wall or limits.max_wall_s is not None
+        hidden |= {(name, resource) for name, most in _by_name(limits).items() for resource in most}
+
+
+def _qos_in_order(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> list[Qos] | None:
+    """Return the QOS of the job and the partition, the stronger one first; None if one is unknown."""
+    of_job = facts.qos_of(slurm.qos, slurm.account, partition.name)
+    if of_job is None:
+        return None
+    if not partition.qos:
+        return [of_job]
+    of_partition = facts.qos_named(partition.qos)
+    if of_partition is None:
+        return None
+    return [of_job, of_partition] if "overpartqos" in of_job.flags else [of_partition, of_job]
+
+
+def _by_name(limits: Limits) -> dict[str, Mapping[str, int]]:
+    return {**limits.per_job, _PER_NODE: limits.per_node}
+
+
+def _without(limits: Limits, hidden: Set[tuple[str, str]], *, hidden_wall: bool) -> Limits:
+    """Return the limits but those that are hidden, by their names and resources."""
+    left = {
+        name: {key: count for key, count in most.items() if (name, key) not in hidden}
+        for name, most in _by_name(limits).items()
+    }
+    per_node = left.pop(_PER_NODE)
+    return Limits(limits.owner, None if hidden_wall else limits.max_wall_s, left, per_node)
 
 
 def _wall(slurm: SlurmConfig, limits: Limits) -> Iterator[KeyProblem]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.launchers.base import KeyProblem
@@ -29,7 +30,6 @@ _DEFAULTS = {
     "reservation": "SBATCH_RESERVATION",
 }
 _LISTED = 8
-_REFUSES_JOBS = ("INACTIVE", "DRAIN")
 
 
 def problems(slurm: SlurmConfig, facts: ClusterFacts) -> list[KeyProblem]:
@@ -77,7 +77,7 @@ def partition_names(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProb
 
 def accounts(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
     """The account is one of the user's."""
-    if facts.associations is None or not facts.text("AccountingStorageEnforce"):
+    if facts.associations is None or not facts.enforces("associations"):
         return
     known = list(dict.fromkeys(each.account for each in facts.associations))
     if not known:
@@ -88,22 +88,21 @@ def accounts(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
         yield KeyProblem("slurm.account", message, f"write one of {', '.join(known[:_LISTED])}")
 
 
-def qos(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
-    """The quality of service exists, and the account may use it."""
-    if slurm.qos is None or not facts.qos or not facts.enforces("qos"):
+def qos(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
+    """Each quality of service exists, and the account may use it."""
+    if not facts.qos or not facts.enforces("qos"):
         return
-    wanted = slurm.qos.lower()
-    if facts.qos_named(wanted) is None:
-        known = ", ".join(each.name for each in facts.qos[:_LISTED])
-        yield KeyProblem("slurm.qos", f"there is no QOS {slurm.qos}", f"write one of {known}")
-        return
-    own = facts.associations_of(slurm.account)
+    own = facts.associations_of(slurm.account, partition.name)
     allowed = list(dict.fromkeys(name for each in own for name in each.qos))
     # ``+name`` and ``-name`` change what the account has, which is not listed.
-    if own and allowed and wanted not in allowed and not any(name[:1] in "+-" for name in allowed):
-        account = slurm.account or own[0].account
-        message = f"account {account} may not use QOS {slurm.qos}"
-        yield KeyProblem("slurm.qos", message, f"write one of {', '.join(allowed[:_LISTED])}")
+    is_listed = bool(allowed) and not any(name[:1] in "+-" for name in allowed)
+    for name in filter(None, (slurm.qos or "").split(",")):
+        if facts.qos_named(name.lower()) is None:
+            known = ", ".join(each.name for each in facts.qos[:_LISTED])
+            yield KeyProblem("slurm.qos", f"there is no QOS {name}", f"write one of {known}")
+        elif is_listed and name.lower() not in allowed:
+            message = f"account {slurm.account or own[0].account} may not use QOS {name}"
+            yield KeyProblem("slurm.qos", message, f"write one of {', '.join(allowed[:_LISTED])}")
 
 
 def reservation(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
@@ -117,6 +116,8 @@ def reservation(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]
 
 def node_names(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
     """Nodes that the file names exist."""
+    if not all(map(facts.lists_all_nodes, facts.partitions)):
+        return
     known = {node.name for node in facts.nodes}
     for key, value in (("exclude", slurm.exclude), ("extra.nodelist", slurm.extra.get("nodelist"))):
         unknown = [name for name in expanded(str(value or "")) if name not in known]
@@ -127,11 +128,14 @@ def node_names(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
 
 #: Rules that don't depend on the partition.
 RULES: tuple[Callable[[SlurmConfig, ClusterFacts], Iterator[KeyProblem]], ...] = (
-    accounts, qos, reservation, node_names,
+    accounts, reservation, node_names,
 )  # fmt: skip
 
 
 def _in_partition(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
+    if partition.is_replaced:
+        return  # the job goes to another partition
+    yield from qos(slurm, facts, partition)
     yield from partition_access(slurm, facts, partition)
     yield from time_limit(slurm, facts, partition)
     yield from node_counts(slurm, facts, partition)
@@ -141,43 +145,53 @@ def _in_partition(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition)
 
 def partition_access(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
     """The partition takes jobs, and those of this account and QOS."""
-    state, name = partition.values.get("State", "UP"), partition.name
-    if state in _REFUSES_JOBS:
-        message = f"partition {name} takes no jobs (State = {state})"
+    name = partition.name
+    if partition.refuses_jobs:
+        message = f"partition {name} takes no jobs (State = {partition.values['State']})"
         yield KeyProblem("slurm.partition", message, "submit to another partition, or wait until it is up")
     if partition.values.get("ReqResv") == "YES" and not slurm.reservation:
         message = f"is missing: partition {name} takes only jobs with a reservation"
         yield KeyProblem("slurm.reservation", message, "write it, or submit to another partition")
-    own = facts.associations_of(slurm.account)
+    own = facts.associations_of(slurm.account, name)
     account = slurm.account or next((each.account for each in own), None)
-    of_job = facts.qos_of(slurm.qos, slurm.account)
-    for key, kind, value in (
-        ("account", "Accounts", account),
-        ("qos", "Qos", of_job.name if of_job is not None else slurm.qos),
-    ):
-        yield from _allowed(key, kind, value, partition)
-
-
-def _allowed(key: str, kind: str, value: str | None, partition: Partition) -> Iterator[KeyProblem]:
-    """Yield a problem if the partition does not allow the account or QOS."""
-    if value is None:
+    # Whether the account is below one of AllowAccounts, which newer versions take as well, is not known.
+    if facts.enforces("associations") and partition.listed("AllowAccounts") is None:
+        yield from _denied("account", account, partition.listed("DenyAccounts"), partition)
+    of_job = facts.qos_of(slurm.qos, slurm.account, name)
+    if of_job is None or not facts.enforces("qos"):
         return
-    allowed, denied = partition.listed(f"Allow{kind}"), partition.listed(f"Deny{kind}")
-    noun = "QOS" if key == "qos" else key
-    if allowed is not None and value.lower() not in allowed:
-        message = f"{value}: partition {partition.name} takes only {noun} {', '.join(allowed[:_LISTED])}"
-        yield KeyProblem(f"slurm.{key}", message, "write one of these, or submit to another partition")
-    elif allowed is None and value.lower() in (denied or ()):
+    allowed = partition.listed("AllowQos")
+    if allowed is None:
+        yield from _denied("QOS", of_job.name, partition.listed("DenyQos"), partition)
+    elif of_job.name not in allowed:
+        message = f"{of_job.name}: partition {name} takes only QOS {', '.join(allowed[:_LISTED])}"
+        yield KeyProblem("slurm.qos", message, "write one of these, or submit to another partition")
+
+
+def _denied(
+    noun: str, value: str | None, denied: Sequence[str] | None, partition: Partition
+) -> Iterator[KeyProblem]:
+    """Yield a problem if the partition refuses the account or QOS by name."""
+    if value is not None and value.lower() in (denied or ()):
         message = f"{value}: partition {partition.name} refuses this {noun}"
-        yield KeyProblem(f"slurm.{key}", message, f"write another {noun}, or submit to another partition")
+        remedy = f"write another {noun}, or submit to another partition"
+        yield KeyProblem(f"slurm.{noun.lower()}", message, remedy)
+
+
+def _may_lift(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition, flag: str) -> bool:
+    """Tell whether the job's QOS lifts a limit of the partition by this flag, or is unknown."""
+    if not facts.has_accounting:
+        return False
+    of_job = facts.qos_of(slurm.qos, slurm.account, partition.name)
+    return of_job is None or flag in of_job.flags
 
 
 def time_limit(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
     """The time limit is within the partition's."""
-    most_s, of_job = partition.max_time_s, facts.qos_of(slurm.qos, slurm.account)
+    most_s = partition.max_time_s
     if slurm.time_limit is None or most_s is None or slurm.time_limit * 60 <= most_s:
         return
-    if of_job is None or "partitiontimelimit" not in of_job.flags:
+    if not _may_lift(slurm, facts, partition, "partitiontimelimit"):
         yield KeyProblem(
             "slurm.time_limit",
             f"{slurm.time_limit} min exceed the {most_s // 60} min of partition {partition.name}",
@@ -187,32 +201,31 @@ def time_limit(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) ->
 
 def node_counts(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
     """The number of nodes is one that the partition allows."""
-    of_job = facts.qos_of(slurm.qos, slurm.account)
-    flags = of_job.flags if of_job is not None else ()
+    may_lift = partial(_may_lift, slurm, facts, partition)
     most, fewest = partition.number("MaxNodes"), partition.number("MinNodes")
-    if most is not None and min_nodes(slurm) > most and "partitionmaxnodes" not in flags:
+    if most is not None and min_nodes(slurm) > most and not may_lift("partitionmaxnodes"):
         message = f"{slurm.nodes}, but a job in partition {partition.name} gets at most {most} (MaxNodes)"
         yield KeyProblem("slurm.nodes", message, f"write at most {most}, or submit to another partition")
-    if fewest is not None and max_nodes(slurm) < fewest and "partitionminnodes" not in flags:
+    if fewest is not None and max_nodes(slurm) < fewest and not may_lift("partitionminnodes"):
         message = f"{slurm.nodes}, but a job in partition {partition.name} needs at least {fewest} (MinNodes)"
         yield KeyProblem("slurm.nodes", message, f"write at least {fewest}, or submit to another partition")
 
 
 def node_sizes(slurm: SlurmConfig, facts: ClusterFacts, partition: Partition) -> Iterator[KeyProblem]:
     """Enough nodes of the partition have what the file requests of a node."""
+    most_mb = partition.number("MaxMemPerNode")
+    if slurm.mem_gb is not None and most_mb is not None and slurm.mem_gb * 1024 > most_mb:
+        message = f"{slurm.mem_gb}, but partition {partition.name} gives {most_mb / 1024:g} per node"
+        yield KeyProblem("slurm.mem_gb", f"{message} (MaxMemPerNode)", "write less, or another partition")
     members = facts.nodes_of(partition.name)
     nodes = [each.node for each in members]
-    if not nodes:
+    if not nodes or not facts.lists_all_nodes(partition):
         return
     remedy = "write what a node has, or another partition"
     lines = list(unsatisfiable.too_much(slurm, nodes)) or list(unsatisfiable.too_few(slurm, nodes))
     for line in lines:
         key, _, message = line.partition(": ")
         yield KeyProblem(key, message, remedy)
-    most_mb = partition.number("MaxMemPerNode")
-    if slurm.mem_gb is not None and most_mb is not None and slurm.mem_gb * 1024 > most_mb:
-        message = f"{slurm.mem_gb}, but partition {partition.name} gives {most_mb / 1024:g} per node"
-        yield KeyProblem("slurm.mem_gb", f"{message} (MaxMemPerNode)", "write less, or another partition")
     yield from _outside(slurm, partition, [each.name for each in members])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _CLOCK = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d\d)")
-_SIZE = re.compile(r"(\d+)(?:\.\d+)?([KMGTP]?)")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)([KMGTP]?)")
 #: Units of memory, in MB.
 _MB = {"": 1, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2, "P": 1024**3}
 #: Field of ``sacctmgr`` → how messages name the limit: what one job may have, and a user's or a group's jobs
@@ -73,7 +73,7 @@ def tres(text: str) -> dict[str, int]:
         name, _, value = word.rpartition("=")
         match = _SIZE.fullmatch(value.upper())
         if name and match:
-            found[name] = int(int(match[1]) * _MB[match[2]]) if name == "mem" else int(match[1])
+            found[name] = int(float(match[1]) * (_MB[match[2]] if name == "mem" else 1))
     return found
 
 

@@ -13,8 +13,10 @@ from hpc_train.validate.slurm_rules import min_nodes, ranks_on_each_node
 
 #: ``gpu:4``, ``gpu:a100:4(S:0-1)``
 _GPUS = re.compile(r"gpu(?::(?P<kind>[\w.-]+))?:(?P<count>\d+)")
-#: Names in a constraint like ``a100&nvme`` or ``[rack1*2|rack2]``.
-_FEATURE = re.compile(r"[A-Za-z_][\w.-]*")
+#: Between the names of a constraint like ``a100&nvme`` or ``[rack1*2|rack2]``.
+_BETWEEN_FEATURES = re.compile(r"[&|,()\[\]]+")
+_COUNT = re.compile(r"\*\d+$")
+_FEATURE = re.compile(r"[\w.:+=/-]+")
 _LISTED = 8
 
 
@@ -68,7 +70,7 @@ def _nodes(partition: str | None) -> list[Node]:
 def too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[str]:
     """Yield the lines of ``unsatisfied`` for these nodes, of which there is at least one."""
     known = {feature for node in nodes for feature in node.features} - {"", "(null)"}
-    for feature in dict.fromkeys(_FEATURE.findall(slurm.constraint or "")):
+    for feature in features_of(slurm.constraint or ""):
         if feature not in known:
             yield f"slurm.constraint: {feature}, but no node has this feature ({_listed(known)})"
     kinds = {kind for node in nodes for kind in node.gpus} - {""}
@@ -88,6 +90,13 @@ def too_much(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[str]:
         yield f"slurm.ranks_per_node: {cpus} ranks need a core each, a node has at most {most_cpus}"
     if min_nodes(slurm) > len(nodes):
         yield f"slurm.nodes: {slurm.nodes}, but the partition has {len(nodes)}"
+
+
+def features_of(constraint: str) -> list[str]:
+    """Return the features that a constraint names; none where it says more than which and how many."""
+    words = [_COUNT.sub("", word).strip() for word in _BETWEEN_FEATURES.split(constraint)]
+    names = list(dict.fromkeys(word for word in words if word))
+    return names if all(map(_FEATURE.fullmatch, names)) else []
 
 
 def too_few(slurm: SlurmConfig, nodes: list[Node]) -> Iterator[str]:
@@ -110,7 +119,7 @@ def _fits(slurm: SlurmConfig, node: Node) -> bool:
         and gpus >= slurm.gpus_per_node
         and (not kind or kind in node.gpus)
         and node.memory_mb >= (slurm.mem_gb or 0) * 1024
-        and (any(re.search(r"[^\w.-]", each) for each in features) or features <= node.features)
+        and (any(not _FEATURE.fullmatch(each) for each in features) or features <= node.features)
     )
 
 

@@ -42,5 +42,7 @@ def cluster(
     recorded = RECORDED[version]
     settings = parsed_config("\n".join([*recorded["config"], _MORE])) | config
     low, high = parsed_partitions(f"{recorded['partition']}\n{_HIGH}\n")
-    changed = type(low)({**low.values, **(partition or {})})
-    return ClusterFacts(settings, [changed, high], parsed_nodes(nodes))
+    listed = parsed_nodes(nodes)
+    total = str(sum(node.partition == low.name for node in listed))
+    changed = type(low)({**low.values, "TotalNodes": total, **(partition or {})})
+    return ClusterFacts(settings, [changed, high], listed)

@@ -111,11 +111,13 @@ def test_a_partition_without_a_usable_node() -> None:
     ],
 )
 def test_what_a_file_requests(request_: dict[str, Any], expected: str) -> None:
-    facts = cluster(AccountingStorageType="accounting_storage/slurmdbd")
     slurm = SlurmConfig.model_validate(request_)
-    found = findings(facts, slurm=slurm, place=lambda key: f"exp.yaml: {key}")
+    found = findings(cluster(), slurm=slurm, place=lambda key: f"exp.yaml: {key}")
     (error,) = [each for each in found if each.level is Level.ERROR]
     assert expected in error.what
+    changed = findings(cluster(JobSubmitPlugins="lua"), slurm=slurm)
+    (warning,) = [each for each in changed if "changes the request" in each.why]
+    assert warning.level is Level.WARNING and "a plug-in of this site" in warning.why
 
 
 def test_accounts_of_the_user() -> None:
