@@ -211,7 +211,8 @@ class StatusOptions:
 def status(words: Sequence[str], options: StatusOptions) -> ExitCode:
     """Show the given runs, or all."""
     runs = find_readable(words)
-    rows = rows_of(runs, is_full=options.as_json or len(runs) == 1)
+    is_one = len(runs) == 1
+    rows = rows_of(runs, is_full=options.as_json or is_one, with_accounting=is_one)
     if options.failed:
         rows = [row for row in rows if row.state == "failed"]
     if options.sort is not None:
@@ -257,11 +258,15 @@ def _titles(rows: Sequence[RunRow]) -> dict[int, str]:
     }
 
 
-def rows_of(runs: Sequence[RunPaths], *, is_full: bool = True) -> list[RunRow]:
-    """Read the status of the runs; a scheduler is asked once for all of its runs."""
+def rows_of(
+    runs: Sequence[RunPaths], *, is_full: bool = True, with_accounting: bool = False
+) -> list[RunRow]:
+    """Read the status of the runs; a scheduler is asked once for all of its runs.
+
+    ``with_accounting``: ask its accounting, too, for each run, which may take seconds.
+    """
     pairs = zip(runs, statuses(runs), strict=True)
-    asks = len(runs) == 1
-    return [RunRow.at(paths, now, is_full=is_full, with_accounting=asks) for paths, now in pairs]
+    return [RunRow.at(paths, now, is_full=is_full, with_accounting=with_accounting) for paths, now in pairs]
 
 
 def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
