@@ -34,12 +34,14 @@ _GPUS = (
     (r"p40\b", 24),
     (r"t4\b", 16),
     (r"k80", 12),
-    (r"rtx.?6000|rtx.?a6000|a6000", 48),
+    (r"rtx.?6000.?ada|rtx.?a6000|a6000", 48),
+    (r"rtx.?6000", 24),
     (r"rtx.?a5000|a5000", 24),
     (r"5090", 32),
     (r"4090|3090", 24),
-    (r"2080", 11),
-    (r"titan", 24),
+    (r"2080.?ti", 11),
+    (r"2080", 8),
+    (r"titan", 12),
     (r"mi355", 288),
     (r"mi325", 256),
     (r"mi300x", 192),
@@ -73,9 +75,14 @@ class Device:
 def gpu_memory_gib(name: str) -> int | None:
     """Return the memory of a GPU by the name that a site or the driver gives it; None if it is unknown.
 
-    A size in the name counts; of a name without one, the smallest variant of the model.
+    A size in the name counts; of a name without one, the smallest variant of the model. Of a constraint
+    with several names, such as ``a100|h100``, the smallest that is known counts.
     """
-    lower = name.lower()
+    known = [gib for part in re.split(r"[|&,]", name.lower()) if (gib := _memory_of_one(part)) is not None]
+    return min(known, default=None)
+
+
+def _memory_of_one(lower: str) -> int | None:
     if written := _WRITTEN.search(lower):
         return int(written[1] or written[2])
     return next((gib for pattern, gib in _GPUS if re.search(pattern, lower)), None)

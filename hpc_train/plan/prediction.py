@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -21,12 +22,17 @@ from hpc_train.errors import printable
 from hpc_train.plan.communication import Communication, communication
 from hpc_train.plan.devices import Device
 from hpc_train.plan.planning import PlannedRun
+from hpc_train.topology.batch_arithmetic import accumulation
+from hpc_train.topology.degrees import Degrees
 from hpc_train.topology.micro_batch_sizes import scheduled_candidates
+from hpc_train.topology.pipeline_schedules import problem_of_schedule
 from hpc_train.validate.child_process import Child
 
 _MODULE = "hpc_train.training.predicted_runs"
 #: From a cold network disk torch alone takes a minute.
 _LIMIT_S = 300.0
+#: For all questions after the first, which waits for torch; runs that remain are not predicted. Assumed.
+_TOTAL_S = 60.0
 _GB = 1e9
 #: Of the experiment, what a step's memory depends on.
 _RELEVANT = (
@@ -105,19 +111,40 @@ class StepPrediction:
 
 def predict(runs: Sequence[PlannedRun], device_of: Callable[[PlannedRun], Device]) -> list[StepPrediction]:
     """Return the prediction for each run, in order. ``device_of``: what a run's ranks run on."""
-    known: dict[str, _Answer] = {}
     found = []
     with closing(Child(_MODULE)) as child:
+        answers = _Answers(child)
         for run in runs:
             device = device_of(run)
             question = _question(run, device)
             if isinstance(question, StepPrediction):
                 found.append(question)
                 continue
-            if question not in known:
-                known[question] = _ask(child, question)
-            found.append(_prediction(run, device, known[question]))
+            found.append(_prediction(run, device, answers.to(question)))
     return found
+
+
+class _Answers:
+    """Asks each question once, and none after ``_TOTAL_S``."""
+
+    def __init__(self, child: Child) -> None:
+        self._child = child
+        self._known: dict[str, _Answer] = {}
+        self._until: float | None = None
+
+    def to(self, question: str) -> _Answer:
+        """Return the answer, or one that says why there is none."""
+        if question not in self._known:
+            self._known[question] = self._ask(question)
+        return self._known[question]
+
+    def _ask(self, question: str) -> _Answer:
+        if self._until is not None and time.monotonic() >= self._until:
+            why = f"not predicted: the predictions of the runs before it took {_TOTAL_S:g} s"
+            return _Answer(parts=None, problem=f"{why}; plan fewer runs at a time")
+        answer = _ask(self._child, question)
+        self._until = self._until or time.monotonic() + _TOTAL_S
+        return answer
 
 
 def _question(run: PlannedRun, device: Device) -> str | StepPrediction:
@@ -125,10 +152,13 @@ def _question(run: PlannedRun, device: Device) -> str | StepPrediction:
     experiment, degrees = run.experiment, run.degrees
     if degrees is None:
         return StepPrediction(device, problem="the number of ranks is unknown, or parallel: does not fit it")
-    sizes = scheduled_candidates(experiment.optimization.global_batch_size, experiment.parallel, degrees)
-    size = experiment.optimization.micro_batch_size
-    if isinstance(size, int) and size not in sizes:
-        return StepPrediction(device, problem=f"micro_batch_size: {size} leaves ranks without a micro-batch")
+    optimization, parallel = experiment.optimization, experiment.parallel
+    sizes = scheduled_candidates(optimization.global_batch_size, parallel, degrees)
+    size = optimization.micro_batch_size
+    if isinstance(size, int):
+        if why := _problem_of_size(size, experiment, degrees):
+            return StepPrediction(device, problem=why)
+        sizes = sorted({*sizes, size})  # a schedule also runs with fewer micro-batches than auto would try
     if not sizes:
         return StepPrediction(device, problem="no micro-batch size fits the ranks and the schedule")
     question = {
@@ -141,11 +171,50 @@ def _question(run: PlannedRun, device: Device) -> str | StepPrediction:
     return json.dumps(question, sort_keys=True)
 
 
+def _problem_of_size(size: int, experiment: Experiment, degrees: Degrees) -> str | None:
+    """Return why no step can have micro-batches of ``size``, or None."""
+    global_batch_size = experiment.optimization.global_batch_size
+    if size * degrees.data_ranks > global_batch_size:
+        return f"micro_batch_size: {size} leaves ranks without a micro-batch"
+    slots = accumulation(global_batch_size // size, degrees.data_ranks)
+    problem = problem_of_schedule(experiment.parallel, degrees.pipeline, slots)
+    return None if problem is None else str(problem.as_error())
+
+
 def _relevant(experiment: Experiment) -> dict[str, Any]:
+    """Return what memory depends on; of a number that only switches something on or off, which of both."""
     settings = experiment.model_dump(mode="json")
-    optimizer = settings["optimization"]["optimizer"] | {"lr": 1e-3}
-    settings["optimization"] |= {"optimizer": optimizer}
+    _neutralize_optimization(settings["optimization"])
+    data = settings["data"] | {"workers": 0}
+    off = {"hflip": 0.0, "vflip": 0.0, "erasing": 0.0, "randaugment": None, "color_jitter": None}
+    data["augment"] |= off | {"policy": None}
+    settings["data"] = data
     return {"name": "plan", **{key: settings[key] for key in _RELEVANT}}
+
+
+def _neutralize_optimization(settings: dict[str, Any]) -> None:
+    settings |= {"epochs": None, "steps": 1, "schedule": {"name": "constant"}}
+    settings |= {"max_non_finite": 1, "cutmix_probability": 0.5}
+    for key in ("clip_grad_norm", "label_smoothing", "mixup", "cutmix"):
+        settings[key] = _switch(settings[key])
+    if settings["ema"] is not None:
+        settings["ema"] = {"decay": 0.5}
+    optimizer = settings["optimizer"]
+    optimizer |= {"lr": 1e-3, "lr_per_batch": None}
+    for key in ("momentum", "weight_decay", "layer_decay"):
+        optimizer[key] = _switch(optimizer[key])
+    for group in optimizer["groups"]:
+        group |= {key: _switch(group[key]) for key in ("lr_factor", "weight_decay")}
+    for key in {"betas", "eps"} & optimizer["args"].keys():
+        optimizer["args"][key] = _switch(optimizer["args"][key])
+
+
+def _switch(value: Any) -> Any:
+    """Return one number in place of all that switch something on; what is off, and 1, stay as they are."""
+    if isinstance(value, list):
+        return [_switch(each) for each in value]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return 0.5 if is_number and value not in (0, 1) else value
 
 
 def _ask(child: Child, question: str) -> _Answer:

@@ -1,9 +1,9 @@
 """Makes a step on the (fake) CPU allocate what it would allocate on a GPU, where torch's rules differ.
 
-``training.memory_prediction`` runs under it. Two rules matter: under autocast CUDA computes norms, softmax
-and losses in float32 and the CPU does not (docs.pytorch.org, "Autocast Op Reference"); and CUDA's fused
+``training.memory_prediction`` runs under it. Three rules matter: under autocast CUDA computes norms, softmax
+and losses in float32 and the CPU does not (docs.pytorch.org, "Autocast Op Reference"); CUDA's fused
 attention kernels drop weights without storing them, where the CPU falls back to a kernel that stores all of
-them.
+them. And optimizers update all parameters at once, with temporary results of all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
@@ -42,6 +43,17 @@ def as_on_cuda() -> Iterator[None]:
             for name in names.split():
                 stack.enter_context(patch.object(owner, name, _in_float32(getattr(owner, name))))
         yield
+
+
+def choose_kernels_of_cuda(optimizer: torch.optim.Optimizer) -> None:
+    """Let groups for which the file chooses no kernel update all parameters at once, as torch does on CUDA.
+
+    On the CPU torch would update them one by one (``torch.optim.optimizer._default_to_fused_or_foreach``).
+    """
+    for group in optimizer.param_groups:
+        is_chosen = group.get("foreach", False) is not None or group.get("fused")
+        if not is_chosen and not any(isinstance(value, DTensor) for value in group["params"]):
+            group["foreach"] = not group.get("differentiable", False)
 
 
 def _in_float32(function: _Function) -> _Function:

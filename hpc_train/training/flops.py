@@ -23,6 +23,7 @@ from hpc_train.datasets.types import Batch
 from hpc_train.loggers.base import Row
 from hpc_train.tasks.base import Task, mean_loss
 from hpc_train.training.forked_call import ForkedCall
+from hpc_train.training.unpacked_sequences import unpacked_sequences
 
 #: Operators that torch's counter skips are elementwise, reductions, copies: nothing beside matrix products.
 #: Of these namespaces alone that is known, but for ``_PRODUCTS``.
@@ -66,7 +67,8 @@ def count_flops(model: nn.Module, task: Task, batch: Batch) -> int:
     Counts matrix products, convolutions and attention; a multiply-add is two operations. Causal attention
     counts in full, as in PaLM (arXiv:2204.02311, appendix B). Raises UncountedError.
     """
-    with FlopCounterMode(display=False) as counter, _KnownOperators(), sdpa_kernel(SDPBackend.MATH):
+    modes = FlopCounterMode(display=False), _KnownOperators(), sdpa_kernel(SDPBackend.MATH)
+    with unpacked_sequences(), modes[0] as counter, modes[1], modes[2]:
         mean_loss(task, task.forward(model.train(), batch), batch).backward()
     return int(counter.get_total_flops())
 

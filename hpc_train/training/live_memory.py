@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_leaves
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 #: Namespaces of operators whose arguments and results are communication buffers.
 _COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
+#: Collectives of the group that shards → the argument with this rank's shards.
+_OF_SHARDS = {"_allgather_base_": 1, "_reduce_scatter_base_": 0, "all_gather_copy_in": 0}
 #: Copies whole gradients into what a reduce-scatter sends.
 _GRADIENT_COPY = "_chunk_cat"
 #: Operator → what it counts as. torch.distributed calls the first ones, DTensors ``all_reduce``.
@@ -47,7 +49,11 @@ class LiveMemory(TorchDispatchMode):
         self._copies_reduced = copies_reduced
         self._block_bytes = block_bytes
         self._fake_mode = active_fake_mode()
-        #: (number of the storage, change of its bytes), in order.
+        #: The size of what is sharded on a rank of all shards, relative to here, where no label says it.
+        self.shard_factor = 1.0
+        #: Whether new storages are sharded.
+        self.allocates_shards = False
+        #: (number of the storage, its bytes from then on), in order.
         self._events: list[tuple[int, int]] = []
         self._sizes: dict[int, int] = {}
         #: Address of a live storage → its number.
@@ -55,6 +61,9 @@ class LiveMemory(TorchDispatchMode):
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._labels: dict[int, str] = {}
         self._guesses: dict[int, str] = {}
+        #: Number of a storage → offset of a tensor in it → the tensor's bytes here, and among all shards.
+        self._scaled: dict[int, dict[int, tuple[int, float]]] = {}
+        self._sharded: set[int] = set()
         self._first_event = 0
         #: Kind of collective → bytes of the whole tensors.
         self.communicated: Counter[str] = Counter()
@@ -88,15 +97,20 @@ class LiveMemory(TorchDispatchMode):
             self._take(tensor)
         if func.namespace in _COMMUNICATION or func.overloadpacket.__name__ == _GRADIENT_COPY:
             self._guess_all((args, result), "buffers")
+            self._note_shards(func, args)
             self._count(func, args)
         return result
 
-    def label(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Say which part these tensors are, since they were allocated; the first label counts."""
+    def label(self, tensors: Iterable[Tensor], part: str, factor: float = 1.0) -> None:
+        """Say which part these tensors are, since they were allocated; the first label counts.
+
+        ``factor``: their size on a rank of all shards, relative to here.
+        """
         for tensor in _local(tensors):
             number = self._take(tensor)
-            if number is not None:
-                self._labels.setdefault(number, part)
+            if number is not None and self._labels.setdefault(number, part) == part:
+                sizes = self._scaled.setdefault(number, {})
+                sizes.setdefault(int(tensor.storage_offset()), (tensor.nbytes, tensor.nbytes * factor))
 
     def start(self) -> None:
         """Look for the peak, and count what is communicated, from now on."""
@@ -109,18 +123,36 @@ class LiveMemory(TorchDispatchMode):
         What the optimizer allocates in its first step counts from the start, since later steps have it.
         """
         parts = [self._part(number) for number in range(len(self._sizes))]
+        changes = self._changes()
         now = Counter(dict.fromkeys(PARTS, 0))
-        for number, change in self._events:
+        for number, change in changes:
             if parts[number] == "optimizer":
                 now["optimizer"] += change
         best, total, most = dict(now), now["optimizer"], -1
-        for place, (number, change) in enumerate(self._events):
+        for place, (number, change) in enumerate(changes):
             if (part := parts[number]) != "optimizer":
                 now[part] += change
                 total += change
             if place + 1 >= self._first_event and total > most:
                 best, most = dict(now), total
         return best
+
+    def _changes(self) -> list[tuple[int, int]]:
+        """Return the changes of the storages' bytes, on a rank of all shards."""
+        factors = [self._factor(number) for number in range(len(self._sizes))]
+        sizes, changes = [0] * len(factors), []
+        for number, nbytes in self._events:
+            size = -(-round(nbytes * factors[number]) // self._block_bytes) * self._block_bytes
+            changes.append((number, size - sizes[number]))
+            sizes[number] = size
+        return changes
+
+    def _factor(self, number: int) -> float:
+        sizes = self._scaled.get(number, {}).values()
+        here, there = sum(size for size, _ in sizes), sum(size for _, size in sizes)
+        if here:
+            return there / here
+        return self.shard_factor if number in self._sharded else 1.0
 
     def _part(self, number: int) -> str:
         return self._labels.get(number) or self._guesses.get(number, "activations")
@@ -136,6 +168,8 @@ class LiveMemory(TorchDispatchMode):
             number = len(self._sizes)
             self._numbers[address] = number
             self._sizes[number] = 0
+            if self.allocates_shards:
+                self._sharded.add(number)
             self._references[number] = weakref.ref(storage, self._freeing(address, number))
         self._change(number, storage.nbytes())
         return number
@@ -150,10 +184,20 @@ class LiveMemory(TorchDispatchMode):
         return free
 
     def _change(self, number: int, nbytes: int) -> None:
-        size = -(-nbytes // self._block_bytes) * self._block_bytes
-        if size != self._sizes[number]:
-            self._events.append((number, size - self._sizes[number]))
-            self._sizes[number] = size
+        if nbytes != self._sizes[number]:
+            self._events.append((number, nbytes))
+            self._sizes[number] = nbytes
+
+    def _note_shards(self, func: Any, args: Any) -> None:
+        """Note which storages contain this rank's shards alone: not where they are a view of all shards."""
+        place = _OF_SHARDS.get(func.overloadpacket.__name__)
+        if place is None:
+            return
+        whole = {tensor.untyped_storage()._cdata for tensor in _tensors(args[1 - place])}
+        for tensor in _tensors(args[place]):
+            address = tensor.untyped_storage()._cdata
+            if address in self._numbers and address not in whole:
+                self._sharded.add(self._numbers[address])
 
     def _count(self, func: Any, args: Any) -> None:
         """Add up what a collective communicates: its whole tensor, before or after."""

@@ -21,7 +21,6 @@ import torch.distributed._tools.fake_collectives
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpc_train.config.schema import Experiment
@@ -41,13 +40,14 @@ from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.topology.degrees import Degrees
 from hpc_train.topology.pipeline_schedules import stages_per_rank
 from hpc_train.topology.strategy_traits import traits_of
-from hpc_train.training.cuda_rules import as_on_cuda
+from hpc_train.training.cuda_rules import as_on_cuda, choose_kernels_of_cuda
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.live_memory import LiveMemory
+from hpc_train.training.memory_labels import MemoryLabels, ShardSizes
 from hpc_train.training.non_finite import Guard
-from hpc_train.training.optimization import own_part
 from hpc_train.training.step import train_step
 from hpc_train.training.train_state import TrainState, assemble
+from hpc_train.training.unpacked_sequences import unpacked_sequences
 
 _CPU = torch.device("cpu")
 #: CUDA's allocator rounds sizes up to this (c10/cuda/CUDACachingAllocator, kMinBlockSize).
@@ -100,14 +100,14 @@ class PredictedStep:
         """Return what does not depend on the forward pass, for models whose forward needs data."""
         with self._environment() as (model, memory):
             state = self._assemble(model)
-            _label_state(memory, state)
+            labels = self._labels(memory, state)
             for value in state.strategy.optimized().values():
                 value.grad = torch.empty_like(value)
-            _before_update(memory, state)
+            labels.before_update()
             memory.start()
             state.optimization.step()
-            _label_optimizer(memory, state)
-            return Prediction(self._of_all_shards(memory.peak(), state), {})
+            labels.label_optimizer()
+            return Prediction(memory.peak(), {})
 
     def _prediction(self, slots: int) -> Prediction:
         with self._environment() as (model, memory):
@@ -123,6 +123,7 @@ class PredictedStep:
             stack.enter_context(patch.object(ddp, "DistributedDataParallel", BucketedGradients))
             stack.enter_context(patch.object(DeviceMesh, "__init__", _with_data(DeviceMesh.__init__)))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(unpacked_sequences())
             stack.enter_context(as_on_cuda() if self.is_on_gpu else nullcontext())
             block_bytes = _CUDA_BLOCK_BYTES if self.is_on_gpu else 1
             memory = stack.enter_context(LiveMemory(block_bytes, copies_reduced=not self.is_on_gpu))
@@ -165,10 +166,14 @@ class PredictedStep:
         return choose_precision("bf16" if name == "fp8" else name, _CPU)
 
     def _assemble(self, model: nn.Module) -> TrainState:
+        # SyncBatchNorm looks at the counts of other ranks; it stores what BatchNorm does.
+        parallel = self.experiment.parallel.model_copy(update={"sync_batchnorm": False})
         update = {"compile": CompileConfig(enabled=False), "precision": self._precision.name}
-        config = self.experiment.model_copy(update=update)
+        config = self.experiment.model_copy(update=update | {"parallel": parallel})
         state = assemble(model, config, self._arithmetic, self._context)
         state.optimization.scaler = None  # whether gradients overflow is data
+        if self.is_on_gpu:
+            choose_kernels_of_cuda(state.optimization.optimizer)
         if isinstance(state.strategy, ddp.DDPStrategy):
             state.strategy.is_rehearsed = True  # it takes no more than the step
         return state
@@ -184,16 +189,14 @@ class PredictedStep:
         task = make_task(experiment, self.info)
         forward = TrainingForward.of(experiment, state, task, precision, _CPU, to_input)
         guard = _NoGuard(experiment.optimization, state.model, norm_counts=False)
-        _label_state(memory, state)
-        _label_when_accumulated(memory, state.model)
+        labels = self._labels(memory, state)
         state.wrapped.train()
         memory.start()
         max_norm = experiment.optimization.clip_grad_norm
-        train_step(state, 0, batches, forward, guard, max_norm, lambda: _before_update(memory, state))
-        _label_optimizer(memory, state)
+        train_step(state, 0, batches, forward, guard, max_norm, labels.before_update)
+        labels.label_optimizer()
         # While the state lives.
-        parts = self._of_all_shards(memory.peak(), state)
-        return Prediction(parts, self._communicated(memory, state, slots))
+        return Prediction(memory.peak(), self._communicated(memory, state, slots))
 
     def _communicated(self, memory: LiveMemory, state: TrainState, slots: int) -> dict[str, int]:
         """Return the bytes of a step of all slots."""
@@ -209,21 +212,15 @@ class PredictedStep:
             repeated.add("all_gather")
         return {kind: round(size * more) if kind in repeated else size for kind, size in found.items()}
 
-    def _of_all_shards(self, parts: dict[str, int], state: TrainState) -> dict[str, int]:
-        """Return the parts on a rank of all of them: what is sharded over the group has fewer rows there.
-
-        What is gathered, and activations, do not depend on the number of shards.
-        """
+    def _labels(self, memory: LiveMemory, state: TrainState) -> MemoryLabels:
+        """Label what is there before the step; return what labels the rest."""
         traits = traits_of(self.experiment.parallel.strategy)
-        if self.degrees.shard == self._few.shard or not traits.shards_optimizer:
-            return parts
-        sharded = ("parameters", "gradients", "optimizer") if traits.shards_parameters else ("optimizer",)
-        trained = list(state.strategy.optimized().values())
-        now, then = (
-            sum(_rows_bytes(value, shard) for value in trained)
-            for shard in (self._few.shard, self.degrees.shard)
-        )
-        return {part: round(size * then / now) if part in sharded else size for part, size in parts.items()}
+        sizes = ShardSizes(self._few.shard, self.degrees.shard)
+        labels = MemoryLabels(memory, state, sizes, are_parameters_sharded=traits.shards_parameters)
+        labels.label_state()
+        if isinstance(state.wrapped, BucketedGradients):
+            memory.label(state.wrapped.buckets, "gradients")
+        return labels
 
     @property
     def _context(self) -> RankContext:
@@ -233,7 +230,7 @@ class PredictedStep:
             degrees=self._few,
             device=_CPU,
             precision=precision,
-            parallel=experiment.parallel,
+            parallel=experiment.parallel.model_copy(update={"sync_batchnorm": False}),
         )
 
     def _batches(self, slots: int) -> list[Batch]:
@@ -362,12 +359,6 @@ def _materialized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _rows_bytes(parameter: Tensor, shard: int) -> int:
-    """Return the bytes of the first rank's rows, the most that any has (``torch.chunk``)."""
-    rows = parameter.shape[0] if parameter.dim() else 1
-    return -(-rows // shard) * (parameter.numel() // max(rows, 1)) * parameter.element_size()
-
-
 def _without_data(sample: Batch) -> Batch:
     def fake(tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -378,40 +369,3 @@ def _without_data(sample: Batch) -> Batch:
         targets=map_tensors(fake, sample.targets),
         valid=fake(sample.valid),
     )
-
-
-def _label_state(memory: LiveMemory, state: TrainState) -> None:
-    memory.label([*state.model.parameters(), *state.strategy.optimized().values()], "parameters")
-    memory.label(state.model.buffers(), "buffers")
-    if state.ema is not None:
-        memory.label(state.ema.averages.values(), "parameters")
-    if isinstance(state.wrapped, BucketedGradients):
-        memory.label(state.wrapped.buckets, "gradients")
-
-
-def _label_when_accumulated(memory: LiveMemory, model: nn.Module) -> None:
-    """Call what autograd adds up in ``grad`` gradients, though it be freed before the update."""
-
-    def accumulated(parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            memory.label([parameter.grad], "gradients")
-
-    for value in model.parameters():
-        if value.requires_grad:
-            value.register_post_accumulate_grad_hook(accumulated)
-
-
-def _before_update(memory: LiveMemory, state: TrainState) -> None:
-    """Label the gradients, and let the optimizer update local tensors: DTensors take most of the time."""
-    parameters = (*state.model.parameters(), *state.strategy.optimized().values())
-    memory.label((value.grad for value in parameters if value.grad is not None), "gradients")
-    for group in state.optimization.optimizer.param_groups:
-        group["params"] = [
-            own_part(value) if isinstance(value, DTensor) and value.grad is not None else value
-            for value in group["params"]
-        ]
-
-
-def _label_optimizer(memory: LiveMemory, state: TrainState) -> None:
-    for values in state.optimization.optimizer.state.values():
-        memory.label((value for value in values.values() if isinstance(value, Tensor)), "optimizer")

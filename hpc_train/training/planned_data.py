@@ -80,11 +80,14 @@ def _assumed(experiment: Experiment, why: str) -> PlannedData:
     is_text = "tokens" in (facts.modality, *task_facts(experiment.task).modalities)
     if is_text:
         length = _number(data.args.get("sequence_length"), _TOKENS)
-        classes = _number(args.get("vocab_size"), _VOCABULARY)
+        # The builder of hf/ takes the larger of the data's vocabulary and the model's own.
+        usual = 1 if experiment.model.name.startswith("hf/") else _VOCABULARY
+        classes = _number(args.get("num_classes", args.get("vocab_size")), usual)
+        words = "the model's vocabulary" if classes == 1 else f"{classes}"
         info = DataInfo(classes, 0, (), (), sequence_length=length)
         tokens = torch.zeros(1, length, dtype=torch.int64)
         sample = _batch(tokens, tokens.clone())
-        return PlannedData(info, sample, _MANY, f"{why}; assumed {length} tokens of {classes}")
+        return PlannedData(info, sample, _MANY, f"{why}; assumed {length} tokens of {words}")
     is_number = task_facts(experiment.task).targets == ("number",)
     usual = 1 if is_number else _CLASSES
     classes = _number(data.args.get("num_classes", args.get("num_classes")), usual)

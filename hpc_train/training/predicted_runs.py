@@ -104,7 +104,10 @@ class RunQuestion:
 
         def total(size: int) -> int | None:
             if size not in known and time.monotonic() < until:
-                known[size] = self.predicted(size).total
+                try:
+                    known[size] = self.predicted(size).total
+                except Exception:  # a model may refuse a size, such as BatchNorm a single sample
+                    return None
             return known.get(size)
 
         return largest_fitting(self.sizes, first, total, self.limit_bytes)

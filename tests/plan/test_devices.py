@@ -18,6 +18,13 @@ from hpc_train.plan.devices import gpu_memory_gib
         ("gpu:rtx_4090:4", 24),
         ("mi250", 64),
         ("quantum", None),
+        ("rtx6000", 24),
+        ("rtx_6000_ada", 48),
+        ("titan", 12),
+        ("rtx_2080", 8),
+        ("rtx_2080_ti", 11),
+        ("a100|h100", 40),
+        ("h100|v100&infiniband", 16),
     ],
 )
 def test_names_of_gpus_say_their_memory(name: str, gib: int | None) -> None:

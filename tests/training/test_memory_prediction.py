@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,8 +16,10 @@ from benchmarks.memory_prediction import Model, error, measure, predicted
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.topology.degrees import Degrees, find_degrees
-from hpc_train.training.memory_prediction import PredictedStep
-from hpc_train.training.planned_data import PlannedData
+from hpc_train.training import memory_prediction
+from hpc_train.training.live_memory import PARTS
+from hpc_train.training.memory_prediction import PredictedStep, Prediction
+from hpc_train.training.planned_data import PlannedData, planned_data
 from hpc_train.training.predicted_runs import RunQuestion, largest_fitting
 
 FEATURES, CLASSES, BATCH = 64, 32, 8
@@ -35,15 +40,29 @@ SMALL = Model(
 
 
 class Linear(nn.Module):
-    def __init__(self, num_classes: int, needs_data: bool = False, features: int = FEATURES) -> None:
+    def __init__(
+        self, num_classes: int, needs_data: bool = False, features: int = FEATURES, layers: int = 0
+    ) -> None:
         super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(features, features) for _ in range(layers)))
         self.head = nn.Linear(features, num_classes)
         self.needs_data = needs_data
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         if self.needs_data and images_BCHW.sum() > 0:
             raise ValueError("never")
-        out: Tensor = self.head(images_BCHW.flatten(1))
+        out: Tensor = self.head(self.layers(images_BCHW.flatten(1)))
+        return out
+
+
+class Normalized(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(1)
+        self.head = nn.Linear(FEATURES, num_classes)
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(images_BCHW).flatten(1))
         return out
 
 
@@ -109,6 +128,53 @@ def test_many_shards_are_computed_from_few() -> None:
     assert found["optimizer"] == pytest.approx(2 * WEIGHTS / 16, abs=8)
 
 
+_BIG_GPT = _GPT | {"num_layers": 3, "dim": 256}
+#: A block takes less than the optimizer's temporary results.
+_LONG_GPT = _GPT | {"num_layers": 12}
+_LORA = {"rank": 8, "targets": ["layers.*"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "changes", "ranks"),
+    [
+        ("fsdp", {"model": {"name": "gpt", "args": _LONG_GPT}}, 16),
+        (
+            "fsdp",
+            {
+                "model": {"name": "gpt", "args": _LONG_GPT},
+                "activation_checkpointing": "blocks",
+                "precision": "bf16",
+            },
+            16,
+        ),
+        ("fsdp", {"model": {"name": "gpt", "args": _BIG_GPT, "lora": _LORA}}, 16),
+        ("zero1", {}, 8),
+    ],
+)
+def test_few_shards_predict_what_all_of_them_take(
+    strategy: str, changes: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = experiment(
+        task="causal_lm",
+        parallel={"strategy": strategy},
+        optimization={"global_batch_size": ranks, "micro_batch_size": 1},
+        **{"model": {"name": "gpt", "args": _BIG_GPT}} | changes,
+    )
+    degrees = find_degrees(config.parallel, ranks, ranks)
+    assert isinstance(degrees, Degrees)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    sample = replace(SMALL.sample, inputs=tokens, targets=tokens)
+    planned = PredictedStep(config, SMALL.info, sample, 10**6, degrees, 0, is_on_gpu=True)
+    few = planned.predict().parts
+    monkeypatch.setattr(memory_prediction, "_MAX_SHARDS", ranks)
+    every = planned.predict().parts
+    assert sum(few.values()) == pytest.approx(sum(every.values()), rel=0.03)
+    assert few["parameters"] == pytest.approx(every["parameters"], rel=0.03)
+    for part in PARTS:
+        assert few[part] == pytest.approx(every[part], abs=0.03 * sum(every.values()))
+
+
 def test_ddp_keeps_buckets_besides_the_gradients_of_a_step_in_parts() -> None:
     ddp = {"strategy": "ddp"}
     one, two = (
@@ -128,6 +194,16 @@ def test_communication_is_counted() -> None:
 def test_gpu_sizes_are_whole_blocks() -> None:
     found = parts(experiment(), is_on_gpu=True)
     assert found["parameters"] == -(-FEATURES * CLASSES * 4 // 512) * 512 + 512
+
+
+def test_optimizers_update_all_parameters_at_once_on_a_gpu() -> None:
+    model = {"name": f"{__name__}:Linear", "args": {"layers": 8}}
+    adamax = {"name": "adamax", "lr": 1e-3, "weight_decay": 0.1}
+    on_cpu, on_gpu = (
+        parts(experiment(model=model, optimizer=adamax), is_on_gpu=is_on_gpu) for is_on_gpu in (False, True)
+    )
+    # At least the decayed gradients of all layers, and not of one.
+    assert on_gpu["activations"] >= 8 * FEATURES * FEATURES * 4 > 2 * on_cpu["activations"]
 
 
 def test_a_forward_that_needs_data_leaves_the_other_parts() -> None:
@@ -154,6 +230,83 @@ def test_a_question_is_answered_from_the_file_alone() -> None:
     assert (answer["micro_batch_size"], answer["largest"]) == (8, 32)
     # Twice forward, and backward for the weights alone: the input has no gradient.
     assert answer["flops_per_sample"] == 2 * 2 * PIXELS * 10
+
+
+def test_a_size_that_the_model_refuses_leaves_the_known_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = experiment()
+    one = step(config)
+    question = RunQuestion(config, Degrees(), False, 10, [4, BATCH])
+    question.__dict__["data"] = PlannedData(one.info, one.sample, one.num_samples)
+    predict = RunQuestion.predicted
+
+    def refusing(self: RunQuestion, size: int) -> Prediction:
+        if size < BATCH:
+            raise ValueError("Expected more than 1 value per channel when training")
+        return predict(self, size)
+
+    monkeypatch.setattr(RunQuestion, "predicted", refusing)
+    answer = question.answer()
+    assert (answer["problem"], answer["largest"]) == (None, None)
+    assert answer["parts"]["parameters"] == WEIGHTS
+
+
+def test_synchronised_batchnorm_is_predicted_as_batchnorm() -> None:
+    model = {"name": f"{__name__}:Normalized"}
+    whole, synchronised = (
+        parts(experiment(model=model, parallel={"strategy": "ddp", "sync_batchnorm": on}), ranks=2)
+        for on in (False, True)
+    )
+    assert synchronised == whole
+
+
+def test_a_causal_model_of_transformers_stores_no_mask_and_its_flops_are_counted(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokens = 512
+    transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=1
+    ).save_pretrained(tmp_path)
+    config = experiment(
+        task="causal_lm",
+        model={"name": f"hf/{tmp_path}"},
+        optimization={"global_batch_size": 1, "micro_batch_size": 1},
+    )
+    zeros = torch.zeros(1, tokens, dtype=torch.int64)
+    info = DataInfo(32, 0, (), (), sequence_length=tokens)
+    sample = replace(SMALL.sample, inputs=zeros, targets=zeros)
+    question = RunQuestion(config, Degrees(), True, None, [1])
+    question.__dict__["data"] = PlannedData(info, sample, 10**6)
+    masks = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def seen(*args: Any, **kwargs: Any) -> Tensor:
+        masks.append(kwargs.get("attn_mask", args[3] if len(args) > 3 else None))
+        return attention(*args, **kwargs)
+
+    with patch.object(torch.nn.functional, "scaled_dot_product_attention", seen):
+        answer = question.answer()
+    assert answer["problem"] is None
+    assert masks and all(mask is None for mask in masks)
+    assert answer["flops_per_sample"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "classes"),
+    [
+        ("gpt", {"num_classes": 2048}, 2048),
+        ("gpt", {"vocab_size": 300}, 300),
+        ("gpt", {}, 50257),
+        ("hf/causal-lm/config.json", {}, 1),
+    ],
+)
+def test_the_vocabulary_of_unreadable_data_is_the_models(
+    name: str, args: dict[str, Any], classes: int
+) -> None:
+    config = experiment(
+        task="causal_lm",
+        model={"name": name, "args": args},
+        data={"name": "tokens", "root": "/missing", "args": {"sequence_length": 16}},
+    )
+    assert planned_data(config).info.num_classes == classes
 
 
 def test_the_largest_size_is_found_in_few_calls() -> None:
