@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_train.config.keys import JOB, NOT_IDENTITY
+from hpc_train.config.keys import JOB, NOT_IDENTITY, BadKeyError, split_key
 from hpc_train.config.marked_yaml import read_value
 from hpc_train.config.problems import KeyPath, dotted
 from hpc_train.config.schema import Experiment
 from hpc_train.console import one_line
 from hpc_train.errors import shortened
+from hpc_train.paths import RunPaths
 from hpc_train.plan.identity import CHANGEABLE
+from hpc_train.run.run_facts import recorded_values
 
 #: Not relevant to an existing run.
 _IGNORED = ("sweep",)
@@ -104,3 +107,18 @@ def _text(value: Any) -> str:
     if isinstance(value, str) and read_value(value) == (value, []):
         return value
     return json.dumps(value, ensure_ascii=False)
+
+
+def swept_values(
+    paths: RunPaths, data: Mapping[str, Any], grid: Callable[[], Iterable[str]]
+) -> dict[str, Any]:
+    """Return the values in ``data`` of the keys that the run's sweep varied.
+
+    ``grid``: the keys of a run of 0.1, which did not record them. What is recorded may be damaged.
+    """
+    recorded = recorded_values(paths)
+    found = {}
+    for key in grid() if recorded is None else recorded:
+        with suppress(BadKeyError, KeyError, TypeError):
+            found[key] = value_at(data, split_key(key))
+    return found

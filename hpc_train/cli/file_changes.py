@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hpc_train.cli.changes import Change, changes, value_at, value_in_words
-from hpc_train.config.keys import split_key
+from hpc_train.cli.changes import Change, changes, swept_values, value_at, value_in_words
 from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import BadFileError
@@ -15,7 +14,6 @@ from hpc_train.paths import RunPaths, from_here
 from hpc_train.run import frozen_experiment
 from hpc_train.run.create import Origin, origin_of
 from hpc_train.run.find import run_name
-from hpc_train.run.run_facts import recorded_values
 from hpc_train.validate.loading import Loaded, load
 
 #: Number of changes that are listed.
@@ -92,10 +90,7 @@ class _File:
 def _as_run(loaded: Loaded, paths: RunPaths, frozen: Experiment) -> Experiment:
     """Return what the file says for a run that has the swept values of ``frozen``."""
     data = frozen.model_dump(mode="json")
-    keys = recorded_values(paths)
-    if keys is None:  # a run of 0.1
-        keys = loaded.experiment.sweep.grid
-    values = {key: value_at(data, split_key(key)) for key in keys}
+    values = swept_values(paths, data, lambda: loaded.experiment.sweep.grid)
     return loaded.variant(values) if values else loaded.experiment
 
 

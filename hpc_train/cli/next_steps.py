@@ -8,8 +8,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_train.cli.changes import as_override, value_at
-from hpc_train.config.keys import split_key
+from hpc_train.cli.changes import as_override, swept_values
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import BadFileError
 from hpc_train.launchers.following import LOCAL
@@ -22,7 +21,6 @@ from hpc_train.run.create import Origin, effective_experiment, origin_of, refuse
 from hpc_train.run.files import UnreadableFileError, open_regular, read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record
-from hpc_train.run.run_facts import recorded_values
 from hpc_train.run.run_status import RunStatus
 from hpc_train.validate.loading import load
 
@@ -95,13 +93,12 @@ def _key(override: str) -> str:
 def _swept(paths: RunPaths, origin: Origin) -> list[str]:
     """Return the values that a sweep gave the run, and the argument that disables the sweep."""
     try:
-        keys = recorded_values(paths)
-        if keys is None:  # a run of 0.1
-            keys = load(Path(origin.file), origin.overrides, check_names=False).experiment.sweep.grid
         data = frozen_experiment.read(paths).model_dump(mode="json")
+        file, words = Path(origin.file), origin.overrides
+        swept = swept_values(paths, data, lambda: load(file, words, check_names=False).experiment.sweep.grid)
     except BadFileError:
         return []
-    values = [as_override(key, value_at(data, split_key(key))) for key in keys]
+    values = [as_override(key, value) for key, value in swept.items()]
     return ["sweep={}", *values] if values else []
 
 

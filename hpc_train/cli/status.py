@@ -258,9 +258,7 @@ def _titles(rows: Sequence[RunRow]) -> dict[int, str]:
     }
 
 
-def rows_of(
-    runs: Sequence[RunPaths], *, is_full: bool = True, with_accounting: bool = False
-) -> list[RunRow]:
+def rows_of(runs: Sequence[RunPaths], *, is_full: bool = True, with_accounting: bool = False) -> list[RunRow]:
     """Read the status of the runs; a scheduler is asked once for all of its runs.
 
     ``with_accounting``: ask its accounting, too, for each run, which may take seconds.

@@ -303,7 +303,7 @@ def test_ranks_die_with_a_launcher_that_was_killed(quiet: RunPaths, tmp_path: Pa
 
 @pytest.fixture(name="small_disk")
 def _small_disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "runs", "16m") as folder:
+    with small_disk(tmp_path / "runs", "24m") as folder:
         yield folder
 
 

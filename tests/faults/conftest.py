@@ -32,7 +32,7 @@ def preloaded(shimmed: None) -> Iterator[None]:
 
 @pytest.fixture(name="small_disk")
 def _small_disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "runs", "16m", leave_out) as folder:
+    with small_disk(tmp_path / "runs", "24m", leave_out) as folder:
         yield folder
 
 
