@@ -56,9 +56,13 @@ class Problem:
     #: The keys that a rule checked together.
     reads: tuple[KeyPath, ...] = ()
 
+    def __str__(self) -> str:
+        """Return it without its place: ``key.path: what is wrong; remedy``."""
+        return f"{dotted(self.path)}: {self.message}; {self.remedy}"
+
     def as_error(self) -> BadFileError:
-        """Return the error of a rank, or of a command without places: ``key.path: what is wrong; remedy``."""
-        return BadFileError(f"{dotted(self.path)}: {self.message}; {self.remedy}")
+        """Return the error of a rank, or of a command without places."""
+        return BadFileError(str(self))
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ def _problem_of_size(size: int, experiment: Experiment, degrees: Degrees) -> str
         return f"micro_batch_size: {size} leaves ranks without a micro-batch"
     slots = accumulation(global_batch_size // size, degrees.data_ranks)
     problem = problem_of_schedule(experiment.parallel, degrees.pipeline, slots)
-    return None if problem is None else str(problem.as_error())
+    return None if problem is None else str(problem)
 
 
 def _relevant(experiment: Experiment) -> dict[str, Any]:
