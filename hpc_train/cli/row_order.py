@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.errors import UsageError
@@ -36,8 +37,7 @@ def sorted_rows(rows: Sequence[RunRow], key: str) -> list[RunRow]:
     swept = {short: name for name, short in names.items()} | {name: name for name in names}
     value_of = _COLUMNS.get(key.lower())
     if value_of is None and key in swept:
-        name = swept[key]
-        value_of = lambda row: (row.values or {}).get(name)  # noqa: E731
+        value_of = partial(_swept_value, swept[key])
     if value_of is None:
         known = [*_COLUMNS, *swept]
         close = nearest(key, known)
@@ -53,3 +53,7 @@ def _comparable(value: Any) -> tuple[int, float, str]:
     if isinstance(value, int | float):
         return 0, float(value), ""
     return 1, 0.0, str(value)
+
+
+def _swept_value(name: str, row: RunRow) -> Any:
+    return (row.values or {}).get(name)

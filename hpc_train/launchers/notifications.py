@@ -1,4 +1,4 @@
-"""Tells a user's webhook how an attempt of a run has ended; called by whoever has judged that.
+"""Tells a user's webhook how an attempt of a run has ended; called once that is diagnosed.
 
 A failure is one line in the log: it changes neither an exit code nor a requeue.
 """

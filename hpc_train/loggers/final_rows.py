@@ -54,7 +54,7 @@ def begins_with(metrics: Path, size: int, sha256: str) -> bool:
 
 
 def step_of_row(metrics: Path, number: int) -> int | None:
-    """Return the step of a row, counted from 0; None if there is no such row."""
+    """Return the step of a row, counted from 0; None beyond the last row."""
     rows = (row for line in _lines(metrics) if (row := parse_row(line)) is not None)
     row = next(islice(rows, number, None), None)
     return None if row is None else row["step"]

@@ -7,7 +7,7 @@ whole file goes to another run of the service, ``<id>-2``: the next *segment*.
 
 The record, ``sent.json``, is written before rows are sent, so that it names at least those that the service
 may have. wandb's offline files have a record of their own, since an offline attempt may write them while
-``sync`` sends; whoever continues reads both.
+``sync`` sends; the next process reads both.
 """
 
 from __future__ import annotations

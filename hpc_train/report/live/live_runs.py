@@ -29,7 +29,7 @@ from hpc_train.run.run_status import GOING_ON, RunStatus
 HISTORY = 60
 #: A run that has ended is asked about this seldom as long as its files stay: it may be requeued by hand.
 ENDED_EVERY_S = 60.0
-#: Inode, size and modification time; None: there is no such file.
+#: Inode, size and modification time; None: the file does not exist.
 _Stamp = tuple[int, int, int] | None
 
 
