@@ -221,10 +221,14 @@ class Cluster:
         if name == "slurmdbd":
             self._daemon(name, "-D", MYSQL_UNIX_PORT=str(self.folder / "mariadb.socket"))
         elif name == "slurmctld":
-            self._daemon(name, "-D", "-f", str(self.conf))
+            self._daemon(name, "-D", "-f", str(self.conf), *self._recovery())
         else:
             program, _, node = name.partition("-")
             self._daemon(name, "-D", "-N", node, "-f", str(self.conf), program=program)
+
+    def _recovery(self) -> list[str]:
+        """What slurmctld 25 and later need to start after a kill before their first usage was saved."""
+        return [] if (self.folder / "state" / "assoc_usage").exists() else ["-i"]
 
     def _daemon(self, name: str, *arguments: str, program: str = "", **environment: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as output:

@@ -32,6 +32,7 @@ _PARTITIONS = {
 _ACCOUNTING = (
     ("add", "qos", "small", "MaxWall=5", "MaxTRESPerJob=cpu=2", "MaxTRESPerUser=node=1"),
     ("add", "qos", "foreign"),
+    ("add", "qos", "vip"),
     ("modify", "user", _USER, "set", "qos+=small"),
     ("add", "account", "narrow"),
     ("add", "user", _USER, "account=narrow", "MaxWall=20", "MaxSubmitJobs=2", "qos=normal"),
@@ -75,10 +76,10 @@ _CASES: tuple[tuple[tuple[str, ...], str], ...] = (
 def strict(cluster: Cluster) -> Iterator[None]:
     """The cluster with partitions, QOS and an account that allow little."""
     try:
-        for name, values in _PARTITIONS.items():
-            cluster.run("scontrol", "create", f"PartitionName={name}", *values)
         for words in _ACCOUNTING:
             cluster.run("sacctmgr", "-i", *words)
+        for name, values in _PARTITIONS.items():
+            cluster.run("scontrol", "create", f"PartitionName={name}", *values)
         yield
     finally:
         for name in _PARTITIONS:
@@ -87,7 +88,7 @@ def strict(cluster: Cluster) -> Iterator[None]:
             ("modify", "user", _USER, "set", "qos-=small"),
             ("delete", "user", _USER, "account=narrow"),
             ("delete", "account", "narrow"),
-            ("delete", "qos", "small,foreign"),
+            ("delete", "qos", "small,foreign,vip"),
         ):
             cluster.run("sacctmgr", "-i", *words, check=False)
 
