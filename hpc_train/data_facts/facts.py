@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 from hpc_train.config.problems import Problem
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts import losses
+from hpc_train.data_facts import losses, torchvision_sizes
 from hpc_train.data_facts.data_size import (
     count_annotated_images,
     count_images,
@@ -115,46 +115,6 @@ class TaskFacts:
 _DIGITS = 1438
 #: What ``synthetic`` makes where ``data.args`` does not say it.
 _SYNTHETIC_DEFAULT = 1024
-#: Training parts of torchvision's data sets, as their authors publish them.
-_TORCHVISION = {
-    "CIFAR10": 50_000,
-    "CIFAR100": 50_000,
-    "Cityscapes": 2_975,
-    "Country211": 31_650,
-    "DTD": 1_880,
-    "FGVCAircraft": 3_334,
-    "FashionMNIST": 60_000,
-    "Flowers102": 1_020,
-    "Food101": 75_750,
-    "GTSRB": 26_640,
-    "ImageNet": 1_281_167,
-    "KMNIST": 60_000,
-    "MNIST": 60_000,
-    "OxfordIIITPet": 3_680,
-    "PCAM": 262_144,
-    "QMNIST": 60_000,
-    "RenderedSST2": 6_920,
-    "STL10": 5_000,
-    "SVHN": 73_257,
-    "StanfordCars": 8_144,
-    "USPS": 7_291,
-    "VOCSegmentation": 1_464,
-}
-#: Channels and side of torchvision's images, where they are square and all of one size.
-_TORCHVISION_IMAGES = {
-    "CIFAR10": (3, 32),
-    "CIFAR100": (3, 32),
-    "EMNIST": (1, 28),
-    "FER2013": (1, 48),
-    "FashionMNIST": (1, 28),
-    "KMNIST": (1, 28),
-    "MNIST": (1, 28),
-    "PCAM": (3, 96),
-    "QMNIST": (1, 28),
-    "STL10": (3, 96),
-    "SVHN": (3, 32),
-    "USPS": (1, 16),
-}
 #: The side of the images of ``digits``, and of ``synthetic`` where ``data.args`` does not say it.
 _DIGITS_SIZE = _SYNTHETIC_SIZE = 32
 
@@ -169,22 +129,9 @@ def _argument(name: str, default: int) -> Callable[[DataConfig], int | None]:
     return read
 
 
-def _torchvision_channels(data: DataConfig) -> int | None:
-    return _TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[0]
-
-
-def _torchvision_size(data: DataConfig) -> int | None:
-    return _TORCHVISION_IMAGES.get(split_name(data.name)[1], (None, None))[1]
-
-
 def _synthetic_samples(data: DataConfig) -> int | None:
     given = data.args.get("num_samples", _SYNTHETIC_DEFAULT)
     return given if type(given) is int else None
-
-
-def _torchvision_samples(data: DataConfig) -> int | None:
-    # An argument may choose another part of the data.
-    return None if data.args else _TORCHVISION.get(split_name(data.name)[1])
 
 
 def _image_folder_samples(data: DataConfig) -> int | None:
@@ -275,9 +222,9 @@ DATA_SETS = {
         root="the folder of torchvision's files, for example data/cifar10",
         example="torchvision/CIFAR10",
         is_listed=True,
-        image_size=_torchvision_size,
-        channels=_torchvision_channels,
-        num_samples=_torchvision_samples,
+        image_size=torchvision_sizes.size,
+        channels=torchvision_sizes.channels,
+        num_samples=torchvision_sizes.samples,
         implementation="hpc_train.datasets.sources.torchvision:build",
     ),
     "coco": DataFacts(

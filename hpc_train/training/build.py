@@ -187,18 +187,7 @@ def _trainer(
     stack.callback(training.close)
     on_first_batch = _count_flops(run, train_state, task, start.position.step, stack)
     agreement = Agreement(rank.group, rank.flag)
-    meters = Meters(
-        rank.attempt,
-        config.optimization.global_batch_size,
-        batches.steps_per_epoch,
-        config.logging.every_steps,
-        run.metrics_writer,
-        StepTimes(
-            config.optimization.global_batch_size,
-            run.source.info.sequence_length,
-            rates=run.flops.row if run.flops else None,
-        ),
-    )
+    meters = _meters(run)
     selection = ModelSelection.of(
         config, agreement, evaluation_rows(rank.paths.metrics) if rank.is_first else ()
     )
@@ -233,6 +222,22 @@ def _trainer(
         evaluation_files=EvaluationFiles(rank.paths) if rank.is_first else None,
         text_samples=TextSamples.of(config, run.source, task),
         pictures=Pictures.of(config, run.source, task, rank.group.control),
+    )
+
+
+def _meters(run: _Run) -> Meters:
+    config = run.rank.experiment
+    return Meters(
+        run.rank.attempt,
+        config.optimization.global_batch_size,
+        run.batches.steps_per_epoch,
+        config.logging.every_steps,
+        run.metrics_writer,
+        StepTimes(
+            config.optimization.global_batch_size,
+            run.source.info.sequence_length,
+            rates=run.flops.row if run.flops else None,
+        ),
     )
 
 

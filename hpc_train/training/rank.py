@@ -88,14 +88,7 @@ class Rank:
 @contextmanager
 def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFlag) -> Iterator[Rank]:
     """Be a rank of the attempt's process group. Until its first step a stop signal ends it at once."""
-    experiment = effective_experiment(paths, attempt)
-    on_slurm = is_started_by_slurm(os.environ)
-    device = choose_device(experiment.device, facts.local_rank, _expects_gpus(experiment, on_slurm))
-    num_sharing = affinity.bind(facts, device, os.environ) if on_slurm else facts.local_world_size
-    set_threads(num_sharing)
-    if experiment.data.workers == "auto":
-        experiment = experiment.with_workers(affinity.loader_processes(num_sharing, device))
-        _log.info("data.workers: auto is %d here", experiment.workers)
+    experiment, device = _on_its_cores(effective_experiment(paths, attempt), facts)
     set_determinism(experiment.deterministic, device)
     precision = choose_precision(experiment.precision, device)
     degrees = _degrees(experiment, facts)
@@ -117,21 +110,8 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
         first_hang_after_s=first_hang_after_s,
         end=lambda code: end_process(paths, attempt, facts.rank, node, code),
     )
-    rank = Rank(
-        paths,
-        attempt,
-        experiment,
-        facts,
-        degrees,
-        node,
-        device,
-        precision,
-        group,
-        flag,
-        progress,
-        watchdog,
-        events,
-    )
+    state = (device, precision, group, flag, progress, watchdog, events)
+    rank = Rank(paths, attempt, experiment, facts, degrees, node, *state)
     flag.act_at_once(lambda: _leave(rank))
     rank.note("joined")
     watchdog.start()
@@ -148,6 +128,18 @@ def joined(paths: RunPaths, attempt: int, facts: RankFacts, flag: signals.StopFl
     group.wait_to_leave()
     watchdog.stop()
     group.leave()  # not after an error: tearing a broken group down may hang or abort
+
+
+def _on_its_cores(experiment: Experiment, facts: RankFacts) -> tuple[Experiment, torch.device]:
+    """Bind this rank to its device, cores and threads; return the file with ``data.workers`` as a number."""
+    on_slurm = is_started_by_slurm(os.environ)
+    device = choose_device(experiment.device, facts.local_rank, _expects_gpus(experiment, on_slurm))
+    num_sharing = affinity.bind(facts, device, os.environ) if on_slurm else facts.local_world_size
+    set_threads(num_sharing)
+    if experiment.data.workers == "auto":
+        experiment = experiment.with_workers(affinity.loader_processes(num_sharing, device))
+        _log.info("data.workers: auto is %d here", experiment.workers)
+    return experiment, device
 
 
 def end_process(paths: RunPaths, attempt: int, rank: int, node: str, code: ExitCode) -> None:

@@ -9,6 +9,7 @@ from tests.docs.pages import REPOSITORY
 PACKAGE = REPOSITORY / "hpc_train"
 _MODULES = {
     "launchers/slurm/cluster_checks.py": "slurm",
+    "launchers/slurm/interruption_checks.py": "slurm",
     "launchers/slurm/check_job.py": "slurm",
     "launchers/machine_checks.py": "machine",
     "cli/doctor.py": "",
