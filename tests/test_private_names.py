@@ -60,6 +60,11 @@ NAMES: list[tuple[Any, str, str]] = [
     (nn.Module(), "_compiled_call_impl", "strategies/pipeline"),
     (_ITERATOR, "_shutdown_workers _try_get_data", "datasets/workers"),
     (torch, "_subclasses", "strategies/mesh, training/memory_prediction"),
+    (
+        torch._subclasses.fake_tensor,
+        "DataDependentOutputException DynamicOutputShapeException",
+        "training/predicted_runs",
+    ),
     (torch._subclasses.fake_tensor, "unset_fake_temporarily FakeTensorMode", "training/memory_prediction"),
     (torch.UntypedStorage(0), "_cdata", "training/live_memory"),
     (torch.distributed._tools, "fake_collectives", "training/memory_prediction"),

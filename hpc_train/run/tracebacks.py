@@ -63,6 +63,13 @@ def users_traceback(error: BaseException) -> str | None:
     return shortened_traceback(text) if is_users else None
 
 
+def users_frame(error: BaseException) -> str | None:
+    """Return where in the user's code it was raised, as ``model.py:12 in forward``; None of other errors."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_foreign(frame.filename)]
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}" if own else None
+
+
 def _parts(lines: list[str]) -> list[_Part]:
     parts: list[_Part] = []
     for line in lines:
@@ -81,4 +88,8 @@ def _parts(lines: list[str]) -> list[_Part]:
 
 def _is_own(frame: list[str]) -> bool:
     match = _FRAME.match(frame[0])
-    return match is not None and not _FOREIGN.search(match["file"]) and _PACKAGE not in match["file"]
+    return match is not None and not _is_foreign(match["file"])
+
+
+def _is_foreign(file: str) -> bool:
+    return _FOREIGN.search(file) is not None or _PACKAGE in file

@@ -15,12 +15,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import UserError
 from hpc_train.models.building import build_model
 from hpc_train.models.fine_tuning import prepare_for_training
 from hpc_train.models.preprocessing import with_preprocessing
+from hpc_train.run.tracebacks import users_frame
 from hpc_train.tasks.base import make_task
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.flops import count_flops
@@ -63,7 +65,7 @@ class RunQuestion:
             if size == "auto" and largest is not None:
                 peak, size = self.predicted(largest), largest
         except Exception as error:  # whatever the code of model and task raises
-            problem = f"activations are unknown: {_in_a_line(error)}"
+            problem = f"activations are unknown: {_problem(error)}"
             peak = self._without_activations()
         return {
             "parts": None if peak is None else peak.parts,
@@ -157,6 +159,15 @@ def _by_line(sizes: Sequence[int], tried: dict[int, int], limit: int) -> int:
     slope = max((tried[high] - tried[low]) / (high - low), 1e-9)
     at_limit = low + (limit - tried[low]) / slope
     return sum(size <= at_limit for size in sizes) - 1
+
+
+def _problem(error: Exception) -> str:
+    """Return what failed and, if it is the user's code that ranks run alike, where, and how to try it."""
+    text = _in_a_line(error)
+    where = users_frame(error)
+    if where is None or isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return text
+    return f"{where}: {text}; the ranks may fail alike: `hpc-train prepare` tries the model on samples"
 
 
 def _in_a_line(error: Exception) -> str:

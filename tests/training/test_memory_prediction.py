@@ -218,6 +218,15 @@ def test_a_forward_that_needs_data_leaves_the_other_parts() -> None:
     assert (answer["flops_per_sample"], answer["communicated"]) == (None, {})
 
 
+def test_an_error_of_the_users_model_is_named_with_its_line() -> None:
+    config = experiment(model={"name": f"{__name__}:Linear", "args": {"features": FEATURES + 1}})
+    question, one = RunQuestion(config, Degrees(), False, None, [BATCH]), step(experiment())
+    question.__dict__["data"] = PlannedData(one.info, one.sample, one.num_samples)
+    problem = question.answer()["problem"]
+    assert problem.startswith("activations are unknown: test_memory_prediction.py:")
+    assert " in forward: RuntimeError: " in problem and "`hpc-train prepare`" in problem
+
+
 def test_a_question_is_answered_from_the_file_alone() -> None:
     config = experiment(
         data={"name": "digits"}, model={"name": f"{__name__}:Linear", "args": {"features": PIXELS}}
