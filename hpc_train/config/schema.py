@@ -71,8 +71,12 @@ class EarlyStoppingConfig(Section):
     weights."""
     mode: Annotated[Literal["min", "max"], Field(examples=["min"])]
     """``max``: a higher value is better; ``min``: a lower one."""
-    patience: Annotated[PositiveInt, Field(examples=[5])]
-    """Consecutive evaluations without improvement after which the run ends."""
+    patience: Annotated[PositiveInt | None, Field(examples=[5])] = None
+    """Consecutive evaluations without improvement after which the run ends. Default: unlimited, which needs
+    ``median_after``."""
+    median_after: PositiveInt | None = None
+    """Evaluations after which the run also ends if its best value is worse than the median of the best values
+    that at least three other runs of the same name had by this step. Default: other runs do not matter."""
     min_delta: NotNegativeFloat = 0.0
     """An evaluation is an improvement if it is better than the best by more than this."""
 

@@ -55,6 +55,7 @@ class BestSoFar:
     best: Best | None = None
     #: Evaluations since the best one.
     num_worse: int = 0
+    num_evaluations: int = 0
 
     def add_row(self, row: Row) -> None:
         """Add the row of an evaluation; one without the metric changes nothing."""
@@ -64,6 +65,7 @@ class BestSoFar:
     def add(self, step: int, value: object) -> bool:
         """Add an evaluation; return whether it is the best so far."""
         found = _finite(value)
+        self.num_evaluations += 1
         if found is not None and (self.best is None or self._gain(found, self.best.value) > self.min_delta):
             self.best, self.num_worse = Best(self.metric, found, step), 0
             return True

@@ -188,9 +188,8 @@ def _trainer(
     on_first_batch = _count_flops(run, train_state, task, start.position.step, stack)
     agreement = Agreement(rank.group, rank.flag)
     meters = _meters(run)
-    selection = ModelSelection.of(
-        config, agreement, evaluation_rows(rank.paths.metrics) if rank.is_first else ()
-    )
+    rows = evaluation_rows(rank.paths.metrics) if rank.is_first else ()
+    selection = ModelSelection.of(config, agreement, rows, rank.paths if rank.is_first else None)
     guard = Guard(
         config.optimization, train_state.model, norm_counts=not rank.precision.needs_scaler, skips=start.skips
     )

@@ -14,8 +14,10 @@ from hpc_train.config.schema import Experiment
 from hpc_train.datasets.base import DataSource
 from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import BadFileError
+from hpc_train.paths import RunPaths
 from hpc_train.run.best import BEST, BestSoFar
 from hpc_train.run.metric_rows import Row
+from hpc_train.training.median_rule import MedianRule
 
 #: Bits of rank 0's decision.
 _IMPROVED, _STOPPED = 1, 2
@@ -29,37 +31,47 @@ class ModelSelection:
     agreement: Agreement
     #: Both None where the file does not have the section; on ranks but 0 they see no row.
     best: BestSoFar | None = None
-    patience: BestSoFar | None = None
-    max_worse: int = 0
+    stopping: BestSoFar | None = None
+    #: On rank 0, where other runs matter.
+    median: MedianRule | None = None
+    #: Why the run ends at the current step, if it does. On rank 0.
+    reason: str | None = field(default=None, init=False)
     #: ``early_stopping`` ends the run at the current step.
     has_stopped: bool = False
     #: The step of the best evaluation, if this attempt evaluated it.
     improved_at: int | None = field(default=None, init=False)
 
     @classmethod
-    def of(cls, config: Experiment, agreement: Agreement, rows: Iterable[Row]) -> ModelSelection:
+    def of(
+        cls,
+        config: Experiment,
+        agreement: Agreement,
+        rows: Iterable[Row],
+        paths: RunPaths | None = None,
+    ) -> ModelSelection:
         """Return the state after ``rows``, those of all evaluations up to the current step; none on ranks
-        but 0.
+        but 0, which have no ``paths`` either.
 
         Collective.
         """
         best, stopping = config.checkpoint.best, config.early_stopping
-        selection = cls(config, agreement)
+        selection, step = cls(config, agreement), 0
         if best is not None:
             selection.best = BestSoFar(best.metric, best.mode)
         if stopping is not None:
-            selection.patience = BestSoFar(stopping.metric, stopping.mode, stopping.min_delta)
-            selection.max_worse = stopping.patience
-        followed = [each for each in (selection.best, selection.patience) if each is not None]
+            selection.stopping = BestSoFar(stopping.metric, stopping.mode, stopping.min_delta)
+            selection.median = None if paths is None else MedianRule(paths, stopping)
+        followed = [each for each in (selection.best, selection.stopping) if each is not None]
         for row in rows if followed else ():
+            step = row["step"]
             for each in followed:
                 each.add_row(row)
-        selection.has_stopped = bool(selection._agreed(_STOPPED if selection._is_worn_out else 0))
+        selection.has_stopped = bool(selection._agreed(selection._stops(step) * _STOPPED))
         return selection
 
     @property
     def is_on(self) -> bool:
-        return self.best is not None or self.patience is not None
+        return self.best is not None or self.stopping is not None
 
     def saves(self, step: int) -> bool:
         """Tell whether the checkpoint of ``step``, which has been evaluated, must be saved."""
@@ -75,9 +87,9 @@ class ModelSelection:
         for key, name in _metrics_of(self.config).items():
             _check_metric(key, name, metrics)
         is_best = self.best is not None and self.best.add(step, metrics[self.best.metric])
-        if self.patience is not None:
-            self.patience.add(step, metrics[self.patience.metric])
-        decision = self._agreed(is_best * _IMPROVED + self._is_worn_out * _STOPPED)
+        if self.stopping is not None:
+            self.stopping.add(step, metrics[self.stopping.metric])
+        decision = self._agreed(is_best * _IMPROVED + self._stops(step) * _STOPPED)
         self.has_stopped = bool(decision & _STOPPED)
         if decision & _IMPROVED:
             self.improved_at = step
@@ -87,18 +99,18 @@ class ModelSelection:
         found = None if self.best is None else self.best.best
         return {} if found is None else {BEST: found.to_json()}
 
-    @property
-    def reason(self) -> str | None:
-        """Why the run ends at the current step, if it does. On rank 0."""
-        if not self.has_stopped or self.patience is None:
-            return None
-        return f"stopped early: no better {self.patience.metric} in {self.max_worse} evaluations" + (
-            f" ({self.patience.best})" if self.patience.best else ""
-        )
-
-    @property
-    def _is_worn_out(self) -> bool:
-        return self.patience is not None and self.patience.num_worse >= self.max_worse
+    def _stops(self, step: int) -> bool:
+        """Tell whether the run ends after the evaluation of ``step``. Counts on rank 0."""
+        config = self.config.early_stopping
+        if config is None or self.stopping is None:
+            return False
+        if config.patience is not None and self.stopping.num_worse >= config.patience:
+            self.reason = f"stopped early: no better {config.metric} in {config.patience} evaluations" + (
+                f" ({self.stopping.best})" if self.stopping.best else ""
+            )
+        elif self.median is not None:
+            self.reason = self.median.reason(self.stopping, step)
+        return self.reason is not None
 
     def _agreed(self, decision: int) -> int:
         return self.agreement.rank_0_says(decision) if self.is_on else 0

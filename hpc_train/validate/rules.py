@@ -279,6 +279,14 @@ def ema_metrics_need_an_average(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(path, message, f"write {metric.removeprefix(_EMA)}, or add optimization.ema")
 
 
+@rule("early_stopping")
+def early_stopping_has_a_limit(experiment: Experiment) -> Iterator[Problem]:
+    """``early_stopping`` needs ``patience`` or ``median_after``."""
+    stopping = experiment.early_stopping
+    if stopping is not None and stopping.patience is None and stopping.median_after is None:
+        yield Problem(("early_stopping", "patience"), "is missing", "write patience: 5, or median_after: 3")
+
+
 @rule("task", "checkpoint.best", "early_stopping")
 def followed_metrics_are_the_tasks(experiment: Experiment) -> Iterator[Problem]:
     """``checkpoint.best.metric`` and ``early_stopping.metric`` must be metrics of the task."""
@@ -364,6 +372,7 @@ RULES: tuple[Rule, ...] = (
     text_has_no_control_characters,
     weights_are_a_file,
     ema_metrics_need_an_average,
+    early_stopping_has_a_limit,
     followed_metrics_are_the_tasks,
     searched_metric_is_the_tasks,
     weights_come_from_one_place,

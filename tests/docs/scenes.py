@@ -64,7 +64,8 @@ class Stage:
                 os.kill(pid, signal.SIGSTOP)
 
     def _preempt(self) -> None:
-        """Take all nodes, so that what was preempted waits."""
+        """Take all nodes, so that what was preempted waits. Slurm sends SIGCONT with its SIGTERM."""
+        self._train()  # the run would end while Slurm decides
         self._rival = preempt(self._cluster, NODES)
         self._wait(lambda run: run["state"] == "requeued")
 

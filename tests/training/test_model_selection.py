@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,10 @@ from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
+from hpc_train.run.best import BestSoFar
 from hpc_train.run.checkpoints import kept_best
 from hpc_train.training.loop import Trainer
+from hpc_train.training.median_rule import MedianRule
 from hpc_train.training.model_selection import ModelSelection, check_metrics, refuse_no_evaluations
 from hpc_train.training.saving import Saves
 from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
@@ -213,3 +216,47 @@ def test_data_without_validation_are_refused_before_training() -> None:
     refuse_no_evaluations(experiment(), source)
     with pytest.raises(BadFileError, match=r"early_stopping.metric: digits has no validation data"):
         refuse_no_evaluations(experiment(early_stopping=STOPPING), source)
+
+
+def other_run(folder: Path, accuracies: list[float]) -> None:
+    """Write the evaluations of another run of the experiment, after steps 1, 2, …"""
+    folder.mkdir()
+    rows = ({"split": "val", "step": i + 1, "accuracy": each} for i, each in enumerate(accuracies))
+    RunPaths(folder).metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def median_selection(run: RunPaths, rows: list[dict[str, Any]], **keys: Any) -> ModelSelection:
+    stopping = EarlyStoppingConfig(metric="accuracy", mode="max", **keys)
+    agreement = Agreement.__new__(Agreement)
+    agreement.rank_0_says = lambda said: said  # type: ignore[method-assign]
+    return ModelSelection.of(experiment(early_stopping=stopping), agreement, rows, run)
+
+
+def test_a_run_below_the_median_of_others_at_its_step_ends(run: RunPaths) -> None:
+    for name, accuracies in {"a": [0.2, 0.3], "b": [0.2, 0.9], "c": [0.2, 0.7], "d": [0.9]}.items():
+        other_run(run.folder.with_name(name), accuracies)
+    run.folder.with_name("e").mkdir()  # has not evaluated yet
+    selection = median_selection(run, [], median_after=1)
+    selection.evaluated(1, {"accuracy": 0.55})
+    assert not selection.has_stopped and selection.reason is None
+    selection.evaluated(2, {"accuracy": 0.5})  # the best so far is 0.55; d has not reached step 2
+    assert selection.has_stopped and selection.saves(2)
+    assert selection.reason == ("stopped early: best accuracy by step 2: 0.55; median of 3 other runs: 0.7")
+    rows = [{"split": "val", "step": step, "accuracy": 0.55} for step in (1, 2)]
+    assert median_selection(run, rows, median_after=1).has_stopped, "a run that resumes ends there too"
+    assert not median_selection(run, rows, median_after=3).has_stopped
+    (run.folder.with_name("c") / "metrics.jsonl").unlink()
+    assert not median_selection(run, rows, median_after=1).has_stopped, "two others say little"
+
+
+def test_a_lower_loss_than_the_median_goes_on(run: RunPaths) -> None:
+    for name in "abc":
+        other_run(run.folder.with_name(name), [0.4])
+    stopping = {"metric": "accuracy", "mode": "min", "median_after": 1}
+    rule = MedianRule(run, EarlyStoppingConfig.model_validate(stopping))
+    found = {}
+    for value in (0.3, 0.4, 0.5, math.nan):
+        so_far = BestSoFar("accuracy", "min")
+        so_far.add(1, value)
+        found[value] = rule.reason(so_far, 1)
+    assert [reason is not None for reason in found.values()] == [False, False, True, True]

@@ -50,6 +50,11 @@ def args(*overrides: str) -> tuple[str, ...]:
             "write loss, or add optimization.ema",
         ),
         (
+            args("early_stopping={metric: loss, mode: min}"),
+            "early_stopping.patience",
+            "write patience: 5, or median_after: 3",
+        ),
+        (
             args("checkpoint.best={metric: acuracy, mode: max}"),
             "checkpoint.best.metric",
             "did you mean accuracy?",

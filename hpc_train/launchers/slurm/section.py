@@ -83,10 +83,14 @@ def _gpu_keys(kind: str, count: int, nodes: list[Node]) -> dict[str, str | int]:
 
 def _account(facts: ClusterFacts) -> str | None:
     """Return the account to name: only where there are several."""
-    accounts = list(dict.fromkeys(each.account for each in facts.associations or ()))
-    default = [each.account for each in facts.associations or () if each.is_default]
-    first = next(iter([*default, *accounts]), "")
-    return first if len(accounts) > 1 and re.fullmatch(SLURM_WORD_PATTERN, first) else None
+    first, *others = _accounts(facts) or [""]
+    return first if others and re.fullmatch(SLURM_WORD_PATTERN, first) else None
+
+
+def _accounts(facts: ClusterFacts) -> list[str]:
+    """Return the user's accounts, the default one first."""
+    found = sorted(facts.associations or (), key=lambda each: not each.is_default)
+    return list(dict.fromkeys(each.account for each in found))
 
 
 def _notes(facts: ClusterFacts) -> Iterator[str]:
@@ -103,5 +107,5 @@ def _notes(facts: ClusterFacts) -> Iterator[str]:
         yield f"partition {label}: {len(nodes)} nodes with {what if gpus else 'no GPUs'}, {limit}{state}"
     if len(facts.partitions) > _LISTED:
         yield f"and {len(facts.partitions) - _LISTED} more partitions: sinfo"
-    if accounts := list(dict.fromkeys(each.account for each in facts.associations or ())):
+    if accounts := _accounts(facts):
         yield f"accounts: {', '.join(accounts[:_LISTED])}"

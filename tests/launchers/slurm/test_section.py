@@ -46,7 +46,7 @@ def test_an_account_is_written_where_there_are_several() -> None:
     some = [Association("nlp", "", (), None, False), Association("vision", "", (), None, True)]
     mine = ClusterFacts(facts.config, facts.partitions, facts.nodes, some)
     job = job_section(mine, None, None)
-    assert job.values["account"] == "vision" and job.notes[-1] == "accounts: nlp, vision"
+    assert job.values["account"] == "vision" and job.notes[-1] == "accounts: vision, nlp"
     one = ClusterFacts(facts.config, facts.partitions, facts.nodes, some[1:])
     assert "account" not in job_section(one, None, None).values
 
