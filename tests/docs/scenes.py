@@ -64,9 +64,14 @@ class Stage:
                 os.kill(pid, signal.SIGSTOP)
 
     def _preempt(self) -> None:
-        """Take all nodes, so that what was preempted waits. Slurm sends SIGCONT with its SIGTERM."""
-        self._train()  # the run would end while Slurm decides
+        """Take all nodes, so that what was preempted waits.
+
+        Ranks are held until Slurm signals them: a page's run would end before.
+        """
+        self._train()
         self._rival = preempt(self._cluster, NODES)
+        assert came_true(lambda: not all(map(_is_stopped, self._held)), LIMIT_S), self.account()
+        self.go_on()
         self._wait(lambda run: run["state"] == "requeued")
 
     def _free(self) -> None:
@@ -114,6 +119,13 @@ class Stage:
         )
         runs: list[dict[str, Any]] = json.loads(done.stdout)["runs"]
         return runs
+
+
+def _is_stopped(pid: int) -> bool:
+    """Tell whether the process is stopped by SIGSTOP; Slurm sends SIGCONT before SIGTERM."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def _command(pid: int) -> str:
