@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hpc_train
-from hpc_train.cli.children import run_child
+from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.code import is_new
 from hpc_train.cli.evaluate import Checkpoint
 from hpc_train.cli.export_formats import WEIGHTS, format_of
@@ -25,7 +25,13 @@ _PROGRAM_MODULE = "hpc_train.checkpoint.program_export"
 
 
 def export(
-    word: str, output: Path, *, form: str | None = None, checkpoint: Checkpoint, ema: bool = False
+    word: str,
+    output: Path,
+    *,
+    form: str | None = None,
+    checkpoint: Checkpoint,
+    ema: bool = False,
+    as_json: bool = False,
 ) -> int:
     """Write the weights, or the model as a program, of one run's newest valid checkpoint.
 
@@ -42,12 +48,36 @@ def export(
     (paths,) = found
     options = [*(["--ema"] if ema else []), *(["--best"] if checkpoint.best else [])]
     options += [] if checkpoint.step is None else ["--step", str(checkpoint.step)]
-    request = ("hpc_train.checkpoint.export", str(paths.folder), str(output), *options)
+    request: tuple[str, ...] = ("hpc_train.checkpoint.export", str(paths.folder), str(output), *options)
+    code: list[str] = []
     if form != WEIGHTS:
-        return run_child(*request, "--format", form, code=_code(paths, checkpoint.code))
-    if is_new(checkpoint.code):
+        request, code = (*request, "--format", form), _code(paths, checkpoint.code)
+    elif is_new(checkpoint.code):
         raise UsageError(f"--code new: a file of {WEIGHTS} does not depend on code; omit it")
-    return run_child(*request)
+    if not as_json:
+        return run_child(*request, code=code)
+    exit_code, said = child_report(*request, code=code)
+    if exit_code == ExitCode.DONE:
+        put_json(_export_json(paths, output, form, said, ema=ema))
+    return exit_code
+
+
+def _export_json(
+    paths: RunPaths, output: Path, form: str, said: Mapping[str, Any], *, ema: bool
+) -> dict[str, Any]:
+    """Return the content of ``export --json``; ``said``: what the child has printed."""
+    return {
+        "version": JSON_VERSION,
+        "id": paths.folder.name,
+        "file": str(output),
+        "format": form,
+        "bytes": output.stat().st_size,
+        "step": said["step"],
+        "ema": ema,
+        "tensors": said["tensors"],
+        "inputs": said.get("inputs"),
+        "max_difference": said.get("max_difference"),
+    }
 
 
 def _code(paths: RunPaths, choice: str | None) -> list[str]:

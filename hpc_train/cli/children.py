@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import hpc_train
 from hpc_train.console import say
@@ -18,12 +20,35 @@ def run_child(module: str, *arguments: str, code: Sequence[str] = ()) -> int:
 
     ``code``: where it imports from, such as a run's snapshot, instead of here and the current folder.
     """
+    return _run(module, arguments, code, None)[0]
+
+
+def child_report(module: str, *arguments: str, code: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
+    """Return the exit code of ``run_child``, and the object in the last line that it has printed to stdout.
+
+    The object is empty if the child failed. Other lines, as code of the user's may print, go to stderr.
+    """
+    exit_code, output = _run(module, arguments, code, subprocess.PIPE)
+    *others, last = output.rstrip("\n").split("\n") if exit_code == 0 else [output, "{}"]
+    if "".join(others):
+        say("\n".join(others))
+    return exit_code, json.loads(last)
+
+
+def _run(module: str, arguments: Sequence[str], code: Sequence[str], stdout: int | None) -> tuple[int, str]:
     # If the package is in a work tree, the child must find the same one from any folder.
     places = code or (str(Path(hpc_train.__file__).parents[1]),)
     path = os.pathsep.join(filter(None, (*places, os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"PYTHONPATH": path} | ({"PYTHONSAFEPATH": "1"} if code else {})
-    done = subprocess.run([sys.executable, "-m", module, *arguments], env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        env=environment,
+        stdout=stdout,
+        text=True,
+        errors="replace",
+        check=False,
+    )
     if done.returncode < 0:
         say(f"python -m {module} was killed by signal {-done.returncode}")
-        return ExitCode.FAILED
-    return done.returncode
+        return ExitCode.FAILED, done.stdout or ""
+    return done.returncode, done.stdout or ""

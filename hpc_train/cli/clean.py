@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from hpc_train.console import say
+from hpc_train.console import JSON_VERSION, put_json, say
 from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
@@ -20,26 +22,66 @@ from hpc_train.run.find import find_runs, run_name
 from hpc_train.run.liveness import lives, newest_record
 from hpc_train.run.run_status import GOING_ON
 
+UNUSED_CODE = "code that no run uses"
+
 
 class LivingRunError(UserError):
     """The run still writes to its folder."""
 
 
 @dataclass(frozen=True)
-class _Surplus:
+class Surplus:
+    """A file or folder to remove, and why."""
+
     path: Path
     why: str
 
+    @cached_property
     def size_bytes(self) -> int:
-        if self.path.is_symlink() or not self.path.is_dir():
-            return self.path.lstat().st_size
-        return sum(file.lstat().st_size for file in self.path.rglob("*"))
+        """Its size when it was first asked for."""
+        return size_bytes(self.path)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"path": str(self.path.absolute()), "bytes": self.size_bytes, "why": self.why}
 
 
-def clean(words: Sequence[str], *, yes: bool) -> ExitCode:
+def size_bytes(path: Path) -> int:
+    """Return the size of a file, or of all files in a folder; links are not followed."""
+    if path.is_symlink() or not path.is_dir():
+        return path.lstat().st_size
+    return sum(file.lstat().st_size for file in path.rglob("*"))
+
+
+def clean(words: Sequence[str], *, yes: bool, as_json: bool = False) -> ExitCode:
     """List what would be removed, ask unless ``yes``, remove it. Refuses if any of the runs is still
     active.
     """
+    removed, code = _clean(words, yes=yes)
+    if as_json:
+        items = [*code, *(item for found in removed.values() for item in found)]
+        put_json(
+            {
+                "version": JSON_VERSION,
+                "runs": [_to_json(paths, found) for paths, found in removed.items()],
+                "code": [item.to_json() for item in code],
+                "bytes": sum(item.size_bytes for item in items),
+            }
+        )
+    return ExitCode.DONE
+
+
+def _to_json(paths: RunPaths, removed: Sequence[Surplus]) -> dict[str, Any]:
+    return {
+        "id": paths.folder.name,
+        "name": paths.siblings.folder.name,
+        "path": str(paths.folder.absolute()),
+        "removed": [item.to_json() for item in removed],
+        "checkpoints": [str(each.folder.absolute()) for each in paths.checkpoint_folders()],
+    }
+
+
+def _clean(words: Sequence[str], *, yes: bool) -> tuple[dict[RunPaths, list[Surplus]], list[Surplus]]:
+    """Return what was removed of each run, and of the code."""
     runs = find_runs(words)
     for paths in runs:
         _refuse_living(paths)
@@ -50,13 +92,13 @@ def clean(words: Sequence[str], *, yes: bool) -> ExitCode:
         if not found:
             say(f"{paths.folder}: nothing to remove")
     folders = {paths.siblings.snapshots for paths in runs}
-    code = [_Surplus(path, "code that no run uses") for folder in folders for path in _unused(folder)]
+    code = [Surplus(path, UNUSED_CODE) for folder in folders for path in _unused(folder)]
     _say(code)
     if not code and not any(surplus.values()):
-        return ExitCode.DONE
+        return surplus, []
     if not yes and not _agreed():
         say("nothing was removed")
-        return ExitCode.DONE
+        return {paths: [] for paths in runs}, []
     for paths, found in surplus.items():
         with no_claims(paths):
             _refuse_living(paths)  # the answer may have taken an hour
@@ -64,13 +106,12 @@ def clean(words: Sequence[str], *, yes: bool) -> ExitCode:
                 raise LivingRunError(f"{run_name(paths)} was resumed in the meantime; run clean again")
             for item in found:
                 _remove(item.path)
-    _remove_code(folders, code)
-    return ExitCode.DONE
+    return surplus, _remove_code(folders, code)
 
 
-def _say(found: Sequence[_Surplus]) -> None:
+def _say(found: Sequence[Surplus]) -> None:
     for item in found:
-        say(f"{item.path}  {item.size_bytes() / 1e6:.1f} MB  {item.why}")
+        say(f"{item.path}  {item.size_bytes / 1e6:.1f} MB  {item.why}")
 
 
 def _refuse_living(paths: RunPaths) -> None:
@@ -80,9 +121,9 @@ def _refuse_living(paths: RunPaths) -> None:
         raise LivingRunError(f"{run_name(paths)} is {state}; clean it once it has ended")
 
 
-def _surplus(paths: RunPaths) -> list[_Surplus]:
+def _surplus(paths: RunPaths) -> list[Surplus]:
     """Return what hpc-train wrote and the run no longer needs; targets of links are kept."""
-    found = [_Surplus(paths.cache, "cache")] if paths.cache.exists() else []
+    found = [Surplus(paths.cache, "cache")] if paths.cache.exists() else []
     if not paths.checkpoints.is_dir() or paths.checkpoints.is_symlink():
         return found
     newest = next((each for each in checkpoints.committed(paths) if not checkpoints.verify(each)), None)
@@ -92,13 +133,13 @@ def _surplus(paths: RunPaths) -> list[_Surplus]:
     for path in sorted(paths.checkpoints.glob("step-*")):
         is_set_aside = checkpoints.is_set_aside(path)
         if checkpoints.is_left_over(path):
-            found.append(_Surplus(path, "not finished"))
+            found.append(Surplus(path, "not finished"))
         elif not is_set_aside and (path not in folders or path.is_symlink() or not path.is_dir()):
             continue
         # Without an intact one it is unknown which of them the user may want to repair.
         elif newest is not None and path not in kept:
             older = f"older than {newest.folder.name}, or does not count"
-            found.append(_Surplus(path, "damaged, set aside" if is_set_aside else older))
+            found.append(Surplus(path, "damaged, set aside" if is_set_aside else older))
     return found
 
 
@@ -111,19 +152,23 @@ def _unused(snapshots: Path) -> list[Path]:
         return []
 
 
-def remove_unused_code(snapshots: Path) -> None:
+def remove_unused_code(snapshots: Path) -> Iterator[Surplus]:
     """Remove code that no run uses, and list it; a submit may have started using it meanwhile."""
     for path in _unused(snapshots):
+        item = Surplus(path, UNUSED_CODE)
+        _ = item.size_bytes  # as long as it is there
         remove_folder(path)
-        say(f"{path}  removed: code that no run uses")
+        say(f"{path}  removed: {UNUSED_CODE}")
+        yield item
 
 
-def _remove_code(folders: Collection[Path], announced: Sequence[_Surplus]) -> None:
+def _remove_code(folders: Collection[Path], announced: Sequence[Surplus]) -> list[Surplus]:
     """Remove what was listed and is still unused: a submit may have started using it since."""
     unused = {path for folder in folders for path in _unused(folder)}
-    for item in announced:
-        if item.path in unused:
-            remove_folder(item.path)
+    found = [item for item in announced if item.path in unused]
+    for item in found:
+        remove_folder(item.path)
+    return found
 
 
 def _agreed() -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cli.compare_diff import compare_two
+from hpc_train.cli.many_runs import collecting_rarely
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import JSON_VERSION, put_json, say
 from hpc_train.errors import ExitCode, UsageError
@@ -70,6 +70,7 @@ class CompareOptions:
                 raise UsageError(f"{one} and {other} exclude each other; use one of them")
 
 
+@collecting_rarely()
 def compare(words: Sequence[str], options: CompareOptions) -> ExitCode:
     """Print the runs, or their means, the best first.
 
@@ -77,6 +78,8 @@ def compare(words: Sequence[str], options: CompareOptions) -> ExitCode:
     """
     options.check()
     if options.diff:
+        from hpc_train.cli.compare_diff import compare_two  # the schema: 0.2 s
+
         return compare_two(words, as_json=options.as_json)
     as_csv, as_json = options.as_csv, options.as_json
     runs = find_readable(words)
@@ -133,7 +136,7 @@ def _metrics_of(file: Path) -> set[Metric]:
 
 
 def _compared(runs: Sequence[RunPaths], measured: _Measured) -> Iterator[Compared]:
-    files = [RunFiles.read(paths) for paths in runs]
+    files = [RunFiles.read(paths, with_events=False) for paths in runs]
     names, settings, facts = run_names(runs), changed_keys(runs), _facts(files)
     for run, status in zip(files, statuses(runs), strict=True):
         paths = run.paths

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cli.children import run_child
+from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.found_sizes import say_layouts, with_found_sizes
 from hpc_train.cli.plan import LauncherOptions, submit_problems
 from hpc_train.console import JSON_VERSION, put_json, say
@@ -54,8 +54,14 @@ def schema() -> ExitCode:
     return ExitCode.DONE
 
 
-def prepare(file: Path, overrides: Sequence[str], *, runs_forward: bool = True) -> int:
+def prepare(file: Path, overrides: Sequence[str], *, runs_forward: bool = True, as_json: bool = False) -> int:
     """Download and try what the file names, in a child process, which imports torch."""
     make_plan(load(file, overrides))
-    options = [] if runs_forward else ["--no-forward"]
-    return run_child("hpc_train.training.prepare", str(file), *options, *overrides)
+    options = [*([] if runs_forward else ["--no-forward"]), *(["--json"] if as_json else [])]
+    request = ("hpc_train.training.prepare", str(file), *options, *overrides)
+    if not as_json:
+        return run_child(*request)
+    code, said = child_report(*request)
+    if code == ExitCode.DONE:
+        put_json({"version": JSON_VERSION} | said)
+    return code

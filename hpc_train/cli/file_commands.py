@@ -46,13 +46,14 @@ def init(
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Ask nothing; use defaults for what is not given.")
     ] = False,
+    as_json: Json = False,
 ) -> int:
     """Write a commented experiment file that fits this machine or cluster."""
     from hpc_train.cli.init import InitOptions, init
 
     options = InitOptions(
         task=task, data=data, root=root, model=model, example=example, queue=queue, gpus=gpus, local=local,
-        launcher=launcher, asks=not yes,
+        launcher=launcher, asks=not yes, as_json=as_json,
     )  # fmt: skip
     return init(output, options)
 
@@ -147,6 +148,7 @@ def prepare(
     no_forward: Annotated[
         bool, typer.Option("--no-forward", help="Do not run the model on samples on the CPU.")
     ] = False,
+    as_json: Json = False,
 ) -> int:
     """Download data and weights; try data, model and task.
 
@@ -154,7 +156,7 @@ def prepare(
     """
     from hpc_train.cli.experiment_file import prepare
 
-    return prepare(file, overrides or [], runs_forward=not no_forward)
+    return prepare(file, overrides or [], runs_forward=not no_forward, as_json=as_json)
 
 
 @command

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_train.cli.first_file import FirstFile, first_file, with_job_section
-from hpc_train.console import columns, one_line, put, say
+from hpc_train.console import JSON_VERSION, columns, one_line, put, put_json, say
 from hpc_train.data_facts.task_starts import STARTS
 from hpc_train.errors import ExitCode, NoSchedulerError, UsageError, printable
 from hpc_train.launchers.base import ClusterLauncher, JobSection
@@ -41,12 +41,13 @@ class InitOptions:
     launcher: str | None = None
     #: Whether to ask on a terminal for what is not given.
     asks: bool = True
+    as_json: bool = False
 
 
 def init(output: Path, options: InitOptions) -> ExitCode:
     """Write the file and say what to do next. Raises UsageError where it exists."""
     if options.example == _LIST:
-        put(*columns([(name, _title(path)) for name, path in _examples().items()]))
+        _put_examples(as_json=options.as_json)
         return ExitCode.DONE
     if output.exists() or output.is_symlink():
         raise UsageError(
@@ -63,11 +64,17 @@ def init(output: Path, options: InitOptions) -> ExitCode:
             model=options.model, job=job, gpus=gpus,
         )  # fmt: skip
         text, modules = first_file(chosen, output), {}
-    for path, content in ({output: text} | modules).items():
+    files = {output: text} | modules
+    for path, content in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("x", encoding="utf-8") as file:
             file.write(content)
-    _say_next(output, text, job)
+    to_change = _lines_to_change(text)
+    _say_next(output, to_change, job)
+    if options.as_json:
+        written = {"file": str(output), "files": list(map(str, files))}
+        facts = {"for_cluster": job is not None, "lines_to_change": to_change}
+        put_json({"version": JSON_VERSION, **written, **facts})
     return ExitCode.DONE
 
 
@@ -85,13 +92,17 @@ def _job_section(options: InitOptions) -> JobSection | None:
         return None
 
 
-def _say_next(output: Path, text: str, job: JobSection | None) -> None:
+def _lines_to_change(text: str) -> list[int]:
+    """Return the numbers of the lines that say CHANGE; the first one that does explains the word."""
+    return [number for number, line in enumerate(text.splitlines(), start=1) if "CHANGE" in line][1:]
+
+
+def _say_next(output: Path, to_change: Sequence[int], job: JobSection | None) -> None:
     shown = one_line(str(output))
     where = "" if job is not None else " --local"
     say(f"{shown}: written for {'this cluster' if job is not None else 'this machine'}")
-    to_change = [number for number, line in enumerate(text.splitlines(), start=1) if "CHANGE" in line]
-    if len(to_change) > 1:  # the first one explains the word
-        say(f"  change lines {', '.join(map(str, to_change[1:]))}")
+    if to_change:
+        say(f"  change lines {', '.join(map(str, to_change))}")
     for command in (f"validate {shown}", f"plan {shown}{where}", f"submit {shown}{where}"):
         say(f"  `hpc-train {command}`")
 
@@ -137,6 +148,15 @@ def _asked(what: str, default: str, choices: Sequence[str]) -> str:
 
 def _examples() -> dict[str, Path]:
     return {path.stem: path for path in sorted(EXAMPLES.glob("*.yaml"))}
+
+
+def _put_examples(*, as_json: bool) -> None:
+    found = {name: _title(path) for name, path in _examples().items()}
+    if as_json:
+        recipes = [{"name": name, "title": title} for name, title in found.items()]
+        put_json({"version": JSON_VERSION, "recipes": recipes})
+    else:
+        put(*columns(list(found.items())))
 
 
 def _title(path: Path) -> str:

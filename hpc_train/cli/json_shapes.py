@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
+from hpc_train.cli.json_result_shapes import RESULT_SHAPES
 from hpc_train.cli.status import RunRow
 
 
@@ -320,4 +321,5 @@ SHAPES: dict[str, Any] = {
     "sync": Synchronization,
     "evaluate": Evaluation,
     "verify": Verification,
+    **RESULT_SHAPES,
 }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import codecs
 import os
+import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from hpc_train.cli.unreadable import find_readable
-from hpc_train.console import columns, say
+from hpc_train.console import JSON_VERSION, columns, put_json, say
 from hpc_train.errors import ExitCode, UsageError, counted, printable
 from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.paths import RunPaths
@@ -20,6 +22,7 @@ from hpc_train.run.find import run_name, run_names
 from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
 
+_LOG_NAME = re.compile(r"rank-([0-9]{1,9})\.log")
 _POLL_S = 0.2
 #: Interval between questions that may go to the scheduler; its answers are cached for longer.
 _ASK_S = 1.0
@@ -29,22 +32,61 @@ FOLLOWED_LINES = 20
 
 
 def logs(
-    word: str, *, follow: bool, rank: int, attempt: int | None, lines: int | None = None, last: bool = False
+    word: str,
+    *,
+    follow: bool,
+    rank: int,
+    attempt: int | None,
+    lines: int | None = None,
+    last: bool = False,
+    as_json: bool = False,
 ) -> ExitCode:
     """Print one rank's log to stdout.
 
     ``lines``: only this many at its end, 0 for all; None: all, or ``FOLLOWED_LINES`` with ``follow``.
-    ``last``: of several runs the one that started last.
+    ``last``: of several runs the one that started last. ``as_json``: as one object, with all logs of the run.
     """
+    if as_json and follow:
+        raise UsageError("--json and --follow exclude each other; use one of them")
     paths = _one_run(word, last=last)
     lines = lines if lines is not None else FOLLOWED_LINES if follow else 0
     if follow:
         _follow(paths, rank, attempt, lines)
-    elif attempt is None and (output := launcher_of(paths).output(paths)):
-        _LogReader(output, lines).print_new()
+        return ExitCode.DONE
+    output = launcher_of(paths).output(paths) if attempt is None else None
+    number = attempt or newest_number(paths)
+    log = output or _existing(paths, rank, number)
+    if as_json:
+        place = {"attempt": None, "rank": None} if output else {"attempt": number, "rank": rank}
+        put_json(_run_json(paths) | place | {"file": str(log.absolute()), "lines": _lines(log, lines)})
     else:
-        _LogReader(_existing(paths, rank, attempt or newest_number(paths)), lines).print_new()
+        _LogReader(log, lines).print_new()
     return ExitCode.DONE
+
+
+def _run_json(paths: RunPaths) -> dict[str, Any]:
+    """Return what ``logs --json`` says of the run: who it is, and where its logs are."""
+    found = [
+        {"attempt": attempt.number, "rank": rank, "file": str(log.absolute()), "bytes": log.stat().st_size}
+        for attempt in paths.attempt_folders()
+        for rank, log in sorted(_logs_in(attempt.folder).items())
+    ]
+    name, path = paths.siblings.folder.name, str(paths.folder.absolute())
+    return {"version": JSON_VERSION, "id": paths.folder.name, "name": name, "path": path, "logs": found}
+
+
+def _logs_in(attempt: Path) -> dict[int, Path]:
+    """Return rank → log."""
+    found = [(_LOG_NAME.fullmatch(path.name), path) for path in attempt.glob("rank-*.log")]
+    return {int(match[1]): path for match, path in found if match and path.is_file()}
+
+
+def _lines(log: Path, count: int) -> list[str]:
+    """Return the last lines of a log, or with 0 all."""
+    with log.open("rb") as file:
+        file.seek(_tail_offset(log, count) if count else 0)
+        text = file.read().decode("utf-8", "replace")
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def _one_run(word: str, *, last: bool) -> RunPaths:

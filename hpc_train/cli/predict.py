@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpc_train.cli.evaluate import Checkpoint, run_ranks
-from hpc_train.console import put
+from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.errors import ExitCode, StorageError, UsageError
 from hpc_train.paths import expanded
-from hpc_train.run.files import replacing
+from hpc_train.run.files import read_json, replacing
 
 _FORMATS = (".jsonl", ".csv")
 
@@ -30,6 +30,7 @@ def predict(
     devices: int | None,
     ema: bool,
     force: bool,
+    as_json: bool = False,
 ) -> ExitCode:
     """Write a line per sample to ``output``, in the order of the samples; ``data``: images to predict.
 
@@ -46,8 +47,14 @@ def predict(
         parts = [stack.enter_context(part.open()) for part in own.prediction_files()]
         rows = (map(json.loads, part) for part in parts)
         count = write_rows(file, heapq.merge(*rows, key=lambda row: row["index"]), output.suffix)
+    asked = read_json(own.evaluated_checkpoint) or {}
     shutil.rmtree(own.folder.parent)
-    put(f"{output}  {count} predictions")
+    if as_json:
+        file_facts = {"file": str(output), "format": output.suffix[1:], "bytes": output.stat().st_size}
+        known = {"id": Path(asked["run"]).name, "step": asked["step"], "predictions": count}
+        put_json({"version": JSON_VERSION} | known | file_facts)
+    else:
+        put(f"{output}  {count} predictions")
     return ExitCode.DONE
 
 

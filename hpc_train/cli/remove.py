@@ -7,11 +7,11 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
+from typing import Any
 
-from hpc_train.cli.clean import LivingRunError, remove_unused_code
+from hpc_train.cli.clean import LivingRunError, Surplus, remove_unused_code, size_bytes
 from hpc_train.cli.unreadable import find_readable
-from hpc_train.console import put, say
+from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, NoSchedulerError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.base import Launcher
 from hpc_train.launchers.lookup import by_launcher
@@ -27,7 +27,7 @@ class ForeignFolderError(UserError):
     """The folder is not provably a run that this user's hpc-train created."""
 
 
-def remove(words: Sequence[str], *, yes: bool) -> ExitCode:
+def remove(words: Sequence[str], *, yes: bool, as_json: bool = False) -> ExitCode:
     """List the runs to remove, ask unless ``yes``, remove them.
 
     Nothing is removed if any of the runs is running or queued, or its folder contains foreign files.
@@ -37,21 +37,36 @@ def remove(words: Sequence[str], *, yes: bool) -> ExitCode:
     found = _ended(runs)
     for paths in runs:
         _check_ours(paths)
-    for paths in runs:
-        status = found[paths]
-        say(f"{names[paths]}  {status.state} at step {status.step}  {_size(paths.folder)}  {paths.folder}")
+    facts = [_facts(paths, found[paths]) for paths in runs]
+    for paths, each in zip(runs, facts, strict=True):
+        size = f"{each['bytes'] / 1e6:.1f} MB"
+        say(f"{names[paths]}  {each['state']} at step {each['step']}  {size}  {paths.folder}")
     if not yes and not _agreed(len(runs)):
         say("nothing was removed")
-        return ExitCode.DONE
+        runs, facts = [], []
     for paths in runs:
         _remove(paths)
-        put(f"{names[paths]}  removed")
-    for folder in {paths.siblings.snapshots for paths in runs}:
-        remove_unused_code(folder)
+        (say if as_json else put)(f"{names[paths]}  removed")
+    snapshots = {paths.siblings.snapshots for paths in runs}
+    code = [item for folder in snapshots for item in remove_unused_code(folder)]
     for siblings in {paths.siblings for paths in runs}:
         with suppress(OSError):  # it has other runs, or files that belong to none
             siblings.folder.rmdir()
+    if as_json:
+        put_json(_to_json(facts, code))
     return ExitCode.DONE
+
+
+def _facts(paths: RunPaths, status: RunStatus) -> dict[str, Any]:
+    """Return what ``--json`` says of a run that is still there."""
+    name, path = paths.siblings.folder.name, str(paths.folder.absolute())
+    known = {"id": paths.folder.name, "name": name, "path": path, "state": status.state, "step": status.step}
+    return known | {"bytes": size_bytes(paths.folder)}
+
+
+def _to_json(runs: Sequence[dict[str, Any]], code: Sequence[Surplus]) -> dict[str, Any]:
+    total = sum(each["bytes"] for each in runs) + sum(item.size_bytes for item in code)
+    return {"version": JSON_VERSION, "runs": runs, "code": [item.to_json() for item in code], "bytes": total}
 
 
 def _ended(runs: Sequence[RunPaths]) -> dict[RunPaths, RunStatus]:
@@ -123,11 +138,6 @@ def _remove(paths: RunPaths) -> None:
         shutil.rmtree(paths.attempt(number).folder, ignore_errors=True)
         raise
     shutil.rmtree(aside)
-
-
-def _size(folder: Path) -> str:
-    total = sum(path.lstat().st_size for path in folder.rglob("*"))
-    return f"{total / 1e6:.1f} MB"
 
 
 def _agreed(count: int) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hpc_train.cli.unreadable import find_readable
-from hpc_train.console import put
+from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.errors import ExitCode, UsageError
-from hpc_train.report.html.collecting import collect
+from hpc_train.report.html.collecting import Collected, collect
 from hpc_train.report.html.page import render
 from hpc_train.run.files import replacing
 from hpc_train.run.output_files import refuse_target
@@ -16,7 +17,7 @@ from hpc_train.run.output_files import refuse_target
 _ENDINGS = (".html", ".htm")
 
 
-def report(words: Sequence[str], output: Path, *, metric: str | None) -> ExitCode:
+def report(words: Sequence[str], output: Path, *, metric: str | None, as_json: bool = False) -> ExitCode:
     """Write the page of the runs to ``output``, which is replaced atomically.
 
     Raises UsageError for a metric that none of the runs has, and what ``refuse_target`` raises.
@@ -31,6 +32,18 @@ def report(words: Sequence[str], output: Path, *, metric: str | None) -> ExitCod
     page = render(collected).encode()
     with replacing(output) as file:
         file.write(page)
+    if as_json:
+        put_json(_to_json(collected, output, len(page)))
+        return ExitCode.DONE
     count = len(collected.runs)
     put(f"{output}  {count:,} {'run' if count == 1 else 'runs'}  {len(page) / 2**20:.1f} MB")
     return ExitCode.DONE
+
+
+def _to_json(collected: Collected, output: Path, size_bytes: int) -> dict[str, Any]:
+    runs = [
+        {"id": run.paths.folder.name, "name": run.experiment, "path": str(run.paths.folder.absolute())}
+        for run in collected.runs
+    ]
+    metric = None if collected.metric is None else str(collected.metric)
+    return {"version": JSON_VERSION, "file": str(output), "bytes": size_bytes, "metric": metric, "runs": runs}

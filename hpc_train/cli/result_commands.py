@@ -45,12 +45,14 @@ def export(
             "--code", metavar="new", help="new: use the current code instead of the run's snapshot."
         ),
     ] = None,
+    as_json: Json = False,
 ) -> int:
     """Export a run's full weights as one safetensors file, or its model to ONNX or torch.export."""
     from hpc_train.cli.checkpoint_commands import export
     from hpc_train.cli.evaluate import Checkpoint
 
-    return export(run, output, form=form, checkpoint=Checkpoint(best, step, code), ema=ema)
+    checkpoint = Checkpoint(best, step, code)
+    return export(run, output, form=form, checkpoint=checkpoint, ema=ema, as_json=as_json)
 
 
 @command
@@ -120,6 +122,7 @@ def predict(
         ),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
+    as_json: Json = False,
 ) -> int:
     """Write a run's predictions to a file.
 
@@ -129,7 +132,16 @@ def predict(
     from hpc_train.cli.predict import predict
 
     checkpoint = Checkpoint(best, step, code)
-    return predict(words, output, data=data, checkpoint=checkpoint, devices=devices, ema=ema, force=force)
+    return predict(
+        words,
+        output,
+        data=data,
+        checkpoint=checkpoint,
+        devices=devices,
+        ema=ema,
+        force=force,
+        as_json=as_json,
+    )
 
 
 @command
@@ -193,11 +205,12 @@ def report(
             show_default=False,
         ),
     ] = None,
+    as_json: Json = False,
 ) -> int:
     """Write runs to one HTML file to look at and share: curves, attempts, goodput, evaluations, files."""
     from hpc_train.cli.report import report
 
-    return report(runs, output, metric=metric)
+    return report(runs, output, metric=metric, as_json=as_json)
 
 
 @command

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hpc_train.cli.command_line import command
-from hpc_train.cli.shared_options import Devices, Json, LauncherName, Local, MaybeRuns, Run, Runs
+from hpc_train.cli.shared_options import Devices, Json, LauncherName, Local, MaybeRuns, Run, Runs, Yes
 
 
 @command
@@ -56,11 +56,13 @@ def logs(
     last: Annotated[
         bool, typer.Option("--last", help="Of several runs, use the one that started last.")
     ] = False,
+    as_json: Json = False,
 ) -> int:
     """Print a rank's log."""
     from hpc_train.cli.logs import logs
 
-    return logs(run, follow=follow, rank=rank, attempt=attempt, lines=0 if print_all else lines, last=last)
+    lines = 0 if print_all else lines
+    return logs(run, follow=follow, rank=rank, attempt=attempt, lines=lines, last=last, as_json=as_json)
 
 
 @command
@@ -115,23 +117,19 @@ def cancel(runs: Runs, as_json: Json = False) -> int:
 
 
 @command
-def clean(
-    runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")] = False
-) -> int:
+def clean(runs: Runs, yes: Yes = False, as_json: Json = False) -> int:
     """Remove old checkpoints, caches and unused code."""
     from hpc_train.cli.clean import clean
 
-    return clean(runs, yes=yes)
+    return clean(runs, yes=yes, as_json=as_json)
 
 
 @command
-def rm(
-    runs: Runs, yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")] = False
-) -> int:
+def rm(runs: Runs, yes: Yes = False, as_json: Json = False) -> int:
     """Remove runs that have ended, and unused code."""
     from hpc_train.cli.remove import remove
 
-    return remove(runs, yes=yes)
+    return remove(runs, yes=yes, as_json=as_json)
 
 
 @command

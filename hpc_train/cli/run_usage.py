@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.launchers.base import AccountingLauncher, Launcher
 from hpc_train.launchers.lookup import launcher_in
+from hpc_train.report.metrics_reader import Row
 from hpc_train.report.usage import Usage, usage_of
 
 if TYPE_CHECKING:
@@ -15,10 +17,10 @@ if TYPE_CHECKING:
     from hpc_train.topology.degrees import Ranks
 
 
-def used_by(run: RunFiles, now: RunStatus, *, with_accounting: bool) -> Usage | None:
+def used_by(run: RunFiles, now: RunStatus, rows: Sequence[Row], *, with_accounting: bool) -> Usage | None:
     """Return what the run has used; None before its first attempt.
 
-    ``with_accounting``: also ask the scheduler, which takes a while for each run.
+    ``rows``: see ``usage_of``. ``with_accounting``: also ask the scheduler, which takes a while for each run.
     """
     if not run.recorded:
         return None
@@ -26,17 +28,14 @@ def used_by(run: RunFiles, now: RunStatus, *, with_accounting: bool) -> Usage | 
     job = None
     if with_accounting and isinstance(launcher, AccountingLauncher):
         job = launcher.job_usage(run.paths)
-    return usage_of(run, now, _size(run, launcher), job)
+    return usage_of(run, now, rows, _size(run, launcher), job)
 
 
 def _size(run: RunFiles, launcher: Launcher) -> Ranks | None:
     """Return the ranks, GPUs and cores of an attempt as the launcher starts it now; None if unknown."""
-    from hpc_train.run.create import effective_experiment  # the schema: 0.2 s, which few runs need
-
-    record = run.newest_record
+    record, experiment = run.newest_record, run.experiment
     devices = None if record is None else record.devices or record.ranks
     try:
-        experiment = effective_experiment(run.paths, max(1, run.newest_number))
-        return launcher.ranks(experiment, devices)
-    except (HpcTrainError, OSError):  # a damaged file: reported where it matters
+        return None if experiment is None else launcher.ranks(experiment, devices)
+    except (HpcTrainError, OSError):
         return None

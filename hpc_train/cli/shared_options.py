@@ -18,6 +18,7 @@ MaybeRuns = Annotated[
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="One run.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")]
 Local = Annotated[bool, typer.Option("--local", help="On this machine instead of in the queue.")]
 Devices = Annotated[
     int | None, typer.Option("--devices", min=1, help="Ranks on this machine; default: one per GPU, or one.")

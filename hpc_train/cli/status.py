@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cli.many_runs import collecting_rarely
 from hpc_train.cli.row_order import sorted_rows
 from hpc_train.cli.run_usage import used_by
 from hpc_train.cli.unreadable import find_readable
@@ -17,20 +18,20 @@ from hpc_train.paths import RunPaths
 from hpc_train.recovery.budgets import Left
 from hpc_train.report.changed_keys import in_words
 from hpc_train.report.goodput import goodput
-from hpc_train.report.metrics_reader import last_metric, newest_judged, newest_rows
+from hpc_train.report.metrics_reader import Row, last_metric, newest_judged, newest_rows, sampled_rows
 from hpc_train.report.recovery_budget import Recovery, recovery_of
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import Restart, elapsed_s, newest_restart, remaining_s, short_duration
 from hpc_train.report.step_layout import layout_of, ranks_of
-from hpc_train.report.usage import Usage, counts_by_state
+from hpc_train.report.usage import MAX_ROWS, Usage, counts_by_state
 from hpc_train.run.attempts import job_ids, newest_number
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
 from hpc_train.run.files import read_text
 from hpc_train.run.find import run_names
 from hpc_train.run.found_micro_batch import kept_size
-from hpc_train.run.run_status import RunStatus, read_status
+from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
 from hpc_train.run.tracebacks import shortened_traceback
 
 _HEADS = ("run", "experiment", "state", "step", "job", "elapsed", "ETA", "values", "last metric or reason")
@@ -95,22 +96,19 @@ class RunRow:
         """Return the row of a run with the status ``now``.
 
         ``with_accounting``: the scheduler is asked what the run's jobs used.
-        Unless ``is_full``, without what a table of many runs does not show and what takes long to read:
-        goodput and usage (all rows of the metrics), the arithmetic of a step, and the budget of a run that
-        has had no attempt.
+        Unless ``is_full``, without what a table of many runs does not show and what takes long to read.
         """
-        run = RunFiles.read(paths)
-        facts, record = run.facts, run.newest_record
+        run = RunFiles.read(paths, with_events=is_full)
+        facts = run.facts
         jobs = job_ids(facts)
-        recovery = recovery_of(run, now) if is_full or run.attempts else Recovery()
-        layout = layout_of(paths, facts, record) if is_full else None
+        # That of another run has no words.
+        has_recovery = is_full or (run.attempts and now.state in GOING_ON)
+        recovery = recovery_of(run, now) if has_recovery else Recovery()
         values = facts.get("values")
         # Only a run that trains needs more than one row: for its rate.
         rows = newest_rows(paths.metrics) if now.state == "running" else newest_judged(paths.metrics)
         elapsed, remaining = elapsed_s(run, now), remaining_s(now, rows)
-        share = goodput(paths, now, elapsed) if is_full else None
-        best = _best(paths) if is_full else None
-        used = used_by(run, now, with_accounting=with_accounting) if is_full else None
+        details = _details(run, now, elapsed, with_accounting=with_accounting) if is_full else {}
         return cls(
             id=str(facts.get("id", paths.folder.name)),
             name=str(facts.get("name", paths.folder.parent.name)),
@@ -121,23 +119,20 @@ class RunRow:
             reason="; ".join(filter(None, (now.reason, *recovery.words))) or None,
             path=str(paths.folder.absolute()),
             job=jobs[-1] if jobs else None,
-            restart=newest_restart(run.records),
             budget=recovery.budget,
-            micro_batch_size=kept_size(paths) if run.attempts or now.state != "pending" else None,
             excluded_nodes=recovery.excluded_nodes,
             values=values if isinstance(values, dict) else None,
-            code=_code(facts),
-            ranks=ranks_of(facts, record),
-            micro_batches=layout.micro_batches if layout else None,
-            accumulation=layout.accumulation if layout else None,
-            precision=layout.precision if layout else None,
             elapsed_s=None if elapsed is None else round(elapsed, 1),
             eta_s=None if remaining is None else round(remaining, 1),
             last_metric=last_metric(rows),
-            goodput=None if share is None else round(share, 4),
-            best=None if best is None else best.to_json(),
-            usage=None if used is None else used.to_json(),
+            **details,
         )
+
+    def to_json(self) -> dict[str, Any]:
+        return vars(self) | {
+            "restart": self.restart and asdict(self.restart),
+            "budget": self.budget and asdict(self.budget),
+        }
 
     @property
     def paths(self) -> RunPaths:
@@ -208,13 +203,15 @@ class StatusOptions:
     failed: bool = False
 
 
+@collecting_rarely()
 def status(words: Sequence[str], options: StatusOptions) -> ExitCode:
     """Show the given runs, or all."""
     runs = find_readable(words)
-    is_one = len(runs) == 1
-    rows = rows_of(runs, is_full=options.as_json or is_one, with_accounting=is_one)
+    pairs = list(zip(runs, statuses(runs), strict=True))
     if options.failed:
-        rows = [row for row in rows if row.state == "failed"]
+        pairs = [(paths, now) for paths, now in pairs if now.state == "failed"]
+    is_one = len(pairs) == 1
+    rows = _rows_of(pairs, is_full=options.as_json or is_one, with_accounting=is_one)
     if options.sort is not None:
         rows = sorted_rows(rows, options.sort)
     if options.as_json:
@@ -258,27 +255,53 @@ def _titles(rows: Sequence[RunRow]) -> dict[int, str]:
     }
 
 
-def rows_of(runs: Sequence[RunPaths], *, is_full: bool = True, with_accounting: bool = False) -> list[RunRow]:
-    """Read the status of the runs; a scheduler is asked once for all of its runs.
+def rows_of(runs: Sequence[RunPaths]) -> list[RunRow]:
+    """Read the status of the runs; a scheduler is asked once for all of its runs."""
+    return _rows_of(zip(runs, statuses(runs), strict=True))
 
-    ``with_accounting``: ask its accounting, too, for each run, which may take seconds.
-    """
-    pairs = zip(runs, statuses(runs), strict=True)
-    return [RunRow.at(paths, now, is_full=is_full, with_accounting=with_accounting) for paths, now in pairs]
+
+def _rows_of(
+    runs: Iterable[tuple[RunPaths, RunStatus]], *, is_full: bool = True, with_accounting: bool = False
+) -> list[RunRow]:
+    return [RunRow.at(paths, now, is_full=is_full, with_accounting=with_accounting) for paths, now in runs]
 
 
 def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
     """Return the content of ``status --json`` (a contract)."""
-    return {"version": JSON_VERSION, "runs": [asdict(row) for row in rows]}
+    return {"version": JSON_VERSION, "runs": [row.to_json() for row in rows]}
 
 
 def _print_details(paths: RunPaths, row: RunRow) -> None:
     put("")
-    run = RunFiles.read(paths)
-    layout = layout_of(paths, run.facts, run.newest_record)
+    layout = layout_of(RunFiles.read(paths))
     details = [*row.details(), *([("step", str(layout))] if layout else [])]
     for line in columns([(f"  {label}", text) for label, text in details]):
         put(line)
+
+
+def _details(
+    run: RunFiles, now: RunStatus, elapsed: float | None, *, with_accounting: bool
+) -> dict[str, Any]:
+    """Return the fields of a row that the table of runs does not show; all rows of the metrics are read."""
+    paths, layout, best = run.paths, layout_of(run), _best(run.paths)
+    rows: Sequence[Row] = ()
+    is_part = False
+    if run.recorded:
+        rows, is_part = sampled_rows(paths.metrics, MAX_ROWS)
+    share = goodput(paths, now, elapsed, None if is_part else rows)
+    used = used_by(run, now, rows, with_accounting=with_accounting)
+    return {
+        "restart": newest_restart(run.records),
+        "micro_batch_size": kept_size(paths) if run.attempts or now.state != "pending" else None,
+        "code": _code(run.facts),
+        "ranks": ranks_of(run.facts, run.newest_record),
+        "micro_batches": layout.micro_batches if layout else None,
+        "accumulation": layout.accumulation if layout else None,
+        "precision": layout.precision if layout else None,
+        "goodput": None if share is None else round(share, 4),
+        "best": None if best is None else best.to_json(),
+        "usage": None if used is None else used.to_json(),
+    }
 
 
 def _best(paths: RunPaths) -> Best | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from hpc_train.errors import HpcTrainError
@@ -12,8 +14,12 @@ from hpc_train.run.attempts import newest_number
 from hpc_train.run.files import read_json
 from hpc_train.run.run_facts import run_facts
 
+#: Made once: ``json.dumps`` with options makes one per call.
+_JSON = json.JSONEncoder(ensure_ascii=False)
 #: Shown elsewhere, or equal in the runs that they describe.
 _LEFT_OUT = ("name", "sweep")
+#: Values of one of these types that are equal are written alike.
+_SCALARS = {str, int, float, bool, type(None)}
 #: The value of a key that is not set.
 _ABSENT = object()
 
@@ -44,13 +50,16 @@ def _read(
 
 def _differing(settings: Iterable[Mapping[str, Any]]) -> list[str]:
     every = list(settings)
-    keys = dict.fromkeys(key for found in every for key in found)
-    return [key for key in keys if _differs(key, every)]
+    keys = dict.fromkeys(chain.from_iterable(every))
+    return [key for key in keys if _differ([found.get(key, _ABSENT) for found in every])]
 
 
-def _differs(key: str, settings: Sequence[Mapping[str, Any]]) -> bool:
-    first = _comparable(settings[0].get(key, _ABSENT))
-    return any(_comparable(found.get(key, _ABSENT)) != first for found in settings)
+def _differ(values: Sequence[Any]) -> bool:
+    kinds = set(map(type, values))
+    if len(kinds) == 1 and kinds <= _SCALARS:  # of thousands of runs most are
+        return len(set(values)) > 1
+    first = _comparable(values[0])
+    return any(_comparable(value) != first for value in values)
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -58,9 +67,15 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return {key: next(end for end in _ends(key) if _is_unique(end, keys)) for key in keys}
 
 
+@lru_cache
+def _short_names(keys: tuple[str, ...]) -> dict[str, str]:
+    """Return ``short_names``: the runs of a sweep have the same keys."""
+    return short_names(keys)
+
+
 def in_words(values: Mapping[str, Any]) -> str:
     """Return ``lr=0.1 seed=2``."""
-    names = short_names(list(values))
+    names = _short_names(tuple(values))
     return " ".join(f"{names[key]}={value_text(value)}" for key, value in values.items())
 
 
@@ -68,7 +83,7 @@ def value_text(value: Any) -> str:
     """Return a value as written in an experiment file, None as ``-``."""
     if value is None:
         return "-"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else _JSON.encode(value)
 
 
 def _written(paths: RunPaths) -> dict[str, Any] | None:

@@ -118,7 +118,7 @@ def measured(paths: RunPaths, resolved: Mapping[str, Any], launcher: str | None 
     started_by = run.newest_record.launcher if run.newest_record is not None else None
     if None not in {launcher, started_by} and launcher != started_by:
         return None
-    record, layout = run.newest_record, layout_of(paths, run.facts, run.newest_record)
+    record, layout = run.newest_record, layout_of(run)
     if record is None or layout is None or layout.micro_batch_size is None or layout.accumulation is None:
         return None
     rows = [row for row in newest_rows(paths.metrics) if row.get("attempt") == record.attempt]

@@ -1,15 +1,19 @@
-"""Reads ``metrics.jsonl`` while it grows."""
+"""Reads ``metrics.jsonl`` while it grows.
+
+A line is parsed only if its row may be asked for: the answer is the same as if all were parsed.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hpc_train.run.files import UnreadableFileError, open_regular
+from hpc_train.run.files import UnreadableFileError, open_regular, read_tail
 from hpc_train.run.metric_rows import Row as Row
 
 #: Usually contains the newest evaluation. Assumed.
@@ -60,27 +64,35 @@ class MetricsReader:
 
 def _row(line: bytes) -> Row | None:
     try:
-        row = json.loads(line)
+        # As text: of bytes, json would guess the encoding of each line.
+        row = json.loads(line.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 
 
+def _may_be_evaluation(text: bytes) -> bool:
+    """Tell, without parsing, whether one of the rows in ``text`` may be that of an evaluation."""
+    return b'"val"' in text or b"\\" in text  # the word, or a way to write it that we do not use
+
+
 def validation_rows(path: Path) -> list[Row]:
     """Return the rows of evaluations. Other lines are not parsed: they are most of a large file."""
-    try:
-        with open_regular(path) as file:
-            rows = [row for line in file if b'"val"' in line and (row := _row(line))]
-    except (FileNotFoundError, UnreadableFileError):
-        return []
-    return [row for row in rows if row.get("split") == "val"]
+    return [row for row in _rows(path, _may_be_evaluation) if row.get("split") == "val"]
 
 
 def rows_in(path: Path) -> Iterator[Row]:
     """Yield the complete rows one after the other, in constant memory."""
+    return _rows(path, lambda line: True)
+
+
+def _rows(path: Path, is_wanted: Callable[[bytes], bool]) -> Iterator[Row]:
+    """Yield the complete rows; lines of which ``is_wanted`` returns false are not parsed."""
     try:
         with open_regular(path) as file:
-            yield from (row for line in file if line.endswith(b"\n") and (row := _row(line)))
+            for line in file:
+                if is_wanted(line) and line.endswith(b"\n") and (row := _row(line)):
+                    yield row
     except (FileNotFoundError, UnreadableFileError):
         return
 
@@ -89,23 +101,28 @@ def sampled_rows(path: Path, max_rows: int) -> tuple[list[Row], bool]:
     """Return the rows in order, and whether some were skipped: of more than ``max_rows`` every k-th.
 
     Rows of evaluations are counted on their own, so that none is skipped because of the others. The last row
-    is always there. Memory does not depend on the file; none if it can't be read.
+    is always there, and lines longer than any of ours are skipped. Memory does not depend on the file; no
+    rows if it can't be read.
     """
     kept = {True: _Thinned(max_rows), False: _Thinned(max_rows)}
     last: tuple[int, bytes] | None = None
+    has_long = is_rest = False
     try:
         with open_regular(path) as file:
             place = 0
             while line := file.readline(_MAX_LINE_BYTES):
-                if line.endswith(b"\n"):  # not one still being written, or longer than any of ours
+                is_end = line.endswith(b"\n")
+                if is_end and not is_rest:
                     place, last = place + 1, (place, line)
                     kept[b'"val"' in line].add(place - 1, line)
+                has_long, is_rest = has_long or is_rest, not is_end
     except (OSError, UnreadableFileError):
         return [], False
     found = {place: row for thinned in kept.values() for place, row in thinned.rows}
     if last is not None and last[0] not in found and (row := _row(last[1])):
         found[last[0]] = row
-    return [found[place] for place in sorted(found)], any(thinned.every > 1 for thinned in kept.values())
+    is_thinned = any(thinned.every > 1 for thinned in kept.values())
+    return [found[place] for place in sorted(found)], is_thinned or has_long
 
 
 class _Thinned:
@@ -127,19 +144,16 @@ class _Thinned:
 
 def newest_rows(path: Path, limit_bytes: int = TAIL_BYTES) -> list[Row]:
     """Return the rows at the end of the file that are complete within ``limit_bytes``."""
-    return [row for line in _tail_lines(path, limit_bytes) if (row := _row(line))]
+    return [row for line in _tail(path, limit_bytes).split(b"\n") if (row := _row(line))]
 
 
-def _tail_lines(path: Path, limit_bytes: int) -> list[bytes]:
+def _tail(path: Path, limit_bytes: int) -> bytes:
     """Return the complete lines within the last ``limit_bytes`` of the file; none if it can't be read."""
     try:
-        with open_regular(path) as file:
-            start = max(0, file.seek(0, os.SEEK_END) - limit_bytes)
-            file.seek(start)
-            data = file.read(limit_bytes)
+        data, is_whole = read_tail(path, limit_bytes)
     except (OSError, UnreadableFileError):
-        return []
-    return data[: data.rfind(b"\n") + 1].splitlines()[1 if start else 0 :]
+        return b""
+    return data[0 if is_whole else data.find(b"\n") + 1 : data.rfind(b"\n") + 1]
 
 
 def newest_judged(path: Path) -> list[Row]:
@@ -147,18 +161,27 @@ def newest_judged(path: Path) -> list[Row]:
 
     Of thousands of runs the other rows are not parsed.
     """
-    lines = _tail_lines(path, TAIL_BYTES)
-    evaluations = [line for line in lines if b'"val"' in line]
-    for found in (evaluations, lines):
-        for line in reversed(found):
-            row = _row(line)
-            if row and main_metric(row) and (found is lines or row.get("split") == "val"):
+    data = _tail(path, TAIL_BYTES)
+    if _may_be_evaluation(data):
+        for row in _rows_from_end(data, b"" if b"\\" in data else b'"val"'):
+            if row.get("split") == "val" and main_metric(row):
                 return [row]
-    return []
+    return list(islice(filter(main_metric, _rows_from_end(data)), 1))
+
+
+def _rows_from_end(data: bytes, part: bytes = b"") -> Iterator[Row]:
+    """Yield the rows of the lines that contain ``part``, the last one first."""
+    begin = len(data)
+    while begin > 0 and (found := data.rfind(part, 0, begin - 1)) >= 0:
+        begin = data.rfind(b"\n", 0, found) + 1
+        if row := _row(data[begin : data.find(b"\n", found)]):
+            yield row
 
 
 def number(value: object) -> float | None:
     """Return a row's value as a float, None where it is not a number or out of range."""
+    if type(value) is float:  # most are
+        return value
     try:
         return float(value) if isinstance(value, int | float) else None
     except OverflowError:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
+from hpc_train.errors import HpcTrainError
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run.attempts import AttemptRecord, read_record
 from hpc_train.run.run_facts import run_facts
+
+if TYPE_CHECKING:
+    from hpc_train.config.schema import Experiment
 
 
 @dataclass(frozen=True)
@@ -22,9 +27,28 @@ class RunFiles:
     attempts: list[tuple[AttemptPaths, AttemptRecord | None]]
 
     @classmethod
-    def read(cls, paths: RunPaths) -> RunFiles:
-        attempts = [(attempt, read_record(attempt)) for attempt in paths.attempt_folders()]
+    def read(cls, paths: RunPaths, *, with_events: bool = True) -> RunFiles:
+        """Read the files; ``with_events``: see ``read_record``."""
+        attempts = [
+            (attempt, read_record(attempt, with_events=with_events)) for attempt in paths.attempt_folders()
+        ]
         return cls(paths, run_facts(paths), attempts)
+
+    @cached_property
+    def experiment(self) -> Experiment | None:
+        """The experiment of the newest attempt, before the first as planned.
+
+        None for a damaged file, which is reported where it matters.
+        """
+        from hpc_train.run import frozen_experiment  # the schema: 0.2 s, which few runs need
+        from hpc_train.run.create import effective_experiment
+
+        try:
+            if not self.facts.get("changes"):
+                return frozen_experiment.read(self.paths)
+            return effective_experiment(self.paths, max(1, self.newest_number))
+        except (HpcTrainError, OSError):
+            return None
 
     @property
     def recorded(self) -> list[tuple[AttemptPaths, AttemptRecord]]:

@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from hpc_train.errors import HpcTrainError
-from hpc_train.run.attempts import newest_number
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.topology.batch_arithmetic import StepLayout
 
 if TYPE_CHECKING:
-    from hpc_train.paths import RunPaths
+    from hpc_train.report.run_files import RunFiles
     from hpc_train.run.attempts import AttemptRecord
 
 
@@ -27,15 +25,15 @@ def ranks_of(facts: Mapping[str, Any], record: AttemptRecord | None) -> int | No
     return planned if type(planned) is int else None
 
 
-def layout_of(paths: RunPaths, facts: Mapping[str, Any], record: AttemptRecord | None) -> StepLayout | None:
+def layout_of(run: RunFiles) -> StepLayout | None:
     """Return how a step is divided; None where the ranks or the frozen experiment are unknown."""
-    ranks, planned = ranks_of(facts, record), _planned(facts)
+    ranks, planned = ranks_of(run.facts, run.newest_record), _planned(run.facts)
     if ranks is None:
         return None
-    # Reading an experiment takes 5 ms: it is only read where its values matter.
-    if planned and planned.ranks == ranks and planned.micro_batch_size and not facts.get("changes"):
+    # An experiment is only read where its values matter.
+    if planned and planned.ranks == ranks and planned.micro_batch_size and not run.facts.get("changes"):
         return planned
-    return _from_experiment(paths, ranks, record)
+    return _from_experiment(run, ranks)
 
 
 def _planned(facts: Mapping[str, Any]) -> StepLayout | None:
@@ -49,23 +47,22 @@ def _planned(facts: Mapping[str, Any]) -> StepLayout | None:
     return StepLayout(**values)
 
 
-def _from_experiment(paths: RunPaths, ranks: int, record: AttemptRecord | None) -> StepLayout | None:
-    from hpc_train.launchers.lookup import launcher_of
-    from hpc_train.run.create import effective_experiment
+def _from_experiment(run: RunFiles, ranks: int) -> StepLayout | None:
+    from hpc_train.launchers.lookup import launcher_in
     from hpc_train.topology.degrees import Degrees, find_degrees
 
-    try:
-        experiment = effective_experiment(paths, newest_number(paths) or 1)
-    except (HpcTrainError, OSError):  # a damaged file: reported where it matters
+    experiment, record = run.experiment, run.newest_record
+    if experiment is None:
         return None
     nodes = len(record.hosts) if record is not None else 0
-    per_node = ranks // nodes if nodes else launcher_of(paths).ranks(experiment, ranks).per_node or ranks
+    launcher = launcher_in(run.paths, run.facts)
+    per_node = ranks // nodes if nodes else launcher.ranks(experiment, ranks).per_node or ranks
     found = find_degrees(experiment.parallel, ranks, min(ranks, per_node))
     optimization = experiment.optimization
     size = optimization.micro_batch_size
     return StepLayout(
         optimization.global_batch_size,
-        kept_size(paths) if size == "auto" else size,
+        kept_size(run.paths) if size == "auto" else size,
         ranks,
         found.data_ranks if isinstance(found, Degrees) else ranks,
         experiment.precision,

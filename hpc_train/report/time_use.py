@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from hpc_train.report.goodput import counted_steps, step_seconds, waited_seconds
+from hpc_train.report.goodput import StepSeconds, counted_steps, step_seconds
 from hpc_train.report.metrics_reader import Row, number
 from hpc_train.report.run_times import attempt_span, timestamp
 from hpc_train.run.attempts import CAUSES
@@ -48,11 +48,12 @@ def time_use(run: RunFiles, now: RunStatus, rows: Sequence[Row]) -> dict[str, fl
         elif record.cause not in {None, "completed"}:
             lost += max(0.0, end - max(trained_until or begun, begun))
     steps = counted_steps(run.paths, now)
-    useful, waited = step_seconds(rows, steps) or 0.0, step_seconds(rows, steps, waited_seconds) or 0.0
-    lost += max(0.0, (step_seconds(rows, now.step) or 0.0) - useful)
+    counted = step_seconds(rows, steps) or StepSeconds(0.0, 0.0)
+    done = counted if steps == now.step else step_seconds(rows, now.step) or StepSeconds(0.0, 0.0)
+    lost += max(0.0, done.useful - counted.useful)
     parts = {
-        "training": useful,
-        "data": waited,
+        "training": counted.useful,
+        "data": counted.waited,
         "saving": sum(record.checkpoint_stall_s or 0.0 for record, _ in spans),
         "starting": starting,
         "stopping": stopping,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.console import rounded
 from hpc_train.launchers.base import JobUsage
 from hpc_train.recovery.budgets import COMES_BACK
-from hpc_train.report.metrics_reader import number, sampled_rows
+from hpc_train.report.metrics_reader import Row, number
 from hpc_train.report.run_times import attempt_span, short_duration, timestamp
 from hpc_train.report.time_use import evaluation_seconds, time_use
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpc_train.topology.degrees import Ranks
 
 #: Rows of a long run that are read: the times of others are taken to be alike.
-_MAX_ROWS = 20_000
+MAX_ROWS = 20_000
 #: Part of the time → how it is called. ``training`` is what goodput counts, ``queue`` is not allocated.
 _LOST = {
     "queue": "queue",
@@ -51,7 +51,7 @@ class Usage:
     cpu_efficiency: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
     def details(self) -> list[tuple[str, str]]:
         """Return label and text of each line; empty texts where nothing is known."""
@@ -79,14 +79,16 @@ class Usage:
         return ", ".join(found)
 
 
-def usage_of(run: RunFiles, now: RunStatus, size: Ranks | None, job: JobUsage | None) -> Usage | None:
+def usage_of(
+    run: RunFiles, now: RunStatus, rows: Sequence[Row], size: Ranks | None, job: JobUsage | None
+) -> Usage | None:
     """Return what the run has used; None before its first attempt.
 
-    ``size``: as its launcher would start it. ``job``: what the scheduler's accounting says, if there is any.
+    ``rows``: up to ``MAX_ROWS`` of its metrics. ``size``: as its launcher would start it. ``job``: what the
+    scheduler's accounting says, if there is any.
     """
     if not run.recorded:
         return None
-    rows = sampled_rows(run.paths.metrics, _MAX_ROWS)[0]
     parts = time_use(run, now, rows)
     evaluation_s = min(sum(evaluation_seconds(rows)), parts.get("other", 0.0))
     if parts:

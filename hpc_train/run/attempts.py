@@ -159,12 +159,15 @@ def newest_number(paths: RunPaths) -> int:
     return attempts[-1].number if attempts else 0
 
 
-def read_record(attempt: AttemptPaths) -> AttemptRecord | None:
-    """Return the attempt's record including rank 0's events; None if it can't be read."""
+def read_record(attempt: AttemptPaths, *, with_events: bool = True) -> AttemptRecord | None:
+    """Return the attempt's record including rank 0's events; None if it can't be read.
+
+    Without ``with_events`` the file of those is not read: for who ran the attempt, and from when to when.
+    """
     data = read_json(attempt.record)
     if data is None:
         return None
-    noted = read_json(attempt.events) or {}
+    noted = (read_json(attempt.events) if with_events else None) or {}
     data |= {"attempt": attempt.number}
     data |= {"events": {**(data.get("events") or {}), **(noted.get("events") or {})}}
     data |= {key: noted[key] for key in ("save_s", "checkpoint_stall_s") if noted.get(key) is not None}

@@ -136,6 +136,18 @@ def _read(path: Path, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
+def read_tail(path: Path, max_bytes: int) -> tuple[bytes, bool]:
+    """Return the last bytes of a file, at most ``max_bytes``, and whether they are all of it.
+
+    Raises like ``open_descriptor``.
+    """
+    descriptor, size = _open(path)
+    try:
+        return os.pread(descriptor, max_bytes, max(0, size - max_bytes)), size <= max_bytes
+    finally:
+        os.close(descriptor)
+
+
 def open_regular(path: Path, mode: Literal["rb", "ab", "wb"] = "rb") -> BinaryIO:
     """Open a file; what is written to it is buffered. Raises like ``open_descriptor``."""
     return os.fdopen(open_descriptor(path, _FLAGS[mode]), mode)

@@ -16,6 +16,8 @@ from hpc_train.paths import RunPaths, runs_root
 from hpc_train.registry import nearest
 
 _ANY_RUN = RunPaths(Path())
+#: The files by which a folder is known as a run's.
+_FILES = (_ANY_RUN.run.name, _ANY_RUN.experiment.name)
 #: Name in a run's folder → what its readers need to be allowed to do with it.
 _NEEDED = {path.name: os.R_OK | os.X_OK for path in (_ANY_RUN.attempts, _ANY_RUN.checkpoints)} | {
     path.name: os.R_OK for path in (_ANY_RUN.run, _ANY_RUN.experiment, _ANY_RUN.status)
@@ -94,7 +96,7 @@ def run_names(runs: Sequence[RunPaths]) -> dict[RunPaths, str]:
 
 
 def _name_among(paths: RunPaths, root: Path, counts: Mapping[str, int]) -> str:
-    if paths.siblings.folder.parent != root:
+    if paths.folder.parent.parent != root:
         return str(paths.folder)
     return paths.folder.name if counts[paths.folder.name] == 1 else _with_experiment(paths)
 
@@ -128,7 +130,8 @@ def _names_of(hidden: Path) -> set[str]:
 
 
 def _has_files(paths: RunPaths) -> bool:
-    return os.path.isfile(paths.run) and os.path.isfile(paths.experiment)  # noqa: PTH113  (of each run)
+    folder = str(paths.folder)
+    return all(os.path.isfile(f"{folder}/{name}") for name in _FILES)  # noqa: PTH113  (of each run)
 
 
 def is_readable(paths: RunPaths) -> bool:
@@ -136,11 +139,7 @@ def is_readable(paths: RunPaths) -> bool:
     folder = str(paths.folder)
     if not _may(folder, os.R_OK | os.X_OK):
         return False
-    try:
-        names = os.listdir(folder)  # noqa: PTH208  (of each run)
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    return all(_may(f"{folder}/{name}", _NEEDED[name]) for name in names if name in _NEEDED)
+    return all(_may(f"{folder}/{name}", mode) for name, mode in _NEEDED.items())
 
 
 def _may(path: Path | str, mode: int) -> bool:
@@ -149,7 +148,7 @@ def _may(path: Path | str, mode: int) -> bool:
         return True
     try:
         os.lstat(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return True
     except PermissionError:
         pass

@@ -1,16 +1,18 @@
 """``hpc-train prepare``: fetches data and weights where there is network, reads samples as training will, and
 runs the model and the task on some of them.
 
-Runs in a process of its own, ``python -m hpc_train.training.prepare FILE [--no-forward] [KEY=VALUE…]``:
-commands import no torch.
+Runs in a process of its own, ``python -m hpc_train.training.prepare FILE [--no-forward] [--json]
+[KEY=VALUE…]``: commands import no torch.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from torch import nn
@@ -43,23 +45,67 @@ from hpc_train.validate.loading import load as load_file
 
 #: On the command line of this module and of ``hpc-train prepare``.
 NO_FORWARD = "--no-forward"
+#: Print what was found as JSON, in the last line of stdout.
+AS_JSON = "--json"
 #: What is not found out here where the model is not built or not run.
 _LEFT, _UNCHECKED = "unchecked until the ranks start", "shapes, dtypes, loss and metrics"
 
 
-def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> None:
+@dataclass
+class PreparedData:
+    """Data that is complete here: an entry of ``data`` of ``prepare --json``."""
+
+    name: str
+    root: str | None
+    train_samples: int
+    val_samples: int
+    classes: int
+    bad_samples: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, experiment: Experiment, source: DataSource) -> PreparedData:
+        num_val = 0 if source.val is None else len(source.val)
+        config = experiment.data
+        return cls(config.name, config.root, len(source.train), num_val, source.info.num_classes)
+
+
+@dataclass
+class PreparedModel:
+    """A model that was built and tried: an entry of ``models``. None: it was not built."""
+
+    name: str
+    task: str
+    data: str
+    parameters: int | None = None
+    trained_parameters: int | None = None
+    weights: str | None = None
+    #: Why it was not built, or not run on samples.
+    unchecked: str | None = None
+
+
+@dataclass
+class Prepared:
+    """What the runs of a file need, each once."""
+
+    data: list[PreparedData] = field(default_factory=list)
+    models: list[PreparedModel] = field(default_factory=list)
+
+
+def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> Prepared:
     """Build the data and the model of each experiment once, fetching what is missing, and try both.
 
     ``runs_forward``: also run model and task on some samples.
     """
-    sources: dict[str, DataSource] = {}
+    prepared = Prepared()
+    sources: dict[str, tuple[DataSource, PreparedData]] = {}
     done: set[tuple[str, str, str]] = set()
     for given in experiments:
         experiment = with_preprocessing(given, download=True)
         data, model = experiment.data.model_dump_json(), experiment.model.model_dump_json()
         if data not in sources:
             sources[data] = _fetch_data(experiment)
-        source = sources[data]
+            prepared.data.append(sources[data][1])
+        source, facts = sources[data]
         _check_number_of_samples(experiment, source)
         if (data, model, experiment.task) in done:
             continue
@@ -67,32 +113,39 @@ def prepare(experiments: Sequence[Experiment], *, runs_forward: bool = True) -> 
         refuse_no_evaluations(experiment, source)
         with _building("task", experiment.task):
             task = make_task(experiment, source.info)
-        batches = _try_data(experiment, source, task)
-        built = _fetch_model(experiment, source.info)
-        if runs_forward and built is not None:
-            _try_model(experiment, source.info, built, task, batches)
+        batches, bad = _try_data(experiment, source, task)
+        facts.bad_samples += [sample for sample in bad if sample not in facts.bad_samples]
+        tried = PreparedModel(experiment.model.name, experiment.task, experiment.data.name)
+        prepared.models.append(tried)
+        built = _fetch_model(experiment, source.info, tried)
+        if built is not None:
+            _try_model(experiment, source.info, built, task, batches, tried, runs_forward=runs_forward)
+    return prepared
 
 
-def _fetch_data(experiment: Experiment) -> DataSource:
+def _fetch_data(experiment: Experiment) -> tuple[DataSource, PreparedData]:
     config = experiment.data
     with _building("data.name", config.name):
         source = build_source(config, download=True)
     where = f" in {config.root}" if config.root else ""
-    num_val = 0 if source.val is None else len(source.val)
+    found = PreparedData.of(experiment, source)
     _say(
-        f"data {config.name}{where}: {len(source.train)} training and {num_val} validation samples, "
-        f"{source.info.num_classes} classes"
+        f"data {config.name}{where}: {found.train_samples} training and {found.val_samples} validation "
+        f"samples, {found.classes} classes"
     )
-    return source
+    return source, found
 
 
-def _try_data(experiment: Experiment, source: DataSource, task: Task) -> list[Batch]:
-    """Read some samples of each split as ranks do, for the task. Raises what training would raise."""
+def _try_data(experiment: Experiment, source: DataSource, task: Task) -> tuple[list[Batch], list[str]]:
+    """Read some samples of each split as ranks do, for the task; return those that can't be used, too.
+
+    Raises what training would raise.
+    """
     batches, bad = try_samples(source, experiment, target_spec(task))
     Normalize(source.info, experiment.data)(batches[0].inputs)
     for sample in bad:
         _say(f"data: can't be used, another sample will replace it: {sample}")
-    return batches
+    return batches, list(map(str, bad))
 
 
 def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None:
@@ -107,7 +160,7 @@ def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None
         raise problem.as_error()
 
 
-def _fetch_model(experiment: Experiment, info: DataInfo) -> nn.Module | None:
+def _fetch_model(experiment: Experiment, info: DataInfo, tried: PreparedModel) -> nn.Module | None:
     """Build the model; return None, having said so, where the memory of this machine does not suffice.
 
     Raises UserError where that keeps weights from being fetched.
@@ -121,22 +174,20 @@ def _fetch_model(experiment: Experiment, info: DataInfo) -> nn.Module | None:
         )
     if model is None:
         _say(f"model {config.name}: not built: {why}; {_LEFT}: whether it can be built, {_UNCHECKED}")
+        tried.unchecked = why
         return None
     load_initial_weights(model, config)
     prepare_for_training(model, config)
     matched_groups(experiment.optimization.optimizer, model)
     report = report_of(model)
     weights = "random weights" if config.pretrained is False else "pretrained weights at hand"
-    weights = weights if report is None else report.line()
-    _say(f"model {config.name}: {_size(model)}, {weights}")
-    return model
-
-
-def _size(model: nn.Module) -> str:
-    """Return the number of parameters in words, and that of the trained ones where some are not."""
-    total = sum(parameter.numel() for parameter in model.parameters())
+    tried.weights = weights if report is None else report.line()
+    total = tried.parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return f"{total} parameters" + (f" ({trained} trained)" if trained < total else "")
+    tried.trained_parameters = trained
+    size = f"{total} parameters" + (f" ({trained} trained)" if trained < total else "")
+    _say(f"model {config.name}: {size}, {tried.weights}")
+    return model
 
 
 def _built(config: ModelConfig, info: DataInfo) -> tuple[nn.Module | None, str | None]:
@@ -156,12 +207,23 @@ def _built(config: ModelConfig, info: DataInfo) -> tuple[nn.Module | None, str |
 
 
 def _try_model(
-    experiment: Experiment, info: DataInfo, model: nn.Module, task: Task, batches: Sequence[Batch]
+    experiment: Experiment,
+    info: DataInfo,
+    model: nn.Module,
+    task: Task,
+    batches: Sequence[Batch],
+    tried: PreparedModel,
+    *,
+    runs_forward: bool,
 ) -> None:
+    if not runs_forward:
+        tried.unchecked = NO_FORWARD
+        return
     name = experiment.model.name
     _say(f"model {name}: computing loss and metrics of a few samples on the CPU ({NO_FORWARD} skips this)")
     if why := try_forward(experiment, info, model, task, batches):
         _say(f"model {name}: not run on samples: {why}; {_LEFT}: {_UNCHECKED}")
+        tried.unchecked = why
 
 
 @contextmanager
@@ -189,10 +251,12 @@ def _say(words: str) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     try:
-        file, *overrides = (argument for argument in arguments if argument != NO_FORWARD)
+        file, *overrides = (each for each in arguments if each not in {NO_FORWARD, AS_JSON})
         loaded = load_file(Path(file), overrides)
         experiments = [variant.experiment for variant in expand(loaded)]
-        prepare(experiments, runs_forward=NO_FORWARD not in arguments)
+        prepared = prepare(experiments, runs_forward=NO_FORWARD not in arguments)
+        if AS_JSON in arguments:
+            print(json.dumps(asdict(prepared)), flush=True)
     except UserError as error:
         _say(str(error))
         return int(error.exit_code)

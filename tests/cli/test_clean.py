@@ -37,7 +37,7 @@ def _names(run: RunPaths) -> set[str]:
     return {path.name for path in run.checkpoints.iterdir()}
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, text: str, command: str = "clean") -> Done:
+def answer(monkeypatch: pytest.MonkeyPatch, text: str, command: str = "clean", *options: str) -> Done:
     class Terminal:
         def isatty(self) -> bool:
             return True
@@ -46,7 +46,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, text: str, command: str = "clean") -
             return text
 
     monkeypatch.setattr("sys.stdin", Terminal())
-    return hpc_train(command, "abc")
+    return hpc_train(command, "abc", *options)
 
 
 def test_the_newest_whole_checkpoint_and_what_is_not_ours_stay(run: RunPaths) -> None:

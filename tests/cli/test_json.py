@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from docs.make_json_page import PAGE, page
+from hpc_train.cli.children import child_report
 from hpc_train.cli.json_shapes import SHAPES
+from hpc_train.launchers.following import FollowingLauncher
 from hpc_train.paths import runs_root
 from tests.cli.commands import hpc_train
 from tests.cli.json_checks import checked
 from tests.cli.launchers import QUEUE
+from tests.cli.test_clean import answer
 from tests.end_to_end import runs as real
 from tests.end_to_end.runs import EXPERIMENT, found_runs, write_experiment
 from tests.report.live.runs import made_run
@@ -68,6 +71,80 @@ def test_commands_on_finished_runs(tmp_path: Path) -> None:
     assert verified[0]["checkpoints"][0]["problems"], "they are empty folders"
 
 
+def test_report_and_logs() -> None:
+    paths = made_sweep(runs_root(), 2, steps=60)[0]
+    page = checked("report", hpc_train("report", "sweep", "-o", "page.html", "--json").out)
+    assert page["bytes"] == Path("page.html").stat().st_size and page["metric"] == "val/accuracy"
+    assert {each["id"] for each in page["runs"]} == {"0000000000", "0000000001"}
+    for rank in (10, 2):
+        paths.attempt(1).log(rank).write_bytes(b"a\n\xff\rb\n")
+    done = hpc_train("logs", "0000000000", "--attempt", "1", "--rank", "2", "--json")
+    log = checked("logs", done.out)
+    assert (log["attempt"], log["rank"], log["lines"]) == (1, 2, ["a", "\ufffd\rb"])
+    assert [each["rank"] for each in log["logs"]] == [2, 10] and log["logs"][0]["file"] == log["file"]
+    one = hpc_train("logs", "0000000000", "--attempt", "1", "--rank", "2", "-n", "1", "--json")
+    assert checked("logs", one.out)["lines"] == ["\ufffd\rb"] and one.err == ""
+    both = hpc_train("logs", "0000000000", "-f", "--json")
+    assert both.code == 2 and both.out == "" and "--json and --follow exclude each other" in both.err
+
+
+def test_the_output_of_a_batch_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "job.out"
+    output.write_text("no module named x")
+    made_run(runs_root())
+    monkeypatch.setattr(FollowingLauncher, "output", lambda launcher, paths: output)
+    log = checked("logs", hpc_train("logs", "abc", "--json").out)
+    assert (log["file"], log["attempt"], log["rank"]) == (str(output), None, None)
+    assert log["lines"] == ["no module named x"] and log["logs"] == []
+
+
+def test_clean_and_rm(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = made_run(runs_root(), state="completed")
+    (paths.attempt(1).folder / "attempt.json").unlink()
+    paths.cache.mkdir()
+    (paths.cache / "compiled").write_bytes(b"x" * 9999)
+    for command in ("clean", "rm"):
+        kept = answer(monkeypatch, "n\n", command, "--json")
+        found = checked(command, kept.out)
+        assert found["bytes"] == 0 and not any(each.get("removed") for each in found["runs"])
+        assert "nothing was removed" in kept.err and paths.cache.exists()
+    cleaned = checked("clean", hpc_train("clean", "abc", "--yes", "--json").out)
+    assert [each["why"] for each in cleaned["runs"][0]["removed"]] == ["cache"]
+    assert cleaned["bytes"] == cleaned["runs"][0]["removed"][0]["bytes"] == 9999 and not paths.cache.exists()
+    again = checked("clean", hpc_train("clean", "abc", "--yes", "--json").out)
+    assert again["bytes"] == 0 and again["runs"][0]["removed"] == []
+    removed = checked("rm", hpc_train("rm", "abc", "--yes", "--json").out)
+    assert removed["runs"][0]["path"] == str(paths.folder) and not paths.folder.exists()
+    assert removed["bytes"] == removed["runs"][0]["bytes"] > 0
+
+
+def test_init() -> None:
+    done = hpc_train("init", "--local", "-y", "-o", "exp.yaml", "--task", "segmentation", "--json")
+    written = checked("init", done.out)
+    assert written["files"] == [written["file"]] == ["exp.yaml"] and not written["for_cluster"]
+    lines = Path("exp.yaml").read_text().splitlines()
+    _, *to_change = [number for number, line in enumerate(lines, start=1) if "CHANGE" in line]
+    assert to_change and written["lines_to_change"] == to_change, "the first one explains the word"
+    recipes = checked("init --from list", hpc_train("init", "--from", "list", "--json").out)["recipes"]
+    assert {"digits"} <= {each["name"] for each in recipes}
+    again = hpc_train("init", "--local", "-y", "-o", "exp.yaml", "--json")
+    assert again.code == 2 and again.out == "" and "exists" in again.err
+
+
+def test_a_child_that_prints_and_one_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What code of the user's prints goes to stderr."""
+    (tmp_path / "speaks.py").write_text(
+        "import sys\nprint('hello')\nprint('{\"a\": 1}')\nsys.exit(int(sys.argv[1]))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert child_report("speaks", "0") == (0, {"a": 1})
+    assert child_report("speaks", "65") == (65, {})
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == 'hello\nhello\n{"a": 1}\n\n'
+
+
 def test_cancel(tmp_path: Path) -> None:
     made_run(runs_root(), state="completed")
     (row,) = checked("cancel", hpc_train("cancel", "abc", "--json").out)["runs"]
@@ -94,3 +171,13 @@ def test_commands_that_start_ranks(tmp_path: Path) -> None:
     )
     (found,) = checked("verify", hpc_train("verify", paths.folder, "--json").out)["runs"]
     assert found["checkpoints"][0]["loads"] and found["checkpoints"][0]["problems"] == []
+    done = real.hpc_train("export", paths.folder, "-o", tmp_path / "model.safetensors", "--json", **runs)
+    exported = checked("export", done.out)
+    assert (exported["format"], exported["step"]) == ("safetensors", 24) and exported["bytes"] > 1000
+    output = tmp_path / "found.csv"
+    done = real.hpc_train("predict", paths.folder, "-o", output, "--json", **runs)
+    predicted = checked("predict", done.out)
+    assert (predicted["format"], predicted["bytes"]) == ("csv", output.stat().st_size)
+    assert predicted["predictions"] == len(output.read_text().splitlines()) - 1 and predicted["step"] == 24
+    prepared = checked("prepare", real.hpc_train("prepare", file, "--json", **runs).out)
+    assert prepared["data"][0]["train_samples"] > 0 and prepared["models"][0]["unchecked"] is None

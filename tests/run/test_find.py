@@ -9,7 +9,7 @@ import pytest
 
 from hpc_train.errors import UsageError
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run.find import find_and_skip, find_runs, run_name, run_names
+from hpc_train.run.find import find_and_skip, find_runs, is_readable, is_run, run_name, run_names
 
 
 def _make_run(experiment: str, run_id: str) -> Path:
@@ -141,3 +141,11 @@ def test_a_run_whose_files_are_closed_is_skipped(folders: list[Path]) -> None:
     with _without_privileges(folders[1] / "run.json"):
         assert _found() == [folders[0], *folders[2:]]
         assert find_and_skip([])[1] == [folders[1]]
+
+
+def test_an_executable_file_is_no_run(folders: list[Path]) -> None:
+    file = folders[0] / "run.json"
+    file.chmod(0o755)
+    assert is_readable(RunPaths(file)) and not is_run(RunPaths(file))
+    with pytest.raises(UsageError, match="is not a folder"):
+        _found(str(file))

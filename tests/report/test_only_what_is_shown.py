@@ -1,0 +1,185 @@
+"""Commands read and parse only what they show; what they show is what the whole files say."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpc_train.cli.many_runs import collecting_rarely
+from hpc_train.paths import RunPaths, runs_root
+from hpc_train.report.changed_keys import _comparable, _differ
+from hpc_train.report.goodput import goodput
+from hpc_train.report.metrics_reader import (
+    Row,
+    last_metric,
+    newest_judged,
+    newest_rows,
+    rows_in,
+    sampled_rows,
+    validation_rows,
+)
+from hpc_train.run.files import read_tail
+from hpc_train.run.run_status import RunStatus
+from tests.calls import work_of
+from tests.cli.commands import hpc_train
+from tests.report.made_runs import made_sweep
+
+_VALUES = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=5),
+    st.just(["val"]),
+    st.just("val"),
+)
+_ROWS = st.fixed_dictionaries(
+    {"split": st.sampled_from(["train", "val", "test", 'a "val" b', None])},
+    optional={
+        "step": _VALUES,
+        "loss": _VALUES,
+        "accuracy": _VALUES,
+        "note": st.sampled_from(["\r", "é", "ab\\"]),
+    },
+)
+#: A row as we write it, and in other ways in which JSON may be written.
+_LINES = st.one_of(
+    _ROWS.map(json.dumps),
+    _ROWS.map(lambda row: json.dumps(row, ensure_ascii=False)),
+    _ROWS.map(lambda row: json.dumps(row).replace("val", "v\\u0061l")),
+    _ROWS.map(lambda row: "\r" + json.dumps(row, separators=(",\r", ":\t")) + " "),
+    _ROWS.map(lambda row: json.dumps(row)[:-3]),
+    _ROWS.map(lambda row: json.dumps([row])),
+    st.just('{"split": "train", "split": "val", "loss": 1}'),
+    st.text(max_size=9),
+).map(lambda line: line.encode("utf-8", "surrogatepass"))
+_CONTENTS = st.builds(
+    lambda lines, end, others: others + b"\n".join(lines) + end,
+    st.lists(st.one_of(_LINES, _LINES, st.binary(max_size=9)), max_size=9),
+    st.sampled_from([b"\n", b"\n", b"", b'\n{"split": "val", "loss": 3}']),
+    st.sampled_from([b"", b"", b"\xff\xfe", b'"val"\n', b"\\\n"]),
+)
+
+
+_OF_A_RUN = ("status.json", "metrics.jsonl", "attempt.json")
+
+
+def _all_rows(content: bytes) -> list[Row]:
+    """Return the rows of a file: every complete line is parsed."""
+    found = []
+    for line in content.split(b"\n")[:-1]:
+        try:
+            row = json.loads(line.decode("utf-8", "surrogatepass"))
+        except ValueError:
+            continue
+        found += [row] if isinstance(row, dict) else []
+    return [row for row in found if row]
+
+
+def _text(found: Any) -> str:
+    """Return ``found`` so that NaN is equal to NaN."""
+    return repr(found)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(content=_CONTENTS, tail=st.integers(1, 200))
+def test_all_readers_agree_with_one_that_parses_each_line(content: bytes, tail: int) -> None:
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "metrics.jsonl")
+        file.write_bytes(content)
+        rows = _all_rows(content)
+        assert _text(list(rows_in(file))) == _text(rows)
+        assert _text(sampled_rows(file, 100)) == _text((rows, False))
+        assert _text(newest_rows(file)) == _text(rows)
+        assert _text(validation_rows(file)) == _text([row for row in rows if row.get("split") == "val"])
+        assert _text(last_metric(newest_judged(file))) == _text(last_metric(rows))
+        cut = content[-tail:]
+        cut = cut if len(content) <= tail else cut.partition(b"\n")[2]
+        assert _text(newest_rows(file, tail)) == _text(_all_rows(cut))
+        assert read_tail(file, tail) == (content[-tail:], len(content) <= tail)
+
+
+@given(values=st.lists(st.one_of(_VALUES, st.just({}), st.just(0.0), st.just(0)), min_size=1, max_size=5))
+def test_values_differ_that_are_not_written_alike(values: list[Any]) -> None:
+    assert _differ(values) == any(_comparable(value) != _comparable(values[0]) for value in values)
+
+
+@pytest.mark.parametrize("content", ['{"x": "%s"}\n' % ("x" * (1 << 20)), ""])
+def test_goodput_is_of_all_rows(tmp_path: Path, content: str) -> None:
+    """A line that is longer than any of ours is skipped where few rows are kept, and told."""
+    (paths,) = made_sweep(tmp_path, 1, steps=60)
+    with paths.metrics.open("a") as file:
+        file.write(content)
+    rows, is_part = sampled_rows(paths.metrics, 100)
+    assert is_part is bool(content) and len(rows) == 13
+    now = RunStatus("completed", 60, 60)
+    found = goodput(paths, now, 1000.0)
+    assert found is not None and 0 < found < 1
+    assert goodput(paths, now, 1000.0, rows) == found
+    assert goodput(paths, now, None) is None
+
+
+def test_python_looks_for_garbage_as_before_afterwards() -> None:
+    before = gc.get_threshold()
+    with pytest.raises(ValueError, match="x"), collecting_rarely():
+        assert gc.get_threshold()[0] > before[0]
+        raise ValueError("x")
+    assert gc.get_threshold() == before
+
+
+@pytest.fixture
+def runs() -> list[RunPaths]:
+    found = made_sweep(runs_root(), 6, steps=60)
+    for paths in found:
+        paths.attempt(1).events.write_text('{"version": 1, "events": {}}')
+    return found
+
+
+def _opened(monkeypatch: pytest.MonkeyPatch, *command: str) -> list[str]:
+    """Return the run files that a command opened: the run's number and the file's name."""
+    work = work_of(lambda: hpc_train(*command), monkeypatch)
+    root = str(runs_root() / "sweep")
+    return [path.removeprefix(root).lstrip("/0") for path in work.opened if path.startswith(root)]
+
+
+def test_a_table_of_runs_needs_three_files_and_their_attempts(
+    runs: list[RunPaths], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = {Path(each).name for each in _opened(monkeypatch, "status")}
+    assert names == {"run.json", *_OF_A_RUN}
+    names = {Path(each).name for each in _opened(monkeypatch, "compare", "sweep")}
+    assert names == {"resolved.json", *_OF_A_RUN}, "run.json is as it was a moment ago"
+
+
+def test_of_runs_that_have_not_failed_only_the_status_is_read(
+    runs: list[RunPaths], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = _opened(monkeypatch, "status", "--failed")
+    assert "5/metrics.jsonl" in names
+    assert {Path(each).name for each in names if not each.startswith("5/")} == {"run.json", "status.json"}
+
+
+def test_json_of_a_run_needs_its_metrics_twice_and_other_files_once(
+    runs: list[RunPaths], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows, and the newest ones."""
+    names = _opened(monkeypatch, "status", "--json")
+    assert names.count("1/metrics.jsonl") == 2
+    assert {names.count(f"1/{name}") for name in ("run.json", "status.json", "resolved.json")} == {1}
+
+
+def test_a_value_that_is_not_finite_is_the_last_but_not_the_best(runs: list[RunPaths]) -> None:
+    with runs[0].metrics.open("a") as file:
+        file.write('{"split": "val", "step": 60, "accuracy": NaN}\n')
+    found = json.loads(hpc_train("compare", "sweep", "--json").out)
+    (row,) = (row for row in found["runs"] if row["id"] == runs[0].folder.name)
+    assert row["last"] == {"value": None, "step": 60} and math.isfinite(row["best"]["value"])
