@@ -58,6 +58,7 @@ build() {
 # Mounts this machine's files below $root. In a mount namespace of its own.
 mount_host() {
     local path
+    mount --bind "$root" "$root" # unshare --mount needs a / that is a mount
     for path in /*; do
         case $path in
             /bin | /boot | /etc | /lib* | /lost+found | /media | /run | /sbin | /usr | /var) ;;
