@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import durations, warm
+from tests import compilers, durations, warm
 from tests.slurm.host import SLURM_VARIABLES
 
 #: The test clusters, and runs to compare with.
@@ -68,12 +68,23 @@ def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(warm.FRESH, raising=False)
 
 
+@pytest.fixture(scope="session")
+def _compiler(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """The C++ compiler of all workers of pytest-xdist; the machine's own in ``make test-full``."""
+    own = tmp_path_factory.getbasetemp()
+    of_all = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    is_chosen = warm.FRESH in os.environ or "CXX" in os.environ
+    return None if is_chosen else compilers.make(of_all / "compiler")
+
+
 @pytest.fixture(autouse=True)
-def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _compiler: Path | None) -> None:
     """No test writes runs or caches outside its own folder, or inherits what a rank or Slurm was told."""
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("HPC_TRAIN_CACHE", str(_NAMES))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    if _compiler is not None:
+        monkeypatch.setenv("CXX", str(_compiler))
     for name in list(os.environ):
         if name.startswith(SLURM_VARIABLES) or name in _LEFT_BEHIND:
             monkeypatch.delenv(name)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.parallelism.pickled import dumps
 from tests.ranks import IMPORTED
 
 #: A collective whose peer is gone would be waited for this long.
@@ -123,4 +124,4 @@ def _serve(end: Connection, rank: int, world_size: int, folder: str) -> None:
             answer: tuple[bool, Any] = (True, work(rank, world_size, *args))
         except Exception:
             answer = (False, traceback.format_exc())
-        end.send_bytes(pickle.dumps(answer))
+        end.send_bytes(dumps(answer))

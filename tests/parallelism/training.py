@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from hpc_train.training.step import train_step
 from hpc_train.training.train_state import TrainState, build, context
 from tests.parallelism.batches import INFO, slots
 from tests.parallelism.cases import STEPS, Case
+from tests.parallelism.pickled import dumps
 
 _CPU = torch.device("cpu")
 
@@ -120,11 +122,11 @@ def whole(
         if tensor is not None
         for piece in strategy.pieces(tensor, likes[name])
     ]
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, dumps(own))
     found: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
-    for name, shape, offset, local in (piece for rank in ranks for piece in rank):
+    for name, shape, offset, local in (piece for rank in gathered for piece in pickle.loads(rank)):
         whole = found.setdefault(name, torch.empty(shape, dtype=local.dtype))
         is_seen = seen.setdefault(name, torch.zeros(shape, dtype=torch.bool))
         place = tuple(slice(at, at + size) for at, size in zip(offset, local.shape, strict=True))

@@ -33,7 +33,7 @@ from tests.slurm.experiments import (
 )
 from tests.slurm.runs import high_job, squeue
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.usefixtures("fresh_ranks")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 #: A step takes about a tenth of a second: the run is caught in the middle of it.
 PACE_S = 0.05
@@ -63,6 +63,7 @@ def seconds(record: AttemptRecord, first: str, second: str) -> float:
     return (second_time - first_time).total_seconds()
 
 
+@pytest.mark.usefixtures("fresh_ranks")
 def test_two_nodes_meet_and_train_to_the_end(cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path) -> None:
     paths = submit_one(tmp_path)
     wait_for_state(paths, "completed")
@@ -101,6 +102,7 @@ def test_a_killed_rank_takes_the_others_with_it_and_nothing_is_saved(
 
 
 @pytest.mark.fault(2, 3)
+@pytest.mark.usefixtures("fresh_ranks")
 def test_ranks_that_are_preempted_before_they_have_met_lose_nothing(
     cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
