@@ -227,8 +227,10 @@ class Cluster:
             self._daemon(name, "-D", "-N", node, "-f", str(self.conf), program=program)
 
     def _recovery(self) -> list[str]:
-        """What slurmctld 25 and later need to start after a kill before their first usage was saved."""
-        return [] if (self.folder / "state" / "assoc_usage").exists() else ["-i"]
+        """Partitions stay as tests set them; without ``-i`` slurmctld 25 and later do not start if they were
+        killed before they first saved the usage.
+        """
+        return ["-R"] if (self.folder / "state" / "assoc_usage").exists() else ["-R", "-i"]
 
     def _daemon(self, name: str, *arguments: str, program: str = "", **environment: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as output:
