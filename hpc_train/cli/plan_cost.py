@@ -23,7 +23,7 @@ from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.report.measured_runs import measured_runs, same_work
 from hpc_train.report.run_times import short_duration
 from hpc_train.topology.batch_arithmetic import evaluation_interval
-from hpc_train.validate.budget_rules import has_budget, over_budget
+from hpc_train.validate.budget_rules import has_budget, over_budget, over_share, planned_runs
 from hpc_train.validate.loading import Loaded
 
 
@@ -91,8 +91,11 @@ def over_budget_lines(loaded: Loaded, plan: Plan, launcher: str, cost: PlanCost 
     if not has_budget(loaded.experiment):
         return []
     cost = cost or cost_of(plan, launcher)
-    hours = [run.size.gpu_hours for run in plan.runs]
-    problem = over_budget(loaded.experiment, cost.gpu_hours, _sum(hours))
+    count = planned_runs(loaded.experiment, len(plan.runs))
+    hours = [None if each is None else each.gpu_hours for each in cost.runs]
+    of_attempts = _of_all([run.size.gpu_hours for run in plan.runs], count)
+    problem = over_budget(loaded.experiment, _of_all(hours, count), of_attempts)
+    problem = problem or over_share(loaded.experiment, hours, count)
     return [] if problem is None else [loaded.source.render(problem)]
 
 
@@ -149,6 +152,12 @@ def _json(prediction: Prediction | None) -> dict[str, Any]:
     keys = ("duration_s", "step_s", "gpu_hours", "core_hours", "attempts")
     values = {key: None if prediction is None else getattr(prediction, key) for key in keys}
     return values | {"measured_runs": [] if prediction is None else sorted(set(prediction.runs))}
+
+
+def _of_all(values: Sequence[float | None], count: int) -> float | None:
+    """Return the sum of ``count`` runs, of which a search has proposed only these ones so far."""
+    total = _sum(values)
+    return None if total is None or not values else total / len(values) * count
 
 
 def _sum(values: Sequence[float | None]) -> float | None:

@@ -20,27 +20,29 @@ _GPUS = (
     (r"h200", 141),
     (r"h100.?nvl", 94),
     (r"h100|h800", 80),
-    (r"h20\b", 96),
+    (r"h20(?![a-z0-9])", 96),
     (r"a100|a800", 40),
-    (r"a40\b", 48),
-    (r"a30\b", 24),
-    (r"a10g?\b", 24),
-    (r"a16\b", 16),
-    (r"a2\b", 16),
+    (r"a40(?![a-z0-9])", 48),
+    (r"a30(?![a-z0-9])", 24),
+    (r"a10g?(?![a-z0-9])", 24),
+    (r"a16(?![a-z0-9])", 16),
+    (r"a2(?![a-z0-9])", 16),
     (r"l40s?", 48),
-    (r"l4\b", 24),
+    (r"l4(?![a-z0-9])", 24),
     (r"v100", 16),
     (r"p100", 16),
-    (r"p40\b", 24),
-    (r"t4\b", 16),
+    (r"p40(?![a-z0-9])", 24),
+    (r"t4(?![a-z0-9])", 16),
     (r"k80", 12),
     (r"rtx.?6000.?ada|rtx.?a6000|a6000", 48),
+    (r"rtx.?pro.?6000", 96),
     (r"rtx.?6000", 24),
     (r"rtx.?a5000|a5000", 24),
     (r"5090", 32),
     (r"4090|3090", 24),
     (r"2080.?ti", 11),
     (r"2080", 8),
+    (r"titan.?rtx", 24),
     (r"titan", 12),
     (r"mi355", 288),
     (r"mi325", 256),
@@ -49,8 +51,19 @@ _GPUS = (
     (r"mi250|mi210", 64),
     (r"mi100", 32),
 )
-#: ``a100-80gb``, ``a100_80g``, ``v100-sxm2-32gb``; of a MIG slice, ``1g.10gb``, the memory.
-_WRITTEN = re.compile(r"(?<![0-9])(\d{1,3})\s*gb|[-_](\d{2,3})g\b")
+#: Before the name of a model: no letter of another word, as in ``opa100``, but that of a vendor.
+_BEFORE = r"(?<![a-z0-9])(?:\d+x)?(?:nvidia|amd|tesla|quadro|geforce|gpu|rtx|gtx)*"
+#: ``a100-80gb``, ``a100_80g``, ``v100-32``; without a unit only sizes that a model comes in.
+_WRITTEN = re.compile(
+    r"(?:(?<![a-z0-9])|(?<=gpu))(\d{1,3})\s*gb(?![a-z0-9])"
+    r"|[-_](\d{2,3})g(?![a-z0-9])"
+    r"|[-_](16|24|32|40|48|64|80|94|96|141)(?![a-z0-9.])"
+)
+#: A slice of a GPU, of which the memory is written: ``1g.10gb``.
+_MIG = re.compile(r"(?<![0-9])\dg\.(\d{1,3})gb")
+_IS_GPU = re.compile(r"(?<![a-z0-9])gpu")
+#: More than any GPU has: that of a disk or of the node, as in ``GH200 480GB``.
+_MOST_GIB = 288
 _SMI_LIMIT_S = 30.0
 
 
@@ -83,9 +96,14 @@ def gpu_memory_gib(name: str) -> int | None:
 
 
 def _memory_of_one(lower: str) -> int | None:
-    if written := _WRITTEN.search(lower):
-        return int(written[1] or written[2])
-    return next((gib for pattern, gib in _GPUS if re.search(pattern, lower)), None)
+    """Return the size that a name has, if it is one of a GPU: other features have sizes as well."""
+    if piece := _MIG.search(lower):
+        return int(piece[1])
+    model = next((gib for pattern, gib in _GPUS if re.search(f"{_BEFORE}(?:{pattern})", lower)), None)
+    if model is None and not _IS_GPU.search(lower):
+        return None
+    written = [found[1] or found[2] or (model and found[3]) for found in _WRITTEN.finditer(lower)]
+    return next((int(size) for size in written if size and int(size) <= _MOST_GIB), model)
 
 
 def device_here(device: str, ranks: int) -> Device:

@@ -28,7 +28,7 @@ from hpc_train.topology.batch_arithmetic import (
 from hpc_train.topology.degrees import AXES, Degrees, Ranks, find_degrees
 from hpc_train.topology.pipeline_schedules import bubble, stages_per_rank
 from hpc_train.topology.strategy_traits import traits_of
-from hpc_train.validate.budget_rules import with_share
+from hpc_train.validate.budget_rules import planned_runs, with_share
 from hpc_train.validate.loading import Loaded
 from hpc_train.validate.sweep_rules import swept_paths
 
@@ -145,8 +145,7 @@ def make_plan(
     sizes = _Sizes()
     runs, problems = [], []
     variants = expand(loaded, trials)
-    search = loaded.experiment.sweep.search
-    count = search.trials if search else len(variants)
+    count = planned_runs(loaded.experiment, len(variants))
     for each in variants:
         variant = replace(each, experiment=with_share(each.experiment, count))
         num_samples = sizes.of(variant.experiment.data)

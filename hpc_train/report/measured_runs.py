@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 
 from hpc_train.config.schema import CheckpointConfig, Experiment
 from hpc_train.errors import HpcTrainError
-from hpc_train.paths import RunPaths
+from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.plan.duration import MeasuredRun, StepWork, count_saves
 from hpc_train.report.metrics_reader import Row, newest_rows, number
 from hpc_train.report.run_files import RunFiles
@@ -47,6 +48,8 @@ _SAME = (
 )
 #: Of ``data.args``: changes only how often.
 _COUNTS = ("num_samples",)
+#: A name in an attempt's record, which may be damaged.
+_CHECKPOINT = re.compile(r"step-[0-9]{8,15}")
 
 
 def measured_runs(root: Path, experiment: Experiment, launcher: str | None = None) -> list[MeasuredRun]:
@@ -163,5 +166,13 @@ def _save_s(record: AttemptRecord, rows: Sequence[Row], step_s: float, resolved:
         checkpoint = CheckpointConfig.model_validate(resolved.get("checkpoint"))
     except ValidationError:
         return 0.0
-    trained = max(steps) - min(steps) + 1
+    # The time is that of the whole attempt, and the rows are only its last ones.
+    trained = max(steps) - _began(record, min(steps))
     return record.checkpoint_stall_s / count_saves(checkpoint, trained, trained * step_s)
+
+
+def _began(record: AttemptRecord, first_row: int) -> int:
+    """Return the step of the checkpoint from which the attempt continued, 0 without one."""
+    names = [str(name) for name in record.checkpoints]
+    steps = [CheckpointPaths(Path(name)).step for name in names if _CHECKPOINT.fullmatch(name)]
+    return max((step for step in steps if step < first_row), default=0)

@@ -38,6 +38,11 @@ class MetricsReader:
         self._offset = 0
         self._inode = 0
 
+    @property
+    def inode(self) -> int:
+        """The file that was read last, 0 before the first: another one's rows come from the start."""
+        return self._inode
+
     def new_rows(self) -> Iterator[Row]:
         """Yield the complete rows added since the last call; none if there is no file yet."""
         return (row for line in self._new_lines() if self._part in line and (row := _row(line)))

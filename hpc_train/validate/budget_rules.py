@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.console import rounded
 
 _KEY = ("slurm", "max_gpu_hours")
+#: Of sums and shares of floats.
+_ROUNDING = 1e-9
 
 
 def has_budget(experiment: Experiment) -> bool:
     """Tell whether the file bounds the GPU-hours of its runs."""
     return experiment.slurm is not None and experiment.slurm.max_gpu_hours is not None
+
+
+def planned_runs(experiment: Experiment, num_proposed: int) -> int:
+    """Return the number of runs that share the budget: those of a search include later proposals."""
+    search = experiment.sweep.search
+    return search.trials if search else num_proposed
 
 
 def with_share(experiment: Experiment, num_runs: int) -> Experiment:
@@ -21,6 +32,24 @@ def with_share(experiment: Experiment, num_runs: int) -> Experiment:
         return experiment
     own = slurm.model_copy(update={"max_gpu_hours": slurm.max_gpu_hours / num_runs})
     return experiment.model_copy(update={"slurm": own})
+
+
+def over_share(experiment: Experiment, hours: Sequence[float | None], num_runs: int) -> Problem | None:
+    """Return what is wrong where one run is predicted to need more than its share, after which it ends.
+
+    ``hours``: predicted of each run, None where that is unknown. ``num_runs``: that share the budget.
+    """
+    budget = experiment.slurm.max_gpu_hours if experiment.slurm is not None else None
+    most = max((each for each in hours if each is not None), default=0.0)
+    if budget is None or most <= budget / num_runs * (1 + _ROUNDING):
+        return None
+    message = (
+        f"{rounded(budget)} is divided evenly among {num_runs} runs; the longest is predicted to need "
+        f"{rounded(most)} GPU-hours, and its share is {rounded(budget / num_runs)}"
+    )
+    enough = rounded(math.ceil(most * num_runs))
+    remedy = f"raise it to {enough}, or submit runs of different length from files of their own"
+    return Problem(_KEY, message, remedy)
 
 
 def over_budget(

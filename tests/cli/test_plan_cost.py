@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from hpc_train.cli.plan_cost import cost_of, over_budget_lines
 from hpc_train.paths import runs_root
 from hpc_train.plan.planning import make_plan
+from hpc_train.topology.degrees import Ranks
 from hpc_train.validate.loading import load
 from tests.cli.commands import hpc_train
 from tests.report.made_runs import made_sweep
@@ -81,3 +83,23 @@ def test_each_run_of_a_sweep_has_its_share_of_the_budget(file: Path) -> None:
     runs = make_plan(load(file, sweep)).runs
     shares = [run.experiment.slurm.max_gpu_hours for run in runs if run.experiment.slurm is not None]
     assert shares == [2.5] * 4
+
+
+def test_the_budget_of_a_search_is_that_of_all_its_trials(file: Path) -> None:
+    """Each trial takes 50 GPU-hours; a submit starts two of the ten."""
+    ranges = "parameters: {optimization.optimizer.lr: {uniform: [0.01, 0.1]}}"
+    search = f"sweep.search={{trials: 10, max_concurrent: 2, metric: loss, mode: min, {ranges}}}"
+    for budget, is_refused in ((499, True), (501, False)):
+        loaded = load(file, (*_ON_4_GPUS, search, f"slurm.max_gpu_hours={budget}"))
+        trials = [{"optimization.optimizer.lr": lr} for lr in (0.02, 0.03)]
+        plan = make_plan(loaded, lambda experiment: Ranks(4, 4, 4, gpus=4), trials=trials)
+        lines = over_budget_lines(loaded, plan, "slurm", cost_of(plan, "slurm", 0.016))
+        assert bool(lines) == is_refused
+        assert not lines or "499 is less than the 500 GPU-hours" in lines[0]
+
+
+def test_a_plan_with_a_run_over_its_share_is_refused(file: Path) -> None:
+    loaded = load(file, (*_ON_4_GPUS, "sweep.grid={optimization.epochs: [2, 30]}", "slurm.max_gpu_hours=60"))
+    plan = make_plan(loaded, lambda experiment: Ranks(4, 4, 4, gpus=4))
+    (line,) = over_budget_lines(loaded, plan, "slurm", cost_of(plan, "slurm", 0.016))
+    assert "is predicted to need 50 GPU-hours, and its share is 30" in line

@@ -25,7 +25,26 @@ from hpc_train.plan.devices import gpu_memory_gib
         ("rtx_2080_ti", 11),
         ("a100|h100", 40),
         ("h100|v100&infiniband", 16),
+        ("a100_80", 80),
+        ("v100-32", 32),
+        ("titan_rtx", 24),
+        ("rtx4090", 24),
+        ("rtx2080ti", 11),
+        ("l4_24gb", 24),
+        ("8xh100", 80),
+        ("gpu80gb", 80),
+        ("1g.10gb", 10),
+        ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 40),
+        ("NVIDIA GH200 480GB", 96),
+        ("a100&mem384gb", 40),
     ],
 )
 def test_names_of_gpus_say_their_memory(name: str, gib: int | None) -> None:
     assert gpu_memory_gib(name) == gib
+
+
+@pytest.mark.parametrize(
+    "name", ["mem384gb", "mem_256g", "ssd_480gb", "100gbe", "opa100", "pool4", "part4", "intel4", "gpu-16"]
+)
+def test_other_features_of_nodes_are_no_memory_of_a_gpu(name: str) -> None:
+    assert gpu_memory_gib(name) is None

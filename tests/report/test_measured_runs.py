@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.report.measured_runs import measured_runs
+from hpc_train.report.measured_runs import measured, measured_runs
 from hpc_train.report.time_use import evaluation_seconds
 from hpc_train.run.attempts import newest_number, read_record, write_record
 from hpc_train.run.files import read_json, write_json
@@ -81,3 +81,23 @@ def test_a_run_without_times_or_with_damaged_files_tells_nothing(tmp_path: Path)
         attempt.record.write_text("[]")
     assert measured_runs(tmp_path, experiment) == []
     assert measured_runs(tmp_path / "nowhere", experiment) == []
+
+
+@pytest.mark.parametrize(("began", "saves"), [((), 200), (("step-00040000", "step-00050000"), 100)])
+def test_the_saves_of_a_long_attempt_are_counted_from_its_first_step(
+    tmp_path: Path, began: tuple[str, ...], saves: int
+) -> None:
+    """Its rows are longer than the end of the file that is read."""
+    (run,) = made_sweep(tmp_path, 1, steps=100)
+    record = read_record(run.attempt(newest_number(run)))
+    assert record is not None
+    attempt = run.attempt(record.attempt)
+    attempt.events.unlink(missing_ok=True)
+    write_record(attempt, replace(record, checkpoints=list(began), checkpoint_stall_s=2.0 * saves))
+    row = {"time": 1.0, "attempt": record.attempt, "split": "train", "loss": 0.123456, "step_s": 0.1}
+    steps = range(99_000, 100_001)
+    run.metrics.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in steps))
+    resolved = read_json(run.resolved)
+    assert resolved is not None
+    found = measured(run, resolved | {"checkpoint": {"every_steps": 500}})
+    assert found is not None and found.save_s == pytest.approx(2.0)

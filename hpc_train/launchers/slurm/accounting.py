@@ -11,11 +11,13 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import job_ids
 from hpc_train.run.run_facts import run_facts
 
-_FIELDS = ("jobid", "nnodes", "cputimeraw", "totalcpu", "maxrss", "ntasks", "reqmem", "alloccpus")
+_FIELDS = ("jobid", "nnodes", "cputimeraw", "totalcpu", "maxrss", "ntasks", "reqmem", "alloccpus", "end")
 _SIZE = re.compile(r"([\d.]+)([KMGTP]?)([nc]?)")
 _GIB = {"": 1 / 1024**3, "K": 1 / 1024**2, "M": 1 / 1024, "G": 1.0, "T": 1024.0, "P": 1024.0**2}
 _TIME = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)(?:\.(\d+))?")
 _LIMIT_S = 20.0
+#: As ``sacct`` prints the end of a job that runs or waits.
+_NOT_ENDED = {"", "Unknown", "None"}
 
 
 def job_usage(paths: RunPaths) -> JobUsage | None:
@@ -38,8 +40,10 @@ def parsed(said: str) -> JobUsage | None:
     jobs = [row for row in rows if "." not in row["jobid"]]
     if not jobs:
         return None
-    allocated_s = sum(int(row["cputimeraw"]) for row in jobs if row["cputimeraw"].isdecimal())
-    used_s = sum(seconds(row["totalcpu"]) for row in jobs)
+    # Of a job that runs, the allocated time grows and the used time is 0.
+    ended = [row for row in jobs if row["end"] not in _NOT_ENDED]
+    allocated_s = sum(int(row["cputimeraw"]) for row in ended if row["cputimeraw"].isdecimal())
+    used_s = sum(seconds(row["totalcpu"]) for row in ended)
     peaks = [peak for row in rows if (peak := _node_peak(row)) is not None]
     requested = [size for row in jobs if (size := _requested(row)) is not None]
     return JobUsage(

@@ -146,7 +146,8 @@ class Association:
 @dataclass(frozen=True)
 class ClusterFacts:
     """All that was read. ``associations`` and ``qos``: None where there is no accounting, or it does not
-    answer; ``reservations``: names, None where Slurm does not say.
+    answer; ``reservations``: names, None where Slurm does not say. ``node_names``: also of nodes in no
+    partition.
     """
 
     config: Mapping[str, str]
@@ -155,6 +156,7 @@ class ClusterFacts:
     associations: Sequence[Association] | None = None
     qos: Sequence[Qos] | None = None
     reservations: Sequence[str] | None = None
+    node_names: Sequence[str] | None = None
 
     def number(self, name: str) -> int | None:
         """Return a setting that is a number, such as ``KillWait``: ``30 sec``; None for any other value."""
@@ -234,7 +236,7 @@ def read() -> ClusterFacts:
     # --all: partitions that are hidden take jobs as well.
     partitions = commands.run(["scontrol", "--all", "--oneliner", "show", "partition"])
     nodes = commands.run(["sinfo", "--all", "--noheader", "--Node", f"--format={_FORMAT}"])
-    facts = ClusterFacts(config, parsed_partitions(partitions), parsed_nodes(nodes))
+    facts = ClusterFacts(config, parsed_partitions(partitions), parsed_nodes(nodes), node_names=_node_names())
     reservations = _reservations()
     if not facts.has_accounting:
         return replace(facts, reservations=reservations)
@@ -310,6 +312,11 @@ def _qos() -> list[Qos] | None:
 def _reservations() -> list[str] | None:
     said = _answer(["scontrol", "--oneliner", "show", "reservation"])
     return None if said is None else parsed_reservations(said)
+
+
+def _node_names() -> list[str] | None:
+    said = _answer(["scontrol", "--all", "--oneliner", "show", "node"])
+    return None if said is None else re.findall(r"^NodeName=(\S+)", said, re.MULTILINE)
 
 
 def _answer(argv: Sequence[str]) -> str | None:

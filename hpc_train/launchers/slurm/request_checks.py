@@ -116,14 +116,14 @@ def reservation(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]
 
 def node_names(slurm: SlurmConfig, facts: ClusterFacts) -> Iterator[KeyProblem]:
     """Nodes that the file names exist."""
-    if not all(map(facts.lists_all_nodes, facts.partitions)):
-        return
-    known = {node.name for node in facts.nodes}
+    known = set(facts.node_names or ())
+    if not known and all(map(facts.lists_all_nodes, facts.partitions)):
+        known = {node.name for node in facts.nodes}
     for key, value in (("exclude", slurm.exclude), ("extra.nodelist", slurm.extra.get("nodelist"))):
         unknown = [name for name in expanded(str(value or "")) if name not in known]
         if unknown and known:
             message = f"there is no node {unknown[0]}"
-            yield KeyProblem(f"slurm.{key}", message, "write names that `sinfo -N` lists")
+            yield KeyProblem(f"slurm.{key}", message, "write names that `scontrol show node` lists")
 
 
 #: Rules that don't depend on the partition.

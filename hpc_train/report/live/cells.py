@@ -150,7 +150,8 @@ def _mean(values: Sequence[float]) -> float:
 def _block(value: float, low: float, high: float) -> str:
     if not math.isfinite(value):
         return _NOT_FINITE
-    place = (value / 2 - low / 2) / (high / 2 - low / 2) if high > low else 0.0  # halves: no overflow
+    span = high / 2 - low / 2  # halves: no overflow
+    place = (value / 2 - low / 2) / span if span > 0 else 0.0
     return _BLOCKS[min(len(_BLOCKS) - 1, int(place * len(_BLOCKS)))]
 
 

@@ -196,10 +196,12 @@ class MetricsTail:
         seen = stamp(self._path)
         if seen == self._stamp:
             return
-        if seen is None or self._stamp is None or seen[0] != self._stamp[0]:
+        before = self._reader.inode
+        new = list(self._reader.new_rows())
+        if seen is None or self._reader.inode != before:
             self.training.clear()  # a resume replaced the file: its rows come again
             self.evaluation = {}
-        for row in self._reader.new_rows():
+        for row in new:
             if row.get("split") == "val":
                 self.evaluation = row
             elif row.get("split") == "train":

@@ -23,6 +23,12 @@ def test_the_queue_names_the_gpu(keys: dict[str, Any]) -> None:
     assert (found.is_gpu, found.memory_bytes) == (True, 80 * 2**30)
 
 
+def test_only_the_gpus_of_gres_have_the_memory_of_a_gpu() -> None:
+    gres = "lscratch:gpu_100gb,gpu:a100:4"
+    assert device_of_job(slurm(extra={"gres": gres}), "auto", SIZE).memory_bytes == 40 * 2**30
+    assert device_of_job(slurm(extra={"gres": "lscratch:gpu_100gb"}), "auto", SIZE).memory_bytes is None
+
+
 def test_a_gpu_of_any_type_is_unknown() -> None:
     found = device_of_job(slurm(), "auto", SIZE)
     assert (found.is_gpu, found.memory_bytes) == (True, None)

@@ -146,3 +146,10 @@ def test_the_earliest_start_is_read() -> None:
     found = forecast._parsed([], said_)
     assert (found.earliest_start, found.nodes) == ("2026-11-25T01:42:26+00:00", "n[1-2]")
     assert forecast._parsed([], "sbatch: fine").earliest_start is None
+
+
+def test_a_node_in_no_partition_may_be_excluded() -> None:
+    facts = replace(cluster(), node_names=["n1", "n2", "n3"])
+    assert said(facts, partition="low", exclude="n3") == []
+    (line,) = said(facts, partition="low", exclude="n9")
+    assert "there is no node n9" in line

@@ -187,12 +187,37 @@ def test_the_columns_fit_the_screen(width: int) -> None:
         assert run.state in line
 
 
+def test_a_file_that_is_replaced_while_it_is_read_loses_no_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    row = '{"split": "train", "step": %d, "loss": 0.5}\n'
+    path.write_text(row % 1 + row % 2)
+    tail, real = reading_module.MetricsTail(path), reading_module.stamp
+    tail.update()
+
+    def stamp_and_replace(seen: Path) -> object:
+        found = real(seen)
+        other.write_text(row % 1)
+        other.replace(path)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(reading_module, "stamp", stamp_and_replace)
+        path.write_text(row % 1 + row % 2 + row % 3)
+        tail.update()
+    for _ in range(2):
+        assert [each["step"] for each in tail.training] == [1]
+        tail.update()
+
+
 def test_a_sparkline_shows_trend_and_non_finite_values() -> None:
     assert sparkline([4.0, 3.0, 2.0, 1.0], 10) == "█▆▃▁"
     assert sparkline([1.0, math.nan, 2.0], 3) == "▁×█"
     assert sparkline([1e308, -1e308], 2) == "█▁"
     assert sparkline([5.0] * 100, 4) == "▁▁▁▁"
     assert sparkline([], 4) == ""
+    assert sparkline([0.0, 5e-324], 10) == "▁▁"
     assert (bar(0.5, 8), bar(1.0, 3)) == ("████░░░░", "███")
     assert [short_number(value) for value in (3.14159, 1234.5, 2.5e7, math.inf)] == [
         "3.14", "1.23k", "25M", "inf",
