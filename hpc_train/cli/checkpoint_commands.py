@@ -12,6 +12,7 @@ from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.code import is_new
 from hpc_train.cli.evaluate import Checkpoint
 from hpc_train.cli.export_formats import WEIGHTS, format_of
+from hpc_train.cli.logs import listed_runs
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
@@ -40,12 +41,7 @@ def export(
     """
     form = format_of(output, form)
     checkpoint.refuse_both()
-    found = find_readable([word])
-    if len(found) > 1:
-        raise UsageError(
-            f"{word}: matches {len(found)} runs, export takes one; give an id from `hpc-train status {word}`"
-        )
-    (paths,) = found
+    paths = _one_run(word)
     options = [*(["--ema"] if ema else []), *(["--best"] if checkpoint.best else [])]
     options += [] if checkpoint.step is None else ["--step", str(checkpoint.step)]
     request: tuple[str, ...] = ("hpc_train.checkpoint.export", str(paths.folder), str(output), *options)
@@ -78,6 +74,15 @@ def _export_json(
         "inputs": said.get("inputs"),
         "max_difference": said.get("max_difference"),
     }
+
+
+def _one_run(word: str) -> RunPaths:
+    found = find_readable([word])
+    if len(found) > 1:
+        raise UsageError(
+            f"{word}: matches {len(found)} runs, export takes one; write its id:\n{listed_runs(found)}"
+        )
+    return found[0]
 
 
 def _code(paths: RunPaths, choice: str | None) -> list[str]:

@@ -138,9 +138,19 @@ def _surplus(paths: RunPaths) -> list[Surplus]:
             continue
         # Without an intact one it is unknown which of them the user may want to repair.
         elif newest is not None and path not in kept:
-            older = f"older than {newest.folder.name}, or does not count"
-            found.append(Surplus(path, "damaged, set aside" if is_set_aside else older))
+            reason = "damaged, set aside" if is_set_aside else _why(paths, path, newest.folder)
+            found.append(Surplus(path, reason))
     return found
+
+
+def _why(paths: RunPaths, path: Path, newest: Path) -> str:
+    """Return why a checkpoint is not needed beside ``newest``, the newest intact one that counts."""
+    if path.name < newest.name:
+        return f"older than {newest.name}"
+    counting = (*checkpoints.committed(paths), *checkpoints.damaged(paths))
+    if path in [each.folder for each in counting]:
+        return "damaged"
+    return "does not count: its attempt no longer owned the run"
 
 
 def _unused(snapshots: Path) -> list[Path]:

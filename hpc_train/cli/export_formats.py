@@ -6,6 +6,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from hpc_train.console import say
 from hpc_train.errors import UsageError
 
 WEIGHTS = "safetensors"
@@ -25,6 +26,11 @@ def format_of(output: Path, choice: str | None) -> str:
     known = [WEIGHTS, *PROGRAM_SUFFIXES]
     if form not in known:
         raise UsageError(f"--format: unknown format {form!r}; write one of {', '.join(known)}")
+    suffixes = [f".{WEIGHTS}", *PROGRAM_SUFFIXES.values()]
+    if choice is None and output.suffix and output.suffix not in suffixes:
+        say(
+            f"-o {output}: the format is {WEIGHTS}, which {output.suffix} does not tell; known: {', '.join(suffixes)}"
+        )
     is_clear = of_suffix == WEIGHTS and output.suffix != f".{WEIGHTS}"
     if form != of_suffix and not is_clear:
         suffix = PROGRAM_SUFFIXES.get(form, f".{WEIGHTS}")

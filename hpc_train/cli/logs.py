@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hpc_train.errors import ExitCode, UsageError, counted, printable
 from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys, in_words
-from hpc_train.run.attempts import newest_number
+from hpc_train.run.attempts import newest_number, read_record
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name, run_names
 from hpc_train.run.liveness import newest_record
@@ -61,6 +62,8 @@ def logs(
         put_json(_run_json(paths) | place | {"file": str(log.absolute()), "lines": _lines(log, lines)})
     else:
         _LogReader(log, lines).print_new()
+        if attempt is None and output is None:
+            _say_earlier(paths)
     return ExitCode.DONE
 
 
@@ -97,13 +100,17 @@ def _one_run(word: str, *, last: bool) -> RunPaths:
         newest = max(found, key=_started)
         say(f"{run_name(newest)}: {in_words(changed_keys(found)[newest])}")
         return newest
-    names, differences = run_names(found), changed_keys(found)
-    rows = [[names[paths], read_status(paths).state, in_words(differences[paths])] for paths in found]
-    listed = "\n".join(f"  {line}" for line in columns(rows))
     raise UsageError(
         f"{word}: matches {len(found)} runs, logs takes one; write its id, or add --last for the one that "
-        f"started last:\n{listed}"
+        f"started last:\n{listed_runs(found)}"
     )
+
+
+def listed_runs(found: Sequence[RunPaths]) -> str:
+    """Return a line per run with its id, its state and the values that distinguish it."""
+    names, differences = run_names(found), changed_keys(found)
+    rows = [[names[paths], read_status(paths).state, in_words(differences[paths])] for paths in found]
+    return "\n".join(f"  {line}" for line in columns(rows))
 
 
 def _started(paths: RunPaths) -> str:
@@ -118,13 +125,31 @@ def _existing(paths: RunPaths, rank: int, attempt: int) -> Path:
         return log
     if attempt == 0:
         raise UsageError(f"{run_name(paths)}: has not started yet; `logs -f` waits for it")
+    newest = newest_number(paths)
+    if attempt > newest:
+        attempts = "attempt 1 alone" if newest == 1 else f"attempts 1 to {newest}"
+        raise UsageError(f"{run_name(paths)}: there is no attempt {attempt}; the run has {attempts}")
     there = sorted(path.name for path in log.parent.glob("rank-*.log"))
     if not there and (reason := (read_json(paths.status) or {}).get("reason")):
         raise UsageError(f"{run_name(paths)}: attempt {attempt} has no log; {printable(str(reason))}")
     raise UsageError(
         f"{log}: there is no such log; attempt {attempt} has {', '.join(there) or 'none'}, "
-        f"the newest attempt is {newest_number(paths)}"
+        f"the newest attempt is {newest}"
     )
+
+
+def _say_earlier(paths: RunPaths) -> None:
+    """Name the newest attempt that trained, if the newest one has ended and did not."""
+    newest = newest_number(paths)
+    record = read_record(paths.attempt(newest))
+    if record is None or record.end is None or "first_step" in record.events:
+        return
+    for number in range(newest - 1, 0, -1):
+        earlier = read_record(paths.attempt(number))
+        if earlier is not None and "first_step" in earlier.events:
+            saved = f" and saved step {earlier.saved_step}" if earlier.saved_step else ""
+            say(f"attempt {newest} of {newest}; attempt {number} trained{saved}: --attempt {number}")
+            return
 
 
 def _follow(paths: RunPaths, rank: int, attempt: int | None, lines: int) -> None:

@@ -13,7 +13,7 @@ from hpc_train.cli.plan_memory import json_of_runs, predictions, show_prediction
 from hpc_train.cli.searching import next_trials
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import columns, put, put_json, say
-from hpc_train.data_facts.facts import data_facts, missing_index
+from hpc_train.data_facts.facts import DATA_SETS, data_facts, missing_index
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
@@ -30,7 +30,9 @@ from hpc_train.validate.loading import Loaded, load
 from hpc_train.validate.own_parts import missing_parts
 from hpc_train.validate.rules import check_start
 
-FETCH_DATA = "write the folder of the data, or fetch them with `hpc-train prepare FILE`"
+#: What to do about a missing ``data.root``, and what more where ``prepare`` downloads the data.
+WRITE_ROOT = "write the folder of the data"
+_FETCH_DATA = "fetch them with `hpc-train prepare FILE`"
 #: Bubble above which ``plan`` says what to do.
 _LARGE_BUBBLE = 0.2  # assumed
 _HEADS = (
@@ -145,7 +147,7 @@ def submit_problems(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]
     data here.
     """
     if launcher.problems(loaded.experiment):
-        return start_problems(loaded, made, ranks_are_known=False) + missing_data(loaded, FETCH_DATA)
+        return start_problems(loaded, made, ranks_are_known=False) + missing_data(loaded, WRITE_ROOT)
     if problems := start_problems(loaded, made):
         return problems
     try:
@@ -161,6 +163,10 @@ def missing_data(loaded: Loaded, remedy: str) -> list[str]:
     """
     data = loaded.experiment.data
     if data.root is not None and not expanded(data.root).exists():
+        if remedy == WRITE_ROOT and data_facts(data.name).is_downloaded:
+            remedy += f", or {_FETCH_DATA}"
+        elif remedy == WRITE_ROOT and data.name in DATA_SETS and not data_facts(data.name).needs_root:
+            remedy = f"take it out; {data.name} needs none"
         return [loaded.problem("data.root", f"{data.root} does not exist on this machine", remedy)]
     return _missing_pack(loaded)
 

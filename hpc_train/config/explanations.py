@@ -22,6 +22,9 @@ from hpc_train.registry import nearest, parts
 
 #: Of a section that people may know by one value alone: `model: resnet50`, `parallel: fsdp`.
 _MAIN_KEYS = ("name", "strategy")
+#: Words in the names of metrics of which a lower value is better, and of those of which a higher one is.
+_FALLING = {"loss", "perplexity", "mae", "mse", "rmse", "error"}
+_RISING = {"accuracy", "f1", "iou", "miou", "map", "map50", "precision", "r2", "recall"}
 
 
 def explain(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
@@ -67,7 +70,8 @@ def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, A
     if kind == "extra_forbidden":
         return unknown_key(path)
     if kind == "missing" and isinstance(path[-1], str):
-        return Problem(path, "is missing", f"write {path[-1]}: {_example_at(path)}")
+        example = _mode(path, data) if path[-1] == "mode" else _example_at(path)
+        return Problem(path, "is missing", f"write {path[-1]}: {example}")
     if loc[-1] == "[key]":
         rule = (node_at(path[:-1]) or {}).get("propertyNames", {}).get("patternErrorMessage", "a name")
         return Problem(path, f"needs {rule}", "fix the name", on_key=True)
@@ -109,6 +113,15 @@ def _example_at(path: KeyPath) -> str:
     example = in_flow(node["examples"][0])
     is_number = any(member.get("type") in {"integer", "number"} for member in members(node))
     return f"{wanted(node)}, like {example}" if is_number else example
+
+
+def _mode(path: KeyPath, data: dict[str, Any]) -> str:
+    """Return the mode that fits the metric beside it, or both where it is not known which fits."""
+    section = value_at(data, path[:-1])
+    words = set(re.split(r"[^a-z0-9]+", str(section.get("metric") if isinstance(section, dict) else "")))
+    if words & _FALLING:
+        return "min"
+    return "max" if words & _RISING else wanted(node_at(path) or {})
 
 
 def in_flow(value: Any) -> str:

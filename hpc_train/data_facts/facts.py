@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 from hpc_train.config.problems import Problem
 from hpc_train.config.training_sections import DataConfig
@@ -49,9 +49,13 @@ class DataFacts:
 
     modality: Modality | None = None
     target: Target | None = None
+    #: The target where ``data.args.target`` does not say another, for data with that key.
+    default_target: Target | None = None
     #: Whether ``data.root`` must be given, except for the names ``rootless``.
     needs_root: bool = False
     rootless: tuple[str, ...] = ()
+    #: Whether ``prepare`` can download the data to ``data.root``.
+    is_downloaded: bool = False
     #: What ``data.root`` is, in words.
     root: str = "the folder of the data"
     #: Whether the data are what the files of ``data.root`` hold, so that changed files are other data.
@@ -99,11 +103,19 @@ class TaskFacts:
     #: The metrics that ``val`` rows may have, without the prefix ``ema_``; ``iou_*`` stands for several.
     #: Empty: only the task's own code knows them.
     metrics: tuple[str, ...] = field(default=(), kw_only=True)
+    #: Target → those of ``metrics`` that exist only with it.
+    target_metrics: Mapping[Target, tuple[str, ...]] = field(default_factory=dict, kw_only=True)
     #: ``module:attr`` of a built-in task's class. A plug-in names it by an entry point instead.
     implementation: str = ""
     #: Whether the model takes the targets and returns its own losses, so that it can't be cut into stages and
     #: its inputs can't be cast.
     needs_whole_model: bool = False
+
+    def metrics_with(self, target: Target | None) -> list[str]:
+        """Return the metrics that ``val`` rows may have with this target; None: it is unknown."""
+        others = [] if target is None else [key for key in self.target_metrics if key != target]
+        absent = {name for key in others for name in self.target_metrics[key]}
+        return [name for name in self.metrics if name not in absent]
 
     def fits(self, data: DataFacts) -> bool:
         """Tell whether the data have what the task needs, as far as is known."""
@@ -173,6 +185,7 @@ DATA_SETS = {
     ),
     "image_list": DataFacts(
         "images",
+        default_target="class",
         needs_root=True,
         root="the folder of the lists and images",
         is_in_root=True,
@@ -185,6 +198,7 @@ DATA_SETS = {
     ),
     "webdataset": DataFacts(
         "images",
+        default_target="class",
         needs_root=True,
         root="the folder of the tar files",
         is_in_root=True,
@@ -209,6 +223,7 @@ DATA_SETS = {
     "huggingface": DataFacts(
         "images",
         needs_root=True,
+        is_downloaded=True,
         root="the folder of a data set saved by save_to_disk, or to which prepare saves it",
         is_in_root=True,
         listing=arrow_files,
@@ -218,6 +233,7 @@ DATA_SETS = {
     "torchvision": DataFacts(
         "images",
         needs_root=True,
+        is_downloaded=True,
         rootless=("torchvision/FakeData",),
         root="the folder of torchvision's files, for example data/cifar10",
         example="torchvision/CIFAR10",
@@ -262,6 +278,8 @@ DATA_SETS = {
     ),
 }
 
+#: The metrics of several classes per sample.
+_MULTI_LABEL = ("f1_micro", "f1_macro", "map_multilabel")
 #: The built-in tasks, one row each.
 TASKS = {
     "classification": TaskFacts(
@@ -271,7 +289,8 @@ TASKS = {
         losses=losses.CLASSIFICATION,
         smooths_labels=True,
         mixes_targets=True,
-        metrics=("loss", "accuracy", "accuracy_top5", "f1_micro", "f1_macro", "map_multilabel"),
+        metrics=("loss", "accuracy", "accuracy_top5", *_MULTI_LABEL),
+        target_metrics={"classes": _MULTI_LABEL},
     ),
     "regression": TaskFacts(
         ("images", "features"),
@@ -354,6 +373,15 @@ def _rows(kind: str, key: str, built_in: Mapping[str, _Row], default: _Row) -> d
         with suppress(Exception):
             rows[name] = _exported(kind, key, name, default)
     return rows
+
+
+def target_of(data: DataConfig) -> Target | None:
+    """Return what the target of a sample is; None where only the data set's own code knows it."""
+    facts = data_facts(data.name)
+    if facts.default_target is None:
+        return facts.target
+    given = data.args.get("target", facts.default_target)
+    return next((each for each in get_args(Target) if each == given), None)
 
 
 def training_samples(data: DataConfig) -> int | None:

@@ -14,7 +14,7 @@ from itertools import islice
 
 from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_clean, rule
 from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.facts import TASKS, task_facts
+from hpc_train.data_facts.facts import TASKS, target_of, task_facts
 from hpc_train.data_facts.joint_keys import not_for_masks, only_for_masks
 from hpc_train.errors import shortened
 from hpc_train.registry import nearest
@@ -287,13 +287,13 @@ def early_stopping_has_a_limit(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("early_stopping", "patience"), "is missing", "write patience: 5, or median_after: 3")
 
 
-@rule("task", "checkpoint.best", "early_stopping")
+@rule("task", "data.name", "data.args", "checkpoint.best", "early_stopping")
 def followed_metrics_are_the_tasks(experiment: Experiment) -> Iterator[Problem]:
     """``checkpoint.best.metric`` and ``early_stopping.metric`` must be metrics of the task."""
     return _unknown_metrics(experiment, _followed_metrics(experiment))
 
 
-@rule("task", "sweep.search")
+@rule("task", "data.name", "data.args", "sweep.search")
 def searched_metric_is_the_tasks(experiment: Experiment) -> Iterator[Problem]:
     """``sweep.search.metric`` must be a metric of the task, if it is one of evaluations."""
     search = experiment.sweep.search
@@ -303,11 +303,14 @@ def searched_metric_is_the_tasks(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _unknown_metrics(experiment: Experiment, metrics: Iterable[tuple[KeyPath, str]]) -> Iterator[Problem]:
-    known = task_facts(experiment.task).metrics
+    facts, target = task_facts(experiment.task), target_of(experiment.data)
+    known = facts.metrics_with(target)
     for path, metric in metrics:
         name = metric.removeprefix(_EMA)
         if known and not any(fnmatchcase(name, each) for each in known):
             message = f"{shortened(metric)} is not a metric of {experiment.task}"
+            if name in facts.metrics:
+                message += f" (target: {target})"
             hint = nearest(name, [each for each in known if not each.endswith("*")])
             names = ", ".join(each.replace("*", "<class>") for each in known)
             yield Problem(path, message, f"did you mean {hint}?" if hint else f"write one of {names}")

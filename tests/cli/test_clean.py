@@ -101,8 +101,13 @@ def _waits_for_a_lock(thread: threading.Thread) -> bool:
 
 def test_a_damaged_newest_one_is_not_what_is_kept(run: RunPaths) -> None:
     run.checkpoint(15).shard(0).write_bytes(b"")
-    hpc_train("clean", "abc", "--yes")
+    done = hpc_train("clean", "abc", "--yes")
     assert _names(run) == {"step-00000010", "mine"}
+    reasons = {
+        line.split()[0][-8:]: line.split("MB  ")[1] for line in done.err.splitlines() if "MB  " in line
+    }
+    assert reasons["00000015"] == "damaged"
+    assert reasons["00000005"] == "older than step-00000010"
 
 
 def test_where_none_is_whole_all_are_kept(run: RunPaths) -> None:

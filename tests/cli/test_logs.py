@@ -53,6 +53,23 @@ def test_a_log_that_is_not_there_names_those_that_are(run: RunPaths) -> None:
     assert "attempt 2 has rank-0.log, rank-1.log" in err
 
 
+def test_an_earlier_attempt_that_trained_is_named(run: RunPaths) -> None:
+    first, second = (read_record(run.attempt(number)) for number in (1, 2))
+    assert first is not None and second is not None
+    began = {"first_step": "2026-01-01T00:00:00.000Z"}
+    write_record(run.attempt(1), replace(first, events=began, saved_step=239))
+    assert _logs("abc")[2] == ""
+    write_record(run.attempt(2), replace(second, end="2026-01-01T00:00:01Z"))
+    assert _logs("abc")[2] == "attempt 2 of 2; attempt 1 trained and saved step 239: --attempt 1\n"
+
+
+def test_an_attempt_that_is_not_there_names_those_that_are(run: RunPaths) -> None:
+    write_status(run, RunStatus(state="cancelled", attempt=2, reason="hpc-train cancel"))
+    done = hpc_train("logs", "abc", "--attempt", "7")
+    assert done.code == 2
+    assert "there is no attempt 7; the run has attempts 1 to 2" in done.err
+
+
 @pytest.mark.parametrize("end", ["", "\n"])
 @pytest.mark.parametrize("count", [1, 3, 8000, 9000])
 def test_a_tail_is_found_from_the_end(tmp_path: Path, count: int, end: str) -> None:
@@ -93,6 +110,9 @@ def test_of_several_runs_each_is_told_apart_and_the_last_can_be_chosen(file: Pat
     listed = [line.split() for line in refused.err.splitlines()[1:]]
     expected = [[paths.folder.name, "completed", f"seed={seed}"] for seed, paths in by_seed.items()]
     assert sorted(listed) == sorted(expected)
+    refused = hpc_train("export", "tiny", "-o", "w.safetensors")
+    assert refused.code == 2 and "export takes one; write its id:" in refused.err
+    assert sorted(line.split() for line in refused.err.splitlines()[1:]) == sorted(expected)
     for seed, paths in by_seed.items():
         paths.attempt(1).log(0).write_text(f"seed {seed}\n")
     record = read_record(by_seed[2].attempt(1))

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.cli.plan import WRITE_ROOT, missing_data
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.plan.pack_files import pack_files
+from hpc_train.validate.loading import load
 from tests.cli.commands import hpc_train
 from tests.cli.launchers import COMPLETING, QUEUEING, SIZED_QUEUE
 
@@ -39,6 +41,19 @@ def test_a_plan_for_slurm_shows_its_script(file: Path) -> None:
     assert "#SBATCH" not in hpc_train("plan", file, "slurm={nodes: 2, partition: low}").out
     (script,) = json.loads(hpc_train("plan", file, "slurm={nodes: 2}", "--json").out)["scripts"]
     assert script.startswith("#!/bin/bash")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("digits", "take it out; digits needs none"),
+        ("imagefolder", "write the folder of the data"),
+        ("torchvision/CIFAR10", "write the folder of the data, or fetch them with `hpc-train prepare FILE`"),
+    ],
+)
+def test_data_that_prepare_can_not_download_are_not_to_be_fetched(file: Path, name: str, remedy: str) -> None:
+    (line,) = missing_data(load(file, [f"data={{name: {name}, root: /nonexist}}"]), WRITE_ROOT)
+    assert line.endswith(f"/nonexist does not exist on this machine; {remedy}")
 
 
 def test_a_plan_without_a_job_has_no_script(file: Path) -> None:

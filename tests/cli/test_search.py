@@ -139,9 +139,9 @@ def test_runs_of_another_file_are_no_trials_and_those_of_a_grid_are(search: Path
 
 def test_a_metric_that_completed_runs_lack_is_an_error_that_names_theirs(search: Path) -> None:
     _local(search)
-    done = _local(search, "sweep.search.metric=f1_macro")
+    done = _local(search, "sweep.search.metric=ema_accuracy")
     assert done.code == 1
-    said = "sweep.search.metric: f1_macro is in no completed run's metrics.jsonl; there are val/accuracy, val"
+    said = "sweep.search.metric: ema_accuracy is in no completed run's metrics.jsonl; there are val/accuracy"
     assert said in done.err
     assert "sweep.search.metric: f2 is not a metric of" in _local(search, "sweep.search.metric=f2").err
 

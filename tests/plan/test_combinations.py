@@ -249,6 +249,7 @@ WRONG = [
         _search("acuracy"),
         "sweep.search.metric: acuracy is not a metric of classification; did you mean accuracy?",
     ),
+    (_search("f1_micro"), "sweep.search.metric: f1_micro is not a metric of classification (target: class)"),
     (
         _search("val/acuracy"),
         "sweep.search.metric: acuracy is not a metric of classification; did you mean accuracy?",

@@ -80,6 +80,21 @@ BROKEN = {
         "11:3: optimization.optimizer.lr: is missing",
         "a number above 0",
     ),
+    "missing mode of a score": (
+        GOOD + "early_stopping: {metric: accuracy, patience: 3}\n",
+        "12:1: early_stopping.mode: is missing",
+        "write mode: max",
+    ),
+    "missing mode of a loss": (
+        GOOD + "checkpoint:\n  best: {metric: ema_loss}\n",
+        "13:3: checkpoint.best.mode: is missing",
+        "write mode: min",
+    ),
+    "missing mode of an own metric": (
+        GOOD + "early_stopping: {metric: height, patience: 3}\n",
+        "12:1: early_stopping.mode: is missing",
+        "write mode: one of min, max",
+    ),
     "missing section": (
         changed("data:\n  name: digits\n", ""),
         "1:1: data: is missing",

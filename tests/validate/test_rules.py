@@ -55,6 +55,19 @@ def args(*overrides: str) -> tuple[str, ...]:
             "write patience: 5, or median_after: 3",
         ),
         (
+            args("checkpoint.best={metric: f1_macro, mode: max}"),
+            "checkpoint.best.metric",
+            "f1_macro is not a metric of classification (target: class); write one of loss, accuracy",
+        ),
+        (
+            args(
+                "early_stopping={metric: map_multilabel, mode: max, patience: 3}",
+                "data={name: image_list, root: x}",
+            ),
+            "early_stopping.metric",
+            "map_multilabel is not a metric of classification (target: class)",
+        ),
+        (
             args("checkpoint.best={metric: acuracy, mode: max}"),
             "checkpoint.best.metric",
             "did you mean accuracy?",
@@ -299,6 +312,10 @@ def test_slurm_options_with_a_key_name_it(tmp_path: Path, option: str) -> None:
         ("sweep.grid={seed: [1, 2], optimization.clip_grad_norm: [null, 1.0], data.args.x: [1, '1', true]}",),
         ("parallel={strategy: hsdp, shard: 2, replicate: 2}", "slurm.nodes=4"),
         ("data.name=acme:data",),
+        (
+            "data={name: image_list, root: x, args: {target: classes}}",
+            "checkpoint.best={metric: f1_macro, mode: max}",
+        ),
         (CROP, IMAGES),
         ("parallel={strategy: pipeline, schedule: interleaved, stages_per_rank: 3}",),
         ("parallel={strategy: pipeline, pipeline: 2, tensor: 2, shard: 2, replicate: 2}",),
