@@ -28,9 +28,7 @@ def format_of(output: Path, choice: str | None) -> str:
         raise UsageError(f"--format: unknown format {form!r}; write one of {', '.join(known)}")
     suffixes = [f".{WEIGHTS}", *PROGRAM_SUFFIXES.values()]
     if choice is None and output.suffix and output.suffix not in suffixes:
-        say(
-            f"-o {output}: the format is {WEIGHTS}, which {output.suffix} does not tell; known: {', '.join(suffixes)}"
-        )
+        say(f"-o {output}: written as {WEIGHTS}; the suffixes of formats are {', '.join(suffixes)}")
     is_clear = of_suffix == WEIGHTS and output.suffix != f".{WEIGHTS}"
     if form != of_suffix and not is_clear:
         suffix = PROGRAM_SUFFIXES.get(form, f".{WEIGHTS}")

@@ -31,7 +31,7 @@ class MedianRule:
     config: EarlyStoppingConfig
 
     def reason(self, so_far: BestSoFar, step: int) -> str | None:
-        """Return why the run ends after the evaluation of ``step``; None where it goes on."""
+        """Return why the run ends after the evaluation of ``step``; None where it continues."""
         after = self.config.median_after
         if after is None or so_far.num_evaluations < after:
             return None

@@ -33,7 +33,7 @@ def test_the_suffix_selects_the_format(name: str, choice: str | None, form: str)
 
 def test_an_unknown_suffix_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert format_of(Path("w.xyz"), None) == "safetensors"
-    assert "-o w.xyz: the format is safetensors" in capsys.readouterr().err
+    assert "-o w.xyz: written as safetensors" in capsys.readouterr().err
     format_of(Path("w.xyz"), "safetensors")
     assert capsys.readouterr().err == ""
 
