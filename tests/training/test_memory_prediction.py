@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._profiler import _EventType
 
 from benchmarks import memory_prediction as measurement
 from benchmarks.memory_prediction import Model, error, measure, predicted
@@ -330,6 +333,31 @@ def test_the_largest_size_is_found_in_few_calls() -> None:
     assert largest_fitting(sizes, 8, total, 999) is None
     assert largest_fitting(sizes, 8, total, 10**9) == 96
     assert largest_fitting(sizes, 8, lambda size: None, 10**9) is None
+
+
+def _node(
+    start: int, end: int = 0, name: str = "", children: Sequence[Any] = (), memory: tuple[int, int] = (0, 0)
+) -> SimpleNamespace:
+    """Return an event of a profile. ``memory``: address and bytes of an allocation."""
+    tag = _EventType.Allocation if memory[0] else _EventType.TorchOp
+    fields = SimpleNamespace(ptr=memory[0], alloc_size=memory[1])
+    return SimpleNamespace(
+        start_time_ns=start, end_time_ns=end, name=name, children=children, tag=tag, extra_fields=fields
+    )
+
+
+@pytest.mark.parametrize("later", [[], [_node(9, memory=(7, 40))], [_node(6, memory=(7, -100))]])
+def test_what_gloo_releases_unrecorded_ends_with_its_collective(later: list[Any]) -> None:
+    copy = _node(2, memory=(7, 100))
+    tree = [
+        _node(0, 1, "gloo:all_gather"),
+        _node(1, 3, "c10d::_reduce_scatter_base_", [copy]),
+        _node(3, 5, "gloo:all_reduce"),
+        *later,
+    ]
+    found = measurement._events(tree)
+    is_recorded = any(node.extra_fields.alloc_size < 0 for node in later)
+    assert [event for event in found if event[2] < 0] == [(6 if is_recorded else 5, 7, -100)]
 
 
 @pytest.mark.slow
