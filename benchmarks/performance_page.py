@@ -32,6 +32,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "cli_start",
         "run_pages",
         "watch_cpu",
+        "plan_scale",
         "time_prediction",
         "compile_start",
     ),
