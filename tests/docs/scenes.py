@@ -97,11 +97,14 @@ class Stage:
         return [read_status(paths).to_json() for paths in self._folders()]
 
     def _is_training(self) -> bool:
-        """Read the folders: what a command shows is over by the time it ends."""
+        """Read the folders: what a command shows is over by the time it ends.
+
+        A rank that is told to stop in the first step, which others may have done, saves nothing.
+        """
         for paths in self._folders():
             with suppress(OSError):
                 status = json.loads(paths.status.read_text())
-                if status["state"] == "running" and status["step"] > 0:
+                if status["state"] == "running" and status["step"] > 1:
                     return True
         return False
 
