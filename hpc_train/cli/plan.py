@@ -30,9 +30,6 @@ from hpc_train.validate.loading import Loaded, load
 from hpc_train.validate.own_parts import missing_parts
 from hpc_train.validate.rules import check_start
 
-#: What to do about a missing ``data.root``, and what more where ``prepare`` downloads the data.
-WRITE_ROOT = "write the folder of the data"
-_FETCH_DATA = "fetch them with `hpc-train prepare FILE`"
 #: Bubble above which ``plan`` says what to do.
 _LARGE_BUBBLE = 0.2  # assumed
 _HEADS = (
@@ -147,7 +144,7 @@ def submit_problems(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]
     data here.
     """
     if launcher.problems(loaded.experiment):
-        return start_problems(loaded, made, ranks_are_known=False) + missing_data(loaded, WRITE_ROOT)
+        return start_problems(loaded, made, ranks_are_known=False) + missing_data(loaded)
     if problems := start_problems(loaded, made):
         return problems
     try:
@@ -157,18 +154,24 @@ def submit_problems(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]
     return []
 
 
-def missing_data(loaded: Loaded, remedy: str) -> list[str]:
+def missing_data(loaded: Loaded, remedy: str | None = None) -> list[str]:
     """Return the line that reports a data root, or its pack, that is missing here; ranks find out after their
     imports.
     """
     data = loaded.experiment.data
     if data.root is not None and not expanded(data.root).exists():
-        if remedy == WRITE_ROOT and data_facts(data.name).is_downloaded:
-            remedy += f", or {_FETCH_DATA}"
-        elif remedy == WRITE_ROOT and data.name in DATA_SETS and not data_facts(data.name).needs_root:
-            remedy = f"take it out; {data.name} needs none"
-        return [loaded.problem("data.root", f"{data.root} does not exist on this machine", remedy)]
+        message = f"{data.root} does not exist on this machine"
+        return [loaded.problem("data.root", message, remedy or _root_remedy(data))]
     return _missing_pack(loaded)
+
+
+def _root_remedy(data: DataConfig) -> str:
+    """Return what to do about a ``data.root`` that is missing here."""
+    facts, write = data_facts(data.name), "write the folder of the data"
+    if facts.is_downloaded:
+        return f"{write}, or fetch them with `hpc-train prepare FILE`"
+    is_useless = data.name in DATA_SETS and not facts.needs_root
+    return f"take it out; {data.name} needs none" if is_useless else write
 
 
 def _missing_pack(loaded: Loaded) -> list[str]:

@@ -20,7 +20,6 @@ from hpc_train.cli.creating import (
 from hpc_train.cli.found_sizes import say_layouts
 from hpc_train.cli.parallel_runs import Slots, devices_per_run
 from hpc_train.cli.plan import (
-    WRITE_ROOT,
     LauncherOptions,
     batch_scripts,
     launcher_problems,
@@ -76,7 +75,7 @@ def submit(file: Path, overrides: Sequence[str], options: SubmitOptions) -> Exit
     plan = options.plan(launcher, loaded, devices, trials)
     problems = start_problems(loaded, plan) + launcher_problems(launcher, loaded)
     if options.on_this_machine:
-        problems += missing_data(loaded, WRITE_ROOT)
+        problems += missing_data(loaded)
     scripts: list[str] = []
     if not problems:
         try:

@@ -50,8 +50,9 @@ class SlurmConfig(Section):
     """Time limit of the job, such as ``90min``, ``24h`` or ``2-12:00:00``. Default: the partition's limit."""
     max_gpu_hours: Annotated[float, Field(gt=0)] | None = None
     """Budget of GPU-hours for all runs of the file, divided evenly among them. ``plan`` and ``submit`` refuse
-    a file that is predicted to need more; where nothing predicts it, one whose runs may use more in one
-    attempt each. A run that has used its share is not requeued. Default: no budget."""
+    a file that is predicted to need more, or a run of it more than its share; where nothing predicts it, one
+    whose runs may use more in one attempt each. A run that has used its share is not requeued. Default: no
+    budget."""
     signal_lead_s: SignalLead | None = None
     """Seconds before the time limit at which Slurm signals the ranks to save and stop. Default: 120; once a
     save has been measured, three times the longest save plus one minute. Never more than half the time limit.

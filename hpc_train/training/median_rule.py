@@ -35,7 +35,10 @@ class MedianRule:
         after = self.config.median_after
         if after is None or so_far.num_evaluations < after:
             return None
-        others = sorted(self._others(step))
+        try:
+            others = list(self._others(step))
+        except OSError:  # the next evaluation asks again
+            return None
         if len(others) < MIN_RUNS:
             return None
         median, best = statistics.median(others), so_far.best

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli.plan import WRITE_ROOT, missing_data
+from hpc_train.cli.plan import missing_data
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.plan.pack_files import pack_files
 from hpc_train.validate.loading import load
@@ -52,7 +52,7 @@ def test_a_plan_for_slurm_shows_its_script(file: Path) -> None:
     ],
 )
 def test_data_that_prepare_can_not_download_are_not_to_be_fetched(file: Path, name: str, remedy: str) -> None:
-    (line,) = missing_data(load(file, [f"data={{name: {name}, root: /nonexist}}"]), WRITE_ROOT)
+    (line,) = missing_data(load(file, [f"data={{name: {name}, root: /nonexist}}"]))
     assert line.endswith(f"/nonexist does not exist on this machine; {remedy}")
 
 
