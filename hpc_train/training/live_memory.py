@@ -37,16 +37,20 @@ _COLLECTIVES = {
 }
 
 
+#: Of which gloo makes a whole copy while it runs.
+_COPIED_BY_GLOO = ("all_gather", "reduce_scatter")
+
+
 class LiveMemory(TorchDispatchMode):
     """Every storage that an operator returns within this context, from its allocation until it is freed.
 
-    ``block_bytes``: what the device's allocator rounds sizes up to. ``copies_reduced``: whether the
-    collectives are gloo's, which reduces a copy of what it scatters (torch's ProcessGroupGloo).
+    ``block_bytes``: what the device's allocator rounds sizes up to. ``copies_communicated``: whether
+    the collectives are gloo's, which copy what is scattered or gathered (torch's ProcessGroupGloo).
     """
 
-    def __init__(self, block_bytes: int = 1, *, copies_reduced: bool = False) -> None:
+    def __init__(self, block_bytes: int = 1, *, copies_communicated: bool = False) -> None:
         super().__init__()
-        self._copies_reduced = copies_reduced
+        self._copies_communicated = copies_communicated
         self._block_bytes = block_bytes
         self._fake_mode = active_fake_mode()
         #: The size of what is sharded on a rank of all shards, relative to here, where no label says it.
@@ -205,7 +209,7 @@ class LiveMemory(TorchDispatchMode):
         if kind is not None:
             whole = args[1] if kind == "reduce_scatter" else args[0]
             self.communicated[kind] += sum(tensor.nbytes for tensor in _tensors(whole))
-            if kind == "reduce_scatter" and self._copies_reduced:
+            if kind in _COPIED_BY_GLOO and self._copies_communicated:
                 copies = [torch.empty_like(tensor) for tensor in _tensors(whole)]
                 for tensor in copies:
                     self._take(tensor)

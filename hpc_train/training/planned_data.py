@@ -20,7 +20,8 @@ from torch import Tensor
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.facts import data_facts, task_facts
 from hpc_train.datasets.building import build_source
-from hpc_train.datasets.types import Batch, DataInfo
+from hpc_train.datasets.structures import Tensors
+from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.tasks.base import make_task, target_spec
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.batch_size_trial import one_sample
@@ -30,6 +31,8 @@ _LIMIT_S = 10.0
 #: Where the file does not say it: ImageNet's classes and usual size, GPT-2's vocabulary and window.
 _CLASSES, _SIDE, _CHANNELS = 1000, 224, 3
 _VOCABULARY, _TOKENS = 50257, 1024
+#: Of detectors: COCO's, and its mean per image.
+_OBJECT_CLASSES, _BOXES = 80, 7
 #: Steps of a prediction's run: more samples than any global batch.
 _MANY = 2**40
 
@@ -88,30 +91,38 @@ def _assumed(experiment: Experiment, why: str) -> PlannedData:
         tokens = torch.zeros(1, length, dtype=torch.int64)
         sample = _batch(tokens, tokens.clone())
         return PlannedData(info, sample, _MANY, f"{why}; assumed {length} tokens of {words}")
-    is_number = task_facts(experiment.task).targets == ("number",)
-    usual = 1 if is_number else _CLASSES
+    targets = task_facts(experiment.task).targets
+    has_boxes = "boxes" in targets
+    usual = 1 if targets == ("number",) else _OBJECT_CLASSES if has_boxes else _CLASSES
     classes = _number(data.args.get("num_classes", args.get("num_classes")), usual)
     channels = facts.channels(data) or _CHANNELS
-    side = facts.image_size(data) or _SIDE
+    side = facts.image_size(data) or _number(args.get("img_size"), _SIDE)  # as timm's models call it
     height, width = data.height_and_width or (side, side)
     info = DataInfo(classes, channels, (0.5,) * channels, (0.5,) * channels)
     images = torch.zeros(1, channels, height, width, dtype=torch.uint8)
     sample = _batch(images, _target(experiment, info, height, width))
-    words = f"assumed {classes} classes, images {channels}×{height}×{width}"
+    boxes = f", {_BOXES} boxes in each" if has_boxes else ""
+    words = f"assumed {classes} classes, images {channels}×{height}×{width}{boxes}"
     return PlannedData(info, sample, _MANY, f"{why}; {words}")
 
 
-def _target(experiment: Experiment, info: DataInfo, height: int, width: int) -> Tensor:
+def _target(experiment: Experiment, info: DataInfo, height: int, width: int) -> Tensors:
     spec = target_spec(make_task(experiment, info))
-    kind = getattr(spec, "geometry", None)
-    if kind == "mask":
+    if isinstance(spec, dict):
+        return {name: _target_of(part, height, width) for name, part in spec.items()}
+    return _target_of(spec or TargetSpec("a number"), height, width)
+
+
+def _target_of(spec: TargetSpec, height: int, width: int) -> Tensors:
+    if spec.geometry == "mask":
         return torch.zeros(1, height, width, dtype=torch.uint8)
-    is_float = getattr(spec, "kind", "integer") == "float"
-    shape = tuple(size or 1 for size in getattr(spec, "shape", None) or ())
-    return torch.zeros(1, *shape, dtype=torch.float32 if is_float else torch.int64)
+    dtype = torch.float32 if spec.kind == "float" else torch.int64
+    if spec.is_ragged:
+        return [torch.zeros([_BOXES if size is None else size for size in spec.shape or ()], dtype=dtype)]
+    return torch.zeros(1, *(size or 1 for size in spec.shape or ()), dtype=dtype)
 
 
-def _batch(inputs: Tensor, targets: Tensor) -> Batch:
+def _batch(inputs: Tensor, targets: Tensors) -> Batch:
     return Batch(0, 0, 1.0, inputs, targets, torch.ones(1, dtype=torch.bool))
 
 

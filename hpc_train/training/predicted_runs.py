@@ -18,7 +18,8 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from hpc_train.config.schema import Experiment
-from hpc_train.errors import UserError
+from hpc_train.config.training_sections import NormalizeConfig
+from hpc_train.errors import BadFileError, UserError
 from hpc_train.models.building import build_model
 from hpc_train.models.fine_tuning import prepare_for_training
 from hpc_train.models.preprocessing import with_preprocessing
@@ -47,7 +48,7 @@ class RunQuestion:
 
     @classmethod
     def of(cls, question: dict[str, Any]) -> RunQuestion:
-        experiment = with_preprocessing(Experiment.model_validate(question.pop("experiment")))
+        experiment = _normalized(Experiment.model_validate(question.pop("experiment")))
         return cls(experiment, Degrees(**question.pop("degrees")), **question)
 
     @cached_property
@@ -65,7 +66,8 @@ class RunQuestion:
             if size == "auto" and largest is not None:
                 peak, size = self.predicted(largest), largest
         except Exception as error:  # whatever the code of model and task raises
-            problem = f"activations are unknown: {_problem(error)}"
+            why = ", since the step fails with the assumed data" if self.data.assumption else ""
+            problem = f"activations are unknown{why}: {_problem(error)}"
             peak = self._without_activations()
         return {
             "parts": None if peak is None else peak.parts,
@@ -159,6 +161,17 @@ def _by_line(sizes: Sequence[int], tried: dict[int, int], limit: int) -> int:
     slope = max((tried[high] - tried[low]) / (high - low), 1e-9)
     at_limit = low + (limit - tried[low]) / slope
     return sum(size <= at_limit for size in sizes) - 1
+
+
+def _normalized(experiment: Experiment) -> Experiment:
+    """Return the experiment with mean and std of any value where those of the weights are not here."""
+    try:
+        return with_preprocessing(experiment)
+    except BadFileError:  # a wrong name of the model is reported when the model is built
+        normalize = NormalizeConfig(mean=[0.5] * 3, std=[0.5] * 3)
+        return experiment.model_copy(
+            update={"data": experiment.data.model_copy(update={"normalize": normalize})}
+        )
 
 
 def _problem(error: Exception) -> str:

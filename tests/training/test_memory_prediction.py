@@ -11,16 +11,21 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import memory_prediction as measurement
 from benchmarks.memory_prediction import Model, error, measure, predicted
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo
+from hpc_train.errors import BadFileError
 from hpc_train.topology.degrees import Degrees, find_degrees
-from hpc_train.training import memory_prediction
-from hpc_train.training.live_memory import PARTS
+from hpc_train.training import memory_prediction, predicted_runs
+from hpc_train.training.assumed_values import AssumedValues
+from hpc_train.training.live_memory import PARTS, LiveMemory
 from hpc_train.training.memory_prediction import PredictedStep, Prediction
 from hpc_train.training.planned_data import PlannedData, planned_data
 from hpc_train.training.predicted_runs import RunQuestion, largest_fitting
@@ -194,6 +199,18 @@ def test_communication_is_counted() -> None:
     assert step(experiment(), ranks=2).predict().communicated["all_reduce"] == WEIGHTS
 
 
+@pytest.mark.parametrize(("copies", "gathered"), [(False, 1), (True, 2)])
+def test_gloo_gathers_into_a_copy(copies: bool, gathered: int) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with FakeTensorMode(), LiveMemory(copies_communicated=copies) as memory:
+            memory.start()
+            dist.all_gather_into_tensor(torch.empty(200), torch.empty(100))
+            assert memory.peak()["buffers"] == 4 * (100 + gathered * 200)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_gpu_sizes_are_whole_blocks() -> None:
     found = parts(experiment(), is_on_gpu=True)
     assert found["parameters"] == -(-FEATURES * CLASSES * 4 // 512) * 512 + 512
@@ -321,6 +338,13 @@ def test_the_vocabulary_of_unreadable_data_is_the_models(
     assert planned_data(config).info.num_classes == classes
 
 
+def test_images_of_unreadable_data_have_the_size_of_the_model() -> None:
+    config = experiment(
+        model={"name": "timm/test_vit", "args": {"img_size": 32}}, data={"name": "folder", "root": "/missing"}
+    )
+    assert planned_data(config).sample.inputs.shape == (1, 3, 32, 32)
+
+
 def test_the_largest_size_is_found_in_few_calls() -> None:
     sizes, calls = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96], []
 
@@ -344,6 +368,51 @@ def _node(
     return SimpleNamespace(
         start_time_ns=start, end_time_ns=end, name=name, children=children, tag=tag, extra_fields=fields
     )
+
+
+@pytest.mark.slow
+def test_detectors_of_unreadable_data_are_predicted() -> None:
+    pytest.importorskip("torchvision")
+    pytest.importorskip("pycocotools")
+    config = experiment(
+        task="detection",
+        model={"name": "examples.small_fcos:small_fcos", "args": {"width": 32}},
+        data={"name": "coco", "root": "/missing", "image_size": [32, 48]},
+    )
+    planned = planned_data(config)
+    assert planned.assumption is not None
+    assert planned.assumption.endswith("assumed 80 classes, images 3×32×48, 7 boxes in each")
+    answer = RunQuestion(config, Degrees(), False, None, [BATCH]).answer()
+    assert answer["problem"] is None
+    pixels = BATCH * 32 * 48
+    assert answer["parts"]["activations"] > 4 * (3 + 80 / 16) * pixels  # images and logits
+
+
+def test_an_assumed_mask_selects_what_was_written_to_it() -> None:
+    with FakeTensorMode(), AssumedValues():
+        scores = torch.rand(10)
+        chosen = torch.where(scores > 0)[0]
+        one, other, overwritten = (torch.zeros_like(scores, dtype=torch.bool) for _ in range(3))
+        one[chosen[:2]] = True
+        other[chosen[:3]] = True
+        overwritten[:5] = True
+        counts = [len(chosen), *(len(torch.where(mask)[0]) for mask in (one, one | other, overwritten))]
+        assert counts == [10, 2, 5, 10]
+        assert scores[one].shape == (2,)
+        levels = torch.empty(6, dtype=torch.int64)
+        assert [len(torch.where(levels == level)[0]) for level in range(3)] == [6, 0, 0]
+        assert not (scores > 2).any()
+
+
+def test_weights_that_are_not_here_do_not_prevent_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(given: Experiment) -> Experiment:
+        raise BadFileError("the weights are not available")
+
+    monkeypatch.setattr(predicted_runs, "with_preprocessing", unavailable)
+    settings = experiment(data={"name": "synthetic", "normalize": "weights"}).model_dump(mode="json")
+    question = {"degrees": {}, "is_on_gpu": False, "limit_bytes": None, "sizes": [BATCH]}
+    found = RunQuestion.of({"experiment": settings, **question}).experiment.data.normalize
+    assert found is not None and found.mean == [0.5] * 3
 
 
 @pytest.mark.parametrize("later", [[], [_node(9, memory=(7, 40))], [_node(6, memory=(7, -100))]])
