@@ -2,9 +2,9 @@
 
     python -m benchmarks.plan_scale [--rounds 7] [--quick]
 
-Each round runs the command once per strategy and number of ranks; the median of the wall time is kept. No
-scheduler is asked and nothing is trained. Writes benchmarks/results/plan_scale.json. The target: 20 s on
-1,024 ranks. ``--quick``: one round of ddp on 8 ranks.
+The command is run as many times as there are rounds per strategy and number of ranks; the median of the wall
+time is kept. No scheduler is asked and nothing is trained. Writes benchmarks/results/plan_scale.json. The
+target: 20 s on 1,024 ranks. ``--quick``: one round of ddp on 8 ranks.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ def main() -> None:
     arguments = parser(__doc__).parse_args()
     ranks = RANKS_QUICK if arguments.quick else RANKS
     strategies = STRATEGIES_QUICK if arguments.quick else STRATEGIES
+    rounds = rounds_of(arguments)
     rows = {
-        f"{strategy}, {count:,} ranks": {"wall, s": _median_s(strategy, count, rounds_of(arguments))}
+        f"{strategy}, {count:,} ranks": {"wall, s": _median_s(strategy, count, rounds)}
         for strategy in strategies
         for count in ranks
     }
-    report("plan_scale", arguments, conditions(), tables=[table("plan of a ViT-L", "", rows)])
+    found = table("plan of a ViT-L", "", rows, remark=f"Medians of {rounds} rounds")
+    report("plan_scale", arguments, conditions(), tables=[found])
 
 
 def _median_s(strategy: str, ranks: int, rounds: int) -> float | None:
