@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.slurm import configuration, processes
-from tests.slurm.configuration import NODES, NUM_NODES, NUM_PORTS, Settings
+from tests.slurm.configuration import NODES, NUM_NODES, NUM_PORTS, PARTITIONS, Settings
 from tests.slurm.host import claimed_ports, clean_environment, program_path, succeeds, why_not
 from tests.waiting import came_true
 
@@ -142,13 +142,19 @@ class Cluster:
         self.start(f"slurmd-{node}")
 
     def clear(self) -> None:
-        """Cancel and kill all jobs, start daemons that were killed; return once all nodes are idle."""
+        """Cancel and kill all jobs, start daemons that were killed; return once all nodes are idle.
+
+        Partitions are as at the start: a slurmctld that was killed may have come back with a closed one.
+        """
         for name in self.daemons:
             if pid := self._pid(name):
                 os.kill(pid, signal.SIGCONT)
             else:
                 self.start(name)
         self.wait(self._is_clear, "the end of all jobs")
+        for partition in PARTITIONS:
+            grace = f"GraceTime={self.settings.grace_s if partition == 'low' else 0}"
+            self.run("scontrol", "update", f"PartitionName={partition}", "State=UP", grace)
         self.wait(self._is_usable, f"{NUM_NODES} idle nodes")
 
     def run(

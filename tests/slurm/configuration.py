@@ -9,6 +9,7 @@ from pathlib import Path
 
 NUM_NODES = 4
 NODES = tuple(f"n{number}" for number in range(1, NUM_NODES + 1))
+PARTITIONS = ("low", "high", "short")
 GPUS_PER_NODE = 4
 #: Beyond what the machine has: Slurm is told to believe it (config_overrides).
 CPUS_PER_NODE = 8

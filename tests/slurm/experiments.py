@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,9 @@ def wait_for_state(paths: RunPaths, *states: str, limit_s: float = LIMIT_S) -> s
     try:
         wait_for(lambda: found() in states, "", limit_s)
     except AssertionError:
-        raise AssertionError(f"{found()} rather than {states}\n{account(paths)}") from None
+        queue = subprocess.run(["squeue", "-o", "%i %P %T %r"], capture_output=True, text=True, check=False)
+        told = f"{queue.stdout}{queue.stderr}\n{account(paths)}"
+        raise AssertionError(f"{found()} rather than {states}\n{told}") from None
     return found()
 
 

@@ -157,10 +157,15 @@ def test_clear_brings_all_back(cluster: Cluster) -> None:
     sbatch(cluster, "--array=0-5%1", "--hold", wrap="true")
     cluster.run("scontrol", "update", "NodeName=n4", "State=DRAIN", "Reason=test")
     preempt(cluster, ["n1"])
+    cluster.run("scontrol", "update", "PartitionName=low", "State=DOWN", "GraceTime=77")
+    with cluster.without("slurmctld"):  # which saves that as it ends
+        pass
     cluster.kill("slurmctld")
     cluster.kill("slurmd-n3")
     cluster.clear()
     assert _living_jobs(cluster) == []
+    low = cluster.run("scontrol", "show", "partition", "low")
+    assert "State=UP" in low and f"GraceTime={cluster.settings.grace_s}" in low
     assert cluster.run("sinfo", "-h", "-p", "low", "-o", "%D %t").split() == ["4", "idle"]
 
 
