@@ -4,12 +4,16 @@ them.
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from hpc_train.distributed.process_group import Group
+from hpc_train.distributed.shared_flags import NUM_BITS
 from hpc_train.distributed.signals import StopFlag
 
 
@@ -46,11 +50,30 @@ class Consensus:
         return self.has_failed or self.is_non_finite or self.bad_samples > 0
 
 
+#: How many of a rank's numbers are flags, which have a bit each; the bad samples follow.
+_NUM_FLAGS = 5
+_MOST_BAD_SAMPLES = (1 << NUM_BITS - _NUM_FLAGS) - 1
+
+
+def _packed(own: Sequence[int]) -> int:
+    """Return flags and bad samples as one number below 2 ** NUM_BITS."""
+    flags, bad_samples = own[:_NUM_FLAGS], min(own[_NUM_FLAGS], _MOST_BAD_SAMPLES)
+    return sum(bool(flag) << place for place, flag in enumerate(flags)) | bad_samples << _NUM_FLAGS
+
+
+def _total(numbers: Sequence[int]) -> tuple[int, ...]:
+    """Return the flags that any rank has set, and the sum of bad samples."""
+    flags = functools.reduce(operator.or_, numbers)
+    bad_samples = sum(number >> _NUM_FLAGS for number in numbers)
+    return (*(flags >> place & 1 for place in range(_NUM_FLAGS)), bad_samples)
+
+
 class Agreement:
     """Ranks contribute their flags at the start of a step; at its end all have the combined flags.
 
-    The exchange runs on the CPU, concurrently with the step. All methods but the constructor are collective.
-    A dead peer raises quickly, a silent one after the group's timeout.
+    The exchange runs on the CPU, concurrently with the step: in shared memory where all ranks are on one node
+    (``distributed.shared_flags``), else as a sum over the control group. All methods but the constructor are
+    collective. A dead peer raises quickly, a silent one after the group's timeout.
     """
 
     def __init__(self, group: Group, flag: StopFlag) -> None:
@@ -69,7 +92,9 @@ class Agreement:
         saves = own.save and self._group.rank == 0
         flags = (bool(self._flag), saves, own.has_failed, own.is_waiting, own.is_non_finite)
         self._own = (*flags, own.bad_samples)
-        if self._group.world_size > 1:
+        if self._group.shared_flags is not None:
+            self._group.shared_flags.write(_packed(self._own))
+        elif self._group.world_size > 1:
             self._array[:] = self._own  # a sum: flags of which one is set stay above zero
             self._work = dist.all_reduce(self._counts, group=self._group.control, async_op=True)
 
@@ -77,7 +102,9 @@ class Agreement:
         """End the exchange; return the same on all ranks."""
         assert self._own is not None, "wait without begin"
         counts, self._own = self._own, None
-        if self._work is not None:
+        if self._group.shared_flags is not None:
+            counts = _total(self._group.shared_flags.wait())
+        elif self._work is not None:
             work, self._work = self._work, None
             work.wait()
             counts = self._array.tolist()

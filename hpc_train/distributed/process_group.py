@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from hpc_train.distributed import network
 from hpc_train.distributed.env import RankFacts
+from hpc_train.distributed.shared_flags import SharedFlags, open_shared_flags
 from hpc_train.distributed.timed_call import within
 from hpc_train.errors import PeerLostError, TryAgainError, UserError
 from hpc_train.run.files import read_json, write_json
@@ -82,6 +83,8 @@ class Group:
     control: dist.ProcessGroup
     store: Store
     timeouts: Timeouts
+    #: Where all ranks are on one node: what they exchange at each step.
+    shared_flags: SharedFlags | None = None
 
     def wait_to_leave(self) -> None:
         """Wait, for a limited time, until all ranks are here: when one exits, Slurm ends the others.
@@ -140,7 +143,10 @@ def join(
     # The main thread's connection serves one thread at a time.
     own = store.clone() if hasattr(store, "clone") else store
     _wait_until_connected(control, timeouts.join_s, must_stop)
-    return Group(facts.rank, facts.world_size, device, control, own, timeouts)
+    flags = None
+    if facts.num_nodes == 1 and facts.world_size > 1:
+        flags = open_shared_flags(facts.rank, facts.world_size, store, control, timeouts.silence_s)
+    return Group(facts.rank, facts.world_size, device, control, own, timeouts, flags)
 
 
 def peer_lost(error: BaseException | None) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
+from hpc_train.errors import BadFileError
 from hpc_train.tasks import drawing
 from hpc_train.tasks.class_losses import as_shares, make_class_loss
 from hpc_train.tasks.several_classes import label_metrics, label_sums
@@ -43,6 +44,8 @@ class Classification:
         self._has_several = has_vectors and not is_cross_entropy
         self._num_classes = num_classes
         self._has_top5 = num_classes > _TOP
+        if not self._has_top5:
+            _check_top5_is_unused(experiment)
         self._class_names = info.class_names
         self._label_smoothing = config.label_smoothing
         self._losses = make_class_loss(config.loss, num_classes, has_several=self._has_several)
@@ -184,6 +187,18 @@ class Classification:
 
     def _names(self, count: int) -> Sequence[str]:
         return self._class_names if len(self._class_names) == count else [str(each) for each in range(count)]
+
+
+def _check_top5_is_unused(experiment: Experiment) -> None:
+    """Raise BadFileError if the file follows a metric that the classes are too few for."""
+    for key, followed in (
+        ("checkpoint.best.metric", experiment.checkpoint.best),
+        ("early_stopping.metric", experiment.early_stopping),
+    ):
+        if followed is not None and followed.metric.removeprefix("ema_") == "accuracy_top5":
+            raise BadFileError(
+                f"{key}: accuracy_top5 needs more than {_TOP} classes; write accuracy or another metric"
+            )
 
 
 def _class_spec(num_classes: int) -> TargetSpec:

@@ -110,9 +110,20 @@ def _overridden(
             continue
         value, bad = read_value(text)
         problems += [replace(problem, path=(*path, *problem.path), place=COMMAND_LINE) for problem in bad]
-        changed.append(_first_new(data, path))
-        data = replaced(data, path, value)
+        if value is None and not bad and not _accepts_null(path):
+            changed.append(path)
+            data = _removed(data, path)
+        else:
+            changed.append(_first_new(data, path))
+            data = replaced(data, path, value)
     return data, changed, problems
+
+
+def _accepts_null(path: KeyPath) -> bool:
+    """Tell whether null is a value of the key, or anything is; of other keys it means the default."""
+    node = node_at(path)
+    parts = [{}] if node is None else node.get("anyOf", [node])
+    return any(part.get("type", "null") == "null" and "$ref" not in part for part in parts)
 
 
 def _first_new(data: Any, path: KeyPath) -> KeyPath:
@@ -166,11 +177,12 @@ def _without(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
 
 
 def _removed(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
+    """Return the data without the key, which may be missing."""
     key, rest = path[0], path[1:]
     if not rest:
         return {name: value for name, value in data.items() if name != key}
-    assert isinstance(key, str)
-    return data | {key: _removed(data[key], rest)}
+    section = data.get(key)
+    return data | {key: _removed(section, rest)} if isinstance(section, dict) else data
 
 
 def _stand_in(node: Node) -> Any:

@@ -39,18 +39,26 @@ def test_one_rank_agrees_with_itself(alone: Group) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault(1, 5)
-def test_ranks_agree_whoever_was_asked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory", ["shared", "none"])
+def test_ranks_agree_whoever_was_asked(memory: str, tmp_path: Path) -> None:
+    """In shared memory, and by a sum over the control group where rank 0 can't make any."""
     script = """
 import dataclasses, json, os, signal, sys
 from pathlib import Path
 import torch
-from hpc_train.distributed import signals
+from hpc_train.distributed import shared_flags, signals
 from hpc_train.distributed.consensus import Agreement, StepFlags
-from hpc_train.distributed.process_group import join
+from hpc_train.distributed.process_group import join, peer_lost
 from hpc_train.distributed.env import RankFacts
+from hpc_train.errors import PeerLostError
+if sys.argv[2] == "none":
+    shared_flags._FOLDER = "/nowhere"
 flag = signals.install()
 facts = RankFacts.from_environment(os.environ)
 group = join(facts, torch.device("cpu"), Path(sys.argv[1]), "token")
+assert (group.shared_flags is None) == (sys.argv[2] == "none")
+if group.shared_flags is not None:  # nothing is left there if all ranks are killed
+    assert os.readlink(f"/proc/self/fd/{group.shared_flags.file}").endswith("(deleted)")
 agreement = Agreement(group, flag)
 agreed = []
 def step(**wish):
@@ -68,10 +76,16 @@ if facts.rank == 2:
 step()
 step(save=True)
 print(json.dumps(agreed), flush=True)
-group.leave()
-os._exit(0)
+if facts.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    step()
+except RuntimeError as error:
+    os._exit(0 if peer_lost(error) else 1)
+except PeerLostError as error:
+    os._exit(0 if str(error) == "rank 1 has ended" else 1)
 """
-    ranks = run_script(script, 3, str(tmp_path / "rendezvous.json"))
+    ranks = run_script(script, 3, str(tmp_path / "rendezvous.json"), memory)
     told = [
         Consensus(),
         Consensus(save=True),
@@ -86,3 +100,4 @@ os._exit(0)
     ]
     expected = [each if isinstance(each, int) else list(astuple(each)) for each in told]
     assert [json.loads(rank.stdout or "null") for rank in ranks] == [expected] * 3, ranks[0].stderr
+    assert [rank.returncode for rank in ranks] == [0, -9, 0], ranks[0].stderr

@@ -191,6 +191,7 @@ def test_ranks_meet_at_a_given_address_and_a_dead_peer_is_noticed_at_once(tmp_pa
         PRELUDE
         + """
 import signal
+from hpc_train.errors import PeerLostError
 from hpc_train.distributed.consensus import Agreement
 from hpc_train.distributed.signals import StopFlag
 group = joined(join_s=60, silence_s=1800)  # no time-out: the test's own limit comes before it
@@ -202,7 +203,7 @@ if facts.rank == 1:
 try:
     agreement.begin()
     agreement.wait()
-except RuntimeError as error:
+except (RuntimeError, PeerLostError) as error:
     print(peer_lost(error))
 group.leave()
 sys.stdout.flush()

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo
+from hpc_train.errors import BadFileError
 from hpc_train.tasks.classification import Classification
 
 
@@ -149,3 +150,20 @@ def test_class_numbers_are_those_of_the_models_head() -> None:
 def test_the_models_own_number_of_classes_decides_on_top5() -> None:
     found = sums(task(10, args={"num_classes": 3}), batch(*logits_and_targets(4, 3)))
     assert "correct5" not in found
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"checkpoint": {"best": {"metric": "accuracy_top5"}}},
+        {"early_stopping": {"metric": "ema_accuracy_top5"}},
+    ],
+)
+def test_top5_of_five_classes_can_not_be_followed(section: dict[str, Any]) -> None:
+    ((key, value),) = section.items()
+    followed = {"mode": "max", **value.get("best", value)}
+    value = {"best": followed} if "best" in value else {**followed, "patience": 1}
+    file = Experiment.model_validate({**experiment().model_dump(), key: value})
+    with pytest.raises(BadFileError, match=rf"^{key}.*metric: accuracy_top5 needs more than 5 classes"):
+        Classification(file, DataInfo(5, 3, (0.5,) * 3, (0.5,) * 3))
+    Classification(file, DataInfo(6, 3, (0.5,) * 3, (0.5,) * 3))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import hpc_train
 from hpc_train.config.marked_yaml import MAX_BYTES
+from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.validate.loading import Loaded, load
 from tests.calls import count_calls
@@ -69,6 +70,11 @@ def test_loading_imports_nothing_heavy(good: Path) -> None:
         ("compile=true", "compile.enabled", True),
         ("compile.mode=max-autotune", "compile.mode", "max-autotune"),
         ("deterministic=", "deterministic", None),
+        ("seed=null", "seed", 0),
+        ("sweep.grid=null", "sweep.grid", {}),
+        ("data.augment=", "data.augment", AugmentConfig()),
+        ("slurm.time_limit=null", "slurm.time_limit", None),
+        ("data.args.a=null", "data.args", {"a": None}),
     ],
 )
 def test_the_command_line_overrides_the_file(good: Path, override: str, path: str, value: object) -> None:
@@ -94,6 +100,7 @@ def test_a_later_override_wins_and_mends_the_file(tmp_path: Path) -> None:
         ("lr=1", "lr: unknown key; did you mean optimization.optimizer.lr?"),
         ("seed.x=1", "seed.x: seed has no keys below it; write seed alone"),
         ("seed", "seed: has no value; write KEY=VALUE"),
+        ("optimization.optimizer=null", "optimization.optimizer: is missing"),
         ("=3", "is not a key path; write one like optimization.optimizer.lr"),
         (".".join(["data.args"] + ["a"] * 99) + "=1", "is not a key path"),
         ("seed='7'", "write 7 without quotes"),

@@ -68,6 +68,15 @@ def args(*overrides: str) -> tuple[str, ...]:
             "map_multilabel is not a metric of classification (target: class)",
         ),
         (
+            args(
+                "checkpoint.best={metric: f1_micro, mode: max}",
+                "data={name: image_list, root: x, args: {target: classes}}",
+                "optimization.loss={name: cross_entropy}",
+            ),
+            "checkpoint.best.metric",
+            "f1_micro is not a metric of classification (target: class)",
+        ),
+        (
             args("checkpoint.best={metric: acuracy, mode: max}"),
             "checkpoint.best.metric",
             "did you mean accuracy?",

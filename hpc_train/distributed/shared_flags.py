@@ -1,0 +1,140 @@
+"""One number per rank in memory that all ranks of one node share: an exchange without a message.
+
+Each rank writes its number and, later, reads everybody's, which costs microseconds where a collective of gloo
+costs over a millisecond of a small machine's cores (benchmarks/step.py, two ranks). The file is in /dev/shm
+and has no name once all have opened it. Each rank holds a lock on one byte of it, which the kernel releases
+when the rank ends: so a dead rank is noticed at once, in other PID namespaces too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from hpc_train.errors import PeerLostError
+
+_FOLDER = "/dev/shm"
+_KEY = "hpc_train/shared_flags"
+#: Bits of a number; those above count the exchanges, so number and count are written at once.
+NUM_BITS = 32
+#: Numbers of an exchange and of the next: no rank begins the one after before all have read the first.
+_SLOTS = 2
+#: Waits grow from the first to the last (assumed).
+_FIRST_WAIT_S, _LAST_WAIT_S = 20e-6, 2e-3
+#: How often a rank that waits looks whether the others live (assumed).
+_CHECK_EVERY_S = 0.1
+
+
+def open_shared_flags(
+    rank: int, world_size: int, store: Store, control: dist.ProcessGroup, silence_s: float
+) -> SharedFlags | None:
+    """Return the memory that all ranks share; None on all if one can't open it. Collective, on one node.
+
+    ``silence_s``: how long ``SharedFlags.wait`` waits for another rank that lives.
+    """
+    path, file = "", -1
+    size = max(mmap.PAGESIZE, _SLOTS * world_size * 8)
+    with contextlib.suppress(OSError):
+        if rank == 0:
+            file, path = tempfile.mkstemp(prefix="hpc-train-", dir=_FOLDER)
+            os.posix_fallocate(file, 0, size)  # a full /dev/shm would kill the rank at its first write
+    if rank == 0:
+        store.set(_KEY, path)
+    try:
+        path = store.get(_KEY).decode()
+        if rank != 0 and path:
+            with contextlib.suppress(OSError):
+                file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        flags = None
+        with contextlib.suppress(OSError, ValueError):
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+            flags = SharedFlags(rank, world_size, file, mmap.mmap(file, size), silence_s)
+        have = torch.tensor([flags is not None], dtype=torch.int64)
+        dist.all_reduce(have, dist.ReduceOp.MIN, group=control)
+    finally:
+        if rank == 0 and path:
+            Path(path).unlink(missing_ok=True)
+    if not have.item():
+        if file >= 0:
+            os.close(file)
+        return None
+    return flags
+
+
+@dataclass
+class SharedFlags:
+    """The numbers of all ranks. ``write`` and ``wait`` are collective and alternate; for one thread."""
+
+    rank: int
+    world_size: int
+    file: int
+    memory: mmap.mmap
+    silence_s: float
+    _count: int = 0
+    _slots: np.ndarray[tuple[int, int], np.dtype[np.int64]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        words = np.frombuffer(self.memory, np.int64, _SLOTS * self.world_size)
+        self._slots = words.reshape(_SLOTS, self.world_size)
+
+    def write(self, number: int) -> None:
+        """Tell the others this rank's number, from 0 to below 2 ** NUM_BITS. Does not wait."""
+        self._count += 1
+        self._slots[self._count % _SLOTS, self.rank] = self._count << NUM_BITS | number
+
+    def wait(self) -> list[int]:
+        """Return the numbers that the ranks wrote since the last wait, by rank.
+
+        Raises PeerLostError if a rank that has not written has ended, or writes nothing for ``silence_s``.
+        """
+        slot = self._slots[self._count % _SLOTS]
+        words: list[int] = slot.tolist()
+        if min(words) >> NUM_BITS != self._count:
+            words = self._waited_for(slot)
+        mask = (1 << NUM_BITS) - 1
+        return [word & mask for word in words]
+
+    def _waited_for(self, slot: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:
+        began = time.monotonic()
+        check_at, pause_s = began + _CHECK_EVERY_S, _FIRST_WAIT_S
+        while True:
+            words: list[int] = slot.tolist()
+            missing = [rank for rank, word in enumerate(words) if word >> NUM_BITS != self._count]
+            if not missing:
+                return words
+            now = time.monotonic()
+            if now >= check_at:
+                self._check(missing, now - began, slot)
+                check_at = now + _CHECK_EVERY_S
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_WAIT_S)
+
+    def _check(
+        self, missing: list[int], waited_s: float, slot: np.ndarray[tuple[int], np.dtype[np.int64]]
+    ) -> None:
+        for rank in missing:
+            # It may have written and ended since.
+            if not self._lives(rank) and int(slot[rank]) >> NUM_BITS != self._count:
+                raise PeerLostError(f"rank {rank} has ended")
+        if waited_s > self.silence_s:
+            ranks = ", ".join(map(str, missing))
+            raise PeerLostError(f"rank {ranks}: no word for {self.silence_s:g} s")
+
+    def _lives(self, rank: int) -> bool:
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        except OSError:
+            return True
+        fcntl.lockf(self.file, fcntl.LOCK_UN, 1, rank)
+        return False
