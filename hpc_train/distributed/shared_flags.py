@@ -2,7 +2,7 @@
 
 Each rank writes its number and, later, reads everybody's, which costs microseconds where a collective of gloo
 costs over a millisecond of a small machine's cores (benchmarks/step.py, two ranks). The file is in /dev/shm
-and has no name once all have opened it. Each rank holds a lock on one byte of it, which the kernel releases
+and has no name once all have opened it. Each rank locks one byte of it, and the kernel releases the lock
 when the rank ends: so a dead rank is noticed at once, in other PID namespaces too.
 """
 
