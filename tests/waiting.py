@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-_SHORTEST_S = 0.01
-#: A question may take this share of a core, whether it reads a file or runs a command of a second.
-_SHARE = 0.2
+_SHORTEST_S = 0.02
+#: A question may take this share of a core; the pauses for that are at most so long, unless it takes a second
+#: share.
+_SHARE, _LONGEST_S, _SECOND_SHARE = 0.05, 0.5, 0.2
 
 
 def came_true(is_so: Callable[[], object], limit_s: float) -> bool:
@@ -20,4 +21,10 @@ def came_true(is_so: Callable[[], object], limit_s: float) -> bool:
         now = time.monotonic()
         if now > deadline:
             return False
-        time.sleep(max(_SHORTEST_S, (now - asked) * (1 / _SHARE - 1)))
+        time.sleep(_pause_s(now - asked))
+
+
+def _pause_s(took_s: float) -> float:
+    """Return the pause after a question that took so long: a file's milliseconds, or a command's second."""
+    usual, least = (took_s * (1 / share - 1) for share in (_SHARE, _SECOND_SHARE))
+    return max(_SHORTEST_S, min(usual, _LONGEST_S), least)

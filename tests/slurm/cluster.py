@@ -45,6 +45,8 @@ class Cluster:
         self._started: dict[str, subprocess.Popen[bytes]] = {}
         self._ports: list[int] = []
         self._claim: socket.socket | None = None
+        #: Whether slurmctld has, since the last ``clear``.
+        self._has_restarted = False
 
     @property
     def environment(self) -> dict[str, str]:
@@ -93,6 +95,7 @@ class Cluster:
 
     def start(self, name: str) -> None:
         """Start (again) a daemon of Slurm; return once it answers."""
+        self._has_restarted |= name == "slurmctld"
         self._launch(name)
         self.wait(lambda: self._answers(name), name)
 
@@ -144,7 +147,7 @@ class Cluster:
     def clear(self) -> None:
         """Cancel and kill all jobs, start daemons that were killed; return once all nodes are idle.
 
-        Partitions are as at the start: a slurmctld that was killed may have come back with a closed one.
+        After a restart of slurmctld, partitions are as at the start: it may have come back with a closed one.
         """
         for name in self.daemons:
             if pid := self._pid(name):
@@ -152,9 +155,8 @@ class Cluster:
             else:
                 self.start(name)
         self.wait(self._is_clear, "the end of all jobs")
-        for partition in PARTITIONS:
-            grace = f"GraceTime={self.settings.grace_s if partition == 'low' else 0}"
-            self.run("scontrol", "update", f"PartitionName={partition}", "State=UP", grace)
+        if self._has_restarted:
+            self._reset_partitions()
         self.wait(self._is_usable, f"{NUM_NODES} idle nodes")
 
     def run(
@@ -298,6 +300,12 @@ class Cluster:
         if drained:
             self.run("scontrol", "update", f"NodeName={','.join(drained)}", "State=RESUME", check=False)
         return self._nodes_are_idle()
+
+    def _reset_partitions(self) -> None:
+        for partition in PARTITIONS:
+            grace = f"GraceTime={self.settings.grace_s if partition == 'low' else 0}"
+            self.run("scontrol", "update", f"PartitionName={partition}", "State=UP", grace)
+        self._has_restarted = False
 
     def _node_states(self) -> dict[str, str]:
         shown = self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%N %T", check=False)

@@ -78,6 +78,7 @@ def _place(folder: Path, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> I
     cluster.run("scontrol", "update", "PartitionName=low", "State=DOWN")
     yield Place(folder / "place", cluster)
     cluster.clear()
+    cluster.run("scontrol", "update", "PartitionName=low", "State=UP")
 
 
 @pytest.fixture
