@@ -4,11 +4,12 @@
 
 CPU ranks on one machine, forked from a process that has imported torch, train a stub model under DDP. The
 bare ranks form torch's gloo group; ours join as in training, with the watchdog's connection to the store, and
-agree at each step. Each rank counts its open files, its private memory, and per step the messages and bytes
-that its TCP connections send (segments with data, by the kernel). The largest count of a rank other than 0,
-which has the store, is reported; growth is fitted from 8 ranks on, below which gloo splits what it sends
-further with each rank. Up to 1024 ranks are simulated: what the consensus requests of its group in a step,
-and the watchdog of the store in a tick. Writes benchmarks/results/ranks.json. Takes about two minutes.
+agree at each step over the network, as ranks on several nodes do. Each rank counts its open files, its
+private memory, and per step the messages and bytes that its TCP connections send (segments with data, by the
+kernel). The largest count of a rank other than 0, which has the store, is reported; growth is fitted from 8
+ranks on, below which gloo splits what it sends further with each rank. Up to 1024 ranks are simulated: what
+the consensus requests of its group in a step, and the watchdog of the store in a tick. Writes
+benchmarks/results/ranks.json. Takes about two minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import struct
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,7 @@ def _bare(facts: RankFacts, folder: Path) -> dict[str, float]:
 
 def _ours(facts: RankFacts, folder: Path) -> dict[str, float]:
     group = join(facts, torch.device("cpu"), folder / "rendezvous.json", "token")
+    group = replace(group, shared_flags=None)
     progress = Progress()
     watchdog = _watchdog(facts, folder, group.store, progress)
     watchdog.start()
