@@ -19,11 +19,13 @@ signal mask, death with its launcher, exit code, open files, arguments and envir
 ``sys.path``, ``__main__``. It is not in what the dynamic linker, Python and torch read as they start: where
 the environment differs in such a variable (``_READ_AT_START``) a process starts as usual; where ``FRESH`` is
 set, all do. The warm ranks of one process of pytest share Python's hash seed. What Slurm itself does to a
-rank is tested with fresh ranks.
+rank is tested with fresh ranks. Modules of hpc_train are read from the snapshot and not compiled again where
+they equal the repository's.
 """
 
 from __future__ import annotations
 
+import _imp
 import atexit
 import ctypes
 import functools
@@ -47,6 +49,7 @@ import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,6 +58,7 @@ FRESH = "HPC_TRAIN_TEST_FRESH_RANKS"
 #: In the environment of jobs: the socket at which pytest's fork server listens.
 DOOR = "HPC_TRAIN_TEST_WARM"
 _HOOK = Path(__file__).parent / "warm_site"
+_PACKAGE = Path(__file__).parents[1] / "hpc_train"
 #: The third-party modules that ``hpc_train.training.main`` imports; a rank imports what is missing.
 _IMPORTED = (
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
@@ -416,6 +420,26 @@ def _run_as_main(module: str) -> NoReturn:
     sys.exit()
 
 
+def _share_compiled_code() -> None:
+    """Let forks compile no module of a snapshot whose source is that of the module in this repository."""
+    compiled = {}
+    for file in sorted(_PACKAGE.rglob("*.py")):
+        with suppress(SyntaxError):
+            compiled[file.read_bytes()] = SourceFileLoader("_", str(file)).get_code("_")
+    usual = SourceFileLoader.get_code
+
+    def get_code(self: SourceFileLoader, fullname: str) -> types.CodeType | None:
+        is_ours = fullname.partition(".")[0] == _PACKAGE.name
+        # Taken out, as the same source in two files has two objects.
+        code = compiled.pop(self.get_data(self.path), None) if is_ours else None
+        if code is None:
+            return usual(self, fullname)
+        _imp._fix_co_filename(code, self.path)
+        return code
+
+    SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+
+
 def _be_task(command: Sequence[str]) -> NoReturn:
     """Be a task of Slurm whose rank is forked, where that makes no difference to it; else become Python."""
     environment = {name: value for name, value in os.environ.items() if name != DOOR}
@@ -471,6 +495,7 @@ def main() -> None:
     gc.disable()
     for name in _IMPORTED:
         importlib.import_module(name)
+    _share_compiled_code()
     gc.freeze()  # else each fork's collections write to all objects, which copies their pages
     atexit.register(gc.unfreeze)  # nanobind reports what is not collected at exit
     gc.enable()
