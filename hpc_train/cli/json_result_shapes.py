@@ -89,6 +89,8 @@ class Predictions(TypedDict):
     step: int
     #: One per sample.
     predictions: int
+    #: Samples without a prediction, since they can't be read (``data.on_bad_sample: skip``).
+    skipped: int
 
 
 class LogFile(TypedDict):

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpc_train.cli.evaluate import Checkpoint, run_ranks
-from hpc_train.console import JSON_VERSION, put, put_json
+from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, StorageError, UsageError
 from hpc_train.paths import expanded
+from hpc_train.run.bad_samples import BadSample, all_known
 from hpc_train.run.files import read_json, replacing
 
 _FORMATS = (".jsonl", ".csv")
+#: Skipped samples that are named.
+_SHOWN = 5
 
 
 def predict(
@@ -48,13 +51,17 @@ def predict(
         rows = (map(json.loads, part) for part in parts)
         count = write_rows(file, heapq.merge(*rows, key=lambda row: row["index"]), output.suffix)
     asked = read_json(own.evaluated_checkpoint) or {}
+    skipped = sorted(all_known(own).values(), key=lambda sample: sample.index)
     shutil.rmtree(own.folder.parent)
+    say_skipped(skipped)
     if as_json:
         file_facts = {"file": str(output), "format": output.suffix[1:], "bytes": output.stat().st_size}
-        known = {"id": Path(asked["run"]).name, "step": asked["step"], "predictions": count}
+        counts = {"predictions": count, "skipped": len(skipped)}
+        known = {"id": Path(asked["run"]).name, "step": asked["step"]} | counts
         put_json({"version": JSON_VERSION} | known | file_facts)
     else:
-        put(f"{output}  {count} predictions")
+        left_out = f", {len(skipped)} sample{'s' * (len(skipped) > 1)} skipped" if skipped else ""
+        put(f"{output}  {count} predictions{left_out}")
     return ExitCode.DONE
 
 
@@ -67,10 +74,21 @@ def _refuse_output(output: Path, *, force: bool) -> None:
         raise UsageError(f"-o: {output} exists; add --force to replace it, or give another name")
 
 
+def say_skipped(samples: Sequence[BadSample]) -> None:
+    """Say which samples ``data.on_bad_sample: skip`` has skipped, the first of them by name."""
+    for sample in samples[:_SHOWN]:
+        say(f"predict: skipped, since it can't be read: {sample.name}: {sample.why}")
+    if len(samples) > _SHOWN:
+        say(f"predict: … and {len(samples) - _SHOWN} more; the file has no line for them")
+
+
 def write_rows(file: BinaryIO, rows: Iterable[dict[str, Any]], suffix: str) -> int:
-    """Write the rows and return their number."""
+    """Write the rows as UTF-8 and return their number.
+
+    A byte of a name that is not UTF-8 is written as ``\\udcff`` in both formats, as JSON escapes it.
+    """
     lines = _csv_lines(rows) if suffix == ".csv" else _json_lines(rows)
-    return sum(1 for line in lines if file.write(line.encode()))
+    return sum(1 for line in lines if file.write(line.encode(errors="backslashreplace")))
 
 
 def _json_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:

@@ -45,7 +45,7 @@ from hpc_train.training.model_selection import ModelSelection, refuse_no_evaluat
 from hpc_train.training.non_finite import Guard, RollbackError, check_rollbacks
 from hpc_train.training.peak_flops import peak_tflops
 from hpc_train.training.pictures import Pictures
-from hpc_train.training.rank import Rank
+from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.saving import Saves
 from hpc_train.training.step_times import StepTimes
 from hpc_train.training.text_samples import TextSamples
@@ -78,7 +78,7 @@ def train(rank: Rank) -> ExitCode:
     source = build_source(staged(rank))
     refuse_no_evaluations(rank.experiment, source)
     batches = BatchArithmetic.of(rank.experiment.optimization, len(source.train), rank.degrees.data_ranks)
-    run = _Run(rank, source, batches, _bad_samples(rank))
+    run = _Run(rank, source, batches, make_bad_samples(rank))
     try:
         is_done = None
         while is_done is None:
@@ -294,12 +294,6 @@ def _saves(
             run.metrics_writer.committed(save.step)
 
     return Saves(checkpointer, train_state.state, meters, extra_at, on_saved)
-
-
-def _bad_samples(rank: Rank) -> BadSamples | None:
-    if rank.experiment.data.on_bad_sample == "fail":
-        return None
-    return BadSamples(rank.paths, rank.attempt, rank.facts.rank)
 
 
 def _bad_sample_count(run: _Run, agreement: Agreement) -> BadSampleCount:

@@ -18,7 +18,6 @@ from typing import Any
 from hpc_train.checkpoint.checkpointer import Checkpointer, Loaded
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.building import build_source
-from hpc_train.datasets.skipping import BadSamples
 from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.models.preprocessing import with_preprocessing
@@ -26,13 +25,12 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.files import read_json, write_text
 from hpc_train.tasks.base import make_task, target_spec
-from hpc_train.topology.batch_arithmetic import BatchArithmetic
 from hpc_train.training import hardware
 from hpc_train.training.data_staging import staged
 from hpc_train.training.evaluator import Evaluator, make_validation
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.predicting import write_predictions
-from hpc_train.training.rank import Rank
+from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.train_state import TrainState, build, context, refuse_other_classes
 
 _log = logging.getLogger(__name__)
@@ -47,10 +45,8 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
     request = read_json(rank.paths.evaluated_checkpoint) or {}
     run, step = RunPaths(Path(request["run"])), int(request["step"])
     rank = replace(rank, experiment=with_preprocessing(rank.experiment))
-    config = rank.experiment
     source = build_source(staged(rank))
-    batches = BatchArithmetic.of(config.optimization, len(source.train), rank.degrees.data_ranks)
-    state = build(config, source.info, batches, context(rank))
+    state = build(rank.experiment, source.info, None, context(rank))
     rank.progress.at("loading")
     loaded = _load(rank, run, step, state, source)
     if wanted := request.get("predict"):
@@ -78,9 +74,7 @@ def _load(rank: Rank, run: RunPaths, step: int, state: TrainState, source: DataS
 def _metrics(rank: Rank, source: DataSource, state: TrainState, step: int) -> dict[str, float] | None:
     config = rank.experiment
     task = make_task(config, source.info)
-    is_skipped = config.data.on_bad_sample == "skip"
-    bad_samples = BadSamples(rank.paths, rank.attempt, rank.facts.rank) if is_skipped else None
-    validation = make_validation(rank, source, bad_samples, target_spec(task))
+    validation = make_validation(rank, source, make_bad_samples(rank), target_spec(task))
     if validation is None:
         raise BadFileError(f"data.name: {config.data.name} has no validation data to evaluate")
     to_input = make_to_input(config, source.info, rank.device, rank.precision)

@@ -21,7 +21,7 @@ from hpc_train.errors import BadFileError, UsageError
 from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.training.evaluator import share_all_buffers
 from hpc_train.training.forward import TrainingForward, make_to_input
-from hpc_train.training.rank import Rank
+from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.train_state import TrainState
 
 
@@ -30,7 +30,9 @@ def write_predictions(
 ) -> None:
     """Write this rank's file of predictions. Collective.
 
-    ``images``: the folder or file of the images; None: the validation data. ``ema``: of the EMA weights.
+    ``images``: the folder or file of the images; None: the validation data. ``ema``: of the EMA weights. A
+    sample that ``data.on_bad_sample: skip`` skips has no line.
+
     Raises UsageError if the task has no ``predictions`` or the run no EMA; BadFileError if there are no data.
     """
     config = rank.experiment
@@ -42,7 +44,7 @@ def write_predictions(
     split = _split(rank, source, images)
     place = rank.degrees.data_rank(rank.facts.rank), rank.degrees.data_ranks
     spec = target_spec(task) if images is None else None
-    batches = evaluation_batches(split, config, *place, rank.device, None, spec)
+    batches = evaluation_batches(split, config, *place, rank.device, make_bad_samples(rank), spec)
     to_input = make_to_input(config, source.info, rank.device, rank.precision)
     forward = TrainingForward.of(config, state, task, rank.precision, rank.device, to_input)
     share_all_buffers(state)

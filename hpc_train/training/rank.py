@@ -13,6 +13,7 @@ import torch
 
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment, RecoveryConfig
+from hpc_train.datasets.skipping import BadSamples
 from hpc_train.distributed import affinity, open_files, signals
 from hpc_train.distributed.device import choose_device, set_determinism, set_threads
 from hpc_train.distributed.env import RankFacts, is_started_by_slurm, node_name
@@ -83,6 +84,13 @@ class Rank:
     def end(self, code: ExitCode) -> None:
         """End this process, from whichever thread."""
         end_process(self.paths, self.attempt, self.facts.rank, self.node, code)
+
+
+def make_bad_samples(rank: Rank) -> BadSamples | None:
+    """Return what records the samples that this rank skips; None if the first one ends the run."""
+    if rank.experiment.data.on_bad_sample == "fail":
+        return None
+    return BadSamples(rank.paths, rank.attempt, rank.facts.rank)
 
 
 @contextmanager

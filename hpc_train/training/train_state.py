@@ -28,6 +28,7 @@ from hpc_train.run import versions
 from hpc_train.strategies.base import RankContext, Strategy
 from hpc_train.strategies.sync_batchnorm import has_batchnorm, sync_batchnorm
 from hpc_train.topology.batch_arithmetic import BatchArithmetic
+from hpc_train.topology.learning_rate import Schedule
 from hpc_train.training import hardware, other_ranks
 from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.compiling import compile_model
@@ -95,8 +96,13 @@ def context(rank: Rank) -> RankContext:
     )
 
 
-def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, context: RankContext) -> TrainState:
-    """Build, compile, place, then make the optimizer: the order that facts of torch ask for."""
+def build(
+    config: Experiment, info: DataInfo, batches: BatchArithmetic | None, context: RankContext
+) -> TrainState:
+    """Build, compile, place, then make the optimizer: the order that facts of torch ask for.
+
+    ``batches``: None to evaluate only, on any number of ranks and without the learning rates of steps.
+    """
     seed_build(config.seed)
     model = build_model(config.model, info)
     load_initial_weights(model, config.model)
@@ -104,13 +110,13 @@ def build(config: Experiment, info: DataInfo, batches: BatchArithmetic, context:
 
 
 def assemble(
-    model: nn.Module, config: Experiment, batches: BatchArithmetic, context: RankContext
+    model: nn.Module, config: Experiment, batches: BatchArithmetic | None, context: RankContext
 ) -> TrainState:
     """Do what ``build`` does once the model has its weights."""
     pretrained = report_of(model)
     prepare_for_training(model, config.model)
     counted = without_weights(model) if context.rank == 0 else None
-    if config.parallel.sync_batchnorm:
+    if config.parallel.sync_batchnorm and batches is not None:  # evaluations use the running statistics
         model = sync_batchnorm(model, context.device, batches.micro_batches)
     blocks = find_blocks(model)
     layer_decay = config.optimization.optimizer.layer_decay
@@ -132,12 +138,17 @@ def assemble(
         matched,
         may_fuse=not (context.precision.needs_scaler or _has_sparse_gradients(strategy.model)),
     )
-    schedule = make_schedule(config.optimization.schedule, batches.total_steps, batches.steps_per_epoch)
-    optimization = Optimization(optimizer, schedule, context.precision, context.device)
+    optimization = Optimization(optimizer, _schedule(config, batches), context.precision, context.device)
     ema = None if config.optimization.ema is None else Ema(strategy.model, config.optimization.ema.decay)
     return TrainState(
         strategy.model, wrapped, strategy, optimization, ema, num_parameters, pretrained, normalises, counted
     )
+
+
+def _schedule(config: Experiment, batches: BatchArithmetic | None) -> Schedule:
+    if batches is None:
+        return lambda step: 1.0
+    return make_schedule(config.optimization.schedule, batches.total_steps, batches.steps_per_epoch)
 
 
 def _strategy(config: Experiment, context: RankContext) -> Strategy:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from hpc_train.cli import evaluate
-from hpc_train.cli.predict import write_rows
+from hpc_train.cli.predict import say_skipped, write_rows
 from hpc_train.paths import RunPaths
+from hpc_train.run.bad_samples import BadSample
 from tests.cli.commands import hpc_train
 from tests.run.runs import small_run
 
@@ -62,3 +64,24 @@ def test_lines_are_the_rows() -> None:
     file = io.BytesIO()
     assert write_rows(file, ROWS, ".jsonl") == 2
     assert [json.loads(line) for line in file.getvalue().splitlines()] == ROWS
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+def test_a_name_that_is_not_utf_8_is_escaped_alike_in_both_formats(suffix: str) -> None:
+    file = io.BytesIO()
+    name = os.fsdecode(b"\xff-" + "ä.png".encode())
+    assert write_rows(file, [{"index": 0, "file": name}], suffix) == 1
+    text = file.getvalue().decode()
+    assert r"\udcff-" in text
+    if suffix == ".jsonl":
+        assert os.fsencode(json.loads(text)["file"]) == os.fsencode(name)
+    else:
+        assert text.endswith("0,\\udcff-ä.png\n")
+
+
+def test_skipped_samples_are_named_up_to_five(capsys: pytest.CaptureFixture[str]) -> None:
+    say_skipped([BadSample("val", index, f"{index}.png", "OSError: no") for index in range(7)])
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "predict: skipped, since it can't be read: 0.png: OSError: no"
+    assert [line.split(": ")[2] for line in said[:5]] == [f"{index}.png" for index in range(5)]
+    assert said[5:] == ["predict: … and 2 more; the file has no line for them"]
