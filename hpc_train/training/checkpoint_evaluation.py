@@ -24,6 +24,7 @@ from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.files import read_json, write_text
+from hpc_train.run.weight_source import with_source
 from hpc_train.tasks.base import make_task, target_spec
 from hpc_train.training import hardware
 from hpc_train.training.data_staging import staged
@@ -46,7 +47,8 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
     run, step = RunPaths(Path(request["run"])), int(request["step"])
     rank = replace(rank, experiment=with_preprocessing(rank.experiment))
     source = build_source(staged(rank))
-    state = build(rank.experiment, source.info, None, context(rank))
+    # The checkpoint replaces the weights of ``model.init_from``, which may be gone.
+    state = build(with_source(rank.experiment, None), source.info, None, context(rank))
     rank.progress.at("loading")
     loaded = _load(rank, run, step, state, source)
     if wanted := request.get("predict"):

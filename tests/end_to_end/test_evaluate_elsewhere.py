@@ -1,4 +1,4 @@
-"""``evaluate`` and ``predict`` on more ranks than training can have, on fewer samples, and with bad samples."""
+"""``evaluate`` and ``predict`` on more ranks than training can have, on less data, and with bad samples."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.torch import save_file
 
 from hpc_train.paths import RunPaths
+from tests.end_to_end.parts import net
 from tests.end_to_end.runs import hpc_train, rows, submit
 
 pytestmark = pytest.mark.slow
@@ -47,11 +49,15 @@ def write_images(root: Path, train: int, val: int) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    """One micro-batch per step, so that training can have one rank only."""
+    """One micro-batch per step, so that training can have one rank only; what it started from is gone."""
     folder = tmp_path_factory.mktemp("images")
     root = write_images(folder / "data", TRAIN, VAL)
     (root / BAD).write_bytes(b"no image")
-    return submit(folder, devices=1, text=TEXT.replace("ROOT", str(root)))
+    weights = folder / "first.safetensors"
+    save_file(net(num_classes=2).state_dict(), weights)
+    trained = submit(folder, f"model.init_from={weights}", devices=1, text=TEXT.replace("ROOT", str(root)))
+    weights.unlink()
+    return trained
 
 
 def evaluated(run: RunPaths, *options: str) -> dict[str, Any]:
@@ -92,4 +98,5 @@ def test_a_file_of_a_folder_that_cant_be_read_has_no_line(run: RunPaths, tmp_pat
     assert done.code == 0, done.err
     assert done.out == f"{target}  4 predictions, 1 sample skipped\n"
     assert f"skipped, since it can't be read: {folder / 'bad.png'}" in done.err
-    assert [line.partition(",")[0] for line in target.read_text().splitlines()] == ["index", "1", "2", "3", "4"]
+    first, *lines = target.read_text().splitlines()
+    assert first.startswith("index,file,") and [line[:2] for line in lines] == ["1,", "2,", "3,", "4,"]
