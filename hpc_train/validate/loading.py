@@ -181,6 +181,7 @@ def _removed(data: dict[str, Any], path: KeyPath) -> dict[str, Any]:
     key, rest = path[0], path[1:]
     if not rest:
         return {name: value for name, value in data.items() if name != key}
+    assert isinstance(key, str)
     section = data.get(key)
     return data | {key: _removed(section, rest)} if isinstance(section, dict) else data
 

@@ -303,7 +303,8 @@ def searched_metric_is_the_tasks(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _unknown_metrics(experiment: Experiment, metrics: Iterable[tuple[KeyPath, str]]) -> Iterator[Problem]:
-    facts, target, loss = task_facts(experiment.task), target_of(experiment.data), experiment.optimization.loss
+    facts, target = task_facts(experiment.task), target_of(experiment.data)
+    loss = experiment.optimization.loss
     if target == "classes" and loss is not None and loss.name == "cross_entropy":
         target = "class"  # the targets are shares of the classes, and the class with the largest is predicted
     known = facts.metrics_with(target)
