@@ -63,8 +63,8 @@ def _differ(values: Sequence[Any]) -> bool:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Return the shortest suffix of each dotted key that is unique among the keys."""
-    return {key: next(end for end in _ends(key) if _is_unique(end, keys)) for key in keys}
+    """Return the shortest suffix of each dotted key that means only this key: no two have the same one."""
+    return {key: next(end for end in _ends(key) if _means_only(key, end, keys)) for key in keys}
 
 
 @lru_cache
@@ -138,5 +138,6 @@ def _ends(key: str) -> Iterator[str]:
         yield ".".join(parts[-count:])
 
 
-def _is_unique(end: str, keys: Sequence[str]) -> bool:
-    return end in keys or sum(key == end or key.endswith(f".{end}") for key in keys) == 1
+def _means_only(key: str, end: str, keys: Sequence[str]) -> bool:
+    """Tell whether ``end``, a suffix of ``key``, is no other key and no suffix of one; a whole key may be."""
+    return end == key or (end not in keys and sum(each.endswith(f".{end}") for each in keys) == 1)

@@ -162,6 +162,19 @@ def test_runs_that_differ_in_their_seed_only_are_averaged() -> None:
     assert table[3][1:] == ["0.3", "", "", "0", "", "", "0", ""]
 
 
+def test_a_key_that_ends_like_another_is_averaged_on_its_own(tmp_path: Path) -> None:
+    """``seed`` is the experiment's, not the data set's, whose last part is the same."""
+    for number, (seed, of_data) in enumerate([(0, 0), (0, 1), (1, 0), (1, 1)]):
+        paths = RunPaths(tmp_path / "runs" / "small" / f"{number:03d}")
+        experiment = small_experiment(seed=seed, data={"name": "digits", "args": {"seed": of_data}})
+        assert create_run(paths, experiment, paths.folder.name, 10)
+    found = _json("--over", "seed")
+    assert (found["keys"], found["over"]) == (["data.args.seed"], ["seed"])
+    assert sorted(sorted(group["ids"]) for group in found["groups"]) == [["000", "002"], ["001", "003"]]
+    assert _json("--over", "args.seed")["over"] == ["data.args.seed"]
+    assert hpc_train("compare", "small").out.split()[1:3] == ["seed", "args.seed"]
+
+
 @pytest.mark.usefixtures("seeds")
 def test_averaging_over_a_key_that_does_not_differ_is_refused() -> None:
     done = hpc_train("compare", "small", "--over", "precision")
