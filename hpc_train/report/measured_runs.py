@@ -23,33 +23,57 @@ from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_times import timestamp
 from hpc_train.report.step_layout import layout_of
 from hpc_train.report.time_use import evaluation_seconds
-from hpc_train.run.attempts import AttemptRecord
+from hpc_train.run.attempts import AttemptRecord, newest_number
+from hpc_train.run.create import effective_experiment
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
+from hpc_train.run.run_facts import run_facts
 
 #: Runs that are looked at, the newest first: reading one takes a millisecond.
 _MAX_RUNS = 100
 _MAX_EXPERIMENTS = 50
-#: Keys that change the time of a sample or of an update: runs must have the same values.
-_SAME = (
-    ("task",),
-    ("model", "name"),
-    ("model", "args"),
-    ("model", "freeze"),
-    ("model", "lora"),
-    ("data", "name"),
-    ("data", "image_size"),
-    ("data", "args"),
-    ("precision",),
-    ("device",),
-    ("compile",),
-    ("parallel",),
-    ("optimization", "optimizer", "name"),
+#: Sections that define what a step computes: runs must have the same values there, except for the keys below.
+_SECTIONS = (
+    "device",
+    "deterministic",
+    "task",
+    "model",
+    "data",
+    "optimization",
+    "parallel",
+    "precision",
+    "compile",
+    "activation_checkpointing",
 )
-#: Of ``data.args``: changes only how often.
-_COUNTS = ("num_samples",)
+#: Keys of these sections that do not change the time of a sample or of an update. A new key counts until it
+#: is added here: a missing prediction is better than a wrong one.
+_ANY = {
+    "model.pretrained",
+    "model.init_from",
+    "model.lora.alpha",
+    "data.args.num_samples",
+    "data.augment.randaugment.magnitude",
+    "data.normalize",
+    "data.on_bad_sample",
+    "data.max_bad_samples",
+    "optimization.epochs",
+    "optimization.steps",
+    "optimization.global_batch_size",
+    "optimization.micro_batch_size",
+    "optimization.schedule",
+    "optimization.optimizer.lr",
+    "optimization.optimizer.lr_per_batch",
+    "optimization.optimizer.weight_decay",
+    "optimization.max_non_finite",
+}
+#: Of these only matters whether they are set: the folder may be another one.
+_WHETHER = {"data.cache", "data.stage"}
+#: Of floats in these sections only matters whether they are 0 (off): momentum, EMA decay, mixup, flips.
+_FRACTIONS = ("optimization.", "data.augment.")
 #: A name in an attempt's record, which may be damaged.
 _CHECKPOINT = re.compile(r"step-[0-9]{8,15}")
+#: Values by dotted key.
+_Work = dict[str, Any]
 
 
 def measured_runs(root: Path, experiment: Experiment, launcher: str | None = None) -> list[MeasuredRun]:
@@ -58,7 +82,7 @@ def measured_runs(root: Path, experiment: Experiment, launcher: str | None = Non
     Those of the same experiment; if there are none, those of others. Runs whose newest attempt another
     ``launcher`` started do not count, since a login node is no measure for the GPUs of a cluster.
     """
-    wanted = _work(experiment.model_dump(mode="json"))
+    wanted = _work_of(experiment)
     own = root / experiment.name
     if found := list(_measured(_newest(own), wanted, launcher)):
         return found
@@ -69,21 +93,37 @@ def measured_runs(root: Path, experiment: Experiment, launcher: str | None = Non
 
 def same_work(experiment: Experiment) -> str:
     """Return what is equal for experiments whose runs tell the time of each other."""
-    return repr((experiment.name, _work(experiment.model_dump(mode="json"))))
+    return repr((experiment.name, sorted(_work_of(experiment).items())))
 
 
-def _work(resolved: Mapping[str, Any]) -> list[Any]:
-    """Return the values of ``_SAME``."""
-    found = []
-    for path in _SAME:
-        value: Any = resolved
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
-        if isinstance(value, dict):
-            value = {key: each for key, each in value.items() if key not in _COUNTS}
-        found.append(value)
+def _work_of(experiment: Experiment) -> _Work:
+    return _work(experiment.model_dump(mode="json"))
+
+
+def _work(resolved: Mapping[str, Any]) -> _Work:
+    """Return the values that runs of the same work have in common, by dotted key."""
+    found = dict(_counting({key: resolved[key] for key in _SECTIONS if key in resolved}))
     sections = [each for each in resolved.values() if isinstance(each, dict)]
-    return [*found, next((each["gpu_type"] for each in sections if "gpu_type" in each), None)]
+    return found | {"gpu_type": next((each["gpu_type"] for each in sections if "gpu_type" in each), None)}
+
+
+def _counting(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys that count, with what must be equal."""
+    for name, value in section.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key not in _ANY:
+            yield from _counting(value, f"{key}.")
+        elif key in _WHETHER:
+            yield key, bool(value)
+        elif key not in _ANY:
+            yield key, _on_or_off(value) if key.startswith(_FRACTIONS) else value
+
+
+def _on_or_off(value: Any) -> Any:
+    """Replace floats by whether they are not 0."""
+    if isinstance(value, list):
+        return [_on_or_off(each) for each in value]
+    return value != 0 if isinstance(value, float) else value
 
 
 def _newest(folder: Path) -> list[RunPaths]:
@@ -104,15 +144,34 @@ def _folders(parent: Path) -> list[Path]:
         return []
 
 
-def _measured(runs: Sequence[RunPaths], wanted: list[Any], launcher: str | None) -> Iterator[MeasuredRun]:
+def _measured(runs: Sequence[RunPaths], wanted: _Work, launcher: str | None) -> Iterator[MeasuredRun]:
     for paths in runs:
         found = None
-        with suppress(OSError, HpcTrainError, ArithmeticError):  # a damaged run, or one of somebody else
-            resolved = read_json(paths.resolved)
-            if resolved is not None and _work(resolved) == wanted:
+        # A damaged run, or one of somebody else.
+        with suppress(OSError, HpcTrainError, ArithmeticError, RecursionError):
+            resolved = _resolved(paths)
+            if resolved is not None and _does(resolved, wanted):
                 found = measured(paths, resolved, launcher)
         if found is not None:
             yield found
+
+
+def _resolved(paths: RunPaths) -> Mapping[str, Any] | None:
+    """Return the keys of the newest attempt."""
+    if run_facts(paths).get("changes"):
+        return effective_experiment(paths, newest_number(paths)).model_dump(mode="json")
+    return read_json(paths.resolved)
+
+
+def _does(resolved: Mapping[str, Any], wanted: _Work) -> bool:
+    """Tell whether a run did the work. Keys that its version did not have get their defaults."""
+    found = _work(resolved)
+    if wanted.keys() - found.keys():
+        try:
+            found = _work_of(Experiment.model_validate(resolved))
+        except ValidationError:
+            return False
+    return found == wanted
 
 
 def measured(paths: RunPaths, resolved: Mapping[str, Any], launcher: str | None = None) -> MeasuredRun | None:

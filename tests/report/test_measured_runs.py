@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from hpc_train.report.measured_runs import measured, measured_runs
+from hpc_train.config.schema import Experiment
+from hpc_train.report import measured_runs as measured_module
+from hpc_train.report.measured_runs import measured, measured_runs, same_work
 from hpc_train.report.time_use import evaluation_seconds
 from hpc_train.run.attempts import newest_number, read_record, write_record
+from hpc_train.run.create import note_change
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import run_name
 from hpc_train.run.frozen_experiment import read
@@ -38,6 +41,106 @@ def test_other_work_per_sample_does_not_count(tmp_path: Path) -> None:
     assert not measured_runs(tmp_path, experiment.model_copy(update={"precision": "bf16"}))
     renamed = experiment.model_copy(update={"name": "another"})
     assert measured_runs(tmp_path, renamed), "runs of other experiments with the same model"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"activation_checkpointing": "blocks"},
+        {"deterministic": True},
+        {"model": {"channels_last": True}},
+        {"optimization": {"ema": {"decay": 0.9}}},
+        {"optimization": {"optimizer": {"args": {"foreach": False}}}},
+        {"optimization": {"clip_grad_norm": 1.0}},
+        {"data": {"augment": {"hflip": 0.5}}},
+        {"data": {"workers": 4}},
+        {"data": {"root": "/data/other"}},
+        {"data": {"stage": True}},
+    ],
+)
+def test_what_changes_the_time_of_a_step_is_other_work(tmp_path: Path, change: dict[str, Any]) -> None:
+    (run,) = made_sweep(tmp_path, 1, steps=100)
+    changed = Experiment.model_validate(_merged(read(run).model_dump(mode="json"), change))
+    assert not measured_runs(tmp_path, changed)
+    assert same_work(changed) != same_work(read(run))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 7},
+        {"data": {"args": {"num_samples": 100}}},
+        {"data": {"normalize": {"mean": [0.5], "std": [0.5]}}},
+        {"model": {"init_from": "/runs/other/abc"}},
+        {"optimization": {"optimizer": {"lr": 0.5, "weight_decay": 0.1}}},
+        {"optimization": {"schedule": {"name": "cosine", "warmup_steps": 3}}},
+        {"optimization": {"steps": None, "epochs": 3}},
+        {"checkpoint": {"every_steps": 7}, "evaluation": {"every_steps": 7}, "logging": {"every_steps": 1}},
+        {"recovery": {"max_crashes": 1}, "early_stopping": {"metric": "loss", "mode": "min", "patience": 3}},
+    ],
+)
+def test_what_does_not_change_the_time_of_a_step_is_the_same_work(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    (run,) = made_sweep(tmp_path, 1, steps=100)
+    changed = Experiment.model_validate(_merged(read(run).model_dump(mode="json"), change))
+    assert measured_runs(tmp_path, changed)
+    assert same_work(changed) == same_work(read(run))
+
+
+def test_fractions_count_by_whether_they_are_zero(tmp_path: Path) -> None:
+    (run,) = made_sweep(tmp_path, 1, steps=100)
+    resolved = read(run).model_dump(mode="json")
+    some, more = (
+        Experiment.model_validate(
+            _merged(
+                resolved,
+                {
+                    "optimization": {"ema": {"decay": value}, "clip_grad_norm": value, "mixup": value},
+                    "data": {"augment": {"hflip": value}},
+                },
+            )
+        )
+        for value in (0.5, 0.75)
+    )
+    assert same_work(some) == same_work(more) != same_work(read(run))
+
+
+def test_keys_that_an_earlier_version_did_not_have_are_those_of_the_schema(tmp_path: Path) -> None:
+    (run,) = made_sweep(tmp_path, 1, steps=100)
+    experiment, resolved = read(run), read_json(run.resolved)
+    assert resolved is not None
+    del resolved["activation_checkpointing"], resolved["model"]["channels_last"]
+    write_json(run.resolved, resolved)
+    assert measured_runs(tmp_path, experiment)
+    assert not measured_runs(tmp_path, experiment.model_copy(update={"activation_checkpointing": "blocks"}))
+
+
+def test_a_run_is_compared_with_the_changes_of_its_resumes(tmp_path: Path) -> None:
+    (run,) = made_sweep(tmp_path, 1, steps=100)
+    experiment = read(run)
+    note_change(run, newest_number(run), ["activation_checkpointing=blocks"])
+    assert not measured_runs(tmp_path, experiment)
+    assert measured_runs(tmp_path, experiment.model_copy(update={"activation_checkpointing": "blocks"}))
+
+
+def test_each_section_of_the_file_is_part_of_the_work_or_not() -> None:
+    """A new one needs a decision: whether it changes the time of a step."""
+    others = {
+        "name", "seed", "evaluation", "early_stopping", "checkpoint", "recovery", "slurm", "environment",
+        "sweep", "logging", "profile",
+    }  # fmt: skip
+    assert {*measured_module._SECTIONS} | others == set(Experiment.model_fields)
+    assert not others & {*measured_module._SECTIONS}
+
+
+def _merged(values: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    """Return ``values`` with the keys of ``change``."""
+    merged = values | change
+    for key, value in change.items():
+        if isinstance(value, dict) and isinstance(values.get(key), dict):
+            merged[key] = _merged(values[key], value)
+    return merged
 
 
 def test_runs_of_another_launcher_do_not_count(tmp_path: Path) -> None:
