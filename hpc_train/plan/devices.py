@@ -56,13 +56,15 @@ _BEFORE = r"(?<![a-z0-9])(?:\d+x)?(?:nvidia|amd|tesla|quadro|geforce|gpu|rtx|gtx
 #: ``a100-80gb``, ``a100_80g``, ``v100-32``; without a unit only sizes that a model comes in.
 _WRITTEN = re.compile(
     r"(?:(?<![a-z0-9])|(?<=gpu))(\d{1,3})\s*gb(?![a-z0-9])"
-    r"|[-_](\d{2,3})g(?![a-z0-9])"
-    r"|[-_](16|24|32|40|48|64|80|94|96|141)(?![a-z0-9.])"
+    r"|[-_ ](\d{2,3})g(?![a-z0-9])"
+    r"|[-_](16|24|32|40|48|64|80|94|96|141|144)(?![a-z0-9.])"
 )
+#: Any other size in the name of a GH200 is that of the CPU's memory: ``GH200 120GB``, ``GH200 480GB``.
+_GH200_GIB = (96, 144)
 #: A slice of a GPU, of which the memory is written: ``1g.10gb``.
 _MIG = re.compile(r"(?<![0-9])\dg\.(\d{1,3})gb")
 _IS_GPU = re.compile(r"(?<![a-z0-9])gpu")
-#: More than any GPU has: that of a disk or of the node, as in ``GH200 480GB``.
+#: The most that any GPU has: a larger size is that of a disk or of the node.
 _MOST_GIB = 288
 _SMI_LIMIT_S = 30.0
 
@@ -103,7 +105,10 @@ def _memory_of_one(lower: str) -> int | None:
     if model is None and not _IS_GPU.search(lower):
         return None
     written = [found[1] or found[2] or (model and found[3]) for found in _WRITTEN.finditer(lower)]
-    return next((int(size) for size in written if size and int(size) <= _MOST_GIB), model)
+    sizes = [int(size) for size in written if size]
+    if "gh200" in lower:
+        return next((size for size in sizes if size in _GH200_GIB), model)
+    return next((size for size in sizes if size <= _MOST_GIB), model)
 
 
 def device_here(device: str, ranks: int) -> Device:

@@ -36,6 +36,11 @@ from hpc_train.plan.devices import gpu_memory_gib
         ("1g.10gb", 10),
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 40),
         ("NVIDIA GH200 480GB", 96),
+        ("nvidia_gh200_120gb", 96),
+        ("gh200_96gb", 96),
+        ("gh200-144", 144),
+        ("NVIDIA GH200 144G HBM3e", 144),
+        ("gh200_480gb|a100_80gb", 80),
         ("a100&mem384gb", 40),
     ],
 )
