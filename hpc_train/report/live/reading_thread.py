@@ -81,7 +81,7 @@ class ReadingThread(threading.Thread):
             self._runs = self._reader.read() if with_runs else self._runs
             details = self._read_details()
         except Exception as error:  # of a plug-in or a disk: shown, and tried again
-            details, problem = None, _words(error)
+            details, problem = None, problem_words(error)
         return Reading(self._runs, details, problem)
 
     def _read_details(self) -> Details | None:
@@ -95,7 +95,8 @@ class ReadingThread(threading.Thread):
         return self._details.read(run, is_full=is_full)
 
 
-def _words(error: Exception) -> str:
+def problem_words(error: Exception) -> str:
+    """Return why something could not be read."""
     if isinstance(error, OSError):
         return f"{error.filename or 'input/output'}: {error.strerror or error}"
     return str(error) if isinstance(error, HpcTrainError) else f"{type(error).__name__}: {error}"

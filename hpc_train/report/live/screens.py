@@ -19,6 +19,7 @@ from hpc_train.console import one_line
 from hpc_train.paths import RunPaths
 from hpc_train.report.live.details import Details
 from hpc_train.report.live.log_tail import LogTail, log_of
+from hpc_train.report.live.reading_thread import problem_words
 
 #: Key, as it is printed → what it does; the table of docs/watch.md.
 KEYS = {
@@ -139,17 +140,33 @@ class _Follower(threading.Thread):
         super().__init__(name="following a log", daemon=True)
         self._paths, self._deliver = paths, deliver
         self._is_stopped = threading.Event()
+        self._tail: LogTail | None = None
+        self._problem = ""
 
     def stop(self) -> None:
         self._is_stopped.set()
 
     def run(self) -> None:
-        tail: LogTail | None = None
         while not self._is_stopped.is_set():
-            path = log_of(self._paths)
-            if tail is None or tail.path != path:
-                self._deliver([f"--- {one_line(str(path))}"])
-                tail = LogTail(path)
-            if lines := tail.new_lines():
+            if lines := self._read():
                 self._deliver(lines)
             self._is_stopped.wait(_FOLLOW_EVERY_S)
+
+    def _read(self) -> list[str]:
+        """Return what is new; why nothing can be read once, until it changes."""
+        try:
+            lines, problem = self._new_lines(), ""
+        except Exception as error:  # of a plug-in or a disk: shown, and tried again
+            problem = problem_words(error)
+            lines = [] if problem == self._problem else [f"--- {one_line(problem)}"]
+        self._problem = problem
+        return lines
+
+    def _new_lines(self) -> list[str]:
+        path = log_of(self._paths)
+        if self._tail is not None and self._tail.path == path:
+            return self._tail.new_lines()
+        tail = LogTail(path)
+        lines = [f"--- {one_line(str(path))}", *tail.new_lines()]
+        self._tail = tail
+        return lines

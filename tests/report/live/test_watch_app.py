@@ -15,6 +15,7 @@ from textual.widgets import DataTable
 from hpc_train.console import say
 from hpc_train.launchers.following import FollowingLauncher
 from hpc_train.paths import RunPaths, runs_root
+from hpc_train.report.live import screens as screens_module
 from hpc_train.report.live import watch_app as app_module
 from hpc_train.report.live.cells import cells, columns_for
 from hpc_train.report.live.details import Details, DetailsReader
@@ -180,6 +181,36 @@ def test_the_log_is_followed_until_one_goes_back() -> None:
         await shows(pilot, "a1 of small")
 
     on_screen(test)
+
+
+def test_a_log_is_followed_again_after_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``log_of`` asks launchers, plug-ins among them, and file servers."""
+    log = tmp_path / "log"
+    log.write_text("first line\n")
+    answers: list[Path | Exception] = [
+        RuntimeError("raised \x1b[so]"),
+        RuntimeError("raised \x1b[so]"),
+        log,
+        OSError(116, "Stale file handle", "/runs"),
+        log,
+    ]
+
+    def answer(paths: RunPaths) -> Path:
+        found = answers.pop(0)
+        if not answers:
+            follower.stop()
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(screens_module, "log_of", answer)
+    monkeypatch.setattr(screens_module, "_FOLLOW_EVERY_S", 0.0)
+    delivered: list[str] = []
+    follower = screens_module._Follower(RunPaths(tmp_path), delivered.extend)
+    follower.run()
+    assert delivered == [
+        "--- RuntimeError: raised \\x1b[so]", f"--- {log}", "first line", "--- /runs: Stale file handle",
+    ]  # fmt: skip
 
 
 def test_help_lists_the_keys() -> None:
