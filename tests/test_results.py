@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,15 @@ def test_runs_have_their_settings_and_their_best_value(runs: list[RunPaths]) -> 
     assert 0 < first["goodput"] < 1 and Path(first["path"]) == runs[0].folder
     by_loss = results.runs(runs[0].folder, metric="train/loss")
     assert by_loss["best"].item() < 1 and len(by_loss) == 1
+
+
+def test_the_last_value_of_a_run_that_diverged_at_its_end_is_nan(runs: list[RunPaths]) -> None:
+    """Rows have null for NaN."""
+    with runs[0].metrics.open("a") as file:
+        file.write('{"split": "val", "step": 300, "accuracy": null, "loss": null}\n')
+    first = results.runs("sweep", metric="loss").set_index("run").loc["0000000000"]
+    assert math.isnan(first["last"]) and first["last_step"] == 300
+    assert first["best"] < 10 and first["best_step"] <= 200
 
 
 def test_values_of_lists_and_draws_are_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_train.report.metrics_reader import Row, number
+from hpc_train.report.metrics_reader import Row, metric_value
 
 #: Metrics for which lower is better; for all others higher is.
 _LESS_IS_BETTER = re.compile(r"(^|_)(loss|error|err|perplexity|ppl|mse|rmse|mae|nll|bpb|time|s)($|_)")
@@ -73,10 +73,10 @@ def last_and_best_of(
 
 
 def last_and_best(rows: Iterable[Row], metric: Metric) -> tuple[Point | None, Point | None]:
-    """Return the metric's newest value, and its best finite one."""
+    """Return the metric's newest value, which may be NaN, and its best finite one."""
     last = best = None
     for row in rows:
-        value, step = number(row.get(metric.name)), row.get("step")
+        value, step = metric_value(row, metric.name), row.get("step")
         if row.get("split") != metric.split or value is None or type(step) is not int:
             continue
         last = Point(value, step)

@@ -193,9 +193,14 @@ def number(value: object) -> float | None:
         return None
 
 
+def metric_value(row: Row, name: str) -> float | None:
+    """Return a metric of a row: NaN for null, which rows have for NaN and infinity; None if it has none."""
+    return math.nan if name in row and row[name] is None else number(row.get(name))
+
+
 def main_metric(row: Row) -> str | None:
     """Return the metric by which a row is judged: accuracy, else loss."""
-    return next((name for name in ("accuracy", "loss") if number(row.get(name)) is not None), None)
+    return next((name for name in ("accuracy", "loss") if metric_value(row, name) is not None), None)
 
 
 def last_metric(rows: Sequence[Row]) -> dict[str, Any] | None:
@@ -204,7 +209,7 @@ def last_metric(rows: Sequence[Row]) -> dict[str, Any] | None:
     evaluated = [row for row in judged if row.get("split") == "val"]
     for row in (evaluated or judged)[-1:]:
         name = main_metric(row)
-        value = number(row.get(name or ""))
+        value = metric_value(row, name or "")
         assert value is not None
         shown = value if math.isfinite(value) else None
         return {"split": row.get("split"), "name": name, "value": shown, "step": row.get("step")}
@@ -215,6 +220,6 @@ def in_words(row: Row) -> str:
     """Return ``loss 0.0123 accuracy 0.98``: the row's metrics."""
     return " ".join(
         f"{name} {value:.4g}"
-        for name, value in ((name, number(value)) for name, value in row.items())
+        for name, value in ((name, metric_value(row, name)) for name in row)
         if name not in POSITION and value is not None
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from hpc_train.console import one_line, say, tolerating_closed_stderr
 from hpc_train.errors import printable
 from hpc_train.paths import RunPaths
-from hpc_train.report.metrics_reader import MetricsReader, Row, in_words, main_metric, number
+from hpc_train.report.metrics_reader import MetricsReader, Row, in_words, main_metric, metric_value, number
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.run_status import RunStatus, read_status
@@ -124,8 +124,8 @@ class Progress:
             if row.get("split") == "val":
                 self._validation, self._judged = f"val {in_words(row)}", _judged(row)
                 self._display.note(f"step {row.get('step')}: {self._validation}")
-            elif isinstance(row.get("loss"), float):
-                self._loss = f"loss {row['loss']:.4g}"
+            elif (loss := metric_value(row, "loss")) is not None:
+                self._loss = f"loss {loss:.4g}"
                 self._wait = _wait(row)
 
     def _words(self, status: RunStatus) -> Words:

@@ -71,6 +71,20 @@ def test_of_a_loss_less_is_better_and_nan_is_never_best(runs: list[RunPaths]) ->
     assert _json("--metric", "train/loss")["runs"][0]["last"] == {"value": 2.0, "step": 10}
 
 
+def test_the_newest_value_of_a_run_that_diverged_at_its_end_is_nan(runs: list[RunPaths]) -> None:
+    """Rows have null for NaN."""
+    _append(runs[1], {"split": "val", "step": 15, "loss": None, "accuracy": 0.1})
+    (run,) = (run for run in _json("--metric", "loss")["runs"] if run["id"] == "bbb")
+    assert (run["last"], run["best"]) == ({"value": None, "step": 15}, {"value": 0.2, "step": 5})
+    lines = [line.split() for line in hpc_train("compare", "small", "--metric", "loss").out.splitlines()]
+    assert ["bbb", "1", "completed", "nan", "15", "0.2", "5"] in lines
+
+
+def _append(paths: RunPaths, row: dict[str, Any]) -> None:
+    whole = paths.metrics.read_text().rpartition("\n")[0]
+    paths.metrics.write_text(f"{whole}\n{json.dumps(row)}\n")
+
+
 def test_a_metric_that_no_run_has_is_refused_with_those_there_are(runs: list[RunPaths]) -> None:
     done = hpc_train("compare", "small", "--metric", "f1")
     assert done.code == 2

@@ -409,6 +409,8 @@ def test_the_best_checkpoint_is_shown(tmp_path: Path) -> None:
 
 def test_a_nan_is_shown_and_is_valid_json(tmp_path: Path) -> None:
     paths = _run(tmp_path)
-    paths.metrics.write_text('{"split": "train", "step": 3, "loss": NaN}\n')
-    assert "loss nan" in hpc_train("status").out
-    assert _row()["last_metric"]["value"] is None
+    for word in ("NaN", "null"):  # rows have null
+        row = '{"split": "val", "step": %d, "loss": %s}\n'
+        paths.metrics.write_text(row % (3, "0.5") + row % (4, word))
+        assert "loss nan" in hpc_train("status").out
+        assert _row()["last_metric"] == {"split": "val", "name": "loss", "value": None, "step": 4}

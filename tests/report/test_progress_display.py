@@ -64,6 +64,19 @@ def test_a_line_comes_every_ten_seconds(
     assert err.splitlines() == [f"{run.folder.name}: step 20/100 2 steps/s, 0:40 left, loss 0.5"]
 
 
+def test_a_loss_that_is_nan_is_shown(run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows have null for NaN."""
+    progress = Progress(run, attempt=2)
+    _row(run, loss=0.5)
+    _row(run, loss=None, step=2)
+    _row(run, split="val", loss=None, accuracy=0.1, step=2)
+    _at(run, 2)
+    progress.update()
+    progress.close()
+    shown = capsys.readouterr().err
+    assert "loss nan" in shown and "val loss nan accuracy 0.1" in shown and "0.5" not in shown
+
+
 def test_notices_of_the_attempt_are_shown_once(
     run: RunPaths, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +11,7 @@ from typing import Any
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys
-from hpc_train.report.html.curves import MAX_STEP, Curve, curves_of
+from hpc_train.report.html.curves import MAX_STEP, Curve, curves_of, non_finite_ends
 from hpc_train.report.html.limits import ALL_ROWS, CURVE_POINTS, MIN_ROWS
 from hpc_train.report.metric_values import Metric, Point, find_metric, is_better, sort_key
 from hpc_train.report.metrics_reader import sampled_rows
@@ -51,6 +52,8 @@ class RunData:
     values: dict[str, Any]
     attempts: list[Attempt]
     curves: dict[Metric, Curve]
+    #: Metrics whose newest value is NaN or infinite, and its step.
+    non_finite_ends: dict[Metric, int]
     elapsed_s: float | None
     #: Seconds by part, see ``time_use.PARTS``.
     time_use: dict[str, float]
@@ -64,7 +67,9 @@ class RunData:
         return self.time_use["training"] / total if total and self.time_use["training"] else None
 
     def last(self, metric: Metric) -> Point | None:
-        """Return the metric's newest value."""
+        """Return the metric's newest value, which may be NaN."""
+        if metric in self.non_finite_ends:
+            return Point(math.nan, self.non_finite_ends[metric])
         curve = self.curves.get(metric)
         return Point(curve.values[-1], curve.steps[-1]) if curve else None
 
@@ -119,6 +124,7 @@ def collect(runs: Sequence[RunPaths], wanted: str | None = None) -> Collected:
 def _read(paths: RunPaths, status: RunStatus, name: str, values: dict[str, Any], max_rows: int) -> RunData:
     run = RunFiles.read(paths)
     rows, is_sampled = sampled_rows(paths.metrics, max_rows)
+    curves = curves_of(rows, CURVE_POINTS)
     return RunData(
         paths=paths,
         name=name,
@@ -127,7 +133,8 @@ def _read(paths: RunPaths, status: RunStatus, name: str, values: dict[str, Any],
         facts=run.facts,
         values=values,
         attempts=_attempts(run, status, _last_steps(rows)),
-        curves=curves_of(rows, CURVE_POINTS),
+        curves=curves,
+        non_finite_ends=non_finite_ends(rows, curves),
         elapsed_s=elapsed_s(run, status),
         time_use=_time_use(run, status, rows),
         is_sampled=is_sampled,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_train.report.html.limits import METRICS, NAME_LENGTH
@@ -65,6 +65,27 @@ def curves_of(rows: Sequence[Row], max_points: int) -> dict[Metric, Curve]:
         if max(len(split), len(name)) <= NAME_LENGTH
     ]
     return {metric: curve.thinned(max_points) for metric, curve in curves[:METRICS]}
+
+
+def non_finite_ends(rows: Sequence[Row], curves: Mapping[Metric, Curve]) -> dict[Metric, int]:
+    """Return the last step of each metric that was NaN or infinite after all of its finite values.
+
+    Rows have null for both.
+    """
+    found: dict[Metric, int] = {}
+    for row in rows:
+        step, split = row.get("step"), row.get("split")
+        if type(step) is not int or not 0 <= step < MAX_STEP or not isinstance(split, str):
+            continue
+        for name, value in row.items():
+            if value is None or (type(value) is float and not math.isfinite(value)):
+                metric = Metric(split, name)
+                found[metric] = max(step, found.get(metric, 0))
+    return {metric: step for metric, step in found.items() if _is_after(step, curves.get(metric))}
+
+
+def _is_after(step: int, curve: Curve | None) -> bool:
+    return curve is None or step > curve.steps[-1]
 
 
 def _add(found: dict[str, Curve], row: Row, step: int) -> None:

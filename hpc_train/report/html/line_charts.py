@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,11 +143,14 @@ def _line(run: int, curve: Curve, x: Scale, y: Scale, max_points: int) -> Line:
 
 def _summary(metric: Metric, title: str, runs: Sequence[RunData]) -> str:
     lasts = [point.value for run in runs if (point := run.last(metric))]
+    finite = [value for value in lasts if math.isfinite(value)]
     if not lasts:
         return title
     if len(lasts) == 1:
-        return f"{title} over steps; last value {short(lasts[0])}"
-    return f"{title} over steps of {len(lasts)} runs; last values {short(min(lasts))} to {short(max(lasts))}"
+        return f"{title} over steps; last value {short(finite[0]) if finite else 'nan'}"
+    span = [f"{short(min(finite))} to {short(max(finite))}"] if finite else []
+    nans = [f"nan in {len(lasts) - len(finite)}"] if len(finite) < len(lasts) else []
+    return f"{title} over steps of {len(lasts)} runs; last values {', '.join(span + nans)}"
 
 
 def _marks(runs: Sequence[RunData], x: Scale) -> Iterator[Mark]:

@@ -49,7 +49,7 @@ _HEATS = 8
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the table of runs, and what it is sorted by."""
+    """A cell of the table of runs, and what it is sorted by; an empty text is last."""
 
     text: str
     key: float | str | None = None
@@ -246,7 +246,9 @@ def _value_cell(value: Any) -> Cell:
 
 
 def _point_cell(point: Point | None) -> Cell:
-    return Cell("") if point is None else Cell(f"{point.value:.6g}", point.value)
+    if point is None:
+        return Cell("")
+    return Cell(f"{point.value:.6g}", point.value if math.isfinite(point.value) else "")
 
 
 def _data(collected: Collected, charts: Sequence[LineChart]) -> dict[str, Any]:

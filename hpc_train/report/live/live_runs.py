@@ -17,7 +17,7 @@ from pathlib import Path
 from hpc_train.errors import UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.report.metrics_reader import TAIL_BYTES, MetricsReader, Row, last_metric, number
+from hpc_train.report.metrics_reader import TAIL_BYTES, MetricsReader, Row, last_metric, metric_value, number
 from hpc_train.report.run_times import remaining_s
 from hpc_train.run.attempts import AttemptRecord, job_ids
 from hpc_train.run.find import find_and_skip, is_run, run_names
@@ -206,6 +206,6 @@ class MetricsTail:
                 self.evaluation = row
             elif row.get("split") == "train":
                 self.training.append(row)
-        losses = (number(row.get("loss")) for row in self.training)
+        losses = (metric_value(row, "loss") for row in self.training)
         self.losses = tuple(loss for loss in losses if loss is not None)
         self._stamp = seen

@@ -18,10 +18,11 @@ from hpc_train.report.html.collecting import collect
 from hpc_train.report.html.curves import DATA_WAIT, Curve, curves_of
 from hpc_train.report.html.evaluations import newest_evaluation
 from hpc_train.report.html.line_charts import line_charts
+from hpc_train.report.html.page import render
 from hpc_train.report.html.parallel_coordinates import parallel_coordinates
 from hpc_train.report.html.scales import Scale, short
 from hpc_train.report.html.timeline import timeline
-from hpc_train.report.metric_values import Metric
+from hpc_train.report.metric_values import Metric, Point
 from hpc_train.report.metrics_reader import sampled_rows
 from hpc_train.report.time_use import PARTS
 from tests.report.made_runs import made_sweep, png
@@ -161,3 +162,25 @@ def test_attempts_are_bars_on_their_nodes_in_lanes(tmp_path: Path) -> None:
             bars = sorted((bar.x, bar.width) for bar in row.bars if bar.lane == lane)
             assert all(x + width <= after + 0.01 for (x, width), (after, _) in pairwise(bars))
     assert {"completed", "crash", "preemption"} == set(shown.causes)
+
+
+def test_the_newest_value_of_a_run_that_diverged_at_its_end_is_nan(tmp_path: Path) -> None:
+    first, second = made_sweep(tmp_path, 2)
+    rows = [json.loads(line) for line in first.metrics.read_text().splitlines()]
+    nan = {"attempt": 1, "split": "val", "step": 700, "accuracy": None, "loss": None}
+    recovered = nan | {"step": 701, "loss": 0.25}
+    first.metrics.write_text("".join(json.dumps(row) + "\n" for row in [*rows, nan, recovered]))
+    collected = collect([first, second])
+    metric, loss = collected.metric, Metric("val", "loss")
+    assert metric == Metric("val", "accuracy")
+    diverged, other = sorted(collected.runs, key=lambda run: run.paths != first)
+    last = diverged.last(metric)
+    assert last is not None and math.isnan(last.value) and last.step == 701
+    assert diverged.last(loss) == Point(0.25, 701)
+    best, of_other = diverged.best(metric), other.last(metric)
+    assert best is not None and best.step <= 600 and of_other is not None and of_other.step <= 600
+    assert '<td class="number" data-key="">nan</td>' in render(collected)
+    assert [line_charts(collect(runs))[0].summary for runs in ([first], [second, first])] == [
+        "val/accuracy over steps; last value nan",
+        f"val/accuracy over steps of 2 runs; last values {(end := short(of_other.value))} to {end}, nan in 1",
+    ]

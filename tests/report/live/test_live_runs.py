@@ -211,6 +211,18 @@ def test_a_file_that_is_replaced_while_it_is_read_loses_no_rows(
         tail.update()
 
 
+def test_a_loss_that_is_nan_is_shown() -> None:
+    """Rows have null for NaN and infinity."""
+    paths = made_run(runs_root(), step=9)
+    add_rows(paths, 10, since=10, loss=None)
+    (run,) = RunsReader([]).read()
+    assert math.isnan(run.losses[-1]) and len(run.losses) == 10
+    columns = columns_for([run], 200)
+    shown = dict(zip((column.head for column in columns), cells(run, columns), strict=True))
+    assert shown["loss"] == "█▄▃▂▁▁▁▁▁× nan"
+    assert "loss nan" in dict(DetailsReader(paths).read(run, is_full=False).lines)["training"]
+
+
 def test_a_sparkline_shows_trend_and_non_finite_values() -> None:
     assert sparkline([4.0, 3.0, 2.0, 1.0], 10) == "█▆▃▁"
     assert sparkline([1.0, math.nan, 2.0], 3) == "▁×█"
