@@ -19,7 +19,7 @@ from hpc_train.errors import BadFileError, UsageError
 from hpc_train.loggers import mlflow, wandb
 from hpc_train.loggers.base import LoggerContext
 from hpc_train.loggers.sending import without_credentials
-from hpc_train.loggers.wandb_key import has_key
+from hpc_train.loggers.wandb_key import base_url, has_key
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.files import read_json
@@ -77,7 +77,7 @@ def _wandb(context: LoggerContext, project: str | None) -> Target:
     given = context.experiment.logging.wandb or WandbConfig(project=context.experiment.name)
     config = given if project is None else _changed(given, "project", project)
     own = {"mode": "online", "files": str(context.paths.wandb_sync.absolute()), "is_sync": True}
-    key = _key("wandb", os.environ.get("WANDB_BASE_URL"), config.entity, config.project)
+    key = _key("wandb", base_url(), config.entity, config.project)
     return Target("wandb", key, wandb.start_message(context, config) | own, wandb.environment())
 
 

@@ -472,6 +472,7 @@ def test_that_there_is_no_api_key_is_said_at_submit(
     told: str | None,
 ) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "none"))
     asked = f"logging.wandb={{project: x, mode: {mode}}}"
     done = hpc_train("submit", file, asked, *launcher)
     assert done.code == 0, done.err

@@ -155,3 +155,88 @@ def test_a_key_is_found_in_the_environment_or_netrc(tmp_path: Path, monkeypatch:
     assert not has_key()
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     assert has_key()
+
+
+_KEY = "0123456789abcdef" * 2 + "01234567"
+_OWN = "https://wandb.example.edu:8443"
+
+
+def _login(home: Path, *options: str) -> None:
+    """Save a key as a user does, with the command of the installed wandb; no server is asked."""
+    script = "import sys; from wandb.cli.cli import cli; cli(sys.argv[1:])"
+    subprocess.run(
+        [sys.executable, "-c", script, "login", "--no-verify", *options, _KEY],
+        cwd=home,
+        env=os.environ | {"HOME": str(home)},
+        check=True,
+        capture_output=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--host", _OWN), ("--host", "https://api.wandb.ai")])
+def test_a_key_saved_by_wandb_login_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    """Whatever the installed wandb's default server is, and where it writes the key and the server."""
+    for name in ("NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert not has_key()
+    _login(tmp_path, *options)
+    assert has_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.elsewhere.edu")
+    assert not has_key()
+    if options:
+        monkeypatch.setenv("WANDB_BASE_URL", options[1])
+        assert has_key()
+
+
+@pytest.mark.parametrize(
+    ("url", "machine", "is_found"),
+    [
+        (None, "api.wandb.ai", True),
+        (None, "api.forge.coreweave.com", True),
+        (None, "wandb.example.edu", False),
+        ("https://api.forge.coreweave.com/", "api.wandb.ai", True),
+        ("https://forge.coreweave.com/api/wandb", "api.forge.coreweave.com", True),
+        ("https://api.wandb.ai", "api.forge.coreweave.com", False),
+        (_OWN, "wandb.example.edu:8443", True),
+        (_OWN, "wandb.example.edu", True),
+        (_OWN, "wandb.example.edu:9000", False),
+        (_OWN, "api.wandb.ai", False),
+    ],
+)
+@pytest.mark.parametrize("place", ["environment", "settings"])
+def test_a_key_counts_for_its_server_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str | None, machine: str, is_found: bool, place: str
+) -> None:
+    (tmp_path / "netrc").write_text(f"machine {machine} login user password secret\n")
+    (tmp_path / "netrc").chmod(0o644)  # wandb reads it, though netrc refuses such a default file
+    if url is not None and place == "environment":
+        monkeypatch.setenv("WANDB_BASE_URL", url)
+    elif url is not None:
+        _write_settings(tmp_path, f"base_url = {url}")
+    assert has_key() == is_found
+
+
+def _write_settings(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config").mkdir(exist_ok=True)
+    (tmp_path / "config" / "settings").write_text(f"[default]\n{text}\n")
+
+
+def test_the_environment_has_precedence_over_wandbs_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "netrc").write_text("machine wandb.example.edu:8443 login user password secret\n")
+    _write_settings(tmp_path, f"base_url = {_OWN}")
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.elsewhere.edu")
+    assert not has_key()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_found"), [("api_key = secret", True), ("api_key =", False), ("[", False), ("x = %(y)s", False)]
+)
+def test_a_key_in_wandbs_settings_is_found(tmp_path: Path, text: str, is_found: bool) -> None:
+    _write_settings(tmp_path, text)
+    assert has_key() == is_found
