@@ -105,7 +105,9 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
     devices = options.devices
     if devices is None:  # given devices need not be here
         devices = launcher.choose_devices(loaded.experiment, None)
-    made = with_found_sizes(options.plan(launcher, loaded, devices, next_trials(loaded)))
+    search = next_trials(loaded)
+    trials = search.starts if search else None
+    made = with_found_sizes(options.plan(launcher, loaded, devices, trials))
     problems = start_problems(loaded, made)
     scripts: list[str] = []
     lacking = launcher_problems(launcher, loaded)

@@ -78,9 +78,13 @@ class _Request:
 def start_again(
     runs: Sequence[RunPaths], overrides: Sequence[str], launcher: str, devices: int | None
 ) -> ExitCode:
-    """Start runs that have ended without a checkpoint again, with the current code."""
-    request = _Request(list(overrides), launcher, devices, new_code=True, strict=False)
-    return max(_resume_batch(launcher, runs, request))
+    """Start runs again: without a checkpoint with the current code, else from it with their own."""
+    codes: list[ExitCode] = []
+    for new_code in (True, False):
+        some = [paths for paths in runs if has_saved(paths) != new_code]
+        request = _Request(list(overrides), launcher, devices, new_code, strict=False)
+        codes += _resume_batch(launcher, some, request) if some else []
+    return max(codes)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_train.cli.searching import search_round
+from hpc_train.cli.next_steps import has_saved
+from hpc_train.cli.searching import experiment_folder, finish_submissions, search_round
 from hpc_train.cli.submit import SubmitOptions, submit
+from hpc_train.config.sweep_sections import SearchConfig
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, UsageError
-from hpc_train.validate.loading import load
+from hpc_train.paths import RunPaths
+from hpc_train.search.base import Trial
+from hpc_train.search.proposals import Round
+from hpc_train.validate.loading import Loaded, load
 
 #: Between two looks at trials in a queue. Assumed: trials take minutes.
 _POLL_S = 30.0
@@ -20,25 +25,89 @@ _POLL_S = 30.0
 def search(file: Path, overrides: Sequence[str], options: SubmitOptions, rounds: int | None) -> ExitCode:
     """Start the next trials whenever some are missing; return how the worst run ended.
 
-    ``rounds``: the number of submits; None: until all trials are done. Raises UsageError if the file has no
-    search.
+    FAILED also if no trial has a value in the end. ``rounds``: the number of submits; None: until all trials
+    are done. Raises UsageError if the file has no search.
     """
     loaded = load(file, overrides)
     section = loaded.experiment.sweep.search
     if section is None:
         raise UsageError(f"search: {file} has no sweep.search; add it, or use `hpc-train submit`")
+    launcher, started = options.load(), _Started(loaded, section)
     codes = [ExitCode.DONE]
     before: list[Mapping[str, Any]] | None = None
     while rounds is None or len(codes) <= rounds:
-        made = search_round(loaded, section)
-        if not made.proposals and made.running:
+        made = search_round(loaded, section, started.contains)
+        problem = started.problem(made)
+        if problem is None and not made.starts and made.running:
+            finish_submissions(launcher, loaded)
             time.sleep(_POLL_S)
             continue
         if made.proposals and made.proposals == before:
-            say(f"{loaded.experiment.name}: the last submit started none of its trials; see its messages")
+            problem = "the last submit started none of its trials; see its messages"
+        if problem is not None:
+            say(f"{loaded.experiment.name}: {problem}")
             return max(*codes, ExitCode.FAILED)
         before = list(made.proposals)
-        codes.append(submit(file, overrides, options))
-        if not made.proposals or codes[-1] == ExitCode.INTERRUPTED:
+        codes.append(submit(file, overrides, options, started.contains))
+        started.note(made)
+        if codes[-1] == ExitCode.INTERRUPTED:
+            break
+        if not made.starts:
+            codes.append(started.end(made))
             break
     return max(codes)
+
+
+class _Started:
+    """The trials that this command has started: each once, so that it ends."""
+
+    def __init__(self, loaded: Loaded, section: SearchConfig) -> None:
+        self._name, self._folder, self._section = loaded.experiment.name, experiment_folder(loaded), section
+        #: Trials that were there before; None until the first submit.
+        self._known: set[str] | None = None
+        self._again: set[str] = set()
+
+    def note(self, made: Round) -> None:
+        """Note what a submit has started; ``made``: the trials before it."""
+        if self._known is None:
+            self._known = {trial.run_id for trial in made.trials}
+        self._again.update(trial.run_id for trial in made.again)
+
+    def contains(self, run_id: str) -> bool:
+        return self._is_new(run_id) or run_id in self._again
+
+    def _is_new(self, run_id: str) -> bool:
+        return self._known is not None and run_id not in self._known
+
+    def problem(self, made: Round) -> str | None:
+        """Return why to start no more trials: as many as a round has failed before they saved anything, and
+        no new one got further (without new ones: none of the search).
+        """
+        failed = [trial for trial in made.trials if self.contains(trial.run_id) and self._is_lost(trial)]
+        if len(failed) < self._section.max_concurrent:
+            return None
+        new = [trial for trial in made.trials if self._is_new(trial.run_id)]
+        if any(self._got_further(trial) for trial in new or made.trials):
+            return None
+        which = "the trial" if len(failed) == 1 else f"all {len(failed)} trials that have ended"
+        return (
+            f"{which} failed before saving anything; fix the cause and repeat the command, which also starts "
+            "failed trials again"
+        )
+
+    def _is_lost(self, trial: Trial) -> bool:
+        return trial.state == "failed" and not self._has_saved(trial.run_id)
+
+    def _got_further(self, trial: Trial) -> bool:
+        return trial.state in {"finished", "diverged"} or self._has_saved(trial.run_id)
+
+    def _has_saved(self, run_id: str) -> bool:
+        return has_saved(RunPaths(self._folder.folder / run_id))
+
+    def end(self, made: Round) -> ExitCode:
+        """Return FAILED, and say so, if the search has ended without a value."""
+        if made.best(self._section.mode) is not None:
+            return ExitCode.DONE
+        metric = self._section.metric
+        say(f"{self._name}: no trial has a value of {metric}; see `hpc-train status {self._name}`")
+        return ExitCode.FAILED

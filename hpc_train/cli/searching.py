@@ -2,44 +2,85 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
+from hpc_train.cli.creating import starts_again
 from hpc_train.config.sweep_sections import SearchConfig
 from hpc_train.console import say
 from hpc_train.errors import UsageError
-from hpc_train.paths import runs_root
+from hpc_train.launchers.base import Launcher
+from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
+from hpc_train.recovery.budgets import spent_budget
+from hpc_train.recovery.history import records
 from hpc_train.report.changed_keys import in_words
 from hpc_train.run.find import find_runs
+from hpc_train.run.run_status import INTERRUPTED, RunStatus
 from hpc_train.search.proposals import Round, next_round
 from hpc_train.search.trials import trials_of
+from hpc_train.validate.budget_rules import planned_runs, with_share
 from hpc_train.validate.loading import Loaded
 
+#: Whether a trial, by the name of its run folder, is not started again if it has ended.
+GivenUp = Callable[[str], bool]
 
-def next_trials(loaded: Loaded) -> list[dict[str, Any]] | None:
-    """Return the values of the runs to start now, after a line on the search; None without a search."""
+
+def _none(run_id: str) -> bool:
+    return False
+
+
+def next_trials(loaded: Loaded, given_up: GivenUp = _none) -> Round | None:
+    """Return the state of the file's search, after a line on it; None without a search."""
     search = loaded.experiment.sweep.search
     if search is None:
         return None
-    made = search_round(loaded, search)
+    made = search_round(loaded, search, given_up)
     say(_state(loaded.experiment.name, made, search))
-    return made.proposals
+    return made
 
 
-def search_round(loaded: Loaded, search: SearchConfig) -> Round:
-    """Return the trials of the file's search so far, and what it proposes now."""
-    folder = runs_root() / loaded.experiment.name
+def search_round(loaded: Loaded, search: SearchConfig, given_up: GivenUp = _none) -> Round:
+    """Return the trials of the file's search so far, and what to start now.
+
+    Trials that were interrupted are resumed, those that failed before they saved anything started again.
+    """
+    share = with_share(loaded.experiment, planned_runs(loaded.experiment, search.trials))
+
+    def is_due(paths: RunPaths, status: RunStatus) -> bool:
+        if given_up(paths.folder.name) or not (status.state == INTERRUPTED or starts_again(paths, status)):
+            return False
+        return spent_budget(share, records(paths)) is None
+
+    folder = experiment_folder(loaded).folder
     try:
         runs = find_runs([str(folder)]) if folder.is_dir() else []
     except UsageError:  # it has no run yet
         runs = []
-    return next_round(search, trials_of(loaded, search, runs), loaded.experiment.sweep.is_excluded)
+    return next_round(search, trials_of(loaded, search, runs, is_due), loaded.experiment.sweep.is_excluded)
+
+
+def finish_submissions(launcher: Launcher, loaded: Loaded) -> None:
+    """Finish what a command that died has left half submitted: such trials count as running."""
+    folder = experiment_folder(loaded)
+    if launcher.is_queue and folder.folder.is_dir():
+        with launcher.submitting(folder):
+            pass
+
+
+def experiment_folder(loaded: Loaded) -> ExperimentPaths:
+    """Return the folder of the file's runs."""
+    return ExperimentPaths(runs_root() / loaded.experiment.name)
 
 
 def _state(name: str, made: Round, search: SearchConfig) -> str:
     """Return ``cifar: 12 of 50 trials, 4 of them running; best accuracy 0.97: lr=0.01 (ab12); next: 4``."""
     parts = [f"{name}: {len(made.trials)} of {search.trials} trials"]
-    if made.running:
-        parts[0] += f", {made.running} of them running"
+    counts = {
+        "running": made.running,
+        "failed": sum(trial.state == "failed" and not trial.is_due for trial in made.trials),
+        "to start again": sum(trial.is_due for trial in made.trials),
+    }
+    found = [f"{count} of them {what}" for what, count in counts.items() if count]
+    parts[0] = ", ".join([parts[0], *found])
     if best := made.best(search.mode):
         parts.append(f"best {search.metric} {best.value:.6g}: {in_words(best.values)} ({best.run_id})")
     parts.append(_next(made, search))
@@ -47,8 +88,8 @@ def _state(name: str, made: Round, search: SearchConfig) -> str:
 
 
 def _next(made: Round, search: SearchConfig) -> str:
-    if made.proposals:
-        return f"next: {len(made.proposals)}"
+    if made.starts:
+        return f"next: {len(made.starts)}"
     if len(made.trials) >= search.trials:
         return "the search is complete" if not made.running else "the last trials are running"
     if made.running >= search.max_concurrent:

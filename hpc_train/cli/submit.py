@@ -30,7 +30,7 @@ from hpc_train.cli.plan import (
 from hpc_train.cli.plan_cost import over_budget_lines
 from hpc_train.cli.queue_forecast import never_starting
 from hpc_train.cli.resume import start_again
-from hpc_train.cli.searching import next_trials
+from hpc_train.cli.searching import GivenUp, finish_submissions, next_trials
 from hpc_train.cli.starting import polling, report, start
 from hpc_train.cli.status import rows_of
 from hpc_train.console import say
@@ -41,9 +41,10 @@ from hpc_train.loggers.wandb_key import has_key
 from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
 from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.report.changed_keys import in_words
-from hpc_train.run.create import Surroundings
+from hpc_train.run.create import Surroundings, inputs_differ
 from hpc_train.run.files import remove_folder
 from hpc_train.run.find import run_name
+from hpc_train.run.run_status import INTERRUPTED, RunStatus
 from hpc_train.validate.loading import Loaded, load
 
 
@@ -58,8 +59,16 @@ class SubmitOptions(LauncherOptions):
     jobs: int = 1
 
 
-def submit(file: Path, overrides: Sequence[str], options: SubmitOptions) -> ExitCode:
-    """Start what the file plans; return how the worst run ended, or DONE once all are queued."""
+def submit(
+    file: Path,
+    overrides: Sequence[str],
+    options: SubmitOptions,
+    given_up: GivenUp = lambda run_id: False,
+) -> ExitCode:
+    """Start what the file plans; return how the worst run ended, or DONE once all are queued.
+
+    ``given_up``: of a search, the trials that are not started again.
+    """
     launcher = options.load()
     if options.jobs > 1 and not options.local:
         raise UsageError(
@@ -68,11 +77,13 @@ def submit(file: Path, overrides: Sequence[str], options: SubmitOptions) -> Exit
         )
     loaded = load(file, overrides)
     devices = _devices(launcher, loaded, options)
-    trials = next_trials(loaded)
-    if trials is not None and not trials:
+    search = next_trials(loaded, given_up)
+    if search is not None and not search.starts:
+        if not options.dry_run:
+            finish_submissions(launcher, loaded)
         report([], as_json=options.as_json)
         return ExitCode.DONE
-    plan = options.plan(launcher, loaded, devices, trials)
+    plan = options.plan(launcher, loaded, devices, search.starts if search else None)
     problems = start_problems(loaded, plan) + launcher_problems(launcher, loaded)
     if options.on_this_machine:
         problems += missing_data(loaded)
@@ -95,7 +106,8 @@ def submit(file: Path, overrides: Sequence[str], options: SubmitOptions) -> Exit
     _say_no_key(loaded)
     if options.dry_run:
         return ExitCode.DONE
-    return _Submission(launcher, loaded, plan, devices, options).start_all()
+    again = [trial.run_id for trial in search.again] if search else []
+    return _Submission(launcher, loaded, plan, devices, options, again).start_all()
 
 
 def _devices(launcher: Launcher, loaded: Loaded, options: SubmitOptions) -> int | None:
@@ -122,11 +134,19 @@ class _Submission:
     """The runs of a plan on their way: created, then started in batches as large as the launcher takes."""
 
     def __init__(
-        self, launcher: Launcher, loaded: Loaded, plan: Plan, devices: int | None, options: SubmitOptions
+        self,
+        launcher: Launcher,
+        loaded: Loaded,
+        plan: Plan,
+        devices: int | None,
+        options: SubmitOptions,
+        again: Sequence[str] = (),
     ) -> None:
         self._launcher, self._loaded, self._plan = launcher, loaded, plan
         self._devices, self._options = devices, options
         self._folder = ExperimentPaths(runs_root() / plan.name)
+        #: Trials of a search to start again or to resume, by the run's id: each its newest run (``--new``).
+        self._again = {name.partition("-")[0]: RunPaths(self._folder.folder / name) for name in again}
         self._context: SubmitContext | None = None
         self._slots: Slots | None = None
         self._runs: list[RunPaths] = []
@@ -171,7 +191,7 @@ class _Submission:
             context = self._submit_context()
             for run, (own, is_new) in zip(batch, create_all(self._folder, batch, context), strict=True):
                 if not is_new and not self._options.new:
-                    existing.append((existing_run(own, run), run))
+                    existing.append((self._again.get(run.id) or existing_run(own, run), run))
                     self._runs.append(existing[-1][0])
                     continue
                 paths = own if is_new else create_beside(own, run, context, self._make_free)
@@ -213,13 +233,17 @@ class _Submission:
             say_layouts([run for _, run in runs])
 
     def _handle_existing(self, runs: Sequence[tuple[RunPaths, PlannedRun]]) -> None:
-        """Start runs again that ended before they saved anything; print the status of the others."""
+        """Start runs again that ended before they saved anything, and resume interrupted trials of a search;
+        print the status of the others.
+        """
         is_queued = self._launcher.is_queue
         #: By the changes of the file that they take: a queue takes those with the same ones at once.
         again: dict[tuple[str, ...], list[RunPaths]] = {}
         for (paths, run), status in zip(runs, statuses([paths for paths, _ in runs]), strict=True):
-            if starts_again(paths, status):
+            is_again = starts_again(paths, status)
+            if is_again:
                 say_starts_again(paths, status)
+            if is_again or self._resumes(paths, run, status):
                 changes = tuple(changes_since(paths, run.experiment, is_queued=is_queued))
                 again.setdefault(changes, []).append(paths)
             else:
@@ -229,3 +253,8 @@ class _Submission:
                 self._slots.start(some[0], changes)
             else:
                 self._codes.append(start_again(some, changes, self._options.name, self._devices))
+
+    def _resumes(self, paths: RunPaths, run: PlannedRun, status: RunStatus) -> bool:
+        """Tell whether a trial of a search continues from its checkpoint: somebody stopped the search."""
+        is_interrupted = run.id in self._again and status.state == INTERRUPTED
+        return is_interrupted and not inputs_differ(paths, run.experiment)

@@ -19,12 +19,15 @@ class Trial:
 
     #: Without parameters whose condition (``when``) does not hold.
     values: Mapping[str, Any]
-    #: ``running``: also while it is queued. ``diverged``: NaN or infinity, so its values are bad. ``failed``:
-    #: ended without a result that says something about its values.
+    #: ``running``: also while it is queued, or was interrupted and will be resumed. ``diverged``: NaN or
+    #: infinity, so its values are bad. ``failed``: ended without a result that says something about its
+    #: values.
     state: Literal["finished", "running", "diverged", "failed"]
     #: The best value of the metric; of finished trials only.
     value: float | None = None
     run_id: str = ""
+    #: It was interrupted (``running``), or failed before it saved anything: a later submit starts it again.
+    is_due: bool = False
 
 
 @dataclass(frozen=True)

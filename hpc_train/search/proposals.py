@@ -22,11 +22,20 @@ class Round:
     """The state of a search, and the values of the runs to start now."""
 
     trials: list[Trial]
+    #: Of new trials.
     proposals: list[dict[str, Any]]
+    #: The trials to start again: interrupted ones before new ones are proposed. Those that failed come last,
+    #: since they may fail again.
+    again: list[Trial]
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """The values of all runs to start now."""
+        return [*(dict(trial.values) for trial in self.again), *self.proposals]
 
     @property
     def running(self) -> int:
-        return sum(trial.state == "running" for trial in self.trials)
+        return sum(trial.state == "running" and not trial.is_due for trial in self.trials)
 
     def best(self, mode: str) -> Trial | None:
         """Return the finished trial with the best value, the first of equal ones."""
@@ -45,23 +54,37 @@ def next_round(
     ``is_excluded``: whether values are not run. Raises BadFileError if the method is unknown or answers with
     values that are not in the search space.
     """
-    made = Round(list(trials), [])
-    count = min(search.trials - len(trials), search.max_concurrent - made.running)
+    made = Round(list(trials), [], [])
+    free = max(0, search.max_concurrent - made.running)
+    due = [trial for trial in trials if trial.is_due]
+    made.again.extend([trial for trial in due if trial.state == "running"][:free])
+    made.proposals.extend(_proposals(search, made, free - len(made.again), is_excluded))
+    left = free - len(made.again) - len(made.proposals)
+    made.again.extend([trial for trial in due if trial.state == "failed"][:left])
+    return made
+
+
+def _proposals(
+    search: SearchConfig, made: Round, free: int, is_excluded: Callable[[Mapping[str, Any]], bool]
+) -> list[dict[str, Any]]:
+    """Return the values of new trials, at most ``free``."""
+    count = min(search.trials - len(made.trials), free)
+    found: list[dict[str, Any]] = []
     if count <= 0:
-        return made
+        return found
     method = cast(SearchMethod, load("search", search.method))
     request = SearchRequest(search.parameters, made.trials, count, search.mode, 0)
     for attempt in range(_TRIES):
-        seed = _seed(search.seed, len(trials), attempt)
-        pending = [Trial(values, "running") for values in made.proposals]
-        missing = count - len(made.proposals)
+        seed = _seed(search.seed, len(made.trials), attempt)
+        pending = [Trial(values, "running") for values in found]
+        missing = count - len(found)
         asked = replace(request, trials=[*made.trials, *pending], count=missing, seed=seed)
         with refusing_exit(f"sweep.search.method: {search.method!r}"):
             answers = method(asked)
-        made.proposals.extend(_new(answers, search, asked.trials, is_excluded))
-        if len(made.proposals) >= count:
+        found.extend(_new(answers, search, asked.trials, is_excluded))
+        if len(found) >= count:
             break
-    return replace(made, proposals=made.proposals[:count])
+    return found[:count]
 
 
 def _new(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 from hpc_train.config.explanations import value_at
 from hpc_train.config.keys import split_key
@@ -19,7 +19,7 @@ from hpc_train.report.metrics_reader import POSITION, Row, number, rows_in
 from hpc_train.run import frozen_experiment
 from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_facts import recorded_values, run_facts
-from hpc_train.run.run_status import GOING_ON, RunStatus
+from hpc_train.run.run_status import GOING_ON, INTERRUPTED, RunStatus
 from hpc_train.search.base import Trial
 from hpc_train.validate.loading import Loaded
 from hpc_train.validate.model_facts import one_child
@@ -29,11 +29,18 @@ class NoResultError(UserError):
     """The runs of a search have no value of its metric."""
 
 
-def trials_of(loaded: Loaded, search: SearchConfig, runs: Sequence[RunPaths]) -> list[Trial]:
+def trials_of(
+    loaded: Loaded,
+    search: SearchConfig,
+    runs: Sequence[RunPaths],
+    is_due: Callable[[RunPaths, RunStatus], bool] = lambda paths, status: False,
+) -> list[Trial]:
     """Return the runs that the file makes of some values of the parameters, in the order of their creation.
 
     Others, such as those of the file before it was changed, are no trials. Neither are runs that no scheduler
-    was asked to start. Raises NoResultError if completed runs have values of other metrics only.
+    was asked to start. ``is_due``: whether a run that has ended is to be started again.
+
+    Raises NoResultError if completed runs have values of other metrics only.
     """
     ordered = sorted(runs, key=lambda paths: (str(run_facts(paths).get("created")), paths.folder.name))
     with one_child():
@@ -42,7 +49,8 @@ def trials_of(loaded: Loaded, search: SearchConfig, runs: Sequence[RunPaths]) ->
     kept = [(id_, paths, values) for id_, (paths, values) in found.items() if not _is_unsubmitted(paths)]
     known = statuses([paths for _, paths, _ in kept])
     trials = [
-        _trial(paths, values, status, search) for (_, paths, values), status in zip(kept, known, strict=True)
+        _trial(paths, values, status, search, is_due)
+        for (_, paths, values), status in zip(kept, known, strict=True)
     ]
     completed = [
         paths for (_, paths, _), status in zip(kept, known, strict=True) if status.state == "completed"
@@ -76,13 +84,22 @@ def _is_unsubmitted(paths: RunPaths) -> bool:
     return launcher_of(paths).is_unsubmitted(paths)
 
 
-def _trial(paths: RunPaths, values: Mapping[str, Any], status: RunStatus, search: SearchConfig) -> Trial:
+def _trial(
+    paths: RunPaths,
+    values: Mapping[str, Any],
+    status: RunStatus,
+    search: SearchConfig,
+    is_due: Callable[[RunPaths, RunStatus], bool],
+) -> Trial:
     run_id = paths.folder.name
     if status.state in GOING_ON:
         return Trial(values, "running", run_id=run_id)
     record = newest_record(paths)
     if record is not None and record.cause == "diverged":
         return Trial(values, "diverged", run_id=run_id)
+    if is_due(paths, status):
+        state: Literal["running", "failed"] = "running" if status.state == INTERRUPTED else "failed"
+        return Trial(values, state, run_id=run_id, is_due=True)
     if status.state != "completed":
         return Trial(values, "failed", run_id=run_id)
     best = best_value(rows_in(paths.metrics), search)

@@ -21,6 +21,7 @@ from hpc_train.run.run_status import RunStatus, read_status, write_status
 
 COMPLETING = "tests.cli.launchers:Completing"
 FAILING = "tests.cli.launchers:Failing"
+PICKY = "tests.cli.launchers:Picky"
 INTERRUPTED = "tests.cli.launchers:Interrupted"
 QUEUEING = "tests.cli.launchers:Queueing"
 QUEUE = "tests.cli.launchers:Queue"
@@ -66,6 +67,14 @@ class Failing(Completing):
     """The run breaks."""
 
     name, state, reason, exit_code = FAILING, "failed", "rank 0: it broke", ExitCode.FAILED
+
+
+class Picky:
+    """Runs with an even seed break."""
+
+    def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
+        kind = Completing if request.experiment.seed % 2 else Failing
+        return kind().launch(request, poll)
 
 
 class Interrupted(Completing):

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from hpc_train.paths import RunPaths
+from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.attempts import claim_attempt, read_record, write_record
 from hpc_train.run.find import find_runs
 from hpc_train.run.run_facts import recorded_values
 from hpc_train.run.run_status import RunStatus, read_status, write_status
+from tests.cli import launchers
 from tests.cli.commands import Done, hpc_train
-from tests.cli.launchers import COMPLETING, QUEUE, queued
+from tests.cli.launchers import COMPLETING, FAILING, INTERRUPTED, PICKY, QUEUE, Queue, queued
 from tests.search import methods
 
 SEARCH = f"""\
@@ -122,6 +124,7 @@ def test_divergence_is_a_result_and_a_crash_is_none(search: Path) -> None:
         record = read_record(attempt)
         assert record is not None
         write_record(attempt, replace(record, end="2026-01-01T00:00:00+00:00", cause=cause))
+        (paths.checkpoints / "step-3").mkdir(parents=True)
     hpc_train("submit", search, "--launcher", QUEUE)
     assert {trial.values["seed"]: trial.state for trial in methods.requests[-1].trials} == {
         0: "diverged",
@@ -185,3 +188,147 @@ def test_search_ends_if_a_submit_starts_nothing(search: Path) -> None:
         paths.resolved.write_text("{")  # no trials any more, but their ids are taken
     done = hpc_train("search", search, *options)
     assert done.code != 0 and "the last submit started none of its trials" in done.err
+
+
+def _search(file: Path, launcher: str, *options: str) -> Done:
+    return hpc_train("search", file, "--local", "--launcher", launcher, *options)
+
+
+def _ids() -> dict[int, str]:
+    values = {paths.folder.name: recorded_values(paths) or {} for paths in find_runs([])}
+    return {each["seed"]: name for name, each in values.items()}
+
+
+def _attempts() -> list[tuple[str, int]]:
+    """Return each attempt that a launcher was asked for: its run, and its number."""
+    return [(request.paths.folder.name, request.attempt) for request in launchers.requests]
+
+
+def test_search_ends_once_a_whole_round_fails_and_starts_it_again_after_the_fix(search: Path) -> None:
+    done = _search(search, FAILING)
+    assert done.code == 1 and _seeds() == [0, 1], "two more would fail of the same error"
+    assert "tiny: all 2 trials that have ended failed before saving anything; fix the cause" in done.err
+    assert "the search is complete" not in done.err
+    failed = _ids()
+    launchers.requests.clear()
+    done = _search(search, COMPLETING)
+    assert done.code == 0 and _seeds() == [0, 1, 2, 3, 4]
+    assert "tiny: 2 of 5 trials, 2 of them to start again; next: 2" in done.err
+    again = [attempt for attempt in _attempts() if attempt[1] == 2]
+    assert sorted(again) == sorted((failed[seed], 2) for seed in (0, 1))
+    assert {read_status(paths).state for paths in find_runs([])} == {"completed"}
+
+
+def test_an_error_that_stays_ends_each_search_and_loses_no_trial(search: Path) -> None:
+    for seeds in ([0, 1], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4]):
+        launchers.requests.clear()
+        done = _search(search, FAILING)
+        assert done.code == 1 and _seeds() == seeds and len(_attempts()) == 2
+        assert "fix the cause and repeat the command" in done.err
+    assert _search(search, COMPLETING).code == 0
+    assert {read_status(paths).state for paths in find_runs([])} == {"completed"}
+
+
+def test_values_that_fail_do_not_end_a_search_in_which_others_train(search: Path) -> None:
+    """Such as those that need too much memory: each is tried once per command."""
+    done = _search(search, PICKY)
+    assert done.code == 1 and _seeds() == [0, 1, 2, 3, 4]
+    assert "tiny: 5 of 5 trials, 3 of them failed; best accuracy 0.75" in done.err
+    launchers.requests.clear()
+    done = _search(search, PICKY)
+    assert done.code == 1 and "tiny: 5 of 5 trials, 3 of them failed; best accuracy 0.75" in done.err
+    assert sorted(_attempts()) == sorted((_ids()[seed], 2) for seed in (0, 2, 4))
+
+
+def test_an_interrupted_search_continues_with_the_same_command(search: Path) -> None:
+    _search(search, COMPLETING, "--rounds", "2")
+    assert _search(search, INTERRUPTED).code == 130 and _seeds() == [0, 1, 2, 3, 4]
+    (last,) = [paths for paths in find_runs([]) if read_status(paths).state == "interrupted"]
+    (last.checkpoints / "step-5").mkdir(parents=True)
+    launchers.requests.clear()
+    done = _search(search, COMPLETING)
+    assert done.code == 0 and "tiny: 5 of 5 trials, 1 of them to start again; best" in done.err
+    assert "5 of 5 trials; best accuracy" in done.err
+    assert _attempts() == [(last.folder.name, 2)] and read_status(last).state == "completed"
+
+
+def test_a_plain_submit_leaves_an_interrupted_run_with_a_checkpoint_to_resume(search: Path) -> None:
+    options = ("submit", search, "--local", "sweep={}")
+    hpc_train(*options, "--launcher", INTERRUPTED)
+    (paths,) = find_runs([])
+    (paths.checkpoints / "step-5").mkdir(parents=True)
+    done = hpc_train(*options, "--launcher", COMPLETING)
+    assert done.code == 1 and "nothing started" in done.err and len(_attempts()) == 1
+
+
+def test_a_trial_that_failed_after_a_checkpoint_stays_failed(search: Path) -> None:
+    _search(search, FAILING)
+    for paths in find_runs([]):
+        (paths.checkpoints / "step-5").mkdir(parents=True)
+    done = _search(search, COMPLETING)
+    assert "tiny: 2 of 5 trials, 2 of them failed; next: 2" in done.err and _seeds() == [0, 1, 2, 3, 4]
+    states = {trial.values["seed"]: trial.state for trial in methods.requests[-1].trials}
+    assert states == {0: "failed", 1: "failed", 2: "finished", 3: "finished"}
+
+
+def test_the_newest_run_of_a_trial_is_the_one_that_starts_again(search: Path) -> None:
+    _local(search)
+    first = _ids()[0]
+    hpc_train("submit", search, "--local", "--launcher", FAILING, "--new", "sweep={}", "seed=0")
+    launchers.requests.clear()
+    _local(search, "sweep.search.trials=2")
+    assert _attempts() == [(f"{first}-2", 2)]
+
+
+def _submissions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Return where the queue is asked to finish half-done submissions, as Slurm's launcher does."""
+    finished: list[Path] = []
+
+    @contextmanager
+    def submitting(self: Queue, folder: ExperimentPaths) -> Iterator[None]:
+        finished.append(folder.folder)
+        yield
+
+    monkeypatch.setattr(Queue, "submitting", submitting)
+    return finished
+
+
+def test_a_submit_that_starts_nothing_finishes_half_done_submissions(
+    search: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hpc_train("submit", search, "--launcher", QUEUE)
+    finished = _submissions(monkeypatch)
+    hpc_train("submit", search, "--launcher", QUEUE, "--dry-run")
+    assert finished == []
+    done = hpc_train("submit", search, "--launcher", QUEUE)
+    assert done.code == 0 and "nothing to start until one of them ends" in done.err
+    assert finished == [_run(0).folder.parent]
+
+
+def test_search_finishes_half_done_submissions_before_it_waits(
+    search: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hpc_train("submit", search, "--launcher", QUEUE)
+    finished = _submissions(monkeypatch)
+
+    def sleep(seconds: float) -> None:
+        assert finished == [_run(0).folder.parent]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hpc_train.cli.search.time", SimpleNamespace(sleep=sleep))
+    assert hpc_train("search", search, "--launcher", QUEUE).code == 130
+
+
+def test_a_trial_that_always_fails_does_not_keep_submits_from_others(search: Path) -> None:
+    for seeds in ([0], [0, 1], [0, 1, 2]):
+        _search(search, PICKY, "sweep.search.max_concurrent=1", "--rounds", "1")
+        assert _seeds() == seeds
+
+
+def test_a_search_without_a_value_in_the_end_fails(search: Path) -> None:
+    _search(search, FAILING)
+    for paths in find_runs([]):
+        (paths.checkpoints / "step-5").mkdir(parents=True)
+    done = _search(search, COMPLETING, "sweep.search.trials=2")
+    assert done.code == 1 and "tiny: 2 of 2 trials, 2 of them failed; the search is complete" in done.err
+    assert "tiny: no trial has a value of accuracy; see `hpc-train status tiny`" in done.err

@@ -235,7 +235,8 @@ def test_the_environment_has_precedence_over_wandbs_settings(
 
 
 @pytest.mark.parametrize(
-    ("text", "is_found"), [("api_key = secret", True), ("api_key =", False), ("[", False), ("x = %(y)s", False)]
+    ("text", "is_found"),
+    [("api_key = secret", True), ("api_key =", False), ("[", False), ("x = %(y)s", False)],
 )
 def test_a_key_in_wandbs_settings_is_found(tmp_path: Path, text: str, is_found: bool) -> None:
     _write_settings(tmp_path, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,3 +99,24 @@ def test_the_best_trial_is_the_first_of_the_best() -> None:
     best, lowest = made.best("max"), made.best("min")
     assert best is not None and lowest is not None
     assert (best.run_id, lowest.run_id) == ("1", "3")
+
+
+@pytest.mark.parametrize(
+    ("states", "due", "again", "seeds"),
+    [
+        (["running"], {0}, [0], [1, 2]),
+        (["failed"], {0}, [], [1, 2, 3]),
+        (["failed", "running", "running"], {0, 1}, [1], [3]),
+        (["failed", "failed", "running", "finished", "finished"], {0, 1, 2}, [2, 0], [5]),
+        (["running"] * 6, {0, 1, 2, 3, 4}, [0, 1], []),
+        (["failed"] * 6, {1, 2, 3, 4}, [1, 2, 3], []),
+    ],
+)
+def test_interrupted_trials_start_before_new_ones_and_failed_ones_after_them(
+    states: list[str], due: set[int], again: list[int], seeds: list[int]
+) -> None:
+    trials = [replace(trial, is_due=number in due) for number, trial in enumerate(_trials(*states))]
+    made = next_round(_search(), trials)
+    assert [trial.values["seed"] for trial in made.again] == again
+    assert [values["seed"] for values in made.proposals] == seeds
+    assert len(made.starts) <= 3 - made.running

@@ -209,6 +209,28 @@ def test_a_submitter_killed_inside_sbatch_leaves_one_array_to_the_next(place: Pl
     _assert_one_array(place)
 
 
+@pytest.mark.fault(49)
+@pytest.mark.parametrize("command", ["submit", "search"])
+def test_a_search_killed_inside_sbatch_is_finished_though_no_trial_may_start(
+    place: Place, tmp_path: Path, command: str
+) -> None:
+    """The trial that was not submitted counts as running, so that nothing is proposed."""
+    parameters = "{seed: {int: [0, 99]}}"
+    section = f"{{trials: 3, max_concurrent: 1, metric: accuracy, mode: max, parameters: {parameters}}}"
+    words = ("exp.yaml", f"sweep={{search: {section}}}")
+    deadly = _wrapped_sbatch(tmp_path / "deadly", "kill -KILL $PPID")
+    assert place.run("submit", *words, program=deadly)[0] == -9
+    assert place.queue() == []
+    process = start(place.folder, command, *words)
+    assert process.stderr is not None
+    assert any("finished what another command had begun to submit" in line for line in process.stderr)
+    if command == "search":  # it waits for the trial
+        process.terminate()
+    process.communicate(timeout=_LIMIT_S)
+    (line,) = place.queue()
+    assert "Held" not in line
+
+
 def test_a_killed_submitter_whose_held_job_somebody_cancelled_is_done_again(place: Place) -> None:
     place.submit(_SWEEP, halt=Halt("hpc_train.launchers.slurm.sbatch:sbatch", 1, "after"))
     place.cluster.run("scancel", *place.queue("%F"))
