@@ -1,9 +1,9 @@
-"""One number per rank in memory that all ranks of one node share: an exchange without a message.
+"""Exchanges one integer per rank through memory that all ranks of a node share, without a collective.
 
-Each rank writes its number and, later, reads everybody's, which costs microseconds where a collective of gloo
-costs over a millisecond of a small machine's cores (benchmarks/step.py, two ranks). The file is in /dev/shm
-and has no name once all have opened it. Each rank locks one byte of it, and the kernel releases the lock
-when the rank ends: so a dead rank is noticed at once, in other PID namespaces too.
+Each rank writes its number and reads all of them later, which costs microseconds; an all-reduce of gloo costs
+over a millisecond of a small machine's cores (benchmarks/step.py, two ranks). The file is in /dev/shm and is
+unlinked once all ranks have opened it. Each rank locks one byte of the file, and the kernel releases the lock
+when the rank ends, so that a dead rank is noticed at once, in other PID namespaces too.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _FOLDER = "/dev/shm"
 _KEY = "hpc_train/shared_flags"
 #: Bits of a number; those above count the exchanges, so number and count are written at once.
 NUM_BITS = 32
-#: Numbers of an exchange and of the next: no rank begins the one after before all have read the first.
+#: Double buffering: no rank begins the exchange after the next before all have read this one.
 _SLOTS = 2
 #: Waits grow from the first to the last (assumed).
 _FIRST_WAIT_S, _LAST_WAIT_S = 20e-6, 2e-3
-#: How often a rank that waits looks whether the others live (assumed).
+#: How often a rank that waits checks whether the others are alive (assumed).
 _CHECK_EVERY_S = 0.1
 
 
@@ -41,7 +41,7 @@ def open_shared_flags(
 ) -> SharedFlags | None:
     """Return the memory that all ranks share; None on all if one can't open it. Collective, on one node.
 
-    ``silence_s``: how long ``SharedFlags.wait`` waits for another rank that lives.
+    ``silence_s``: the timeout of ``SharedFlags.wait`` for a rank that is alive.
     """
     path, file = "", -1
     size = max(mmap.PAGESIZE, _SLOTS * world_size * 8)
@@ -89,7 +89,7 @@ class SharedFlags:
         self._slots = words.reshape(_SLOTS, self.world_size)
 
     def write(self, number: int) -> None:
-        """Tell the others this rank's number, from 0 to below 2 ** NUM_BITS. Does not wait."""
+        """Publish this rank's number, at least 0 and below 2 ** NUM_BITS. Does not wait."""
         self._count += 1
         self._slots[self._count % _SLOTS, self.rank] = self._count << NUM_BITS | number
 
@@ -125,13 +125,13 @@ class SharedFlags:
     ) -> None:
         for rank in missing:
             # It may have written and ended since.
-            if not self._lives(rank) and int(slot[rank]) >> NUM_BITS != self._count:
+            if not self._is_alive(rank) and int(slot[rank]) >> NUM_BITS != self._count:
                 raise PeerLostError(f"rank {rank} has ended")
         if waited_s > self.silence_s:
             ranks = ", ".join(map(str, missing))
-            raise PeerLostError(f"rank {ranks}: no word for {self.silence_s:g} s")
+            raise PeerLostError(f"rank {ranks}: no answer within {self.silence_s:g} s")
 
-    def _lives(self, rank: int) -> bool:
+    def _is_alive(self, rank: int) -> bool:
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:

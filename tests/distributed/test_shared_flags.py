@@ -27,12 +27,12 @@ def of_ranks(folder: Path, count: int, silence_s: float = 60.0) -> list[SharedFl
 
 
 @pytest.fixture
-def all_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def all_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     # Locks exclude processes, and here all ranks are in one.
-    monkeypatch.setattr(SharedFlags, "_lives", lambda *_: True)
+    monkeypatch.setattr(SharedFlags, "_is_alive", lambda *_: True)
 
 
-@pytest.mark.usefixtures("all_live")
+@pytest.mark.usefixtures("all_alive")
 def test_every_rank_reads_what_all_wrote_in_the_same_exchange(tmp_path: Path) -> None:
     ranks, rounds = of_ranks(tmp_path, 3), 300
     read: list[list[list[int]]] = [[] for _ in ranks]
@@ -61,12 +61,12 @@ def test_the_largest_number_is_read_as_written(tmp_path: Path) -> None:
         assert alone.wait() == [number]
 
 
-@pytest.mark.usefixtures("all_live")
+@pytest.mark.usefixtures("all_alive")
 def test_a_silent_rank_is_named_after_the_limit(tmp_path: Path) -> None:
     first, second, _ = of_ranks(tmp_path, 3, silence_s=0.3)
     for flags in (first, second):
         flags.write(1)
     began = time.monotonic()
-    with pytest.raises(PeerLostError, match=r"^rank 2: no word for 0\.3 s$"):
+    with pytest.raises(PeerLostError, match=r"^rank 2: no answer within 0\.3 s$"):
         first.wait()
     assert time.monotonic() - began >= 0.3
