@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from docs.drawing import Drawing
@@ -10,6 +10,22 @@ from docs.pipeline_order import Operation, timed
 
 FOLDER = Path(__file__).with_name("diagrams")
 _KINDS = ("blue", "green", "amber", "pink")
+#: Lane, left end, width, kind of box, words.
+_Event = tuple[str, float, float, str, str]
+
+
+def _legend(drawing: Drawing, x: float, y: float, kind: str, words: str) -> None:
+    """Draw a square and what its color stands for."""
+    drawing.box(x, y, 16, 16, kind)
+    drawing.text(x + 24, y + 13, words, anchor="start", kind="faint")
+
+
+def _timeline(drawing: Drawing, right: float, lanes: Mapping[str, float], events: Iterable[_Event]) -> None:
+    """Draw each lane's name, which ends at ``right``, and in the lanes the events."""
+    for name, y in lanes.items():
+        drawing.text(right, y + 18, name, anchor="end", kind="faint")
+    for lane, x, width, kind, words in events:
+        drawing.box(x, lanes[lane], width, 28, kind, words)
 
 
 def micro_batches() -> Drawing:
@@ -17,8 +33,7 @@ def micro_batches() -> Drawing:
     drawing = Drawing(
         "One step of eight micro-batches on one, two and three ranks",
         "On one rank: micro-batches 0 to 7. On two: rank 0 has 0, 2, 4, 6 and rank 1 has 1, 3, 5, 7. On "
-        "three: "
-        "rank 0 has 0, 3, 6, rank 1 has 1, 4, 7, and rank 2 has 2, 5 and a spare slot.",
+        "three: rank 0 has 0, 3, 6, rank 1 has 1, 4, 7, and rank 2 has 2, 5 and a spare slot.",
         620,
         304,
     )
@@ -46,9 +61,8 @@ def ring_all_reduce() -> Drawing:
     drawing = Drawing(
         "Ring all-reduce on four ranks",
         "Each rank has a vector of four parts. After three steps of reduce-scatter, in which each rank "
-        "sends one "
-        "part to the next, each rank has the sum of one part. After three more steps, all-gather, each rank "
-        "has all sums.",
+        "sends one part to the next, each rank has the sum of one part. After three more steps, "
+        "all-gather, each rank has all sums.",
         620,
         214,
     )
@@ -77,9 +91,8 @@ def sharding_memory() -> Drawing:
     """Bytes per parameter on each of four ranks."""
     drawing = Drawing(
         "Bytes per parameter on each of four ranks, AdamW in fp32",
-        "ddp: 4 for parameters, 4 for gradients, 8 for the optimizer's state, 16 in all. zero1: 4, 4, 2, "
-        "10 in all. "
-        "zero2: 5, 1, 2, 8 in all. fsdp: 1, 1, 2, 4 in all, and one whole block.",
+        "ddp: 4 for parameters, 4 for gradients, 8 for the optimizer's state, 16 in all. zero1: 4, 4, "
+        "2, 10 in all. zero2: 5, 1, 2, 8 in all. fsdp: 1, 1, 2, 4 in all, and one whole block.",
         620,
         210,
     )
@@ -96,11 +109,10 @@ def sharding_memory() -> Drawing:
             drawing.box(x, y, 30 * size - 2, 26, kind, f"{size:g}")
             x += 30 * size
         drawing.text(x + 8, y + 17, f"{sum(sizes):g}", anchor="start", kind="faint")
-    for column, (kind, words) in enumerate(
-        zip(_KINDS, ("parameters", "gradients", "optimizer state"), strict=False)
+    for x, kind, words in zip(
+        (74, 224, 374), _KINDS, ("parameters", "gradients", "optimizer state"), strict=False
     ):
-        drawing.box(74 + 150 * column, 166, 18, 18, kind)
-        drawing.text(100 + 150 * column, 180, words, anchor="start", kind="faint")
+        _legend(drawing, x, 166, kind, words)
     return drawing
 
 
@@ -109,10 +121,9 @@ def tensor_parallel() -> Drawing:
     drawing = Drawing(
         "Tensor parallelism: an MLP on two ranks",
         "The input X is on both ranks. The first weight is split by columns: rank 0 computes X A0, rank "
-        "1 X A1, each "
-        "with its own half of the width and its own activation function. The second weight is split by "
-        "rows: rank 0 "
-        "computes a partial sum with B0, rank 1 with B1. An all-reduce adds the two.",
+        "1 X A1, each with its own half of the width and its own activation function. The second weight "
+        "is split by rows: rank 0 computes a partial sum with B0, rank 1 with B1. An all-reduce adds "
+        "the two.",
         620,
         206,
     )
@@ -144,10 +155,9 @@ def pipeline_schedules() -> Drawing:
     drawing = Drawing(
         "Pipeline schedules: four ranks, eight micro-batches",
         "Rows are ranks, time goes to the right; forward passes are one unit long, backward passes two. "
-        "gpipe: all "
-        "forward passes, then all backward passes. 1f1b: after a warm-up each rank alternates; the step "
-        "takes as "
-        "long. interleaved, with two stages per rank: the ranks wait half as long.",
+        "gpipe: all forward passes, then all backward passes. 1f1b: after a warm-up each rank "
+        "alternates; the step takes as long. interleaved, with two stages per rank: the ranks wait half "
+        "as long.",
         620,
         424,
     )
@@ -170,11 +180,9 @@ def pipeline_schedules() -> Drawing:
         (72, "blue", "forward"),
         (172, "green", "backward"),
         (284, "pink", "forward, second stage"),
+        (478, "amber", "backward of it"),
     ):
-        drawing.box(x, top - 16, 16, 16, kind)
-        drawing.text(x + 24, top - 3, words, anchor="start", kind="faint")
-    drawing.box(478, top - 16, 16, 16, "amber")
-    drawing.text(502, top - 3, "backward of it", anchor="start", kind="faint")
+        _legend(drawing, x, top - 16, kind, words)
     return drawing
 
 
@@ -203,11 +211,10 @@ def float_formats() -> Drawing:
         for bits, kind in zip(parts, _KINDS, strict=False):
             drawing.box(x, y, 16 * bits - 1, 22, kind, str(bits))
             x += 16 * bits
-    for column, (kind, words) in enumerate(
-        zip(_KINDS, ("sign", "exponent: range", "mantissa: digits"), strict=False)
+    for x, kind, words in zip(
+        (92, 242, 392), _KINDS, ("sign", "exponent: range", "mantissa: digits"), strict=False
     ):
-        drawing.box(92 + 150 * column, 200, 16, 16, kind)
-        drawing.text(116 + 150 * column, 213, words, anchor="start", kind="faint")
+        _legend(drawing, x, 200, kind, words)
     return drawing
 
 
@@ -215,10 +222,9 @@ def position() -> Drawing:
     """From the step to the samples."""
     drawing = Drawing(
         "From the number of a step to its samples",
-        "Each epoch is a permutation of the samples, computed from seed and epoch, and cut into steps of "
-        "G samples. "
-        "Step 5 of epochs of 4 steps is the second window of epoch 1. Its samples are dealt to the ranks as "
-        "micro-batches.",
+        "Each epoch is a permutation of the samples, computed from seed and epoch, and cut into steps "
+        "of G samples. Step 5 of epochs of 4 steps is the second window of epoch 1. Its samples are "
+        "dealt to the ranks as micro-batches.",
         620,
         232,
     )
@@ -236,8 +242,7 @@ def position() -> Drawing:
         kind = _KINDS[number % 2]
         drawing.box(84 + 100 * number, 124, 96, 28, kind, f"micro-batch {number}")
     for rank in range(2):
-        drawing.box(84, 172 + 24 * rank, 18, 18, _KINDS[rank])
-        drawing.text(110, 186 + 24 * rank, f"rank {rank}", anchor="start", kind="faint")
+        _legend(drawing, 84, 172 + 24 * rank, _KINDS[rank], f"rank {rank}")
     drawing.text(200, 186, "random numbers of a forward: (seed, step, micro-batch)", anchor="start")
     drawing.text(200, 210, "of a sample's augmentation: (seed, epoch, sample)", anchor="start")
     return drawing
@@ -247,21 +252,18 @@ def resume_timeline() -> Drawing:
     """From the signal of a preemption to the next step."""
     drawing = Drawing(
         "From a preemption to the next step",
-        "Slurm sends SIGTERM to the ranks during step 120. Each rank sets a flag; the flags are added up "
-        "while step "
-        "120 is computed; all ranks stop after it, save a checkpoint and exit with code 75. The batch "
-        "script records "
-        "the reason, requeues the job and sets its start to five seconds from now. Slurm starts the job "
-        "again, the "
-        "batch script claims attempt 2, and the ranks load the checkpoint and train step 121.",
+        "Slurm sends SIGTERM to the ranks during step 120. Each rank sets a flag; the flags are added "
+        "up while step 120 is computed; all ranks stop after it, save a checkpoint and exit with code "
+        "75. The batch script records the reason, requeues the job and sets its start to five seconds "
+        "from now. Slurm starts the job again, the batch script claims attempt 2, and the ranks load "
+        "the checkpoint and train step 121.",
         620,
         268,
     )
     lanes = {"Slurm": 48, "batch script": 112, "ranks": 176}
-    for name, y in lanes.items():
-        drawing.text(92, y + 18, name, anchor="end", kind="faint")
+    for y in lanes.values():
         drawing.line(100, y + 14, 606, y + 14, is_dashed=True)
-    for lane, x, width, kind, words in (
+    events = (
         ("ranks", 104, 60, "green", "119"),
         ("ranks", 166, 60, "green", "120"),
         ("ranks", 228, 62, "amber", "save"),
@@ -270,8 +272,8 @@ def resume_timeline() -> Drawing:
         ("batch script", 434, 54, "blue", "claim"),
         ("ranks", 490, 52, "amber", "load"),
         ("ranks", 544, 60, "green", "121"),
-    ):
-        drawing.box(x, lanes[lane], width, 28, kind, words)
+    )
+    _timeline(drawing, 92, lanes, events)
     drawing.arrow(190, 56, 190, 174)
     drawing.text(196, 42, "SIGTERM", kind="text")
     drawing.arrow(292, 190, 312, 142)
@@ -291,18 +293,15 @@ def async_checkpoint() -> Drawing:
     """What happens during an asynchronous save."""
     drawing = Drawing(
         "Asynchronous checkpointing",
-        "After step 100 a save begins. The training thread starts forward and backward of step 101 at once. "
-        "Meanwhile the state is copied into buffers. The optimizer step of 101 changes the weights, so "
-        "it waits until "
-        "the copy is complete: the stall. A thread writes and hashes the copy during steps 101 to 103, "
-        "then commits.",
+        "After step 100 a save begins. The training thread starts forward and backward of step 101 at "
+        "once. Meanwhile the state is copied into buffers. The optimizer step of 101 changes the "
+        "weights, so it waits until the copy is complete: the stall. A thread writes and hashes the "
+        "copy during steps 101 to 103, then commits.",
         620,
         226,
     )
     lanes = {"training": 36, "copy": 86, "write": 136}
-    for name, y in lanes.items():
-        drawing.text(76, y + 18, name, anchor="end", kind="faint")
-    for lane, x, width, kind, words in (
+    events = (
         ("training", 84, 92, "green", "step 100"),
         ("training", 180, 96, "green", "101: fwd, bwd"),
         ("training", 278, 34, "pink", "stall"),
@@ -312,8 +311,8 @@ def async_checkpoint() -> Drawing:
         ("copy", 180, 132, "blue", "state after 100"),
         ("write", 314, 196, "amber", "shard files, hashes"),
         ("write", 512, 66, "amber", "commit"),
-    ):
-        drawing.box(x, lanes[lane], width, 28, kind, words)
+    )
+    _timeline(drawing, 76, lanes, events)
     drawing.line(178, 24, 178, 176, is_dashed=True)
     drawing.line(580, 130, 580, 176, is_dashed=True)
     drawing.arrow(330, 182, 182, 182)
