@@ -225,7 +225,15 @@ def _training_reader(
 
     prepare = _prepare(prepare_images, data, seed, target_spec, is_training=True)
     targets = TargetCheck(experiment.task, target_spec)
-    return SlotReader(source.train, source.info.channels, seed, prepare, targets, skip_bad=skip_bad)
+    return SlotReader(
+        source.train,
+        source.info.channels,
+        seed,
+        prepare,
+        targets,
+        skip_bad=skip_bad,
+        fast_jpeg=data.fast_jpeg,
+    )
 
 
 def _evaluation_reader(
