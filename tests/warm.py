@@ -69,17 +69,17 @@ _IMPORTED = (
 #: Modules that a launcher starts with ``python -m`` and that import torch.
 _WARM = {
     "hpc_train.launchers.entry", "hpc_train.strategies.model_facts", "hpc_train.training.prepare",
-    "hpc_train.checkpoint.export",
+    "hpc_train.training.predicted_runs", "hpc_train.checkpoint.export",
 }  # fmt: skip
 #: How variables begin that change a process before its first line.
 _READ_AT_START = (
     "LD_", "GLIBC_", "MALLOC_", "PYTHON", "OMP_", "OPENBLAS_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "TRITON",
-    "CUDA", "CUBLAS_", "NCCL_", "GLOO_", "LANG", "LC_", "TZ", "TMPDIR", "HOME", "XDG_",
+    "CUDA", "CUBLAS_", "NCCL_", "GLOO_", "CXX", "LANG", "LC_", "TZ", "TMPDIR", "HOME", "XDG_",
 )  # fmt: skip
 #: Of these, what ``_take_over`` or hpc-train itself sets as well.
 _SET_AFTERWARDS = {
     "PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR",
-    "TRITON_CACHE_DIR", "TMPDIR",
+    "TRITON_CACHE_DIR", "TMPDIR", "CUDA_VISIBLE_DEVICES",
 }  # fmt: skip
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 #: Room for a process's arguments and environment in the memory that /proc shows.
@@ -241,6 +241,21 @@ class _Launcher(_WarmPopen):
 
     def _is_warm(self, command: Sequence[str]) -> bool:
         return command[:3] == [sys.executable, "-m", "hpc_train"]
+
+
+class _Script(_WarmPopen):
+    """A process of ``start_script``."""
+
+    def _is_warm(self, command: Sequence[str]) -> bool:
+        return True
+
+
+def start_script(script: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Start ``python -c SCRIPT …``, forked; ``options`` as of ``subprocess.Popen``."""
+    if FRESH in os.environ:
+        return subprocess.Popen([sys.executable, "-c", script, *arguments], **options)
+    _Script.server = _server()
+    return _Script([sys.executable, "-m", "tests.script", script, *arguments], **options)
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests import warm
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -37,8 +38,9 @@ def _start(
         "LOCAL_WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
     }
-    return subprocess.Popen(
-        [sys.executable, "-c", script, *arguments],
+    return warm.start_script(
+        script,
+        *arguments,
         cwd=REPOSITORY,
         env=os.environ | own | variables,
         stdout=subprocess.PIPE,

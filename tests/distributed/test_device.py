@@ -96,6 +96,7 @@ def test_the_cpu_is_exact_unless_the_file_says_otherwise(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_ranks")  # a forked one has imported it
 def test_exactness_reaches_the_compiler_without_importing_it() -> None:
     script = """
 import sys, torch

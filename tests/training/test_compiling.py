@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from hpc_train.models.blocks import find_blocks
 from hpc_train.run.processes import FOLDER_VARIABLE
 from hpc_train.run.trust import UntrustedError
 from hpc_train.training.compiling import begin_forward, compile_error, compile_model, first_step
+from tests import warm
 
 # torch asks a tensor between two compiled blocks for .grad and hides the warning, unless it is an error.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -320,6 +320,7 @@ def test_without_fallback_the_failure_is_raised(part: str, monkeypatch: pytest.M
 _TRAINS = """
 import sys
 import torch
+import torch._inductor.config
 from torch import nn
 from torch._dynamo.utils import counters
 from hpc_train.config.training_sections import CompileConfig
@@ -331,6 +332,7 @@ class Model(nn.Sequential):
     def forward(self, inputs):
         return super().forward(inputs)
 
+torch._inductor.config.cpp.vec_isa_ok = True  # compile no program that tries AVX
 torch.manual_seed(0)
 model = Model(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
 expected = model(torch.ones(2, 4))
@@ -349,11 +351,12 @@ print(
 
 def training(cache: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     """Start a process that compiles with torch's real compiler, as a rank does."""
-    return subprocess.Popen(
-        [sys.executable, "-c", _TRAINS, *(arguments or ("plain",))],
+    return warm.start_script(
+        _TRAINS,
+        *(arguments or ("plain",)),
         env=os.environ
         | {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
-        | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_VEC_ISA_OK": "1"}  # compile no program that tries AVX
+        | {"OMP_NUM_THREADS": "1"}
         | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
