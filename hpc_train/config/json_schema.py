@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
+from hpc_train.config.fields import Section
 from hpc_train.config.schema import Experiment
 
 Node = dict[str, Any]
@@ -20,6 +25,7 @@ def json_schema() -> Node:
 def cached_schema() -> Node:
     """Return the cached schema, which must not be changed."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Experiment.model_json_schema()
+    _describe_fields(schema)
     _allow_plain_bool(schema["properties"]["compile"])
     _allow_also(schema["properties"]["profile"], {"type": "boolean"})
     _allow_also(
@@ -27,6 +33,32 @@ def cached_schema() -> Node:
     )
     _for_editors(schema)
     return schema
+
+
+def _describe_fields(schema: Node) -> None:
+    """Give the keys the docstrings of their fields."""
+    sections = {section.__name__: section for section in _subclasses(Section)}
+    for name, node in [*schema["$defs"].items(), (Experiment.__name__, schema)]:
+        for key, text in _field_docstrings(sections[name]).items():
+            node["properties"][key]["description"] = text
+
+
+def _subclasses(of: type[Section]) -> Iterator[type[Section]]:
+    for each in of.__subclasses__():
+        yield from (each, *_subclasses(each))
+
+
+def _field_docstrings(section: type[Section]) -> dict[str, str]:
+    """Return the text below each field that has one."""
+    (definition,) = ast.parse(inspect.getsource(section)).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in pairwise(definition.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if isinstance(text.value.value, str)
+    }
 
 
 def _allow_plain_bool(node: Node) -> None:
