@@ -1,11 +1,11 @@
 """Ranks forked from a process that has imported torch, for tests where starting is not the point.
 
-A rank needs more CPU time to import torch than most tests need for training. ``start`` runs the real command
-in a process of its own, whose ``subprocess.Popen`` hands Python modules that import torch (``_WARM``) to a
-fork server::
+A rank needs more CPU time to import torch than most tests need for training, and a command more to import
+typer and pydantic than for its work. ``start`` forks a process for the real command, whose
+``subprocess.Popen`` hands Python modules that import torch (``_WARM``) to a fork server::
 
     pytest ── fork server              has imported torch; one per process of pytest
-      │          └ forks ─▶ launcher   becomes pytest's child, forks a fork server of its own, executes Python
+      │          └ forks ─▶ launcher   becomes pytest's child, has a fork server of its own, imports hpc_train
       └ launcher ── fork server        knows nothing of hpc_train, which comes from the run's snapshot
            └ rank                      forked by that server, becomes the launcher's child
 
@@ -59,12 +59,14 @@ FRESH = "HPC_TRAIN_TEST_FRESH_RANKS"
 DOOR = "HPC_TRAIN_TEST_WARM"
 _HOOK = Path(__file__).parent / "warm_site"
 _PACKAGE = Path(__file__).parents[1] / "hpc_train"
-#: The third-party modules that ``hpc_train.training.main`` imports; a rank imports what is missing.
+#: The third-party modules that commands and ``hpc_train.training.main`` import; what is missing, they import.
 _IMPORTED = (
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining", "torch.nn.utils.fusion", "torch.utils.data", "torch.export",
-    "pydantic.main", "pydantic.functional_serializers", "PIL.Image", "safetensors.torch", "numpy", "xxhash",
-    "yaml", "filelock", "stamina", "platformdirs", "submitit.core.submission",
+    "torch.utils.flop_counter", "pydantic.main", "pydantic.functional_serializers", "pydantic.types",
+    "pydantic.type_adapter", "PIL.Image", "PIL.ImageDraw", "safetensors.torch", "simplejpeg", "numpy",
+    "numpy.typing", "xxhash", "yaml", "filelock", "stamina", "platformdirs", "submitit.core.submission",
+    "typer", "configparser", "netrc", "shellingham", "multiprocessing.popen_fork",
 )  # fmt: skip
 #: Modules that a launcher starts with ``python -m`` and that import torch.
 _WARM = {
@@ -367,16 +369,17 @@ def _become(
     resource.setrlimit(resource.RLIMIT_NOFILE, order["max_files"])
     for number, file in enumerate(files):
         os.dup2(file, number)
+    is_launcher = ours is not None
     if ours is not None:
-        number = os.dup2(ours.fileno(), 3)
-        os.closerange(4, 256)
-        command = [sys.executable, __file__, "launch", *order["command"][3:]]
-        os.execve(sys.executable, command, order["environment"])
-    os.closerange(3, 256)
+        os.dup2(ours.detach(), 3, inheritable=False)
+    os.closerange(4 if is_launcher else 3, 256)
     end.detach()
     if door is not None:
         door.detach()
     _take_over(order["command"], order["environment"])
+    if is_launcher:
+        _WarmPopen.server = ForkServer(socket.socket(fileno=3))
+        subprocess.Popen = _WarmPopen  # type: ignore[misc]
     return None
 
 
@@ -419,20 +422,29 @@ def _stream(number: int, ours: io.TextIOWrapper, mode: str, is_unbuffered: bool)
     return stream
 
 
-def _launch(arguments: Sequence[str]) -> NoReturn:
-    """Be ``python -m hpc_train …`` whose Popen asks the fork server at file 3."""
-    os.set_inheritable(3, False)
-    _WarmPopen.server = ForkServer(socket.socket(fileno=3))
-    subprocess.Popen = _WarmPopen  # type: ignore[misc]
-    sys.argv = ["-m", *arguments]
-    _run_as_main("hpc_train")
-
-
 def _run_as_main(module: str) -> NoReturn:
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.modules["__main__"].__annotations__ = {}
-    runpy._run_module_as_main(module)  # type: ignore[attr-defined]
-    sys.exit()
+    code: object = 0
+    try:
+        runpy._run_module_as_main(module)  # type: ignore[attr-defined]
+    except SystemExit as end:
+        code = end.code or 0
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code & 255)  # Python's own end takes a second where torch is imported
 
 
 def _share_compiled_code() -> None:
@@ -504,15 +516,11 @@ def main() -> None:
         _be_task(sys.argv[2:])
     if sys.argv[1] == "wait":
         _wait(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
-    if sys.argv[1] == "launch":
-        sys.path[:1] = [] if sys.flags.safe_path else [str(Path.cwd())]
-        _launch(sys.argv[2:])
     gc.disable()
     for name in _IMPORTED:
         importlib.import_module(name)
     _share_compiled_code()
     gc.freeze()  # else each fork's collections write to all objects, which copies their pages
-    atexit.register(gc.unfreeze)  # nanobind reports what is not collected at exit
     gc.enable()
     for name in ("OPENBLAS_NUM_THREADS", "ROOM"):
         del os.environ[name]
