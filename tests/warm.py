@@ -76,7 +76,7 @@ _WARM = {
 #: How variables begin that change a process before its first line.
 _READ_AT_START = (
     "LD_", "GLIBC_", "MALLOC_", "PYTHON", "OMP_", "OPENBLAS_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "TRITON",
-    "CUDA", "CUBLAS_", "NCCL_", "GLOO_", "CXX", "LANG", "LC_", "TZ", "TMPDIR", "HOME", "XDG_",
+    "CUDA", "CUBLAS_", "NCCL_", "GLOO_", "LANG", "LC_", "TZ", "TMPDIR", "HOME", "XDG_",
 )  # fmt: skip
 #: Of these, what ``_take_over`` or hpc-train itself sets as well.
 _SET_AFTERWARDS = {
@@ -388,6 +388,8 @@ def _take_over(command: Sequence[str], environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None  # Slurm sets TMPDIR for its jobs
+    if inductor := sys.modules.get("torch._inductor.config"):  # which reads the variable at its import
+        inductor.cpp.cxx = (None, environment.get("CXX", "g++"))
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     arguments, end_of_arguments, variables, end_of_variables = map(int, fields[45:49])
     for begin, end, words in (
