@@ -43,6 +43,7 @@ class LocalState:
 
     @classmethod
     def of(cls, state: TrainingState) -> LocalState:
+        """Name the tensors themselves, not copies. Raises BadFileError as ``NamedTensors.of`` does."""
         named = NamedTensors.of(state.model)
         groups = group_names(state.optimizer, state.parameter_names(named))
         return cls(named, dict(state.averages), groups)
@@ -55,6 +56,7 @@ class LocalState:
 
     @property
     def optimized(self) -> set[str]:
+        """Names of the parameters in this rank's optimizer, over all groups."""
         return {name for group in self.groups for name in group}
 
 

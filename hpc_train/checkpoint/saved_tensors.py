@@ -65,6 +65,7 @@ class SavedPiece:
         return f"{name}..{self.number}" if self.number else name
 
     def to_json(self) -> list[Any]:
+        """Return its entry in ``state.json``: rank, offset, shape and, unless it is 0, number."""
         return [self.rank, self.offset, self.shape, *([self.number] if self.number else [])]
 
 
@@ -78,13 +79,16 @@ class SavedTensor:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """``dtype`` as torch's: ``BF16`` is ``torch.bfloat16``."""
         return DTYPES[self.dtype]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the whole tensor, all pieces together."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
     def to_json(self) -> dict[str, Any]:
+        """Return its entry in the table of ``state.json``."""
         pieces = [piece.to_json() for piece in self.pieces]
         return {"dtype": self.dtype, "shape": self.shape, "pieces": pieces}
 

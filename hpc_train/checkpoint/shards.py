@@ -64,10 +64,12 @@ class Entry:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Entry:
+        """Return the entry of a CPU tensor; it must not change until the file is written."""
         return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().contiguous())
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -62,6 +62,10 @@ class Contents:
 
     @classmethod
     def of(cls, state: TrainingState, strategy: Strategy, extra: Mapping[str, Any]) -> Contents:
+        """Take a training state apart; ``extra`` is copied, tensors are not. Not collective.
+
+        Raises BadFileError if the model or the optimizer has a state that can't be saved.
+        """
         named = NamedTensors.of(state.model)
         names = state.parameter_names(named)
         weights = state.weights(named)
@@ -84,6 +88,7 @@ class Contents:
         return frozenset(name for name in self.pieces if name.startswith(MODEL)) - self.buffers
 
     def kinds(self) -> Kinds:
+        """Return what the layout of a save depends on; compared with that of the last save."""
         return tuple(
             (name, piece.shape, piece.local.dtype, piece.offset, tuple(piece.local.shape))
             for name, pieces in self.pieces.items()

@@ -259,6 +259,7 @@ class UnderWay:
 
     @property
     def has_ended(self) -> bool:
+        """Whether the checkpoint is committed or the save has failed; ``clear_up`` may still be running."""
         return self._written.is_set()
 
     def wait(self) -> None:

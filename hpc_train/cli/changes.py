@@ -36,10 +36,12 @@ class Change:
 
     @property
     def key(self) -> str:
+        """The path as messages show it, such as ``data.normalize.mean[0]``."""
         return dotted(self.path)
 
     @property
     def is_of_job(self) -> bool:
+        """Whether it is a resource that a job requests, which does not matter on this machine."""
         return self.path[0] == JOB
 
     @property

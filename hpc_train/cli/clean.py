@@ -42,6 +42,7 @@ class Surplus:
         return size_bytes(self.path)
 
     def to_json(self) -> dict[str, Any]:
+        """Return its entry in the JSON output of ``clean`` and ``remove``."""
         return {"path": str(self.path.absolute()), "bytes": self.size_bytes, "why": self.why}
 
 

@@ -33,6 +33,7 @@ class SubmitContext:
 
     @property
     def origin(self) -> Origin:
+        """The file, as an absolute path, and the overrides that ``run.json`` records."""
         file = Path(self.loaded.source_name).absolute()
         return Origin(str(file), list(self.loaded.overrides))
 

@@ -40,6 +40,7 @@ class DoctorOptions:
 
     @property
     def runs_job(self) -> bool:
+        """Whether a small job is submitted; naming nodes implies it."""
         return self.submit or self.nodes is not None
 
 

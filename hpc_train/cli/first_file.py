@@ -44,10 +44,12 @@ class FirstFile:
 
     @property
     def ranks(self) -> int:
+        """The ranks of a run of the file; on this machine one per GPU, at least 1."""
         return max(1, self.gpus) if self.job is None else self.job.ranks
 
     @property
     def has_gpus(self) -> bool:
+        """Whether the ranks have GPUs: then the file gets bf16 and ``workers: auto``."""
         return self.gpus > 0 if self.job is None else self.job.has_gpus
 
 

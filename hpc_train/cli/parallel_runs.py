@@ -62,6 +62,7 @@ class Slots:
 
     @property
     def is_stopped(self) -> bool:
+        """Whether a stop signal came within ``taking_signals``."""
         return bool(self._noted)
 
     @contextmanager
@@ -108,6 +109,7 @@ class Slots:
             self._poll()
 
     def wait_for_all(self) -> None:
+        """Return once all runs have ended; ``codes`` then has an exit code for each."""
         while any(self._slots):
             self._poll()
 

@@ -59,6 +59,7 @@ class LauncherOptions:
 
     @property
     def on_this_machine(self) -> bool:
+        """Whether an option asks for this machine: ``--local``, ``--launcher local`` or ``--devices``."""
         return self.local or self.launcher == LOCAL or self.devices is not None
 
     def load(self) -> Launcher:

@@ -42,6 +42,7 @@ class PlanCost:
 
     @property
     def core_hours(self) -> float | None:
+        """Of all runs together; None if that of any run is unknown."""
         return _sum([None if each is None else each.core_hours for each in self.runs])
 
     def columns(self) -> list[tuple[str, list[str]]]:

@@ -129,6 +129,7 @@ class RunRow:
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return its entry in ``status --json``."""
         return vars(self) | {
             "restart": self.restart and asdict(self.restart),
             "budget": self.budget and asdict(self.budget),
@@ -136,14 +137,17 @@ class RunRow:
 
     @property
     def paths(self) -> RunPaths:
+        """The files of the run."""
         return RunPaths(Path(self.path))
 
     @property
     def progress(self) -> str:
+        """Steps done and in all, such as ``120/500``; ``120/?`` if their number is unknown."""
         return f"{self.step}/{'?' if self.total_steps is None else self.total_steps}"
 
     @property
     def metric(self) -> str:
+        """Name and value of ``last_metric``; empty before there is any."""
         if self.last_metric is None:
             return ""
         value = self.last_metric["value"]

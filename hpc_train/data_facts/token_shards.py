@@ -100,11 +100,8 @@ class TokenShards:
     #: The folder that ``prepare`` wrote; None: files without a header.
     folder: Path | None = None
 
-    @property
-    def item_bytes(self) -> int:
-        return _ITEM_BYTES[self.dtype]
-
     def num_tokens(self, part: str) -> int:
+        """Return the number of tokens of ``train`` or ``val``, over all its shards."""
         return sum(shard.num_tokens for shard in self.parts[part])
 
 

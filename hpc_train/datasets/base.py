@@ -89,6 +89,7 @@ class TensorSplit:
         return self.images[index], self.targets[index]
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return copies of the images and targets of ``indices``, (B,) int64."""
         return self.images.index_select(0, indices), self.targets.index_select(0, indices)
 
 
@@ -102,10 +103,12 @@ class DataSource:
 
 
 class DatasetBuilder(Protocol):
-    """The plug-in itself: a function. ``rest`` is the part of the name after ``provider/``.
+    """The plug-in itself: a function."""
 
-    ``download`` is true only in ``hpc-train prepare``: only then may it use the network. Raises BadFileError,
-    starting with a key path (``data.root: …; …``), if the file requests something that does not exist.
-    """
+    def __call__(self, rest: str, config: DataConfig, *, download: bool) -> DataSource:
+        """Open the data; ``rest`` is the part of the name after ``provider/``.
 
-    def __call__(self, rest: str, config: DataConfig, *, download: bool) -> DataSource: ...
+        ``download`` is true only in ``hpc-train prepare``: only then may it use the network. Raises
+        BadFileError, starting with a key path (``data.root: …; …``), if the file requests something that does
+        not exist.
+        """

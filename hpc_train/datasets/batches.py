@@ -64,6 +64,7 @@ class TrainingBatches(Iterator[tuple[int, list[Batch]]]):
 
     @property
     def worker_pids(self) -> list[int]:
+        """The loader processes; none without them, or once closed."""
         return self._stream.worker_pids
 
     def close(self) -> None:

@@ -45,6 +45,7 @@ class PackCopy:
 
     @property
     def path(self) -> Path:
+        """The finished copy; it has the pack's file name."""
         return self.folder / self.source.path.name
 
     @property

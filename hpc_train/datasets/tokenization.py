@@ -44,10 +44,11 @@ class Bytes:
     end_of_document = _NUM_BYTES
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
-        # prepare reads any file for it, with its bytes that are not UTF-8 as surrogates.
+        """Return the bytes of each text, uint8; ``prepare`` reads bytes that are not UTF-8 as surrogates."""
         return [np.frombuffer(text.encode(errors="surrogateescape"), np.uint8) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text without ends of documents; bytes that are not UTF-8 become U+FFFD."""
         return bytes(token for token in tokens if token < _NUM_BYTES).decode(errors="replace")
 
 
@@ -63,9 +64,11 @@ class Characters:
         self._numbers[codes] = np.arange(len(codes))
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the numbers of each text's characters, uint32; all must be in ``characters``."""
         return [self._numbers[np.frombuffer(text.encode("utf-32-le"), np.uint32)] for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text without ends of documents."""
         return "".join(self.characters[token] for token in tokens if token < len(self.characters))
 
 
@@ -85,6 +88,7 @@ class TikToken:
         self.end_of_document = self._encoding.eot_token
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the tokens of each text, uint32; names of special tokens are encoded as text."""
         return [np.array(tokens, np.uint32) for tokens in self._encoding.encode_ordinary_batch(list(texts))]
 
     def vocabulary(self) -> list[str]:
@@ -122,10 +126,12 @@ class TokenizerFile:
         self.end_of_document: int = found[0]
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Return the tokens of each text, uint32, without those that the tokenizer adds at its ends."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text without special tokens."""
         return str(self._tokenizer.decode(list(tokens)))
 
 
@@ -137,9 +143,10 @@ def _missing(name: str, package: str) -> BadFileError:
 
 
 class Decoder(Protocol):
-    """Returns the text of some tokens."""
+    """Decodes tokens without the network."""
 
-    def decode(self, tokens: Sequence[int]) -> str: ...
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ``tokens``, which may begin or end within a character."""
 
 
 class Vocabulary:
@@ -149,6 +156,7 @@ class Vocabulary:
         self._bytes = [base64.b64decode(each) for each in json.loads(path.read_text(encoding="utf-8"))]
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self._bytes[token] for token in tokens).decode(errors="replace")
 
 

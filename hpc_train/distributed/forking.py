@@ -65,6 +65,7 @@ class RunningProcess(ForkProcess):
         return _RunningPopen(process_obj)
 
     def run(self) -> None:
+        """Report to the parent that the child runs, then call its target."""
         os.write(self.report, b"\0")
         os.close(self.report)
         super().run()

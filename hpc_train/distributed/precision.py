@@ -28,6 +28,7 @@ class Precision:
 
     @property
     def is_mixed(self) -> bool:
+        """Whether forward and backward compute in another dtype than that of the parameters."""
         return self.param_dtype != self.compute_dtype
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:

@@ -22,6 +22,7 @@ class TimedCall(Generic[T]):
 
     @property
     def is_under_way(self) -> bool:
+        """Whether the last call has not returned yet; until then ``do`` does nothing."""
         return self._thread is not None and self._thread.is_alive()
 
     def do(self, function: Callable[[], T], limit_s: float) -> T | None:

@@ -53,6 +53,7 @@ class Progress:
 
     @property
     def standing(self) -> Standing:
+        """The newest progress; any thread may read it."""
         return self._standing
 
     def at(self, phase: str, step: int | None = None, part: int = 0) -> None:

@@ -31,6 +31,7 @@ class Board:
         self._rank = rank
 
     def tell(self, report: Report) -> None:
+        """Publish this rank's progress, which other ranks read by ``report_of``."""
         self._store.set(f"{_WATCH}{self._rank}", report.to_text())
 
     def report_of(self, rank: int) -> Report | None:
@@ -82,6 +83,7 @@ class Board:
         return Verdict.from_text(self._store.compare_set(_VERDICT, "", verdict.to_text()))
 
     def wait_for_verdict(self, limit_s: float) -> Verdict | None:
+        """Return the verdict once a rank has published one; None after ``limit_s``."""
         deadline = time.monotonic() + limit_s
         while (text := self._get(_VERDICT)) is None:
             if time.monotonic() > deadline:

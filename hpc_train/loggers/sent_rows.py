@@ -36,6 +36,7 @@ class Sent:
 
     @classmethod
     def read(cls, path: Path) -> Sent | None:
+        """Return the record; None if it is missing or damaged."""
         data: dict[str, Any] = read_json(path) or {}
         sent: dict[str, Any] = {name: data.get(name) for name in ("segment", "rows", "end", "last")}
         is_valid = isinstance(sent.pop("last"), str) and all(
@@ -44,6 +45,7 @@ class Sent:
         return cls(**sent, last=data["last"]) if is_valid else None
 
     def write(self, path: Path) -> None:
+        """Replace the record atomically; its folder is made if it is missing."""
         path.parent.mkdir(exist_ok=True)
         write_json(path, {"version": 1} | asdict(self))
 
