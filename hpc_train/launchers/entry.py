@@ -27,15 +27,16 @@ TOKEN_VARIABLE = "HPC_TRAIN_TOKEN"
 
 @dataclass(frozen=True)
 class Entry:
-    """Picklable; being called is being one rank, to the end of the process.
-
-    It does not return: submitit would make exit code 0 of whatever it returned, and keep that in a pickle.
-    Nor does Python tear down: gloo's threads sometimes abort in that.
-    """
+    """One rank of the attempt that the environment names; picklable, since submitit calls it."""
 
     folder: Path
 
     def __call__(self) -> NoReturn:
+        """Run the rank and end the process with its exit code.
+
+        It does not return: submitit would make exit code 0 of whatever it returned, and keep that in a
+        pickle. Nor does Python tear down: gloo's threads sometimes abort in that.
+        """
         signals.block()  # until the worker can note them; a launcher has done so already where it could
         try:
             code = self._run(attempt_number(os.environ.get(ATTEMPT_VARIABLE)))
@@ -85,6 +86,7 @@ def rank_number() -> int:
 
 
 def attempt_number(text: str | None) -> int:
+    """Parse the environment variable's value. Raises UsageError if it is missing or not a number."""
     if text is None or not text.isdecimal():
         raise UsageError(
             f"{ATTEMPT_VARIABLE}: {text!r} is no attempt's number; start ranks with hpc-train submit"

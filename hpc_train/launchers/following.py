@@ -58,17 +58,20 @@ class FollowingLauncher:
 
     @property
     def title(self) -> str:
+        """The launcher's name, as in ``--launcher``."""
         return self.name
 
     def problems(self, experiment: Experiment) -> list[KeyProblem]:
+        """Return []: these launchers need no key of the file."""
         return []
 
     def choose_devices(self, experiment: Experiment, devices: int | None) -> int | None:
+        """Return the plug-in's choice; ``devices`` if it makes none."""
         choose = getattr(self.plugin, "choose_devices", None)
         return choose(devices, experiment) if choose else devices
 
     def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
-        # Nothing limits how long a run takes.
+        """Return ``devices`` ranks; GPU-hours are unknown on GPUs: nothing limits how long a run takes."""
         if experiment.device == "cpu":
             cores = len(os.sched_getaffinity(0))
             return Ranks(devices, devices, devices, gpu_hours=0.0, gpus=0, cores=cores)
@@ -76,6 +79,7 @@ class FollowingLauncher:
         return Ranks(devices, devices, devices, gpus=gpus)
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
+        """Return []: ranks are started without batch scripts."""
         return []
 
     @contextmanager
@@ -84,6 +88,7 @@ class FollowingLauncher:
         yield
 
     def is_unsubmitted(self, paths: RunPaths) -> bool:
+        """Return False: there is no queue."""
         return False
 
     def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
@@ -121,12 +126,15 @@ class FollowingLauncher:
         return code
 
     def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
+        """Return what folders and processes say; nothing is cached, so ``is_fresh`` has no effect."""
         return [current_status(paths) for paths in runs]
 
     def cancel(self, runs: Sequence[RunPaths]) -> list[RunPaths]:
+        """Have ranks save and exit, kill those that do not; return runs that must be cancelled elsewhere."""
         return [paths for paths in runs if not _cancel(paths)]
 
     def output(self, paths: RunPaths) -> Path | None:
+        """Return None: nothing but the ranks writes output."""
         return None
 
 

@@ -65,6 +65,7 @@ class RankProcesses:
 
     @property
     def are_running(self) -> bool:
+        """Whether a rank had not ended at the last ``collect``."""
         return len(self.ended) < len(self._all)
 
     def collect(self) -> None:

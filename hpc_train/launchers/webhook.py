@@ -40,6 +40,7 @@ class Webhook:
 
     @property
     def host(self) -> str:
+        """The part of ``url`` that is not secret, for messages."""
         return urlsplit(self.url).hostname or ""
 
 

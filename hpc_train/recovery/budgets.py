@@ -42,13 +42,20 @@ class Limits(Protocol):
     """What this module and ``bad_nodes`` read of a run's ``recovery`` section."""
 
     @property
-    def max_preemptions(self) -> int | None: ...
+    def max_preemptions(self) -> int | None:
+        """Preemptions and time limits of a job after which it is requeued; None: any number."""
+
     @property
-    def max_crashes(self) -> int: ...
+    def max_crashes(self) -> int:
+        """Crashes, hangs and bad nodes of a job after which it is requeued."""
+
     @property
-    def max_without_progress(self) -> int: ...
+    def max_without_progress(self) -> int:
+        """Consecutive attempts without a new checkpoint after which a job is requeued."""
+
     @property
-    def exclude_nodes_for_h(self) -> float: ...
+    def exclude_nodes_for_h(self) -> float:
+        """Hours for which a bad node is excluded; 0: never."""
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,12 @@ class SilentEnd:
 
     @property
     def name(self) -> str:
+        """``rank 3`` or ``ranks 2-3``."""
         return f"{'rank' if self.ranks.isdecimal() else 'ranks'} {self.ranks}"
 
     @property
     def how(self) -> str:
+        """What ended them, in words: a signal, an exit code, else the launcher's ``report``."""
         if self.signal is not None:
             return f"killed by {signal_name(self.signal)}"
         return self.report if self.exit_code is None else f"ended with exit code {self.exit_code}"
@@ -169,9 +171,9 @@ def _reported_by_a_rank(evidence: Evidence) -> Diagnosis | None:
         how = f"{FAILED_CHECK}: {said}"
         return _diagnosis("bad node", f"{node or f'the node of rank {rank}'} {how}", rank, _on(node, how))
     if code == ExitCode.WORKER_LOST:
-        return _diagnosis("worker lost", by_rank(rank, said), rank)
+        return _diagnosis("worker lost", _by_rank(rank, said), rank)
     if code == ExitCode.HUNG:
-        return _diagnosis("hang", by_rank(rank, said), rank, _on(node, f"rank {rank} hung"))
+        return _diagnosis("hang", _by_rank(rank, said), rank, _on(node, f"rank {rank} hung"))
     reason = f"rank {rank}: {exception_line(text)}"
     return _diagnosis("crash", reason, rank, _on(node if is_device_error(text) else None, reason))
 
@@ -208,7 +210,7 @@ def _unexplained(evidence: Evidence) -> Diagnosis:
         return _diagnosis("crash", f"rank {rank}: ended, but {others} others did not and were killed")
     if evidence.errors:
         rank, text = next(iter(evidence.errors.items()))
-        return _diagnosis("crash", by_rank(rank, exception_line(text)), rank)
+        return _diagnosis("crash", _by_rank(rank, exception_line(text)), rank)
     if not evidence.logs:
         return _diagnosis("crash", f"no rank was started: {evidence.launch_error}")
     if evidence.launch_end is None:
@@ -302,7 +304,7 @@ def diagnose_unexplained_job(
     return _diagnosis("lost", f"{f'job {job} {what} {how}'.rstrip()}; see {see}")
 
 
-def by_rank(rank: int, words: str) -> str:
+def _by_rank(rank: int, words: str) -> str:
     return words if words.startswith("rank ") else f"rank {rank}: {words}"
 
 
@@ -321,6 +323,7 @@ def own_words(text: str) -> str:
 
 
 def signal_name(number: int) -> str:
+    """Return a signal's name, such as ``SIGKILL``; ``signal 40`` for a number without one."""
     try:
         return signal.Signals(number).name
     except ValueError:

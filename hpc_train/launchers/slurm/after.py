@@ -172,6 +172,7 @@ def _all_codes(num_ranks: int, known: dict[int, int], srun_code: int) -> list[in
 
 
 def main(words: Iterable[str]) -> int:
+    """Print what ``after`` returns, or ``stop 1`` for any error, which fails the run; return 0."""
     folder, code = words
     answer = GIVEN_UP
     try:

@@ -44,6 +44,7 @@ class BatchJob:
         )
 
     def owns(self, record: AttemptRecord | None) -> bool:
+        """Tell whether the attempt ran in this job, also before a requeue; False without a record."""
         return record is not None and record.job == self.job
 
     def earlier(self, number: int) -> list[AttemptRecord]:

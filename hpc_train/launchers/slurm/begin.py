@@ -265,6 +265,7 @@ def _is_gone(state: str) -> bool:
 
 
 def main(words: Iterable[str]) -> int:
+    """Print what ``begin`` returns, or the nodes to exclude; return the exit code."""
     (folder,) = words
     try:
         line = begin(Path(folder).absolute(), os.environ)

@@ -56,6 +56,7 @@ class CheckJob:
 
     @property
     def has_ended(self) -> bool:
+        """Whether the job had ended, or Slurm had dropped it, at the last ``update``."""
         return self.state in queue.ENDED | {queue.FORGOTTEN}
 
     def update(self) -> None:

@@ -30,10 +30,12 @@ class Subject:
 
     @property
     def save_s(self) -> float:
+        """Seconds that a save may take: the longest so far, else ``ASSUMED_SAVE_S``."""
         return ASSUMED_SAVE_S if self.longest_save_s is None else self.longest_save_s
 
     @property
     def save_words(self) -> str:
+        """``save_s`` for a message, and whether it was measured."""
         known = self.longest_save_s is not None
         return f"the longest save so far took {self.save_s:.1f} s" if known else "a save may take 10 s"
 

@@ -56,14 +56,17 @@ class Partition:
 
     @property
     def name(self) -> str:
+        """Its name as in ``slurm.partition``; empty if the line has none."""
         return self.values.get("PartitionName", "")
 
     @property
     def is_default(self) -> bool:
+        """Whether jobs that name no partition go to it."""
         return self.values.get("Default") == "YES"
 
     @property
     def is_up(self) -> bool:
+        """Whether it both queues and starts jobs."""
         return self.values.get("State", "UP") == "UP"
 
     @property
@@ -74,6 +77,7 @@ class Partition:
 
     @property
     def refuses_jobs(self) -> bool:
+        """Whether it takes no new jobs, not even to wait."""
         return self.values.get("State", "UP") in _REFUSES_JOBS
 
     @property
@@ -121,6 +125,7 @@ class PartitionNode:
 
     @property
     def is_usable(self) -> bool:
+        """Whether it takes jobs without a repair first; a state that ends in ``*`` does not respond."""
         return not self.state.lower().startswith(_UNUSABLE) and not self.state.endswith("*")
 
 
@@ -201,6 +206,7 @@ class ClusterFacts:
         return own or [each for each in found if not each.partition]
 
     def qos_named(self, name: str) -> Qos | None:
+        """Return the QOS with this name, in small letters; None if there is none, or QOS are unknown."""
         return next((each for each in self.qos or () if each.name == name), None)
 
     def qos_of(self, name: str | None, account: str | None, partition: str) -> Qos | None:
@@ -216,12 +222,15 @@ class ClusterFacts:
 
     @cached_property
     def default(self) -> Partition | None:
+        """The partition of jobs that name none; None if there is no such partition."""
         return next((each for each in self.partitions if each.is_default), None)
 
     def partition(self, name: str) -> Partition | None:
+        """Return the partition with this name, hidden ones included; None if there is none."""
         return next((each for each in self.partitions if each.name == name), None)
 
     def nodes_of(self, partition: str) -> list[PartitionNode]:
+        """Return the nodes of the partition that ``sinfo`` lists, down ones included."""
         return [node for node in self.nodes if node.partition == partition]
 
     def lists_all_nodes(self, partition: Partition) -> bool:

@@ -103,6 +103,7 @@ class JobArrays:
             yield
 
     def is_unsubmitted(self, paths: RunPaths) -> bool:
+        """Tell whether no job and no submission has the run; submissions are read once per ``submitting``."""
         if not steps.is_without_job(paths):
             return False
         if self._recorded is None:

@@ -51,17 +51,21 @@ class SlurmLauncher:
         return JobArrays()
 
     def problems(self, experiment: Experiment) -> list[KeyProblem]:
+        """Return that there is no section ``slurm``, if so; its keys are checked with the file."""
         return [] if experiment.slurm is not None else [_NO_SECTION]
 
     def choose_devices(self, experiment: Experiment, devices: int | None) -> int | None:
+        """Return None: the section ``slurm`` gives the number of ranks."""
         return None
 
     def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
+        """Return the ranks that the section ``slurm`` requests; 1 without the section."""
         if experiment.slurm is None:
             return Ranks(1, 1, 1, gpu_hours=0.0)
         return self._job_arrays.ranks(experiment.slurm)
 
     def device(self, experiment: Experiment, size: Ranks) -> Device | None:
+        """Return the GPU, or on CPUs the memory per rank, that ``slurm`` requests; None without it."""
         from hpc_train.launchers.slurm.rank_memory import device_of_job
 
         if experiment.slurm is None:
@@ -69,53 +73,66 @@ class SlurmLauncher:
         return device_of_job(experiment.slurm, experiment.device, size)
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
+        """Return the batch script of each job array, with a placeholder for the submission's token."""
         return self._job_arrays.scripts(folder, runs)
 
     def submitting(self, folder: ExperimentPaths) -> AbstractContextManager[None]:
+        """Hold the experiment's submission lock. Raises NoSchedulerError if Slurm's programs are missing."""
         return self._job_arrays.submitting(folder)
 
     def is_unsubmitted(self, paths: RunPaths) -> bool:
+        """Tell whether no job and no submission has the run. Only within ``submitting``."""
         return self._job_arrays.is_unsubmitted(paths)
 
     def start(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> ExitCode:
+        """Submit the runs as held job arrays; release them once all are recorded."""
         return self._job_arrays.start(folder, runs)
 
     def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
+        """Ask Slurm about active runs; unless ``is_fresh``, its answers may be up to ``MAX_AGE_S`` old."""
         return queue_status.statuses(runs, max_age_s=0 if is_fresh else MAX_AGE_S)
 
     def cancel(self, runs: Sequence[RunPaths]) -> list[RunPaths]:
+        """End the runs' jobs, wherever they run, and wait until they are gone: none is returned."""
         scancel.cancel(runs)
         return []
 
     def output(self, paths: RunPaths) -> Path | None:
+        """Return the output of the newest job's batch script, and say so, if no rank has written a log."""
         return queue_status.output_without_logs(paths)
 
     def checks(self, request: CheckRequest) -> list[Finding]:
+        """Check the cluster's configuration and, with a file, its request."""
         from hpc_train.launchers.slurm import cluster_checks
 
         return cluster_checks.check(request)
 
     def node_checks(self, request: CheckRequest, nodes: Sequence[str], limit_s: float) -> list[Finding]:
+        """Run a small job on each node, or on any one. Raises OSError if runs can't be written."""
         from hpc_train.launchers.slurm import check_job
 
         return check_job.check_nodes(request.experiment, nodes, limit_s)
 
     def job_section(self, queue: str | None, gpus_per_node: int | None) -> JobSection:
+        """Return the section ``slurm`` for one node of the partition ``queue``, or of the best one."""
         from hpc_train.launchers.slurm import cluster_facts, section
 
         return section.job_section(cluster_facts.read(), queue, gpus_per_node)
 
     def never_starts(self, experiments: Sequence[Experiment]) -> list[KeyProblem]:
+        """Compare the requests with the limits of the cluster; none where Slurm is not installed."""
         from hpc_train.launchers.slurm import forecast
 
         return forecast.never_starts(experiments)
 
     def forecast(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[JobForecast]:
+        """Ask ``sbatch --test-only``; none where Slurm is not installed."""
         from hpc_train.launchers.slurm import forecast
 
         return forecast.forecast(folder, runs)
 
     def job_usage(self, paths: RunPaths) -> JobUsage | None:
+        """Ask ``sacct`` about all jobs of the run."""
         from hpc_train.launchers.slurm import accounting
 
         return accounting.job_usage(paths)

@@ -57,6 +57,7 @@ class JobState:
 
     @property
     def is_waiting(self) -> bool:
+        """Whether it is in the queue and on no node, as also after a requeue."""
         return self.state in WAITING
 
     @property

@@ -65,6 +65,7 @@ class Folder:
 
     @classmethod
     def read(cls, paths: RunPaths) -> Folder:
+        """Read the run's files; Slurm is not asked."""
         status, record = read_status(paths), newest_record(paths)
         return cls(paths, status, newest_job(paths, record), record, paths.cancelled.exists())
 

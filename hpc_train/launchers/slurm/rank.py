@@ -16,6 +16,7 @@ STALE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
 
 
 def main(command: list[str]) -> None:
+    """Become ``command``, with stop signals blocked; exit with code 127 if it can't start."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
     os.environ["HPC_TRAIN_RANK_START"] = repr(time.time())
     for name in STALE:

@@ -62,10 +62,12 @@ class Batch:
     parameters: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
+        """Return ``batch`` of ``submission.json``."""
         return asdict(self) | {"submission": str(self.submission)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Batch:
+        """Read what ``to_json`` returned. Raises KeyError if a key is missing."""
         return cls(Path(data["submission"]), data["command"], data["parameters"])
 
 

@@ -53,6 +53,7 @@ class Submission:
     batch: Batch | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the content of ``submission.json``."""
         return {"version": 1} | asdict(self) | {"batch": self.batch and self.batch.to_json()}
 
     @classmethod
