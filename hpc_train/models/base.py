@@ -11,12 +11,12 @@ from hpc_train.datasets.types import DataInfo
 
 
 class ModelBuilder(Protocol):
-    """The plug-in itself: a function. ``rest`` is the part of the name after ``provider/``.
+    """The plug-in itself: a function."""
 
-    Returns the model on the CPU in float32, with random weights drawn from torch's default generator (seeded
-    by the caller) or, with ``config.pretrained``, loaded and the head replaced for ``info.num_classes``.
-    ``download`` is true only in ``hpc-train prepare``. Raises BadFileError, starting with a key path
-    (``model.args: …; …``).
-    """
+    def __call__(self, rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
+        """Return the model on the CPU in float32; ``rest`` is the part of the name after ``provider/``.
 
-    def __call__(self, rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module: ...
+        Weights are random, drawn from torch's default generator (seeded by the caller), or, with
+        ``config.pretrained``, loaded and the head replaced for ``info.num_classes``. ``download`` is true
+        only in ``hpc-train prepare``. Raises BadFileError, starting with a key path (``model.args: …; …``).
+        """

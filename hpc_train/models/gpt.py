@@ -19,6 +19,7 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.training_sections import ModelConfig
@@ -73,6 +74,7 @@ class Attention(nn.Module):
         self.dropout = dropout
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim) for _ in range(4))
 
+    @override
     def forward(self, x_BTD: Tensor) -> Tensor:
         # The number of heads follows from the rank's share of the width.
         q_BHTK, k_BHTK, v_BHTK = (
@@ -87,6 +89,7 @@ class Attention(nn.Module):
         return out_BTD
 
     def tensor_plan(self) -> dict[str, str]:
+        """Split the heads over ranks: queries, keys and values by columns, the output by rows."""
         return {"wq": "columns", "wk": "columns", "wv": "columns", "wo": "rows"}
 
 
@@ -98,11 +101,13 @@ class MLP(nn.Module):
         self.up = nn.Linear(dim, 4 * dim)
         self.down = nn.Linear(4 * dim, dim)
 
+    @override
     def forward(self, x_BTD: Tensor) -> Tensor:
         out_BTD: Tensor = self.down(functional.gelu(self.up(x_BTD), approximate="tanh"))
         return out_BTD
 
     def tensor_plan(self) -> dict[str, str]:
+        """Split the inner width over ranks."""
         return {"up": "columns", "down": "rows"}
 
 
@@ -117,6 +122,7 @@ class Block(nn.Module):
         self.mlp = MLP(dim)
         self.dropout = nn.Dropout(dropout)
 
+    @override
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
         out_BTD: Tensor = x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
@@ -139,6 +145,7 @@ class RotaryAttention(nn.Module):
         self.wv = nn.Linear(args.dim, kv_dim, bias=False)
         self.wo = nn.Linear(args.dim, args.dim, bias=False)
 
+    @override
     def forward(self, x_BTD: Tensor) -> Tensor:
         # As in Attention, a rank may have only some of the heads.
         q_BHTK, k_BHTK, v_BHTK = (
@@ -158,6 +165,7 @@ class RotaryAttention(nn.Module):
         return out_BTD
 
     def tensor_plan(self) -> dict[str, str]:
+        """Split the heads over ranks as in ``Attention``, those of keys and values too."""
         return {"wq": "columns", "wk": "columns", "wv": "columns", "wo": "rows"}
 
 
@@ -191,11 +199,13 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(dim, hidden_dim, bias=False)
         self.down = nn.Linear(hidden_dim, dim, bias=False)
 
+    @override
     def forward(self, x_BTD: Tensor) -> Tensor:
         out_BTD: Tensor = self.down(functional.silu(self.gate(x_BTD)) * self.up(x_BTD))
         return out_BTD
 
     def tensor_plan(self) -> dict[str, str]:
+        """Split the inner width over ranks."""
         return {"gate": "columns", "up": "columns", "down": "rows"}
 
 
@@ -210,6 +220,7 @@ class LlamaBlock(nn.Module):
         self.mlp = SwiGLU(args.dim, args.hidden_dim or llama_hidden_dim(args.dim))
         self.dropout = nn.Dropout(args.dropout)
 
+    @override
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
         out_BTD: Tensor = x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
@@ -233,8 +244,10 @@ class GPT(nn.Module):
             self.head.weight = self.token_embedding.weight
 
     def blocks(self) -> list[nn.Module]:
+        """Return the units that are compiled, sharded and checkpointed one by one (``models.blocks``)."""
         return list(self.layers)
 
+    @override
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x_BTD = self.embed(tokens_BT)
         for layer in self.layers:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import override
 
 from hpc_train.config.training_sections import LoraConfig
 from hpc_train.errors import BadFileError
@@ -33,6 +34,7 @@ class LoraLinear(nn.Linear):
     lora_b: nn.Parameter
     lora_scale: float
 
+    @override
     def forward(self, inputs: Tensor) -> Tensor:
         low_rank = functional.linear(functional.linear(inputs, self.lora_a), self.lora_b)
         return functional.linear(inputs, self.weight, self.bias) + self.lora_scale * low_rank

@@ -39,6 +39,7 @@ class Stage(nn.Module):
         self._run: dict[bool, Callable[..., Any]] = {}
 
     def forward(self, *inputs: Tensor) -> Any:
+        """Run the stage's layers. Raises BadFileError if what the next stage would receive is not tensors."""
         outputs = self._run[self.training](self, *inputs)
         if not self._is_last:
             _refuse_non_tensors(outputs)

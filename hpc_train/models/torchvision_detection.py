@@ -35,9 +35,11 @@ class AsGiven(GeneralizedRCNNTransform):  # type: ignore[misc]
         super().__init__(1, 1, [0.0], [1.0], size_divisible)
 
     def normalize(self, image: Tensor) -> Tensor:
+        """Return the image as it is."""
         return image
 
     def resize(self, image: Tensor, target: Any = None) -> tuple[Tensor, Any]:
+        """Return image and target as they are."""
         return image, target
 
 

@@ -54,6 +54,7 @@ class RankContext:
 
     @property
     def args(self) -> dict[str, Any]:
+        """The strategy's own options, ``parallel.args`` of the file."""
         return self.parallel.args
 
     def check_args(self, strategy: str) -> None:
@@ -63,6 +64,7 @@ class RankContext:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks of the run."""
         return self.degrees.world_size
 
 

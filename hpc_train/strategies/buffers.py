@@ -84,6 +84,7 @@ class Buffers:
         return self._all if all_persistent else self._read_in_training
 
     def copies(self) -> list[Tensor]:
+        """Return the values of all persistent buffers, for ``put_back``."""
         return [tensor.clone() for tensor in self.tensors()]
 
     @torch.no_grad()

@@ -34,6 +34,7 @@ class DataParallel(ABC):
         self.wrapped: nn.Module
 
     def place(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        """Move the model to this rank's device, then ``wrap`` it. Raises BadFileError for complex tensors."""
         refuse_complex(model)
         move(model, self.context)
         if self.context.channels_last:
@@ -66,6 +67,7 @@ class DataParallel(ABC):
         """Return the context of one slot; gradients are averaged over ranks in the last slot's backward."""
 
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
+        """Run the micro-batches one by one; gradients are synchronised in the last one's backward."""
         losses: list[Tensor] = []
         with self._statistics.step(len(batches)):
             for slot, batch in enumerate(batches):
@@ -82,17 +84,20 @@ class DataParallel(ABC):
         return sum(losses[1:], losses[0])
 
     def optimized(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters themselves, or this rank's shards of them."""
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
 
     def weights_changed(self) -> None:  # noqa: B027 (most strategies have nothing to do)
         """Nothing to do: the optimizer changes the model's own parameters."""
 
     def share_buffers(self, *, all_persistent: bool) -> None:
+        """Broadcast rank 0's buffers to all ranks."""
         buffers = self._buffers.tensors(all_persistent=all_persistent)
         if buffers and self.context.world_size > 1:
             broadcast_from_rank_0(buffers)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
+        """Clip the gradients, whole on every rank: without communication."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
@@ -104,6 +109,9 @@ class DataParallel(ABC):
         return [Piece(shape, (0,) * len(shape), tensor.detach(), is_writer=self.context.rank == 0)]
 
     def empty_like(self, shape: Sequence[int], dtype: torch.dtype, like: Tensor | None) -> Tensor:
+        """Return an uninitialised tensor on the device and with the sharding of ``like``; whole on the CPU
+        if there is none, or its shape is another one.
+        """
         if like is not None and tuple(shape) == tuple(like.shape):
             return torch.empty_like(like, dtype=dtype, requires_grad=False)
         return torch.empty(tuple(shape), dtype=dtype)

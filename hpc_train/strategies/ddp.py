@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError
@@ -38,6 +39,7 @@ class DDPStrategy(DataParallel):
         #: With that search on DDP keeps its first layout.
         self.is_rehearsed = context.world_size == 1 or self._finds_unused
 
+    @override
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         if self.context.world_size == 1:
             return model
@@ -50,11 +52,13 @@ class DDPStrategy(DataParallel):
             **_WITHOUT_BUFFERS,
         )
 
+    @override
     def synchronised(self, is_last: bool) -> AbstractContextManager[object]:
         if is_last or not isinstance(self.wrapped, DistributedDataParallel):
             return nullcontext()
         return self.wrapped.no_sync()
 
+    @override
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         if not self.is_rehearsed:
             self._rehearse(batches[0], forward)

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from typing_extensions import override
 
 from hpc_train.distributed.precision import Precision
 from hpc_train.errors import BadFileError
@@ -40,17 +41,20 @@ class FullySharded(DataParallel):
     def mesh(self) -> DeviceMesh:
         """Return the mesh of the ranks that share parameters; a first axis, if any, holds copies of that."""
 
+    @override
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         refuse_unshardable(model, blocks, self.context.precision, self.name)
         shard(model, blocks, self.mesh(), self.context.precision, self.reshard_after_forward)
         return model
 
+    @override
     def synchronised(self, is_last: bool) -> AbstractContextManager[object]:
         assert isinstance(self.wrapped, FSDPModule)
         self.wrapped.set_requires_gradient_sync(is_last)
         return nullcontext()
 
     def clip_gradients(self, max_norm: float) -> Tensor:
+        """Clip the gradients of which each rank has shards. Collective."""
         return clip_over_ranks(self.model.parameters(), self.pieces, max_norm, self.context)
 
 
@@ -122,6 +126,7 @@ class FSDPStrategy(FullySharded):
 
     name = "fsdp"
 
+    @override
     def mesh(self) -> DeviceMesh:
         return new_mesh(self.context.device.type, (self.context.degrees.shard,), ("shard",))
 
@@ -134,6 +139,7 @@ class HSDPStrategy(FullySharded):
 
     name = "hsdp"
 
+    @override
     def mesh(self) -> DeviceMesh:
         return mesh_of(self.context, ("replicate", "shard"))
 

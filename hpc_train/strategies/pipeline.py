@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from hpc_train.config.problems import Problem
 from hpc_train.datasets.types import Batch
@@ -110,6 +111,7 @@ class PipelineStrategy(FullySharded):
                 )
         return by_rank[self.context.degrees.stage_rank(self.context.rank)]
 
+    @override
     def mesh(self) -> DeviceMesh:
         return data_mesh(self._mesh)
 
@@ -133,9 +135,11 @@ class PipelineStrategy(FullySharded):
         own = context.rank // size
         return own * size, cast(dist.ProcessGroup, groups[own])
 
+    @override
     def optimized(self) -> dict[str, nn.Parameter]:
         return dict(self._optimized)
 
+    @override
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         run = self._run_for(batches, forward)
         with ExitStack() as steps:
@@ -156,7 +160,7 @@ class PipelineStrategy(FullySharded):
                 raise problem.as_error()
             specs = self.stage_specs(batches[0], forward)
             stages = [self._chunks_of(index, specs) for index in self._held]
-            self._prepared = key, self.new_run(stages, len(batches))
+            self._prepared = key, self._new_run(stages, len(batches))
         return self._prepared[1]
 
     def problem(self, slots: int) -> Problem | None:
@@ -190,7 +194,7 @@ class PipelineStrategy(FullySharded):
             statistics=self._stage_statistics[index],
         )
 
-    def new_run(self, stages: list[MicroBatchStage], slots: int) -> Run:
+    def _new_run(self, stages: list[MicroBatchStage], slots: int) -> Run:
         return Run(stages, self._schedule_class(slots), slots, self.context.degrees.data_ranks)
 
     def _schedule_class(self, slots: int) -> type[Any]:
@@ -206,6 +210,7 @@ class PipelineStrategy(FullySharded):
         if buffers and self._same_stage is not None:
             broadcast_from_rank_0(buffers, self._same_stage, self._first_of_stage)
 
+    @override
     def clip_gradients(self, max_norm: float) -> Tensor:
         return clip_over_ranks(self._optimized.values(), self.pieces, max_norm, self.context)
 
@@ -226,5 +231,5 @@ class SplitStrategy(PipelineStrategy):
 
     name = "split"
 
-    def new_run(self, stages: list[MicroBatchStage], slots: int) -> Run:
+    def _new_run(self, stages: list[MicroBatchStage], slots: int) -> Run:
         return Run(stages, ScheduleGPipe, 1, self.context.degrees.data_ranks)

@@ -97,6 +97,7 @@ class MicroBatchStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
+        """Run a micro-batch within ``Run.begun``; raise its forward's own errors."""
         with self.run.begun(fwd_chunk_id, self) as batch:
             if self.is_first:
                 # In the layout that the stages expect: torch compares that under its debug level DETAIL.
@@ -111,6 +112,7 @@ class MicroBatchStage(PipelineStage):
             raise cause
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce the gradients only after the step's last micro-batches."""
         if self.run.is_at_end:
             super().perform_reduce_grad(grad_scale_factor)
 

@@ -83,9 +83,11 @@ class OutputSpec:
 
     @classmethod
     def of(cls, value: Tensor) -> OutputSpec:
+        """Describe a tensor that this rank has computed."""
         return cls(tuple(value.shape), value.dtype, value.requires_grad)
 
     def zeros(self, device: torch.device | str) -> Tensor:
+        """Return zeros of this shape and dtype, without a gradient."""
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
     def on_meta(self) -> Tensor:
@@ -110,6 +112,7 @@ class OutputSpecs:
         return cls(tuple(OutputSpec.of(value) for value in values), is_tuple)
 
     def joined(self, values: Sequence[Tensor]) -> Any:
+        """Return ``values`` in the form that the stage returns: a tuple, or one tensor by itself."""
         return tuple(values) if self.is_tuple else values[0]
 
 

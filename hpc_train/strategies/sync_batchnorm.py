@@ -88,9 +88,11 @@ class SyncedBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dims, got {inputs.dim()}")
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Normalize (B, C, …). Collective in training; not in evaluation, where ranks have different numbers
+        of batches.
+        """
         self._check_input_dim(inputs)
         uses_batch = self.training or self.running_mean is None
-        # Evaluation has other numbers of batches on each rank, so nothing is shared there.
         output = self._normalise(inputs) if uses_batch and self.training else self._plain(inputs, uses_batch)
         for child in self.children():  # timm's dropout, then its activation
             output = child(output)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from hpc_train.datasets.types import Batch
 from hpc_train.strategies.base import Forward, Piece, RankContext
@@ -30,6 +31,7 @@ class TensorStrategy(FullySharded):
         super().__init__(context)
         self.owns_loss = context.degrees.tensor_rank(context.rank) == 0
 
+    @override
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         self._mesh = device_mesh(self.context)
         refuse_unshared(model, self.context.degrees.tensor, "write strategy: fsdp")
@@ -38,9 +40,11 @@ class TensorStrategy(FullySharded):
         self._plan.note_parameters()
         return wrapped
 
+    @override
     def mesh(self) -> DeviceMesh:
         return data_mesh(self._mesh)
 
+    @override
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         total = super().accumulate(batches, forward)
         if self.context.degrees.tensor > 1:

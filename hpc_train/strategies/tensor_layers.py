@@ -47,9 +47,11 @@ class Shareable:
 
     @property
     def layers(self) -> tuple[str, ...]:
+        """Names of the linear layers within the module."""
         return (*self.columns, *self.rows)
 
     def linear(self, name: str) -> nn.Linear:
+        """Return the layer with this name within the module."""
         layer = self.module.get_submodule(name)
         assert isinstance(layer, nn.Linear)
         return layer

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from typing_extensions import override
 
 from hpc_train.datasets.types import Batch
 from hpc_train.strategies.base import Forward
@@ -33,6 +34,7 @@ class ZeRO1Strategy(DDPStrategy):
 
     name = "zero1"
 
+    @override
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         wrapped = super().wrap(model, blocks)
         self._whole = super().optimized()
@@ -43,8 +45,10 @@ class ZeRO1Strategy(DDPStrategy):
         return wrapped
 
     def optimized(self) -> dict[str, nn.Parameter]:
+        """Return this rank's slices; the parameters themselves on a single rank."""
         return dict(self._slices)
 
+    @override
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         # The optimizer drops the gradients of the slices alone.
         for parameter in self._whole.values():
@@ -55,6 +59,7 @@ class ZeRO1Strategy(DDPStrategy):
         return total
 
     def weights_changed(self) -> None:
+        """Gather the slices that the ranks' optimizers have changed into every rank's model. Collective."""
         sharded = [whole for whole, part in self._pairs() if part.placements == (Shard(0),)]
         if sharded:
             gather_slices(sharded, self.context.rank, self.context.world_size)

@@ -85,12 +85,15 @@ class WholeTask:
         return model
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """Call the task's ``loss`` with the model or, in a pipeline, with one that returns ``outputs``."""
         return self._task.loss(_as_model(outputs), batch)
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
+        """Call the task's ``evaluation_sums``, with a model as in ``loss``."""
         return self._task.evaluation_sums(_as_model(outputs), batch)
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
+        """Return the task's own: the method is the same in 0.1."""
         return self._task.metrics(sums)
 
 

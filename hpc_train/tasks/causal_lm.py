@@ -31,6 +31,7 @@ class CausalLM:
         self._label_smoothing = experiment.optimization.label_smoothing
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return logits (B, T, V) of tokens (B, T)."""
         return model(batch.inputs)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:

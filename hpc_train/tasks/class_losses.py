@@ -44,6 +44,7 @@ class CrossEntropy(_Mean):
     args: CrossEntropyArgs
 
     def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Return a loss per sample, (B,), weighted by ``class_weights`` if there are any."""
         return self._reduced(logits, targets, smoothing, "none")
 
     def mean(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
@@ -72,6 +73,7 @@ class BinaryCrossEntropy(_Mean):
     has_several: bool
 
     def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Return a loss per sample, (B,): the mean over its classes."""
         return functional.binary_cross_entropy_with_logits(
             logits,
             smoothed(
@@ -91,6 +93,7 @@ class Focal(_Mean):
     has_several: bool
 
     def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Return a loss per sample, (B,): the sum over the classes or, with several, the mean."""
         targets_BC = smoothed(
             as_shares(targets, logits.shape[1], logits.dtype), smoothing, has_several=self.has_several
         )

@@ -54,6 +54,7 @@ class Classification:
             self.target_spec = _vector_spec(num_classes, has_several=self._has_several)
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return logits (B, C)."""
         return model(batch.inputs)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:

@@ -34,6 +34,7 @@ class Regression:
         )
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the predictions, (B, K) or (B,)."""
         return model(batch.inputs)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:

@@ -51,6 +51,7 @@ class Segmentation:
         )
 
     def forward(self, model: nn.Module, batch: Batch) -> Any:
+        """Return logits (B, C, H, W) of any size, or a dict with them."""
         return model(batch.inputs)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:

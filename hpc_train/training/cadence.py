@@ -25,6 +25,7 @@ class Cadence:
         total_steps: int,
         steps_per_epoch: int,
     ) -> Cadence:
+        """Read it from the file; without a cadence there, saves are ``DEFAULT_SAVE_EVERY_MIN`` apart."""
         minutes = checkpoint.every_min
         if minutes is None and checkpoint.every_steps is None:
             minutes = DEFAULT_SAVE_EVERY_MIN
@@ -36,7 +37,9 @@ class Cadence:
         )
 
     def evaluates(self, step: int) -> bool:
+        """Tell whether an evaluation follows ``step``; one always follows the last."""
         return step > 0 and (step % self.evaluate_every == 0 or step == self.total_steps)
 
     def saves(self, step: int) -> bool:
+        """Tell whether ``step`` is saved, whatever the time; the last always is."""
         return step == self.total_steps or (self.save_every is not None and step % self.save_every == 0)

@@ -77,10 +77,12 @@ class TrainingForward:
         )
 
     def to_input(self, batch: Batch) -> Batch:
+        """Return the batch on the device, its inputs as the model takes them, mixed by mixup or CutMix."""
         moved = self.to_device(batch)
         return moved if self.mixing is None else self.mixing.whole(moved)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Run the whole forward within ``begin``; return the mean loss, shape ()."""
         self.on_begin(batch)
         # Moved one by one: a step may have more micro-batches than the device has room for.
         with self.begin(batch):
@@ -90,11 +92,13 @@ class TrainingForward:
             return mean_loss(self.task, outputs, moved)
 
     def begin(self, batch: Batch, stage: int = 0) -> AbstractContextManager[object]:
+        """Seed the batch's random streams, of each stage its own; return what a forward runs in."""
         seed_forward(self.seed, batch.step, batch.number, self.device, stage)
         begin_forward(self.compile, self.device)
         return self.context()
 
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the mean loss of what the last stage returned, shape ()."""
         with self.context():
             if isinstance(self.task, WholeTask):  # may read the inputs
                 return mean_loss(self.task, outputs, self.to_input(batch))

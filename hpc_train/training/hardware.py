@@ -34,6 +34,7 @@ class Hardware:
     threads: list[int]
 
     def to_json(self) -> dict[str, Any]:
+        """Return ``hardware`` in the ``extra`` of a checkpoint."""
         return asdict(self)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from typing_extensions import override
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import CompileConfig
@@ -69,6 +70,7 @@ class Prediction:
 
     @property
     def total(self) -> int:
+        """Bytes of all parts at the peak."""
         return sum(self.parts.values())
 
 
@@ -303,11 +305,13 @@ class BucketedGradients(nn.Module):
 
         value.register_post_accumulate_grad_hook(copied)
 
+    @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        """Within this context gradients are outside of the buckets."""
         self._is_synchronised = False
         yield
         self._is_synchronised = True

@@ -113,6 +113,7 @@ class MetricsWriter:
         )
 
     def close(self) -> None:
+        """Close the file, then the loggers, which receive ``state``."""
         self.metrics.close()
         self._each_logger(lambda logger: logger.close(self.state))
 
@@ -147,6 +148,7 @@ class Meters:
         self._pending: deque[_PendingRow] = deque()
 
     def train_row_is_due(self, step: int) -> bool:
+        """Tell whether the numbers of ``step`` become a row of metrics."""
         return step % self._every_steps == 0
 
     def train_row(
@@ -174,6 +176,7 @@ class Meters:
         self.drain(wait=False)
 
     def val_row(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the row of the evaluation at ``step``, after all earlier rows; only rank 0 writes."""
         self.drain(wait=True)
         if self._recorder is not None:
             self._recorder.write(self._head("val", step) | metrics)
@@ -233,6 +236,7 @@ class StatusWriter:
         self._logged: set[int | None] = set()
 
     def step_done(self, step: int) -> None:
+        """Write the status unless it was written within ``STATUS_EVERY_S``."""
         if time.monotonic() - self._written_at >= STATUS_EVERY_S:
             self.write("running", step)
 

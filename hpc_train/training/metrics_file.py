@@ -151,6 +151,7 @@ class MetricsFile:
             self._inode = self._path.stat().st_ino
 
     def close(self) -> None:
+        """Close the file, which is not synced; a later ``append`` opens it again."""
         self._close()
 
 

@@ -51,6 +51,7 @@ class Mix:
         return mixed
 
     def targets(self, soft: Tensor) -> Tensor:
+        """Return the mixed targets in new memory; ``soft`` (B, C): shares of the classes."""
         return soft * self.own + soft.flip(0) * (1 - self.own)
 
 

@@ -70,7 +70,7 @@ class ModelSelection:
         return selection
 
     @property
-    def is_on(self) -> bool:
+    def _is_on(self) -> bool:
         return self.best is not None or self.stopping is not None
 
     def saves(self, step: int) -> bool:
@@ -82,7 +82,7 @@ class ModelSelection:
 
         Raises BadFileError, on all ranks, if a metric of the file is not among them.
         """
-        if not self.is_on:
+        if not self._is_on:
             return
         for key, name in _metrics_of(self.config).items():
             _check_metric(key, name, metrics)
@@ -113,7 +113,7 @@ class ModelSelection:
         return self.reason is not None
 
     def _agreed(self, decision: int) -> int:
-        return self.agreement.rank_0_says(decision) if self.is_on else 0
+        return self.agreement.rank_0_says(decision) if self._is_on else 0
 
 
 def check_metrics(config: Experiment, metrics: Iterable[str]) -> None:

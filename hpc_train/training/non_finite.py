@@ -83,6 +83,7 @@ class Guard:
         return self._watch.has_seen
 
     def before_step(self) -> None:
+        """Copy the buffers under ``skip``, so that ``after_skip`` can put them back."""
         if self._buffers is not None:
             self._kept = self._buffers.copies()
 

@@ -48,11 +48,13 @@ class RunQuestion:
 
     @classmethod
     def of(cls, question: dict[str, Any]) -> RunQuestion:
+        """Read a question of ``plan.prediction``; takes ``experiment`` and ``degrees`` out of it."""
         experiment = _normalized(Experiment.model_validate(question.pop("experiment")))
         return cls(experiment, Degrees(**question.pop("degrees")), **question)
 
     @cached_property
     def data(self) -> PlannedData:
+        """The data of the file, or assumed ones if they can't be read here."""
         return planned_data(self.experiment)
 
     def answer(self) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class PreparedData:
 
     @classmethod
     def of(cls, experiment: Experiment, source: DataSource) -> PreparedData:
+        """Describe a data set; 0 validation samples if it has none."""
         num_val = 0 if source.val is None else len(source.val)
         config = experiment.data
         return cls(config.name, config.root, len(source.train), num_val, source.info.num_classes)

@@ -57,6 +57,7 @@ class Rank:
 
     @property
     def is_first(self) -> bool:
+        """Whether this is rank 0."""
         return self.facts.rank == 0
 
     def note(self, event: str) -> None:

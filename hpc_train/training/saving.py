@@ -36,10 +36,12 @@ class Saves:
 
     @property
     def has_failed(self) -> bool:
+        """Whether this rank's part of the save under way has failed; ``finish`` raises on all ranks."""
         return self._checkpointer.has_failed
 
     @property
     def is_busy(self) -> bool:
+        """Whether a save is under way that has not failed."""
         return self._checkpointer.is_busy
 
     def reserve(self) -> None:

@@ -73,6 +73,7 @@ class TrainState:
 
     @property
     def state(self) -> TrainingState:
+        """What a checkpoint saves of it: model, optimizer, scaler and EMA."""
         optimization = self.optimization
         return TrainingState(
             self.model,

@@ -40,6 +40,7 @@ class TrainingSums:
 
     @classmethod
     def of(cls, task: object, device: torch.device) -> TrainingSums:
+        """Return sums that remain empty if the task has no ``training_sums``."""
         return cls(task if isinstance(task, HasTrainingSums) else None, device)
 
     def begin(self, *, is_due: bool) -> None:

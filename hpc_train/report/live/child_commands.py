@@ -37,10 +37,12 @@ class Command:
 
     @property
     def pid(self) -> int:
+        """Process id of the command, which may outlive the screen."""
         return self._process.pid
 
     @property
     def is_over(self) -> bool:
+        """Whether the process has ended; its last lines may not have been read."""
         return self._process.poll() is not None
 
     def new_lines(self) -> list[str]:

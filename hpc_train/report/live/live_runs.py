@@ -54,6 +54,7 @@ class LiveRun:
 
     @property
     def state(self) -> str:
+        """One of ``run_status.STATES``."""
         return self.status.state
 
     @property
@@ -72,6 +73,7 @@ class LiveRun:
 
     @property
     def mfu(self) -> float | None:
+        """Model FLOPs utilization in the newest training row, 0…1; None if the row has none."""
         return number(self.train.get("mfu"))
 
     @property

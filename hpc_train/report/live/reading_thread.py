@@ -53,11 +53,13 @@ class ReadingThread(threading.Thread):
             self._condition.notify()
 
     def stop(self) -> None:
+        """End the thread once it has delivered what it reads now; return at once."""
         with self._condition:
             self._is_stopped = True
             self._condition.notify()
 
     def run(self) -> None:
+        """Read and deliver until ``stop``."""
         while not self._is_stopped:
             due_s = time.monotonic() + self._interval_s
             self._deliver(self._read(with_runs=True))

@@ -14,6 +14,7 @@ from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.screen import ModalScreen, Screen
 from textual.widgets import Log, Static
+from typing_extensions import override
 
 from hpc_train.console import one_line
 from hpc_train.paths import RunPaths
@@ -53,6 +54,7 @@ class Question(ModalScreen[bool]):
         super().__init__()
         self._words = words
 
+    @override
     def compose(self) -> ComposeResult:
         yield Static(Text(f"{self._words}\n\ny: yes    n: no"))
 
@@ -66,6 +68,7 @@ class Help(ModalScreen[None]):
     """
     BINDINGS = [("escape,q,question_mark,enter", "app.pop_screen", "back")]
 
+    @override
     def compose(self) -> ComposeResult:
         width = max(map(len, KEYS))
         yield Static(Text("\n".join(f"{key.ljust(width)}  {what}" for key, what in KEYS.items())))
@@ -81,6 +84,7 @@ class DetailsView(Screen[None]):
         super().__init__()
         self.paths, self._run_name = paths, name
 
+    @override
     def compose(self) -> ComposeResult:
         yield Static(Text(f"{one_line(self._run_name)}: details; q goes back"))
         with VerticalScroll():
@@ -114,15 +118,18 @@ class LogView(Screen[None]):
         self._paths, self._run_name = paths, name
         self._follower = _Follower(paths, self._deliver)
 
+    @override
     def compose(self) -> ComposeResult:
         yield Static(Text(f"{one_line(self._run_name)}: log; up and down scroll, end follows, q goes back"))
         yield Log(max_lines=_MAX_LINES)
 
     def on_mount(self) -> None:
+        """Start to read the log."""
         self.query_one(Log).focus()
         self._follower.start()
 
     def on_unmount(self) -> None:
+        """Let the thread that reads the log end."""
         self._follower.stop()
 
     def _deliver(self, lines: list[str]) -> None:

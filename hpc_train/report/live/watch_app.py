@@ -17,6 +17,7 @@ from textual.app import App, ComposeResult
 from textual.containers import Vertical
 from textual.message import Message
 from textual.widgets import DataTable, Input, Static
+from typing_extensions import override
 
 from hpc_train.console import one_line
 from hpc_train.paths import RunPaths
@@ -99,6 +100,7 @@ class WatchApp(App[None]):
         """The commands that were started here and have not ended."""
         return [command for command in self._commands if not command.is_over]
 
+    @override
     def compose(self) -> ComposeResult:
         yield Static(id="head", markup=False)
         yield RunTable(id="runs", cursor_type="row", cell_padding=0, cursor_foreground_priority="renderable")
@@ -110,6 +112,7 @@ class WatchApp(App[None]):
         yield Static(id="hint", markup=False)
 
     def on_mount(self) -> None:
+        """Start to read runs; SIGTERM and SIGHUP leave the screen, so that the terminal is restored."""
         for number in (signal.SIGTERM, signal.SIGHUP):  # the terminal is restored all the same
             asyncio.get_running_loop().add_signal_handler(number, self.exit)
         self.begin_capture_print(self)  # what launchers say
@@ -119,13 +122,16 @@ class WatchApp(App[None]):
         self._thread.start()
 
     def on_unmount(self) -> None:
+        """Let the thread that reads runs end."""
         self._thread.stop()
 
     def on_resize(self, event: events.Resize) -> None:
+        """Choose columns for the new width."""
         self._columns = {}
         self.call_after_refresh(self._show_runs)
 
     def on_print(self, event: events.Print) -> None:
+        """Keep what launchers print; it is shown as a problem after the next reading."""
         self._said += event.text
 
     def on_has_read(self, message: HasRead) -> None:
@@ -226,6 +232,7 @@ class WatchApp(App[None]):
         return next((run for run in self._listed if run.paths == self._selected), None)
 
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:
+        """Select the run under the cursor."""
         if 0 <= event.cursor_row < len(self._listed):
             self._select(self._listed[event.cursor_row].paths)
 
@@ -236,34 +243,42 @@ class WatchApp(App[None]):
             self._thread.select(run.paths, is_full=True)
 
     def action_log(self) -> None:
+        """Open the log of the selected run."""
         if run := self._run():
             self.push_screen(LogView(run.paths, run.name))
 
     def action_help(self) -> None:
+        """List the keys."""
         self.push_screen(Help())
 
     def action_sort(self) -> None:
+        """Sort by the next of the orders."""
         self._sort = next_sort(self._sort)
         self._show_runs()
 
     def action_update(self) -> None:
+        """Read all runs now."""
         self._thread.read_now()
 
     def action_filter(self) -> None:
+        """Open the line for words that choose runs."""
         words = self.query_one("#filter", Input)
         words.display = True
         words.focus()
 
     def action_clear_filter(self) -> None:
+        """Show all runs again; close the line."""
         words = self.query_one("#filter", Input)
         words.value, words.display = "", False
         self.query_one(RunTable).focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
+        """Show the runs that the words choose, with every character typed."""
         self._words = event.value
         self._show_runs()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Close the line for words and keep them."""
         event.input.display = False
         self.query_one(RunTable).focus()
 
