@@ -80,6 +80,7 @@ class CheckpointPaths:
 
     @property
     def step(self) -> int:
+        """The optimizer step, from the folder's name. Raises ValueError for another folder."""
         match = _STEP_NAME.fullmatch(self.folder.name)
         if match is None:
             raise ValueError(f"{self.folder} is not a checkpoint's folder")
@@ -94,6 +95,7 @@ class AttemptPaths:
 
     @property
     def number(self) -> int:
+        """Counts from 1."""
         return int(self.folder.name)
 
     @property
@@ -177,10 +179,12 @@ class SubmissionPaths:
 
     @property
     def record(self) -> Path:
+        """``submission.json``: its runs, its job and how far it has come."""
         return self.folder / "submission.json"
 
     @property
     def token(self) -> str:
+        """The random name of the submission."""
         return self.folder.name
 
 
@@ -192,6 +196,7 @@ class ExperimentPaths:
 
     @property
     def submissions(self) -> Path:
+        """One folder per submission to Slurm."""
         return self.folder / ".slurm"
 
     @property
@@ -218,6 +223,7 @@ class ExperimentPaths:
         return first if is_own else first.with_name(f".code-{os.geteuid()}")
 
     def submission(self, token: str) -> SubmissionPaths:
+        """The files of one submission, which may not exist yet."""
         return SubmissionPaths(self.submissions / token)
 
     def submission_folders(self) -> list[SubmissionPaths]:
@@ -365,6 +371,7 @@ class RunPaths:
 
     @cached_property
     def attempts(self) -> Path:
+        """One folder per attempt."""
         return self.folder / "attempts"
 
     @property
@@ -374,6 +381,7 @@ class RunPaths:
 
     @property
     def checkpoints(self) -> Path:
+        """One folder per checkpoint."""
         return self.folder / "checkpoints"
 
     @property
@@ -393,12 +401,15 @@ class RunPaths:
         return {value.name for value in values if isinstance(value, Path) and value.parent == run.folder}
 
     def attempt(self, number: int) -> AttemptPaths:
+        """The files of one attempt, which may not exist yet."""
         return AttemptPaths(self.attempts / str(number))
 
     def checkpoint(self, step: int) -> CheckpointPaths:
+        """The files of the checkpoint of ``step``, which may not exist."""
         return CheckpointPaths(self.checkpoints / f"step-{step:08d}")
 
     def evaluation(self, step: int) -> Path:
+        """The folder of the evaluation at ``step``; it exists only if that left files."""
         return self.evaluations / f"step-{step:08d}"
 
     def evaluation_folders(self) -> dict[int, Path]:

@@ -36,6 +36,7 @@ class Communication:
     between_nodes_gb: float = 0.0
 
     def to_json(self) -> dict[str, float]:
+        """Return ``communication`` of ``plan --json``: GB with 4 significant digits."""
         return {key: float(f"{value:.4g}") for key, value in asdict(self).items()}
 
 

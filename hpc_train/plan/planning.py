@@ -98,6 +98,7 @@ class PlannedRun:
         return bubble(self.experiment.parallel, self.degrees.pipeline, self.accumulation)
 
     def to_json(self) -> dict[str, Any]:
+        """Return its entry in ``plan --json``, without what is predicted."""
         return {
             "id": self.id,
             "values": self.values,

@@ -48,6 +48,7 @@ class Spread:
         return f"{self.mean:.6g}" if self.std is None else f"{self.mean:.6g} ± {self.std:.2g}"
 
     def to_json(self) -> dict[str, Any]:
+        """Return ``last`` or ``best`` of averaged runs in ``compare --json``."""
         return {"mean": self.mean, "std": self.std, "count": self.count}
 
 

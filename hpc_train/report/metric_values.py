@@ -41,6 +41,7 @@ class Point:
     step: int
 
     def to_json(self) -> dict[str, Any]:
+        """Return ``last`` or ``best`` of a run in ``compare --json``; a value that is not finite is None."""
         return {"value": self.value if math.isfinite(self.value) else None, "step": self.step}
 
 

@@ -52,6 +52,7 @@ class Words:
     wait: str = ""
 
     def all(self) -> str:
+        """Return all parts; ``judged`` is within ``validation``."""
         return self.joined({self.rate, self.left, self.loss, self.validation, self.wait})
 
     def joined(self, parts: Set[str]) -> str:

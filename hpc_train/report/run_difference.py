@@ -29,6 +29,7 @@ class CodeDifference:
     lines: list[str]
 
     def to_json(self) -> dict[str, Any]:
+        """Return ``code`` of ``compare --diff --json``."""
         return {
             "added": self.files.added,
             "changed": self.files.changed,
@@ -50,6 +51,7 @@ class RunDifference:
     reason: str | None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the differences in ``compare --diff --json``."""
         return {
             "settings": {key: list(values) for key, values in self.settings.items()},
             "versions": {key: list(values) for key, values in self.versions.items()},

@@ -57,6 +57,7 @@ class RunFiles:
 
     @property
     def records(self) -> list[AttemptRecord]:
+        """The readable records, that of the first attempt first."""
         return [record for _, record in self.attempts if record is not None]
 
     @property

@@ -51,6 +51,7 @@ class Usage:
     cpu_efficiency: float | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """Return ``usage`` of ``status --json``."""
         return dict(vars(self))
 
     def details(self) -> list[tuple[str, str]]:

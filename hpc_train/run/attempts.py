@@ -70,6 +70,7 @@ class AttemptRecord:
     saved_step: int | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the content of ``attempt.json``, in which ``job`` has its key of 0.1, ``slurm_job``."""
         data = {"version": 1} | asdict(self)
         data[_JOB_KEY] = data.pop("job")
         return data

@@ -31,6 +31,7 @@ class BadSample:
 
     @property
     def key(self) -> SampleKey:
+        """Identifies the sample in all attempts: its split and its index there."""
         return self.split, self.index
 
     @property

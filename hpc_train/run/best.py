@@ -25,6 +25,7 @@ class Best:
     step: int
 
     def to_json(self) -> dict[str, Any]:
+        """Return what ``from_json`` reads: ``best`` of ``manifest.json`` and ``status --json``."""
         return asdict(self)
 
     @classmethod

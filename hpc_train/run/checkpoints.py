@@ -62,6 +62,7 @@ class FileEntry:
     algorithm: str = ALGORITHM
 
     def to_json(self) -> dict[str, Any]:
+        """Return its entry in ``manifest.json``, where the hash has the algorithm's name as key."""
         return {"size": self.size, self.algorithm: self.digest}
 
     @classmethod
@@ -88,6 +89,7 @@ class Manifest:
     best: Best | None = None
 
     def write(self, checkpoint: CheckpointPaths) -> None:
+        """Write it atomically and sync it to disk; all other files must be there before."""
         data = {
             "version": FORMAT_VERSION,
             "hpc_train": __version__,

@@ -30,6 +30,7 @@ class Found:
     attempt: int
 
     def to_json(self) -> dict[str, Any]:
+        """Return the content of ``micro_batch.json``."""
         return {"version": 1} | asdict(self)
 
 

@@ -46,6 +46,7 @@ class Process:
 
     @classmethod
     def current(cls) -> Process:
+        """Return the process that runs this code."""
         process = cls.of(os.getpid())
         assert process is not None, "/proc does not show our own process"
         return process
@@ -61,6 +62,7 @@ class Process:
         return cls(**{key: data[key] for key in types})
 
     def to_json(self) -> dict[str, Any]:
+        """Return what ``from_json`` reads."""
         return asdict(self)
 
     def is_alive(self) -> bool | None:

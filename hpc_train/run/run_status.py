@@ -46,6 +46,7 @@ class RunStatus:
         assert self.state in STATES, self.state
 
     def to_json(self) -> dict[str, Any]:
+        """Return the content of ``status.json``."""
         return {"version": 1} | asdict(self)
 
 

@@ -35,6 +35,7 @@ class Round:
 
     @property
     def running(self) -> int:
+        """The number of trials in the queue or in training, without those to start again."""
         return sum(trial.state == "running" and not trial.is_due for trial in self.trials)
 
     def best(self, mode: str) -> Trial | None:

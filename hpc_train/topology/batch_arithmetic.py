@@ -72,6 +72,7 @@ class StepLayout:
         return None if self.micro_batches is None else accumulation(self.micro_batches, self.data_ranks)
 
     def to_json(self) -> dict[str, Any]:
+        """Return ``step`` of ``run.json``."""
         return asdict(self) | {"micro_batches": self.micro_batches, "accumulation": self.accumulation}
 
     def __str__(self) -> str:

@@ -32,6 +32,7 @@ class Degrees:
 
     @property
     def world_size(self) -> int:
+        """The number of ranks of the run."""
         return self.pipeline * self.data_ranks * self.tensor
 
     @property

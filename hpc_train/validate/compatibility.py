@@ -66,6 +66,8 @@ class Refusal:
     asks_model: bool = False
 
     def as_rule(self) -> Rule:
+        """Return the rule that reports a problem at ``path`` if ``holds`` is true."""
+
         def find(experiment: Experiment) -> Iterator[Problem]:
             if self.holds(experiment):
                 yield Problem(self.path, self.message(experiment), self.remedy)

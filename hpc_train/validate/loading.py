@@ -39,6 +39,7 @@ class Loaded:
 
     @property
     def source_name(self) -> str:
+        """The file as the user named it."""
         return self.source.name
 
     def variant(self, values: Mapping[str, Any], places: Mapping[str, KeyPath] | None = None) -> Experiment:

@@ -75,6 +75,7 @@ class Code:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     def manifest(self) -> dict[str, Any]:
+        """Return the content of ``snapshot.json``; of the files it has hashes."""
         commit = self.commit or {"commit": None, "dirty": None}
         return {
             "version": _VERSION,
