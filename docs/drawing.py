@@ -62,9 +62,11 @@ class Drawing:
         )
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float, *, is_dashed: bool = False) -> None:
+        """Draw a line with an arrowhead at its second end."""
         self._line(x1, y1, x2, y2, 'class="line" marker-end="url(#head)"', is_dashed)
 
     def line(self, x1: float, y1: float, x2: float, y2: float, *, is_dashed: bool = False) -> None:
+        """Draw a line without arrowheads."""
         self._line(x1, y1, x2, y2, 'class="line"', is_dashed)
 
     def _line(self, x1: float, y1: float, x2: float, y2: float, what: str, is_dashed: bool) -> None:

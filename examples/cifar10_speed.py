@@ -84,6 +84,7 @@ class SpeedNet(nn.Module):
         self.head = nn.Linear(third, num_classes, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return logits; in evaluation, averaged over the views."""
         if self.training or self.views == 1:
             return self._logits(images)
         if self.views == 2:

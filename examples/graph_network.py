@@ -33,13 +33,16 @@ class TwoTargets:
         }
 
     def forward(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Return logits (B, 10) and the darkness (B,)."""
         return model(batch.inputs)
 
     def loss(self, outputs: dict[str, Tensor], batch: Batch) -> Tensor:
+        """Return the sum of both losses, shape ()."""
         by_class = functional.cross_entropy(outputs["logits"].float(), batch.targets["digit"])
         return by_class + functional.mse_loss(outputs["darkness"].float(), batch.targets["darkness"])
 
     def sums(self, outputs: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+        """Return sums over the valid graphs of a batch."""
         hits = outputs["logits"].argmax(1) == batch.targets["digit"]
         errors = (outputs["darkness"].double() - batch.targets["darkness"]) ** 2
         return {
@@ -49,6 +52,7 @@ class TwoTargets:
         }
 
     def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
+        """Turn the sums over all validation graphs into metrics."""
         rmse = (sums["squares"] / sums["count"]) ** 0.5
         return {"accuracy": sums["correct"] / sums["count"], "darkness_rmse": rmse}
 
@@ -96,6 +100,7 @@ class Layer(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, nodes_BNF: Tensor, mean_BNN: Tensor) -> Tensor:  # noqa: N803
+        """Return the nodes (B, N, F) after the round; ``mean_BNN`` averages over neighbours."""
         read = self.of_node(nodes_BNF) + self.of_neighbours(mean_BNN @ nodes_BNF)
         return nodes_BNF + functional.gelu(self.norm(read))
 
@@ -110,6 +115,7 @@ class GraphNetwork(nn.Module):
         self.classes, self.darkness = nn.Linear(width, num_classes), nn.Linear(width, 1)
 
     def forward(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return logits (B, num_classes) and the darkness (B,)."""
         edges_BNN, is_node_BN = inputs["edges"], inputs["is_node"]  # noqa: N806
         mean_BNN = edges_BNN / edges_BNN.sum(2, keepdim=True).clamp(min=1)  # noqa: N806
         nodes_BNF = self.stem(inputs["features"])  # noqa: N806
