@@ -143,6 +143,4 @@ class Section(BaseModel):
     """
 
     # A section's validator is built as a part of the experiment's, or when it is used alone.
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True)
