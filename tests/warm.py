@@ -37,7 +37,6 @@ import os
 import resource
 import runpy
 import select
-import selectors
 import shutil
 import signal
 import socket
@@ -73,6 +72,8 @@ _WARM = {
     "hpc_train.launchers.entry", "hpc_train.strategies.model_facts", "hpc_train.training.prepare",
     "hpc_train.training.predicted_runs", "hpc_train.checkpoint.export",
 }  # fmt: skip
+#: One that starts ranks itself.
+_PARALLEL_RUNS = "hpc_train.cli.parallel_runs"
 #: How variables begin that change a process before its first line.
 _READ_AT_START = (
     "LD_", "GLIBC_", "MALLOC_", "PYTHON", "OMP_", "OPENBLAS_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "TRITON",
@@ -221,7 +222,7 @@ class _WarmPopen(subprocess.Popen[Any]):
             return
         files = [own if own != -1 else number for number, own in enumerate((pipes[0], pipes[3], pipes[5]))]
         order = _own_state() | {
-            "role": self.role,
+            "role": "launcher" if _PARALLEL_RUNS in command else self.role,
             "command": command,
             "environment": environment,
             "folder": os.path.abspath(cwd or "."),  # noqa: PTH100  (follows no link)
@@ -233,7 +234,7 @@ class _WarmPopen(subprocess.Popen[Any]):
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _is_warm(self, command: Sequence[str]) -> bool:
-        return command[:2] == [sys.executable, "-m"] and command[2] in _WARM
+        return command[:2] == [sys.executable, "-m"] and command[2] in {*_WARM, _PARALLEL_RUNS}
 
 
 class _Launcher(_WarmPopen):
@@ -276,12 +277,9 @@ def for_jobs() -> dict[str, str]:
 def _serve(end: socket.socket, door: socket.socket | None) -> tuple[dict[str, Any], list[int]]:
     """Fork for each order that comes. Returns in forks only: what to do."""
     own = dict(os.environ)
-    ends = selectors.DefaultSelector()
-    ends.register(end, selectors.EVENT_READ)
-    if door is not None:
-        ends.register(door, selectors.EVENT_READ)
     while True:
-        is_task = door is not None and ends.select()[0][0].fileobj is door
+        # No selectors: garbage with a file's number would close another file of a fork's.
+        is_task = door is not None and door in select.select([end, door], [], [])[0]
         asking = door.accept()[0] if is_task and door is not None else end
         message, files, _, _ = socket.recv_fds(asking, _MOST_BYTES, 3)
         if is_task:
