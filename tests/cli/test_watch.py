@@ -32,7 +32,7 @@ def test_a_run_is_watched_and_cancelled_by_key(tmp_path: Path, monkeypatch: pyte
             watching.until(r"running .{9}\d+/5000 +\S+ +[▁-█]{10} \d")
             assert not re.search(r"\x1b\[[0-9;]*[34]8[;:]", watching.written), "NO_COLOR"
             watching.press("l")
-            watching.until(r"rank-0\.log")
+            watching.until(r"log; up and down scroll(?s:.*)train step \d+")
             watching.press("q")
             watching.press("c")
             watching.until("Cancel [0-9a-f]+ for good")

@@ -31,6 +31,7 @@ LIMIT_S = 240.0
 _OWN_PARTS = (
     "end_to_end/parts", "end_to_end/paced", "cli/launchers", "models/factories", "search/methods",
     "slurm/bad_node", "slurm/crashing", "tasks/detectors", "training/hungry",
+    "datasets/sources/stand_in_datasets",
 )  # fmt: skip
 #: What a row says of the moment, not of the training.
 OF_THE_MOMENT = {
@@ -103,7 +104,7 @@ def work_tree() -> Path:
     for part in _OWN_PARTS:
         path = Path("tests", part).with_suffix(".py")
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        for own in (path, path.with_name("__init__.py"), Path("tests", "__init__.py")):
+        for own in (path, *(each / "__init__.py" for each in path.parents[:-1])):
             shutil.copy2(REPOSITORY / own, folder / own)
     return folder
 
