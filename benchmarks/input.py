@@ -11,8 +11,8 @@ it. CPU time rather than wall time, because a loader process shares its node. Th
 - CIFAR-10 as JPEG files of 32 x 32 pixels (``--cifar10``: ``train/<class>/*.jpg``), padded crop and flip.
 - The same CIFAR-10 images in memory, padded crop and flip.
 
-Files are also read with ``data.fast_jpeg``, and from a pack (``data.cache``), which contains CIFAR-10's
-decoded pixels, and JPEG files of 500 x 375 as they are; a second table of each compares that with the folder.
+Files are also read from a pack (``data.cache``), which contains CIFAR-10's decoded pixels, and JPEG files of
+500 x 375 as they are; a second table of each compares that with the folder.
 
 timm's arm is ``timm.data.create_loader`` up to its fast collate, which also returns uint8; torchvision's is
 ``ImageFolder``, v1 transforms as in its reference training, and ``DataLoader``. Rounds are interleaved and
@@ -57,7 +57,6 @@ from hpc_train.datasets.building import build_source
 from hpc_train.datasets.sampler import Position
 
 OURS, PACKED, TIMM, TORCHVISION = "hpc-train", "hpc-train, packed cache", "timm", "torchvision"
-FAST = "hpc-train, fast_jpeg"
 BATCH, CROP, PADDING = 64, 224, 4
 WIDTH, HEIGHT, QUALITY = 500, 375, 95
 #: Images of a round, by source: about a second for the slowest arm.
@@ -142,7 +141,6 @@ def folder_arms(root: Path, change: dict[str, Any], size: int | None) -> Arms:
     return {
         OURS: lambda: _ours(source, _experiment(root, change, size)),
         PACKED: lambda: _ours(packed, _experiment(root, change, size)),
-        FAST: lambda: _ours(source, _experiment(root, change, size, fast_jpeg=True)),
         TIMM: lambda: _timm(ImageFolder(str(root / "train")), side, size),
         TORCHVISION: lambda: _torchvision(ImageFolder(str(root / "train"), theirs)),
     }
@@ -181,8 +179,10 @@ _RESIZED_CROP = {"random_resized_crop": {}, "hflip": 0.5}
 _PADDED_CROP = {"crop_padding": PADDING, "hflip": 0.5}
 
 
-def _experiment(root: Path, augment: dict[str, Any], size: int | None, **keys: Any) -> Experiment:
-    data = {"name": "imagefolder", "root": str(root), **keys}
+def _experiment(
+    root: Path, augment: dict[str, Any], size: int | None, cache: str | None = None
+) -> Experiment:
+    data = {"name": "imagefolder", "root": str(root), "cache": cache}
     return Experiment.model_validate(
         {
             "name": "input",

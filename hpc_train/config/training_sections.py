@@ -180,10 +180,6 @@ class DataConfig(Section):
     """Random augmentation of training images. Default: none."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     """Interpolation for resizing images, always with antialiasing."""
-    fast_jpeg: bool = False
-    """Decode the JPEG files of training images without smooth upsampling of their color channels, which takes
-    an eighth less time and changes pixels by 0.3 of 255 on average (both measured). ``false``: decode as
-    Pillow does, as the evaluation always does."""
     normalize: Annotated[
         NormalizeConfig | None,
         BeforeValidator(lambda v: {"from_weights": True} if v == "weights" else v),

@@ -226,15 +226,7 @@ def _training_reader(
 
     prepare = _prepare(prepare_images, data, seed, target_spec, is_training=True)
     targets = TargetCheck(experiment.task, target_spec)
-    return SlotReader(
-        source.train,
-        source.info.channels,
-        seed,
-        prepare,
-        targets,
-        skip_bad=skip_bad,
-        fast_jpeg=data.fast_jpeg,
-    )
+    return SlotReader(source.train, source.info.channels, seed, prepare, targets, skip_bad=skip_bad)
 
 
 def _evaluation_reader(

@@ -1,8 +1,7 @@
 """Decodes the content of an image file: ordinary JPEG by libjpeg-turbo (simplejpeg), all else by Pillow.
 
 Both give the same pixels, since Pillow uses libjpeg-turbo with the same settings (accurate DCT, smooth
-upsampling of chroma; EXIF orientation is not applied), so which one decodes is a matter of speed alone, but
-for ``data.fast_jpeg``, which takes each chroma value for all pixels that it covers:
+upsampling of chroma; EXIF orientation is not applied), so which one decodes is a matter of speed alone:
 simplejpeg takes two thirds of Pillow's time for 500 x 375 pixels and an eighth for 32 x 32 (measured). It
 refuses damaged files; whether such a file can be read, and the error, is left to Pillow.
 
@@ -47,8 +46,6 @@ class EncodedImage:
     #: The colorspace that simplejpeg decodes it to.
     colorspace: str
     index: int
-    #: Without smooth upsampling of chroma.
-    is_fast: bool = False
 
     def dim(self) -> int:
         """Return the dimensions of the decoded image."""
@@ -68,7 +65,7 @@ class EncodedImage:
         channels, height, width = self.shape
         sides = -(-height // reduction), -(-width // reduction)
         try:
-            pixels = simplejpeg.decode_jpeg(self.content, self.colorspace, False, self.is_fast, *sides)
+            pixels = simplejpeg.decode_jpeg(self.content, self.colorspace, False, False, *sides)
         except ValueError:  # Pillow reads some damaged files, and has a better message for the others
             return resize(_decode_by_pillow(self.content, channels), *sides)
         return torch.from_numpy(pixels).permute(2, 0, 1)
@@ -96,17 +93,16 @@ def reduction_for(sides: tuple[int, int], to: tuple[int, int]) -> int:
     return next(fits, 1)
 
 
-def read_image(content: bytes, channels: int, index: int, *, is_fast: bool = False) -> EncodedImage | Tensor:
+def read_image(content: bytes, channels: int, index: int) -> EncodedImage | Tensor:
     """Return the image of a file's ``content`` as 1 or 3 channels; of ordinary JPEG only the header is read.
 
-    ``is_fast``: see ``data.fast_jpeg``.
     Raises OSError, SyntaxError or ValueError as Pillow does if the content is not an image, or is damaged.
     """
-    encoded = _read_header(content, channels, index, is_fast) if content.startswith(_JPEG_START) else None
+    encoded = _read_header(content, channels, index) if content.startswith(_JPEG_START) else None
     return _decode_by_pillow(content, channels) if encoded is None else encoded
 
 
-def _read_header(content: bytes, channels: int, index: int, is_fast: bool) -> EncodedImage | None:
+def _read_header(content: bytes, channels: int, index: int) -> EncodedImage | None:
     """Return the JPEG, or None if Pillow should decode it or say why it can't be decoded."""
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(content)
@@ -115,7 +111,7 @@ def _read_header(content: bytes, channels: int, index: int, is_fast: bool) -> En
     decoded_to = _DECODED_TO.get((channels, colorspace))
     if decoded_to is None or height * width > (Image.MAX_IMAGE_PIXELS or height * width):
         return None
-    return EncodedImage(content, (channels, height, width), decoded_to, index, is_fast)
+    return EncodedImage(content, (channels, height, width), decoded_to, index)
 
 
 def decoded(image: Tensor | EncodedImage) -> Tensor:

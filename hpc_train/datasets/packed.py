@@ -297,16 +297,13 @@ def find_pack(data: DataConfig) -> Pack:
 def may_read(data: DataConfig, part: PackedPart) -> bool:
     """Whether the split gives the pixels that the image files would give.
 
-    Decoded images do not where random crops would decode a JPEG file at a fraction of its size, and with
-    ``fast_jpeg``.
+    Decoded images do not where random crops would decode a JPEG file at a fraction of its size.
     """
     return part.pixels is None or may_decode_whole(data, max(part.pixels))
 
 
 def may_decode_whole(data: DataConfig, side: int) -> bool:
-    """Whether every use of images with this longest side in pixels decodes them in full, and accurately."""
-    if data.fast_jpeg:
-        return False
+    """Whether every use of images with this longest side in pixels decodes them in full."""
     size = data.height_and_width
     return data.augment.random_resized_crop is None or size is None or side < 2 * min(size)
 

@@ -91,7 +91,6 @@ class SlotReader(Dataset[Read | Failure]):
         *,
         part: Part = "train",
         skip_bad: bool = False,
-        fast_jpeg: bool = False,
     ) -> None:
         self._split = split
         # Once: a check of a protocol takes as long as reading a small sample.
@@ -116,7 +115,6 @@ class SlotReader(Dataset[Read | Failure]):
         )
         self._part: Part = part
         self._skip_bad = skip_bad
-        self._fast_jpeg = fast_jpeg
 
     def __len__(self) -> int:
         return len(self._split)
@@ -258,7 +256,7 @@ class SlotReader(Dataset[Read | Failure]):
         """Return a sample's inputs, a JPEG file's not decoded yet, and its target as it is stored."""
         if self._files is not None:
             content, target = self._files.file_content(index)
-            return read_image(content, self._files.channels, index, is_fast=self._fast_jpeg), target
+            return read_image(content, self._files.channels, index), target
         assert self._samples is not None, "ArraySplit is read in whole batches"
         seed_generators(seed)
         inputs, target = self._samples[index]

@@ -82,7 +82,6 @@ def gpt_stands_alone(experiment: Experiment) -> Iterator[Problem]:
     "data.image_size",
     "data.eval_crop",
     "data.interpolation",
-    "data.fast_jpeg",
     "data.normalize",
     "model.channels_last",
 )
@@ -96,7 +95,6 @@ def text_has_no_keys_of_images(experiment: Experiment) -> Iterator[Problem]:
         ("data", "image_size"): data.image_size is not None,
         ("data", "eval_crop"): data.eval_crop != 1.0,
         ("data", "interpolation"): data.interpolation != "bilinear",
-        ("data", "fast_jpeg"): data.fast_jpeg,
         ("data", "normalize"): data.normalize is not None,
         ("model", "channels_last"): experiment.model.channels_last,
     }

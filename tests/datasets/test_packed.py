@@ -111,9 +111,8 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
         {"image_size": 8, "augment": {"random_resized_crop": {}, "hflip": 0.5}},
         {"image_size": 4, "augment": {"random_resized_crop": {}}},
         {"image_size": 12, "augment": {"crop_padding": 2, "hflip": 0.5, "vflip": 0.5, "randaugment": {}}},
-        {"image_size": 8, "fast_jpeg": True},
     ],
-    ids=["resized", "crops", "crops of reduced images", "padded crops", "fast JPEG"],
+    ids=["resized", "crops", "crops of reduced images", "padded crops"],
 )
 def test_batches_are_bitwise_those_of_the_folder(tmp_path: Path, kind: str, keys: dict[str, Any]) -> None:
     root = make_folder(tmp_path / "images", kind)
@@ -135,14 +134,6 @@ def test_crops_that_decode_at_a_fraction_read_files_as_they_are(root: Path) -> N
     assert isinstance(packed(root, image_size=7, **crops).train, PackedPixels)
     assert isinstance(packed(root, image_size=6, **crops).train, PackedFiles)
     assert isinstance(build_source(with_cache(root, image_size=7, **crops)).train, PackedPixels)
-
-
-def test_fast_jpeg_is_for_training_images_alone(tmp_path: Path) -> None:
-    root = make_folder(tmp_path / "images")
-    usual, fast = batches(folder_of(root)), batches(folder_of(root), fast_jpeg=True)
-    are_same = [torch.equal(one.inputs, other.inputs) for one, other in zip(usual, fast, strict=True)]
-    num_training = 8  # micro-batches
-    assert are_same == [False] * num_training + [True] * (len(usual) - num_training)
 
 
 def test_batches_from_loader_processes_are_the_same(root: Path) -> None:
