@@ -81,6 +81,21 @@ def test_a_signal_ends_a_forked_rank_as_it_would_a_fresh_one(forked: type[_Forke
         assert process.wait(60) == -signal.SIGKILL
 
 
+@pytest.mark.parametrize(
+    "end",
+    ["pass", "sys.exit(3)", "sys.exit('words')", "1 / 0", "raise KeyboardInterrupt", "print('kept', end='')"],
+)
+def test_a_forked_script_ends_as_a_fresh_one(end: str) -> None:
+    script = f"import atexit, sys; atexit.register(print, sys.argv[1])\n{end}"
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    found = []
+    fresh = subprocess.Popen([sys.executable, "-c", script, "at exit"], **pipes)
+    for process in (fresh, warm.start_script(script, "at exit", **pipes)):
+        output, errors = process.communicate(timeout=60)
+        found.append((process.returncode, output, errors.splitlines()[-1:]))
+    assert found[0] == found[1]
+
+
 def task(*words: str, output: Any, **variables: str) -> subprocess.Popen[Any]:
     """Start Python as srun does where tests/warm_site has it ask for a warm rank."""
     return subprocess.Popen(
