@@ -426,15 +426,14 @@ def _run_as_main(module: str) -> NoReturn:
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.modules["__main__"].__annotations__ = {}
     code: object = 0
+    is_interrupted = False
     try:
         runpy._run_module_as_main(module)  # type: ignore[attr-defined]
     except SystemExit as end:
         code = end.code or 0
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
+    except BaseException as error:
         sys.excepthook(*sys.exc_info())
+        is_interrupted = isinstance(error, KeyboardInterrupt)
         code = 1
     if not isinstance(code, int):
         print(code, file=sys.stderr)
@@ -444,6 +443,9 @@ def _run_as_main(module: str) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
+    if is_interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(code & 255)  # Python's own end takes a second where torch is imported
 
 
