@@ -57,13 +57,13 @@ flag = signals.install()
 facts = RankFacts.from_environment(os.environ)
 group = join(facts, torch.device("cpu"), Path(sys.argv[1]), "token")
 assert (group.shared_flags is None) == (sys.argv[2] == "none")
-if group.shared_flags is not None:  # nothing is left there if all ranks are killed
-    assert os.readlink(f"/proc/self/fd/{group.shared_flags.file}").endswith("(deleted)")
 agreement = Agreement(group, flag)
 agreed = []
 def step(**wish):
     agreed.append(dataclasses.astuple(agreement.exchange(StepFlags(**wish))))
-step()
+step()  # after it rank 0 has unlinked the file
+if group.shared_flags is not None:  # nothing is left there if all ranks are killed
+    assert os.readlink(f"/proc/self/fd/{group.shared_flags.file}").endswith("(deleted)")
 step(save=facts.rank == 0)
 step(save=facts.rank != 0)
 step(has_failed=facts.rank == 1, is_waiting=facts.rank == 2, bad_samples=facts.rank)
