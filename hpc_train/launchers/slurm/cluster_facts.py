@@ -61,7 +61,7 @@ class Partition:
 
     @property
     def is_default(self) -> bool:
-        """Whether jobs that name no partition go to it."""
+        """Whether it is the default partition."""
         return self.values.get("Default") == "YES"
 
     @property
@@ -141,7 +141,7 @@ class Association:
     qos: tuple[str, ...]
     max_submit: int | None
     is_default: bool
-    #: The QOS of jobs that name none; empty: the cluster's own default.
+    #: The QOS of jobs that request none; empty: the cluster's own default.
     default_qos: str = ""
     limits: Limits = _NO_LIMITS
     #: In small letters; empty where it was not printed.
@@ -222,7 +222,7 @@ class ClusterFacts:
 
     @cached_property
     def default(self) -> Partition | None:
-        """The partition of jobs that name none; None if there is no such partition."""
+        """The cluster's default partition; None if it has none."""
         return next((each for each in self.partitions if each.is_default), None)
 
     def partition(self, name: str) -> Partition | None:
