@@ -30,7 +30,7 @@ LIMIT_S = 240.0
 #: Modules that experiments of tests name.
 _OWN_PARTS = (
     "end_to_end/parts", "end_to_end/paced", "cli/launchers", "models/factories", "search/methods",
-    "slurm/bad_node", "slurm/crashing", "tasks/detectors", "training/hungry",
+    "slurm/bad_node", "slurm/crashing", "slurm/stuck", "tasks/detectors", "training/hungry",
     "datasets/sources/stand_in_datasets",
 )  # fmt: skip
 #: What a row says of the moment, not of the training.

@@ -39,6 +39,7 @@ ONE_RANK = ONE_NODE.replace("ranks_per_node: 2", "ranks_per_node: 1")
 BAD_NODE = EXPERIMENT.replace("tests.end_to_end.paced:net", "tests.slurm.bad_node:net").replace(
     "ranks_per_node: 2", "ranks_per_node: 1"
 )
+STUCK = ONE_RANK.replace("tests.end_to_end.paced:net", "tests.slurm.stuck:net")
 
 
 def field(cluster: Cluster, paths: RunPaths, name: str) -> str:
@@ -137,16 +138,17 @@ def test_a_job_that_slurm_puts_on_a_node_it_leaves_out_asks_for_another(
 @pytest.mark.fault(36)
 def test_a_run_that_gets_nowhere_gives_up(cluster: Cluster, tmp_path: Path) -> None:
     """Slurm would requeue it without end: each time it is gone before it has saved."""
-    paths = submit_one(tmp_path, text=ONE_RANK, pace_s=1.0)
+    paths = submit_one(tmp_path, text=STUCK)
     for number in (1, 2, 3):
         wait_for_attempt(paths, number)
         wait_for_first_step(paths)
         victims = ranks_of(paths)
+        assert victims, account(paths)
         cluster.run("scontrol", "requeue", job_of(paths))
         for rank in victims:
             os.kill(rank, signal.SIGKILL)
         start_now(cluster, paths)
-    assert wait_for_state(paths, "failed", "completed") == "failed"
+    assert wait_for_state(paths, "failed", "completed") == "failed", account(paths)
     reason = standing_of(paths)["reason"]
     assert reason.startswith("no progress in 3 attempts: no checkpoint at all; "), reason
     assert len(records(paths)) == 3, "the fourth start began no attempt"
