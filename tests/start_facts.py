@@ -41,10 +41,26 @@ def facts() -> dict[str, object]:
         "files": [number for number in range(256) if Path(f"/proc/self/fd/{number}").exists()],
         "threads": len(list(Path("/proc/self/task").iterdir())),
         "limits": Path("/proc/self/limits").read_text(),
-        "ours": sorted(name for name in sys.modules if name.startswith("hpc_train")),
         "has torch": "torch" in sys.modules,
         "streams": streams,
+        "package": package(),
     }  # fmt: skip
+
+
+def package() -> dict[str, object]:
+    """Return where hpc_train comes from."""
+    from hpc_train import errors
+    from hpc_train.launchers.slurm import profiles
+    from hpc_train.run import tracebacks
+
+    modules = (sys.modules["hpc_train"], errors, profiles, tracebacks)
+    return {
+        "files": [(module.__file__, module.__cached__, module.__spec__.origin) for module in modules],
+        "folders": (list(sys.modules["hpc_train"].__path__), list(sys.modules["hpc_train.run"].__path__)),
+        "paths": (str(profiles.TEMPLATES), tracebacks._PACKAGE),
+        "code": (errors.BadFileError.__init__.__code__.co_filename, profiles.__loader__.path),
+        "planted": vars(errors).get("PLANTED"),
+    }
 
 
 if __name__ == "__main__":

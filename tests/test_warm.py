@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from hpc_train.launchers.rank_processes import _die_with
-from tests import warm
+from tests import warm, warm_imports
 from tests.waiting import came_true
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
@@ -64,6 +65,25 @@ def test_a_forked_rank_is_like_a_fresh_one(
     assert not fresh.pop("has torch")
     assert found.pop("has torch")
     assert found == fresh
+
+
+@pytest.mark.parametrize("changed", [None, "errors.py", "training/loop.py"])
+def test_a_forked_rank_imports_the_package_that_a_fresh_one_does(
+    changed: str | None, forked: type[_Forked], tmp_path: Path
+) -> None:
+    """From a snapshot, equal to the repository or not."""
+    snapshot = tmp_path / "snapshot"
+    shutil.copytree(warm_imports._OURS, snapshot / "hpc_train", ignore=shutil.ignore_patterns("__pycache__"))
+    if changed:
+        with (snapshot / "hpc_train" / changed).open("a") as file:
+            file.write("\nPLANTED = 3\n")
+    path = os.pathsep.join((str(snapshot), REPOSITORY))
+    fresh, found = (
+        facts(start, tmp_path, PYTHONPATH=path)["package"] for start in (subprocess.Popen, forked)
+    )
+    assert found == fresh
+    assert found["planted"] == (3 if changed == "errors.py" else None)
+    assert json.dumps(found).count(REPOSITORY) == 0, found
 
 
 @pytest.mark.parametrize("variable", ["LD_PRELOAD", "OMP_PROC_BIND", "TORCH_LOGS", warm.FRESH])

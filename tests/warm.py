@@ -1,12 +1,12 @@
-"""Ranks forked from a process that has imported torch, for tests where starting is not the point.
+"""Ranks forked from a process that has imported their modules, for tests where starting is not the point.
 
 A rank needs more CPU time to import torch than most tests need for training, and a command more to import
-typer and pydantic than for its work. ``start`` forks a process for the real command, whose
+typer, pydantic and hpc_train than for its work. ``start`` forks a process for the real command, whose
 ``subprocess.Popen`` hands Python modules that import torch (``_WARM``) to a fork server::
 
-    pytest ── fork server              has imported torch; one per process of pytest
-      │          └ forks ─▶ launcher   becomes pytest's child, has a fork server of its own, imports hpc_train
-      └ launcher ── fork server        knows nothing of hpc_train, which comes from the run's snapshot
+    pytest ── fork server              has imported torch and hpc_train; one per process of pytest
+      │          └ forks ─▶ launcher   becomes pytest's child, has a fork server of its own
+      └ launcher ── fork server
            └ rank                      forked by that server, becomes the launcher's child
 
     slurmstepd ── task                 Python as srun starts it; its first import (tests/warm_site) orders a
@@ -19,13 +19,12 @@ signal mask, death with its launcher, exit code, open files, arguments and envir
 ``sys.path``, ``__main__``. It is not in what the dynamic linker, Python and torch read as they start: where
 the environment differs in such a variable (``_READ_AT_START``) a process starts as usual; where ``FRESH`` is
 set, all do. The warm ranks of one process of pytest share Python's hash seed. What Slurm itself does to a
-rank is tested with fresh ranks. Modules of hpc_train are read from the snapshot and not compiled again where
-they equal the repository's.
+rank is tested with fresh ranks. hpc_train is that of the run's snapshot (tests/warm_imports.py), but nearly
+all its modules are imported: a module that lacks an import of a submodule is found by mypy and fresh ranks.
 """
 
 from __future__ import annotations
 
-import _imp
 import atexit
 import ctypes
 import functools
@@ -35,7 +34,6 @@ import io
 import json
 import os
 import resource
-import runpy
 import select
 import shutil
 import signal
@@ -48,7 +46,6 @@ import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,16 +54,6 @@ FRESH = "HPC_TRAIN_TEST_FRESH_RANKS"
 #: In the environment of jobs: the socket at which pytest's fork server listens.
 DOOR = "HPC_TRAIN_TEST_WARM"
 _HOOK = Path(__file__).parent / "warm_site"
-_PACKAGE = Path(__file__).parents[1] / "hpc_train"
-#: The third-party modules that commands and ``hpc_train.training.main`` import; what is missing, they import.
-_IMPORTED = (
-    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "torch.distributed.pipelining", "torch.nn.utils.fusion", "torch.utils.data", "torch.export",
-    "torch.utils.flop_counter", "pydantic.main", "pydantic.functional_serializers", "pydantic.types",
-    "pydantic.type_adapter", "PIL.Image", "PIL.ImageDraw", "safetensors.torch", "simplejpeg", "numpy",
-    "numpy.typing", "xxhash", "yaml", "filelock", "stamina", "platformdirs", "submitit.core.submission",
-    "typer", "configparser", "netrc", "shellingham", "multiprocessing.popen_fork",
-)  # fmt: skip
 #: Modules that a launcher starts with ``python -m`` and that import torch.
 _WARM = {
     "hpc_train.launchers.entry", "hpc_train.strategies.model_facts", "hpc_train.training.prepare",
@@ -422,13 +409,14 @@ def _stream(number: int, ours: io.TextIOWrapper, mode: str, is_unbuffered: bool)
     return stream
 
 
-def _run_as_main(module: str) -> NoReturn:
+def _run_as_main(module: str, imports: Any) -> NoReturn:
+    """``imports``: tests/warm_imports.py."""
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.modules["__main__"].__annotations__ = {}
     code: object = 0
     is_interrupted = False
     try:
-        runpy._run_module_as_main(module)  # type: ignore[attr-defined]
+        imports.run_as_main(module)
     except SystemExit as end:
         code = end.code or 0
     except BaseException as error:
@@ -447,26 +435,6 @@ def _run_as_main(module: str) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(code & 255)  # Python's own end takes a second where torch is imported
-
-
-def _share_compiled_code() -> None:
-    """Let forks compile no module of a snapshot whose source is that of the module in this repository."""
-    compiled = {}
-    for file in sorted(_PACKAGE.rglob("*.py")):
-        with suppress(SyntaxError):
-            compiled[file.read_bytes()] = SourceFileLoader("_", str(file)).get_code("_")
-    usual = SourceFileLoader.get_code
-
-    def get_code(self: SourceFileLoader, fullname: str) -> types.CodeType | None:
-        is_ours = fullname.partition(".")[0] == _PACKAGE.name
-        # Taken out, as the same source in two files has two objects.
-        code = compiled.pop(self.get_data(self.path), None) if is_ours else None
-        if code is None:
-            return usual(self, fullname)
-        _imp._fix_co_filename(code, self.path)
-        return code
-
-    SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
 
 
 def _be_task(command: Sequence[str]) -> NoReturn:
@@ -519,9 +487,12 @@ def main() -> None:
     if sys.argv[1] == "wait":
         _wait(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
     gc.disable()
-    for name in _IMPORTED:
-        importlib.import_module(name)
-    _share_compiled_code()
+    sys.path.insert(0, str(Path(__file__).parent))
+    imports: Any = importlib.import_module(
+        "warm_imports"
+    )  # no forks find a module of this repository's tests
+    del sys.path[0]
+    imports.import_all()
     gc.freeze()  # else each fork's collections write to all objects, which copies their pages
     gc.enable()
     for name in ("OPENBLAS_NUM_THREADS", "ROOM"):
@@ -533,7 +504,8 @@ def main() -> None:
         order, files = _serve(end, door)
         end = _become(order, files, end, door)
         door = None
-    _run_as_main(order["command"][order["command"].index("-m") + 1])
+    imports.settle()
+    _run_as_main(order["command"][order["command"].index("-m") + 1], imports)
 
 
 if __name__ == "__main__":
