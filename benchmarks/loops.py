@@ -109,20 +109,21 @@ def _same(tokens: Tensor) -> Tensor:
     return tokens
 
 
+#: Each counts for about 10 s: several turns.
 WORKLOADS = {
-    "mlp": Workload(mlp, digits, normalized, "sgd", 0.01, 64, ranks=1, window=100, warm_up=5, counted=30),
-    "mlp_ddp": Workload(mlp, digits, normalized, "sgd", 0.01, 64, ranks=2, window=50, warm_up=5, counted=30),
+    "mlp": Workload(mlp, digits, normalized, "sgd", 0.01, 64, ranks=1, window=100, warm_up=5, counted=150),
+    "mlp_ddp": Workload(mlp, digits, normalized, "sgd", 0.01, 64, ranks=2, window=50, warm_up=5, counted=60),
     "resnet18": Workload(
-        resnet18, digits, normalized, "sgd", 0.01, 64, ranks=1, window=2, warm_up=2, counted=8
+        resnet18, digits, normalized, "sgd", 0.01, 64, ranks=1, window=2, warm_up=2, counted=25
     ),
     "vit_tiny": Workload(
-        vit_tiny, digits, normalized, "adamw", 0.001, 32, ranks=1, window=1, warm_up=3, counted=12
+        vit_tiny, digits, normalized, "adamw", 0.001, 32, ranks=1, window=1, warm_up=3, counted=40
     ),
     "vit_tiny_ddp": Workload(
-        vit_tiny, digits, normalized, "adamw", 0.001, 64, ranks=2, window=1, warm_up=3, counted=12
+        vit_tiny, digits, normalized, "adamw", 0.001, 64, ranks=2, window=1, warm_up=3, counted=40
     ),
-    "gpt": Workload(gpt, sequences, _same, "adamw", 0.001, 32, ranks=1, window=5, warm_up=2, counted=8),
-    "gpt_ddp": Workload(gpt, sequences, _same, "adamw", 0.001, 32, ranks=2, window=5, warm_up=2, counted=8),
+    "gpt": Workload(gpt, sequences, _same, "adamw", 0.001, 32, ranks=1, window=5, warm_up=2, counted=25),
+    "gpt_ddp": Workload(gpt, sequences, _same, "adamw", 0.001, 32, ranks=2, window=5, warm_up=2, counted=25),
 }
 
 

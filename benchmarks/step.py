@@ -17,7 +17,6 @@ import argparse
 import functools
 import json
 import random
-import statistics
 import string
 import struct
 import sys
@@ -38,7 +37,8 @@ from benchmarks.loops import (
     gpt,
     vit_tiny,
 )
-from benchmarks.measuring import comparison, conditions, interleaved, parser, report, rounds_of
+from benchmarks.measuring import comparison, conditions, parser, report, rounds_of
+from benchmarks.turns import by_turns, undisturbed
 
 BARE, OURS, TIMM = "bare loop", "hpc-train", "timm train.py"
 #: Arms that need a package below ``--peers``.
@@ -75,7 +75,8 @@ def main() -> None:
             workload = WORKLOADS[name].quick() if arguments.quick else WORKLOADS[name]
             arms = _chosen(_arms(name, workload, arguments, Path(folder)), arguments.arms)
             timed = {arm: run for arm, run in arms.items() if arm not in missing}
-            values = interleaved(timed, rounds_of(arguments))
+            rounds = [by_turns(timed) for _ in range(rounds_of(arguments))]
+            values = {arm: [round_[arm] for round_ in rounds] for arm in timed}
             absent = [arm for arm in arms if arm in missing]
             compared = comparison(_title(workload), "seconds per step", values, BARE, absent)
             batch = {"ranks": workload.ranks, "global batch size": workload.global_batch_size}
@@ -114,12 +115,12 @@ def _arms(
 def _of_loop(loop: str, name: str, workload: Workload, variables: Mapping[str, str], *, quick: bool) -> float:
     words = ["-m", "benchmarks.loops", loop, name, *(["--quick"] if quick else [])]
     out = printed(under_torchrun(workload.ranks, words), variables)
-    return statistics.median(json.loads(out.splitlines()[-1]))
+    return undisturbed(json.loads(out.splitlines()[-1]))
 
 
 def _of_ours(workload: Workload, variables: Mapping[str, str], folder: Path) -> float:
     times = row_times(_experiment(workload, folder), workload.ranks, variables, "device=cpu")
-    return statistics.median(differences(times[workload.warm_up :], workload.window))
+    return undisturbed(differences(times[workload.warm_up :], workload.window))
 
 
 def _experiment(workload: Workload, folder: Path) -> str:
@@ -168,7 +169,7 @@ def _of_timm(script: Path, workload: Workload, variables: Mapping[str, str], fol
     # A line is written at the end of each step, so one more than times.
     count = workload.warm_up + workload.counted + 1
     times = line_times([sys.executable, *words], r"^Train: ", count, variables)
-    return statistics.median(differences(times[workload.warm_up :], 1))
+    return undisturbed(differences(times[workload.warm_up :], 1))
 
 
 def _as_mnist(folder: Path) -> Path:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 
-from benchmarks import gpu_throughput, measuring, performance_page, plot, ranks, step
+from benchmarks import gpu_throughput, measuring, performance_page, plot, ranks, step, turns
 from benchmarks.gpu_cases import CASES, Case, utilization
 from benchmarks.gpu_loop import flops_per_sample
 from benchmarks.measuring import (
@@ -34,6 +39,53 @@ PROGRAMS = sorted(
     for path in (ROOT / "benchmarks").glob("*.py")
     if path.stem not in _ARMS and '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 )
+
+
+#: Leaves its session and writes a word for each of 40 moments.
+_WRITES = """
+import os, sys, time
+
+os.setsid()
+for _ in range(40):
+    with open(sys.argv[1], "a") as file:
+        file.write(sys.argv[2] + "\\n")
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.slow
+def test_programs_that_take_turns_run_one_at_a_time(tmp_path: Path) -> None:
+    """Each with its children, whatever their session."""
+
+    def work(arm: str) -> float:
+        subprocess.run([sys.executable, "-c", _WRITES, str(tmp_path / "moments"), arm], check=True)
+        return len(arm)
+
+    arms = ("a", "bb", "ccc")
+    values = turns.by_turns({arm: functools.partial(work, arm) for arm in arms}, turn_s=0.3)
+    assert values == {arm: len(arm) for arm in arms}
+    moments = (tmp_path / "moments").read_text().split()
+    spells = [arm for arm, _ in itertools.groupby(moments)]
+    assert len(moments) == 120 and 6 <= len(spells) < 60, spells
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_ends_the_others(tmp_path: Path) -> None:
+    def fail() -> float:
+        raise ValueError("on purpose")
+
+    def wait() -> float:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        time.sleep(600)
+        return 0.0
+
+    with pytest.raises(RuntimeError, match=r"(?s)fails: .*on purpose"):
+        turns.by_turns({"waits": wait, "fails": fail}, turn_s=0.3)
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+def test_steps_that_were_stopped_do_not_count() -> None:
+    assert turns.undisturbed([0.2, 0.1, 2.1, 0.12, 4.0]) == pytest.approx(0.12)
 
 
 @pytest.mark.parametrize("name", sorted(set(PROGRAMS) - {"gpu"}))
