@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_train.config.keys import JOB, node_at
+from hpc_train.config.keys import JOB, description_of
 from hpc_train.config.marked_yaml import read_value
 from hpc_train.config.problems import KeyPath, is_clean, shown
 from hpc_train.config.training_sections import DataConfig
@@ -204,7 +204,6 @@ def _line(path: KeyPath, text: str, changes: Mapping[KeyPath, str]) -> str:
 
 def _described(path: KeyPath) -> str:
     """Return the first sentence of the key's description; none where that says too little or too much."""
-    node = node_at(path) or {}
-    sentence = re.split(r"(?<=\.)\s|\s*Default:", " ".join(str(node.get("description", "")).split()))[0]
+    sentence = re.split(r"(?<=\.)\s|\s*Default:", " ".join(description_of(path).split()))[0]
     sentence = sentence.replace("``", "").rstrip(".")
     return sentence if _COMMENT_LENGTHS[0] <= len(sentence) <= _COMMENT_LENGTHS[1] else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hpc_train.config.json_schema import Node, cached_schema
+from hpc_train.config.json_schema import Node, cached_schema, described_schema
 from hpc_train.config.marked_yaml import MAX_DEPTH
 from hpc_train.config.problems import KeyPath, Problem, dotted
 from hpc_train.config.synonyms import advice_for, key_for
@@ -86,6 +86,12 @@ def node_at(path: KeyPath) -> Node | None:
     for segment in path:
         node = child(node, segment) if node else None
     return node
+
+
+def description_of(path: KeyPath) -> str:
+    """Return what the schema says of a key; empty if there is no such key."""
+    described_schema()
+    return str((node_at(path) or {}).get("description", ""))
 
 
 def known_keys(path: KeyPath) -> list[str]:
