@@ -63,7 +63,8 @@ Measurements of hpc-train and of what it replaces. This page and its plots are g
 figure here is not in these files.
 
 **How to read it.** Each round runs all arms of a comparison once, in random order, and each ratio is
-taken within its round, so that other load on the machine affects all arms alike. A ratio is an arm's
+taken within its round, so that other load on the machine affects all arms alike. Where arms take turns,
+all of a round run at the same time, but one at a time. A ratio is an arm's
 time divided by the baseline's: below 1 is faster. Of rates, such as images per second, above 1 is
 faster. Dots and figures are medians over the rounds, whiskers and ranges are p10–p90. Ratios carry over
 to similar machines, absolute times do not. [Conditions](#conditions) lists machine and versions of each
@@ -160,6 +161,8 @@ class _Page:
             remarks.insert(0, f"Time {unit.removeprefix('seconds ')}")
         elif _measured(unit) == unit:
             remarks.insert(0, "More is faster")
+        if "turn_s" in compared:
+            remarks.insert(-1, f"the arms take turns of {compared['turn_s']:g} s")
         if rounds < MIN_ROUNDS:
             remarks.append(f"fewer than the {MIN_ROUNDS} rounds that a result needs, so it is provisional")
         if any(ratio["p10"] is None for ratio in ratios.values()):

@@ -38,7 +38,7 @@ from benchmarks.loops import (
     vit_tiny,
 )
 from benchmarks.measuring import comparison, conditions, parser, report, rounds_of
-from benchmarks.turns import by_turns, undisturbed
+from benchmarks.turns import TURN_S, by_turns, undisturbed
 
 BARE, OURS, TIMM = "bare loop", "hpc-train", "timm train.py"
 #: Arms that need a package below ``--peers``.
@@ -79,6 +79,7 @@ def main() -> None:
             values = {arm: [round_[arm] for round_ in rounds] for arm in timed}
             absent = [arm for arm in arms if arm in missing]
             compared = comparison(_title(workload), "seconds per step", values, BARE, absent)
+            compared["turn_s"] = TURN_S
             batch = {"ranks": workload.ranks, "global batch size": workload.global_batch_size}
             report("step", arguments, measured_with | batch | {"threads of each rank": 1}, [compared])
 
