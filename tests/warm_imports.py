@@ -13,8 +13,8 @@ import pkgutil
 import runpy
 import sys
 import types
+import weakref
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +52,7 @@ class _Imported(NamedTuple):
 
 
 _imported: list[_Imported] = []
-#: Compiled modules by their source.
+#: Of the others, and of these where ``settle`` has forgotten them, the code by source.
 _compiled: dict[bytes, types.CodeType] = {}
 _usual_get_code = SourceFileLoader.get_code
 
@@ -61,9 +61,6 @@ def import_all() -> None:
     """Import, in the server, what commands and ranks do."""
     for name in _THIRD_PARTY:
         importlib.import_module(name)
-    for file in sorted(_OURS.rglob("*.py")):
-        with suppress(SyntaxError):
-            _compiled[file.read_bytes()] = _code(SourceFileLoader("_", str(file)), "_")
     others = set(sys.modules)
     codes: dict[str, types.CodeType] = {}
 
@@ -82,6 +79,12 @@ def import_all() -> None:
     for name, code in codes.items():
         if _is_ours(name):
             _imported.append(_imported_as(sys.modules[name], code))
+    files = {each.file for each in _imported}
+    for file in _OURS.rglob("*.py"):
+        if file.relative_to(_OURS) not in files:
+            _compiled[file.read_bytes()] = _code(SourceFileLoader("_", str(file)), "_")
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        each.atexit = False  # as a fork ends, torch would remove its operators: 15 ms (measured)
 
 
 def _code(loader: SourceFileLoader, name: str) -> types.CodeType:
