@@ -109,7 +109,7 @@ def _same(tokens: Tensor) -> Tensor:
     return tokens
 
 
-#: Each counts for about 10 s: several turns.
+#: The steps that count take about 10 s.
 WORKLOADS = {
     "mlp": Workload(mlp, digits, normalized, "sgd", 0.01, 64, ranks=1, window=100, warm_up=5, counted=150),
     "mlp_ddp": Workload(mlp, digits, normalized, "sgd", 0.01, 64, ranks=2, window=50, warm_up=5, counted=60),

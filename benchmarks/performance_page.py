@@ -64,7 +64,7 @@ figure here is not in these files.
 
 **How to read it.** Each round runs all arms of a comparison once, in random order, and each ratio is
 taken within its round, so that other load on the machine affects all arms alike. Where arms take turns,
-all of a round run at the same time, but one at a time. A ratio is an arm's
+each runs for a few seconds while the others are stopped, until all have finished. A ratio is an arm's
 time divided by the baseline's: below 1 is faster. Of rates, such as images per second, above 1 is
 faster. Dots and figures are medians over the rounds, whiskers and ranges are p10–p90. Ratios carry over
 to similar machines, absolute times do not. [Conditions](#conditions) lists machine and versions of each

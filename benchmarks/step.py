@@ -4,11 +4,13 @@
 
 Each arm trains the same model on the same data with the same optimizer in processes of its own, on the CPU
 with one thread per rank, and takes the median time of a step after a warm-up. Workloads with ``ddp`` train on
-two ranks (gloo, DistributedDataParallel), which timm's train.py can't do without GPUs. Ours is a whole run of
-``hpc-train submit --local``: metrics, exchange between ranks, checkpoints and validation of the data are on;
-its steps are timed by the rows of ``metrics.jsonl``. timm's script reads the same images by torchvision's
-MNIST class, through PIL. Arms whose package is not below ``--peers`` are "not measured". Writes
-benchmarks/results/step.json.
+two ranks (gloo, DistributedDataParallel), which timm's train.py can't do without GPUs. The arms of a round
+take turns of two seconds (``benchmarks.turns``), so that all run under the same load of the machine; steps in
+which an arm was stopped do not count. Ours is a whole run of ``hpc-train submit --local``: metrics, exchange
+between ranks, checkpoints and validation of the data are on; its steps are timed by the rows of
+``metrics.jsonl``. timm's script reads the same images by torchvision's MNIST class, through PIL. Arms that
+``--arms`` leaves out, or whose package is not below ``--peers``, are "not measured".
+Writes benchmarks/results/step.json.
 """
 
 from __future__ import annotations
@@ -73,11 +75,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.workloads:
             workload = WORKLOADS[name].quick() if arguments.quick else WORKLOADS[name]
-            arms = _chosen(_arms(name, workload, arguments, Path(folder)), arguments.arms)
-            timed = {arm: run for arm, run in arms.items() if arm not in missing}
+            arms = _arms(name, workload, arguments, Path(folder))
+            timed = {arm: run for arm, run in _chosen(arms, arguments.arms).items() if arm not in missing}
             rounds = [by_turns(timed) for _ in range(rounds_of(arguments))]
             values = {arm: [round_[arm] for round_ in rounds] for arm in timed}
-            absent = [arm for arm in arms if arm in missing]
+            absent = [arm for arm in arms if arm not in timed]
             compared = comparison(_title(workload), "seconds per step", values, BARE, absent)
             compared["turn_s"] = TURN_S
             batch = {"ranks": workload.ranks, "global batch size": workload.global_batch_size}
@@ -116,12 +118,12 @@ def _arms(
 def _of_loop(loop: str, name: str, workload: Workload, variables: Mapping[str, str], *, quick: bool) -> float:
     words = ["-m", "benchmarks.loops", loop, name, *(["--quick"] if quick else [])]
     out = printed(under_torchrun(workload.ranks, words), variables)
-    return undisturbed(json.loads(out.splitlines()[-1]))
+    return undisturbed(json.loads(out.splitlines()[-1]), workload.window)
 
 
 def _of_ours(workload: Workload, variables: Mapping[str, str], folder: Path) -> float:
     times = row_times(_experiment(workload, folder), workload.ranks, variables, "device=cpu")
-    return undisturbed(differences(times[workload.warm_up :], workload.window))
+    return undisturbed(differences(times[workload.warm_up :], workload.window), workload.window)
 
 
 def _experiment(workload: Workload, folder: Path) -> str:
@@ -170,7 +172,7 @@ def _of_timm(script: Path, workload: Workload, variables: Mapping[str, str], fol
     # A line is written at the end of each step, so one more than times.
     count = workload.warm_up + workload.counted + 1
     times = line_times([sys.executable, *words], r"^Train: ", count, variables)
-    return undisturbed(differences(times[workload.warm_up :], 1))
+    return undisturbed(differences(times[workload.warm_up :], 1), 1)
 
 
 def _as_mnist(folder: Path) -> Path:

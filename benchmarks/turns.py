@@ -1,17 +1,17 @@
-"""Runs programs at the same time, but one at a time: each for a second or two, while the others are stopped.
+"""Runs several programs in turns of two seconds: one runs, the others are stopped.
 
-Programs that run one after the other meet a shared machine at different moments, and its load changes a step
-by more than the loops differ in. Of programs that take turns each meets the same.
+The load of a shared machine changes over seconds, and with it the time of a step, by more than training loops
+differ in. Programs that take turns run under the same load; those that run one after the other do not.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
 import statistics
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -19,16 +19,21 @@ from typing import Any
 
 import psutil
 
-#: Of a program's steps. Long beside a step of the largest model (0.2 s), short beside the machine's moods.
+from hpc_train.distributed.forking import RunningContext
+
+#: Long compared with a step of the largest model (0.2 s), short compared with changes of the machine's load.
 TURN_S = 2.0
-#: A step that takes longer than this times the median was interrupted by other programs' turns.
-_INTERRUPTED = 1.5
+#: What takes longer than the median by this share of a turn contained a turn of another program.
+_SHARE = 0.9
 
 
-def undisturbed(times: Sequence[float]) -> float:
-    """Return the median without the steps that were stopped meanwhile."""
-    most = _INTERRUPTED * statistics.median(times)
-    return statistics.median(time for time in times if time <= most)
+def undisturbed(times: Sequence[float], window: int) -> float:
+    """Return the median of seconds per step, without the windows of steps in which the program was stopped.
+
+    ``window``: steps of each time.
+    """
+    limit_s = statistics.median(times) + _SHARE * TURN_S / window
+    return statistics.median(time for time in times if time < limit_s)
 
 
 def by_turns(arms: Mapping[str, Callable[[], float]], turn_s: float = TURN_S) -> dict[str, float]:
@@ -36,15 +41,16 @@ def by_turns(arms: Mapping[str, Callable[[], float]], turn_s: float = TURN_S) ->
 
     Turns are taken in random order. Raises RuntimeError with the traceback of an arm that fails.
     """
-    context = multiprocessing.get_context("fork")
+    context = RunningContext()
     values: dict[str, float] = {}
     programs: dict[str, tuple[Any, Connection]] = {}
     try:
         for arm, run in arms.items():
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(target=_send, args=(run, sender), name=arm)
-            process.start()
-            sender.close()
+            with sender, warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which an arm does not use
+                process.start()
             _signal(process.pid, signal.SIGSTOP)
             programs[arm] = (process, receiver)
         while programs:

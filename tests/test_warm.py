@@ -86,6 +86,20 @@ def test_a_forked_rank_imports_the_package_that_a_fresh_one_does(
     assert json.dumps(found).count(REPOSITORY) == 0, found
 
 
+def test_each_module_that_is_forked_can_be_imported_first() -> None:
+    """In a fork nearly all modules are imported already, in another order, which hides circular imports."""
+    script = """if True:
+        import importlib, os, sys, torch
+        for name in sys.argv[1:]:
+            if os.fork() == 0:
+                importlib.import_module(name)
+                os._exit(0)
+            assert os.wait()[1] == 0, name
+    """
+    modules = ["hpc_train.cli.app", warm._PARALLEL_RUNS, *sorted(warm._WARM)]
+    subprocess.run([sys.executable, "-c", script, *modules], check=True)
+
+
 @pytest.mark.parametrize("variable", ["LD_PRELOAD", "OMP_PROC_BIND", "TORCH_LOGS", warm.FRESH])
 def test_a_rank_whose_environment_changes_its_start_is_fresh(
     variable: str, forked: type[_Forked], tmp_path: Path

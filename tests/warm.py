@@ -20,7 +20,7 @@ signal mask, death with its launcher, exit code, open files, arguments and envir
 the environment differs in such a variable (``_READ_AT_START``) a process starts as usual; where ``FRESH`` is
 set, all do. The warm ranks of one process of pytest share Python's hash seed. What Slurm itself does to a
 rank is tested with fresh ranks. hpc_train is that of the run's snapshot (tests/warm_imports.py), but nearly
-all its modules are imported: a module that lacks an import of a submodule is found by mypy and fresh ranks.
+all its modules are imported: circular imports show in fresh processes only (tests/test_warm.py).
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def close() -> None:
 
 
 class _WarmPopen(subprocess.Popen[Any]):
-    """A process that a fork server forks where that makes no difference to it, else one as ever."""
+    """A process that a fork server forks where that makes no difference to it, else one as usual."""
 
     #: What this process asks; set by ``_launch``.
     server: ForkServer
@@ -516,7 +516,7 @@ def main() -> None:
         order, files = _serve(end, door)
         end = _become(order, files, end, door)
         door = None
-    imports.settle()
+    imports.match_sys_path()
     _run_as_main(order["command"][order["command"].index("-m") + 1], imports)
 
 

@@ -2,7 +2,7 @@
 
 A rank imports hpc_train from its run's snapshot, a command from where Python finds it. The server imports it
 from the repository once. Where the files are equal a fork only gives the modules the paths of its own files,
-in 10 ms of CPU time rather than 200; where one differs it forgets them all and imports them as ever.
+in 10 ms of CPU time rather than 200; where one differs it forgets them all and imports them as usual.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Imported(NamedTuple):
 
 
 _imported: list[_Imported] = []
-#: Of the others, and of these where ``settle`` has forgotten them, the code by source.
+#: Of the others, and of these where ``match_sys_path`` has forgotten them, the code by source.
 _compiled: dict[bytes, types.CodeType] = {}
 _usual_get_code = SourceFileLoader.get_code
 
@@ -74,8 +74,9 @@ def import_all() -> None:
         importlib.import_module(name)
     sys.path.remove(str(_OURS.parent))
     SourceFileLoader.get_code = _get_code  # type: ignore[assignment,method-assign]
-    more = {name.partition(".")[0] for name in sys.modules.keys() - others} - sys.stdlib_module_names
-    assert more <= {_OURS.name, "pydantic"}, f"modules of hpc_train import {more}: add them to _NOT_IMPORTED"
+    more = {name.partition(".")[0] for name in sys.modules} - {name.partition(".")[0] for name in others}
+    more -= {_OURS.name, *sys.stdlib_module_names}
+    assert not more, f"modules of hpc_train import {more}: add them to _NOT_IMPORTED"
     for name, code in codes.items():
         if _is_ours(name):
             _imported.append(_imported_as(sys.modules[name], code))
@@ -118,8 +119,8 @@ def _is_ours(name: str) -> bool:
     return name.partition(".")[0] == _OURS.name
 
 
-def settle() -> None:
-    """Make the modules those that this process, whose ``sys.path`` is set, would import."""
+def match_sys_path() -> None:
+    """Move or forget the imported modules so that they are those that this process would import."""
     found = (finder.find_spec(_OURS.name, None) for finder in sys.meta_path)
     spec = next(filter(None, found), None)
     folder = Path(spec.origin).parent if spec is not None and spec.origin else None
@@ -165,10 +166,11 @@ def _get_code(loader: SourceFileLoader, name: str) -> types.CodeType:
 
 def run_as_main(name: str) -> None:
     """Do as ``python -m NAME`` does, with ``__main__`` empty and the arguments set."""
-    # runpy warns of a module that others have imported.
-    ours = sys.modules.pop(name, None)
+    imported = sys.modules.get(name)
+    if imported is not None and not hasattr(imported, "__path__"):
+        del sys.modules[name]  # runpy would warn
     _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
-    if ours is not None:
-        sys.modules[name] = ours
+    if imported is not None:
+        sys.modules[name] = imported
     sys.argv[0] = spec.origin
     runpy._run_code(code, vars(sys.modules["__main__"]), None, "__main__", spec)  # type: ignore[attr-defined]

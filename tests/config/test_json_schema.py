@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpc_train.config.json_schema import json_schema
+from hpc_train.config.keys import description_of
 
 
 def patterns(node: Any) -> Iterator[str]:
@@ -57,6 +58,11 @@ def test_most_keys_say_what_they_mean() -> None:
         if not node.get("description") and "$ref" not in str(node)
     }
     assert silent <= {("NormalizeConfig", "mean"), ("NormalizeConfig", "std")}, silent
+
+
+def test_a_key_is_described_wherever_it_is_looked_up() -> None:
+    assert "learning rate" in description_of(("optimization", "optimizer", "lr")).lower()
+    assert description_of(("optimization", "optimiser", "lr")) == ""
 
 
 def test_callers_get_their_own_copy() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,8 @@ def test_a_run_that_gets_nowhere_gives_up(cluster: Cluster, tmp_path: Path) -> N
         assert victims, account(paths)
         cluster.run("scontrol", "requeue", job_of(paths))
         for rank in victims:
-            os.kill(rank, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # Slurm has killed it
+                os.kill(rank, signal.SIGKILL)
         start_now(cluster, paths)
     assert wait_for_state(paths, "failed", "completed") == "failed", account(paths)
     reason = standing_of(paths)["reason"]
