@@ -89,7 +89,7 @@ def node_at(path: KeyPath) -> Node | None:
 
 
 def description_of(path: KeyPath) -> str:
-    """Return what the schema says of a key; empty if there is no such key."""
+    """Return the description of a key; empty if there is no such key."""
     described_schema()
     return str((node_at(path) or {}).get("description", ""))
 
