@@ -498,10 +498,9 @@ def main() -> None:
     if sys.argv[1] == "wait":
         _wait(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
     gc.disable()
+    # By this name: forks import the package ``tests`` from a snapshot.
     sys.path.insert(0, str(Path(__file__).parent))
-    imports: Any = importlib.import_module(
-        "warm_imports"
-    )  # no forks find a module of this repository's tests
+    imports: Any = importlib.import_module("warm_imports")
     del sys.path[0]
     imports.import_all()
     gc.freeze()  # else each fork's collections write to all objects, which copies their pages
