@@ -151,7 +151,7 @@ def padded_crop(images_BCHW: Tensor, keys: Keys, padding: int) -> Tensor:
 def _flip(images: Tensor | Sequence[Tensor], chosen_B: Tensor, dim: int) -> Tensor | Sequence[Tensor]:
     """Return the images with the chosen ones flipped. Images one by one are flipped while in the cache."""
     if not isinstance(images, Tensor):
-        # In the layout they have: copying another layout into the batch takes twenty times as long (measured).
+        # In the layout they have: copying another one into the batch takes twenty times as long (measured).
         return [
             image.flip(dim) if is_chosen else image
             for image, is_chosen in zip(images, chosen_B.tolist(), strict=True)
