@@ -26,6 +26,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from benchmarks.turns import TURN_S
+
 NUM_CLASSES, NUM_TOKENS, SEQUENCE_LENGTH = 10, 65, 64
 GPT_ARGS = {"num_layers": 3, "num_heads": 4, "dim": 96}
 Split = tuple[Tensor, Tensor]
@@ -46,6 +48,8 @@ class Workload:
     window: int
     warm_up: int
     counted: int
+    #: Seconds of an arm's turn (``benchmarks.turns``), long compared with a step.
+    turn_s: float = TURN_S
 
     def steps(self) -> int:
         return self.window * (self.warm_up + self.counted)
@@ -66,6 +70,15 @@ def resnet18(num_classes: int = NUM_CLASSES) -> nn.Module:
     model = build(num_classes=num_classes)
     model.conv1 = nn.Conv2d(1, 64, kernel_size=7, stride=2, padding=3, bias=False)
     return model
+
+
+def resnet50(num_classes: int = NUM_CLASSES) -> nn.Module:
+    """torchvision's ResNet-50 for images of one channel, enlarged to 224 × 224."""
+    from torchvision.models import resnet50 as build
+
+    model = build(num_classes=num_classes)
+    model.conv1 = nn.Conv2d(1, 64, kernel_size=7, stride=2, padding=3, bias=False)
+    return nn.Sequential(nn.Upsample(size=224), model)
 
 
 def vit_tiny(num_classes: int = NUM_CLASSES) -> nn.Module:
@@ -109,12 +122,15 @@ def _same(tokens: Tensor) -> Tensor:
     return tokens
 
 
-#: The steps that count take about 10 s.
+#: The steps that count take about 10 s, of ResNet-50 40 s.
 WORKLOADS = {
     "mlp": Workload(mlp, digits, normalized, "sgd", 0.01, 64, ranks=1, window=100, warm_up=5, counted=150),
     "mlp_ddp": Workload(mlp, digits, normalized, "sgd", 0.01, 64, ranks=2, window=50, warm_up=5, counted=60),
     "resnet18": Workload(
         resnet18, digits, normalized, "sgd", 0.01, 64, ranks=1, window=2, warm_up=2, counted=25
+    ),
+    "resnet50": Workload(
+        resnet50, digits, normalized, "sgd", 0.01, 8, ranks=1, window=1, warm_up=2, counted=8, turn_s=20
     ),
     "vit_tiny": Workload(
         vit_tiny, digits, normalized, "adamw", 0.001, 32, ranks=1, window=1, warm_up=3, counted=40

@@ -5,9 +5,9 @@
 Each arm trains the same model on the same data with the same optimizer in processes of its own, on the CPU
 with one thread per rank, and takes the median time of a step after a warm-up. Workloads with ``ddp`` train on
 two ranks (gloo, DistributedDataParallel), which timm's train.py can't do without GPUs. The arms of a round
-take turns of two seconds (``benchmarks.turns``), so that all run under the same load of the machine; steps in
-which an arm was stopped do not count. Ours is a whole run of ``hpc-train submit --local``: metrics, exchange
-between ranks, checkpoints and validation of the data are on; its steps are timed by the rows of
+take turns (``benchmarks.turns``), of 20 s for ResNet-50, so that all run under the same load of the machine;
+steps in which an arm was stopped do not count. Ours is a whole run of ``hpc-train submit --local``: metrics,
+exchange between ranks, checkpoints and validation of the data are on; its steps are timed by the rows of
 ``metrics.jsonl``. timm's script reads the same images by torchvision's MNIST class, through PIL. Arms that
 ``--arms`` leaves out, or whose package is not below ``--peers``, are "not measured".
 Writes benchmarks/results/step.json.
@@ -40,7 +40,7 @@ from benchmarks.loops import (
     vit_tiny,
 )
 from benchmarks.measuring import comparison, conditions, parser, report, rounds_of
-from benchmarks.turns import TURN_S, by_turns, undisturbed
+from benchmarks.turns import by_turns, undisturbed
 
 BARE, OURS, TIMM = "bare loop", "hpc-train", "timm train.py"
 #: Arms that need a package below ``--peers``.
@@ -77,11 +77,11 @@ def main() -> None:
             workload = WORKLOADS[name].quick() if arguments.quick else WORKLOADS[name]
             arms = _arms(name, workload, arguments, Path(folder))
             timed = {arm: run for arm, run in _chosen(arms, arguments.arms).items() if arm not in missing}
-            rounds = [by_turns(timed) for _ in range(rounds_of(arguments))]
+            rounds = [by_turns(timed, workload.turn_s) for _ in range(rounds_of(arguments))]
             values = {arm: [round_[arm] for round_ in rounds] for arm in timed}
             absent = [arm for arm in arms if arm not in timed]
             compared = comparison(_title(workload), "seconds per step", values, BARE, absent)
-            compared["turn_s"] = TURN_S
+            compared["turn_s"] = workload.turn_s
             batch = {"ranks": workload.ranks, "global batch size": workload.global_batch_size}
             report("step", arguments, measured_with | batch | {"threads of each rank": 1}, [compared])
 
@@ -118,12 +118,13 @@ def _arms(
 def _of_loop(loop: str, name: str, workload: Workload, variables: Mapping[str, str], *, quick: bool) -> float:
     words = ["-m", "benchmarks.loops", loop, name, *(["--quick"] if quick else [])]
     out = printed(under_torchrun(workload.ranks, words), variables)
-    return undisturbed(json.loads(out.splitlines()[-1]), workload.window)
+    return undisturbed(json.loads(out.splitlines()[-1]), workload.window, workload.turn_s)
 
 
 def _of_ours(workload: Workload, variables: Mapping[str, str], folder: Path) -> float:
     times = row_times(_experiment(workload, folder), workload.ranks, variables, "device=cpu")
-    return undisturbed(differences(times[workload.warm_up :], workload.window), workload.window)
+    found = differences(times[workload.warm_up :], workload.window)
+    return undisturbed(found, workload.window, workload.turn_s)
 
 
 def _experiment(workload: Workload, folder: Path) -> str:
@@ -172,7 +173,7 @@ def _of_timm(script: Path, workload: Workload, variables: Mapping[str, str], fol
     # A line is written at the end of each step, so one more than times.
     count = workload.warm_up + workload.counted + 1
     times = line_times([sys.executable, *words], r"^Train: ", count, variables)
-    return undisturbed(differences(times[workload.warm_up :], 1), 1)
+    return undisturbed(differences(times[workload.warm_up :], 1), 1, workload.turn_s)
 
 
 def _as_mnist(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Runs several programs in turns of two seconds: one runs, the others are stopped.
+"""Runs several programs in turns of some seconds: one runs, the others are stopped.
 
 The load of a shared machine changes over seconds, and with it the time of a step, by more than training loops
 differ in. Programs that take turns run under the same load; those that run one after the other do not.
@@ -21,18 +21,18 @@ import psutil
 
 from hpc_train.distributed.forking import RunningContext
 
-#: Long compared with a step of the largest model (0.2 s), short compared with changes of the machine's load.
+#: Long compared with a step of most models (0.3 s), short compared with changes of the machine's load.
 TURN_S = 2.0
 #: What takes longer than the median by this share of a turn contained a turn of another program.
 _SHARE = 0.9
 
 
-def undisturbed(times: Sequence[float], window: int) -> float:
+def undisturbed(times: Sequence[float], window: int, turn_s: float = TURN_S) -> float:
     """Return the median of seconds per step, without the windows of steps in which the program was stopped.
 
     ``window``: steps of each time.
     """
-    limit_s = statistics.median(times) + _SHARE * TURN_S / window
+    limit_s = statistics.median(times) + _SHARE * turn_s / window
     return statistics.median(time for time in times if time < limit_s)
 
 

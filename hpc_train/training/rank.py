@@ -14,7 +14,7 @@ import torch
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment, RecoveryConfig
 from hpc_train.datasets.skipping import BadSamples
-from hpc_train.distributed import affinity, open_files, signals
+from hpc_train.distributed import affinity, host_memory, open_files, signals
 from hpc_train.distributed.device import choose_device, set_determinism, set_threads
 from hpc_train.distributed.env import RankFacts, is_started_by_slurm, node_name
 from hpc_train.distributed.precision import Precision, choose_precision
@@ -145,6 +145,8 @@ def _on_its_cores(experiment: Experiment, facts: RankFacts) -> tuple[Experiment,
     device = choose_device(experiment.device, facts.local_rank, _expects_gpus(experiment, on_slurm))
     num_sharing = affinity.bind(facts, device, os.environ) if on_slurm else facts.local_world_size
     set_threads(num_sharing)
+    if device.type == "cpu":
+        host_memory.keep_freed(os.environ)
     if experiment.data.workers == "auto":
         experiment = experiment.with_workers(affinity.loader_processes(num_sharing, device))
         _log.info("data.workers: auto is %d here", experiment.workers)

@@ -1,0 +1,43 @@
+"""Whether malloc keeps what is freed, seen by the pages that the kernel has to map again."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+from hpc_train.distributed.host_memory import keep_freed
+
+glibc_only = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
+SCRIPT = """
+import os, resource, sys
+from hpc_train.distributed.host_memory import keep_freed
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    b"x" * 20_000_000, b"x" * 100_000_000
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+if sys.argv[1:] == ["keep"]:
+    assert keep_freed({})
+first, second, third = faults(), faults(), faults()
+print(first > 20_000, third > 20_000, third < 200)
+"""
+
+
+def printed(*arguments: str) -> str:
+    """Return what the script prints, in a process whose memory no test has used."""
+    return subprocess.check_output([sys.executable, "-c", SCRIPT, *arguments], text=True)
+
+
+@glibc_only
+def test_pages_are_mapped_once() -> None:
+    assert (printed(), printed("keep")) == ("True True False\n", "True False True\n")
+
+
+@pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"])
+def test_a_setting_of_the_user_stays(name: str) -> None:
+    assert not keep_freed({name: "1000000"})
+    assert not keep_freed({"GLIBC_TUNABLES": "glibc.cpu.x=1:glibc.malloc.trim_threshold=1000000"})
