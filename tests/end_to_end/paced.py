@@ -25,7 +25,7 @@ def net(num_classes: int, norm: bool = True, dropout: float = 0.2) -> nn.Module:
     return Paced(num_classes, norm=norm, dropout=dropout)
 
 
-def vit(num_classes: int, dropout: float = 0.1, stem_dropout: float = 0.0) -> nn.Module:
+def vit(num_classes: int, dropout: float = 0.1, stem_dropout: float = 0.0, depth: int = 4) -> nn.Module:
     """A transformer whose layers ranks can share, with dropout and stochastic depth.
 
     ``stem_dropout`` is drawn before the first block: in a pipeline's first stage, as by a rank alone.
@@ -33,8 +33,8 @@ def vit(num_classes: int, dropout: float = 0.1, stem_dropout: float = 0.0) -> nn
     import timm  # here alone: half a second of each rank
 
     model: nn.Module = timm.create_model(
-        "test_vit", num_classes=num_classes, in_chans=1, img_size=32, patch_size=8, embed_dim=16, depth=4,
-        num_heads=2, proj_drop_rate=dropout, drop_path_rate=dropout, pos_drop_rate=stem_dropout,
+        "test_vit", num_classes=num_classes, in_chans=1, img_size=32, patch_size=8, embed_dim=16,
+        depth=depth, num_heads=2, proj_drop_rate=dropout, drop_path_rate=dropout, pos_drop_rate=stem_dropout,
     )  # fmt: skip
     model.register_forward_pre_hook(_pause)
     return model

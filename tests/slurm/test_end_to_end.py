@@ -97,8 +97,6 @@ def see_it_complete(paths: RunPaths, quiet: RunPaths, limit_s: float = LIMIT_S) 
 def test_three_preemptions_change_no_bit(
     strategy: str, fixture: str, quiet: Quiet, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if strategy == "fsdp":  # its ranks, eight in all, import torch as they start
-        request.getfixturevalue("fresh_ranks")
     cluster: Cluster = request.getfixturevalue(fixture)
     text, trained = (EXPERIMENT, quiet.four) if strategy == "ddp" else (TWO_RANKS, quiet.two)
     pace_s = 0.4 if strategy == "ddp" else 0.2  # a step is one micro-batch of four ranks, two of two
@@ -122,8 +120,9 @@ def test_three_preemptions_change_no_bit(
 def test_a_preemption_changes_no_bit_of_a_shared_model(
     parallel: str, cluster: Cluster, quiet: Quiet, tmp_path: Path
 ) -> None:
-    # Few steps, as tensor's take half a second of both cores, and slow ones: most of them follow the signal.
-    model = 'model={name: "tests.end_to_end.paced:vit"}'
+    # Few blocks and steps, as tensor's take tenths of a second of both cores, and slow ones: most of them
+    # follow the signal.
+    model = 'model={name: "tests.end_to_end.paced:vit", args: {depth: 2}}'
     steps = ("optimization.steps=16", "optimization.schedule.warmup_steps=4", "evaluation.every_steps=8")
     overrides = (model, f"parallel={parallel}", *steps)
     paths = submit_one(tmp_path, *overrides, pace_s=0.8)
