@@ -1,9 +1,9 @@
 """Keeps the memory that a training step frees, on the CPU, for the next step.
 
 A step frees its activations, and the next one allocates as many again. By default glibc returns large blocks
-to the kernel at once, which has to map and zero each of their pages again: a good part of a step of models for
-large images (``python -m benchmarks.step``). PyTorch's caching allocator does the same on GPUs.
-Called by ``training.rank``.
+to the kernel at once, which has to map and zero each of their pages again: a good part of a step of models
+for large images (``python -m benchmarks.step``). PyTorch's caching allocator does the same on GPUs. Called by
+``training.rank``.
 """
 
 from __future__ import annotations
