@@ -122,7 +122,7 @@ def _same(tokens: Tensor) -> Tensor:
     return tokens
 
 
-#: The steps that count take about 10 s, of ResNet-50 40 s.
+#: The steps that count take about 10 s, of ResNet-50 25 s.
 WORKLOADS = {
     "mlp": Workload(mlp, digits, normalized, "sgd", 0.01, 64, ranks=1, window=100, warm_up=5, counted=150),
     "mlp_ddp": Workload(mlp, digits, normalized, "sgd", 0.01, 64, ranks=2, window=50, warm_up=5, counted=60),
@@ -130,7 +130,7 @@ WORKLOADS = {
         resnet18, digits, normalized, "sgd", 0.01, 64, ranks=1, window=2, warm_up=2, counted=25
     ),
     "resnet50": Workload(
-        resnet50, digits, normalized, "sgd", 0.01, 8, ranks=1, window=1, warm_up=2, counted=8, turn_s=20
+        resnet50, digits, normalized, "sgd", 0.01, 8, ranks=1, window=1, warm_up=2, counted=5, turn_s=20
     ),
     "vit_tiny": Workload(
         vit_tiny, digits, normalized, "adamw", 0.001, 32, ranks=1, window=1, warm_up=3, counted=40
