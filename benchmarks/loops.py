@@ -65,20 +65,20 @@ def mlp(num_classes: int = NUM_CLASSES) -> nn.Module:
 
 def resnet18(num_classes: int = NUM_CLASSES) -> nn.Module:
     """torchvision's ResNet-18 for images of one channel."""
-    from torchvision.models import resnet18 as build
-
-    model = build(num_classes=num_classes)
-    model.conv1 = nn.Conv2d(1, 64, kernel_size=7, stride=2, padding=3, bias=False)
-    return model
+    return _resnet("resnet18", num_classes)
 
 
 def resnet50(num_classes: int = NUM_CLASSES) -> nn.Module:
     """torchvision's ResNet-50 for images of one channel, enlarged to 224 × 224."""
-    from torchvision.models import resnet50 as build
+    return nn.Sequential(nn.Upsample(size=224), _resnet("resnet50", num_classes))
 
-    model = build(num_classes=num_classes)
+
+def _resnet(name: str, num_classes: int) -> nn.Module:
+    from torchvision.models import get_model
+
+    model: nn.Module = get_model(name, num_classes=num_classes)
     model.conv1 = nn.Conv2d(1, 64, kernel_size=7, stride=2, padding=3, bias=False)
-    return nn.Sequential(nn.Upsample(size=224), model)
+    return model
 
 
 def vit_tiny(num_classes: int = NUM_CLASSES) -> nn.Module:
