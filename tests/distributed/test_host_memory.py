@@ -11,8 +11,8 @@ import pytest
 from hpc_train.distributed.host_memory import keep_freed
 
 glibc_only = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc")
-SCRIPT = """
-import os, resource, sys
+SCRIPT = r"""
+import os, re, resource, sys
 from hpc_train.distributed.host_memory import keep_freed
 
 def faults():
@@ -23,7 +23,13 @@ def faults():
 if sys.argv[1:] == ["keep"]:
     assert keep_freed({})
 first, second, third = faults(), faults(), faults()
-print(first > 20_000, third > 20_000, third < 200)
+
+def size_kb():
+    return int(re.search(r"VmData:\s+(\d+)", open("/proc/self/status").read())[1])
+
+before, large = size_kb(), bytes(300 << 20)
+del large
+print(first > 20_000, third > 20_000, third < 200, size_kb() - before < 1024)
 """
 
 
@@ -33,8 +39,9 @@ def printed(*arguments: str) -> str:
 
 
 @glibc_only
-def test_pages_are_mapped_once() -> None:
-    assert (printed(), printed("keep")) == ("True True False\n", "True False True\n")
+def test_pages_are_mapped_once_but_for_very_large_blocks() -> None:
+    """Else a rank whose memory is just enough for such a block can fail at the next one."""
+    assert (printed(), printed("keep")) == ("True True False True\n", "True False True True\n")
 
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_"])
