@@ -4,8 +4,8 @@ PYTHON ?= $(shell for name in python3 python3.13 python3.12 python3.11; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$name; break; }; done)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# On two cores: of four workers one or two wait for Slurm most of the time.
-TEST_WORKERS ?= 4
+# On two cores: of five workers two or three wait for Slurm most of the time.
+TEST_WORKERS ?= 5
 # If it were set, each process of a test would compile hpc-train again.
 unexport PYTHONDONTWRITEBYTECODE
 # Fast tests start no ranks.

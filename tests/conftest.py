@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = durations.in_order(groups, quick, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
+    """Let pytest-xdist start its workers by forking, except where import time is what coverage looks at."""
+    with warm.forking_workers() if _forks_workers(session.config) else nullcontext():
+        return (yield)
+
+
+def _forks_workers(config: pytest.Config) -> bool:
+    return config.getoption("dist", "no") != "no" and not config.getoption("cov_source", None)
+
+
 def pytest_collection_finish() -> None:
     """Give torch one thread in this process, as each rank of a test has.
 
@@ -60,6 +73,12 @@ def pytest_sessionfinish() -> None:
 def fresh_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of how ranks start, or of what happens meanwhile: none is forked from a warm process."""
     monkeypatch.setenv(warm.FRESH, "1")
+
+
+@pytest.fixture
+def fresh_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``fresh_ranks``, for a job of Slurm until it is requeued."""
+    monkeypatch.setenv(warm.FRESH_FIRST_ATTEMPT, "1")
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from typing import TypeVar
 
 import pytest
 
+from tests import warm
+
 FILE = Path(__file__).with_suffix(".json")
 #: Where processes of pytest add a line per test: node id, wall seconds, CPU seconds.
 _LINES = "HPC_TRAIN_TEST_DURATIONS"
@@ -40,7 +42,7 @@ def in_order(groups: Mapping[tuple[str, bool], Sequence[T]], quick: Sequence[T],
     pytest-xdist's ``worksteal`` gives out such parts, and an idle worker takes over the end of another's. So
     a part begins with what takes longest and ends with quick tests. ``groups``: slow tests by file, or each
     by its own node id where it needs Slurm (then the second is true). Those wait most of their time: they
-    come first, in all parts but the last, whose tests need the cores meanwhile.
+    come first, in all parts but the last two, whose tests need the cores meanwhile.
     """
     measured = json.loads(FILE.read_text()) if FILE.exists() else {}
 
@@ -53,7 +55,7 @@ def in_order(groups: Mapping[tuple[str, bool], Sequence[T]], quick: Sequence[T],
     parts: list[list[T]] = [[] for _ in range(num_workers)]
     busy = [0.0] * num_workers
     for group in sorted(groups, key=lambda group: (not group[1], -seconds(group), group)):
-        open_to_it = busy[: max(1, num_workers - 1)] if group[1] else busy
+        open_to_it = busy[: max(1, num_workers - 2)] if group[1] else busy
         part = open_to_it.index(min(open_to_it))
         parts[part] += groups[group]
         busy[part] += seconds(group)
@@ -82,15 +84,16 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def _cpu_clock() -> Callable[[], float]:
     """Return a clock of the CPU seconds of this process and of all that it starts from now on.
 
-    A control group counts them, whatever their parent is by then. Where none can be made (no root), only
-    children that were waited for count.
+    A control group counts them, whatever their parent is by then, and this process's fork server with what
+    it forks. Where none can be made (no root), only children that were waited for count.
     """
     root = Path("/sys/fs/cgroup")
     for parent, name, unit in ((root / "cpuacct", "cpuacct.usage", 1e9), (root, "cpu.stat", 1e6)):
         group = parent / f"hpc-train-tests-{os.getpid()}"
         with suppress(OSError):
             group.mkdir()
-            (group / "cgroup.procs").write_text(str(os.getpid()))
+            for pid in filter(None, (os.getpid(), warm.server_pid())):
+                (group / "cgroup.procs").write_text(str(pid))
             usage = group / name  # in version 2 the first line is "usage_usec <number>"
             return lambda: int(usage.read_text().split("\n")[0].split()[-1]) / unit
     return lambda: sum(os.times()[:4])

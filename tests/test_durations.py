@@ -30,11 +30,12 @@ def _measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     durations.FILE.write_text(json.dumps(measured))
 
 
-def test_workers_begin_with_long_files_and_the_last_one_with_none_that_needs_slurm() -> None:
-    order = durations.in_order(GROUPS, QUICK, 3)
-    assert order[:6] == ["d2", *QUICK[:5]]
-    assert order[6:13] == ["e1", "d1", "a1", "a2", "c1", "c2", "c3"]
-    assert order[13:] == ["b1", *QUICK[5:]]
+def test_workers_begin_with_long_files_and_the_last_two_with_none_that_needs_slurm() -> None:
+    order = durations.in_order(GROUPS, QUICK, 4)
+    assert order[:4] == ["d2", *QUICK[:3]]
+    assert order[4:9] == ["e1", "d1", "c1", "c2", "c3"]
+    assert order[9:14] == ["b1", *QUICK[3:7]]
+    assert order[14:] == ["a1", "a2", *QUICK[7:]]
 
 
 def test_one_worker_begins_with_slurm_and_what_takes_long() -> None:

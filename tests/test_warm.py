@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hpc_train.launchers.rank_processes import _die_with
@@ -128,6 +130,15 @@ def test_a_forked_script_ends_as_a_fresh_one(end: str) -> None:
         output, errors = process.communicate(timeout=60)
         found.append((process.returncode, output, errors.splitlines()[-1:]))
     assert found[0] == found[1]
+
+
+@pytest.mark.skipif(
+    "PYTEST_XDIST_WORKER" not in os.environ or warm.FRESH in os.environ, reason="no worker was forked"
+)
+def test_a_worker_is_forked_and_has_a_fork_server_of_its_own() -> None:
+    assert gc.get_freeze_count()
+    assert psutil.Process(warm._server().pid).ppid() == os.getpid()
+    assert warm._OWN_SERVER not in os.environ
 
 
 def task(*words: str, output: Any, **variables: str) -> subprocess.Popen[Any]:

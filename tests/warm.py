@@ -4,10 +4,13 @@ A rank needs more CPU time to import torch than most tests need for training, an
 typer, pydantic and hpc_train than for its work. ``start`` forks a process for the real command, whose
 ``subprocess.Popen`` hands Python modules that import torch (``_WARM``) to a fork server::
 
-    pytest ── fork server              has imported torch and hpc_train; one per process of pytest
+    pytest ── fork server              has imported torch and hpc_train
       │          └ forks ─▶ launcher   becomes pytest's child, has a fork server of its own
       └ launcher ── fork server
            └ rank                      forked by that server, becomes the launcher's child
+
+    pytest -n 4 ── fork server
+      └ worker of pytest-xdist ── fork server     both forked, as launchers are
 
     slurmstepd ── task                 Python as srun starts it; its first import (tests/warm_site) orders a
                                        rank of pytest's server, passes signals on, and ends as the rank does
@@ -18,7 +21,7 @@ A rank is like a fresh process in all that tests and hpc-train look at (tests/te
 signal mask, death with its launcher, exit code, open files, arguments and environment (in /proc too),
 ``sys.path``, ``__main__``. It is not in what the dynamic linker, Python and torch read as they start: where
 the environment differs in such a variable (``_READ_AT_START``) a process starts as usual; where ``FRESH`` is
-set, all do. The warm ranks of one process of pytest share Python's hash seed. What Slurm itself does to a
+set, all do. The warm ranks of one session of pytest share Python's hash seed. What Slurm itself does to a
 rank is tested with fresh ranks. hpc_train is that of the run's snapshot (tests/warm_imports.py), but nearly
 all its modules are imported: circular imports show in fresh processes only (tests/test_warm.py).
 """
@@ -47,18 +50,24 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 #: Set where each rank starts as usual: by tests of the start itself, and by ``make test-full``.
 FRESH = "HPC_TRAIN_TEST_FRESH_RANKS"
+#: Set in a job whose ranks start as usual until it is requeued.
+FRESH_FIRST_ATTEMPT = "HPC_TRAIN_TEST_FRESH_FIRST_ATTEMPT"
 #: In the environment of jobs: the socket at which pytest's fork server listens.
 DOOR = "HPC_TRAIN_TEST_WARM"
+#: In a forked worker's environment until it imports this module: process and ``DOOR`` of its fork server.
+_OWN_SERVER = "HPC_TRAIN_TEST_WARM_SERVER"
 _HOOK = Path(__file__).parent / "warm_site"
 #: Modules that a launcher starts with ``python -m`` and that import torch.
 _WARM = {
     "hpc_train.launchers.entry", "hpc_train.strategies.model_facts", "hpc_train.training.prepare",
     "hpc_train.training.predicted_runs", "hpc_train.checkpoint.export",
 }  # fmt: skip
+#: Where processes that have a fork server of their own find it.
+_SERVER_FILE = 3
 #: One that starts ranks itself.
 _PARALLEL_RUNS = "hpc_train.cli.parallel_runs"
 #: How variables begin that change a process before its first line.
@@ -81,13 +90,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ForkServer:
-    """One end of a socket whose other end ``_serve`` reads."""
+    """One end of a socket whose other end ``_serve`` reads; ``pid`` is this process's child."""
 
-    def __init__(
-        self, end: socket.socket, process: subprocess.Popen[bytes] | None = None, door: str | None = None
-    ) -> None:
+    def __init__(self, end: socket.socket, pid: int, door: str = "") -> None:
         self._end = end
-        self._process = process
+        self.pid = pid
         self._door = door
         self._lock = threading.Lock()
         self._environment = dict(os.environ)
@@ -99,7 +106,7 @@ class ForkServer:
     def for_jobs(self) -> dict[str, str]:
         """Return the variables with which a job is submitted whose ranks are to be forked."""
         path = os.pathsep.join(filter(None, (str(_HOOK), os.environ.get("PYTHONPATH"))))
-        return {DOOR: str(self._door), "PYTHONPATH": path}
+        return {DOOR: self._door, "PYTHONPATH": path}
 
     def fork(self, order: Mapping[str, Any], files: Sequence[int]) -> int:
         """Return a new child of this process that carries out the order; ``files`` become its 0, 1, 2."""
@@ -111,9 +118,8 @@ class ForkServer:
     def close(self) -> None:
         """End the server; what it forked lives on."""
         self._end.close()
-        if self._process is not None:
-            self._process.wait(_LIMIT_S)
-        if self._door is not None:
+        os.waitpid(self.pid, 0)
+        if self._door:
             shutil.rmtree(Path(self._door).parent)
 
 
@@ -144,15 +150,36 @@ def _adopting() -> Iterator[None]:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
-@functools.cache
-def _server() -> ForkServer:
-    """Return this process's fork server, started at the first call; it ends with this process or before."""
+class _Sockets(NamedTuple):
+    """How a fork server is asked."""
+
+    ours: socket.socket
+    theirs: socket.socket
+    #: For tasks of jobs, at ``path``.
+    door: socket.socket | None = None
+    path: str = ""
+
+
+def _make_sockets(*, with_door: bool) -> _Sockets:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * _MOST_BYTES)
+    if not with_door:
+        return _Sockets(ours, theirs)
     path = f"{tempfile.mkdtemp(prefix='hpc-train-warm-')}/socket"  # entered by this user alone
     door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     door.bind(path)
     door.listen()
+    return _Sockets(ours, theirs, door, path)
+
+
+@functools.cache
+def _server() -> ForkServer:
+    """Return this process's fork server, started at the first call; it ends with this process or before."""
+    if own := os.environ.pop(_OWN_SERVER, None):
+        pid, _, path = own.partition(" ")
+        return ForkServer(socket.socket(fileno=_SERVER_FILE), int(pid), path)
+    ours, theirs, door, path = _make_sockets(with_door=True)
+    assert door is not None
     variables = {name: value for name, value in os.environ.items() if name not in _SET_AFTERWARDS}
     process = subprocess.Popen(  # it ends with the socket
         [sys.executable, "-P", __file__, "serve", str(theirs.fileno()), str(door.fileno()), "-" * _ROOM],
@@ -163,7 +190,13 @@ def _server() -> ForkServer:
     )
     theirs.close()
     door.close()
-    return ForkServer(ours, process, path)
+    process.returncode = 0  # ``ForkServer`` waits for it
+    return ForkServer(ours, process.pid, path)
+
+
+def server_pid() -> int | None:
+    """Return the process of this process's fork server, if there is one."""
+    return _server().pid if _server.cache_info().currsize else None
 
 
 def close() -> None:
@@ -225,6 +258,15 @@ class _WarmPopen(subprocess.Popen[Any]):
         return command[:2] == [sys.executable, "-m"] and command[2] in {*_WARM, _PARALLEL_RUNS}
 
 
+class _Worker(_WarmPopen):
+    """A worker of pytest-xdist, as execnet starts it."""
+
+    role = "worker"
+
+    def _is_warm(self, command: Sequence[str]) -> bool:
+        return command[:3] == [sys.executable, "-u", "-c"]
+
+
 class _Launcher(_WarmPopen):
     """``hpc-train …``, whose ranks are forked."""
 
@@ -246,7 +288,7 @@ def start_script(script: str, *arguments: str, **options: Any) -> subprocess.Pop
     if FRESH in os.environ:
         return subprocess.Popen([sys.executable, "-c", script, *arguments], **options)
     _Script.server = _server()
-    return _Script([sys.executable, "-m", "tests.script", script, *arguments], **options)
+    return _Script([sys.executable, "-c", script, *arguments], **options)
 
 
 def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
@@ -255,6 +297,20 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(command, **options)
     _Launcher.server = _server()
     return _Launcher(command, **options)
+
+
+@contextmanager
+def forking_workers() -> Iterator[None]:
+    """A while in which pytest-xdist's workers are forked as well: each would import what the others do."""
+    if FRESH in os.environ:
+        yield
+        return
+    usual, _Worker.server = subprocess.Popen, _server()
+    subprocess.Popen = _Worker  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        subprocess.Popen = usual  # type: ignore[misc]
 
 
 def for_jobs() -> dict[str, str]:
@@ -320,29 +376,32 @@ def _supervise(order: dict[str, Any], task: socket.socket, files: Sequence[int])
 
 def _become(
     order: Mapping[str, Any], files: Sequence[int], end: socket.socket, door: socket.socket | None
-) -> socket.socket | None:
-    """Become the process that was ordered. Returns a socket in the fork server of a launcher."""
+) -> _Sockets | None:
+    """Become the process that was ordered. Returns sockets in a fork server that it has of its own."""
     if order["new_session"]:
         os.setsid()
     while os.getppid() != order["parent"]:  # until the helper is gone
         if os.getppid() == 1:
             os._exit(1)
         time.sleep(0.0005)
-    ours: socket.socket | None = None
-    if order["role"] == "launcher":
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        launcher = os.getpid()
-        if os.fork() == 0:
+    own: _Sockets | None = None
+    server = 0
+    if order["role"] in {"launcher", "worker"}:
+        own, owner = _make_sockets(with_door=order["role"] == "worker"), os.getpid()
+        server = os.fork()
+        if server == 0:
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != launcher:
+            if os.getppid() != owner:
                 os._exit(1)
-            for number in (ours.detach(), *files):
+            for number in (own.ours.detach(), *files):
                 os.close(number)
             end.close()
             if door is not None:
                 door.close()
-            return theirs
-        theirs.close()
+            return own
+        own.theirs.close()
+        if own.door is not None:
+            own.door.close()
     mask = {*order["mask"]}
     if order["is_rank"]:  # as rank_processes does between fork and exec
         mask |= {signal.SIGINT, signal.SIGTERM, signal.SIGUSR2}
@@ -355,18 +414,24 @@ def _become(
     resource.setrlimit(resource.RLIMIT_NOFILE, order["max_files"])
     for number, file in enumerate(files):
         os.dup2(file, number)
-    is_launcher = ours is not None
-    if ours is not None:
-        os.dup2(ours.detach(), 3, inheritable=False)
-    os.closerange(4 if is_launcher else 3, 256)
+    if own is not None:
+        os.dup2(own.ours.detach(), _SERVER_FILE, inheritable=False)
+    os.closerange(_SERVER_FILE + (own is not None), 256)
     end.detach()
     if door is not None:
         door.detach()
     _take_over(order["command"], order["environment"])
-    if is_launcher:
-        _WarmPopen.server = ForkServer(socket.socket(fileno=3))
+    if order["role"] == "launcher":
+        _WarmPopen.server = ForkServer(socket.socket(fileno=_SERVER_FILE), server)
         subprocess.Popen = _WarmPopen  # type: ignore[misc]
+    elif own is not None:
+        os.environ[_OWN_SERVER] = f"{server} {own.path}"
     return None
+
+
+def _main_option(command: Sequence[str]) -> int:
+    """Return where ``-m`` or ``-c`` is."""
+    return next(number for number, word in enumerate(command) if word in {"-m", "-c"})
 
 
 def _take_over(command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -385,10 +450,12 @@ def _take_over(command: Sequence[str], environment: Mapping[str, str]) -> None:
         text = b"".join(os.fsencode(word) + b"\0" for word in words)
         ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
     sys.orig_argv = list(command)
-    sys.argv = ["-m", *command[command.index("-m") + 2 :]]
-    own = [] if environment.get("PYTHONSAFEPATH") else [str(Path.cwd())]
+    at = _main_option(command)
+    sys.argv = [command[at], *command[at + 2 :]]
+    folder = "" if command[at] == "-c" else str(Path.cwd())
+    own = [] if environment.get("PYTHONSAFEPATH") else [folder]
     sys.path[:0] = own + [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
-    is_unbuffered = bool(environment.get("PYTHONUNBUFFERED")) or "-u" in command[: command.index("-m")]
+    is_unbuffered = bool(environment.get("PYTHONUNBUFFERED")) or "-u" in command[:at]
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         setattr(sys, name, _stream(number, getattr(sys, name), mode, is_unbuffered))
         setattr(sys, f"__{name}__", getattr(sys, name))
@@ -410,14 +477,18 @@ def _stream(number: int, ours: io.TextIOWrapper, mode: str, is_unbuffered: bool)
     return stream
 
 
-def _run_as_main(module: str, imports: Any) -> NoReturn:
+def _run_as_main(command: Sequence[str], imports: Any) -> NoReturn:
     """``imports``: tests/warm_imports.py."""
+    option, text = command[_main_option(command) :][:2]
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.modules["__main__"].__annotations__ = {}
     code: object = 0
     is_interrupted = False
     try:
-        imports.run_as_main(module)
+        if option == "-m":
+            imports.run_as_main(text)
+        else:
+            exec(compile(text, "<string>", "exec"), vars(sys.modules["__main__"]))
     except SystemExit as end:
         code = end.code or 0
     except BaseException as error:
@@ -509,15 +580,19 @@ def main() -> None:
     for name in ("OPENBLAS_NUM_THREADS", "ROOM"):
         del os.environ[name]
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork loses other threads"
-    end: socket.socket | None = socket.socket(fileno=int(sys.argv[2]))
+    end: socket.socket = socket.socket(fileno=int(sys.argv[2]))
     door: socket.socket | None = socket.socket(fileno=int(sys.argv[3]))
-    while end is not None:
+    while True:
         order, files = _serve(end, door)
-        end = _become(order, files, end, door)
-        door = None
+        own = _become(order, files, end, door)
+        if own is None:
+            break
+        end, door = own.theirs, own.door
     imports.match_sys_path()
-    _run_as_main(order["command"][order["command"].index("-m") + 1], imports)
+    _run_as_main(order["command"], imports)
 
 
 if __name__ == "__main__":
     main()
+elif _OWN_SERVER in os.environ:
+    _server()

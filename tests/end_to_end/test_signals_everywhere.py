@@ -53,7 +53,6 @@ def wait_for_event(paths: RunPaths, name: str, process: subprocess.Popen[str]) -
     assert process.poll() is None, process.communicate()[1]
 
 
-@pytest.mark.usefixtures("fresh_ranks")
 @pytest.mark.parametrize(
     ("model", "event"),
     [

@@ -102,7 +102,7 @@ def test_a_killed_rank_takes_the_others_with_it_and_nothing_is_saved(
 
 
 @pytest.mark.fault(2, 3)
-@pytest.mark.usefixtures("fresh_ranks")
+@pytest.mark.usefixtures("fresh_first_attempt")
 def test_ranks_that_are_preempted_before_they_have_met_lose_nothing(
     cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:

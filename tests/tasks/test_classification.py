@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.metrics import confusion_matrix
 from torch import Tensor
 from torch.nn import functional
 
@@ -102,6 +101,8 @@ def test_samples_that_only_fill_up_count_for_nothing_even_if_nan() -> None:
 
 
 def test_the_confusion_matrix_is_scikit_learns() -> None:
+    from sklearn.metrics import confusion_matrix
+
     logits, targets = logits_and_targets(60)
     valid = torch.arange(60) % 7 > 0
     given = batch(logits, targets, valid)

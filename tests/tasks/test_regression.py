@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
 from torch import Tensor
 from torch.nn import functional
 
@@ -42,6 +41,8 @@ def metrics(of: Regression, *parts: dict[str, Tensor]) -> dict[str, float]:
 
 
 def test_metrics_are_scikit_learns_whatever_the_batches() -> None:
+    from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+
     outputs, targets = outputs_and_targets()
     parts = [task().sums(outputs[part], batch(targets[part])) for part in (slice(0, 17), slice(17, 40))]
     found = metrics(task(), *parts)
@@ -55,6 +56,8 @@ def test_metrics_are_scikit_learns_whatever_the_batches() -> None:
 
 @pytest.mark.parametrize("has_column", [False, True])
 def test_one_number_may_have_a_column_or_not(has_column: bool) -> None:
+    from sklearn.metrics import r2_score
+
     outputs, targets = outputs_and_targets(count=1)
     of, given = task(shape=()), outputs if has_column else outputs[:, 0]
     expected = functional.mse_loss(outputs, targets)

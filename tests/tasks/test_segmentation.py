@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.metrics import confusion_matrix, jaccard_score
 from torch import Tensor
 from torch.nn import functional
 
@@ -59,6 +58,8 @@ def test_a_batch_without_labels_has_a_loss_of_zero_and_gradients() -> None:
 
 
 def test_metrics_are_those_of_scikit_learn() -> None:
+    from sklearn.metrics import confusion_matrix, jaccard_score
+
     logits, masks = outputs(8)
     model = task(class_names=("Road", "Traffic light", "sky", "car"))
     sums = model.sums({"out": logits}, batch(masks))

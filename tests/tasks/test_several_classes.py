@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, average_precision_score, f1_score, multilabel_confusion_matrix
 from torch import Tensor
 from torch.nn import functional
 
@@ -49,6 +48,8 @@ def _is_number(value: Any) -> bool:
 
 
 def test_metrics_are_scikit_learns() -> None:
+    from sklearn.metrics import accuracy_score, average_precision_score, f1_score
+
     logits, labels = samples()
     found, predicted = metrics(task(), logits, labels), logits >= 0
     present = slice(0, NUM_CLASSES - 1)
@@ -63,6 +64,8 @@ def test_metrics_are_scikit_learns() -> None:
 
 
 def test_the_outcomes_of_each_class_are_kept_as_a_table() -> None:
+    from sklearn.metrics import multilabel_confusion_matrix
+
     logits, labels = samples()
     found = task().sums(logits, batch(labels))
     lines = task().files(found)["confusion_per_class.csv"].decode().splitlines()

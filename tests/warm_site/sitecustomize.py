@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-if "HPC_TRAIN_TEST_WARM" in os.environ and "submitit.core._submit" in sys.orig_argv:
+is_fresh = "HPC_TRAIN_TEST_FRESH_FIRST_ATTEMPT" in os.environ and "SLURM_RESTART_COUNT" not in os.environ
+if "HPC_TRAIN_TEST_WARM" in os.environ and not is_fresh and "submitit.core._submit" in sys.orig_argv:
     warm = str(Path(__file__).parents[1] / "warm.py")
     os.execv(sys.executable, [sys.executable, "-I", "-S", warm, "task", *sys.orig_argv])

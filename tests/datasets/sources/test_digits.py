@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sklearn.datasets import load_digits
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.base import TensorSplit
@@ -16,6 +15,8 @@ def digits(**args: object):
 
 
 def test_images_are_scikit_learns_enlarged_and_scaled() -> None:
+    from sklearn.datasets import load_digits
+
     theirs, made = load_digits(), digits()
     assert isinstance(made.train, TensorSplit)
     assert isinstance(made.val, TensorSplit)
