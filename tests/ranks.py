@@ -14,10 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 #: What the fork server imports: there is one in each process of pytest.
-IMPORTED = [
-    "tests.parallelism.training", "tests.parallelism.plain", "timm", "torch.distributed.fsdp",
-    "hpc_train.training.main",
-]  # fmt: skip
+IMPORTED = ["tests.preloaded"]
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, folder: Path) -> list[Any]:

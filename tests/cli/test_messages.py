@@ -10,6 +10,7 @@ import typer.main
 
 from hpc_train.cli.app import app
 
+_COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 _REPOSITORY = Path(__file__).parents[2]
 #: In backticks, a line of a code block, or a substitution in one; it ends where the shell begins another.
 _COMMAND = re.compile(r"(?:`|^\$ |\$\()hpc-train ([a-z]+)((?: [^`\n&|;$]*)?)", re.MULTILINE)
@@ -27,13 +28,12 @@ def _texts() -> Iterator[Path]:
 
 def _unknown(text: str) -> list[str]:
     """Return the commands and options in ``text`` that can't be typed."""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     found = []
     for command, rest in _COMMAND.findall(text):
-        if command not in commands:
+        if command not in _COMMANDS:
             found.append(command)
             continue
-        options = {option for each in commands[command].params for option in each.opts} | {"--help"}
+        options = {option for each in _COMMANDS[command].params for option in each.opts} | {"--help"}
         found += [f"{command} {option}" for option in _OPTION.findall(rest) if option not in options]
     return found
 

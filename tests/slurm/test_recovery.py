@@ -143,12 +143,12 @@ def test_a_run_that_gets_nowhere_gives_up(cluster: Cluster, tmp_path: Path) -> N
     for number in (1, 2, 3):
         wait_for_attempt(paths, number)
         wait_for_first_step(paths)
-        victims = ranks_of(paths)
-        assert victims, account(paths)
+        script, ranks = records(paths)[number - 1].launcher_process, ranks_of(paths)
+        assert script is not None and ranks, account(paths)
         cluster.run("scontrol", "requeue", job_of(paths))
-        for rank in victims:
+        for pid in (script.pid, *ranks):  # the script first: it would take its rank's end for a crash
             with suppress(ProcessLookupError):  # Slurm has killed it
-                os.kill(rank, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         start_now(cluster, paths)
     assert wait_for_state(paths, "failed", "completed") == "failed", account(paths)
     reason = standing_of(paths)["reason"]
