@@ -27,8 +27,8 @@ _LEFT_BEHIND = {
     "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR",
 }  # fmt: skip
 
-#: Tests write some 400,000 files, most of them synced, 3 GB at most: into memory where there is enough, except
-#: in ``make test-full``.
+#: Tests write some 400,000 files, most of them synced, 3 GB at most: into memory where there is enough,
+#: except in ``make test-full``.
 _MEMORY, _ENOUGH_BYTES = Path("/dev/shm"), 6 << 30
 
 
