@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,6 +42,7 @@ def _rank_main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    assert set(IMPORTED) <= sys.modules.keys(), "the fork server could not import them"
     os.environ.clear()
     os.environ.update(environment)  # the server has that of the first test
     torch.set_num_threads(1)

@@ -182,7 +182,7 @@ def _server() -> ForkServer:
     assert door is not None
     variables = {name: value for name, value in os.environ.items() if name not in _SET_AFTERWARDS}
     process = subprocess.Popen(  # it ends with the socket
-        [sys.executable, "-P", __file__, "serve", str(theirs.fileno()), str(door.fileno()), "-" * _ROOM],
+        [sys.executable, __file__, "serve", str(theirs.fileno()), str(door.fileno()), "-" * _ROOM],
         env=variables | {"OPENBLAS_NUM_THREADS": "1", "ROOM": "-" * _ROOM},
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno(), door.fileno()],
@@ -569,10 +569,10 @@ def main() -> None:
     if sys.argv[1] == "wait":
         _wait(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
     gc.disable()
-    # By this name: forks import the package ``tests`` from a snapshot.
-    sys.path.insert(0, str(Path(__file__).parent))
+    # By this name: forks import the package ``tests`` from a snapshot. Python has put this folder first; with
+    # its option -P, forks would have that option too.
     imports: Any = importlib.import_module("warm_imports")
-    del sys.path[0]
+    sys.path.remove(str(Path(__file__).parent))
     imports.import_all()
     gc.freeze()  # else each fork's collections write to all objects, which copies their pages
     gc.enable()

@@ -24,6 +24,7 @@ NOT_IDENTITY = (
     "sweep",
     "data.root",
     "data.cache",
+    "data.cache_pixels",
     "data.stage",
     "data.workers",
 )

@@ -64,7 +64,7 @@ class FileSplit(Protocol):
 
     def __len__(self) -> int: ...
 
-    def file_content(self, index: int, /) -> tuple[bytes, RawTarget]:
+    def file_content(self, index: int, /) -> tuple[bytes | bytearray, RawTarget]:
         """Return what the file of sample ``index`` contains, not decoded, and the sample's target."""
 
 

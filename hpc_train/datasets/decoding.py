@@ -11,6 +11,7 @@ Legend: C channels, H rows, W columns.
 from __future__ import annotations
 
 import io
+import struct
 from dataclasses import dataclass
 
 import simplejpeg
@@ -24,6 +25,10 @@ _JPEG_START = b"\xff\xd8"
 #: Requested channels and the file's colorspace → the colorspace to decode to, where Pillow's is the same. Its
 #: gray of a colour image is not libjpeg's, nor is its RGB of CMYK.
 _DECODED_TO = {(3, "YCbCr"): "RGB", (3, "RGB"): "RGB", (3, "Gray"): "RGB", (1, "Gray"): "GRAY"}
+
+#: What ``as_pixels`` writes before the pixels: this, (C, H, W), whether they are stored as (C, H, W).
+_PIXELS_START = b"hpc-train pixels"
+_PIXELS_HEAD = struct.Struct("<16sIII?")
 
 #: JPEG decodes to these fractions of its sides in less time than to all of them.
 _REDUCTIONS = (8, 4, 2)
@@ -41,7 +46,7 @@ class UndecodableError(Exception):
 class EncodedImage:
     """The JPEG of sample ``index``, decoded when it is used. ``shape`` is (C, H, W)."""
 
-    content: bytes
+    content: bytes | bytearray
     shape: tuple[int, int, int]
     #: The colorspace that simplejpeg decodes it to.
     colorspace: str
@@ -93,16 +98,35 @@ def reduction_for(sides: tuple[int, int], to: tuple[int, int]) -> int:
     return next(fits, 1)
 
 
-def read_image(content: bytes, channels: int, index: int) -> EncodedImage | Tensor:
+def read_image(content: bytes | bytearray, channels: int, index: int) -> EncodedImage | Tensor:
     """Return the image of a file's ``content`` as 1 or 3 channels; of ordinary JPEG only the header is read.
 
-    Raises OSError, SyntaxError or ValueError as Pillow does if the content is not an image, or is damaged.
+    What ``as_pixels`` returned is an image too, with the channels that it was decoded to; a bytearray is not
+    copied. Raises OSError, SyntaxError or ValueError as Pillow does if the content is not an image, or is
+    damaged.
     """
+    if content.startswith(_PIXELS_START):
+        return _of_pixels(content)
     encoded = _read_header(content, channels, index) if content.startswith(_JPEG_START) else None
     return _decode_by_pillow(content, channels) if encoded is None else encoded
 
 
-def _read_header(content: bytes, channels: int, index: int) -> EncodedImage | None:
+def as_pixels(image: Tensor) -> bytes:
+    """Return a decoded image (C, H, W) uint8 as ``read_image`` reads it, in the same memory layout."""
+    is_channels_first = image.stride(0) != 1
+    pixels = image if is_channels_first else image.permute(1, 2, 0)
+    return _PIXELS_HEAD.pack(_PIXELS_START, *image.shape, is_channels_first) + pixels.numpy().tobytes()
+
+
+def _of_pixels(content: bytes | bytearray) -> Tensor:
+    _, channels, height, width, is_channels_first = _PIXELS_HEAD.unpack_from(content)
+    pixels = torch.frombuffer(content, dtype=torch.uint8, offset=_PIXELS_HEAD.size)
+    if is_channels_first:
+        return pixels.view(channels, height, width)
+    return pixels.view(height, width, channels).permute(2, 0, 1)
+
+
+def _read_header(content: bytes | bytearray, channels: int, index: int) -> EncodedImage | None:
     """Return the JPEG, or None if Pillow should decode it or say why it can't be decoded."""
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(content)
@@ -128,7 +152,7 @@ def decode(content: bytes, channels: int) -> Tensor:
     return image._decoded(1) if isinstance(image, EncodedImage) else image
 
 
-def _decode_by_pillow(content: bytes, channels: int) -> Tensor:
+def _decode_by_pillow(content: bytes | bytearray, channels: int) -> Tensor:
     try:
         image = Image.open(io.BytesIO(content))
     except UnidentifiedImageError as error:  # names the buffer's address

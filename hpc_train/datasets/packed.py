@@ -3,7 +3,8 @@
 
     magic │ of each split: samples, arrays │ header, JSON │ footer: size and hash of the header, magic
 
-A sample is its image file as it was, or, of small images, its decoded pixels. The header describes the two
+A sample is its image file as it was, or its decoded pixels: of small images of one size, or with
+``data.cache_pixels``. The header describes the two
 splits: their folder, their samples, and place, size and hash of each array. The arrays have one number per
 sample: where it ends, its class, its XXH3 hash. So the hash of the header covers everything, and opening a
 pack reads 20 bytes per sample and creates no Python object for any.
@@ -83,6 +84,9 @@ class PackedPart:
     #: ``is_channels_first``. None: image files as they are.
     pixels: tuple[int, int, int] | None
     is_channels_first: bool
+    #: The largest shorter side of the images that ``decoding.as_pixels`` stored among image files. None: all
+    #: are image files, or ``pixels`` says what they are.
+    decoded_side: int | None
     arrays: Mapping[str, Extent]
 
 
@@ -175,7 +179,15 @@ def _part(entry: Any) -> PackedPart:
     }
     if arrays.keys() != DTYPES.keys() or type(entry["is_channels_first"]) is not bool:
         raise ValueError("other arrays")
-    return PackedPart(entry["folder"], _count(entry["samples"]), pixels, entry["is_channels_first"], arrays)
+    side = entry.get("decoded_side")
+    return PackedPart(
+        entry["folder"],
+        _count(entry["samples"]),
+        pixels,
+        entry["is_channels_first"],
+        None if side is None else _count(side),
+        arrays,
+    )
 
 
 def _count(number: object) -> int:
@@ -225,11 +237,17 @@ class PackedSplit:
         except OSError:  # the read that failed first is the one to report
             return None
 
-    def content(self, index: int) -> bytes:
+    def content(self, index: int) -> bytes | bytearray:
         """Return what is stored of a sample. Raises DamagedPackError if its hash is not the stored one."""
         begin, end = int(self.ends[index]), int(self.ends[index + 1])
-        content = self.pack.read(begin, end - begin)
-        if len(content) < end - begin or xxhash.xxh3_64_intdigest(content) != int(self.hashes[index]):
+        content: bytes | bytearray
+        if self.part.decoded_side is None:
+            content = self.pack.read(begin, end - begin)
+            is_whole = len(content) == end - begin
+        else:  # in memory that a tensor may be of
+            content = bytearray(end - begin)
+            is_whole = self.pack.read_into(memoryview(content), begin)
+        if not is_whole or xxhash.xxh3_64_intdigest(content) != int(self.hashes[index]):
             self.refuse(index)
         return content
 
@@ -239,14 +257,14 @@ class PackedSplit:
 
 
 class PackedFiles(PackedSplit):
-    """A ``FileSplit`` of a pack with image files as they are."""
+    """A ``FileSplit`` of a pack: image files as they are, or what ``decoding.as_pixels`` made of them."""
 
     def __init__(self, pack: Pack, part: PackedPart, root: Path, channels: int) -> None:
         super().__init__(pack, part, root)
         self.channels = channels
 
-    def file_content(self, index: int, /) -> tuple[bytes, int]:
-        """Return what the image file contained, and the sample's class."""
+    def file_content(self, index: int, /) -> tuple[bytes | bytearray, int]:
+        """Return what ``decoding.read_image`` reads, and the sample's class."""
         return self.content(index), int(self.classes[index])
 
 
@@ -299,11 +317,12 @@ def may_read(data: DataConfig, part: PackedPart) -> bool:
 
     Decoded images do not where random crops would decode a JPEG file at a fraction of its size.
     """
-    return part.pixels is None or may_decode_whole(data, max(part.pixels))
+    side = part.decoded_side if part.pixels is None else max(part.pixels)
+    return side is None or may_decode_whole(data, side)
 
 
 def may_decode_whole(data: DataConfig, side: int) -> bool:
-    """Whether every use of images with this longest side in pixels decodes them in full."""
+    """Whether every use of images with a side of that many pixels decodes them in full."""
     size = data.height_and_width
     return data.augment.random_resized_crop is None or size is None or side < 2 * min(size)
 

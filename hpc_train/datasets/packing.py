@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ import xxhash
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import say
 from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.decoding import decode
+from hpc_train.datasets.decoding import as_pixels, decode
 from hpc_train.datasets.packed import (
     DTYPES,
     FOOTER,
@@ -76,9 +77,10 @@ class _NotAlikeError(Exception):
 
 @dataclass(frozen=True)
 class _File:
-    """A source file: its content, and what changes where it is written again."""
+    """A source file: what is stored of it, and what changes where it is written again."""
 
-    content: bytes
+    stored: bytes
+    nbytes: int
     time_ns: int
 
 
@@ -175,18 +177,19 @@ def _splits(source: DataSource) -> dict[str, ImageFiles]:
 
 def _write(data: DataConfig, files: list[Path], source: DataSource) -> Path:
     """Write the pack, of decoded images if they are small and alike; return its file."""
-    decoded, encoded = files
+    small, other = files
     try:
-        decoded.parent.mkdir(parents=True, exist_ok=True)
-        _remove_left_over(decoded.parent)
+        small.parent.mkdir(parents=True, exist_ok=True)
+        _remove_left_over(small.parent)
         try:
-            _write_pack(decoded, source, data)
-            return decoded
+            _write_pack(small, source, lambda channels: _SmallImages(data, channels))
+            return small
         except _NotAlikeError:
-            _write_pack(encoded, source, None)
-            return encoded
+            decodes = data.cache_pixels
+            _write_pack(other, source, lambda channels: _Images(data, channels) if decodes else _Files())
+            return other
     except OSError as error:
-        raise storage_error(error, decoded.parent) from error
+        raise storage_error(error, small.parent) from error
 
 
 def _remove_left_over(folder: Path) -> None:
@@ -195,14 +198,61 @@ def _remove_left_over(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-class _Pixels:
+class _Format(Protocol):
+    """How the samples of a split are stored."""
+
+    def stored(self, content: bytes, /) -> bytes:
+        """Return what is stored of an image file; called in a few threads at once."""
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """What the header says of the samples, once all are stored."""
+
+
+class _Files:
+    """Stores image files as they are."""
+
+    def stored(self, content: bytes) -> bytes:
+        return content
+
+    @property
+    def header(self) -> dict[str, Any]:
+        return {"pixels": None, "is_channels_first": False, "decoded_side": None}
+
+
+class _Images:
+    """Decodes each image that every use of it decodes in full; the others stay files, and what is damaged."""
+
+    def __init__(self, data: DataConfig, channels: int) -> None:
+        self._data, self._channels = data, channels
+        #: Shorter sides of the decoded images.
+        self._sides: set[int] = set()
+
+    def stored(self, content: bytes) -> bytes:
+        try:
+            image = decode(content, self._channels)
+        except Exception:  # whatever Pillow raises: the ranks say it when they read the file
+            return content
+        side = min(image.shape[1:])
+        if not may_decode_whole(self._data, side):
+            return content
+        self._sides.add(side)
+        return as_pixels(image)
+
+    @property
+    def header(self) -> dict[str, Any]:
+        return {"pixels": None, "is_channels_first": False, "decoded_side": max(self._sides, default=0)}
+
+
+class _SmallImages:
     """Decodes images to the bytes that are stored, as long as all are small and alike."""
 
     def __init__(self, data: DataConfig, channels: int) -> None:
         self._data, self._channels = data, channels
         #: As in the header: dimensions as they are stored, and which of them is first.
-        self.shape: tuple[int, ...] | None = None
-        self.is_channels_first = False
+        self._shape: tuple[int, ...] | None = None
+        self._is_channels_first = False
+        self._lock = threading.Lock()
 
     def stored(self, content: bytes) -> bytes:
         """Return the pixels of an image file. Raises _NotAlikeError."""
@@ -212,14 +262,20 @@ class _Pixels:
             raise _NotAlikeError from error
         is_channels_first = image.stride(0) != 1
         pixels = (image if is_channels_first else image.permute(1, 2, 0)).numpy()
-        if self.shape is None:
-            side = max(image.shape[1:])
-            if side > MAX_DECODED_SIDE or not may_decode_whole(self._data, side):
+        with self._lock:
+            if self._shape is None:
+                side = max(image.shape[1:])
+                if side > MAX_DECODED_SIDE or not may_decode_whole(self._data, side):
+                    raise _NotAlikeError
+                self._shape, self._is_channels_first = pixels.shape, is_channels_first
+            if (pixels.shape, is_channels_first) != (self._shape, self._is_channels_first):
                 raise _NotAlikeError
-            self.shape, self.is_channels_first = pixels.shape, is_channels_first
-        if (pixels.shape, is_channels_first) != (self.shape, self.is_channels_first):
-            raise _NotAlikeError
         return pixels.tobytes()
+
+    @property
+    def header(self) -> dict[str, Any]:
+        first = self._is_channels_first
+        return {"pixels": self._shape, "is_channels_first": first, "decoded_side": None}
 
 
 class _PackWriter:
@@ -236,7 +292,7 @@ class _PackWriter:
         self._offset += len(content)
         return self._offset
 
-    def split(self, split: ImageFiles, pixels: _Pixels | None) -> dict[str, Any]:
+    def split(self, split: ImageFiles, form: _Format) -> dict[str, Any]:
         """Write the samples of a split and their arrays; return its entry of the header."""
         count = len(split)
         arrays = {name: np.zeros(count, dtype) for name, dtype in DTYPES.items() if name != "paths"}
@@ -244,11 +300,10 @@ class _PackWriter:
         arrays["classes"][:] = split.classes
         arrays["ends"][0] = self._offset
         progress = _Progress(split, count)
-        for index, file in enumerate(_in_parallel(lambda index: _read(split, index), count)):
-            stored = file.content if pixels is None else pixels.stored(file.content)
-            arrays["hashes"][index] = xxhash.xxh3_64_intdigest(stored)
-            arrays["sizes"][index], arrays["times"][index] = len(file.content), file.time_ns
-            arrays["ends"][index + 1] = self.write(stored)
+        for index, file in enumerate(_in_parallel(lambda index: _read(split, index, form), count)):
+            arrays["hashes"][index] = xxhash.xxh3_64_intdigest(file.stored)
+            arrays["sizes"][index], arrays["times"][index] = file.nbytes, file.time_ns
+            arrays["ends"][index + 1] = self.write(file.stored)
             progress.at(index)
         names: list[bytes] = split.paths.tolist()
         arrays["path_ends"][1:] = np.cumsum([len(name) for name in names], dtype=np.uint64)
@@ -256,8 +311,7 @@ class _PackWriter:
         return {
             "folder": split.folder.name,
             "samples": count,
-            "pixels": None if pixels is None else pixels.shape,
-            "is_channels_first": pixels is not None and pixels.is_channels_first,
+            **form.header,
             "arrays": {name: self._array(array) for name, array in arrays.items()},
         }
 
@@ -273,25 +327,25 @@ class _PackWriter:
         self.write(FOOTER.pack(len(text), xxhash.xxh3_128_digest(text), MAGIC))
 
 
-def _write_pack(path: Path, source: DataSource, data: DataConfig | None) -> None:
-    """Write a pack of decoded images, or without ``data`` of the files as they are.
+def _write_pack(path: Path, source: DataSource, make_format: Callable[[int], _Format]) -> None:
+    """Write a pack. ``make_format``: number of channels → how a split's samples are stored.
 
-    Raises _NotAlikeError if the images can't be stored decoded; then nothing is left.
+    Raises _NotAlikeError if the images can't be stored in that form; then nothing is left.
     """
     with replacing(path, sync=True) as file:
         writer = _PackWriter(file)
         splits = {
-            name: writer.split(split, None if data is None else _Pixels(data, split.channels))
-            for name, split in _splits(source).items()
+            name: writer.split(split, make_format(split.channels)) for name, split in _splits(source).items()
         }
         writer.finish({"classes": source.info.class_names, "splits": splits})
 
 
-def _read(split: ImageFiles, index: int) -> _File:
+def _read(split: ImageFiles, index: int, form: _Format) -> _File:
     path = split.path(index)
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-            return _File(file.read(), os.fstat(file.fileno()).st_mtime_ns)
+            content, time_ns = file.read(), os.fstat(file.fileno()).st_mtime_ns
+        return _File(form.stored(content), len(content), time_ns)
     except OSError as error:
         raise BadFileError(
             f"data.cache: {path} can't be packed: {error.strerror}; fix the file or remove it"

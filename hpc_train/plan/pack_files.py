@@ -20,9 +20,10 @@ from hpc_train.plan.input_files import image_fingerprint
 def pack_files(data: DataConfig, limit_s: float | None = None) -> list[Path] | None:
     """Return the files that may be the pack of what ``data.root`` contains now, whether they exist or not.
 
-    The first is of decoded images, which depend on the number of channels; the other of the image files as
-    they are. None where the images can't be listed within ``limit_s``, or are not on this machine. Raises
-    BadFileError if one is missing or may not be read, OSError if the disk fails.
+    The first is of small decoded images, the other of decoded images of any size with ``data.cache_pixels``,
+    else of the image files as they are. Decoded images depend on the number of channels. None where the
+    images can't be listed within ``limit_s``, or are not on this machine. Raises BadFileError if one is
+    missing or may not be read, OSError if the disk fails.
     """
     assert data.cache is not None and data.root is not None, "the file has both keys"
     try:
@@ -34,7 +35,8 @@ def pack_files(data: DataConfig, limit_s: float | None = None) -> list[Path] | N
     if "images" not in fingerprint:
         return None
     digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:20]
-    names = f"{digest}-{data_facts(data.name).channels(data)}.pack", f"{digest}.pack"
+    decoded = f"{digest}-{data_facts(data.name).channels(data)}"
+    names = f"{decoded}.pack", f"{decoded}-pixels.pack" if data.cache_pixels else f"{digest}.pack"
     return [expanded(data.cache) / name for name in names]
 
 

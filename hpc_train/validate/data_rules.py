@@ -117,6 +117,17 @@ def only_image_folders_are_packed(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(path, f"{shortened(data.cache)} is a file", "write a folder; prepare creates it")
 
 
+@rule("data.cache", "data.cache_pixels")
+def only_packs_have_pixels(experiment: Experiment) -> Iterator[Problem]:
+    """``data.cache_pixels`` says what the pack of ``data.cache`` contains."""
+    data = experiment.data
+    if data.cache_pixels and (data.cache is None or not data_facts(data.name).is_packable):
+        message = "says what the packed file of data.cache contains, and there is none"
+        is_packable = data_facts(data.name).is_packable
+        remedy = "write data.cache too, or take it out" if is_packable else "take it out"
+        yield Problem(("data", "cache_pixels"), message, remedy, on_key=True)
+
+
 @rule("data.cache", "data.stage")
 def only_packs_are_staged(experiment: Experiment) -> Iterator[Problem]:
     """``data.stage`` copies the pack of ``data.cache``."""
@@ -135,6 +146,7 @@ def only_packs_are_staged(experiment: Experiment) -> Iterator[Problem]:
 RULES: tuple[Rule, ...] = (
     only_image_folders_are_packed,
     only_packs_are_staged,
+    only_packs_have_pixels,
     task_fits_the_data,
     model_fits_the_data,
     detectors_are_for_detection,

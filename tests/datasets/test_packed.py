@@ -22,6 +22,7 @@ from hpc_train.datasets import packing
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import evaluation_batches, training_batches
 from hpc_train.datasets.building import build_source
+from hpc_train.datasets.decoding import read_image
 from hpc_train.datasets.packed import FOOTER, DamagedPackError, PackedFiles, PackedPixels, hash_of
 from hpc_train.datasets.sampler import Position
 from hpc_train.datasets.skipping import BadSamples
@@ -36,6 +37,7 @@ FOLDERS = {
     "gray PNG": ([(12, 10)], "png", "L", True),
     "large JPEG": ([(90, 70)], "jpg", "RGB", False),
     "JPEG of two sizes": ([(12, 10), (14, 10)], "jpg", "RGB", False),
+    "large and small JPEG": ([(90, 70), (12, 10)], "jpg", "RGB", False),
 }
 
 
@@ -104,6 +106,7 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
+@pytest.mark.parametrize("cache_pixels", [False, True])
 @pytest.mark.parametrize(
     "keys",
     [
@@ -114,10 +117,13 @@ def assert_same(ours: list[Any], theirs: list[Any]) -> None:
     ],
     ids=["resized", "crops", "crops of reduced images", "padded crops"],
 )
-def test_batches_are_bitwise_those_of_the_folder(tmp_path: Path, kind: str, keys: dict[str, Any]) -> None:
+def test_batches_are_bitwise_those_of_the_folder(
+    tmp_path: Path, kind: str, cache_pixels: bool, keys: dict[str, Any]
+) -> None:
     root = make_folder(tmp_path / "images", kind)
     args = {"channels": 1 if FOLDERS[kind][2] == "L" else 3}
-    ours, theirs = packed(root, args=args, **keys), folder_of(root, args=args, **keys)
+    ours = packed(root, args=args, cache_pixels=cache_pixels, **keys)
+    theirs = folder_of(root, args=args, **keys)
     assert ours.info == theirs.info and len(ours.train) == len(theirs.train) == 12
     assert_same(batches(ours, **keys), batches(theirs, **keys))
 
@@ -134,6 +140,25 @@ def test_crops_that_decode_at_a_fraction_read_files_as_they_are(root: Path) -> N
     assert isinstance(packed(root, image_size=7, **crops).train, PackedPixels)
     assert isinstance(packed(root, image_size=6, **crops).train, PackedFiles)
     assert isinstance(build_source(with_cache(root, image_size=7, **crops)).train, PackedPixels)
+
+
+def num_decoded(source: DataSource) -> int:
+    return sum(isinstance(read_image(source.train.content(i), 3, i), torch.Tensor) for i in range(12))
+
+
+def test_pixels_are_stored_of_images_that_are_always_decoded_in_full(tmp_path: Path) -> None:
+    root = make_folder(tmp_path / "images", "large and small JPEG")
+    crops = {"augment": {"random_resized_crop": {}}, "cache_pixels": True}
+    assert num_decoded(packed(root, image_size=8, **crops)) == 6, "the small ones"
+    with pytest.raises(BadFileError, match="has no pack of the images"):
+        build_source(with_cache(root, image_size=5, **crops))
+    assert num_decoded(packed(root, image_size=5, **crops)) == 0
+    assert num_decoded(packed(root, image_size=36, **crops)) == 0, "what is there gives the same pixels"
+    pack_of(root).unlink()
+    for keys in ({"image_size": 36, **crops}, {"image_size": 8, "cache_pixels": True}):
+        assert num_decoded(packed(root, **keys)) == 12
+    with pytest.raises(BadFileError, match="has no pack of the images"):
+        build_source(with_cache(root, image_size=8))
 
 
 def test_batches_from_loader_processes_are_the_same(root: Path) -> None:
@@ -192,13 +217,17 @@ def test_prepare_keeps_an_intact_pack(
     assert "intact and up to date" in capsys.readouterr().err
 
 
+STORED = [("small JPEG", False), ("large JPEG", False), ("large JPEG", True)]
+
+
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("kind", ["small JPEG", "large JPEG"])
+@pytest.mark.parametrize(("kind", "cache_pixels"), STORED)
 def test_a_damaged_pack_is_an_error_never_other_pixels(
-    tmp_path: Path, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, cache_pixels: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = make_folder(tmp_path / "images", kind)
-    good = batches(packed(root, image_size=8), image_size=8)
+    keys: dict[str, Any] = {"image_size": 8, "cache_pixels": cache_pixels}
+    good = batches(packed(root, **keys), image_size=8)
     drawn, path = random.Random(seed), pack_of(root)
     content = bytearray(path.read_bytes())
     if seed % 3:
@@ -208,18 +237,18 @@ def test_a_damaged_pack_is_an_error_never_other_pixels(
     path.write_bytes(content)
     try:
         # What only prepare reads may be damaged.
-        assert_same(batches(build_source(with_cache(root, image_size=8)), image_size=8), good)
+        assert_same(batches(build_source(with_cache(root, **keys)), image_size=8), good)
     except BadFileError as error:
         assert str(error).startswith(f"data.cache: {path} is not a complete, undamaged pack: ")
         assert str(error).endswith("remove the file, then run `hpc-train prepare`")
     monkeypatch.setattr(packing, "_checked", set())
-    assert_same(batches(packed(root, image_size=8), image_size=8), good)
+    assert_same(batches(packed(root, **keys), image_size=8), good)
 
 
-@pytest.mark.parametrize("kind", ["small JPEG", "large JPEG"])
-def test_a_damaged_sample_is_named_and_never_skipped(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "cache_pixels"), STORED)
+def test_a_damaged_sample_is_named_and_never_skipped(tmp_path: Path, kind: str, cache_pixels: bool) -> None:
     root = make_folder(tmp_path / "images", kind)
-    source = packed(root, image_size=8)
+    source = packed(root, image_size=8, cache_pixels=cache_pixels)
     damage(pack_of(root), int(source.train.ends[6]))
     with pytest.raises(BadFileError, match=r"the hash of sample 6 \(.*/train/bee/1\.jpg\)"):
         with_skips(source, tmp_path)
@@ -236,10 +265,11 @@ def with_skips(source: DataSource, folder: Path) -> list[Any]:
     return [*found, *(sorted(bad._seen))]
 
 
-def test_a_bad_image_is_replaced_as_in_the_folder(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache_pixels", [False, True])
+def test_a_bad_image_is_replaced_as_in_the_folder(root: Path, tmp_path: Path, cache_pixels: bool) -> None:
     broken = root / "train/bee/1.jpg"
     broken.write_bytes(broken.read_bytes()[:30])
-    source = packed(root, image_size=8, on_bad_sample="skip")
+    source = packed(root, image_size=8, on_bad_sample="skip", cache_pixels=cache_pixels)
     assert isinstance(source.train, PackedFiles)
     *ours, our_bad = with_skips(source, tmp_path / "ours")
     *theirs, their_bad = with_skips(folder_of(root), tmp_path / "theirs")
@@ -353,6 +383,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         lambda header: header["splits"]["train"].update(pixels=[10, 12]),
         lambda header: header["splits"]["train"].update(pixels=[10, 12, 4]),
         lambda header: header["splits"]["train"].update(pixels=[10, 13, 3]),
+        lambda header: header["splits"]["train"].update(decoded_side=-1),
         lambda header: header["splits"]["train"]["arrays"].pop("ends"),
         lambda header: header["splits"]["train"]["arrays"]["ends"].update(offset=1 << 61),
         lambda header: header["splits"]["train"]["arrays"]["ends"].update(nbytes=1 << 61),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -112,6 +113,7 @@ class Groups:
 
 def _serve(end: Connection, rank: int, world_size: int, folder: str) -> None:
     """Take work until the other end is closed."""
+    assert set(IMPORTED) <= sys.modules.keys(), "the fork server could not import them"
     torch.set_num_threads(1)
     store = f"file://{Path(folder) / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)

@@ -71,6 +71,12 @@ def test_only_image_folders_have_a_pack(tmp_path: Path) -> None:
     assert "data.stage: is empty" in line
     lists = images.replace("imagefolder", "image_list").replace("cache: exp.yaml", "cache: indexes")
     assert problems_of(tmp_path, lists) == []
+    assert problems_of(tmp_path, images, "data.cache=packs", "data.cache_pixels=true") == []
+    (line,) = problems_of(tmp_path, images, "data.cache=", "data.cache_pixels=true")
+    assert "data.cache_pixels: says what the packed file of data.cache contains, and there is none" in line
+    assert line.endswith("write data.cache too, or take it out")
+    (line,) = problems_of(tmp_path, lists, "data.cache_pixels=true")
+    assert "and there is none; take it out" in line
     (line,) = problems_of(tmp_path, lists, "data.stage=true")
     assert "data.stage: copies a packed image folder, and image_list is not one; take it out" in line
     boxes = lists.replace("image_list", "coco").replace("classification", "detection")
