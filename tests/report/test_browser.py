@@ -62,6 +62,11 @@ def test_the_page_is_accessible_and_asks_for_nothing(browser: Any, file: Path, s
         page.context.close()
 
 
+def _wait_for_scrolling(page: Any) -> None:
+    """Wait until the page has noticed that it was scrolled, in a later frame: it hides the tip then."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
 def test_values_are_read_by_keyboard_and_by_pointer(browser: Any, file: Path, runs: list[RunPaths]) -> None:
     page, said = opened(browser, file, viewport={"width": 1200, "height": 900})
     frame, tip = page.locator(".frame").first, page.locator("#tip")
@@ -80,12 +85,12 @@ def test_values_are_read_by_keyboard_and_by_pointer(browser: Any, file: Path, ru
     page.keyboard.press("Escape")
     assert tip.is_hidden()
     frame.scroll_into_view_if_needed()
-    # The page hides the pointer's tip when it scrolls, which it says in a later frame.
-    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    _wait_for_scrolling(page)
     frame.locator(".area").hover(position={"x": 200, "y": 100})
     assert tip.is_visible()
     bars = page.locator("#attempts .items")
     bars.focus()
+    _wait_for_scrolling(page)
     page.keyboard.press("End")
     assert "attempt" in (bars.get_attribute("aria-valuetext") or "") and tip.is_visible()
     assert _requests(said, file) == []

@@ -46,7 +46,9 @@ def test_ranks_of_jobs_are_forked_from_a_warm_process(cluster: Cluster, tmp_path
     task = [sys.executable, "-I", "-S", warm.__file__, "task"]
     rank = [sys.executable, "-m", "tests.start_facts", "one"]
     wrap = f"srun {shlex.join(task + rank)}"
-    job = sbatch(cluster, f"--chdir={REPOSITORY}", wrap=wrap, folder=tmp_path)
+    # srun's own messages would be written into the middle of a line.
+    options = (f"--chdir={REPOSITORY}", f"--error={tmp_path}/errors")
+    job = sbatch(cluster, *options, wrap=wrap, folder=tmp_path)
     assert wait_for_state(cluster, job, "COMPLETED", "FAILED") == "FAILED"  # with the rank's own exit code
     assert json.loads((tmp_path / f"{job}.out").read_text().splitlines()[0])["has torch"]
 
