@@ -13,7 +13,7 @@ it. CPU time rather than wall time, because a loader process shares its node. Th
 
 Files are also read from a pack (``data.cache``), which contains CIFAR-10's decoded pixels, and JPEG files of
 500 x 375 as they are, or with ``data.cache_pixels`` decoded; a second table of each compares that with the
-folder. All files fit into the page cache: no figure is of a disk.
+folder. All files fit into the page cache, so disks are not measured.
 
 timm's arm is ``timm.data.create_loader`` up to its fast collate, which also returns uint8; torchvision's is
 ``ImageFolder``, v1 transforms as in its reference training, and ``DataLoader``. Rounds are interleaved and

@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionstart(session: pytest.Session) -> Iterator[None]:
-    """Let pytest-xdist start its workers by forking, except where import time is what coverage looks at."""
+    """Let pytest-xdist fork its workers, except under coverage, which has to see modules being imported."""
     with warm.forking_workers() if _forks_workers(session.config) else nullcontext():
         return (yield)
 
@@ -72,8 +72,8 @@ def _forks_workers(config: pytest.Config) -> bool:
 
 
 def pytest_collection_finish() -> None:
-    """Give torch one thread in this process, as each rank of a test has; take what was imported and collected
-    out of garbage collections.
+    """Give torch one thread in this process, as each rank of a test has; freeze what was imported, which
+    garbage collections would look through.
 
     Threads that wait for each other spin, on cores that ranks and the other workers need: with two, tests on
     small tensors took twice the CPU time. Ranks choose for themselves: the environment stays as it is.

@@ -164,9 +164,9 @@ class DataConfig(Section):
     file there, and ranks read that file. Default: ranks read the images one by one. With ``image_list``,
     ``webdataset`` and ``coco``: the folder of their index; default: the user's cache folder."""
     cache_pixels: bool = False
-    """With ``cache``: pack the pixels of images, so that ranks decode nothing, for several times the bytes of
-    the files. Images that random crops decode at a fraction of their size stay files: a run is bitwise the
-    same. ``false``: pack image files, but of images of one size up to 64 × 64 the pixels."""
+    """With ``cache``: store images decoded, so that ranks do not decode JPEG; the packed file is several
+    times larger. Images that random crops decode at reduced size stay JPEG files, so a run remains bitwise
+    identical. ``false``: store the image files; images of one size up to 64 × 64 are stored decoded."""
     stage: bool | str = False
     """With ``cache``: copy the packed file to a disk of each node before training starts. ``true``: to
     ``$SLURM_TMPDIR``, else ``$TMPDIR``; or a folder, with the node's environment variables. ``false``: read

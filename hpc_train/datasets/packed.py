@@ -4,10 +4,10 @@
     magic │ of each split: samples, arrays │ header, JSON │ footer: size and hash of the header, magic
 
 A sample is its image file as it was, or its decoded pixels: of small images of one size, or with
-``data.cache_pixels``. The header describes the two
-splits: their folder, their samples, and place, size and hash of each array. The arrays have one number per
-sample: where it ends, its class, its XXH3 hash. So the hash of the header covers everything, and opening a
-pack reads 20 bytes per sample and creates no Python object for any.
+``data.cache_pixels``. The header describes the two splits: their folder, their samples, and place, size and
+hash of each array. The arrays have one number per sample: where it ends, its class, its XXH3 hash. So the
+hash of the header covers everything, and opening a pack reads 20 bytes per sample and creates no Python
+object for any.
 
 Opening checks the header and the arrays that it loads; each read of a sample checks that sample's hash. The
 names of the source files are for messages only: nothing opens them. Samples are read by ``pread``, since a
@@ -84,9 +84,8 @@ class PackedPart:
     #: ``is_channels_first``. None: image files as they are.
     pixels: tuple[int, int, int] | None
     is_channels_first: bool
-    #: The largest shorter side of the images that ``decoding.as_pixels`` stored among image files. None: all
-    #: are image files, or ``pixels`` says what they are.
-    decoded_side: int | None
+    #: Whether some samples are what ``decoding.as_pixels`` returned, the others image files.
+    has_decoded: bool
     arrays: Mapping[str, Extent]
 
 
@@ -177,17 +176,12 @@ def _part(entry: Any) -> PackedPart:
         name: Extent(_count(each["offset"]), _count(each["nbytes"]), _text(each["xxh3_128"]))
         for name, each in entry["arrays"].items()
     }
-    if arrays.keys() != DTYPES.keys() or type(entry["is_channels_first"]) is not bool:
-        raise ValueError("other arrays")
-    side = entry.get("decoded_side")
-    return PackedPart(
-        entry["folder"],
-        _count(entry["samples"]),
-        pixels,
-        entry["is_channels_first"],
-        None if side is None else _count(side),
-        arrays,
-    )
+    is_channels_first = entry["is_channels_first"]
+    has_decoded = entry.get("has_decoded", False)  # missing where an earlier version wrote it
+    if arrays.keys() != DTYPES.keys() or type(is_channels_first) is not bool or type(has_decoded) is not bool:
+        raise ValueError("other arrays or flags")
+    samples = _count(entry["samples"])
+    return PackedPart(entry["folder"], samples, pixels, is_channels_first, has_decoded, arrays)
 
 
 def _count(number: object) -> int:
@@ -241,12 +235,12 @@ class PackedSplit:
         """Return what is stored of a sample. Raises DamagedPackError if its hash is not the stored one."""
         begin, end = int(self.ends[index]), int(self.ends[index + 1])
         content: bytes | bytearray
-        if self.part.decoded_side is None:
-            content = self.pack.read(begin, end - begin)
-            is_whole = len(content) == end - begin
-        else:  # in memory that a tensor may be of
+        if self.part.has_decoded:  # into writable memory, of which torch makes a tensor without a copy
             content = bytearray(end - begin)
             is_whole = self.pack.read_into(memoryview(content), begin)
+        else:
+            content = self.pack.read(begin, end - begin)
+            is_whole = len(content) == end - begin
         if not is_whole or xxhash.xxh3_64_intdigest(content) != int(self.hashes[index]):
             self.refuse(index)
         return content
@@ -257,7 +251,7 @@ class PackedSplit:
 
 
 class PackedFiles(PackedSplit):
-    """A ``FileSplit`` of a pack: image files as they are, or what ``decoding.as_pixels`` made of them."""
+    """A ``FileSplit`` of a pack: image files, or what ``decoding.as_pixels`` made of them."""
 
     def __init__(self, pack: Pack, part: PackedPart, root: Path, channels: int) -> None:
         super().__init__(pack, part, root)
@@ -317,12 +311,11 @@ def may_read(data: DataConfig, part: PackedPart) -> bool:
 
     Decoded images do not where random crops would decode a JPEG file at a fraction of its size.
     """
-    side = part.decoded_side if part.pixels is None else max(part.pixels)
-    return side is None or may_decode_whole(data, side)
+    return part.pixels is None or may_decode_whole(data, max(part.pixels))
 
 
 def may_decode_whole(data: DataConfig, side: int) -> bool:
-    """Whether every use of images with a side of that many pixels decodes them in full."""
+    """Whether every use of images that have a side of at most this many pixels decodes them in full."""
     size = data.height_and_width
     return data.augment.random_resized_crop is None or size is None or side < 2 * min(size)
 

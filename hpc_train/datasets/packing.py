@@ -177,7 +177,7 @@ def _splits(source: DataSource) -> dict[str, ImageFiles]:
 
 def _write(data: DataConfig, files: list[Path], source: DataSource) -> Path:
     """Write the pack, of decoded images if they are small and alike; return its file."""
-    small, other = files
+    small, any_size = files
     try:
         small.parent.mkdir(parents=True, exist_ok=True)
         _remove_left_over(small.parent)
@@ -185,9 +185,9 @@ def _write(data: DataConfig, files: list[Path], source: DataSource) -> Path:
             _write_pack(small, source, lambda channels: _SmallImages(data, channels))
             return small
         except _NotAlikeError:
-            decodes = data.cache_pixels
-            _write_pack(other, source, lambda channels: _Images(data, channels) if decodes else _Files())
-            return other
+            decoded = data.cache_pixels
+            _write_pack(any_size, source, lambda channels: _Images(data, channels) if decoded else _Files())
+            return any_size
     except OSError as error:
         raise storage_error(error, small.parent) from error
 
@@ -217,31 +217,25 @@ class _Files:
 
     @property
     def header(self) -> dict[str, Any]:
-        return {"pixels": None, "is_channels_first": False, "decoded_side": None}
+        return {"pixels": None, "is_channels_first": False, "has_decoded": False}
 
 
 class _Images:
-    """Decodes each image that every use of it decodes in full; the others stay files, and what is damaged."""
+    """Decodes each image that every use of it decodes in full; others, and damaged ones, stay files."""
 
     def __init__(self, data: DataConfig, channels: int) -> None:
         self._data, self._channels = data, channels
-        #: Shorter sides of the decoded images.
-        self._sides: set[int] = set()
 
     def stored(self, content: bytes) -> bytes:
         try:
             image = decode(content, self._channels)
         except Exception:  # whatever Pillow raises: the ranks say it when they read the file
             return content
-        side = min(image.shape[1:])
-        if not may_decode_whole(self._data, side):
-            return content
-        self._sides.add(side)
-        return as_pixels(image)
+        return as_pixels(image) if may_decode_whole(self._data, min(image.shape[1:])) else content
 
     @property
     def header(self) -> dict[str, Any]:
-        return {"pixels": None, "is_channels_first": False, "decoded_side": max(self._sides, default=0)}
+        return {"pixels": None, "is_channels_first": False, "has_decoded": True}
 
 
 class _SmallImages:
@@ -275,7 +269,7 @@ class _SmallImages:
     @property
     def header(self) -> dict[str, Any]:
         first = self._is_channels_first
-        return {"pixels": self._shape, "is_channels_first": first, "decoded_side": None}
+        return {"pixels": self._shape, "is_channels_first": first, "has_decoded": False}
 
 
 class _PackWriter:
@@ -292,7 +286,7 @@ class _PackWriter:
         self._offset += len(content)
         return self._offset
 
-    def split(self, split: ImageFiles, form: _Format) -> dict[str, Any]:
+    def split(self, split: ImageFiles, sample_format: _Format) -> dict[str, Any]:
         """Write the samples of a split and their arrays; return its entry of the header."""
         count = len(split)
         arrays = {name: np.zeros(count, dtype) for name, dtype in DTYPES.items() if name != "paths"}
@@ -300,7 +294,7 @@ class _PackWriter:
         arrays["classes"][:] = split.classes
         arrays["ends"][0] = self._offset
         progress = _Progress(split, count)
-        for index, file in enumerate(_in_parallel(lambda index: _read(split, index, form), count)):
+        for index, file in enumerate(_in_parallel(lambda index: _read(split, index, sample_format), count)):
             arrays["hashes"][index] = xxhash.xxh3_64_intdigest(file.stored)
             arrays["sizes"][index], arrays["times"][index] = file.nbytes, file.time_ns
             arrays["ends"][index + 1] = self.write(file.stored)
@@ -311,7 +305,7 @@ class _PackWriter:
         return {
             "folder": split.folder.name,
             "samples": count,
-            **form.header,
+            **sample_format.header,
             "arrays": {name: self._array(array) for name, array in arrays.items()},
         }
 
@@ -340,12 +334,12 @@ def _write_pack(path: Path, source: DataSource, make_format: Callable[[int], _Fo
         writer.finish({"classes": source.info.class_names, "splits": splits})
 
 
-def _read(split: ImageFiles, index: int, form: _Format) -> _File:
+def _read(split: ImageFiles, index: int, sample_format: _Format) -> _File:
     path = split.path(index)
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123
             content, time_ns = file.read(), os.fstat(file.fileno()).st_mtime_ns
-        return _File(form.stored(content), len(content), time_ns)
+        return _File(sample_format.stored(content), len(content), time_ns)
     except OSError as error:
         raise BadFileError(
             f"data.cache: {path} can't be packed: {error.strerror}; fix the file or remove it"

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 
 #: <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-#: Larger blocks are still mapped separately: where one small block lies in the room that such a block left,
-#: the next of its size would need as much again. The second is the most that older versions of glibc accept.
+#: Larger blocks are still mapped separately: once a small block is allocated in the space that such a block
+#: left, the next one of its size needs as much memory again. The second is the most that older versions of
+#: glibc accept.
 _MMAP_THRESHOLDS = (256 << 20, 32 << 20)
 _NO_TRIMMING = -1
 #: Variables by which users configure malloc themselves.

@@ -20,8 +20,9 @@ from hpc_train.plan.input_files import image_fingerprint
 def pack_files(data: DataConfig, limit_s: float | None = None) -> list[Path] | None:
     """Return the files that may be the pack of what ``data.root`` contains now, whether they exist or not.
 
-    The first is of small decoded images, the other of decoded images of any size with ``data.cache_pixels``,
-    else of the image files as they are. Decoded images depend on the number of channels. None where the
+    The first is of small images of one size, decoded; the other of decoded images of any size with
+    ``data.cache_pixels``, else of the image files. Decoded images depend on the number of channels; which
+    images of any size are decoded depends on the size of random crops, which is in the name. None where the
     images can't be listed within ``limit_s``, or are not on this machine. Raises BadFileError if one is
     missing or may not be read, OSError if the disk fails.
     """
@@ -36,8 +37,13 @@ def pack_files(data: DataConfig, limit_s: float | None = None) -> list[Path] | N
         return None
     digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:20]
     decoded = f"{digest}-{data_facts(data.name).channels(data)}"
-    names = f"{decoded}.pack", f"{decoded}-pixels.pack" if data.cache_pixels else f"{digest}.pack"
+    names = f"{decoded}.pack", f"{decoded}-{_pixels(data)}.pack" if data.cache_pixels else f"{digest}.pack"
     return [expanded(data.cache) / name for name in names]
+
+
+def _pixels(data: DataConfig) -> str:
+    crops_to = data.height_and_width if data.augment.random_resized_crop is not None else None
+    return "pixels" if crops_to is None else f"pixels{min(crops_to)}"
 
 
 def missing_pack(data: DataConfig) -> tuple[str, str]:

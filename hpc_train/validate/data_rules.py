@@ -120,10 +120,9 @@ def only_image_folders_are_packed(experiment: Experiment) -> Iterator[Problem]:
 @rule("data.cache", "data.cache_pixels")
 def only_packs_have_pixels(experiment: Experiment) -> Iterator[Problem]:
     """``data.cache_pixels`` says what the pack of ``data.cache`` contains."""
-    data = experiment.data
-    if data.cache_pixels and (data.cache is None or not data_facts(data.name).is_packable):
+    data, is_packable = experiment.data, data_facts(experiment.data.name).is_packable
+    if data.cache_pixels and (data.cache is None or not is_packable):
         message = "says what the packed file of data.cache contains, and there is none"
-        is_packable = data_facts(data.name).is_packable
         remedy = "write data.cache too, or take it out" if is_packable else "take it out"
         yield Problem(("data", "cache_pixels"), message, remedy, on_key=True)
 

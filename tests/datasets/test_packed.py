@@ -148,15 +148,16 @@ def num_decoded(source: DataSource) -> int:
 
 def test_pixels_are_stored_of_images_that_are_always_decoded_in_full(tmp_path: Path) -> None:
     root = make_folder(tmp_path / "images", "large and small JPEG")
-    crops = {"augment": {"random_resized_crop": {}}, "cache_pixels": True}
-    assert num_decoded(packed(root, image_size=8, **crops)) == 6, "the small ones"
-    with pytest.raises(BadFileError, match="has no pack of the images"):
-        build_source(with_cache(root, image_size=5, **crops))
-    assert num_decoded(packed(root, image_size=5, **crops)) == 0
-    assert num_decoded(packed(root, image_size=36, **crops)) == 0, "what is there gives the same pixels"
-    pack_of(root).unlink()
-    for keys in ({"image_size": 36, **crops}, {"image_size": 8, "cache_pixels": True}):
-        assert num_decoded(packed(root, **keys)) == 12
+    crops = {"augment": {"random_resized_crop": {}}}
+    # The shorter sides are 70 and 10 pixels.
+    expected = [({"image_size": 5, **crops}, 0), ({"image_size": 8, **crops}, 6)]
+    expected += [({"image_size": [36, 90], **crops}, 12), ({"image_size": 8}, 12)]
+    for keys, count in expected:
+        with pytest.raises(BadFileError, match="has no pack of the images"):
+            build_source(with_cache(root, cache_pixels=True, **keys))
+        assert num_decoded(packed(root, cache_pixels=True, **keys)) == count
+    for keys, count in expected:  # none has replaced another
+        assert num_decoded(build_source(with_cache(root, cache_pixels=True, **keys))) == count
     with pytest.raises(BadFileError, match="has no pack of the images"):
         build_source(with_cache(root, image_size=8))
 
@@ -383,7 +384,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
         lambda header: header["splits"]["train"].update(pixels=[10, 12]),
         lambda header: header["splits"]["train"].update(pixels=[10, 12, 4]),
         lambda header: header["splits"]["train"].update(pixels=[10, 13, 3]),
-        lambda header: header["splits"]["train"].update(decoded_side=-1),
+        lambda header: header["splits"]["train"].update(has_decoded=1),
         lambda header: header["splits"]["train"]["arrays"].pop("ends"),
         lambda header: header["splits"]["train"]["arrays"]["ends"].update(offset=1 << 61),
         lambda header: header["splits"]["train"]["arrays"]["ends"].update(nbytes=1 << 61),
