@@ -21,6 +21,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from hpc_train.distributed import network
 from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.shared_flags import SharedFlags, open_shared_flags
+from hpc_train.distributed.shared_sum import SharedSum, open_shared_sum
 from hpc_train.distributed.timed_call import within
 from hpc_train.errors import PeerLostError, TryAgainError, UserError
 from hpc_train.run.files import read_json, write_json
@@ -86,6 +87,14 @@ class Group:
     #: Where all ranks are on one node: what they exchange at each step.
     shared_flags: SharedFlags | None = None
 
+    def open_shared_sum(self) -> SharedSum | None:
+        """Return what averages over the ranks in shared memory; None on all where the backend is to be used.
+        Collective.
+        """
+        if self.shared_flags is None or self.device.type != "cpu":
+            return None
+        return open_shared_sum(self.rank, self.world_size, self.control, self.timeouts.silence_s)
+
     def wait_to_leave(self) -> None:
         """Wait, for a limited time, until all ranks are here: when one exits, Slurm ends the others.
 
@@ -145,7 +154,7 @@ def join(
     _wait_until_connected(control, timeouts.join_s, must_stop)
     flags = None
     if facts.num_nodes == 1 and facts.world_size > 1:
-        flags = open_shared_flags(facts.rank, facts.world_size, store, control, timeouts.silence_s)
+        flags = open_shared_flags(facts.rank, facts.world_size, control, timeouts.silence_s)
     return Group(facts.rank, facts.world_size, device, control, own, timeouts, flags)
 
 

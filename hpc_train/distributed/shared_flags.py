@@ -14,45 +14,47 @@ import mmap
 import os
 import tempfile
 import time
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from hpc_train.errors import PeerLostError
 
 _FOLDER = "/dev/shm"
-_KEY = "hpc_train/shared_flags"
 #: Bits of a number; those above count the exchanges, so number and count are written at once.
 NUM_BITS = 32
 #: Double buffering: no rank begins the exchange after the next before all have read this one.
 _SLOTS = 2
-#: Waits grow from the first to the last (assumed).
-_FIRST_WAIT_S, _LAST_WAIT_S = 20e-6, 2e-3
+#: A rank that waits gives its core to others for so long; then it sleeps, for a share of the time waited, up
+#: to a limit (assumed).
+_YIELDING_S = 0.5e-3
+_PAUSE_SHARE, _LONGEST_PAUSE_S = 0.1, 2e-3
 #: How often a rank that waits checks whether the others are alive (assumed).
 _CHECK_EVERY_S = 0.1
 
 
 def open_shared_flags(
-    rank: int, world_size: int, store: Store, control: dist.ProcessGroup, silence_s: float
+    rank: int, world_size: int, control: dist.ProcessGroup, silence_s: float, room: int = 0
 ) -> SharedFlags | None:
     """Return the memory that all ranks share; None on all if one can't open it. Collective, on one node.
 
-    ``silence_s``: the timeout of ``SharedFlags.wait`` for a rank that is alive.
+    ``silence_s``: the timeout of ``SharedFlags.wait`` for a rank that is alive. ``room``: how many bytes more
+    the ranks share.
     """
     path, file = "", -1
-    size = max(mmap.PAGESIZE, _SLOTS * world_size * 8)
+    size = _bytes_of_flags(world_size) + room
     with contextlib.suppress(OSError):
         if rank == 0:
             file, path = tempfile.mkstemp(prefix="hpc-train-", dir=_FOLDER)
             os.posix_fallocate(file, 0, size)  # a full /dev/shm would kill the rank at its first write
-    if rank == 0:
-        store.set(_KEY, path)
     try:
-        path = store.get(_KEY).decode()
+        said = [path]
+        dist.broadcast_object_list(said, src=0, group=control)
+        path = said[0]
         if rank != 0 and path:
             with contextlib.suppress(OSError):
                 file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -65,16 +67,24 @@ def open_shared_flags(
     finally:
         if rank == 0 and path:
             Path(path).unlink(missing_ok=True)
-    if not have.item():
-        if file >= 0:
-            os.close(file)
-        return None
-    return flags
+    if have.item():
+        return flags
+    if flags is None and file >= 0:
+        os.close(file)
+    return None
+
+
+def _bytes_of_flags(world_size: int) -> int:
+    pages = -(-_SLOTS * world_size * 8 // mmap.PAGESIZE)
+    return pages * mmap.PAGESIZE
 
 
 @dataclass
 class SharedFlags:
-    """The numbers of all ranks. ``write`` and ``wait`` are collective and alternate; for one thread."""
+    """The numbers of all ranks. ``write`` and ``wait`` are collective and alternate; for one thread.
+
+    ``file`` is closed with this object.
+    """
 
     rank: int
     world_size: int
@@ -87,6 +97,13 @@ class SharedFlags:
     def __post_init__(self) -> None:
         words = np.frombuffer(self.memory, np.int64, _SLOTS * self.world_size)
         self._slots = words.reshape(_SLOTS, self.world_size)
+        if self.file >= 0:
+            weakref.finalize(self, os.close, self.file)
+
+    @property
+    def room(self) -> memoryview:
+        """The bytes that the ranks share in addition to the numbers."""
+        return memoryview(self.memory)[_bytes_of_flags(self.world_size) :]
 
     def write(self, number: int) -> None:
         """Publish this rank's number, at least 0 and below 2 ** NUM_BITS. Does not wait."""
@@ -107,18 +124,20 @@ class SharedFlags:
 
     def _waited_for(self, slot: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[int]:
         began = time.monotonic()
-        check_at, pause_s = began + _CHECK_EVERY_S, _FIRST_WAIT_S
+        check_at_s = _CHECK_EVERY_S
         while True:
             words: list[int] = slot.tolist()
             missing = [rank for rank, word in enumerate(words) if word >> NUM_BITS != self._count]
             if not missing:
                 return words
-            now = time.monotonic()
-            if now >= check_at:
-                self._check(missing, now - began, slot)
-                check_at = now + _CHECK_EVERY_S
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LAST_WAIT_S)
+            waited_s = time.monotonic() - began
+            if waited_s < _YIELDING_S:
+                os.sched_yield()
+                continue
+            if waited_s >= check_at_s:
+                self._check(missing, waited_s, slot)
+                check_at_s = waited_s + _CHECK_EVERY_S
+            time.sleep(min(waited_s * _PAUSE_SHARE, _LONGEST_PAUSE_S))
 
     def _check(
         self, missing: list[int], waited_s: float, slot: np.ndarray[tuple[int], np.dtype[np.int64]]

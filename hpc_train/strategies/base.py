@@ -5,7 +5,7 @@ Legend: R data-parallel ranks, M micro-batches of a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hpc_train.config.training_sections import ParallelConfig
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import Precision
+from hpc_train.distributed.shared_sum import SharedSum
 from hpc_train.topology.degrees import Degrees
 from hpc_train.topology.strategy_traits import problems_of_arguments
 
@@ -51,6 +52,8 @@ class RankContext:
     precision: Precision
     channels_last: bool = False
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    #: ``Group.open_shared_sum``.
+    open_shared_sum: Callable[[], SharedSum | None] = lambda: None
 
     @property
     def args(self) -> dict[str, Any]:

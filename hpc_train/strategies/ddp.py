@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -44,13 +46,17 @@ class DDPStrategy(DataParallel):
         if self.context.world_size == 1:
             return model
         device = self.context.device
-        return DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             find_unused_parameters=self._finds_unused,
             **_WITHOUT_BUFFERS,
         )
+        shared_sum = self.context.open_shared_sum()
+        if shared_sum is not None:
+            wrapped.register_comm_hook(shared_sum, _average)
+        return wrapped
 
     @override
     def synchronised(self, is_last: bool) -> AbstractContextManager[object]:
@@ -86,3 +92,16 @@ class DDPStrategy(DataParallel):
                 f"model.name: the loss does not use {shown}; "
                 "write parallel.args: {find_unused_parameters: true}, or requires_grad_(False) in the model"
             )
+
+
+def _average(shared_sum, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are strings
+    """Average a bucket's gradients in shared memory; those of an embedding with ``sparse=True`` by gloo."""
+    gradients = bucket.buffer()
+    if gradients.is_sparse:
+        gradients = gradients / dist.get_world_size()
+        dist.all_reduce(gradients)
+    else:
+        shared_sum.average(gradients)
+    done: Future[Tensor] = Future()
+    done.set_result(gradients)
+    return done

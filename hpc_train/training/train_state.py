@@ -94,6 +94,7 @@ def context(rank: Rank) -> RankContext:
         precision=rank.precision,
         channels_last=config.model.channels_last,
         parallel=config.parallel,
+        open_shared_sum=rank.group.open_shared_sum,
     )
 
 

@@ -14,10 +14,10 @@ from hpc_train.distributed.shared_flags import NUM_BITS, SharedFlags
 from hpc_train.errors import PeerLostError
 
 
-def of_ranks(folder: Path, count: int, silence_s: float = 60.0) -> list[SharedFlags]:
+def of_ranks(folder: Path, count: int, silence_s: float = 60.0, room: int = 0) -> list[SharedFlags]:
     """Return the view of each rank, all in this process."""
     file = folder / "flags"
-    file.write_bytes(bytes(mmap.PAGESIZE))
+    file.write_bytes(bytes(mmap.PAGESIZE + room))
     found = []
     for rank in range(count):
         with file.open("r+b") as opened:

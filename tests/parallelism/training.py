@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from hpc_train.training.train_state import TrainState, build, context
 from tests.parallelism.batches import INFO, slots
 from tests.parallelism.cases import STEPS, Case
 from tests.parallelism.pickled import dumps
+from tests.rank_context import as_rank
 
 _CPU = torch.device("cpu")
 
@@ -62,10 +62,7 @@ class Trainee:
 
     def _build(self, rank: int, degrees: Degrees) -> TrainState:
         """Call what the worker calls, told of a rank that is only what ``context`` asks for."""
-        facts = SimpleNamespace(rank=rank, world_size=degrees.world_size)
-        told: Any = SimpleNamespace(
-            experiment=self.config, facts=facts, degrees=degrees, device=_CPU, precision=self.precision
-        )
+        told = as_rank(self.config, rank, degrees, self.precision)
         return build(self.config, INFO, self.batches, context(told))
 
     def step(self, step: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from hpc_train.config.training_sections import ParallelConfig
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import choose_precision
+from hpc_train.distributed.shared_sum import SharedSum, open_shared_sum
 from hpc_train.errors import BadFileError
 from hpc_train.registry import load
 from hpc_train.strategies.base import RankContext
@@ -24,6 +26,7 @@ from hpc_train.strategies.fully_sharded import refuse_unshardable
 from hpc_train.strategies.mesh import made_once, part_of
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.ema import Ema
+from tests.distributed.scripts import run_script
 from tests.forwards import PlainForward
 from tests.ranks import run_ranks
 
@@ -360,6 +363,102 @@ def test_an_unused_parameter_is_named_and_can_be_allowed(tmp_path: Path) -> None
     expected = list(plain_gradients("plain")[0].values())
     for found in run_ranks(2, train_with_an_unused_parameter, allowed, folder=tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+class Words(nn.Module):
+    """An embedding whose gradients are sparse, and more weights than are averaged at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 500, sparse=True)
+        self.layers = nn.Sequential(nn.Linear(500, 600), nn.ReLU(), nn.Linear(600, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(self.words(inputs.abs().mul(10).long()).mean(1))
+
+
+def words_gradients(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the gradients that gloo averages, and those of shared memory."""
+
+    def found(open_sum: Callable[[], SharedSum | None]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, device = Words(), torch.device("cpu")
+        precision = choose_precision("fp32", device)
+        context = RankContext(
+            rank, Degrees(replicate=world_size), device, precision, open_shared_sum=open_sum
+        )
+        strategy: Any = load("strategies", "ddp")(context)  # type: ignore[operator]
+        strategy.place(model, [])
+        strategy.accumulate(slots(rank, world_size), PlainForward(loss_of))
+        return [value.grad.to_dense().clone() for value in model.parameters() if value.grad is not None]
+
+    averaged: list[int] = []
+
+    def opened() -> SharedSum | None:
+        means = open_shared_sum(rank, world_size, dist.group.WORLD, 60.0)  # type: ignore[arg-type]
+        assert means is not None
+        average = means.average
+        means.average = lambda tensor: (averaged.append(tensor.numel()), average(tensor))[1]  # type: ignore[method-assign]
+        return means
+
+    found_both = found(lambda: None), found(opened)
+    dense = 501 * 600 + 601 * 2
+    assert sum(averaged) == 2 * dense  # of the rehearsal, and of the step
+    return found_both
+
+
+@pytest.mark.slow
+def test_gradients_of_two_ranks_are_bitwise_the_same_through_shared_memory(tmp_path: Path) -> None:
+    (by_gloo, shared), (_, of_other) = run_ranks(2, words_gradients, folder=tmp_path)
+    assert len(shared) == 5 and all(gradient.any() for gradient in shared)
+    for gradient, expected, other in zip(shared, by_gloo, of_other, strict=True):
+        assert torch.equal(gradient, expected) and torch.equal(gradient, other)
+
+
+@pytest.mark.slow
+@pytest.mark.fault(16)
+def test_a_rank_that_is_killed_ends_the_backward_of_the_others(tmp_path: Path) -> None:
+    script = """
+import gc, os, signal, sys
+from pathlib import Path
+import torch
+from hpc_train.distributed.env import RankFacts
+from hpc_train.distributed.precision import choose_precision
+from hpc_train.distributed.process_group import join
+from hpc_train.errors import PeerLostError
+from hpc_train.registry import load
+from hpc_train.strategies.base import RankContext
+from hpc_train.topology.degrees import Degrees
+from tests.forwards import PlainForward
+from tests.strategies.test_data_parallel import loss_of, make_model, slots
+def mapped():
+    return Path("/proc/self/maps").read_text().count("/hpc-train-")
+facts, device = RankFacts.from_environment(os.environ), torch.device("cpu")
+group = join(facts, device, Path(sys.argv[1]), "token")
+def train():
+    precision = choose_precision("fp64", device)
+    context = RankContext(
+        facts.rank, Degrees(replicate=3), device, precision, open_shared_sum=group.open_shared_sum
+    )
+    strategy = load("strategies", "ddp")(context)
+    strategy.place(make_model(), [])
+    strategy.accumulate(slots(facts.rank, 3), PlainForward(loss_of))
+    assert mapped() == 2, "the flags of the step, and the gradients"
+    return strategy
+files = len(os.listdir("/proc/self/fd"))
+train()
+gc.collect()
+assert mapped() == 1 and len(os.listdir("/proc/self/fd")) == files, "built again, as after a rollback"
+strategy = train()
+if facts.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    strategy.accumulate(slots(facts.rank, 3), PlainForward(loss_of))
+except PeerLostError as error:
+    os._exit(0 if str(error) == "rank 1 has ended" else 1)
+"""
+    ranks = run_script(script, 3, str(tmp_path / "rendezvous.json"))
+    assert [rank.returncode for rank in ranks] == [0, -9, 0], ranks[0].stderr
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,6 @@ import importlib.util
 import io
 from contextlib import redirect_stdout
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +34,7 @@ from hpc_train.training.step import train_step
 from hpc_train.training.train_state import build, context
 from tests.datasets.coco import read, write_coco
 from tests.parallelism.training import whole
+from tests.rank_context import as_rank
 from tests.ranks import run_ranks
 from tests.tasks.detectors import tiny
 
@@ -74,14 +74,7 @@ def train(rank: int, ranks: int, root: Path, strategy: str) -> tuple[Tensor, dic
     assert isinstance(degrees, Degrees)
     precision, task = choose_precision("fp64", CPU), make_task(config, source.info)
     batches = BatchArithmetic.of(config.optimization, len(source.train), ranks)
-    facts: Any = SimpleNamespace(
-        experiment=config,
-        facts=SimpleNamespace(rank=rank, world_size=ranks),
-        degrees=degrees,
-        device=CPU,
-        precision=precision,
-    )
-    state = build(config, source.info, batches, context(facts))
+    state = build(config, source.info, batches, context(as_rank(config, rank, degrees, precision)))
     to_input = make_to_input(config, source.info, CPU, precision)
     forward = TrainingForward.of(config, state, task, precision, CPU, to_input)
     guard = Guard(config.optimization, state.model, norm_counts=False)
