@@ -38,6 +38,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Preemption": ("preemption",),
     "Memory": ("memory", "memory_prediction", "open_files"),
+    "Gradients of a node's CPU ranks": ("node_sum",),
     "Number of ranks": ("ranks",),
     "Pipeline parallelism": ("pipeline",),
     "Whole runs": ("headlines", "cifar10", "recipes", "fine_tuning"),

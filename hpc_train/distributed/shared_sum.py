@@ -18,6 +18,8 @@ from hpc_train.distributed.shared_flags import SharedFlags, open_shared_flags
 
 #: Bytes that are averaged at once: they stay in a core's cache meanwhile.
 _PIECE = 1 << 20
+#: gloo's.
+_SEGMENT = 1 << 20
 #: Double buffering: no rank writes the piece after the next before all have read this one.
 _TURNS = 2
 #: Every rank reads what all wrote, so the work of each grows with their number (measured up to this one).
@@ -53,20 +55,42 @@ class SharedSum:
     def average(self, tensor: Tensor) -> None:
         """Replace a contiguous floating-point tensor on the CPU by its mean over the ranks. Collective.
 
-        Each rank's values are divided by R, then added in the order of the ranks: the means are bitwise
-        identical on all, and for two ranks those of gloo. Raises PeerLostError if a rank has ended, or does
-        not come within the timeout.
+        Each rank's values are divided by R, then added in the order in which gloo's ring adds them, so that a
+        run has the same results, bitwise, whether its ranks are on one node or on several. Raises
+        PeerLostError if a rank has ended, or does not come within the timeout.
         """
-        for piece in tensor.view(-1).split(_PIECE // tensor.element_size()):
-            self._average(piece)
+        flat = tensor.view(-1)
+        block = ring_block(len(flat), flat.element_size(), self._flags.world_size)
+        size = _PIECE // flat.element_size()
+        for begin in range(0, len(flat), size):
+            self._average(flat[begin : begin + size], begin, block)
 
-    def _average(self, piece: Tensor) -> None:
-        flags = self._flags
+    def _average(self, piece: Tensor, begin: int, block: int) -> None:
+        flags, end = self._flags, begin + len(piece)
         self._turn = (self._turn + 1) % _TURNS
         rows = self._rooms[self._turn].view(piece.dtype)[:, : len(piece)]
         torch.mul(piece, 1 / flags.world_size, out=rows[flags.rank])
         flags.write(0)
         flags.wait()
-        torch.add(rows[0], rows[1], out=piece)
-        for row in rows[2:]:
-            piece.add_(row)
+        for number in range(begin // block, -(-end // block)):
+            within = slice(max(number * block - begin, 0), (number + 1) * block - begin)
+            first, second, *others = (
+                rows[(number - place) % flags.world_size, within] for place in range(1, flags.world_size + 1)
+            )
+            total = torch.add(first, second, out=piece[within])
+            for row in others:
+                total.add_(row)
+
+
+def ring_block(count: int, element_size: int, ranks: int) -> int:
+    """Return how many consecutive elements gloo's ring all-reduce adds in the same order.
+
+    It divides ``count`` elements into R blocks, of segments of 1 MiB at most and two at least. The sum of
+    block b begins at rank b - 1 and goes down the ranks to b - R, which is b itself (``ring`` in
+    gloo/allreduce.cc).
+    """
+    size = count * element_size
+    segments = max(-(-size // _SEGMENT), 2 * ranks)
+    each = -(-segments // ranks)
+    segment_bytes = -(-size // (each * ranks))
+    return each * -(-segment_bytes // element_size)

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from hpc_train.distributed import shared_sum
 from hpc_train.distributed.shared_sum import SharedSum
 from tests.distributed.test_shared_flags import all_alive as all_alive
 from tests.distributed.test_shared_flags import of_ranks
+from tests.ranks import run_ranks
 
 PIECE = 1024
 
@@ -47,20 +49,40 @@ def averaged(folder: Path, given: list[list[Tensor]]) -> list[list[Tensor]]:
 @pytest.mark.usefixtures("all_alive", "small_pieces")
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_all_ranks_have_the_mean_in_the_order_of_the_ranks(
-    world_size: int, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_all_ranks_have_the_same_mean(world_size: int, dtype: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
     row = PIECE // dtype.itemsize
     sizes = [(1,), (row,), (3, row // 2, 5), (2 * row + 1,)] * 5
     given = [[torch.randn(size).to(dtype) for size in sizes] for _ in range(world_size)]
-    found = averaged(tmp_path, given)
-    for place in range(len(sizes)):
-        shares = [tensors[place] * (1 / world_size) for tensors in given]
-        expected = shares[0]
-        for share in shares[1:]:
-            expected = expected + share
-        assert all(torch.equal(tensors[place], expected) for tensors in found)
+    first, *others = averaged(tmp_path, given)
+    for place, mean in enumerate(first):
+        assert all(torch.equal(mean, tensors[place]) for tensors in others)
+        expected = torch.stack([tensors[place].double() for tensors in given]).mean(0)
+        torch.testing.assert_close(mean.double(), expected, rtol=0, atol=2 * torch.finfo(dtype).eps)
+
+
+def by_both(rank: int, world_size: int) -> list[tuple[torch.dtype, int]]:
+    """Return the cases in which a mean of gloo's differs from that of shared memory."""
+    shared = shared_sum.open_shared_sum(rank, world_size, dist.group.WORLD, 60.0)  # type: ignore[arg-type]
+    assert shared is not None
+    torch.manual_seed(rank)
+    differing = []
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for count in (1, 2, 7, 8, 1000, 65_537, (1 << 20) + 3, 3 * (1 << 20) + 77):
+            given = torch.randn(count).to(dtype)
+            by_gloo = given * (1 / world_size)
+            dist.all_reduce(by_gloo)
+            shared.average(given)
+            if not torch.equal(given, by_gloo):
+                differing.append((dtype, count))
+    return differing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_means_are_bitwise_those_of_gloo(world_size: int, tmp_path: Path) -> None:
+    """A run moves between one node, where memory is shared, and several. gloo's order is of its source."""
+    assert run_ranks(world_size, by_both, folder=tmp_path) == [[]] * world_size
 
 
 @pytest.mark.parametrize(("world_size", "machine"), [(9, "x86_64"), (2, "aarch64")])

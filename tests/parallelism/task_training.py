@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import timm
@@ -40,6 +39,7 @@ from tests.parallelism import task_data
 from tests.parallelism.cases import STEPS
 from tests.parallelism.task_cases import BY_TITLE, MICRO_BATCH_SIZE, SEED, Cell, TaskCase
 from tests.parallelism.training import whole
+from tests.rank_context import as_rank
 
 _CPU = torch.device("cpu")
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
@@ -75,14 +75,8 @@ def train(rank: int, ranks: int, title: str, strategy: str, precision: str, root
 
 def _build(config: Experiment, source: DataSource, degrees: Degrees, rank: int) -> TrainState:
     batches = BatchArithmetic.of(config.optimization, len(source.train), degrees.data_ranks)
-    facts: Any = SimpleNamespace(
-        experiment=config,
-        facts=SimpleNamespace(rank=rank, world_size=degrees.world_size),
-        degrees=degrees,
-        device=_CPU,
-        precision=choose_precision(config.precision, _CPU),
-    )
-    return build(config, source.info, batches, context(facts))
+    told = as_rank(config, rank, degrees, choose_precision(config.precision, _CPU))
+    return build(config, source.info, batches, context(told))
 
 
 def _opened(case: TaskCase, root: Path, strategy: str, precision: str) -> tuple[Experiment, DataSource]:
