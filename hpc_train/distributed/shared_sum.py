@@ -1,7 +1,7 @@
 """Averages tensors over the ranks of one node in memory that they share.
 
-``strategies.ddp`` averages gradients with it on the CPU. gloo sends them over TCP, which takes at least twice
-as long (``python -m benchmarks.node_sum``), on the cores that compute the next gradients.
+``strategies.ddp`` averages gradients with it on the CPU. gloo sends them over TCP, which takes more time
+(``python -m benchmarks.node_sum``), of the cores that compute the next gradients.
 
 Legend: R ranks.
 """
