@@ -9,7 +9,7 @@ import pytest
 
 from hpc_train.run.checkpoints import kept_best
 from tests.end_to_end.runs import assert_equal_to_the_bit, hpc_train, rows, status
-from tests.end_to_end.test_resume import SLOW, submit_with_kills
+from tests.end_to_end.test_resume import submit_with_kills
 from tests.quiet import QuietRuns
 
 pytestmark = pytest.mark.slow
@@ -19,7 +19,7 @@ SELECTION = (
     "evaluation.every_steps=4",
     "checkpoint={every_steps: 6, keep: 2, best: {metric: loss, mode: max}}",
     "early_stopping={metric: loss, mode: min, patience: 2, min_delta: 0.3}",
-    SLOW,
+    "model.args={pause_s: 0.06}",  # the kill is to be between two evaluations
 )
 
 
