@@ -129,6 +129,9 @@ WORKLOADS = {
     "resnet18": Workload(
         resnet18, digits, normalized, "sgd", 0.01, 64, ranks=1, window=2, warm_up=2, counted=25
     ),
+    "resnet18_ddp": Workload(
+        resnet18, digits, normalized, "sgd", 0.01, 64, ranks=2, window=2, warm_up=2, counted=25
+    ),
     "resnet50": Workload(
         resnet50, digits, normalized, "sgd", 0.01, 8, ranks=1, window=1, warm_up=2, counted=5, turn_s=20
     ),
