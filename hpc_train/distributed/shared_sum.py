@@ -1,4 +1,4 @@
-"""Averages tensors over the ranks of one node in memory that they share.
+"""An all-reduce in shared memory: averages tensors over the ranks of one node.
 
 ``strategies.ddp`` averages gradients with it on the CPU. gloo sends them over TCP, which takes more time
 (``python -m benchmarks.node_sum``), of the cores that compute the next gradients.
@@ -18,7 +18,7 @@ from hpc_train.distributed.shared_flags import SharedFlags, open_shared_flags
 
 #: Bytes that are averaged at once: they stay in a core's cache meanwhile.
 _PIECE = 1 << 20
-#: gloo's.
+#: The most bytes of a segment of gloo's ring.
 _SEGMENT = 1 << 20
 #: Double buffering: no rank writes the piece after the next before all have read this one.
 _TURNS = 2
@@ -55,8 +55,8 @@ class SharedSum:
     def average(self, tensor: Tensor) -> None:
         """Replace a contiguous floating-point tensor on the CPU by its mean over the ranks. Collective.
 
-        Each rank's values are divided by R, then added in the order in which gloo's ring adds them, so that a
-        run has the same results, bitwise, whether its ranks are on one node or on several. Raises
+        Each rank's values are multiplied by 1/R, as DDP does, then added in the order of gloo's ring, so that
+        a run has the same results, bitwise, whether its ranks are on one node or on several. Raises
         PeerLostError if a rank has ended, or does not come within the timeout.
         """
         flat = tensor.view(-1)
