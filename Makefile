@@ -29,12 +29,23 @@ help: ## list the targets
 
 install: $(STAMP) ## create .venv with hpc-train and the development tools
 
+# To compile all 23,000 files takes a minute; a first import compiles those that it needs.
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; run make PYTHON=/path/to/python3" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (PyTorch is large, the first time takes minutes)" >&2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev]'
+	@$(BIN)/python -c 'import torch, torchvision, timm, hpc_train.training.main'
 	@touch $@
+
+# Slurm and a browser, for the tests.
+.PHONY: test-packages
+test-packages:
+	@tests/slurm/install.sh
+	@tests/report/install.sh
+
+# pip and apt at the same time.
+INSTALL_ALL = $(MAKE) --no-print-directory -j2 install test-packages
 
 demo: install ## train a small model on two ranks of this machine, in about a minute
 	@HPC_TRAIN_RUNS=runs $(BIN)/hpc-train submit examples/digits.yaml --local --devices 2 --new device=cpu
@@ -47,22 +58,19 @@ coverage: install ## run the fast tests; show their line and branch coverage by 
 	@$(BIN)/python -m pytest -q -n $(CHECK_WORKERS) -m "not slow and not gpu" \
 		--cov=hpc_train --cov-branch --cov-report=term:skip-covered
 
-durations: install ## run the tests of make test; record the time of each in tests/durations.json
-	@tests/slurm/install.sh
-	@tests/report/install.sh
+durations: ## run the tests of make test; record the time of each in tests/durations.json
+	@+$(INSTALL_ALL)
 	@$(BIN)/python -m tests.durations -q -n $(TEST_WORKERS) --dist worksteal -m "not soak"
 
 # Every rank starts as it does for a user; make test forks many from a process that has imported torch.
 test-full reliability: export HPC_TRAIN_TEST_FRESH_RANKS := 1
 
-test: install ## run all tests except those that take hours; as root on Debian installs Slurm by apt
-	@tests/slurm/install.sh
-	@tests/report/install.sh
+test: ## run all tests except those that take hours; as root on Debian installs Slurm by apt
+	@+$(INSTALL_ALL)
 	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not soak"
 
-test-full: install ## all tests with more seeds, all parallel settings, a short soak and mutation testing: hours
-	@tests/slurm/install.sh
-	@tests/report/install.sh
+test-full: ## all tests with more seeds, all parallel settings, a short soak and mutation testing: hours
+	@+$(INSTALL_ALL)
 	@HPC_TRAIN_ALL_PARALLEL=1 HPC_TRAIN_FAULT_SEEDS=$(FULL_SEEDS) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "soak or not soak"
 	@$(BIN)/python -m tests.mutation --num $(NUM) --seed $(SEED) --slow
 
