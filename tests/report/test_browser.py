@@ -67,6 +67,13 @@ def _wait_for_scrolling(page: Any) -> None:
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
+#: The events that a browser sends, some time later, where the page has scrolled below a pointer at rest.
+_RESTING = """(area) => {
+    area.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, movementX: 0, movementY: 0}));
+    area.dispatchEvent(new PointerEvent("pointerleave"));
+}"""
+
+
 def test_values_are_read_by_keyboard_and_by_pointer(browser: Any, file: Path, runs: list[RunPaths]) -> None:
     page, said = opened(browser, file, viewport={"width": 1200, "height": 900})
     frame, tip = page.locator(".frame").first, page.locator("#tip")
@@ -90,9 +97,15 @@ def test_values_are_read_by_keyboard_and_by_pointer(browser: Any, file: Path, ru
     assert tip.is_visible()
     bars = page.locator("#attempts .items")
     bars.focus()
-    _wait_for_scrolling(page)
     page.keyboard.press("End")
+    _wait_for_scrolling(page)
+    frame.locator(".area").evaluate(_RESTING)
+    bars.evaluate(_RESTING)
     assert "attempt" in (bars.get_attribute("aria-valuetext") or "") and tip.is_visible()
+    assert bars.get_attribute("aria-valuetext") == tip.inner_text()
+    bars.hover(position={"x": 3, "y": 3})
+    page.mouse.move(1, 1)
+    assert tip.is_hidden()
     assert _requests(said, file) == []
     page.context.close()
 

@@ -31,6 +31,17 @@
     again = null;
   }
 
+  // A page that scrolls below a resting pointer causes the pointer's events too: what the keyboard shows stays.
+  const rests = (event) => again !== null && event.movementX === 0 && event.movementY === 0;
+
+  function onPointerLeave(target, showsByKeyboard, unmark) {
+    target.addEventListener("pointerleave", () => {
+      if (again === showsByKeyboard) return;
+      unmark();
+      if (again === null) hideTip();
+    });
+  }
+
   // Theme: the system's, then light, then dark.
   const themes = ["system", "light", "dark"];
   const theme = $("theme");
@@ -169,9 +180,13 @@
       setValue(found);
     }
 
-    function leave() {
+    function unmark() {
       cursor.setAttribute("class", "cursor off");
       pick(null);
+    }
+
+    function leave() {
+      unmark();
       hideTip();
     }
 
@@ -187,7 +202,7 @@
     }
 
     area.addEventListener("pointermove", (event) => {
-      if (!steps.length) return;
+      if (!steps.length || rests(event)) return;
       const box = area.getBoundingClientRect();
       const [low, high] = chart.x;
       const step = low + ((event.clientX - box.left) / box.width) * (high - low);
@@ -197,7 +212,6 @@
       again = null;
       show(steps[place], event.clientX, event.clientY, other);
     });
-    area.addEventListener("pointerleave", leave);
     frame.addEventListener("blur", leave);
 
     const atCursor = () => {
@@ -206,6 +220,7 @@
       const box = area.getBoundingClientRect();
       show(steps[place], box.left + share(steps[place], [...chart.x, 0]) * box.width, box.top + 30, null);
     };
+    onPointerLeave(area, atCursor, unmark);
     frame.addEventListener("focus", () => { if (frame.matches(":focus-visible")) atCursor(); });
     onArrows(frame, () => place, (next) => { place = next; atCursor(); }, () => steps.length, leave);
   }
@@ -250,8 +265,12 @@
       frame.setAttribute("aria-valuetext", texts[place]);
     }
 
-    function clear() {
+    function unmark() {
       all(".here", frame).forEach((item) => item.classList.remove("here"));
+    }
+
+    function clear() {
+      unmark();
       hideTip();
     }
 
@@ -265,6 +284,7 @@
     }
 
     frame.addEventListener("pointermove", (event) => {
+      if (rests(event)) return;
       const number = places.get(event.target);
       if (number === undefined) { clear(); return; }
       place = number;
@@ -272,7 +292,7 @@
       setValue();
       showTip(event.clientX, event.clientY, [element("span", texts[number])]);
     });
-    frame.addEventListener("pointerleave", clear);
+    onPointerLeave(frame, show, unmark);
     frame.addEventListener("blur", clear);
     frame.addEventListener("focus", () => { if (frame.matches(":focus-visible")) show(); });
     onArrows(frame, () => place, (next) => { place = next; show(); }, () => items.length, clear);
