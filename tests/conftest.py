@@ -100,6 +100,13 @@ def fresh_first_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def warm_children() -> Iterator[None]:
+    """For tests that call a command in this process, which starts one that imports torch."""
+    with warm.forking_children():
+        yield
+
+
+@pytest.fixture
 def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of the forking itself, in ``make test-full`` too."""
     monkeypatch.delenv(warm.FRESH, raising=False)

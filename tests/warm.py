@@ -48,7 +48,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -299,14 +299,23 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
     return _Launcher(command, **options)
 
 
-@contextmanager
-def forking_workers() -> Iterator[None]:
+def forking_workers() -> AbstractContextManager[None]:
     """A while in which pytest-xdist's workers are forked as well: each would import what the others do."""
+    return _replacing_popen(_Worker)
+
+
+def forking_children() -> AbstractContextManager[None]:
+    """A while in which what a command starts that is called in this process is forked, as a launcher's."""
+    return _replacing_popen(_WarmPopen)
+
+
+@contextmanager
+def _replacing_popen(kind: type[_WarmPopen]) -> Iterator[None]:
     if FRESH in os.environ:
         yield
         return
-    usual, _Worker.server = subprocess.Popen, _server()
-    subprocess.Popen = _Worker  # type: ignore[misc]
+    usual, kind.server = subprocess.Popen, _server()
+    subprocess.Popen = kind  # type: ignore[misc]
     try:
         yield
     finally:

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from hpc_train.cli import experiment_file
-from tests.cli.commands import hpc_train, python
+from tests.cli.commands import hpc_train
+from tests.end_to_end import runs
 
 
 def test_a_fine_file_is_said_to_be_fine_on_stderr(file: Path) -> None:
@@ -83,9 +84,7 @@ def test_prepare_passes_its_option_to_the_child(file: Path, monkeypatch: pytest.
 
 @pytest.mark.slow
 def test_prepare_builds_data_and_model(file: Path) -> None:
-    done = python(
-        "-m", "hpc_train", "prepare", file, "model.name=timm/test_resnet", "data.name=digits", "data.args={}"
-    )
+    done = runs.hpc_train("prepare", file, "model.name=timm/test_resnet", "data.name=digits", "data.args={}")
     assert done.code == 0, done.err
     assert "data digits: 1438 training and 359 validation samples, 10 classes" in done.err
     assert "model timm/test_resnet" in done.err
@@ -93,7 +92,7 @@ def test_prepare_builds_data_and_model(file: Path) -> None:
 
 @pytest.mark.slow
 def test_prepare_passes_the_exit_code_of_what_it_found_on(file: Path) -> None:
-    done = python("-m", "hpc_train", "prepare", file, "model.name=no_such_package.models:net")
+    done = runs.hpc_train("prepare", file, "model.name=no_such_package.models:net")
     assert done.code == 65
     assert "no_such_package" in done.err
     assert "Traceback" not in done.err

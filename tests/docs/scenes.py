@@ -58,6 +58,9 @@ class Stage:
     def _train(self) -> None:
         """Wait for a step, and hold the ranks: a page's run takes seconds, as does a command."""
         assert came_true(self._is_training, LIMIT_S), self.account()
+        self._hold()
+
+    def _hold(self) -> None:
         self._held = [pid for pid in of_jobs(self._cluster.conf) if "submitit" in _command(pid)]
         for pid in self._held:
             with suppress(ProcessLookupError):
@@ -78,6 +81,7 @@ class Stage:
         assert self._rival is not None, "nobody has taken the nodes"
         self._cluster.run("scancel", self._rival)
         self._wait(lambda run: run["state"] == "running" and run["attempt"] > 1)
+        self._hold()
 
     def _wait(
         self, is_so: Callable[[dict[str, Any]], bool], of: Callable[[Iterable[bool]], bool] = any

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from hpc_train.health.watchdog import Watchdog
 from hpc_train.paths import AttemptPaths
 from hpc_train.run.files import read_json
 from hpc_train.run.rank_ends import rank_ends, tell_end
+from tests import warm
 from tests.distributed.scripts import REPOSITORY
 
 LIMIT_S = 90.0
@@ -88,14 +88,15 @@ def started(
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start the ranks of ``RANK``; they are gone at the end."""
     script = RANK.replace("{work}", work)
-    arguments = [sys.executable, "-c", script, str(folder), str(hang_after_s), str(num_nodes)]
+    arguments = [str(folder), str(hang_after_s), str(num_nodes)]
     variables = {"WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
     if num_nodes > 1:
         variables |= {"SLURM_SRUN_COMM_HOST": "127.0.0.1"}
     folder.mkdir()
     ranks = [
-        subprocess.Popen(
-            arguments,
+        warm.start_script(
+            script,
+            *arguments,
             cwd=REPOSITORY,
             env=os.environ | variables | {"RANK": str(rank)},
             stderr=subprocess.PIPE,

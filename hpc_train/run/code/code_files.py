@@ -107,16 +107,19 @@ def package_files() -> dict[str, Path]:
 
     Without the recipes of ``init``, which no run reads.
     """
-    package = Path(hpc_train.__file__).parent
-    recipes = package / "cli/examples"
-    return {
-        str(path.relative_to(package.parent)): path
-        for path in sorted(package.rglob("*"))
-        if recipes not in path.parents
-        and "__pycache__" not in path.parts
-        and not path.name.startswith(".")
-        and path.is_file()
-    }
+    package = str(Path(hpc_train.__file__).parent)
+    above = len(package) - len("hpc_train")
+    recipes = f"{package}/cli/examples"
+    found = {}
+    # Path.rglob takes eight times as long.
+    for folder, subfolders, names in os.walk(package):
+        subfolders[:] = [
+            name for name in subfolders if name != "__pycache__" and f"{folder}/{name}" != recipes
+        ]
+        for path in (f"{folder}/{name}" for name in names if not name.startswith(".")):
+            if os.path.isfile(path):  # noqa: PTH113
+                found[path[above:]] = Path(path)
+    return found
 
 
 def import_folders(selection: Selection) -> list[str]:

@@ -296,10 +296,12 @@ def check_owner(folder: Path) -> None:
     check_holder(folder.parent)
     # What imports cache there has the modes of any file, and is unreachable if the folder is closed.
     is_closed = not folder.stat().st_mode & 0o077
-    for path in [folder, *folder.rglob("*")]:
-        is_cache = is_closed and "__pycache__" in path.relative_to(folder).parts
-        if not is_cache:
-            check_own(path)
+    check_own(folder)
+    for parent, folders, names in os.walk(folder):
+        if is_closed:
+            folders[:] = [name for name in folders if name != "__pycache__"]
+        for name in (*folders, *names):
+            check_own(Path(f"{parent}/{name}"))
 
 
 def differences(old: Path | Code, new: Path | Code) -> Differences:
