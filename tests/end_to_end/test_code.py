@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import EXPERIMENT, LIMIT_S, only_run, status, write_experiment
+from tests.end_to_end.runs import EXPERIMENT, Done, hpc_train, only_run, status, write_experiment
 from tests.run.code.trees import work_tree
 
 pytestmark = pytest.mark.slow
@@ -32,18 +29,8 @@ class Net(nn.Sequential):
 """
 
 
-def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"HPC_TRAIN_RUNS": str(folder / "runs")}
-    command = [sys.executable, "-m", "hpc_train", *map(str, arguments)]
-    return subprocess.run(
-        command,
-        cwd=folder / "work",
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+def run(folder: Path, *arguments: str | Path) -> Done:
+    return hpc_train(*arguments, cwd=folder / "work", HPC_TRAIN_RUNS=str(folder / "runs"))
 
 
 @pytest.mark.fault(39)
@@ -53,14 +40,14 @@ def test_an_edit_after_submit_changes_nothing_until_code_new(tmp_path: Path) -> 
     (work / "helper.py").write_text("LIMIT = 20\n")
     text = EXPERIMENT.replace("tests.end_to_end.parts:net", "model:Net").replace("steps: 60", "steps: 30")
     experiment = write_experiment(tmp_path, text)
-    assert run(tmp_path, "submit", experiment, "--local", "--devices", "2").returncode == 1
+    assert run(tmp_path, "submit", experiment, "--local", "--devices", "2").code == 1
     paths = only_run(tmp_path)
     assert "over the limit of 20" in status(paths)["reason"]
     (work / "helper.py").write_text("LIMIT = 20000\n")
     kept = run(tmp_path, "resume", paths.folder)
     assert "over the limit of 20" in status(paths)["reason"]
-    told = re.search("code: .* differs? from the snapshot that this run uses: helper.py[;,].*", kept.stderr)
-    assert told and "resume with --code new" in told[0], kept.stderr
+    told = re.search("code: .* differs? from the snapshot that this run uses: helper.py[;,].*", kept.err)
+    assert told and "resume with --code new" in told[0], kept.err
     taken = run(tmp_path, "resume", paths.folder, "--code", "new")
-    assert taken.returncode == 0, taken.stderr
+    assert taken.code == 0, taken.err
     assert status(paths)["state"] == "completed"
