@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, ParamSpec
 
 import typer
@@ -53,7 +54,7 @@ def exit_code_of(body: Callable[[], int]) -> int:
         redirect_to_devnull(sys.stdout)  # the reader of our output has gone
         return int(ExitCode.IO)
     except OSError as error:
-        say(f"{error.filename or 'input/output'}: {error.strerror or error}")
+        say(_problem(error))
         return int(ExitCode.IO)
     except Exception as error:
         from hpc_train.run.tracebacks import users_traceback
@@ -65,6 +66,20 @@ def exit_code_of(body: Callable[[], int]) -> int:
         return int(ExitCode.FAILED)
     finally:
         _flush()
+
+
+def _problem(error: OSError) -> str:
+    said = error.strerror or str(error)
+    if error.filename:
+        return f"{error.filename}: {said}"
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return "the current folder has been removed; change to one that exists"
+    from traceback import extract_tb
+
+    last = extract_tb(error.__traceback__)[-1]
+    return f"input/output: {said} ({Path(last.filename).name}:{last.lineno})"
 
 
 def _flush() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,6 +108,25 @@ def test_an_error_of_the_disk_exits_74_without_traceback(monkeypatch: pytest.Mon
     monkeypatch.setattr(status_module, "status", full)
     done = hpc_train("status")
     assert (done.code, done.err) == (74, "runs: No space left on device\n")
+
+
+def test_an_error_without_a_file_says_where_it_was_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_module, "status", Mock(side_effect=OSError(5, "Input/output error")))
+    done = hpc_train("status")
+    assert done.code == 74
+    assert re.fullmatch(r"input/output: Input/output error \(mock\.py:\d+\)\n", done.err), done.err
+
+
+def test_a_current_folder_that_was_removed_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    monkeypatch.delenv("HPC_TRAIN_RUNS")
+    (tmp_path / "gone").rmdir()
+    done = hpc_train("status")
+    assert done.code == 74
+    assert done.err == "the current folder has been removed; change to one that exists\n"
 
 
 def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
