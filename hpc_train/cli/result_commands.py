@@ -10,6 +10,16 @@ import typer
 from hpc_train.cli.command_line import command
 from hpc_train.cli.shared_options import Devices, Json, Run, Runs
 
+_Metric = Annotated[
+    str | None,
+    typer.Option(
+        "--metric",
+        metavar="[SPLIT/]NAME",
+        help="Metric to compare. Default: val/accuracy, or loss.",
+        show_default=False,
+    ),
+]
+
 
 @command
 def export(
@@ -155,15 +165,7 @@ def verify(runs: Runs, as_json: Json = False) -> int:
 @command
 def compare(
     runs: Runs,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            "--metric",
-            metavar="[SPLIT/]NAME",
-            help="Metric to compare. Default: val/accuracy, or loss.",
-            show_default=False,
-        ),
-    ] = None,
+    metric: _Metric = None,
     over: Annotated[
         list[str] | None,
         typer.Option("--over", metavar="KEY", help="Average runs that differ in this key only, like seed."),
@@ -196,15 +198,7 @@ def report(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE.html", help="File to write.", show_default=False)
     ],
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            "--metric",
-            metavar="[SPLIT/]NAME",
-            help="Metric to compare. Default: val/accuracy, or loss.",
-            show_default=False,
-        ),
-    ] = None,
+    metric: _Metric = None,
     as_json: Json = False,
 ) -> int:
     """Write runs to one HTML file to look at and share: curves, attempts, goodput, evaluations, files."""

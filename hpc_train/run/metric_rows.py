@@ -40,26 +40,23 @@ def looks_like_row(line: bytes) -> bool:
 
 def iter_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of the file in order; none if there is no file."""
-    try:
-        file = open_regular(path)
-    except (FileNotFoundError, UnreadableFileError):
-        return
-    with file:
-        for line in file:
-            if row := parse_row(line):
-                yield row
+    yield from filter(None, map(parse_row, _lines(path)))
 
 
 def evaluation_rows(path: Path) -> Iterator[Row]:
     """Yield the rows of evaluations in order. Other lines are not parsed: they are most of a large file."""
+    for line in _lines(path):
+        if b'"val"' in line and (row := parse_row(line)) and row["split"] == "val":
+            yield row
+
+
+def _lines(path: Path) -> Iterator[bytes]:
     try:
         file = open_regular(path)
     except (FileNotFoundError, UnreadableFileError):
         return
     with file:
-        for line in file:
-            if b'"val"' in line and (row := parse_row(line)) and row["split"] == "val":
-                yield row
+        yield from file
 
 
 def lines_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
