@@ -66,6 +66,8 @@ class AssumedValues(TorchDispatchMode):
             self._true[result] = 0
         elif name == "index_fill_" and args[0] in self._true:
             self._true[args[0]] += args[2].numel()
+        elif name == "index_put_" and args[0] in self._true and len(args[1]) == args[0].dim():
+            self._true[args[0]] += max(index.numel() for index in args[1])  # torch 2.11's for index_fill_
         elif name in ("bitwise_or", "__or__") and isinstance(args[1], Tensor):
             self._true[result] = self._count(args[0]) + self._count(args[1])
         elif name == "cat":

@@ -118,7 +118,8 @@ class StepProfiler:
         is_cuda = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
         _synchronize(self._device)
-        self._profile = profile(activities=activities)
+        # torch 2.11 warns without acc_events that events of earlier cycles are lost; there is one cycle.
+        self._profile = profile(activities=activities, acc_events=True)
         self._profile.start()
         self._times.annotate_waits(lambda: record_function(_WAIT))
         self._began_at = time.perf_counter()

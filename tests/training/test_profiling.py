@@ -102,7 +102,7 @@ def test_overlaps_count_once(intervals: list[tuple[float, float]], expected: flo
 
 
 def test_gloos_operations_are_communication() -> None:
-    with profile() as running, record_function("gloo:all_reduce"):
+    with profile(acc_events=True) as running, record_function("gloo:all_reduce"):
         time.sleep(LONG_S)
     shares = shares_of(running.events(), 2 * LONG_S, CPU)
     assert shares.network >= LONG_S
