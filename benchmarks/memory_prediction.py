@@ -27,6 +27,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -177,13 +178,15 @@ def measured(model: Model, experiment: Experiment, rank: int) -> dict[str, int]:
     degrees = degrees_of(experiment)
     context = RankContext(rank, degrees, _CPU, choose_precision("fp32", _CPU), parallel=experiment.parallel)
     arithmetic = BatchArithmetic.of(experiment.optimization, _NUM_SAMPLES, degrees.data_ranks)
+    whole = replace(model.sample.repeated(model.micro_batch_size), weight=1 / arithmetic.micro_batches)
+    batches = [replace(whole, number=slot * degrees.data_ranks) for slot in range(arithmetic.accumulation)]
+    is_pipeline = experiment.parallel.strategy == "pipeline"
+    others = _storages() if is_pipeline else {}
     state = build(experiment, model.info, arithmetic, context)
     task = make_task(experiment, model.info)
     to_input = make_to_input(experiment, model.info, _CPU, context.precision)
     forward = TrainingForward.of(experiment, state, task, context.precision, _CPU, to_input)
     guard = Guard(experiment.optimization, state.model, norm_counts=False)
-    whole = replace(model.sample.repeated(model.micro_batch_size), weight=1 / arithmetic.micro_batches)
-    batches = [replace(whole, number=slot * degrees.data_ranks) for slot in range(arithmetic.accumulation)]
     state.wrapped.train()
     train_step(state, 0, batches, forward, guard, None)
     gc.collect()
@@ -192,6 +195,8 @@ def measured(model: Model, experiment: Experiment, rank: int) -> dict[str, int]:
         train_step(state, 1, batches, forward, guard, None, marks.all_gradients)
     events = _events(recorded.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
     parts = _before(state)
+    if is_pipeline:
+        parts[PARTS[3]] += _receive_buffers(state, others)
     for part, size in _at_the_peak(events, marks.addresses).items():
         parts[part] += size
     return dict(parts)
@@ -228,17 +233,44 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def _storages() -> dict[int, int]:
+    """Return address and bytes of the memory of all tensors that Python knows."""
+    found = {}
+    for value in gc.get_objects():
+        if isinstance(value, Tensor):
+            with suppress(RuntimeError):  # a tensor without memory
+                storage = _local(value).untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
 def _before(state: TrainState) -> Counter[str]:
     """Return what is there before the step."""
-    kept = [value for values in state.optimization.optimizer.state.values() for value in values.values()]
+    parameters, optimizer = _owned(state)
     trained = [value for value in state.model.parameters() if value.requires_grad]
     has_buckets = isinstance(state.wrapped, DistributedDataParallel)
     return Counter({
-        "parameters": _bytes([*state.model.parameters(), *state.strategy.optimized().values()]),
+        "parameters": _bytes(parameters),
         "gradients": sum(value.nbytes for value in trained) if has_buckets else 0,
-        "optimizer": _bytes(value for value in kept if isinstance(value, Tensor)),
+        "optimizer": _bytes(optimizer),
         "activations and buffers": _bytes(state.model.buffers()),
     })  # fmt: skip
+
+
+def _owned(state: TrainState) -> tuple[list[Tensor], list[Tensor]]:
+    """Return parameters and what the optimizer keeps of them."""
+    kept = [value for values in state.optimization.optimizer.state.values() for value in values.values()]
+    parameters = [*state.model.parameters(), *state.strategy.optimized().values()]
+    return parameters, [value for value in kept if isinstance(value, Tensor)]
+
+
+def _receive_buffers(state: TrainState, others: Mapping[int, int]) -> int:
+    """Return the bytes of what a stage receives into, which torch 2.11 keeps between steps."""
+    parameters, optimizer = _owned(state)
+    known = [*parameters, *optimizer, *state.model.buffers()]
+    now = _storages()
+    owned = {_local(value).untyped_storage().data_ptr() for value in known}
+    return sum(now[address] for address in now.keys() - owned - others.keys())
 
 
 def _events(tree: Iterable[Any]) -> list[_Event]:
