@@ -10,9 +10,9 @@ address; the prediction observes operators instead, so they share no code. From 
 of the peak and which gradients were there; parameters, optimizer state and buffers, which exist before the
 step, are counted as storages. A gradient is what autograd leaves in ``grad``, from its allocation on.
 
-Under fsdp and tensor gloo reduces a copy. Where gloo's thread is the last to release it, after its event, the
-profile lacks the release: the same address is allocated again, or the copy outlives the step. It then counts
-as released when gloo's event ends.
+Under fsdp and tensor gloo reduces a copy and gathers into a buffer. Where gloo's thread is the last to release
+it, after its event, the profile lacks the release: the same address is allocated again, or it outlives the
+step. It then counts as released when gloo's event ends.
 
 Errors are relative to the measurement; of a part only where it is more than 5 % of the total. Activations
 here include what is gathered and communicated and, under fsdp, whole gradients until the last micro-batch.
@@ -65,8 +65,9 @@ PARTS = ("parameters", "gradients", "optimizer", "activations and buffers")
 SMALL = 0.05
 _CPU = torch.device("cpu")
 _NUM_SAMPLES = 10**6
-#: Operators in which what gloo reduces is copied, and how the names of its threads' events begin.
-_REDUCTIONS, _OF_GLOO = ("c10d::_reduce_scatter_base_", "_c10d_functional::all_reduce"), "gloo:"
+#: How the names of operators begin that allocate what gloo reduces or gathers, and of its threads' events.
+_COMMUNICATING = ("c10d::_reduce_scatter_base_", "_c10d_functional::all_reduce", "FSDP::all_gather (")
+_OF_GLOO = "gloo:"
 #: What no tensor of floating-point numbers has: sizes of these marks in the profile.
 _FIRST_MARK, _MARK_STEP = 4001, 4
 #: Time in ns, address, and bytes; of a release the bytes are negative.
@@ -277,8 +278,10 @@ def _events(tree: Iterable[Any]) -> list[_Event]:
     """Return all allocations and releases in order."""
     nodes = list(_nodes(tree))
     recorded = sorted(_allocations(nodes))
-    reductions = (node for node in nodes if node.name in _REDUCTIONS)
-    copies = [event for node in reductions for event in _allocations(_nodes(node.children)) if event[2] > 0]
+    communicating = (node for node in nodes if node.name.startswith(_COMMUNICATING))
+    copies = [
+        event for node in communicating for event in _allocations(_nodes(node.children)) if event[2] > 0
+    ]
     times = sorted((node.start_time_ns, node.end_time_ns) for node in nodes if node.name.startswith(_OF_GLOO))
     return sorted([*recorded, *_unrecorded_releases(recorded, copies, times)])
 
