@@ -10,9 +10,9 @@ address; the prediction observes operators instead, so they share no code. From 
 of the peak and which gradients were there; parameters, optimizer state and buffers, which exist before the
 step, are counted as storages. A gradient is what autograd leaves in ``grad``, from its allocation on.
 
-Under fsdp and tensor gloo reduces a copy and gathers into a buffer. Where gloo's thread is the last to release
-it, after its event, the profile lacks the release: the same address is allocated again, or it outlives the
-step. It then counts as released when gloo's event ends.
+Under fsdp and tensor gloo reduces a copy, and it gathers into a buffer. Where gloo's thread is the last to
+release it, after its event, the profile lacks the release: the same address is allocated again, or it
+outlives the step. It then counts as released when gloo's event ends.
 
 Errors are relative to the measurement; of a part only where it is more than 5 % of the total. Activations
 here include what is gathered and communicated and, under fsdp, whole gradients until the last micro-batch.
@@ -278,10 +278,8 @@ def _events(tree: Iterable[Any]) -> list[_Event]:
     """Return all allocations and releases in order."""
     nodes = list(_nodes(tree))
     recorded = sorted(_allocations(nodes))
-    communicating = (node for node in nodes if node.name.startswith(_COMMUNICATING))
-    copies = [
-        event for node in communicating for event in _allocations(_nodes(node.children)) if event[2] > 0
-    ]
+    below = _nodes(child for node in nodes if node.name.startswith(_COMMUNICATING) for child in node.children)
+    copies = {event for event in _allocations(below) if event[2] > 0}
     times = sorted((node.start_time_ns, node.end_time_ns) for node in nodes if node.name.startswith(_OF_GLOO))
     return sorted([*recorded, *_unrecorded_releases(recorded, copies, times)])
 
