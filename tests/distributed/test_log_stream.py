@@ -22,8 +22,8 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stream(path: Path) -> Iterator[Any]:
-    with path.open("w", encoding="utf-8") as file:
-        yield tolerant(file)
+    with path.open("w", encoding="utf-8") as file, tolerant(file) as tolerating:
+        yield tolerating
 
 
 @pytest.fixture
