@@ -66,7 +66,7 @@ class AssumedValues(TorchDispatchMode):
             self._true[result] = 0
         elif name == "index_fill_" and args[0] in self._true:
             self._true[args[0]] += args[2].numel()
-        elif name == "index_put_" and args[0] in self._true and len(args[1]) == args[0].dim():
+        elif name == "index_put_" and args[0] in self._true and _selects_elements(args[0], args[1]):
             self._true[args[0]] += max(index.numel() for index in args[1])  # torch 2.11's for index_fill_
         elif name in ("bitwise_or", "__or__") and isinstance(args[1], Tensor):
             self._true[result] = self._count(args[0]) + self._count(args[1])
@@ -101,6 +101,11 @@ def _is_without_data(args: tuple[Any, ...]) -> bool:
 def _shares_memory(tensor: Tensor, result: Any) -> bool:
     storages = [each.untyped_storage()._cdata for each in tree_leaves(result) if isinstance(each, Tensor)]
     return tensor.untyped_storage()._cdata in storages
+
+
+def _selects_elements(tensor: Tensor, indices: list[Tensor | None]) -> bool:
+    """Tell whether there is an index for each dimension, so that no whole rows are selected."""
+    return len(indices) == tensor.dim() and all(index is not None for index in indices)
 
 
 def _positions(count: int, *dims: int) -> Tensor:

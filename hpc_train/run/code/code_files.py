@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
+from typing import NoReturn
 
 import hpc_train
 from hpc_train.errors import UsageError
@@ -111,8 +112,7 @@ def package_files() -> dict[str, Path]:
     above = len(package) - len("hpc_train")
     recipes = f"{package}/cli/examples"
     found = {}
-    # Path.rglob takes eight times as long.
-    for folder, subfolders, names in os.walk(package):
+    for folder, subfolders, names in walk(package):
         subfolders[:] = [
             name for name in subfolders if name != "__pycache__" and f"{folder}/{name}" != recipes
         ]
@@ -120,6 +120,18 @@ def package_files() -> dict[str, Path]:
             if os.path.isfile(path):  # noqa: PTH113
                 found[path[above:]] = Path(path)
     return found
+
+
+def walk(folder: str | Path) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Walk as ``os.walk`` does, in an eighth of ``Path.rglob``'s time.
+
+    Raises OSError for a folder that can't be listed.
+    """
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    return os.walk(folder, onerror=fail)
 
 
 def import_folders(selection: Selection) -> list[str]:

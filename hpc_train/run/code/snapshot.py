@@ -27,6 +27,7 @@ from hpc_train.run.code.code_files import (
     import_folders,
     package_files,
     select,
+    walk,
 )
 from hpc_train.run.code.work_tree import commit_of
 from hpc_train.run.files import (
@@ -297,7 +298,7 @@ def check_owner(folder: Path) -> None:
     # What imports cache there has the modes of any file, and is unreachable if the folder is closed.
     is_closed = not folder.stat().st_mode & 0o077
     check_own(folder)
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in walk(folder):
         if is_closed:
             folders[:] = [name for name in folders if name != "__pycache__"]
         for name in (*folders, *names):

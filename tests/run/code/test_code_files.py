@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from hpc_train.errors import UsageError
 from hpc_train.run.code import code_files
 from hpc_train.run.code.code_files import Selection, import_folders, package_files, select
+from hpc_train.run.code.snapshot import check_owner
 from hpc_train.run.code.work_tree import commit_of, listed_files
 from tests.run.code.trees import git, work_tree, write
 
@@ -257,6 +261,23 @@ def test_the_package_is_all_that_it_needs_and_no_cache() -> None:
     data = "hpc_train/datasets/sources/digits.npz"
     assert {"hpc_train/__init__.py", "hpc_train/py.typed", data} <= found.keys()
     assert not [path for path in found if path.endswith(".pyc")]
+
+
+@pytest.mark.parametrize("listing", [lambda _: package_files(), check_owner])
+def test_a_folder_that_can_not_be_listed_is_not_left_out(
+    listing: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "snapshot" / "cli").mkdir(parents=True)
+    really = os.scandir
+
+    def scandir(path: str) -> Any:
+        if str(path).endswith("/cli"):
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+        return really(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(OSError, match="Stale"):
+        listing(tmp_path / "snapshot")
 
 
 def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
