@@ -9,7 +9,7 @@ from pathlib import Path
 from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import StorageError, UsageError, UserError
-from hpc_train.paths import ExperimentPaths, RunPaths, runs_root
+from hpc_train.paths import ExperimentPaths, RunPaths, expanded, runs_root
 from hpc_train.plan.planning import PlannedRun
 from hpc_train.run.code import snapshot
 from hpc_train.run.code.snapshot import Code
@@ -105,7 +105,7 @@ def _say_differences(paths: RunPaths, experiment: Experiment, used: Path) -> Non
 def _current_code(folder: ExperimentPaths, experiments: Iterable[Experiment]) -> Code:
     sections = [experiment.data for experiment in experiments]
     data = {path for each in sections for path in (each.root, each.cache) if path is not None}
-    excluded = [runs_root(), folder.snapshots, folder.folder, *(Path(path).expanduser() for path in data)]
+    excluded = [runs_root(), folder.snapshots, folder.folder, *map(expanded, data)]
     return snapshot.read(Path.cwd(), excluded)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -11,6 +12,7 @@ from pydantic import ValidationError
 from hpc_train.config.fields import Arguments, Section
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.errors import BadFileError
+from hpc_train.paths import expanded
 from hpc_train.registry import nearest
 from hpc_train.validate.part_rules import rest_not_taken
 
@@ -34,6 +36,12 @@ def _line(problem: Any, section: type[Section]) -> str:
     hint = nearest(key, known)
     meant = f"did you mean {hint}?" if hint else f"known: {', '.join(known) or 'none'}"
     return f"data.args.{key}: no such argument; {meant}"
+
+
+def root_of(config: DataConfig) -> Path:
+    """Return the folder of a data set that needs one; not checked to exist."""
+    assert config.root is not None, "DataFacts say that it is needed"
+    return expanded(config.root)
 
 
 def refuse_rest(config: DataConfig) -> None:

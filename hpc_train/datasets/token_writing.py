@@ -98,7 +98,7 @@ def _is_intact(folder: Path, root: Path, texts: _Sources) -> bool:
     except DamagedShardError as error:
         say(f"{error}; writing it again")
         return False
-    known = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("sources")
+    known = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("sources") or {}
     changed = [
         path
         for paths in texts.values()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import NormalizeConfig
+from hpc_train.data_facts.detectors import is_detector
 from hpc_train.errors import BadFileError
 from hpc_train.registry import split_name
 
@@ -13,11 +14,19 @@ _KEY = "data.normalize"
 _REMEDY = "write {mean: […], std: […]}"
 
 
+class _Preprocessing(NamedTuple):
+    mean: list[float]
+    std: list[float]
+    #: None where the weights were not trained on images cropped as here: the file's own value applies.
+    interpolation: str | None = None
+    eval_crop: float | None = None
+
+
 def with_preprocessing(experiment: Experiment, *, download: bool = False) -> Experiment:
     """Return the experiment with ``data.normalize: weights`` resolved to explicit values.
 
-    These are ``normalize.mean``, ``normalize.std`` and, except for smp, ``interpolation`` and, unless the
-    file gives one other than 1, ``eval_crop``. Uses the network only with ``download``. Raises
+    These are ``normalize.mean``, ``normalize.std`` and, for classification, ``interpolation`` and, unless
+    the file gives one other than 1, ``eval_crop``. Uses the network only with ``download``. Raises
     BadFileError if the model's weights define none of them.
     """
     data = experiment.data
@@ -27,24 +36,23 @@ def with_preprocessing(experiment: Experiment, *, download: bool = False) -> Exp
     if provider == "smp":
         from hpc_train.models.segmentation_models import preprocessing_of  # imports timm
 
-        mean, std = preprocessing_of(name, experiment.model, download=download)
-        normalize = NormalizeConfig(mean=mean, std=std)
-        return experiment.model_copy(update={"data": data.model_copy(update={"normalize": normalize})})
-    mean, std, interpolation, crop = _of_timm(name) if provider == "timm" else _of_torchvision(name)
-    if interpolation not in ("bilinear", "bicubic"):
-        raise BadFileError(
-            f"{_KEY}: the weights of {experiment.model.name} want {interpolation} interpolation, and only "
-            f"bilinear and bicubic are supported; {_REMEDY}"
-        )
-    update = {
-        "normalize": NormalizeConfig(mean=list(mean), std=list(std)),
-        "interpolation": interpolation,
-        "eval_crop": crop if data.eval_crop == 1.0 else data.eval_crop,
-    }
+        found = _Preprocessing(*preprocessing_of(name, experiment.model, download=download))
+    else:
+        found = _of_timm(name) if provider == "timm" else _of_torchvision(name)
+    update: dict[str, Any] = {"normalize": NormalizeConfig(mean=found.mean, std=found.std)}
+    if found.interpolation is not None:
+        if found.interpolation not in ("bilinear", "bicubic"):
+            raise BadFileError(
+                f"{_KEY}: the weights of {experiment.model.name} want {found.interpolation} interpolation, "
+                f"and only bilinear and bicubic are supported; {_REMEDY}"
+            )
+        update["interpolation"] = found.interpolation
+    if found.eval_crop is not None and data.eval_crop == 1.0:
+        update["eval_crop"] = found.eval_crop
     return experiment.model_copy(update={"data": data.model_copy(update=update)})
 
 
-def _of_timm(name: str) -> tuple[Any, Any, str, float]:
+def _of_timm(name: str) -> _Preprocessing:
     import timm
 
     try:
@@ -60,15 +68,23 @@ def _of_timm(name: str) -> tuple[Any, Any, str, float]:
             f"{_KEY}: the weights of timm/{name} want crop_mode {found.crop_mode}, and only center is "
             f"supported; {_REMEDY}"
         )
-    return found.mean, found.std, str(found.interpolation), float(found.crop_pct)
+    return _Preprocessing(list(found.mean), list(found.std), str(found.interpolation), float(found.crop_pct))
 
 
-def _of_torchvision(name: str) -> tuple[Any, Any, str, float]:
+def _of_torchvision(name: str) -> _Preprocessing:
+    import torch
     import torchvision
 
     try:
         transforms = torchvision.models.get_model_weights(name).DEFAULT.transforms()
     except (ValueError, AttributeError) as error:
         raise BadFileError(f"{_KEY}: torchvision/{name} has no pretrained weights; {_REMEDY}") from error
-    crop = cast(float, transforms.crop_size[0] / transforms.resize_size[0])
-    return transforms.mean, transforms.std, str(transforms.interpolation.value), min(1.0, crop)
+    if is_detector(f"torchvision/{name}"):  # which normalize images themselves
+        with torch.device("meta"):
+            own: Any = torchvision.models.get_model(name, weights=None, weights_backbone=None).transform
+        return _Preprocessing(list(own.image_mean), list(own.image_std))
+    mean, std = list(transforms.mean), list(transforms.std)
+    if not hasattr(transforms, "crop_size"):  # segmentation
+        return _Preprocessing(mean, std)
+    crop: float = transforms.crop_size[0] / transforms.resize_size[0]
+    return _Preprocessing(mean, std, str(transforms.interpolation.value), min(1.0, crop))

@@ -203,9 +203,9 @@ def _read_pickled(path: str, key: str) -> object:
 
 def _tensors(path: str, found: object, key: str) -> StateDict:
     """Return the state dict in a loaded file, which may be one level down."""
-    for key in _NESTED_UNDER:
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
+    for nested in _NESTED_UNDER:
+        if isinstance(found, Mapping) and isinstance(found.get(nested), Mapping):
+            found = found[nested]
     if not isinstance(found, Mapping) or not found or not all(_is_weight(k, v) for k, v in found.items()):
         raise BadFileError(
             f"{key}: {path} contains no state dict (names → tensors); save the model's state_dict()"

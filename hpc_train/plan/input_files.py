@@ -22,7 +22,7 @@ from typing import Any
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.data_facts.facts import data_facts
-from hpc_train.paths import cache_folder
+from hpc_train.paths import cache_folder, expanded
 
 DATA, WEIGHTS = "data.root", "model.pretrained"
 _SPLITS, _TEXTS = ("train", "val"), ("train.txt", "val.txt")
@@ -87,7 +87,7 @@ def _differ(then: object, now: Mapping[str, str]) -> bool:
 
 def _fingerprint_of(path: str) -> dict[str, str]:
     with _LOCK:
-        return _fingerprint(os.path.realpath(Path(path).expanduser()))
+        return _fingerprint(os.path.realpath(expanded(path)))
 
 
 @cache

@@ -8,7 +8,6 @@ is only read.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from dataclasses import replace
@@ -33,8 +32,6 @@ from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.predicting import write_predictions
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.train_state import TrainState, build, context, refuse_other_classes
-
-_log = logging.getLogger(__name__)
 
 
 def evaluate_checkpoint(rank: Rank) -> ExitCode:
@@ -69,7 +66,7 @@ def _load(rank: Rank, run: RunPaths, step: int, state: TrainState, source: DataS
     loaded = checkpointer.load(step, state.state)
     refuse_other_classes(loaded, source)
     # As a resume: the number of threads changes the last bit.
-    hardware.take_over(loaded.extra.get("hardware"), step, rank.device, checkpointer.ranks, _log.warning)
+    hardware.take_over(loaded.extra.get("hardware"), step, rank.device, checkpointer.ranks, rank.warn)
     return loaded
 
 

@@ -112,7 +112,7 @@ class TrainingForward:
         """Run a forward that reads no random numbers; generators stay as they are."""
         begin_forward(self.compile, self.device)
         with self.context():
-            return self.task.forward(model, self.to_input(batch))
+            return self.task.forward(model, self.to_device(batch))
 
     def sums(
         self,

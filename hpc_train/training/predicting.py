@@ -16,6 +16,7 @@ import torch
 
 from hpc_train.datasets.base import AnySplit, DataSource
 from hpc_train.datasets.batches import evaluation_batches
+from hpc_train.datasets.sources.image_files import ImageFiles
 from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError, UsageError
 from hpc_train.tasks.base import Task, make_task, target_spec
@@ -62,8 +63,6 @@ def _split(rank: Rank, source: DataSource, images: str | None) -> AnySplit:
     if images is not None:
         if source.info.sequence_length is not None:
             raise BadFileError(f"--data: {rank.experiment.data.name} has tokens and not images; omit --data")
-        from hpc_train.datasets.sources.image_files import ImageFiles  # and torchvision with it
-
         return ImageFiles(Path(images), source.info.channels)
     if source.val is None:
         raise BadFileError(f"data.name: {rank.experiment.data.name} has no validation data; give --data")
@@ -72,7 +71,7 @@ def _split(rank: Rank, source: DataSource, images: str | None) -> AnySplit:
 
 def _predictions(forward: TrainingForward, state: TrainState, task: Task, batch: Batch) -> Any:
     with forward.begin(batch):
-        moved = forward.to_input(batch)
+        moved = forward.to_device(batch)
         outputs = task.forward(state.wrapped, moved)
         return task.predictions(outputs, moved) if state.strategy.owns_loss else []  # type: ignore[attr-defined]
 

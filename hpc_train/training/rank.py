@@ -60,6 +60,11 @@ class Rank:
         """Whether this is rank 0."""
         return self.facts.rank == 0
 
+    def warn(self, words: str) -> None:
+        """Log what all ranks have found, on rank 0 alone."""
+        if self.is_first:
+            _log.warning("%s", words)
+
     def note(self, event: str) -> None:
         """Write down that ``event`` happened."""
         self.note_signal()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 from torch import nn
@@ -44,7 +42,6 @@ from hpc_train.training.schedules import make_schedule
 
 #: What a plug-in's strategy written for an earlier version lacks.
 _METHODS = ("optimized", "weights_changed", "pieces", "owns_loss")
-_log = logging.getLogger(__name__)
 
 
 def part(kind: str, name: str) -> Any:
@@ -193,7 +190,7 @@ def resumed(rank: Rank, checkpointer: Checkpointer, train_state: TrainState, sou
     """
     loaded = checkpointer.load_newest(train_state.state)
     then, step = (None, 0) if loaded is None else (loaded.extra.get("hardware"), loaded.step)
-    now = hardware.take_over(then, step, rank.device, checkpointer.ranks, partial(_warn, rank))
+    now = hardware.take_over(then, step, rank.device, checkpointer.ranks, rank.warn)
     if loaded is None:
         return Resumed(Position(0), now)
     _compare_versions(rank, loaded)
@@ -203,11 +200,6 @@ def resumed(rank: Rank, checkpointer: Checkpointer, train_state: TrainState, sou
     if saved is None:
         raise BadFileError(f"checkpoint {loaded.step}: state.json does not contain the position of training")
     return Resumed(Position(saved["step"], tuple(saved["skipped"])), now, loaded.extra.get("skips", 0))
-
-
-def _warn(rank: Rank, words: str) -> None:
-    if rank.is_first:
-        _log.warning("%s", words)
 
 
 def _compare_versions(rank: Rank, loaded: Loaded) -> None:
@@ -222,7 +214,7 @@ def _compare_versions(rank: Rank, loaded: Loaded) -> None:
         raise OtherVersionsError(
             f"environment.strict: {words}; use those versions, or resume with environment.strict=false"
         )
-    _warn(rank, f"{words}; the weights may differ in the last bit from here on")
+    rank.warn(f"{words}; the weights may differ in the last bit from here on")
 
 
 def _compare_ranks(rank: Rank, loaded: Loaded, train_state: TrainState) -> None:
@@ -235,7 +227,7 @@ def _compare_ranks(rank: Rank, loaded: Loaded, train_state: TrainState) -> None:
         is_synced=rank.experiment.parallel.sync_batchnorm,
     )
     if words is not None:
-        _warn(rank, words)
+        rank.warn(words)
 
 
 def _ranks(rank: Rank) -> dict[str, Any]:

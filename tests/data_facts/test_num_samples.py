@@ -41,6 +41,12 @@ def test_images_of_a_folder_are_counted(tmp_path: Path) -> None:
     assert training_samples(_image_folder(tmp_path)) == 3
 
 
+def test_images_are_those_of_torchvision() -> None:
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    assert data_size.IMAGE_EXTENSIONS == IMG_EXTENSIONS
+
+
 def test_a_folder_that_takes_too_long_to_count_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

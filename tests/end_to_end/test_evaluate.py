@@ -18,11 +18,13 @@ from tests.quiet import QuietRuns
 pytestmark = pytest.mark.slow
 
 EMA = "optimization.ema={decay: 0.9}"
+#: Mixed images are for training only.
+EVALUATED = (*SELECTION, EMA, "parallel.strategy=fsdp", "optimization.mixup=0.2")
 
 
 @pytest.fixture
 def run(quiet_runs: QuietRuns) -> RunPaths:
-    return quiet_runs.of(*SELECTION, EMA, "parallel.strategy=fsdp")
+    return quiet_runs.of(*EVALUATED)
 
 
 def evaluated(run: RunPaths, *options: str) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.building import build_source
 from hpc_train.paths import RunPaths
 from tests.end_to_end.runs import hpc_train, rows
-from tests.end_to_end.test_best import SELECTION
-from tests.end_to_end.test_evaluate import EMA
+from tests.end_to_end.test_evaluate import EVALUATED
 from tests.quiet import QuietRuns
 
 pytestmark = pytest.mark.slow
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def run(quiet_runs: QuietRuns) -> RunPaths:
-    return quiet_runs.of(*SELECTION, EMA, "parallel.strategy=fsdp")
+    return quiet_runs.of(*EVALUATED)
 
 
 def predicted(run: RunPaths, target: Path, *options: str | Path) -> list[dict[str, Any]]:

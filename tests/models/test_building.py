@@ -290,6 +290,12 @@ def test_a_hostile_pth_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not Path("ran").exists()
 
 
+def test_a_pth_without_a_state_dict_is_the_files_error(tmp_path: Path) -> None:
+    torch.save({"epoch": 3}, tmp_path / "w.pth")
+    with pytest.raises(BadFileError, match=r"^model\.pretrained: .*contains no state dict"):
+        build("tests.models.factories:mlp", pretrained=str(tmp_path / "w.pth"))
+
+
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors"])
 def test_a_damaged_or_missing_file_is_the_files_error(name: str, tmp_path: Path) -> None:
     path = tmp_path / name

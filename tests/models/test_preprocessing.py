@@ -36,6 +36,23 @@ def test_mean_std_interpolation_and_crop_are_those_of_the_weights(
     assert (data.interpolation, data.eval_crop) == (interpolation, crop)
 
 
+@pytest.mark.parametrize(
+    ("model", "mean", "std"),
+    [
+        ("fcn_resnet50", 0.485, 0.229),
+        ("fasterrcnn_resnet50_fpn", 0.485, 0.229),
+        ("ssdlite320_mobilenet_v3_large", 0.5, 0.5),
+    ],
+)
+def test_segmentation_and_detection_keep_the_files_own_size_of_images(
+    model: str, mean: float, std: float
+) -> None:
+    data = with_preprocessing(of(f"torchvision/{model}", interpolation="bicubic", eval_crop=0.5)).data
+    assert data.normalize is not None
+    assert (data.normalize.mean[0], data.normalize.std[0]) == (mean, std)
+    assert (data.interpolation, data.eval_crop) == ("bicubic", 0.5)
+
+
 def test_an_eval_crop_of_the_file_is_kept() -> None:
     assert with_preprocessing(of("timm/vit_base_patch16_224", eval_crop=0.5)).data.eval_crop == 0.5
 

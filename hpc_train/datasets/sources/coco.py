@@ -23,7 +23,7 @@ import numpy as np
 
 from hpc_train.config.fields import Section
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.arguments import parse_args, refuse_rest
+from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.index_files import Array, Index, ensure_index, open_index
 from hpc_train.datasets.sources.infer import mean_and_std
@@ -89,8 +89,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the two splits; without ``val.json`` and ``test.json`` there is no validation."""
     refuse_rest(config)
     args = parse_args(CocoArgs, config.args)
-    assert config.root is not None, "DataFacts say that it is needed"
-    files = _annotation_files(Path(config.root).expanduser())
+    files = _annotation_files(root_of(config))
     paths = list(files.values())
     if download:
         index = ensure_index(config, paths, lambda: _parsed(files, args))

@@ -19,12 +19,11 @@ import numpy as np
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import say
 from hpc_train.data_facts.listed_data import HuggingFaceArgs
-from hpc_train.datasets.arguments import parse_args
+from hpc_train.datasets.arguments import parse_args, root_of
 from hpc_train.datasets.base import DataSource, RawTarget
 from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, shortened
-from hpc_train.paths import expanded
 
 _VAL_SPLITS = ("validation", "valid", "val", "test")
 
@@ -33,11 +32,18 @@ class HuggingFaceImages:
     """A ``FileSplit`` of a split's images, which are stored as files."""
 
     def __init__(
-        self, rows: Any, columns: tuple[str, str], numbers: dict[str, int] | None, channels: int
+        self,
+        rows: Any,
+        columns: tuple[str, str],
+        numbers: dict[str, int] | None,
+        channels: int,
+        *,
+        has_classes: bool,
     ) -> None:
         """``columns``: image and target. ``numbers``: of classes by name, where the column has names."""
         self._rows = rows
         self._image, self._target = columns
+        self._has_classes = has_classes
         self._numbers = numbers
         self.channels = channels
 
@@ -56,29 +62,31 @@ class HuggingFaceImages:
         return content, self._as_target(target)
 
     def _as_target(self, target: Any) -> RawTarget:
-        if self._numbers is not None:
-            return np.int64(self._numbers[target])
-        return np.int64(target) if type(target) is int else np.asarray(target, dtype=np.float32)
+        if not self._has_classes:
+            return np.asarray(target, dtype=np.float32)
+        return np.int64(target if self._numbers is None else self._numbers[target])
 
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the splits that the arguments name. ``rest``: the name of a data set of the hub, or nothing."""
     args = parse_args(HuggingFaceArgs, config.args)
     library = _library()
-    assert config.root is not None, "DataFacts say that it is needed"
-    root = expanded(config.root)
+    root = root_of(config)
     if rest and download and not root.exists():
         _save(library, rest, args, root)
     splits = _splits(library, root, rest, args)
     columns = _columns(library, splits["train"], args)
     names, numbers = _classes(library, splits, columns[1], args)
+    has_classes = args.target == "class"
     made = {
-        name: HuggingFaceImages(_raw(library, rows, columns), columns, numbers, args.channels)
+        name: HuggingFaceImages(
+            _raw(library, rows, columns), columns, numbers, args.channels, has_classes=has_classes
+        )
         for name, rows in splits.items()
     }
     mean, std = mean_and_std("huggingface", args.channels)
-    shape = () if args.target == "class" else _shape_of_targets(made["train"])
-    num_classes = len(names) if args.target == "class" else math.prod(shape)
+    shape = () if has_classes else _shape_of_targets(made["train"])
+    num_classes = len(names) if has_classes else math.prod(shape)
     info = DataInfo(num_classes, args.channels, mean, std, names, target_shape=shape)
     return DataSource(made["train"], made.get("val"), info)
 

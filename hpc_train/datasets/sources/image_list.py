@@ -17,14 +17,13 @@ import numpy as np
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.listed_data import SEPARATORS, ImageListArgs, list_files
-from hpc_train.datasets.arguments import parse_args, refuse_rest
+from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource, RawTarget
 from hpc_train.datasets.index_files import Array, Index, ensure_index, open_index, packed_texts, text_at
 from hpc_train.datasets.sources.class_names import ClassNumbers
 from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, shortened
-from hpc_train.paths import expanded
 
 _PARQUET = ".parquet"
 
@@ -63,8 +62,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the images of the lists; without a list of validation images there is no validation."""
     refuse_rest(config)
     args = parse_args(ImageListArgs, config.args)
-    assert config.root is not None, "DataFacts say that it is needed"
-    root = expanded(config.root)
+    root = root_of(config)
     files = list_files(root, args)
     for split, path in files.items():
         _check_file(split, path)

@@ -9,20 +9,18 @@ from typing import Literal
 
 import numpy as np
 from torch import Tensor
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from hpc_train.config.fields import Section
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.datasets import packing
-from hpc_train.datasets.arguments import parse_args, refuse_rest
+from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.decoding import decode
 from hpc_train.datasets.packed import find_pack, open_split
 from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-
-_EXTENSIONS = tuple(IMG_EXTENSIONS)
 
 
 class ImageFolderArgs(Section):
@@ -44,7 +42,7 @@ class FolderSplit:
             found = [os.fsencode(path.relative_to(folder)) for path in images_below(folder / name)]
             if not found:
                 raise BadFileError(
-                    f"data.root: {folder / name} contains no image ({', '.join(_EXTENSIONS)}); "
+                    f"data.root: {folder / name} contains no image ({', '.join(IMAGE_EXTENSIONS)}); "
                     "add some, or remove it"
                 )
             paths += found
@@ -80,7 +78,7 @@ def images_below(folder: Path) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            if name.lower().endswith(_EXTENSIONS) and not name.startswith("."):
+            if name.lower().endswith(IMAGE_EXTENSIONS) and not name.startswith("."):
                 yield Path(parent, name)
 
 
@@ -131,8 +129,7 @@ def _info(class_names: tuple[str, ...], channels: int) -> DataInfo:
 
 
 def _root(config: DataConfig) -> Path:
-    assert config.root is not None, "DataFacts say that it is needed"
-    root = Path(config.root).expanduser()
+    root = root_of(config)
     if not root.is_dir():
         raise BadFileError(f"data.root: {root} is not a folder on this machine; fix the path")
     if not (root / "train").is_dir():

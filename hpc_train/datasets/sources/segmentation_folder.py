@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.arguments import parse_args, refuse_rest
+from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.sources.imagefolder import images_below
 from hpc_train.datasets.sources.infer import mean_and_std
@@ -100,8 +100,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     refuse_rest(config)
     args = parse_args(SegmentationFolderArgs, config.args)
     _check_numbers(args)
-    assert config.root is not None, "DataFacts say that it is needed"
-    root = Path(config.root).expanduser()
+    root = root_of(config)
     train = MaskedImages(_folder(root, ["train"]), args.channels)
     is_evaluated = any((root / name).is_dir() for name in ("val", "test"))
     val = MaskedImages(_folder(root, ["val", "test"]), args.channels) if is_evaluated else None

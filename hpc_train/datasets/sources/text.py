@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.data_size import TextArgs, num_sequences, train_file, val_tokens
-from hpc_train.datasets.arguments import parse_args, refuse_rest
+from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
@@ -71,8 +71,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
 
 
 def _root(config: DataConfig) -> Path:
-    assert config.root is not None, "DataFacts say that it is needed"
-    root = Path(config.root).expanduser()
+    root = root_of(config)
     if not root.exists():
         raise BadFileError(f"data.root: {root} does not exist on this machine; fix the path")
     if not train_file(root).is_file():

@@ -20,6 +20,7 @@ from hpc_train.datasets.sources.in_memory import in_memory
 from hpc_train.datasets.sources.infer import infer_info
 from hpc_train.datasets.sources.torchvision_masks import MASKED_SETS
 from hpc_train.errors import BadFileError
+from hpc_train.paths import expanded
 from hpc_train.validate.part_rules import unlisted
 
 _TRAIN_SPLITS = ("train", "trainval", "train-standard")
@@ -29,7 +30,7 @@ _VAL_SPLITS = ("val", "valid", "test")
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return training and validation data; in memory if torchvision keeps them there."""
     cls = _class(rest)
-    root = Path(config.root or ".").expanduser()
+    root = expanded(config.root or ".")
     if rest in MASKED_SETS:
         return _masked(rest, cls, root, config.args, download)
     train, val = _parts(rest, cls, root, config.args, download)

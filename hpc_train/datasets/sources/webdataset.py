@@ -23,14 +23,13 @@ import numpy as np
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.data_facts.listed_data import WebdatasetArgs, shard_files, webdataset_files, without_index
-from hpc_train.datasets.arguments import parse_args, refuse_rest
+from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource, RawTarget
 from hpc_train.datasets.index_files import Array, Index, ensure_index, open_index, packed_texts, text_at
 from hpc_train.datasets.sources.class_names import ClassNumbers
 from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, shortened
-from hpc_train.paths import expanded
 
 #: What compressed files begin with.
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -72,8 +71,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the samples in the shards. Raises BadFileError for ranks if ``prepare`` has written no index."""
     refuse_rest(config)
     args = parse_args(WebdatasetArgs, config.args)
-    assert config.root is not None, "DataFacts say that it is needed"
-    shards = shard_files(expanded(config.root), args)
+    shards = shard_files(root_of(config), args)
     for split, paths in shards.items():
         _check_files(split, paths)
     index = _index(config, args, shards, download)

@@ -92,6 +92,9 @@ def test_targets_of_other_columns(root: Path) -> None:
     assert targets_of(weights.train)[3] == 1.5 and weights.info.num_classes == 1
     assert weights.train.file_content(3)[1].dtype == np.float32  # type: ignore[union-attr]
     assert weights.info.target_shape == names.info.target_shape == ()
+    whole = build(root, target_column="number", target="number")
+    assert targets_of(whole.train)[3] == 3.0 and whole.info.num_classes == 1
+    assert whole.train.file_content(3)[1].dtype == np.float32  # type: ignore[union-attr]
 
 
 def test_several_numbers_are_a_target(library: Any, tmp_path: Path) -> None:

@@ -140,6 +140,8 @@ def test_wrong_arguments_are_named(args: dict[str, Any], words: str, tmp_path: P
 
 
 def test_a_missing_text_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadFileError, match=r"^data.root: ~no-such-user/data does not exist on this machine"):
+        built(Path("~no-such-user/data"))
     with pytest.raises(BadFileError, match=r"^data.root: .*nowhere.txt does not exist on this machine"):
         built(tmp_path / "nowhere.txt")
     with pytest.raises(BadFileError, match=r"^data.root: .* has no file train.txt"):
