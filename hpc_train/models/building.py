@@ -16,11 +16,10 @@ from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import parameter_names, takes, unknown_argument
 from hpc_train.models.base import ModelBuilder
-from hpc_train.models.weights import StateDict, load_weights
+from hpc_train.models.weights import Converter, load_weights, unchanged
 from hpc_train.registry import is_factory, load, split_name
 
 Factory = Callable[..., nn.Module]
-_Converter = Callable[[nn.Module, StateDict], StateDict]
 
 
 def build_model(config: ModelConfig, info: DataInfo, *, download: bool = False) -> nn.Module:
@@ -36,7 +35,7 @@ def build_model(config: ModelConfig, info: DataInfo, *, download: bool = False) 
     return _plain(builder(rest, config, info, download=download), config)
 
 
-def converter_of(name: str) -> _Converter:
+def converter_of(name: str) -> Converter:
     """Return what changes weights to the shapes of a model that ``name`` of the file builds.
 
     It is ``convert_weights`` of the module of the provider's builder, where that has one.
@@ -44,7 +43,7 @@ def converter_of(name: str) -> _Converter:
     builder = None if is_factory(name) else load("models", split_name(name)[0])
     module = sys.modules.get(getattr(builder, "__module__", ""))
     found = getattr(module, "convert_weights", None)
-    return (lambda model, weights: weights) if found is None else cast(_Converter, found)
+    return unchanged if found is None else cast(Converter, found)
 
 
 def _plain(model: object, config: ModelConfig) -> nn.Module:

@@ -36,7 +36,7 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
         return _with_hub_weights(rest, config, arguments, download=download)
     model = _create(rest, config, arguments)
     if isinstance(config.pretrained, str):
-        load_weights(model, config.pretrained, convert=lambda weights: convert_weights(model, weights))
+        load_weights(model, config.pretrained, convert=convert_weights)
     return model
 
 

@@ -65,7 +65,7 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     else:
         model = _create(rest, config, {"num_classes": num_classes} | arguments)
         if isinstance(config.pretrained, str):
-            load_weights(model, config.pretrained, convert=lambda weights: convert_weights(model, weights))
+            load_weights(model, config.pretrained, convert=convert_weights)
     if info.channels == 1:
         model.register_forward_pre_hook(_repeat_grey)
     return model

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from hpc_train.errors import BadFileError
 
 StateDict = dict[str, Tensor]
+#: Changes weights to a model's shapes.
+Converter = Callable[[nn.Module, StateDict], StateDict]
 
 _KEY = "model.pretrained"
 #: The keys of the weights in a .pth that has other entries too, by convention of timm and others.
@@ -85,9 +87,12 @@ def hub_report(
     return LoadReport(source, total - len(random), total, random, (), tuple(sorted(resized)))
 
 
-def load_weights(
-    model: nn.Module, path: str, *, convert: Callable[[StateDict], StateDict] = lambda weights: weights
-) -> None:
+def unchanged(_model: nn.Module, weights: StateDict) -> StateDict:
+    """Return the weights as they are: the ``Converter`` of models that have none."""
+    return weights
+
+
+def load_weights(model: nn.Module, path: str, *, convert: Converter = unchanged) -> None:
     """Load the weights in the file ``path`` (.safetensors or a .pth of tensors) into ``model``.
 
     A head for another number of classes is skipped and stays random: ``report_of`` says which names.
@@ -95,7 +100,7 @@ def load_weights(
     or its names or shapes do not match the model's.
     """
     given = read_weights(path)
-    weights = convert(given)
+    weights = convert(model, given)
     head = head_keys(model)
     expected = model.state_dict()
     dropped = {key for key in head & weights.keys() if _other_classes(weights[key], expected[key])}
@@ -104,25 +109,10 @@ def load_weights(
         key for key in expected.keys() - kept.keys() if not key.endswith("num_batches_tracked")
     } - dropped
     _refuse_mismatch(path, kept, expected, absent)
-    model.load_state_dict(kept, strict=False)
-    report = LoadReport(
-        path,
-        len(kept.keys() & _weights_of(model)),
-        len(_weights_of(model)),
-        tuple(sorted(dropped)),
-        tuple(sorted(given.keys() - weights.keys() - expected.keys())),
-        tuple(sorted(key for key in kept.keys() & given.keys() if kept[key].shape != given[key].shape)),
-    )
-    keep_report(model, report)
+    _load(model, kept, path, given, given.keys() - weights.keys() - expected.keys())
 
 
-def load_what_fits(
-    model: nn.Module,
-    weights: StateDict,
-    source: str,
-    convert: Callable[[nn.Module, StateDict], StateDict],
-    key: str,
-) -> None:
+def load_what_fits(model: nn.Module, weights: StateDict, source: str, convert: Converter, key: str) -> None:
     """Load the weights of another model, by name; ``report_of`` says what was loaded and what stays random.
 
     A head of another shape is skipped. ``source``: for the report; ``convert``: changes weights to this
@@ -143,21 +133,17 @@ def load_what_fits(
             f"{key}: {source} does not fit the model: {_other_shapes(given, expected, others)}; "
             "write the model.args of those weights"
         )
+    _load(model, fitting, source, weights, given.keys() - expected.keys())
+
+
+def _load(model: nn.Module, fitting: StateDict, source: str, given: StateDict, unexpected: set[str]) -> None:
+    """Load what fits, and keep the report. ``given``: the weights before they were converted."""
     model.load_state_dict(fitting, strict=False)
     names = _weights_of(model)
-    report = LoadReport(
-        source,
-        len(fitting.keys() & names),
-        len(names),
-        tuple(sorted(names - fitting.keys())),
-        tuple(sorted(given.keys() - expected.keys())),
-        tuple(
-            sorted(
-                name for name in fitting.keys() & weights.keys() if fitting[name].shape != weights[name].shape
-            )
-        ),
-    )
-    keep_report(model, report)
+    resized = {key for key in fitting.keys() & given.keys() if fitting[key].shape != given[key].shape}
+    loaded = len(fitting.keys() & names)
+    kinds = (tuple(sorted(keys)) for keys in (names - fitting.keys(), unexpected, resized))
+    keep_report(model, LoadReport(source, loaded, len(names), *kinds))
 
 
 def _weights_of(model: nn.Module) -> set[str]:
