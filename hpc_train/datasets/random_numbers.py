@@ -17,6 +17,8 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
+from hpc_train.distributed.seeds import splitmix64
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
@@ -27,13 +29,6 @@ _ROOT = 0x6870635F747261
 
 def _signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
-
-
-def _mix(word: int) -> int:
-    first, second, third = _SHIFTS
-    word = ((word ^ (word >> first)) * _FACTORS[0]) & _MASK_64
-    word = ((word ^ (word >> second)) * _FACTORS[1]) & _MASK_64
-    return word ^ (word >> third)
 
 
 def _shift_right(words: Tensor, bits: int) -> Tensor:
@@ -52,7 +47,7 @@ def hash_words(*words: int) -> int:
     """Return a hash in 0…2⁶⁴-1 of a sequence of integers, each taken modulo 2⁶⁴."""
     state = _ROOT
     for word in words:
-        state = _mix((state + (word + 1) * _GOLDEN) & _MASK_64)
+        state = splitmix64(state + word * _GOLDEN)
     return state
 
 

@@ -298,11 +298,3 @@ class _SplitWriter:
             file.write(content)
         self._entries.append({"file": name, **counted})
         self._buffer, self._filled, self._starts = [], 0, []
-
-
-def document_starts(path: Path) -> Tokens:
-    """Return where in a shard its documents start, in tokens: the shard's own index."""
-    header = read_header(path)
-    with path.open("rb") as file:
-        file.seek(documents_offset(header["tokens"], header["dtype"]))
-        return np.frombuffer(file.read(8 * header["documents"]), "<u8")

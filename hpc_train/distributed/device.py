@@ -52,16 +52,13 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def set_threads(num_sharing: int, given: int | None = None) -> int:
-    """Set torch's threads to ``given``, else OMP_NUM_THREADS, else a rank's share of the cores; return the
-    number.
+def set_threads(num_sharing: int) -> int:
+    """Set torch's threads to OMP_NUM_THREADS, else a rank's share of the cores; return the number.
 
     ``num_sharing``: how many ranks share the cores that this process may use.
     """
     environment = os.environ.get("OMP_NUM_THREADS", "")
-    if given is not None:
-        threads = given
-    elif environment.isdecimal() and int(environment) > 0:
+    if environment.isdecimal() and int(environment) > 0:
         threads = int(environment)
     else:
         threads = max(1, usable_cores() // num_sharing)

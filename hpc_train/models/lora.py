@@ -2,7 +2,7 @@
 
 A layer W becomes W + scale · B A, of which only A and B are trained. It stays the same module under the same
 names, with two parameters more, so that files of weights, patterns, strategies and checkpoints see the plain
-model; an adapter that wraps modules, such as peft's, would rename them all. ``merge`` makes plain weights
+model; an adapter that wraps modules, such as peft's, would rename them all. ``merged`` makes plain weights
 again, for ``export``.
 
 Legend: r rank, I inputs and O outputs of a layer.
@@ -67,11 +67,6 @@ def scale_of(config: LoraConfig) -> float:
     return 1.0 if config.alpha is None else config.alpha / config.rank
 
 
-def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
-    """Return the plain layer's weight, (O, I)."""
-    return weight + scale * (lora_b @ lora_a)
-
-
 def merged(read: Mapping[str, Callable[[], Tensor]], scale: float) -> dict[str, Callable[[], Tensor]]:
     """Return name → how to read a plain model's tensor, from those of a model with adapters."""
     suffix = f".{A}"
@@ -79,7 +74,7 @@ def merged(read: Mapping[str, Callable[[], Tensor]], scale: float) -> dict[str, 
 
     def reader(layer: str) -> Callable[[], Tensor]:
         weight, lora_a, lora_b = (read[f"{layer}.{key}"] for key in ("weight", A, B))
-        return lambda: merge(weight(), lora_a(), lora_b(), scale)
+        return lambda: weight() + scale * (lora_b() @ lora_a())
 
     plain = {name: call for name, call in read.items() if not name.endswith((suffix, f".{B}"))}
     return plain | {f"{layer}.weight": reader(layer) for layer in adapted}

@@ -123,13 +123,6 @@ def persistent_places(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor
                 yield module, key, buffer
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return name → buffer of all that ``state_dict`` holds, each tensor once."""
-    names = {id(buffer): name for name, buffer in model.named_buffers()}
-    places = {id(buffer): buffer for _, _, buffer in persistent_places(model)}
-    return {names[key]: buffer for key, buffer in places.items()}
-
-
 @torch.no_grad()
 def broadcast_from_rank_0(
     buffers: Sequence[Tensor], group: dist.ProcessGroup | None = None, source: int = 0

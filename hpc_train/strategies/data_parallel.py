@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError
 from hpc_train.strategies.base import Forward, Piece, RankContext
-from hpc_train.strategies.buffers import Buffers, broadcast_from_rank_0, buffers_kept, persistent_buffers
+from hpc_train.strategies.buffers import Buffers, broadcast_from_rank_0, buffers_kept
 from hpc_train.strategies.pieces import piece_of
 from hpc_train.strategies.running_statistics import RunningStatistics
 
@@ -142,8 +142,8 @@ def move(model: nn.Module, context: RankContext) -> None:
 
 def refuse_complex(model: nn.Module) -> None:
     """Raise BadFileError where what a checkpoint has to hold is complex. On all ranks alike."""
-    saved = {**dict(model.named_parameters()), **persistent_buffers(model)}
-    found = next((name for name, value in saved.items() if value.is_complex()), None)
+    saved = model.state_dict(keep_vars=True).items()
+    found = next((name for name, value in saved if isinstance(value, Tensor) and value.is_complex()), None)
     if found is not None:
         raise BadFileError(
             f"model.name: {found} is complex, which no checkpoint can hold; keep torch.view_as_real of it, "

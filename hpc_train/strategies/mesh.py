@@ -37,7 +37,7 @@ def made_once(key: Hashable, make: Callable[[], T]) -> T:
 
 
 def mesh_of(context: RankContext, axes: tuple[str, ...] = AXES) -> DeviceMesh:
-    """Return the mesh of all ranks with these axes of ``topology.degrees``. Collective."""
+    """Return the mesh of all ranks with these axes of ``topology.degrees``, or all. Collective."""
     sizes = tuple(getattr(context.degrees, axis) for axis in axes)
     device_type = context.device.type
     return made_once((device_type, sizes, axes), lambda: new_mesh(device_type, sizes, axes))
@@ -49,11 +49,6 @@ def new_mesh(device_type: str, sizes: tuple[int, ...], axes: tuple[str, ...]) ->
     """
     with unset_fake_temporarily():
         return init_device_mesh(device_type, sizes, mesh_dim_names=axes)
-
-
-def device_mesh(context: RankContext) -> DeviceMesh:
-    """Return the mesh of all ranks, of all four axes. Collective."""
-    return mesh_of(context)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -28,7 +28,7 @@ from hpc_train.strategies.buffers import Buffers, broadcast_from_rank_0, buffers
 from hpc_train.strategies.clipping import clip_over_ranks
 from hpc_train.strategies.data_parallel import move, refuse_complex
 from hpc_train.strategies.fully_sharded import FullySharded, refuse_unshardable, shard
-from hpc_train.strategies.mesh import data_mesh, device_mesh, made_once, part_of
+from hpc_train.strategies.mesh import data_mesh, made_once, mesh_of, part_of
 from hpc_train.strategies.pipeline_run import MicroBatchStage, Run
 from hpc_train.strategies.stages import (
     HeldStages,
@@ -75,7 +75,7 @@ class PipelineStrategy(FullySharded):
         self._refuse_compiled(model)
         refuse_unshared(model, self.context.degrees.tensor, "take it out")
         names = list(model.state_dict())
-        self._mesh = device_mesh(self.context)
+        self._mesh = mesh_of(self.context)
         self._first_of_stage, self._same_stage = self._make_stage_groups()
         self._held = self._own_stages(split_model(model, blocks, self._num_stages))
         drop_other_stages(model, list(self._held.values()))

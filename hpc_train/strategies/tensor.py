@@ -13,7 +13,7 @@ from typing_extensions import override
 from hpc_train.datasets.types import Batch
 from hpc_train.strategies.base import Forward, Piece, RankContext
 from hpc_train.strategies.fully_sharded import FullySharded
-from hpc_train.strategies.mesh import data_mesh, device_mesh, part_of
+from hpc_train.strategies.mesh import data_mesh, mesh_of, part_of
 from hpc_train.strategies.tensor_plan import even_out, refuse_unshared, share_layers
 
 
@@ -33,7 +33,7 @@ class TensorStrategy(FullySharded):
 
     @override
     def wrap(self, model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        self._mesh = device_mesh(self.context)
+        self._mesh = mesh_of(self.context)
         refuse_unshared(model, self.context.degrees.tensor, "write strategy: fsdp")
         self._plan = share_layers(model, part_of(self._mesh, "tensor"))
         wrapped = super().wrap(model, blocks)

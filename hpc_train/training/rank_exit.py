@@ -105,10 +105,8 @@ def _micro_batch_error(
     if on_gpu and not any(mark in words.lower() for mark in _DEVICE_IS_FULL):
         return None  # the host's memory, which is none of the micro-batch's
     place = f"cuda:{torch.cuda.current_device()}" if on_gpu else "this node's memory"
-    size, smaller = (
-        effective_experiment(paths, attempt).optimization.micro_batch_size,
-        "a smaller one or auto",
-    )
+    size = effective_experiment(paths, attempt).optimization.micro_batch_size
+    smaller = "a smaller one or auto"
     if size == "auto":
         size, smaller = kept_size(paths) or "auto", "a smaller number"
     # In the driver's own words, not the allocator's, others may have filled the device before.

@@ -41,7 +41,10 @@ def make_schedule(config: ScheduleConfig, total_steps: int, steps_per_epoch: int
     provider, name = split_name(config.name)
     span = total_steps - warmup
     if name:
-        after = _foreign(provider, name, config, span, has_warmup=warmup > 0)
+        if provider == "timm":
+            after = _timm(name, config, span, has_warmup=warmup > 0)
+        else:
+            after = _torch(name, config, span)
         return _warmed_up(warmup, lambda step: max(config.min_factor, after(step - warmup)))
     arguments = ScheduleArguments(config, steps_per_epoch)
     if provider in OVER_SPAN:
@@ -64,13 +67,6 @@ def _warmup_steps(config: ScheduleConfig, total_steps: int, steps_per_epoch: int
 
 def _warmed_up(warmup: int, after: Schedule) -> Schedule:
     return lambda step: (step + 1) / warmup if step < warmup else after(step)
-
-
-def _foreign(provider: str, name: str, config: ScheduleConfig, span: int, *, has_warmup: bool) -> Schedule:
-    """Return the schedule of timm or torch, of the steps after the warm-up."""
-    return (
-        _timm(name, config, span, has_warmup=has_warmup) if provider == "timm" else _torch(name, config, span)
-    )
 
 
 def _foreign_names(provider: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ def resume(checkpointer: Any, state: Any = None, *, strict: bool = False, batchn
             environment=SimpleNamespace(strict=strict),
             parallel=SimpleNamespace(strategy="ddp", sync_batchnorm=batchnorm),
         ),
-        is_first=True,
+        warn=logging.warning,
         facts=SimpleNamespace(world_size=1),
         degrees=Degrees(),
         device=torch.device("cpu"),

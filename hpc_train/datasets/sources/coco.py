@@ -99,7 +99,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         part: CocoSplit(path.with_suffix(""), dict(index.splits[part]), args.channels)
         for part, path in files.items()
     }
-    mean, std = mean_and_std("coco", args.channels)
+    mean, std = mean_and_std(args.channels)
     info = DataInfo(len(index.class_names), args.channels, mean, std, index.class_names)
     return DataSource(splits["train"], splits.get("val"), info)
 

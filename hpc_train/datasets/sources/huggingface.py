@@ -84,7 +84,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         )
         for name, rows in splits.items()
     }
-    mean, std = mean_and_std("huggingface", args.channels)
+    mean, std = mean_and_std(args.channels)
     shape = () if has_classes else _shape_of_targets(made["train"])
     num_classes = len(names) if has_classes else math.prod(shape)
     info = DataInfo(num_classes, args.channels, mean, std, names, target_shape=shape)

@@ -75,7 +75,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         split: ListedImages(root, path, dict(index.splits[split]), args.channels)
         for split, path in files.items()
     }
-    mean, std = mean_and_std("image_list", args.channels)
+    mean, std = mean_and_std(args.channels)
     num_classes = len(args.columns) if args.target == "number" else len(index.class_names)
     shape = index.splits["train"]["targets"].shape[1:]
     info = DataInfo(num_classes, args.channels, mean, std, index.class_names, target_shape=shape)

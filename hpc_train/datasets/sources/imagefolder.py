@@ -124,7 +124,7 @@ def _packed_source(config: DataConfig, root: Path, channels: int) -> DataSource:
 
 
 def _info(class_names: tuple[str, ...], channels: int) -> DataInfo:
-    mean, std = mean_and_std("imagefolder", channels)
+    mean, std = mean_and_std(channels)
     return DataInfo(len(class_names), channels, mean, std, class_names)
 
 

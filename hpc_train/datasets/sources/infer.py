@@ -36,7 +36,7 @@ _BY_NAME = {
 def infer_info(name: str, train: Any, val: Any) -> DataInfo:
     """Return the information on a data set that has none of its own."""
     channels, num_classes = count_channels(train), count_classes(train, val)
-    mean, std = mean_and_std(name, channels)
+    mean, std = mean_and_std(channels, name)
     names = name_classes(train, num_classes)
     return DataInfo(num_classes, channels, mean, std, names, target_shape=shape_of_targets(train))
 
@@ -136,8 +136,8 @@ def name_classes(split: Any, num_classes: int) -> tuple[str, ...]:
     return tuple(str(name) for name in names)
 
 
-def mean_and_std(name: str, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of the data set ``name``, or ImageNet's.
+def mean_and_std(channels: int, name: str = "") -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of torchvision's data set ``name``, or ImageNet's.
 
     0.5 and 0.25 for other than 1 or 3 channels.
     """

@@ -104,7 +104,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     train = MaskedImages(_folder(root, ["train"]), args.channels)
     is_evaluated = any((root / name).is_dir() for name in ("val", "test"))
     val = MaskedImages(_folder(root, ["val", "test"]), args.channels) if is_evaluated else None
-    mean, std = mean_and_std("segmentation_folder", args.channels)
+    mean, std = mean_and_std(args.channels)
     info = DataInfo(
         args.num_classes,
         args.channels,

@@ -45,7 +45,7 @@ class MaskedSet:
 
     def source(self, train: Any, val: Any) -> DataSource:
         """Return the data of torchvision's two splits."""
-        mean, std = mean_and_std("", MaskedFiles.channels)
+        mean, std = mean_and_std(MaskedFiles.channels)
         info = DataInfo(
             len(self.class_names),
             MaskedFiles.channels,

@@ -79,7 +79,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         split: ShardedImages(paths, dict(index.splits[split]), args.channels)
         for split, paths in shards.items()
     }
-    mean, std = mean_and_std("webdataset", args.channels)
+    mean, std = mean_and_std(args.channels)
     shape = index.splits["train"]["targets"].shape[1:]
     num_classes = len(index.class_names) if args.target == "class" else math.prod(shape)
     info = DataInfo(num_classes, args.channels, mean, std, index.class_names, target_shape=shape)
