@@ -447,7 +447,7 @@ def test_layers_that_need_all_columns_or_are_tied_stay_whole(model: nn.Module) -
 
 
 def test_a_model_without_layers_to_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc_train.strategies.tensor.device_mesh", lambda context: None)
+    monkeypatch.setattr("hpc_train.strategies.tensor.mesh_of", lambda context: None)
     with pytest.raises(BadFileError, match=r"Linear has no layers .*; write strategy: fsdp, or give"):
         place(0, Training(lambda: nn.Linear(4, 4), SGD, TWO))
 
