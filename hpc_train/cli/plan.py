@@ -13,7 +13,7 @@ from hpc_train.cli.plan_memory import json_of_runs, predictions, show_prediction
 from hpc_train.cli.searching import next_trials
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import columns, put, put_json, say
-from hpc_train.data_facts.facts import DATA_SETS, data_facts, missing_index
+from hpc_train.data_facts.facts import DATA_SETS, data_facts, misplaced, missing_index
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
@@ -147,8 +147,9 @@ def submit_problems(launcher: Launcher, loaded: Loaded, made: Plan) -> list[str]
     data here.
     """
     if launcher.problems(loaded.experiment):
-        return start_problems(loaded, made, ranks_are_known=False) + missing_data(loaded)
-    if problems := start_problems(loaded, made):
+        problems = start_problems(loaded, made, ranks_are_known=False)
+        return problems + wrong_layout(loaded, is_queued=False) + missing_data(loaded)
+    if problems := start_problems(loaded, made) + wrong_layout(loaded, is_queued=launcher.is_queue):
         return problems
     try:
         batch_scripts(launcher, loaded, made)
@@ -166,6 +167,26 @@ def missing_data(loaded: Loaded, remedy: str | None = None) -> list[str]:
         message = f"{data.root} does not exist on this machine"
         return [loaded.problem("data.root", message, remedy or _root_remedy(data))]
     return _missing_pack(loaded)
+
+
+def wrong_layout(loaded: Loaded, *, is_queued: bool) -> list[str]:
+    """Return the line on folders or files that the data root lacks.
+
+    ``is_queued``: an empty folder here may be one that only the nodes mount.
+    """
+    data = loaded.experiment.data
+    try:
+        is_here = data.root is not None and expanded(data.root).exists()
+        if not is_here or (is_queued and _is_empty_folder(expanded(str(data.root)))):
+            return []
+        problem = misplaced(data)
+    except OSError:  # the ranks may be able to read it
+        return []
+    return [] if problem is None else [loaded.source.render(problem)]
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _root_remedy(data: DataConfig) -> str:

@@ -26,6 +26,7 @@ from hpc_train.cli.plan import (
     missing_data,
     show,
     start_problems,
+    wrong_layout,
 )
 from hpc_train.cli.plan_cost import over_budget_lines
 from hpc_train.cli.queue_forecast import never_starting
@@ -85,6 +86,7 @@ def submit(
         return ExitCode.DONE
     plan = options.plan(launcher, loaded, devices, search.starts if search else None)
     problems = start_problems(loaded, plan) + launcher_problems(launcher, loaded)
+    problems += wrong_layout(loaded, is_queued=launcher.is_queue)
     if options.on_this_machine:
         problems += missing_data(loaded)
     scripts: list[str] = []

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar, get_args
 
 from hpc_train.config.problems import Problem
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts import losses, torchvision_sizes
+from hpc_train.data_facts import layouts, losses, torchvision_sizes
 from hpc_train.data_facts.data_size import (
     count_annotated_images,
     count_images,
@@ -58,6 +58,8 @@ class DataFacts:
     is_downloaded: bool = False
     #: What ``data.root`` is, in words.
     root: str = "the folder of the data"
+    #: What ``data.root`` lacks of the folders and files that it must contain.
+    layout: Callable[[Path], Problem | None] = lambda root: None
     #: Whether the data are what the files of ``data.root`` hold, so that changed files are other data.
     is_in_root: bool = False
     #: The files below ``data.root`` whose content is the data, or lists them, where it is not all of the
@@ -176,6 +178,7 @@ DATA_SETS = {
         "class",
         needs_root=True,
         root="the folder that contains train/<class>/ and val/<class>/",
+        layout=layouts.image_folder,
         is_in_root=True,
         is_packable=True,
         example="",
@@ -214,6 +217,7 @@ DATA_SETS = {
         "mask",
         needs_root=True,
         root="the folder that contains train/images/ and train/masks/",
+        layout=layouts.segmentation_folder,
         is_in_root=True,
         example="",
         channels=_argument("channels", 3),
@@ -248,6 +252,7 @@ DATA_SETS = {
         "boxes",
         needs_root=True,
         root="the folder that contains train.json, val.json and the folders train and val of their images",
+        layout=layouts.coco,
         is_in_root=True,
         index="optional",
         example="",
@@ -260,6 +265,7 @@ DATA_SETS = {
         "next tokens",
         needs_root=True,
         root="a text file, or the folder that contains train.txt",
+        layout=layouts.text,
         is_in_root=True,
         example="",
         num_samples=count_sequences,
@@ -396,6 +402,11 @@ def missing_root(data: DataConfig) -> Problem | None:
     if not facts.needs_root or name in facts.rootless or data.root is not None or is_no_name:
         return None
     return Problem(("data", "root"), f"is missing, and {shortened(name)} needs it", f"write {facts.root}")
+
+
+def misplaced(data: DataConfig) -> Problem | None:
+    """Return what the root lacks of the folders and files of its data set."""
+    return None if data.root is None else data_facts(data.name).layout(expanded(data.root))
 
 
 def missing_index(data: DataConfig) -> Problem | None:

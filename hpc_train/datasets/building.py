@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.facts import missing_root
+from hpc_train.data_facts.facts import misplaced, missing_root
 from hpc_train.datasets.arguments import call
 from hpc_train.datasets.base import AnySplit, ArraySplit, DatasetBuilder, DataSource, FileSplit
 from hpc_train.datasets.images import ImageSplit
@@ -22,7 +22,7 @@ def build_source(config: DataConfig, *, download: bool = False) -> DataSource:
     With ``download`` (only in ``prepare``) missing data are fetched. Raises BadFileError if the file is
     wrong.
     """
-    if problem := missing_root(config):
+    if problem := missing_root(config) or misplaced(config):
         raise problem.as_error()
     source = _build(config, download)
     if len(source.train) == 0:

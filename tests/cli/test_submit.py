@@ -119,6 +119,18 @@ def test_data_that_only_the_nodes_have_are_a_warning_in_a_queue(file: Path) -> N
     assert "data.root: /nowhere does not exist on this machine; make sure that the nodes have it" in done.err
 
 
+def test_a_root_of_another_layout_is_refused_and_an_empty_one_may_be_the_nodes_own(
+    file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    overrides = (f"data={{name: imagefolder, root: {tmp_path / 'data'}}}", "model.name=timm/resnet18")
+    assert _queue(file, *overrides).code == 0
+    (tmp_path / "data" / "val").mkdir()
+    for done in (_queue(file, *overrides, "--new"), hpc_train("validate", file, *overrides)):
+        assert done.code == ExitCode.BAD_FILE
+        assert f"data.root: {tmp_path / 'data'} has no folder train (it contains val); the images" in done.err
+
+
 def test_a_failed_run_of_a_queue_names_what_the_file_asks_of_slurm_by_now(file: Path) -> None:
     _queue(file, "slurm={nodes: 1, partition: a}")
     (paths,) = find_runs([])

@@ -23,6 +23,7 @@ import numpy as np
 
 from hpc_train.config.fields import Section
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.layouts import annotation_files
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.index_files import Array, Index, ensure_index, open_index
@@ -30,7 +31,6 @@ from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 
-_VAL = ("val", "test")
 #: Pixels by which a box may exceed its image: coordinates are often rounded. It is clipped.
 _TOLERANCE = 1.0
 
@@ -89,7 +89,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the two splits; without ``val.json`` and ``test.json`` there is no validation."""
     refuse_rest(config)
     args = parse_args(CocoArgs, config.args)
-    files = _annotation_files(root_of(config))
+    files = annotation_files(root_of(config))
     paths = list(files.values())
     if download:
         index = ensure_index(config, paths, lambda: _parsed(files, args))
@@ -102,17 +102,6 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     mean, std = mean_and_std(args.channels)
     info = DataInfo(len(index.class_names), args.channels, mean, std, index.class_names)
     return DataSource(splits["train"], splits.get("val"), info)
-
-
-def _annotation_files(root: Path) -> dict[str, Path]:
-    """Return the JSON files of ``train`` and, if there is one, ``val``."""
-    if not (root / "train.json").is_file():
-        raise BadFileError(
-            f"data.root: {root} contains no train.json; write the folder that contains it, and the images in "
-            "train/"
-        )
-    val = next((root / f"{name}.json" for name in _VAL if (root / f"{name}.json").is_file()), None)
-    return {"train": root / "train.json", **({} if val is None else {"val": val})}
 
 
 def _parsed(files: Mapping[str, Path], args: CocoArgs) -> Index:

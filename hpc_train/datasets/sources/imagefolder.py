@@ -13,6 +13,7 @@ from torch import Tensor
 from hpc_train.config.fields import Section
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
+from hpc_train.data_facts.layouts import VALIDATION, class_folders, without_classes
 from hpc_train.datasets import packing
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
@@ -82,16 +83,6 @@ def images_below(folder: Path) -> Iterator[Path]:
                 yield Path(parent, name)
 
 
-def _class_names(folder: Path) -> tuple[str, ...]:
-    names = (entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    found = tuple(sorted(names))
-    if not found:
-        raise BadFileError(
-            f"data.root: {folder} contains no class folders; put images into {folder}/<class>/"
-        )
-    return found
-
-
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the two splits; without ``val`` and ``test`` there is no validation.
 
@@ -99,7 +90,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """
     refuse_rest(config)
     args = parse_args(ImageFolderArgs, config.args)
-    root = _root(config)
+    root = root_of(config)
     if config.cache is None:
         return folder_source(root, args.channels)
     if download:
@@ -109,10 +100,10 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
 
 def folder_source(root: Path, channels: int) -> DataSource:
     """Return the images below ``root``, to be read file by file."""
-    class_names = _class_names(root / "train")
+    class_names = class_folders(root / "train")
     train = FolderSplit(root / "train", class_names, channels)
-    val_folder = _val_folder(root)
-    val = None if val_folder is None else _val_split(val_folder, class_names, channels)
+    folder = next((root / name for name in VALIDATION if (root / name).is_dir()), None)
+    val = None if folder is None else _val_split(folder, class_names, channels)
     return DataSource(train, val, _info(class_names, channels))
 
 
@@ -128,36 +119,10 @@ def _info(class_names: tuple[str, ...], channels: int) -> DataInfo:
     return DataInfo(len(class_names), channels, mean, std, class_names)
 
 
-def _root(config: DataConfig) -> Path:
-    root = root_of(config)
-    if not root.is_dir():
-        raise BadFileError(f"data.root: {root} is not a folder on this machine; fix the path")
-    if not (root / "train").is_dir():
-        inside = ", ".join(sorted(path.name for path in root.iterdir())[:5]) or "nothing"
-        raise BadFileError(
-            f"data.root: {root} has no folder train (it contains {inside}); "
-            "the images must be in train/<class>/"
-        )
-    return root
-
-
-def _val_folder(root: Path) -> Path | None:
-    for name in ("val", "test"):
-        if (root / name).is_dir():
-            return root / name
-    others = sorted(
-        path.name for path in root.iterdir() if path.is_dir() and path.name != "train" and path.name[0] != "."
-    )
-    if others:
-        raise BadFileError(
-            f"data.root: {root} has neither val nor test next to train, but {', '.join(others[:5])}; "
-            "rename the folder of the validation images to val"
-        )
-    return None
-
-
 def _val_split(folder: Path, class_names: tuple[str, ...], channels: int) -> FolderSplit:
-    own = _class_names(folder)
+    own = class_folders(folder)
+    if not own:
+        raise without_classes(folder).as_error()
     if own != class_names:
         missing, unknown = sorted(set(class_names) - set(own)), sorted(set(own) - set(class_names))
         found = [f"{len(missing)} missing ({', '.join(missing[:5])})"] if missing else []

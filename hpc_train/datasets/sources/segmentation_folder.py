@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.layouts import VALIDATION
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.sources.imagefolder import images_below
@@ -101,9 +101,9 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     args = parse_args(SegmentationFolderArgs, config.args)
     _check_numbers(args)
     root = root_of(config)
-    train = MaskedImages(_folder(root, ["train"]), args.channels)
-    is_evaluated = any((root / name).is_dir() for name in ("val", "test"))
-    val = MaskedImages(_folder(root, ["val", "test"]), args.channels) if is_evaluated else None
+    train = MaskedImages(root / "train", args.channels)
+    folder = next((root / name for name in VALIDATION if (root / name).is_dir()), None)
+    val = None if folder is None else MaskedImages(folder, args.channels)
     mean, std = mean_and_std(args.channels)
     info = DataInfo(
         args.num_classes,
@@ -127,15 +127,3 @@ def _check_numbers(args: SegmentationFolderArgs) -> None:
             f"data.args.ignore_index: {args.ignore_index} is one of the {args.num_classes} classes; write a "
             f"number from {args.num_classes} on, like 255"
         )
-
-
-def _folder(root: Path, names: Sequence[str]) -> Path:
-    """Return the first of the folders that exists, checked to have images and masks."""
-    folder = next((root / name for name in names if (root / name).is_dir()), root / names[0])
-    for part in ("images", "masks"):
-        if not (folder / part).is_dir():
-            raise BadFileError(
-                f"data.root: there is no folder {folder / part} on this machine; the files must be in "
-                f"{root}/{names[0]}/images/ and {root}/{names[0]}/masks/"
-            )
-    return folder

@@ -56,7 +56,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the sequences of the training and, if there is any, the validation text."""
     refuse_rest(config)
     args = parse_args(TextArgs, config.args)
-    train, val = _parts(_root(config), args)
+    train, val = _parts(root_of(config), args)
     vocabulary = _vocabulary(train, val) if args.tokens == "characters" else list(range(_NUM_BYTES))
     info = DataInfo(
         num_classes=len(vocabulary),
@@ -68,15 +68,6 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     )
     train_split = _split("training", train, vocabulary, args)
     return DataSource(train_split, None if val is None else _split("validation", val, vocabulary, args), info)
-
-
-def _root(config: DataConfig) -> Path:
-    root = root_of(config)
-    if not root.exists():
-        raise BadFileError(f"data.root: {root} does not exist on this machine; fix the path")
-    if not train_file(root).is_file():
-        raise BadFileError(f"data.root: {root} has no file train.txt; rename the training text to that")
-    return root
 
 
 def _parts(root: Path, args: TextArgs) -> tuple[_Codes, _Codes | None]:

@@ -1,0 +1,91 @@
+"""Which folders and files ``data.root`` must contain: commands check it without torch, and ranks too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hpc_train.config.problems import Problem
+from hpc_train.data_facts.data_size import train_file
+
+#: The folders, or with a suffix the files, of the validation data; the first that exists is read.
+VALIDATION = ("val", "test")
+#: Number of names that a message lists.
+_MOST_NAMES = 5
+
+
+def class_folders(folder: Path) -> tuple[str, ...]:
+    """Return the names of the folders of classes, in alphabetical order."""
+    names = (entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    return tuple(sorted(names))
+
+
+def without_classes(folder: Path) -> Problem:
+    """Return what is wrong with a folder that contains no class folders."""
+    return _problem(f"{folder} contains no class folders", f"put images into {folder}/<class>/")
+
+
+def image_folder(root: Path) -> Problem | None:
+    """Return what ``imagefolder`` lacks below ``root``."""
+    if not root.is_dir():
+        return _problem(f"{root} is not a folder on this machine", "fix the path")
+    train = root / "train"
+    if not train.is_dir():
+        inside = _listed(sorted(path.name for path in root.iterdir())) or "nothing"
+        message = f"{root} has no folder train (it contains {inside})"
+        return _problem(message, "the images must be in train/<class>/")
+    if not class_folders(train):
+        return without_classes(train)
+    others = [name for name in class_folders(root) if name != "train"]
+    if others and not any(name in others for name in VALIDATION):
+        message = f"{root} has neither val nor test next to train, but {_listed(others)}"
+        return _problem(message, "rename the folder of the validation images to val")
+    return None
+
+
+def segmentation_folder(root: Path) -> Problem | None:
+    """Return what ``segmentation_folder`` lacks below ``root``."""
+    val = next((name for name in VALIDATION if (root / name).is_dir()), None)
+    for part in ("train", *([] if val is None else [val])):
+        for kind in ("images", "masks"):
+            if not (root / part / kind).is_dir():
+                message = f"there is no folder {root / part / kind} on this machine"
+                split = "train" if part == "train" else "val"
+                remedy = f"the files must be in {root}/{split}/images/ and {root}/{split}/masks/"
+                return _problem(message, remedy)
+    return None
+
+
+def annotation_files(root: Path) -> dict[str, Path]:
+    """Return the JSON files of ``coco``: of ``train`` and, if there is one, ``val``."""
+    files = {"train": root / "train.json"}
+    val = next((root / f"{name}.json" for name in VALIDATION if (root / f"{name}.json").is_file()), None)
+    return files if val is None else files | {"val": val}
+
+
+def coco(root: Path) -> Problem | None:
+    """Return what ``coco`` lacks below ``root``."""
+    if not (root / "train.json").is_file():
+        remedy = "write the folder that contains it, and the images in train/"
+        return _problem(f"{root} contains no train.json", remedy)
+    for path in annotation_files(root).values():
+        if not path.with_suffix("").is_dir():
+            message = f"there is no folder {path.with_suffix('')} on this machine"
+            return _problem(message, f"put the images of {path.name} there")
+    return None
+
+
+def text(root: Path) -> Problem | None:
+    """Return what ``text`` lacks at ``root``, a file or a folder."""
+    if not root.exists():
+        return _problem(f"{root} does not exist on this machine", "fix the path")
+    if not train_file(root).is_file():
+        return _problem(f"{root} has no file train.txt", "rename the training text to that")
+    return None
+
+
+def _problem(message: str, remedy: str) -> Problem:
+    return Problem(("data", "root"), message, remedy)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_MOST_NAMES])
