@@ -181,7 +181,7 @@ def _runs(word: str) -> Iterator[str]:
         return
     for folder in _shown(root):
         yield folder.name
-        if word or not slash:
+        if word:
             yield from (entry.name for entry in _shown(Path(folder)) if entry.name.startswith(word))
 
 

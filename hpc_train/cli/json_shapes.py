@@ -29,7 +29,7 @@ class PlannedRunJson(TypedDict):
     ranks: int | None
     #: ``pipeline``, ``replicate``, ``shard`` and ``tensor``.
     degrees: dict[str, int] | None
-    #: Of a pipeline: stages per rank.
+    #: Of a pipeline: the stages, on all ranks.
     stages: int | None
     schedule: str | None
     #: The fraction of a step in which ranks of a pipeline wait, 0 to 1.

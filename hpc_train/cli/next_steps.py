@@ -16,7 +16,7 @@ from hpc_train.launchers.lookup import DEFAULT
 from hpc_train.paths import RunPaths, from_here
 from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import AttemptRecord, newest_number
-from hpc_train.run.checkpoints import committed
+from hpc_train.run.checkpoints import committed, is_left_over
 from hpc_train.run.create import Origin, effective_experiment, origin_of, refused_changes
 from hpc_train.run.files import UnreadableFileError, open_regular, read_json
 from hpc_train.run.find import run_name
@@ -62,7 +62,7 @@ def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) 
 
 def has_saved(paths: RunPaths) -> bool:
     """Tell whether the run has a checkpoint, intact or damaged, that starting again would lose."""
-    return any(".tmp-" not in path.name for path in paths.checkpoints.glob("step-*"))
+    return any(not is_left_over(path) for path in paths.checkpoints.glob("step-*"))
 
 
 def own_code_place(paths: RunPaths) -> str | None:

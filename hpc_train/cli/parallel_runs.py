@@ -6,22 +6,20 @@ The program of that process is ``python -m hpc_train.cli.parallel_runs`` with th
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from hpc_train.distributed.parent_process import die_with
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.gpus import count_gpus
+from hpc_train.launchers.local import noted_signals
 from hpc_train.paths import RunPaths
 
 _POLL_S = 0.1
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def devices_per_run(devices: int | None, jobs: int, device: str) -> int:
@@ -68,16 +66,8 @@ class Slots:
     @contextmanager
     def taking_signals(self) -> Iterator[None]:
         """Within this context, stop signals of this process are passed on to the runs."""
-
-        def note(number: int, frame: FrameType | None) -> None:
-            self._noted.append(number)
-
-        before = [(number, signal.signal(number, note)) for number in _STOP_SIGNALS]
-        try:
+        with noted_signals() as self._noted:
             yield
-        finally:
-            for number, handler in before:
-                signal.signal(number, handler)
 
     def start(self, paths: RunPaths, changes: Sequence[str] | None = None) -> None:
         """Start the run in a free slot. Only after ``wait_for_slot``.

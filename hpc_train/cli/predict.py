@@ -14,10 +14,11 @@ from typing import Any, BinaryIO
 
 from hpc_train.cli.evaluate import Checkpoint, run_ranks
 from hpc_train.console import JSON_VERSION, put, put_json, say
-from hpc_train.errors import ExitCode, StorageError, UsageError
+from hpc_train.errors import ExitCode, UsageError
 from hpc_train.paths import expanded
 from hpc_train.run.bad_samples import BadSample, all_known
 from hpc_train.run.files import read_json, replacing
+from hpc_train.run.output_files import refuse_target
 
 _FORMATS = (".jsonl", ".csv")
 #: Skipped samples that are named.
@@ -68,8 +69,7 @@ def predict(
 def _refuse_output(output: Path, *, force: bool) -> None:
     if output.suffix not in _FORMATS:
         raise UsageError(f"-o: {output} must end in .jsonl or .csv, which chooses the format")
-    if not output.absolute().parent.is_dir():
-        raise StorageError(f"{output}: there is no folder {output.parent}; make the folder first")
+    refuse_target(output)
     if output.exists() and not force:
         raise UsageError(f"-o: {output} exists; add --force to replace it, or give another name")
 

@@ -162,8 +162,9 @@ _ALSO_CALLED = {
     "logging.wandb.entity": "wandb_entity",
     "logging.mlflow": "use_mlflow ml_flow",
     "logging.mlflow.tracking_uri": "mlflow_tracking_uri mlflow_uri",
-    "logging.mlflow.experiment": "mlflow_experiment experiment_name",
-    "logging.loggers": "logger report_to tensorboard",
+    "logging.mlflow.experiment": "mlflow_experiment",
+    "logging.tensorboard": "use_tensorboard tensorboard",
+    "logging.loggers": "logger report_to",
 }
 #: Section → key → names that mean something else in other sections.
 _WITHIN: dict[KeyPath, dict[str, str]] = {

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar, get_args
 
 from hpc_train.config.problems import Problem
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts import layouts, losses, torchvision_sizes
+from hpc_train.data_facts import losses, root_layout, torchvision_sizes
 from hpc_train.data_facts.data_size import (
     count_annotated_images,
     count_images,
@@ -178,7 +178,7 @@ DATA_SETS = {
         "class",
         needs_root=True,
         root="the folder that contains train/<class>/ and val/<class>/",
-        layout=layouts.image_folder,
+        layout=root_layout.image_folder,
         is_in_root=True,
         is_packable=True,
         example="",
@@ -217,7 +217,7 @@ DATA_SETS = {
         "mask",
         needs_root=True,
         root="the folder that contains train/images/ and train/masks/",
-        layout=layouts.segmentation_folder,
+        layout=root_layout.segmentation_folder,
         is_in_root=True,
         example="",
         channels=_argument("channels", 3),
@@ -252,7 +252,7 @@ DATA_SETS = {
         "boxes",
         needs_root=True,
         root="the folder that contains train.json, val.json and the folders train and val of their images",
-        layout=layouts.coco,
+        layout=root_layout.coco,
         is_in_root=True,
         index="optional",
         example="",
@@ -265,7 +265,7 @@ DATA_SETS = {
         "next tokens",
         needs_root=True,
         root="a text file, or the folder that contains train.txt",
-        layout=layouts.text,
+        layout=root_layout.text,
         is_in_root=True,
         example="",
         num_samples=count_sequences,

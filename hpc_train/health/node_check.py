@@ -21,6 +21,7 @@ from torch import Tensor
 from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError, TransientStorageError
 from hpc_train.paths import AttemptPaths
+from hpc_train.run.storage_errors import TRANSIENT
 
 _SIZE = 256
 #: Few: an occasionally faulty device is found by many checks of many attempts, not by a long one.
@@ -32,7 +33,6 @@ _LEAST_MEMORY = 256 * 2**20
 _MOST_BY_OTHERS = 0.5
 #: Errors of the disk on any node.
 _REFUSES_ALL = {errno.ENOSPC, errno.EDQUOT}
-_OF_THE_SERVER = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 _SMI_LIMIT_S = 5.0
 
 
@@ -139,7 +139,7 @@ def _check_disk(folder: Path, node: str) -> None:
     except OSError as error:
         if error.errno in _REFUSES_ALL:
             raise StorageError(f"{folder}: {error.strerror}; free some space, then resume") from error
-        if error.errno in _OF_THE_SERVER:  # a disk that all nodes share: not this node's fault
+        if error.errno in TRANSIENT:  # a disk that all nodes share: not this node's fault
             raise TransientStorageError(f"{folder}: {error.strerror}") from error
         raise
     finally:

@@ -47,7 +47,7 @@ class LocalLauncher:
         num_ranks = self.choose_devices(request.devices, request.experiment)
         record = _begin(request, num_ranks)
         command = self.command or default_command(request.paths)
-        with _noted_signals() as interrupts:
+        with noted_signals() as interrupts:
             ranks = RankProcesses(request.paths, request.attempt, num_ranks, command)
             try:
                 record = replace(record, rank_processes=ranks.identities())
@@ -153,7 +153,7 @@ class _Follower:
 
 
 @contextmanager
-def _noted_signals() -> Iterator[list[int]]:
+def noted_signals() -> Iterator[list[int]]:
     """Collect the stop signals of this process in a list instead of acting on them."""
     noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():

@@ -77,6 +77,7 @@ def test_runs_experiments_and_keys_are_offered() -> None:
     _folders("small/0123456789", "small/0199999999", "sweep/abcdef0123", ".code/x", "small/.slurm")
     assert _offers("hpc-train logs 01") == ("words", ["0123456789", "0199999999"])
     assert _offers("hpc-train logs s") == ("words", ["small", "sweep"])
+    assert _offers("hpc-train logs ") == ("words", ["small", "sweep"])
     assert _offers("hpc-train cancel small small/012") == ("words", ["small/0123456789"])
     assert _offers("hpc-train resume s")[1][0] == "seed="
     assert {"small", "slurm.nodes="} <= set(_offers("hpc-train resume s")[1])

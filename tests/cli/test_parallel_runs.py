@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.cli.parallel_runs import devices_per_run, slot_environment
+from hpc_train.cli.parallel_runs import Slots, devices_per_run, slot_environment
 from hpc_train.errors import UsageError
 from hpc_train.paths import runs_root
 from hpc_train.run.find import find_runs
@@ -49,6 +49,16 @@ def test_gpus_are_divided_among_the_runs(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_jobs_are_for_this_machine(file: Path) -> None:
     done = hpc_train("submit", file, "slurm={}", "--jobs", "2")
     assert done.code == 2 and "--jobs: is for this machine; add --local" in done.err
+
+
+def test_runs_under_nohup_outlive_their_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Slots(2, "local", 1, "cpu").taking_signals():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert callable(signal.getsignal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def _submit(file: Path) -> subprocess.Popen[str]:

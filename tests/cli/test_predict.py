@@ -31,6 +31,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["abc", "-o", "runs/small/abc/out.csv"], "is inside run folder"),
+        (["abc", "-o", "link.csv", "--force"], "exists and is not a plain file"),
         (["abc", "-o", "out.txt"], "-o: out.txt must end in .jsonl or .csv"),
         (["abc", "-o", "no/out.csv"], "there is no folder no; make the folder first"),
         (["abc", "-o", "there.csv"], "-o: there.csv exists; add --force"),
@@ -46,6 +48,7 @@ def test_mistakes_are_named_before_any_rank_starts(
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(run.folder.parents[1]))
     monkeypatch.chdir(tmp_path)
     Path("there.csv").touch()
+    Path("link.csv").symlink_to("there.csv")
     done = hpc_train("predict", *words)
     assert done.code != 0 and said in done.err
 

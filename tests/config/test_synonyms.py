@@ -10,7 +10,7 @@ from hpc_train.config.explanations import in_flow
 from hpc_train.config.json_schema import Node, cached_schema
 from hpc_train.config.keys import all_keys, as_mapping, members, node_at, split_key
 from hpc_train.config.schema import Experiment
-from hpc_train.config.synonyms import ADVICE, KEYS, KEYS_WITHIN, SBATCH_KEYS, VALUES
+from hpc_train.config.synonyms import _ALSO_CALLED, ADVICE, KEYS, KEYS_WITHIN, SBATCH_KEYS, VALUES
 from tests.config.files import GOOD, problems_of
 
 
@@ -33,6 +33,8 @@ from tests.config.files import GOOD, problems_of
         ("gradient_accumulation_steps: 2", "gradient_accumulation_steps", "global_batch_size / (micro_b"),
         ("evaluation: {interval: 2}", "evaluation.interval", "write evaluation.every_steps"),
         ("checkpoint: {interval: 2}", "checkpoint.interval", "write checkpoint.every_steps"),
+        ("tensorboard: true", "tensorboard", "write logging.tensorboard"),
+        ("experiment_name: a", "experiment_name", "write name"),
     ],
 )
 def test_names_of_other_tools_lead_to_the_key(tmp_path: Path, line: str, key: str, remedy: str) -> None:
@@ -105,6 +107,11 @@ def test_values_of_other_tools_and_units_lead_to_the_value(
 ) -> None:
     (said,) = problems_of(tmp_path, GOOD, override)
     assert said.endswith(f"; {remedy}")
+
+
+def test_no_name_of_other_tools_has_two_keys() -> None:
+    names = [name for words in _ALSO_CALLED.values() for name in words.split()]
+    assert len(names) == len(set(names))
 
 
 def test_every_target_is_a_key_and_no_name_is_a_key_where_it_is_read() -> None:

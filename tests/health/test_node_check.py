@@ -89,7 +89,7 @@ def test_a_disk_that_refuses_is_the_nodes_fault(
 
 @pytest.mark.fault(9)
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EREMOTEIO])
 def test_a_file_server_that_fails_is_not_blamed_on_the_node(
     attempt: AttemptPaths, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from hpc_train.config.fields import Section
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.layouts import annotation_files
+from hpc_train.data_facts.root_layout import annotation_files
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.index_files import Array, Index, ensure_index, open_index

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpc_train.config.fields import Section
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
-from hpc_train.data_facts.layouts import VALIDATION, class_folders, without_classes
+from hpc_train.data_facts.root_layout import VALIDATION, class_folders, without_classes
 from hpc_train.datasets import packing
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource

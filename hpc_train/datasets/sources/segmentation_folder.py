@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.layouts import VALIDATION
+from hpc_train.data_facts.root_layout import VALIDATION
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.sources.imagefolder import images_below
