@@ -87,9 +87,10 @@ def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
 
     Some sites send the warning's signal at preemption.
     """
-    from hpc_train.run.create import effective_experiment  # 0.3 s, which a requeue seldom needs
+    from hpc_train.launchers.slurm.profiles import slurm_of  # 0.3 s, which a requeue seldom needs
+    from hpc_train.run.create import effective_experiment
 
-    slurm = effective_experiment(paths, record.attempt).slurm
+    slurm = slurm_of(effective_experiment(paths, record.attempt))
     if slurm is None or slurm.time_limit is None or not {"begin", "signal"} <= record.events.keys():
         return False
     lasted = datetime.fromisoformat(record.events["signal"]) - datetime.fromisoformat(record.events["begin"])

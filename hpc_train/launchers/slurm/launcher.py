@@ -60,17 +60,18 @@ class SlurmLauncher:
 
     def ranks(self, experiment: Experiment, devices: int | None) -> Ranks:
         """Return the ranks that the section ``slurm`` requests; 1 without the section."""
-        if experiment.slurm is None:
-            return Ranks(1, 1, 1, gpu_hours=0.0)
-        return self._job_arrays.ranks(experiment.slurm)
+        from hpc_train.launchers.slurm.profiles import slurm_of
+
+        slurm = slurm_of(experiment)
+        return Ranks(1, 1, 1, gpu_hours=0.0) if slurm is None else self._job_arrays.ranks(slurm)
 
     def device(self, experiment: Experiment, size: Ranks) -> Device | None:
         """Return the GPU, or on CPUs the memory per rank, that ``slurm`` requests; None without it."""
+        from hpc_train.launchers.slurm.profiles import slurm_of
         from hpc_train.launchers.slurm.rank_memory import device_of_job
 
-        if experiment.slurm is None:
-            return None
-        return device_of_job(experiment.slurm, experiment.device, size)
+        slurm = slurm_of(experiment)
+        return None if slurm is None else device_of_job(slurm, experiment.device, size)
 
     def scripts(self, folder: ExperimentPaths, runs: Sequence[StartRequest]) -> list[str]:
         """Return the batch script of each job array, with a placeholder for the submission's token."""

@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -108,6 +109,20 @@ def find(name: str, problem: Callable[[str, str, str], str] | None = None) -> Pr
     raise BadFileError(problem(where, message, remedy) if problem else f"{where}: {message}; {remedy}")
 
 
+def slurm_of(experiment: Experiment) -> SlurmConfig | None:
+    """Return the section ``slurm`` with its profile's defaults, None without the section.
+
+    As written where the profile can't be used: what starts the run reports that.
+    """
+    slurm = experiment.slurm
+    if slurm is None:
+        return None
+    try:
+        return find(slurm.profile).applied(experiment).slurm
+    except BadFileError:
+        return slurm
+
+
 def folders() -> list[Path]:
     """Return the folders of profiles: ``$HPC_TRAIN_PROFILES``, the user's, the machine's, the package's."""
     given = [Path(part) for part in os.environ.get("HPC_TRAIN_PROFILES", "").split(os.pathsep) if part]
@@ -123,10 +138,16 @@ def known_names() -> list[str]:
 def read(path: Path) -> Profile:
     """Read one file. Raises BadFileError with every problem, each at its place."""
     try:
-        with path.open("rb") as file:
-            document = read_document(file.read(MAX_BYTES + 1))
+        state = path.stat()
+        return _read(path, (state.st_mtime_ns, state.st_size, state.st_ino))
     except OSError as error:
         raise BadFileError(one_line(f"{path}: can't be read ({error.strerror}); fix the profile")) from error
+
+
+@lru_cache(maxsize=16)  # each run of a sweep has it
+def _read(path: Path, _state: tuple[int, ...]) -> Profile:
+    with path.open("rb") as file:
+        document = read_document(file.read(MAX_BYTES + 1))
     problems, data = document.problems, document.data or {}
     if document.data is None and problems[0].message == "the file is empty":
         problems = []

@@ -9,6 +9,7 @@ import pytest
 
 from hpc_train.errors import BadFileError
 from hpc_train.launchers.slurm import profiles
+from hpc_train.launchers.slurm.launcher import SlurmLauncher
 from tests.launchers.slurm.scripts import experiment
 
 
@@ -144,6 +145,25 @@ def test_defaults_fill_in_only_what_the_file_omits() -> None:
     slurm = profile.applied(experiment(slurm={"partition": "mine", "nodes": 3})).slurm
     assert slurm is not None
     assert (slurm.partition, slurm.time_limit, slurm.qos, slurm.nodes) == ("mine", 120, "q", 3)
+
+
+def test_defaults_count_for_the_size_the_time_and_the_budget_of_a_run(own: Path) -> None:
+    written(own, "defaults: {time_limit: 24h, cpus_per_gpu: 8, gpu_type: a100}")
+    slurm = {"profile": "site", "gpus_per_node": 4, "signal_lead_s": 120}
+    wanted = experiment(slurm=slurm, device="cuda")
+    launcher = SlurmLauncher()
+    size = launcher.ranks(wanted, None)
+    assert (size.gpu_hours, size.cores, size.attempt_s) == (96.0, 32, 24 * 3600 - 120)
+    device = launcher.device(wanted, size)
+    assert device is not None and "a100" in device.name.lower()
+    written(own, "defaults: {time_limit: 2h}")
+    assert launcher.ranks(wanted, None).gpu_hours == 8.0
+
+
+def test_a_profile_that_is_gone_leaves_the_file_as_written(own: Path) -> None:
+    wanted = experiment(slurm={"profile": "gone", "time_limit": "3h", "gpus_per_node": 1})
+    assert SlurmLauncher().ranks(wanted, None).gpu_hours == 3.0
+    assert profiles.slurm_of(experiment(slurm=None)) is None
 
 
 def test_the_interface_goes_to_nccl_and_gloo_unless_the_environment_says_otherwise() -> None:
