@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,7 +18,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch
 from hpc_train.distributed.consensus import Agreement, Consensus, StepFlags
 from hpc_train.distributed.precision import Precision
-from hpc_train.errors import HpcTrainError, TryAgainError
+from hpc_train.errors import BadFileError, HpcTrainError, TryAgainError
 from hpc_train.health.progress import Progress
 from hpc_train.tasks.base import Task
 from hpc_train.training.cadence import Cadence
@@ -259,8 +259,15 @@ class Trainer:
                 check_evaluation(self.step, metrics)
         if self.selection is not None:
             with self._saves_finished():
-                self.selection.evaluated(self.step, metrics)
+                self._select(self.selection, metrics)
         return True
+
+    def _select(self, selection: ModelSelection, metrics: Mapping[str, float]) -> None:
+        try:
+            selection.evaluated(self.step, metrics)
+        except BadFileError:  # it names no metric of a task of the user's: to be corrected, and resumed
+            self._begin_save()
+            raise
 
     def _text_sample(self) -> dict[str, bytes]:
         """Return the files of the text that the model writes; collective."""

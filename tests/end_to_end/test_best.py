@@ -7,8 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.run.checkpoints import kept_best
-from tests.end_to_end.runs import assert_equal_to_the_bit, hpc_train, rows, status
+from hpc_train.errors import ExitCode
+from hpc_train.run.checkpoints import committed, kept_best
+from tests.end_to_end.runs import (
+    OWN_TASK,
+    assert_equal_to_the_bit,
+    hpc_train,
+    only_run,
+    rows,
+    status,
+    write_experiment,
+)
 from tests.end_to_end.test_resume import submit_with_kills
 from tests.quiet import QuietRuns
 
@@ -45,3 +54,21 @@ def test_a_killed_run_has_the_same_best_and_stops_at_the_same_step(
     done = hpc_train("export", killed.folder, "--best", "-o", tmp_path / "best.safetensors")
     assert done.code == 0, done.err
     assert json.loads(done.out)["step"] == best.step
+
+
+def test_a_metric_that_a_task_of_the_users_does_not_have_costs_no_training(tmp_path: Path) -> None:
+    experiment = write_experiment(tmp_path)
+    wrong = (
+        "checkpoint.best={metric: acc, mode: max}",
+        "checkpoint.every_steps=21",
+        "evaluation.every_steps=5",
+    )
+    start = ("submit", experiment, *OWN_TASK, *wrong, "optimization.steps=21", "--local", "--devices", "2")
+    done = hpc_train(*start, HPC_TRAIN_RUNS=str(tmp_path / "runs"))
+    assert done.code == ExitCode.BAD_FILE
+    assert "acc is not a metric of this run's evaluations; write one of accuracy" in done.err
+    run = only_run(tmp_path)
+    assert [each.step for each in committed(run)] == [5]
+    done = hpc_train("resume", run.folder, "checkpoint.best.metric=accuracy")
+    assert done.code == 0, done.err
+    assert status(run)["state"] == "completed" and kept_best(run) is not None
