@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.config.schema import Experiment
 from hpc_train.console import say
-from hpc_train.errors import StorageError, UsageError, UserError
+from hpc_train.errors import StorageError, UsageError, UserError, counted
 from hpc_train.paths import ExperimentPaths, RunPaths, expanded, runs_root
 from hpc_train.plan.planning import PlannedRun
 from hpc_train.run.code import snapshot
@@ -100,6 +101,25 @@ def _say_differences(paths: RunPaths, experiment: Experiment, used: Path) -> Non
             f"{run_name(paths)}: code: {differences.words(' from the snapshot that this run uses')}; "
             "resume with --code new takes the current code"
         )
+
+
+def say_older_code(folder: ExperimentPaths, runs: Mapping[RunPaths, Experiment]) -> None:
+    """Report which of the runs, none of which a submit has started, use other code than there is now."""
+    users: dict[Path, list[RunPaths]] = {}  # a sweep's runs use one snapshot
+    for paths in runs:
+        with suppress(OSError):
+            users.setdefault(paths.code.readlink(), []).append(paths)
+    try:
+        code = _current_code(folder, runs.values())
+        for (first, *others), used in ((group, snapshot.linked(group[0])) for group in users.values()):
+            if used is None or not was_submitted_here(first) or snapshot.content_of(used) == code.content:
+                continue
+            words = snapshot.differences(used, code).words(" from the snapshot that it uses")
+            more = f" (and {counted(len(others), 'more run')})" if others else ""
+            remedy = "submit with --new trains with the current code"
+            say(f"{run_name(first)}{more}: code: {words}; {remedy}")
+    except UserError:
+        return  # as in a resume
 
 
 def _current_code(folder: ExperimentPaths, experiments: Iterable[Experiment]) -> Code:

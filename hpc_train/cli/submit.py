@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_train.cli.code import snapshot_for
+from hpc_train.cli.code import say_older_code, snapshot_for
 from hpc_train.cli.creating import (
     SubmitContext,
     changes_since,
@@ -34,6 +34,7 @@ from hpc_train.cli.resume import start_again
 from hpc_train.cli.searching import GivenUp, finish_submissions, next_trials
 from hpc_train.cli.starting import polling, report, start
 from hpc_train.cli.status import rows_of
+from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.launchers.base import Launcher, StartRequest
@@ -152,6 +153,8 @@ class _Submission:
         self._context: SubmitContext | None = None
         self._slots: Slots | None = None
         self._runs: list[RunPaths] = []
+        #: Existing runs that are left as they are.
+        self._left: dict[RunPaths, Experiment] = {}
         self._codes = [ExitCode.DONE]
 
     def start_all(self) -> ExitCode:
@@ -166,6 +169,8 @@ class _Submission:
             self._codes += self._slots.codes
         else:
             self._start_batches()
+        if self._left:
+            say_older_code(self._folder, self._left)
         if left := len(self._plan.runs) - len(self._runs):
             say(f"{left} more runs were not started; submit the file again to start them")
         report(rows_of(self._runs), as_json=self._options.as_json)
@@ -250,6 +255,7 @@ class _Submission:
                 again.setdefault(changes, []).append(paths)
             else:
                 self._codes.append(say_existing(paths, status, run.experiment, is_queued=is_queued))
+                self._left[paths] = run.experiment
         for changes, some in again.items():
             if self._slots is not None:
                 self._slots.start(some[0], changes)

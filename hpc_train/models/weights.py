@@ -160,7 +160,7 @@ def read_weights(path: str, key: str = _KEY) -> StateDict:
             f"{key}: there is no file {path}; write true for the hub's weights, or an existing path"
         )
     try:
-        found: object = load_file(path) if path.endswith(".safetensors") else _read_pickled(path, key)
+        found: object = load_file(path) if _is_safetensors(path) else _read_pickled(path, key)
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise BadFileError(
             f"{key}: {path} is damaged or not a file of weights: {error}; give another file"
@@ -175,6 +175,12 @@ def head_name(model: nn.Module) -> str | None:
         if names:
             return names[-1]
     return None
+
+
+def _is_safetensors(path: str) -> bool:
+    """Tell by the content, which starts with a length and JSON, where the ending is another."""
+    with open(path, "rb") as file:  # noqa: PTH123
+        return path.endswith(".safetensors") or file.read(9)[8:] == b"{"
 
 
 def _read_pickled(path: str, key: str) -> object:

@@ -290,6 +290,13 @@ def test_a_hostile_pth_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not Path("ran").exists()
 
 
+def test_safetensors_may_have_another_ending(tmp_path: Path) -> None:
+    model = build("tests.models.factories:mlp")
+    save_file(model.state_dict(), tmp_path / "w.pth")
+    again = build("tests.models.factories:mlp", pretrained=str(tmp_path / "w.pth"))
+    assert all(map(torch.equal, model.state_dict().values(), again.state_dict().values()))
+
+
 def test_a_pth_without_a_state_dict_is_the_files_error(tmp_path: Path) -> None:
     torch.save({"epoch": 3}, tmp_path / "w.pth")
     with pytest.raises(BadFileError, match=r"^model\.pretrained: .*contains no state dict"):
