@@ -112,7 +112,10 @@ def say_existing(
         return ExitCode.DONE
     reason = f" ({status.reason})" if status.reason else ""
     if status.state in GOING_ON:
-        say(f"{run_id}: {status.state} already{reason}, in {paths.folder}; nothing started")
+        local = (
+            "" if is_queued or status.state != "pending" else " (--new starts another one on this machine)"
+        )
+        say(f"{run_id}: {status.state} already{reason}, in {paths.folder}; nothing started{local}")
         return ExitCode.DONE
     say(f"{run_id}: {status.state}{reason} at step {status.step}, in {paths.folder}; nothing started")
     for line in next_steps(paths, status, changes_since(paths, wanted, is_queued=is_queued)):

@@ -13,16 +13,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
 
+from hpc_train.config.fields import Section
 from hpc_train.config.problems import Problem
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts import losses, root_layout, torchvision_sizes
+from hpc_train.data_facts import image_args, losses, root_layout, torchvision_sizes
 from hpc_train.data_facts.data_size import (
+    TextArgs,
     count_annotated_images,
     count_images,
     count_masked_images,
     count_sequences,
 )
 from hpc_train.data_facts.listed_data import (
+    HuggingFaceArgs,
+    ImageListArgs,
+    WebdatasetArgs,
     arrow_files,
     count_listed,
     count_shards,
@@ -32,7 +37,7 @@ from hpc_train.data_facts.listed_data import (
     without_index,
 )
 from hpc_train.data_facts.losses import Losses
-from hpc_train.data_facts.token_shards import count_token_sequences, tokens_fingerprint
+from hpc_train.data_facts.token_shards import TokensArgs, count_token_sequences, tokens_fingerprint
 from hpc_train.errors import BadFileError, shortened
 from hpc_train.paths import expanded
 from hpc_train.registry import described, is_factory, load_traits, split_name
@@ -73,6 +78,8 @@ class DataFacts:
     example: str | None = None
     #: Whether ``model_facts.known_names("datasets")`` lists what may follow the slash.
     is_listed: bool = False
+    #: What ``data.args`` may contain; None: only the data set's own code knows it.
+    args: type[Section] | None = None
     #: The key of ``data.args`` that is the side of the images in pixels.
     image_size_argument: str | None = None
     #: The side of the images in pixels where neither that key nor ``data.image_size`` is given; None where
@@ -161,6 +168,7 @@ DATA_SETS = {
         image_size=lambda data: _DIGITS_SIZE,
         channels=_argument("channels", 1),
         num_samples=lambda data: _DIGITS,
+        args=image_args.DigitsArgs,
         implementation="hpc_train.datasets.sources.digits:build",
     ),
     "synthetic": DataFacts(
@@ -171,6 +179,7 @@ DATA_SETS = {
         image_size=lambda data: _SYNTHETIC_SIZE,
         channels=_argument("channels", 3),
         num_samples=_synthetic_samples,
+        args=image_args.SyntheticArgs,
         implementation="hpc_train.datasets.sources.synthetic:build",
     ),
     "imagefolder": DataFacts(
@@ -184,6 +193,7 @@ DATA_SETS = {
         example="",
         channels=_argument("channels", 3),
         num_samples=_image_folder_samples,
+        args=image_args.ImageFolderArgs,
         implementation="hpc_train.datasets.sources.imagefolder:build",
     ),
     "image_list": DataFacts(
@@ -197,6 +207,7 @@ DATA_SETS = {
         example="",
         channels=_argument("channels", 3),
         num_samples=count_listed,
+        args=ImageListArgs,
         implementation="hpc_train.datasets.sources.image_list:build",
     ),
     "webdataset": DataFacts(
@@ -210,6 +221,7 @@ DATA_SETS = {
         example="",
         channels=_argument("channels", 3),
         num_samples=count_shards,
+        args=WebdatasetArgs,
         implementation="hpc_train.datasets.sources.webdataset:build",
     ),
     "segmentation_folder": DataFacts(
@@ -222,6 +234,7 @@ DATA_SETS = {
         example="",
         channels=_argument("channels", 3),
         num_samples=lambda data: count_masked_images(expanded(data.root)) if data.root else None,
+        args=image_args.SegmentationFolderArgs,
         implementation="hpc_train.datasets.sources.segmentation_folder:build",
     ),
     "huggingface": DataFacts(
@@ -232,6 +245,7 @@ DATA_SETS = {
         is_in_root=True,
         listing=arrow_files,
         channels=_argument("channels", 3),
+        args=HuggingFaceArgs,
         implementation="hpc_train.datasets.sources.huggingface:build",
     ),
     "torchvision": DataFacts(
@@ -258,6 +272,7 @@ DATA_SETS = {
         example="",
         channels=_argument("channels", 3),
         num_samples=count_annotated_images,
+        args=image_args.CocoArgs,
         implementation="hpc_train.datasets.sources.coco:build",
     ),
     "text": DataFacts(
@@ -269,6 +284,7 @@ DATA_SETS = {
         is_in_root=True,
         example="",
         num_samples=count_sequences,
+        args=TextArgs,
         implementation="hpc_train.datasets.sources.text:build",
     ),
     "tokens": DataFacts(
@@ -280,6 +296,7 @@ DATA_SETS = {
         example="",
         num_samples=count_token_sequences,
         fingerprint=tokens_fingerprint,
+        args=TokensArgs,
         implementation="hpc_train.datasets.sources.tokens:build",
     ),
 }

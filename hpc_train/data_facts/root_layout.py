@@ -19,11 +19,6 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def without_classes(folder: Path) -> Problem:
-    """Return what is wrong with a folder that contains no class folders."""
-    return _problem(f"{folder} contains no class folders", f"put images into {folder}/<class>/")
-
-
 def image_folder(root: Path) -> Problem | None:
     """Return what ``imagefolder`` lacks below ``root``."""
     if not root.is_dir():
@@ -33,10 +28,12 @@ def image_folder(root: Path) -> Problem | None:
         inside = _listed(sorted(path.name for path in root.iterdir())) or "nothing"
         message = f"{root} has no folder train (it contains {inside})"
         return _problem(message, "the images must be in train/<class>/")
-    if not class_folders(train):
-        return without_classes(train)
+    val = next((root / name for name in VALIDATION if (root / name).is_dir()), None)
+    for folder in (train, *([] if val is None else [val])):
+        if not class_folders(folder):
+            return _problem(f"{folder} contains no class folders", f"put images into {folder}/<class>/")
     others = [name for name in class_folders(root) if name != "train"]
-    if others and not any(name in others for name in VALIDATION):
+    if others and val is None:
         message = f"{root} has neither val nor test next to train, but {_listed(others)}"
         return _problem(message, "rename the folder of the validation images to val")
     return None

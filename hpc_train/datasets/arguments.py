@@ -7,35 +7,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
-from hpc_train.config.fields import Arguments, Section
+from hpc_train.config.fields import Section
+from hpc_train.config.section_args import args_problems
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.errors import BadFileError
 from hpc_train.paths import expanded
-from hpc_train.registry import nearest
 from hpc_train.validate.part_rules import rest_not_taken
 
 AnySection = TypeVar("AnySection", bound=Section)
 _Result = TypeVar("_Result")
 
 
-def parse_args(section: type[AnySection], args: Arguments) -> AnySection:
-    """Return ``args`` as a checked section. Raises BadFileError with one line per mistake."""
-    try:
-        return section.model_validate(args)
-    except ValidationError as error:
-        raise BadFileError([_line(problem, section) for problem in error.errors()]) from error
-
-
-def _line(problem: Any, section: type[Section]) -> str:
-    key = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] != "extra_forbidden":
-        return f"data.args.{key}: {problem['msg']}; it is {problem['input']!r}"
-    known = sorted(section.model_fields)
-    hint = nearest(key, known)
-    meant = f"did you mean {hint}?" if hint else f"known: {', '.join(known) or 'none'}"
-    return f"data.args.{key}: no such argument; {meant}"
+def parse_args(section: type[AnySection], config: DataConfig) -> AnySection:
+    """Return ``data.args`` as a checked section. Raises BadFileError with one line per mistake."""
+    if problems := args_problems(("data", "args"), config.name, section, config.args):
+        raise BadFileError([str(problem) for problem in problems])
+    return section.model_validate(config.args)
 
 
 def root_of(config: DataConfig) -> Path:

@@ -26,10 +26,14 @@ def takes(function: Callable[..., object], name: str) -> bool:
     return name in parameter_names(function) or any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
-def unknown_argument(config: ModelConfig, name: str, known: Iterable[str]) -> BadFileError:
+class UnknownArgumentError(BadFileError):
+    """The model takes no argument of this name."""
+
+
+def unknown_argument(config: ModelConfig, name: str, known: Iterable[str]) -> UnknownArgumentError:
     """Return the error for an argument that ``model.name`` does not take."""
     names = sorted(set(known) - {"self", "num_classes", "weights", "progress"})
-    return problems.unknown_argument(("model", "args"), config.name, name, names).as_error()
+    return UnknownArgumentError(str(problems.unknown_argument(("model", "args"), config.name, name, names)))
 
 
 def wrong_arguments(config: ModelConfig, error: Exception, known: Callable[[], Iterable[str]]) -> Exception:

@@ -13,55 +13,21 @@ Legend: B sequences, T tokens, D width, H heads, K width of a head, V size of th
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
 
 import torch
-from pydantic import Field, ValidationError
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-from hpc_train.models.arguments import unknown_argument
 from hpc_train.models.weights import load_weights
 from hpc_train.validate.data_rules import needs_tokens
-from hpc_train.validate.layer_rules import llama_hidden_dim
+from hpc_train.validate.gpt_args import GPTArgs, args_problems, default_hidden_dim
 from hpc_train.validate.part_rules import rest_not_taken
 
 _STD = 0.02
-#: Keys that style gpt2 does not read.
-_OF_LLAMA = ("num_kv_heads", "hidden_dim", "rope_theta", "norm_eps")
-
-
-class GPTArgs(Section):
-    """``model.args`` of gpt."""
-
-    style: Literal["gpt2", "llama"] = "gpt2"
-    """Architecture of the blocks: ``gpt2``, or ``llama``: RoPE, RMSNorm, SwiGLU, no biases."""
-    num_layers: PositiveInt = 4
-    """Number of blocks."""
-    num_heads: PositiveInt = 4
-    """Number of attention heads per block; must divide ``dim``."""
-    dim: PositiveInt = 128
-    """Width of the residual stream."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout of embeddings, of attention weights, and of the output of each residual branch."""
-    tie_embeddings: bool = True
-    """Whether the head shares the weight of the token embedding."""
-    num_classes: PositiveInt | None = None
-    """V. Default: the data set's."""
-    num_kv_heads: PositiveInt | None = None
-    """Style llama: heads of keys and values, each shared by ``num_heads / num_kv_heads`` heads of queries;
-    must divide ``num_heads``. Default: ``num_heads``."""
-    hidden_dim: PositiveInt | None = None
-    """Style llama: hidden width of the MLP. Default: 8/3 of ``dim``, rounded up to a multiple of 64."""
-    rope_theta: Annotated[float, Field(gt=0)] = 10000.0
-    """Style llama: base of the rotary frequencies."""
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Style llama: added to the mean square in RMSNorm."""
 
 
 class Attention(nn.Module):
@@ -217,7 +183,7 @@ class LlamaBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = RotaryAttention(args)
         self.mlp_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.mlp = SwiGLU(args.dim, args.hidden_dim or llama_hidden_dim(args.dim))
+        self.mlp = SwiGLU(args.dim, args.hidden_dim or default_hidden_dim(args.dim))
         self.dropout = nn.Dropout(args.dropout)
 
     @override
@@ -292,7 +258,9 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
         raise needs_tokens(config.name, "this data set").as_error()
     if config.pretrained is True:
         raise BadFileError("model.pretrained: gpt has no weights on a hub; write false, or a path")
-    args = _parse(config)
+    if problems := args_problems(config.args):
+        raise BadFileError([str(problem) for problem in problems])
+    args = GPTArgs.model_validate(config.args)
     if args.num_classes is not None and args.num_classes < info.num_classes:
         raise BadFileError(
             f"model.args.num_classes: {args.num_classes} is less than the {info.num_classes} tokens of the "
@@ -302,46 +270,3 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     if isinstance(config.pretrained, str):
         load_weights(model, config.pretrained)
     return model
-
-
-def _parse(config: ModelConfig) -> GPTArgs:
-    try:
-        args = GPTArgs.model_validate(config.args)
-    except ValidationError as error:
-        raise _mistake(config, error) from error
-    if args.dim % args.num_heads:
-        below = args.dim // args.num_heads * args.num_heads
-        raise BadFileError(
-            f"model.args.dim: {args.dim} is not a multiple of num_heads {args.num_heads}; "
-            f"write {below + args.num_heads}"
-        )
-    _check_style(args)
-    return args
-
-
-def _check_style(args: GPTArgs) -> None:
-    """Raise BadFileError where keys are of the other style, or llama's heads can't be formed."""
-    if args.style == "gpt2":
-        if given := [key for key in _OF_LLAMA if key in args.model_fields_set]:
-            raise BadFileError(
-                f"model.args.{given[0]}: is for style llama; write style: llama too, or take it out"
-            )
-        return
-    if args.num_heads % (heads := args.num_kv_heads or args.num_heads):
-        fitting = next(number for number in range(heads, 0, -1) if args.num_heads % number == 0)
-        raise BadFileError(
-            f"model.args.num_kv_heads: {heads} does not divide num_heads {args.num_heads}; write {fitting}"
-        )
-    if args.dim // args.num_heads % 2:
-        raise BadFileError(
-            f"model.args.dim: {args.dim} gives each of {args.num_heads} heads {args.dim // args.num_heads} "
-            f"dimensions, and RoPE rotates pairs of them; write {args.dim + args.num_heads}"
-        )
-
-
-def _mistake(config: ModelConfig, error: ValidationError) -> BadFileError:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return unknown_argument(config, key, GPTArgs.model_fields)
-    return BadFileError(f"model.args.{key}: {first['msg']}; it is {first['input']!r}; fix or omit it")

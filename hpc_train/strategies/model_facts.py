@@ -2,7 +2,8 @@
 the file names.
 
 Each line of its input is ``[NAME, ARGS]`` or ``[NAME, ARGS, IMAGE_SIZE]`` in JSON, each of its output
-``facts`` of that model, or ``error``. A model is built on the meta device, without memory.
+``facts`` of that model, ``args_refusal`` where it does not take an argument, or ``error``. A model is built
+on the meta device, without memory.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import UserError
+from hpc_train.models.arguments import UnknownArgumentError
 from hpc_train.models.blocks import find_blocks
 from hpc_train.models.building import build_model
 from hpc_train.models.splitting import most_stages
@@ -101,6 +103,8 @@ def main() -> None:
     for line in sys.stdin:
         try:
             answer = facts(*json.loads(line))
+        except UnknownArgumentError as error:
+            answer = {"args_refusal": str(error)}
         except UserError as error:
             answer = {"error": str(error)}
         print(json.dumps(answer), file=answers, flush=True)

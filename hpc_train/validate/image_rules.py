@@ -13,7 +13,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.data_facts import channels
 from hpc_train.data_facts.facts import TASKS, data_facts
 from hpc_train.errors import shortened
-from hpc_train.registry import is_factory, split_name
+from hpc_train.registry import split_name
 from hpc_train.validate import model_facts
 from hpc_train.validate.smp_rules import is_smp
 
@@ -28,7 +28,7 @@ def images_fit_the_model(experiment: Experiment) -> Iterator[Problem]:
 
     A child process runs the forward of a model of timm, torchvision or smp on the meta device.
     """
-    if not _is_listed(experiment.model.name):
+    if not model_facts.is_listed(experiment.model.name):
         return
     key = _key_of_size(experiment)
     size = _own_size(experiment) if key is None else _written_size(experiment, key)
@@ -84,13 +84,6 @@ def _square_or_sides(sides: tuple[int, int]) -> int | list[int]:
 def _own_size(experiment: Experiment) -> int | None:
     # A task of the user's may resize the images before the model takes them.
     return data_facts(experiment.data.name).image_size(experiment.data) if experiment.task in TASKS else None
-
-
-def _is_listed(name: str) -> bool:
-    provider, rest = split_name(name)
-    if is_factory(name) or provider not in model_facts.PROVIDERS:
-        return False
-    return rest.partition(".")[0] in (model_facts.known_names(provider) or ())
 
 
 @rule("model.name", "data.name", "data.args")

@@ -19,11 +19,7 @@ from hpc_train.topology.degrees import Degrees, divisors, find_degrees
 from hpc_train.topology.pipeline_schedules import stages_per_rank
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate import model_facts
-
-#: ``model.args`` of gpt that have defaults. Compared by a test.
-GPT_DEFAULTS = {"num_heads": 4, "num_layers": 4, "dim": 128}
-#: The hidden width of llama's MLP is a multiple of it where the file does not give it.
-_HIDDEN_MULTIPLE = 64
+from hpc_train.validate.gpt_args import GPTArgs, default_hidden_dim
 
 
 class LayerFacts(BaseModel):
@@ -160,38 +156,24 @@ def uneven_share(shared: Mapping[str, int], ranks: int) -> Problem | None:
 
 def layer_facts(name: str, args: dict[str, Any]) -> LayerFacts | None:
     """Return what a model allows ranks to share; None if unknown."""
-    if name == "gpt":
-        return _facts_of_gpt(args)
     try:
+        if name == "gpt":
+            return _facts_of_gpt(GPTArgs.model_validate(args))
         return LayerFacts.model_validate(model_facts.facts(name, args))
     except ValidationError:
         return None
 
 
-def _facts_of_gpt(args: dict[str, Any]) -> LayerFacts:
-    shared = {"heads of gpt": _argument(args, "num_heads")}
-    if args.get("style") == "llama":
-        shared["key and value heads of gpt"] = _argument(args, "num_kv_heads", shared["heads of gpt"])
-        hidden = llama_hidden_dim(_argument(args, "dim"))
-        shared["columns of the MLP of gpt"] = _argument(args, "hidden_dim", hidden)
+def _facts_of_gpt(args: GPTArgs) -> LayerFacts:
+    shared = {"heads of gpt": args.num_heads}
+    if args.style == "llama":
+        shared["key and value heads of gpt"] = args.num_kv_heads or args.num_heads
+        shared["columns of the MLP of gpt"] = args.hidden_dim or default_hidden_dim(args.dim)
     return LayerFacts(
         shared=shared,
-        dropout_key="model.args.dropout" if args.get("dropout") else None,
-        most_stages=_argument(args, "num_layers"),
+        dropout_key="model.args.dropout" if args.dropout else None,
+        most_stages=args.num_layers,
     )
-
-
-def llama_hidden_dim(dim: int) -> int:
-    """Return the default hidden width of SwiGLU in ``gpt``: 8/3 of the width, rounded up."""
-    return -(-8 * dim // (3 * _HIDDEN_MULTIPLE)) * _HIDDEN_MULTIPLE
-
-
-def _argument(args: dict[str, Any], name: str, default: int | None = None) -> int:
-    """Return the argument from the file; the default where its type is wrong, which the ranks reject."""
-    value = args.get(name)
-    if type(value) is int and value > 0:
-        return value
-    return GPT_DEFAULTS[name] if default is None else default
 
 
 RULES: tuple[Rule, ...] = (gpt_can_be_shared_out,)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pydantic import ValidationError
-
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shown
+from hpc_train.config.problems import Problem, Rule, rule
 from hpc_train.config.schema import Experiment
+from hpc_train.config.section_args import args_problems
 from hpc_train.data_facts.facts import data_facts, task_facts
 from hpc_train.data_facts.losses import Losses
 from hpc_train.errors import shortened
@@ -25,21 +24,7 @@ def the_task_has_the_loss(experiment: Experiment) -> Iterator[Problem]:
     if loss.name not in losses:
         yield _unknown_loss(experiment.task, loss.name, losses)
         return
-    try:
-        losses[loss.name].model_validate(loss.args)
-    except ValidationError as error:
-        known = list(losses[loss.name].model_fields)
-        for each in error.errors():
-            path: KeyPath = (*_LOSS, "args", *each["loc"])
-            if each["type"] == "extra_forbidden":
-                name = str(each["loc"][0])
-                hint = nearest(name, known)
-                takes = f"it takes {', '.join(known)}" if known else "it takes none"
-                remedy = f"did you mean {hint!r}?" if hint else takes
-                yield Problem(path, f"{loss.name} takes no argument {name!r}", remedy)
-            else:
-                needed = each["msg"].removeprefix("Input should be ")
-                yield Problem(path, f"{shown(each['input'])} does not work", f"write {needed}")
+    yield from args_problems((*_LOSS, "args"), loss.name, losses[loss.name], loss.args)
 
 
 def _unknown_loss(task: str, name: str, losses: Losses) -> Problem:

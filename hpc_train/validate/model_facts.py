@@ -35,7 +35,7 @@ _PACKAGES = ("hpc-train", "timm", "torchvision", "torch", "segmentation-models-p
 #: The providers whose models the child can build.
 PROVIDERS = frozenset({"timm", "torchvision", "smp"})
 #: To be raised with a change of what the child answers, which a checkout's version of hpc-train doesn't show.
-_ANSWERS = 4
+_ANSWERS = 5
 
 
 def known_names(kind: str) -> list[str] | None:
@@ -49,10 +49,25 @@ def known_names(kind: str) -> list[str] | None:
     return _checked.get(kind)
 
 
+def is_listed(name: str) -> bool:
+    """Tell whether a model of this name of the file is one that the child can build."""
+    provider, _, rest = name.partition("/")
+    return provider in PROVIDERS and rest.partition(".")[0] in (known_names(provider) or ())
+
+
 def has_batchnorm(name: str, args: dict[str, Any]) -> bool | None:
     """Tell whether a model of ``PROVIDERS`` has BatchNorm layers; None if unknown."""
     found = facts(name, args).get("has_batchnorm")
     return found if isinstance(found, bool) else None
+
+
+def args_refusal(name: str, args: dict[str, Any]) -> str | None:
+    """Return the error for an argument that a model of ``PROVIDERS`` does not take; None without one."""
+    key = name, frozenset(args)
+    if key not in _refusals:  # a sweep of an argument's values asks once
+        found = facts(name, args).get("args_refusal")
+        _refusals[key] = found if isinstance(found, str) else None
+    return _refusals[key]
 
 
 def facts(name: str, args: dict[str, Any], image_size: int | Sequence[int] | None = None) -> dict[str, Any]:
@@ -79,8 +94,11 @@ def one_child() -> Iterator[None]:
 def forget_answers() -> None:
     """Clear the cache of this process, not the one on disk."""
     _answer.cache_clear()
+    _refusals.clear()
 
 
+#: A model and the names of its arguments → ``args_refusal``.
+_refusals: dict[tuple[str, frozenset[str]], str | None] = {}
 #: The names of a kind that the last answer had.
 _checked: dict[str, list[str] | None] = {}
 

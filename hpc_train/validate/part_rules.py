@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
 
+from hpc_train.config.fields import Arguments
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule
 from hpc_train.config.schema import Experiment, LoggingConfig
 from hpc_train.data_facts.facts import data_facts, missing_root
@@ -210,6 +211,12 @@ def arguments_say_nothing_twice(experiment: Experiment) -> Iterator[Problem]:
                 yield Problem(
                     (*path, argument), "is not a valid argument name", "write a Python name", on_key=True
                 )
+
+
+def own_arguments(path: KeyPath, args: Arguments) -> Arguments:
+    """Return the arguments under ``path`` without those that ``arguments_say_nothing_twice`` refuses."""
+    elsewhere = _SAID_ELSEWHERE[path]
+    return {name: value for name, value in args.items() if name not in elsewhere and name.isidentifier()}
 
 
 @rule("parallel")

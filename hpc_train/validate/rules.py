@@ -20,6 +20,7 @@ from hpc_train.errors import shortened
 from hpc_train.registry import nearest
 from hpc_train.topology.batch_arithmetic import too_long_warmup, undivided_batch, undivided_repeats
 from hpc_train.validate import (
+    argument_rules,
     compatibility,
     data_rules,
     image_rules,
@@ -54,12 +55,14 @@ def _applicable(failed: frozenset[KeyPath], check_names: bool) -> list[Rule]:
     """Return the rules that read no key of ``failed``; the same ones for all runs of a sweep."""
     rules = (*RULES, *slurm_rules.RULES, *sweep_rules.RULES, *part_rules.RULES, *data_rules.RULES)
     rules += (*image_rules.RULES, *layer_rules.RULES, *loss_rules.RULES, *smp_rules.RULES)
-    rules += (*compatibility.RULES, *tracking_uris.RULES)
+    rules += (*compatibility.RULES, *tracking_uris.RULES, *argument_rules.RULES)
     if check_names:
         rules += FILE_RULES
         rules += (
             *part_rules.NAME_RULES,
             *smp_rules.NAME_RULES,
+            *argument_rules.MODEL_RULES,
+            *argument_rules.MODEL_RULES,
             *layer_rules.MODEL_RULES,
             *compatibility.MODEL_RULES,
             *image_rules.MODEL_RULES,

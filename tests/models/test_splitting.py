@@ -18,8 +18,9 @@ from torch.nn import functional
 from hpc_train.errors import BadFileError
 from hpc_train.models import torchvision as torchvision_plugin
 from hpc_train.models.blocks import find_blocks
-from hpc_train.models.gpt import GPT, GPTArgs
+from hpc_train.models.gpt import GPT
 from hpc_train.models.splitting import Stage, most_stages, split_model
+from hpc_train.validate.gpt_args import GPTArgs
 
 Make = Callable[[], nn.Module]
 

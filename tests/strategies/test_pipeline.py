@@ -19,7 +19,7 @@ from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
 from hpc_train.models.blocks import find_blocks
-from hpc_train.models.gpt import GPT, GPTArgs
+from hpc_train.models.gpt import GPT
 from hpc_train.models.splitting import split_model
 from hpc_train.registry import load
 from hpc_train.strategies.base import RankContext
@@ -27,6 +27,7 @@ from hpc_train.strategies.buffers import buffers_kept
 from hpc_train.strategies.stages import OutputSpecs, make_contiguous
 from hpc_train.topology.degrees import Degrees
 from hpc_train.training.ema import Ema
+from hpc_train.validate.gpt_args import GPTArgs
 from tests.forwards import PlainForward
 from tests.parallelism.groups import Groups
 

@@ -19,7 +19,7 @@ from hpc_train.datasets.types import Batch
 from hpc_train.distributed.precision import choose_precision
 from hpc_train.errors import BadFileError
 from hpc_train.models.blocks import find_blocks
-from hpc_train.models.gpt import GPT, GPTArgs
+from hpc_train.models.gpt import GPT
 from hpc_train.registry import load
 from hpc_train.strategies.base import RankContext
 from hpc_train.strategies.pieces import dealt_out
@@ -30,6 +30,7 @@ from hpc_train.training.activation_checkpointing import checkpoint_activations
 from hpc_train.training.ema import Ema
 from hpc_train.training.optimization import Optimization, _with_kernel, make_optimizer
 from hpc_train.training.schedules import make_schedule
+from hpc_train.validate.gpt_args import GPTArgs
 from tests.forwards import PlainForward, optimizer_step
 from tests.ranks import run_ranks
 

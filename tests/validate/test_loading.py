@@ -61,7 +61,7 @@ def test_loading_imports_nothing_heavy(good: Path) -> None:
         ("slurm.nodes=2-4", "slurm.nodes", "2-4"),
         ("slurm.time_limit=24:00:00", "slurm.time_limit", 1440),
         ("environment.modules=[cuda/12, gcc]", "environment.modules", ["cuda/12", "gcc"]),
-        ("data.args.a.b=on", "data.args", {"a": {"b": "on"}}),
+        ("optimization.optimizer.args.a.b=on", "optimization.optimizer.args", {"a": {"b": "on"}}),
         (
             "sweep.grid.optimization.optimizer.lr=[0.1, 0.2]",
             "sweep.grid",
@@ -74,7 +74,7 @@ def test_loading_imports_nothing_heavy(good: Path) -> None:
         ("sweep.grid=null", "sweep.grid", {}),
         ("data.augment=", "data.augment", AugmentConfig()),
         ("slurm.time_limit=null", "slurm.time_limit", None),
-        ("data.args.a=null", "data.args", {"a": None}),
+        ("optimization.optimizer.args.a=null", "optimization.optimizer.args", {"a": None}),
     ],
 )
 def test_the_command_line_overrides_the_file(good: Path, override: str, path: str, value: object) -> None:

@@ -31,13 +31,13 @@ from tests.validate.test_data_rules import TEXT
             GOOD,
             "optimization.loss={name: focal, args: {gamma: -1.0}}",
             "loss.args.gamma",
-            "write greater than or equal to 0",
+            "needs a number of at least 0, got -1.0",
         ),
         (
             GOOD,
             "optimization.loss={name: bce, args: {pos_weight: [1.0, many]}}",
             "loss.args.pos_weight[1]",
-            "the text 'many' does not work",
+            "needs a number of at least 0, got the text 'many'",
         ),
     ],
 )

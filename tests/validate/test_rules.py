@@ -11,7 +11,6 @@ from hpc_train.config.problems import dotted
 from hpc_train.config.schema import Experiment
 from hpc_train.registry import parts
 from hpc_train.validate import model_facts, part_rules
-from hpc_train.validate.layer_rules import GPT_DEFAULTS
 from hpc_train.validate.loading import load
 from hpc_train.validate.rules import check_start
 from hpc_train.validate.slurm_rules import OWNED, SBATCH_KEYS
@@ -399,7 +398,7 @@ GPT = ("task=causal_lm", "data={name: text, root: a.txt}", "model={name: gpt, ar
             "4 heads of gpt evenly; write 2 or 4",
         ),
         (
-            ("parallel={strategy: tensor, tensor: 4}", "model.args.num_heads=6"),
+            ("parallel={strategy: tensor, tensor: 4}", "model.args={num_heads: 6, dim: 96}"),
             "parallel.tensor",
             "write 2, 3 or 6",
         ),
@@ -593,12 +592,6 @@ def test_a_model_is_not_asked_about_where_that_decides_nothing(
         experiment = load(path, check_names=False).experiment
         assert check_start(experiment, 1 if "2" not in parallel else None) == []
     assert not asked
-
-
-def test_gpts_defaults_are_those_of_the_model() -> None:
-    from hpc_train.models.gpt import GPTArgs
-
-    assert {name: GPTArgs.model_fields[name].default for name in GPT_DEFAULTS} == GPT_DEFAULTS
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from hpc_train.config.fields import Section
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.image_args import CocoArgs
 from hpc_train.data_facts.root_layout import annotation_files
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
@@ -33,15 +33,6 @@ from hpc_train.errors import BadFileError
 
 #: Pixels by which a box may exceed its image: coordinates are often rounded. It is clipped.
 _TOLERANCE = 1.0
-
-
-class CocoArgs(Section):
-    """``data.args`` of coco."""
-
-    channels: Literal[1, 3] = 3
-    """Number of channels to which every image is converted."""
-    bad_boxes: Literal["fail", "drop"] = "fail"
-    """What to do with boxes without area, or outside of their image: end with an error, or drop them."""
 
 
 class CocoSplit:
@@ -88,7 +79,7 @@ class CocoSplit:
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the two splits; without ``val.json`` and ``test.json`` there is no validation."""
     refuse_rest(config)
-    args = parse_args(CocoArgs, config.args)
+    args = parse_args(CocoArgs, config)
     files = annotation_files(root_of(config))
     paths = list(files.values())
     if download:

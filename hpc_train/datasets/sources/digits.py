@@ -7,14 +7,13 @@ classes (1797,) uint8.
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hpc_train.config.fields import Section
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.image_args import DigitsArgs
 from hpc_train.datasets.arguments import parse_args, refuse_rest
 from hpc_train.datasets.base import DataSource, TensorSplit
 from hpc_train.datasets.types import DataInfo
@@ -28,17 +27,10 @@ _VAL_EVERY = 5
 _MEAN, _STD = 0.30586, 0.37628
 
 
-class DigitsArgs(Section):
-    """``data.args`` of digits."""
-
-    channels: Literal[1, 3] = 1
-    """3 repeats the gray channel."""
-
-
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return 1,438 training and 359 validation images of 1x32x32."""
     refuse_rest(config)
-    args = parse_args(DigitsArgs, config.args)
+    args = parse_args(DigitsArgs, config)
     images, classes = _load()
     images = images.expand(-1, args.channels, -1, -1)
     is_val = torch.arange(len(images)) % _VAL_EVERY == _VAL_EVERY - 1

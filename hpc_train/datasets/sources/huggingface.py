@@ -69,7 +69,7 @@ class HuggingFaceImages:
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the splits that the arguments name. ``rest``: the name of a data set of the hub, or nothing."""
-    args = parse_args(HuggingFaceArgs, config.args)
+    args = parse_args(HuggingFaceArgs, config)
     library = _library()
     root = root_of(config)
     if rest and download and not root.exists():

@@ -61,7 +61,7 @@ class ListedImages:
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the images of the lists; without a list of validation images there is no validation."""
     refuse_rest(config)
-    args = parse_args(ImageListArgs, config.args)
+    args = parse_args(ImageListArgs, config)
     root = root_of(config)
     files = list_files(root, args)
     for split, path in files.items():

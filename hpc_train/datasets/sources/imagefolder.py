@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from torch import Tensor
 
-from hpc_train.config.fields import Section
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
-from hpc_train.data_facts.root_layout import VALIDATION, class_folders, without_classes
+from hpc_train.data_facts.image_args import ImageFolderArgs
+from hpc_train.data_facts.root_layout import VALIDATION, class_folders
 from hpc_train.datasets import packing
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
@@ -22,13 +21,6 @@ from hpc_train.datasets.packed import find_pack, open_split
 from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
-
-
-class ImageFolderArgs(Section):
-    """``data.args`` of imagefolder."""
-
-    channels: Literal[1, 3] = 3
-    """Number of channels to which every image is converted."""
 
 
 class FolderSplit:
@@ -89,7 +81,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     With ``data.cache`` they are those of a pack, which ``prepare`` (``download``) writes.
     """
     refuse_rest(config)
-    args = parse_args(ImageFolderArgs, config.args)
+    args = parse_args(ImageFolderArgs, config)
     root = root_of(config)
     if config.cache is None:
         return folder_source(root, args.channels)
@@ -121,8 +113,6 @@ def _info(class_names: tuple[str, ...], channels: int) -> DataInfo:
 
 def _val_split(folder: Path, class_names: tuple[str, ...], channels: int) -> FolderSplit:
     own = class_folders(folder)
-    if not own:
-        raise without_classes(folder).as_error()
     if own != class_names:
         missing, unknown = sorted(set(class_names) - set(own)), sorted(set(own) - set(class_names))
         found = [f"{len(missing)} missing ({', '.join(missing[:5])})"] if missing else []

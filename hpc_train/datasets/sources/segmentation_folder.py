@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
 import torch
 from PIL import Image
-from pydantic import Field
 from torch import Tensor
 
-from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.image_args import SegmentationFolderArgs
 from hpc_train.data_facts.root_layout import VALIDATION
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
@@ -25,19 +23,6 @@ from hpc_train.errors import BadFileError
 #: PIL modes of one number per pixel: bits, bytes, indices of a palette, 16 and 32 bits.
 _NUMBERS = ("1", "L", "P", "I", "I;16", "I;16B")
 _SHOWN = 3
-
-
-class SegmentationFolderArgs(Section):
-    """``data.args`` of segmentation_folder."""
-
-    num_classes: PositiveInt
-    """Number of classes; pixels of masks are 0 to ``num_classes`` - 1 or ``ignore_index``."""
-    ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
-    """Value of pixels that are not trained on and not counted."""
-    class_names: list[str] = []
-    """Names of the classes, for the names of metrics. Default: their numbers."""
-    channels: Literal[1, 3] = 3
-    """Number of channels to which every image is converted."""
 
 
 class MaskedImages:
@@ -98,7 +83,7 @@ def read_mask(path: str) -> Tensor:
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the splits ``train`` and ``val`` or ``test``; without these there is no validation."""
     refuse_rest(config)
-    args = parse_args(SegmentationFolderArgs, config.args)
+    args = parse_args(SegmentationFolderArgs, config)
     _check_numbers(args)
     root = root_of(config)
     train = MaskedImages(root / "train", args.channels)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.image_args import SyntheticArgs
 from hpc_train.datasets.arguments import parse_args, refuse_rest
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.random_numbers import Keys
@@ -26,19 +26,6 @@ _VAL_PART = 5
 _TRAIN, _VAL, _PATTERNS = 0, 1, 2
 #: The mean of two numbers uniform over 0…1 has a standard deviation of √(1/24).
 _MEAN, _STD = 0.5, 0.204
-
-
-class SyntheticArgs(Section):
-    """``data.args`` of synthetic."""
-
-    num_samples: PositiveInt = 1024
-    """Number of training images."""
-    image_size: PositiveInt = 32
-    """Height and width in pixels."""
-    channels: PositiveInt = 3
-    """Number of channels."""
-    num_classes: PositiveInt = 10
-    """Number of classes; sample i is of class i modulo this number."""
 
 
 class SyntheticSplit:
@@ -83,7 +70,7 @@ def _random_bytes(part: int, indices: Tensor, shape: tuple[int, int, int]) -> Te
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return ``num_samples`` training images and a fifth as many for validation, at least one."""
     refuse_rest(config)
-    args = parse_args(SyntheticArgs, config.args)
+    args = parse_args(SyntheticArgs, config)
     info = DataInfo(args.num_classes, args.channels, (_MEAN,) * args.channels, (_STD,) * args.channels)
     val_count = max(1, args.num_samples // _VAL_PART)
     return DataSource(

@@ -55,7 +55,7 @@ class TextSplit:
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the sequences of the training and, if there is any, the validation text."""
     refuse_rest(config)
-    args = parse_args(TextArgs, config.args)
+    args = parse_args(TextArgs, config)
     train, val = _parts(root_of(config), args)
     vocabulary = _vocabulary(train, val) if args.tokens == "characters" else list(range(_NUM_BYTES))
     info = DataInfo(

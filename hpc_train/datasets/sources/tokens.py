@@ -150,7 +150,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     With ``download`` (``prepare``) shards of the text are written first.
     """
     refuse_rest(config)
-    args = parse_args(TokensArgs, config.args)
+    args = parse_args(TokensArgs, config)
     if download:
         token_writing.ensure(config, args)
     shards = find_shards(config, args)

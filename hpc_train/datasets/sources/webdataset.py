@@ -70,7 +70,7 @@ class ShardedImages:
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the samples in the shards. Raises BadFileError for ranks if ``prepare`` has written no index."""
     refuse_rest(config)
-    args = parse_args(WebdatasetArgs, config.args)
+    args = parse_args(WebdatasetArgs, config)
     shards = shard_files(root_of(config), args)
     for split, paths in shards.items():
         _check_files(split, paths)

@@ -46,7 +46,10 @@ if TYPE_CHECKING:
 #: Measured: four idle nodes take 1.4 s to judge a job after its release; a busy site's scheduler longer.
 _REASON_LOOKS = 2
 _REASON_PAUSE_S = 1.5
-_FINISH = "what is made stays: submit the file again, or resume a run of it, to finish this"
+_FINISH = (
+    "what is made stays: submit the file again, or resume a run of it, to finish this; to train on this "
+    "machine instead, submit with --local --new"
+)
 #: What stands in a script that is only shown for names that a submission gives.
 _SHOWN_TOKEN, _SHOWN_SNAPSHOT = "TOKEN", "SNAPSHOT"
 

@@ -225,7 +225,7 @@ def test_a_million_rows_open_from_their_index(root: Path, tmp_path: Path) -> Non
         (
             "path,target\n",
             {"path_colum": "x"},
-            r"^data\.args\.path_colum: no such argument; did you mean path_column",
+            r"^data\.args\.path_colum: image_list takes no argument 'path_colum'; did you mean 'path_column'",
         ),
     ],
 )

@@ -339,7 +339,10 @@ def test_missing_data_and_wrong_arguments_are_named(tmp_path: Path) -> None:
             config(root, "my/tokenizer.json"),
             r"data.args.tokenizer: .*json can't be read: No such .*; fix",
         ),
-        (config(root, sequence_len=9), "data.args.sequence_len: no such argument; did you mean"),
+        (
+            config(root, sequence_len=9),
+            "data.args.sequence_len: tokens takes no argument 'sequence_len'; did you mean",
+        ),
     ):
         with pytest.raises(BadFileError, match=words):
             build_source(given, download=True)
