@@ -1,10 +1,11 @@
-"""The protocol of a task, and how one is made of its name."""
+"""The protocol of a task, how one is made of its name, and what several tasks share."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any, Protocol, cast, runtime_checkable
 
+import torch
 from PIL import Image
 from torch import Tensor, nn
 
@@ -154,6 +155,11 @@ def mean_loss(task: Task, outputs: Any, batch: Batch) -> Tensor:
         return loss
     found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise BadFileError(f"task: loss returned {found}; return the micro-batch's mean, a tensor of shape ()")
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return float64 as it is, and anything else as float32: losses and probabilities need as much."""
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def target_spec(task: Task) -> TargetSpecs:

@@ -18,6 +18,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
 from hpc_train.tasks import drawing
+from hpc_train.tasks.base import at_least_float32
 from hpc_train.tasks.class_losses import as_shares, make_class_loss
 from hpc_train.tasks.several_classes import label_metrics, label_sums
 
@@ -59,7 +60,7 @@ class Classification:
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the mean over the samples of the loss with label smoothing."""
-        return self._losses.mean(_at_least_float32(outputs), batch.targets, self._label_smoothing)
+        return self._losses.mean(at_least_float32(outputs), batch.targets, self._label_smoothing)
 
     def soft_targets(self, targets: Tensor) -> Tensor:
         """Return targets as shares of the classes, (B, C) float64, which mixup averages."""
@@ -75,7 +76,7 @@ class Classification:
 
     def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Any]:
         """Return ``count``, the sum ``loss`` (without smoothing), and what ``metrics`` is made of."""
-        logits = _at_least_float32(outputs)
+        logits = at_least_float32(outputs)
         losses = self._losses(logits, batch.targets)
         # No product with ``valid``: what a filled-up sample gives may be nan.
         sums = {"count": batch.valid, "loss": torch.where(batch.valid, losses, torch.zeros_like(losses))}
@@ -99,7 +100,7 @@ class Classification:
 
         With several labels per sample: all ``probabilities``, and the ``labels`` with 0.5 or more.
         """
-        logits = _at_least_float32(outputs)
+        logits = at_least_float32(outputs)
         if self._has_several:
             return [self._labels(each) for each in logits.sigmoid().tolist()]
         highest, classes = logits.softmax(dim=1).topk(min(_TOP, outputs.shape[1]), dim=1)
@@ -146,7 +147,7 @@ class Classification:
         The frame of a right prediction is green, that of a wrong one red. With several labels per sample:
         the labels, and the predicted ones with their probabilities.
         """
-        logits = _at_least_float32(outputs[place])
+        logits = at_least_float32(outputs[place])
         target = batch.targets[place]
         if self._has_several:
             true, found, chances = target > 0.5, logits >= 0, logits.sigmoid()
@@ -230,7 +231,3 @@ def _confusion(classes: Tensor, predictions: Tensor, valid: Tensor, num_classes:
 def _caption(title: str, names: Sequence[str], color: drawing.Color) -> list[tuple[str, drawing.Color]]:
     """Return a line per name, the first one after the title."""
     return [(f"{title if place == 0 else '    '}{name}", color) for place, name in enumerate(names)]
-
-
-def _at_least_float32(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()

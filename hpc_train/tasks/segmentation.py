@@ -19,6 +19,7 @@ from torch.nn import functional
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.tasks import drawing
+from hpc_train.tasks.base import at_least_float32
 from hpc_train.tasks.pixel_losses import flat, make_pixel_loss, pixel_losses
 
 #: Of pixels without a class, where the data set does not say it.
@@ -151,7 +152,7 @@ def _pixels(logits: Tensor, masks: Tensor, labelled_BHW: Tensor) -> tuple[Tensor
     On the CPU those are images, which take a quarter of the time of flat pixels (measured). Elsewhere they
     are flat, because CUDA's cross entropy over (B, C, H, W) has no deterministic form.
     """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = at_least_float32(logits)
     if wide.shape[-2:] != masks.shape[-2:]:
         wide = functional.interpolate(wide, size=masks.shape[-2:], mode="bilinear", align_corners=False)
     classes = masks.to(torch.int64)
