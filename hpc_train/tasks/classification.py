@@ -5,8 +5,6 @@ Legend: B samples, C classes.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +16,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
 from hpc_train.tasks import drawing
-from hpc_train.tasks.base import at_least_float32
+from hpc_train.tasks.base import at_least_float32, class_table
 from hpc_train.tasks.class_losses import as_shares, make_class_loss
 from hpc_train.tasks.several_classes import label_metrics, label_sums
 
@@ -134,12 +132,14 @@ class Classification:
     def files(self, sums: dict[str, Any]) -> dict[str, bytes]:
         """Return the confusion matrix as a table, or of several classes at once one line per class."""
         if self._has_several:
-            header = ["class", "true_positives", "false_positives", "false_negatives", "true_negatives"]
-            return {"confusion_per_class.csv": self._table(header, sums["outcomes"].T)}
+            columns = ["true_positives", "false_positives", "false_negatives", "true_negatives"]
+            outcomes = sums["outcomes"].T
+            return {"confusion_per_class.csv": class_table(columns, self._names(len(outcomes)), outcomes)}
         if "confusion" not in sums:
             return {}
         confusion = sums["confusion"]
-        return {"confusion_matrix.csv": self._table(["class", *self._names(len(confusion))], confusion)}
+        names = self._names(len(confusion))
+        return {"confusion_matrix.csv": class_table(names, names, confusion)}
 
     def picture(self, outputs: Tensor, batch: Batch, place: int, image: Image.Image) -> Image.Image:
         """Return the image above its class and the predicted one, with its probability.
@@ -177,15 +177,6 @@ class Classification:
 
     def _short(self, number: int) -> str:
         return drawing.short(self._class_name(number))
-
-    def _table(self, header: Sequence[str], counts: Tensor) -> bytes:
-        """Return a CSV table with a row per class."""
-        text = io.StringIO()
-        table = csv.writer(text, lineterminator="\n")
-        table.writerow(header)
-        names = self._names(len(counts))
-        table.writerows([name, *row] for name, row in zip(names, counts.tolist(), strict=True))
-        return text.getvalue().encode()
 
     def _names(self, count: int) -> Sequence[str]:
         return self._class_names if len(self._class_names) == count else [str(each) for each in range(count)]
