@@ -76,9 +76,8 @@ class MetricsWriter:
         self._images_at = images_at
 
     def write(self, row: Row) -> None:
-        """Take a row; a number that JSON has no word for is written as null."""
-        bad = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
-        row = {name: None if name in bad else value for name, value in row.items()}
+        """Write a row, numbers that are not finite as null."""
+        row = without_non_finite(row)
         self.metrics.append(row)
         self._each_logger(lambda logger: logger.log(row))
         if row["split"] == "val" and (images := self._images_at(row["step"])):
@@ -197,13 +196,26 @@ class Meters:
             self._recorder.metrics.sync()
 
     def _head(self, split: str, step: int) -> Row:
-        return {
-            "time": round(time.time(), 3),
-            "attempt": self._attempt,
-            "split": split,
-            "step": step,
-            "epoch": round(step / self._steps_per_epoch, 4),
-        }
+        return row_head(self._attempt, split, step, self._steps_per_epoch)
+
+
+def row_head(attempt: int | None, split: str, step: int, steps_per_epoch: int | None) -> Row:
+    """Return what every row begins with. ``attempt`` and ``steps_per_epoch``: None where not known."""
+    return {
+        "time": round(time.time(), 3),
+        "attempt": attempt,
+        "split": split,
+        "step": step,
+        "epoch": round(step / steps_per_epoch, 4) if steps_per_epoch else None,
+    }
+
+
+def without_non_finite(row: Row) -> Row:
+    """Return the row with None, null in JSON, in place of infinite numbers and NaN, which JSON lacks."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
 
 
 def peak_memory(device: torch.device) -> Row:
