@@ -33,8 +33,6 @@ class TensorPlan:
     """What a rank shares with those of ``mesh``, the 1-D mesh "tensor"."""
 
     mesh: DeviceMesh
-    #: Names of the linear layers that are shared.
-    shared: list[str] = field(default_factory=list)
     #: Layers whose rows are several tensors, like q, k and v, and how many.
     _dealt: list[tuple[nn.Linear, int]] = field(default_factory=list)
     #: id of a parameter → how many tensors its rows are.
@@ -85,8 +83,7 @@ def share_layers(model: nn.Module, mesh: DeviceMesh, within: nn.Module | None = 
     plan = TensorPlan(mesh)
     if mesh.size() == 1:
         return plan
-    for name, each in shareable_in(model, within).items():
-        plan.shared += [f"{name}.{layer}".lstrip(".") for layer in each.layers]
+    for each in shareable_in(model, within).values():
         plan._dealt += _share(each, mesh)
     return plan
 
