@@ -1,6 +1,6 @@
 """An exponential moving average of the weights, placed and sharded as the model's own are.
 
-The worker makes one after the optimizer; the trainer updates it at each step and evaluates it.
+``train_state.assemble`` makes one after the optimizer; ``step`` updates it, and ``evaluator`` evaluates it.
 """
 
 from __future__ import annotations

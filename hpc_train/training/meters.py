@@ -236,7 +236,7 @@ def _to_host(row: Row, names: list[str], values: Tensor) -> _PendingRow:
 
 
 class StatusWriter:
-    """Keeps ``status.json`` at most a second or one step behind. Rank 0 of the owning attempt only."""
+    """Keeps ``status.json`` at most half a second or one step behind. Rank 0 of the owning attempt only."""
 
     def __init__(self, paths: RunPaths, attempt: int, total_steps: int, steps_per_epoch: int) -> None:
         self._paths = paths
