@@ -143,7 +143,7 @@ class Meters:
         self._global_batch_size = global_batch_size
         self._steps_per_epoch = steps_per_epoch
         self._every_steps = every_steps
-        self._recorder = metrics_writer
+        self._metrics_writer = metrics_writer
         self._pending: deque[_PendingRow] = deque()
 
     def train_row_is_due(self, step: int) -> bool:
@@ -164,7 +164,7 @@ class Meters:
         names = ["loss", *(sums or {})]
         totals = torch.stack([loss, *(each.to(loss.dtype) for each in (sums or {}).values())])
         dist.all_reduce(totals)
-        if self._recorder is None:
+        if self._metrics_writer is None:
             return
         totals[1:] /= self._global_batch_size
         values = list(totals)
@@ -177,23 +177,23 @@ class Meters:
     def val_row(self, step: int, metrics: dict[str, float]) -> None:
         """Write the row of the evaluation at ``step``, after all earlier rows; only rank 0 writes."""
         self.drain(wait=True)
-        if self._recorder is not None:
-            self._recorder.write(self._head("val", step) | metrics)
+        if self._metrics_writer is not None:
+            self._metrics_writer.write(self._head("val", step) | metrics)
 
     def has_val_row(self, step: int) -> bool:
         """Tell whether the evaluation at ``step`` is written down. On rank 0 only."""
-        return self._recorder is not None and self._recorder.metrics.has("val", step)
+        return self._metrics_writer is not None and self._metrics_writer.metrics.has("val", step)
 
     def drain(self, *, wait: bool) -> None:
         """Write the rows whose numbers have arrived, or wait for all of them."""
         while self._pending and (wait or self._pending[0].is_ready()):
-            assert self._recorder is not None
-            self._recorder.write(self._pending.popleft().finished())
+            assert self._metrics_writer is not None
+            self._metrics_writer.write(self._pending.popleft().finished())
 
     def sync(self) -> None:
         """Put every written row on the disk: a checkpoint takes them for granted. Any thread."""
-        if self._recorder is not None:
-            self._recorder.metrics.sync()
+        if self._metrics_writer is not None:
+            self._metrics_writer.metrics.sync()
 
     def _head(self, split: str, step: int) -> Row:
         return row_head(self._attempt, split, step, self._steps_per_epoch)
