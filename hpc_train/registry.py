@@ -184,6 +184,21 @@ def refusing_exit(what: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def importing(package: str, extra: str, needed_by: str, otherwise: str = "") -> Iterator[None]:
+    """Raise BadFileError where an import fails of ``package``, which the optional ``extra`` installs.
+
+    ``needed_by`` begins the message, ``otherwise`` ends it.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise BadFileError(
+            f"{needed_by} needs the package {package}, which can't be imported here ({error}); "
+            f"install it with pip install 'hpc-train[{extra}]'{otherwise}"
+        ) from error
+
+
 def _imported(kind: str, name: str, module: str) -> object:
     try:
         with refusing_exit(f"{_KEYS[kind]}: {name!r}: importing {module}"):

@@ -28,7 +28,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import try_samples
 from hpc_train.datasets.building import build_source
-from hpc_train.datasets.normalize import Normalize
+from hpc_train.datasets.normalize import Normalize, mean_and_std
 from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError, HpcTrainError, printable
 from hpc_train.models.building import build_model
@@ -146,8 +146,8 @@ def _call(model: nn.Module, task: Task, batch: Batch) -> Call:
 
 
 def _facts(experiment: Experiment, source: DataSource) -> dict[str, Any]:
-    info, own = source.info, experiment.data.normalize
-    mean, std = (info.mean, info.std) if own is None else (own.mean, own.std)
+    info = source.info
+    mean, std = mean_and_std(info, experiment.data)
     return {"model": experiment.model.name, "task": experiment.task, "classes": list(info.class_names)} | (
         {} if info.sequence_length is not None else {"mean": list(mean or ()), "std": list(std or ())}
     )

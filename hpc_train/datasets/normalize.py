@@ -28,9 +28,7 @@ class Normalize:
         dtype: torch.dtype = torch.float32,
         channels_last: bool = False,
     ) -> None:
-        own = config.normalize
-        assert own is None or not own.from_weights, "models.preprocessing writes them out"
-        mean, std = (info.mean, info.std) if own is None else (own.mean, own.std)
+        mean, std = mean_and_std(info, config)
         _check_length("mean", mean, info.channels)
         _check_length("std", std, info.channels)
         # (x / 255 - mean) / std in two operations.
@@ -66,6 +64,13 @@ class Normalize:
             self._offset, self._scale = self._offset.to(device), self._scale.to(device)
         floats = images_BCHW.to(self._dtype, memory_format=self._memory_format)
         return floats.sub_(self._offset).div_(self._scale)
+
+
+def mean_and_std(info: DataInfo, config: DataConfig) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the mean and standard deviation per channel of the file, or else of the data set."""
+    own = config.normalize
+    assert own is None or not own.from_weights, "models.preprocessing writes them out"
+    return (info.mean, info.std) if own is None else (own.mean, own.std)
 
 
 def _check_length(name: str, values: Sequence[float], channels: int) -> None:

@@ -1,6 +1,6 @@
 """Which samples each rank reads, in which order: a pure function of (seed, position, rank, ranks).
 
-Called by ``loading``. One worked example: N = 10 samples, G = 8, m = 2, so M = 4 micro-batches and E = 1 step
+Called by ``batches``. One worked example: N = 10 samples, G = 8, m = 2, so M = 4 micro-batches and E = 1 step
 per epoch; R = 3 ranks. Step 0 is window 0: the first 8 indices of epoch 0's permutation p. Each rank has
 ⌈4/3⌉ = 2 slots:
 

@@ -24,12 +24,10 @@ from torch.utils.data import DataLoader, Sampler
 
 from hpc_train.datasets.reading import Failure, Read, SlotReader, unchanged
 from hpc_train.datasets.sampler import Slot
-from hpc_train.distributed import parent_process
+from hpc_train.distributed import parent_process, signals
 from hpc_train.distributed.forking import RunningContext
 from hpc_train.errors import ExitCode, UserError
 
-#: Slurm and terminals send these to all processes of a job; only the rank may act on them.
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
 _PREFETCHED_BATCHES = 2
 #: A killed loader process is soon known to be dead; it may break a connection slightly earlier.
 _DEATH_LIMIT_S = 2.0
@@ -267,18 +265,18 @@ def _quiet_start() -> Iterator[None]:
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
     on_child = signal.getsignal(signal.SIGCHLD) if in_main_thread else None
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-    try:
-        yield
-    finally:
-        if on_child is not None:
-            signal.signal(signal.SIGCHLD, on_child)
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    with signals.blocked():
+        try:
+            yield
+        finally:
+            if on_child is not None:
+                signal.signal(signal.SIGCHLD, on_child)
 
 
 def _prepare_worker(rank: int, worker: int) -> None:
     """Prepare loader process number ``worker`` of the process ``rank``."""
-    for number in IGNORED_SIGNALS:
+    # Slurm and terminals send these to all processes of a job; only the rank may act on them.
+    for number in signals.STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     # Torch's own watchdog is blocked with a read: on a file system that hangs, forever.
     parent_process.die_with(rank)

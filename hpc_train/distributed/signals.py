@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
@@ -55,6 +56,16 @@ _flags: dict[int, StopFlag] = {}
 def block() -> None:
     """Block the stop signals of this thread, and of its children, until ``install``."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Block the stop signals of this thread within the context; what it starts there inherits the mask."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def install() -> StopFlag:

@@ -11,7 +11,6 @@ are made on threads that nobody waits for for long (``distributed.timed_call``).
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -22,8 +21,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
+from hpc_train.distributed import signals
 from hpc_train.distributed.env import RankFacts
-from hpc_train.distributed.signals import STOP_SIGNALS
 from hpc_train.distributed.timed_call import TimedCall, within
 from hpc_train.errors import ExitCode
 from hpc_train.health.alarm import Alarm
@@ -86,11 +85,8 @@ class Watchdog:
     def start(self) -> None:
         """Start the thread."""
         # The thread inherits the mask: stop signals must reach the main thread, perhaps in a system call.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        try:
+        with signals.blocked():
             self._thread.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def stop(self) -> None:
         """Stop watching. Returns quickly, also if the store no longer answers."""

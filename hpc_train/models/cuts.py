@@ -30,9 +30,10 @@ _NO_TENSOR, _TENSOR, _UNKNOWN = 0, 1, 1000
 class Step:
     """A step of the forward, and the cut after it."""
 
-    #: Index of the block so far. If the model names its split points, the steps between two of them are a
-    #: block.
+    #: Total size of the parameters that the forward has used so far.
     num_parameters: int
+    #: Blocks that the forward has entered so far. If the model names its split points, the steps between two
+    #: of them are a block.
     num_blocks: int
     #: How many values cross this cut; None: one of them must not.
     num_passing: int | None

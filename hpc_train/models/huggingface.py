@@ -14,11 +14,13 @@ from hpc_train.config.training_sections import ModelConfig
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.weights import hub_report, keep_report, load_weights
+from hpc_train.registry import importing
 
 
 def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> nn.Module:
     """Build the model for the data's tokens or classes; its forward returns the logits alone."""
-    transformers = _transformers()
+    with importing("transformers", "hf", needed_by="model.name: hf/"):
+        import transformers
     kind = (
         transformers.AutoModelForImageClassification
         if info.sequence_length is None
@@ -49,17 +51,6 @@ def build(rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> 
     model.register_forward_hook(_logits)
     assert isinstance(model, nn.Module)
     return model
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise BadFileError(
-            f"model.name: hf/ needs the package transformers, which can't be imported here ({error}); "
-            "install it with pip install 'hpc-train[hf]'"
-        ) from error
-    return transformers
 
 
 def _settings(transformers: Any, rest: str, config: ModelConfig, info: DataInfo, *, download: bool) -> Any:

@@ -23,6 +23,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.models.arguments import parameter_names, unknown_argument, wrong_arguments
 from hpc_train.models.timm import hub_access, refuse_uncached_url
 from hpc_train.models.weights import hub_report, keep_report, load_weights
+from hpc_train.registry import importing
 from hpc_train.validate.part_rules import unlisted
 from hpc_train.validate.smp_rules import OF_TIMM, OWNED, encoder_problem, owned_arguments
 
@@ -94,13 +95,8 @@ def preprocessing_of(
 
 
 def _library() -> Any:
-    try:
+    with importing("segmentation-models-pytorch", "smp", needed_by="model.name: smp/"):
         import segmentation_models_pytorch
-    except ImportError as error:
-        raise BadFileError(
-            "model.name: smp/ needs the package segmentation-models-pytorch, which can't be imported here "
-            f"({error}); install it with pip install 'hpc-train[smp]'"
-        ) from error
     return segmentation_models_pytorch
 
 

@@ -1,6 +1,6 @@
 """Rank 0's buffers are the run's: how they reach the other ranks, and how a forward leaves them alone.
 
-Used by the strategies and by what in ``engine`` keeps copies. Buffers that are not saved
+Used by the strategies and by what in ``training`` keeps copies. Buffers that are not saved
 (``persistent=False``) are constants and stay out of all this.
 """
 

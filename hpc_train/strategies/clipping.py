@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hpc_train.strategies.base import Piece, RankContext
+from hpc_train.strategies.pieces import local_part
 
 #: torch's own, of ``clip_grad_norm_``.
 _EPS = 1e-6
@@ -41,9 +41,5 @@ def clip_over_ranks(
     norm = squares.sqrt().to(context.precision.param_dtype)
     scale = torch.clamp(max_norm / (norm + _EPS), max=1.0)
     if trained:
-        torch._foreach_mul_([_local(gradient) for _, gradient in trained], scale)
+        torch._foreach_mul_([local_part(gradient) for _, gradient in trained], scale)
     return norm
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -10,9 +10,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from hpc_train.strategies.base import Piece
 
 
+@torch.no_grad()
 def piece_of(tensor: DTensor) -> Piece:
     """Return this rank's part; along axes that hold copies the first rank's is the one to save."""
-    return Piece(tuple(tensor.shape), _offset(tensor), local_of(tensor), is_writer=_is_first_copy(tensor))
+    return Piece(tuple(tensor.shape), _offset(tensor), tensor.to_local(), is_writer=_is_first_copy(tensor))
 
 
 def dealt_pieces(tensor: DTensor, parts: int, ranks: int, rank: int) -> list[Piece]:
@@ -45,10 +46,9 @@ def dealt_out(tensor: Tensor, parts: int, ranks: int) -> Tensor:
     return by_part.transpose(0, 1).flatten(0, 2).contiguous()
 
 
-def local_of(tensor: DTensor) -> Tensor:
-    """Return this rank's part in its memory layout."""
-    with torch.no_grad():
-        return tensor.to_local()
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, in its memory layout, and any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _offset(tensor: DTensor) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ def _offset(tensor: DTensor) -> tuple[int, ...]:
         first = min(chunk * tensor.device_mesh.get_local_rank(axis), sizes[dim])
         sizes[dim] = min(chunk, sizes[dim] - first)
         offset[dim] += first
-    assert tuple(sizes) == tuple(local_of(tensor).shape), (sizes, tensor)
+    assert tuple(sizes) == tuple(tensor.to_local().shape), (sizes, tensor)
     return tuple(offset)
 
 

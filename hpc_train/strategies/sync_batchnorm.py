@@ -1,6 +1,6 @@
 """``parallel.sync_batchnorm``: BatchNorm over one micro-batch of every rank at once.
 
-The worker calls it between building and placing the model. Legend: R ranks, C channels.
+``train_state.assemble`` calls it between building and placing the model. Legend: R ranks, C channels.
 """
 
 from __future__ import annotations

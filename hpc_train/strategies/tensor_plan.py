@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from hpc_train.errors import BadFileError
 from hpc_train.strategies.base import Piece
-from hpc_train.strategies.pieces import dealt_out, dealt_pieces, piece_of
+from hpc_train.strategies.pieces import dealt_out, dealt_pieces, local_part, piece_of
 from hpc_train.strategies.tensor_layers import Shareable, numbers_shared, shareable_in
 from hpc_train.validate.layer_rules import dropped_attention, uneven_share
 
@@ -33,8 +33,6 @@ class TensorPlan:
     """What a rank shares with those of ``mesh``, the 1-D mesh "tensor"."""
 
     mesh: DeviceMesh
-    #: Names of the linear layers that are shared.
-    shared: list[str] = field(default_factory=list)
     #: Layers whose rows are several tensors, like q, k and v, and how many.
     _dealt: list[tuple[nn.Linear, int]] = field(default_factory=list)
     #: id of a parameter → how many tensors its rows are.
@@ -85,8 +83,7 @@ def share_layers(model: nn.Module, mesh: DeviceMesh, within: nn.Module | None = 
     plan = TensorPlan(mesh)
     if mesh.size() == 1:
         return plan
-    for name, each in shareable_in(model, within).items():
-        plan.shared += [f"{name}.{layer}".lstrip(".") for layer in each.layers]
+    for each in shareable_in(model, within).values():
         plan._dealt += _share(each, mesh)
     return plan
 
@@ -98,8 +95,7 @@ def even_out(parameters: Iterable[Tensor], mesh: DeviceMesh) -> None:
     They are computed from the same numbers, but on a GPU not always by the same algorithm, nor added up in
     the same order.
     """
-    whole = [p.grad for p in parameters if p.grad is not None and not _is_shared(p)]
-    parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in whole]
+    parts = [local_part(p.grad) for p in parameters if p.grad is not None and not _is_shared(p)]
     for dtype in dict.fromkeys(part.dtype for part in parts):
         alike = [part for part in parts if part.dtype == dtype]
         flat = torch.cat([part.reshape(-1) for part in alike])

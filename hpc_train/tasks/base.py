@@ -1,10 +1,14 @@
-"""The protocol of a task, and how one is made of its name."""
+"""The protocol of a task, how one is made of its name, and what several tasks share."""
 
 from __future__ import annotations
 
+import csv
+import io
 import warnings
+from collections.abc import Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
+import torch
 from PIL import Image
 from torch import Tensor, nn
 
@@ -154,6 +158,20 @@ def mean_loss(task: Task, outputs: Any, batch: Batch) -> Tensor:
         return loss
     found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise BadFileError(f"task: loss returned {found}; return the micro-batch's mean, a tensor of shape ()")
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return float64 as it is, and anything else as float32: losses and probabilities need as much."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def class_table(columns: Sequence[str], names: Sequence[str], counts: Tensor) -> bytes:
+    """Return a CSV table of counts (classes, columns): a row for each of ``names``, the classes."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["class", *columns])
+    table.writerows([name, *row] for name, row in zip(names, counts.tolist(), strict=True))
+    return text.getvalue().encode()
 
 
 def target_spec(task: Task) -> TargetSpecs:

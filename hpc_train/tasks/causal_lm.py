@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
+from hpc_train.tasks.base import at_least_float32
 
 
 class CausalLM:
@@ -64,8 +65,7 @@ def _flat(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     Flat also because CUDA's cross entropy over (B, V, T) has no deterministic form.
     """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return wide.flatten(0, 1), targets.flatten()
+    return at_least_float32(logits).flatten(0, 1), targets.flatten()
 
 
 def _exp(loss: float) -> float:

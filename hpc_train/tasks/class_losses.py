@@ -6,8 +6,8 @@ Legend: B samples, C classes.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,26 +19,20 @@ from hpc_train.data_facts.losses import CLASSIFICATION, BceArgs, CrossEntropyArg
 from hpc_train.errors import BadFileError
 
 
-class ClassLoss(Protocol):
+class ClassLoss(ABC):
     """A loss of logits (B, C) and targets: classes (B,) int64 or shares of the classes (B, C) float."""
 
+    @abstractmethod
     def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
         """Return a loss per sample, (B,). ``smoothing``: the share that is spread over all classes."""
 
     def mean(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
         """Return the mean over the samples, ()."""
-
-
-class _Mean:
-    """The mean of the losses of the samples."""
-
-    def mean(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        losses_B: Tensor = self(logits, targets, smoothing)  # type: ignore[operator]
-        return losses_B.mean()
+        return self(logits, targets, smoothing).mean()
 
 
 @dataclass(frozen=True)
-class CrossEntropy(_Mean):
+class CrossEntropy(ClassLoss):
     """Cross entropy with label smoothing (arXiv:1512.00567, section 7), as torch computes it."""
 
     args: CrossEntropyArgs
@@ -66,7 +60,7 @@ class CrossEntropy(_Mean):
 
 
 @dataclass(frozen=True)
-class BinaryCrossEntropy(_Mean):
+class BinaryCrossEntropy(ClassLoss):
     """A yes or no per class, averaged over the classes. Of one class per sample it is timm's."""
 
     args: BceArgs
@@ -86,7 +80,7 @@ class BinaryCrossEntropy(_Mean):
 
 
 @dataclass(frozen=True)
-class Focal(_Mean):
+class Focal(ClassLoss):
     """Focal loss of the softmax over the classes or, with several per sample, of the sigmoid of each."""
 
     args: FocalArgs
@@ -142,7 +136,7 @@ def make_class_loss(config: LossConfig | None, num_classes: int, *, has_several:
     """
     config = config or LossConfig(name="bce" if has_several else "cross_entropy")
     args = CLASSIFICATION[config.name].model_validate(config.args)
-    _check_lengths(args, num_classes)
+    check_weights(args, num_classes)
     match args:
         case BceArgs():
             return BinaryCrossEntropy(args, has_several)
@@ -153,7 +147,8 @@ def make_class_loss(config: LossConfig | None, num_classes: int, *, has_several:
     raise AssertionError(f"{config.name} has no implementation")
 
 
-def _check_lengths(args: Section, num_classes: int) -> None:
+def check_weights(args: Section, num_classes: int) -> None:
+    """Raise BadFileError where weights of a loss are not one per class."""
     for name in ("class_weights", "pos_weight"):
         values = getattr(args, name, None)
         if values is not None and len(values) != num_classes:

@@ -5,8 +5,6 @@ Legend: B samples, C classes.
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +16,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
 from hpc_train.tasks import drawing
+from hpc_train.tasks.base import at_least_float32, class_table
 from hpc_train.tasks.class_losses import as_shares, make_class_loss
 from hpc_train.tasks.several_classes import label_metrics, label_sums
 
@@ -59,7 +58,7 @@ class Classification:
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the mean over the samples of the loss with label smoothing."""
-        return self._losses.mean(_at_least_float32(outputs), batch.targets, self._label_smoothing)
+        return self._losses.mean(at_least_float32(outputs), batch.targets, self._label_smoothing)
 
     def soft_targets(self, targets: Tensor) -> Tensor:
         """Return targets as shares of the classes, (B, C) float64, which mixup averages."""
@@ -75,7 +74,7 @@ class Classification:
 
     def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Any]:
         """Return ``count``, the sum ``loss`` (without smoothing), and what ``metrics`` is made of."""
-        logits = _at_least_float32(outputs)
+        logits = at_least_float32(outputs)
         losses = self._losses(logits, batch.targets)
         # No product with ``valid``: what a filled-up sample gives may be nan.
         sums = {"count": batch.valid, "loss": torch.where(batch.valid, losses, torch.zeros_like(losses))}
@@ -99,7 +98,7 @@ class Classification:
 
         With several labels per sample: all ``probabilities``, and the ``labels`` with 0.5 or more.
         """
-        logits = _at_least_float32(outputs)
+        logits = at_least_float32(outputs)
         if self._has_several:
             return [self._labels(each) for each in logits.sigmoid().tolist()]
         highest, classes = logits.softmax(dim=1).topk(min(_TOP, outputs.shape[1]), dim=1)
@@ -133,12 +132,14 @@ class Classification:
     def files(self, sums: dict[str, Any]) -> dict[str, bytes]:
         """Return the confusion matrix as a table, or of several classes at once one line per class."""
         if self._has_several:
-            header = ["class", "true_positives", "false_positives", "false_negatives", "true_negatives"]
-            return {"confusion_per_class.csv": self._table(header, sums["outcomes"].T)}
+            columns = ["true_positives", "false_positives", "false_negatives", "true_negatives"]
+            outcomes = sums["outcomes"].T
+            return {"confusion_per_class.csv": class_table(columns, self._names(len(outcomes)), outcomes)}
         if "confusion" not in sums:
             return {}
         confusion = sums["confusion"]
-        return {"confusion_matrix.csv": self._table(["class", *self._names(len(confusion))], confusion)}
+        names = self._names(len(confusion))
+        return {"confusion_matrix.csv": class_table(names, names, confusion)}
 
     def picture(self, outputs: Tensor, batch: Batch, place: int, image: Image.Image) -> Image.Image:
         """Return the image above its class and the predicted one, with its probability.
@@ -146,7 +147,7 @@ class Classification:
         The frame of a right prediction is green, that of a wrong one red. With several labels per sample:
         the labels, and the predicted ones with their probabilities.
         """
-        logits = _at_least_float32(outputs[place])
+        logits = at_least_float32(outputs[place])
         target = batch.targets[place]
         if self._has_several:
             true, found, chances = target > 0.5, logits >= 0, logits.sigmoid()
@@ -176,15 +177,6 @@ class Classification:
 
     def _short(self, number: int) -> str:
         return drawing.short(self._class_name(number))
-
-    def _table(self, header: Sequence[str], counts: Tensor) -> bytes:
-        """Return a CSV table with a row per class."""
-        text = io.StringIO()
-        table = csv.writer(text, lineterminator="\n")
-        table.writerow(header)
-        names = self._names(len(counts))
-        table.writerows([name, *row] for name, row in zip(names, counts.tolist(), strict=True))
-        return text.getvalue().encode()
 
     def _names(self, count: int) -> Sequence[str]:
         return self._class_names if len(self._class_names) == count else [str(each) for each in range(count)]
@@ -230,7 +222,3 @@ def _confusion(classes: Tensor, predictions: Tensor, valid: Tensor, num_classes:
 def _caption(title: str, names: Sequence[str], color: drawing.Color) -> list[tuple[str, drawing.Color]]:
     """Return a line per name, the first one after the title."""
     return [(f"{title if place == 0 else '    '}{name}", color) for place, name in enumerate(names)]
-
-
-def _at_least_float32(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()

@@ -17,6 +17,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
 from hpc_train.tasks import drawing
+from hpc_train.tasks.base import at_least_float32
 
 #: Of the detections that are drawn (assumed): the minimum score, and how many at most.
 _SHOWN_SCORE, _SHOWN = 0.3, 50
@@ -73,7 +74,7 @@ class Detection:
 
     def loss(self, outputs: dict[str, Tensor], batch: Batch) -> Tensor:
         """Return the sum of the model's losses, each a mean over the micro-batch."""
-        return torch.stack([_at_least_float32(loss) for loss in outputs.values()]).sum()
+        return torch.stack([at_least_float32(loss) for loss in outputs.values()]).sum()
 
     def sums(self, outputs: list[dict[str, Tensor]], batch: Batch) -> dict[str, Any]:
         """Return ``count``, and as records ``detections`` (D, 6) and ``boxes`` (K, 6).
@@ -144,8 +145,4 @@ def _to_learn(batch: Batch) -> list[dict[str, Tensor]]:
 
 
 def _rows(boxes: Tensor, *columns: Tensor) -> Tensor:
-    return torch.cat([_at_least_float32(boxes), *(column[:, None] for column in columns)], dim=1)
-
-
-def _at_least_float32(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()
+    return torch.cat([at_least_float32(boxes), *(column[:, None] for column in columns)], dim=1)

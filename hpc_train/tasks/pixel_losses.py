@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from hpc_train.config.training_sections import LossConfig
 from hpc_train.data_facts.losses import SEGMENTATION, CrossEntropyArgs, DiceArgs, OhemArgs
-from hpc_train.errors import BadFileError
+from hpc_train.tasks.class_losses import check_weights
 
 #: Logits (P, C) or (B, C, H, W), classes int64 and labelled bool (P,) or (B, H, W) → the mean over the
 #: labelled pixels, ().
@@ -36,18 +36,9 @@ def make_pixel_loss(config: LossConfig | None, num_classes: int, smoothing: floa
         case OhemArgs():
             return partial(_ohem, args, smoothing)
         case CrossEntropyArgs():
-            _check_weights(args, num_classes)
+            check_weights(args, num_classes)
             return partial(_cross_entropy, args, smoothing)
     raise AssertionError(f"{config.name} has no implementation")
-
-
-def _check_weights(args: CrossEntropyArgs, num_classes: int) -> None:
-    weights = args.class_weights
-    if weights is not None and len(weights) != num_classes:
-        raise BadFileError(
-            f"optimization.loss.args.class_weights: has {len(weights)} values, and the data have "
-            f"{num_classes} classes; write one per class"
-        )
 
 
 def pixel_losses(

@@ -20,6 +20,7 @@ from hpc_train.config.training_sections import LossConfig
 from hpc_train.data_facts.losses import REGRESSION, HuberArgs
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
+from hpc_train.tasks.base import at_least_float32
 
 
 class Regression:
@@ -99,7 +100,7 @@ def _make_loss(config: LossConfig | None) -> Callable[[Tensor, Tensor], Tensor]:
 
 def _pair(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs and targets as (B, K), float32 at least. Raises BadFileError where K differs."""
-    outputs = outputs if outputs.dtype == torch.float64 else outputs.float()
+    outputs = at_least_float32(outputs)
     count = targets.shape[1:].numel()
     if outputs.shape not in ((len(targets), count), targets.shape):
         raise BadFileError(

@@ -6,8 +6,6 @@ Legend: B samples, C classes, H rows, W columns, P pixels of a micro-batch.
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch.nn import functional
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.tasks import drawing
+from hpc_train.tasks.base import at_least_float32, class_table
 from hpc_train.tasks.pixel_losses import flat, make_pixel_loss, pixel_losses
 
 #: Of pixels without a class, where the data set does not say it.
@@ -99,12 +98,7 @@ class Segmentation:
 
     def files(self, sums: dict[str, Any]) -> dict[str, bytes]:
         """Return the confusion matrix as a CSV table: a row per class, a column per prediction."""
-        text = io.StringIO()
-        table = csv.writer(text, lineterminator="\n")
-        table.writerow(["class", *self._class_names])
-        rows = sums["confusion"].tolist()
-        table.writerows([name, *counts] for name, counts in zip(self._class_names, rows, strict=True))
-        return {"confusion.csv": text.getvalue().encode()}
+        return {"confusion.csv": class_table(self._class_names, self._class_names, sums["confusion"])}
 
     def picture(self, outputs: Any, batch: Batch, place: int, image: Image.Image) -> Image.Image:
         """Return image, mask and prediction side by side, above the names of their classes.
@@ -151,7 +145,7 @@ def _pixels(logits: Tensor, masks: Tensor, labelled_BHW: Tensor) -> tuple[Tensor
     On the CPU those are images, which take a quarter of the time of flat pixels (measured). Elsewhere they
     are flat, because CUDA's cross entropy over (B, C, H, W) has no deterministic form.
     """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
+    wide = at_least_float32(logits)
     if wide.shape[-2:] != masks.shape[-2:]:
         wide = functional.interpolate(wide, size=masks.shape[-2:], mode="bilinear", align_corners=False)
     classes = masks.to(torch.int64)

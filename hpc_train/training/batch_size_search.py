@@ -17,16 +17,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from hpc_train.checkpoint.control_group import ControlGroup
 from hpc_train.config.problems import Problem
+from hpc_train.distributed import signals
 from hpc_train.distributed.env import is_started_by_slurm
-from hpc_train.distributed.signals import STOP_SIGNALS
 from hpc_train.errors import BadFileError, ExitCode, HpcTrainError, PeerLostError
 from hpc_train.run.found_micro_batch import Found, keep, kept
 from hpc_train.topology.batch_arithmetic import too_few_micro_batches
@@ -197,7 +196,7 @@ class _Trial:
         self._code = int(ExitCode.FAILED)
         self._receiver, sender = multiprocessing.Pipe(duplex=False)
         arguments = [rank.paths.folder, rank.attempt, sender.fileno(), os.getpid(), torch.get_num_threads()]
-        with sender, _blocked_signals():  # a trial ends with its rank, not by itself
+        with sender, signals.blocked():  # a trial ends with its rank, not by itself
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _TRIAL_MODULE, *map(str, [*arguments, *sizes])],
                 env=_environment(sizes),
@@ -242,13 +241,3 @@ def _environment(sizes: Sequence[int]) -> dict[str, str]:
     # Tells a second trial's meeting place from the first one's.
     token = f"{os.environ.get('HPC_TRAIN_TOKEN', '')}-{'-'.join(map(str, sizes))}"
     return own | {"HPC_TRAIN_TOKEN": token}
-
-
-@contextmanager
-def _blocked_signals() -> Iterator[None]:
-    """Let what is started meanwhile hold back the stop signals for good."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -41,6 +41,7 @@ from hpc_train.run.bad_samples import BadSample
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.weight_source import with_source
 from hpc_train.strategies.base import RankContext
+from hpc_train.strategies.pieces import local_part
 from hpc_train.strategies.sync_batchnorm import has_batchnorm
 from hpc_train.tasks.base import make_task, target_spec
 from hpc_train.topology.batch_arithmetic import BatchArithmetic
@@ -189,11 +190,7 @@ def _reserve_for_saves(train_state: TrainState) -> None:
     held: list[Tensor] = [value for state in states for value in state.values() if torch.is_tensor(value)]
     held += [*train_state.model.parameters(), *train_state.model.buffers()]
     held += [] if train_state.ema is None else train_state.ema.averages.values()
-    torch.empty(sum(_local(tensor).nbytes for tensor in held), dtype=torch.uint8)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+    torch.empty(sum(local_part(tensor).nbytes for tensor in held), dtype=torch.uint8)
 
 
 def _refuse_batchnorm(experiment: Experiment, train_state: TrainState) -> None:

@@ -8,11 +8,8 @@ is only read.
 from __future__ import annotations
 
 import json
-import math
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from hpc_train.checkpoint.checkpointer import Checkpointer, Loaded
 from hpc_train.datasets.base import DataSource
@@ -23,12 +20,14 @@ from hpc_train.models.preprocessing import with_preprocessing
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import newest_attempt
 from hpc_train.run.files import read_json, write_text
+from hpc_train.run.metric_rows import Row
 from hpc_train.run.weight_source import with_source
 from hpc_train.tasks.base import make_task, target_spec
 from hpc_train.training import hardware
 from hpc_train.training.data_staging import staged
 from hpc_train.training.evaluator import Evaluator, make_validation
 from hpc_train.training.forward import TrainingForward, make_to_input
+from hpc_train.training.meters import row_head, without_non_finite
 from hpc_train.training.predicting import write_predictions
 from hpc_train.training.rank import Rank, make_bad_samples
 from hpc_train.training.train_state import TrainState, build, context, refuse_other_classes
@@ -82,15 +81,8 @@ def _metrics(rank: Rank, source: DataSource, state: TrainState, step: int) -> di
     return Evaluator(state, task, forward, rank.device, agreement, rank.progress).metrics(validation, step)
 
 
-def _row(run: RunPaths, loaded: Loaded, metrics: dict[str, float]) -> dict[str, Any]:
+def _row(run: RunPaths, loaded: Loaded, metrics: dict[str, float]) -> Row:
     """Return the row as training writes it; ``attempt``: the one that saved the checkpoint."""
-    finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-    steps_per_epoch = loaded.extra.get("steps_per_epoch")
     attempt = (read_json(run.checkpoint(loaded.step).manifest) or {}).get("attempt")
-    return {
-        "time": round(time.time(), 3),
-        "attempt": attempt,
-        "split": "val",
-        "step": loaded.step,
-        "epoch": round(loaded.step / steps_per_epoch, 4) if steps_per_epoch else None,
-    } | finite
+    head = row_head(attempt, "val", loaded.step, loaded.extra.get("steps_per_epoch"))
+    return without_non_finite(head | metrics)

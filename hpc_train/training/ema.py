@@ -1,6 +1,6 @@
 """An exponential moving average of the weights, placed and sharded as the model's own are.
 
-The worker makes one after the optimizer; the trainer updates it at each step and evaluates it.
+``train_state.assemble`` makes one after the optimizer; ``step`` updates it, and ``evaluator`` evaluates it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from hpc_train.checkpoint.state import NamedTensors
 from hpc_train.strategies.base import Strategy
 from hpc_train.strategies.buffers import Buffers
+from hpc_train.strategies.pieces import local_part
 
 
 class Ema:
@@ -76,16 +76,12 @@ class Ema:
 
     def _locals(self, names: Iterable[str]) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's parts of averages and values. Not cached: FSDP may replace a padded one."""
-        pairs = [(_local(self.averages[name]), _local(self._values[name])) for name in names]
+        pairs = [(local_part(self.averages[name]), local_part(self._values[name])) for name in names]
         return [average for average, _ in pairs], [value for _, value in pairs]
 
 
 def _has_fractions(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _drop_gathered(model: nn.Module) -> None:

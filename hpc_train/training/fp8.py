@@ -9,12 +9,12 @@ under their names, so that checkpoints are those of any precision.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from hpc_train.errors import BadFileError
+from hpc_train.registry import importing
 
 #: Float8 products on the GPU take sizes that this divides.
 _MULTIPLE = 16
@@ -27,7 +27,8 @@ def use_float8(blocks: Sequence[nn.Module], device: torch.device) -> None:
     subclasses of ``nn.Linear``, whose forward is their own. Raises BadFileError where none is left, or where
     torchao is missing.
     """
-    float8 = _torchao()
+    with importing("torchao", "fp8", needed_by="precision: fp8", otherwise=", or write bf16"):
+        from torchao import float8
     # Micro-batches may have any number of rows, which is the inner size of the weight gradient's product.
     config = float8.Float8LinearConfig(pad_inner_dim=True, emulate=device.type == "cpu")
     if not any(_fits(module) for block in blocks for module in _below(block)):
@@ -49,14 +50,3 @@ def _below(block: nn.Module) -> list[nn.Module]:
 
 def _fits(module: nn.Module) -> bool:
     return type(module) is nn.Linear and not any(size % _MULTIPLE for size in module.weight.shape)
-
-
-def _torchao() -> Any:
-    try:
-        from torchao import float8
-    except ImportError as error:
-        raise BadFileError(
-            f"precision: fp8 needs the package torchao, which can't be imported here ({error}); "
-            "install it with pip install 'hpc-train[fp8]', or write bf16"
-        ) from error
-    return float8

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hpc_train.strategies.pieces import local_part
+
 #: The parts of a rank's memory, in the order in which they are shown.
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 #: Namespaces of operators whose arguments and results are communication buffers.
@@ -110,7 +112,7 @@ class LiveMemory(TorchDispatchMode):
 
         ``factor``: their size on a rank of all shards, relative to here.
         """
-        for tensor in _local(tensors):
+        for tensor in map(local_part, tensors):
             number = self._take(tensor)
             if number is not None and self._labels.setdefault(number, part) == part:
                 sizes = self._scaled.setdefault(number, {})
@@ -236,8 +238,3 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     for value in tree_leaves(values):
         if isinstance(value, Tensor) and not isinstance(value, DTensor):
             yield value
-
-
-def _local(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    for tensor in tensors:
-        yield tensor.to_local() if isinstance(tensor, DTensor) else tensor

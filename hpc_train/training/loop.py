@@ -1,4 +1,4 @@
-"""The loop. Everything it uses is handed in by ``worker``; it decides only the order of things.
+"""The loop. Everything it uses is handed in by ``training.build``; it decides only the order of things.
 
 ``step`` counts optimizer steps done: the first step trained is step 0, after it ``step`` is 1.
 """

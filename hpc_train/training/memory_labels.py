@@ -13,6 +13,7 @@ from math import prod
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpc_train.strategies.pieces import local_part
 from hpc_train.training.live_memory import LiveMemory
 from hpc_train.training.optimization import own_part
 from hpc_train.training.train_state import TrainState
@@ -64,8 +65,8 @@ class MemoryLabels:
         self.memory.label(state.model.buffers(), "buffers")
         if state.ema is not None:
             self._label(state.ema.averages.values(), "parameters")
-        here = sum(_local_bytes(value) for value in trained)
-        there = sum(_local_bytes(value) * self.sizes.factor(value) for value in trained)
+        here = sum(local_part(value).nbytes for value in trained)
+        there = sum(local_part(value).nbytes * self.sizes.factor(value) for value in trained)
         self.memory.shard_factor = there / here if here else 1.0
         self._label_when_accumulated(state.model)
 
@@ -116,10 +117,6 @@ class MemoryLabels:
         for tensor in tensors:
             factor = self.sizes.factor(tensor) if self.are_parameters_sharded else 1.0
             self.memory.label([tensor], part, factor)
-
-
-def _local_bytes(value: Tensor) -> int:
-    return (value.to_local() if isinstance(value, DTensor) else value).nbytes
 
 
 def _ceil(rows: int, shards: int) -> int:

@@ -76,9 +76,8 @@ class MetricsWriter:
         self._images_at = images_at
 
     def write(self, row: Row) -> None:
-        """Take a row; a number that JSON has no word for is written as null."""
-        bad = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
-        row = {name: None if name in bad else value for name, value in row.items()}
+        """Write a row, numbers that are not finite as null."""
+        row = without_non_finite(row)
         self.metrics.append(row)
         self._each_logger(lambda logger: logger.log(row))
         if row["split"] == "val" and (images := self._images_at(row["step"])):
@@ -144,7 +143,7 @@ class Meters:
         self._global_batch_size = global_batch_size
         self._steps_per_epoch = steps_per_epoch
         self._every_steps = every_steps
-        self._recorder = metrics_writer
+        self._metrics_writer = metrics_writer
         self._pending: deque[_PendingRow] = deque()
 
     def train_row_is_due(self, step: int) -> bool:
@@ -165,7 +164,7 @@ class Meters:
         names = ["loss", *(sums or {})]
         totals = torch.stack([loss, *(each.to(loss.dtype) for each in (sums or {}).values())])
         dist.all_reduce(totals)
-        if self._recorder is None:
+        if self._metrics_writer is None:
             return
         totals[1:] /= self._global_batch_size
         values = list(totals)
@@ -178,32 +177,45 @@ class Meters:
     def val_row(self, step: int, metrics: dict[str, float]) -> None:
         """Write the row of the evaluation at ``step``, after all earlier rows; only rank 0 writes."""
         self.drain(wait=True)
-        if self._recorder is not None:
-            self._recorder.write(self._head("val", step) | metrics)
+        if self._metrics_writer is not None:
+            self._metrics_writer.write(self._head("val", step) | metrics)
 
     def has_val_row(self, step: int) -> bool:
         """Tell whether the evaluation at ``step`` is written down. On rank 0 only."""
-        return self._recorder is not None and self._recorder.metrics.has("val", step)
+        return self._metrics_writer is not None and self._metrics_writer.metrics.has("val", step)
 
     def drain(self, *, wait: bool) -> None:
         """Write the rows whose numbers have arrived, or wait for all of them."""
         while self._pending and (wait or self._pending[0].is_ready()):
-            assert self._recorder is not None
-            self._recorder.write(self._pending.popleft().finished())
+            assert self._metrics_writer is not None
+            self._metrics_writer.write(self._pending.popleft().finished())
 
     def sync(self) -> None:
         """Put every written row on the disk: a checkpoint takes them for granted. Any thread."""
-        if self._recorder is not None:
-            self._recorder.metrics.sync()
+        if self._metrics_writer is not None:
+            self._metrics_writer.metrics.sync()
 
     def _head(self, split: str, step: int) -> Row:
-        return {
-            "time": round(time.time(), 3),
-            "attempt": self._attempt,
-            "split": split,
-            "step": step,
-            "epoch": round(step / self._steps_per_epoch, 4),
-        }
+        return row_head(self._attempt, split, step, self._steps_per_epoch)
+
+
+def row_head(attempt: int | None, split: str, step: int, steps_per_epoch: int | None) -> Row:
+    """Return what every row begins with. ``attempt`` and ``steps_per_epoch``: None where not known."""
+    return {
+        "time": round(time.time(), 3),
+        "attempt": attempt,
+        "split": split,
+        "step": step,
+        "epoch": round(step / steps_per_epoch, 4) if steps_per_epoch else None,
+    }
+
+
+def without_non_finite(row: Row) -> Row:
+    """Return the row with None, null in JSON, in place of infinite numbers and NaN, which JSON lacks."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
 
 
 def peak_memory(device: torch.device) -> Row:
@@ -224,7 +236,7 @@ def _to_host(row: Row, names: list[str], values: Tensor) -> _PendingRow:
 
 
 class StatusWriter:
-    """Keeps ``status.json`` at most a second or one step behind. Rank 0 of the owning attempt only."""
+    """Keeps ``status.json`` at most half a second or one step behind. Rank 0 of the owning attempt only."""
 
     def __init__(self, paths: RunPaths, attempt: int, total_steps: int, steps_per_epoch: int) -> None:
         self._paths = paths

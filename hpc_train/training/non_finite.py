@@ -1,7 +1,7 @@
 """What happens when a loss or a gradient is NaN or infinite: ``optimization.on_non_finite``.
 
-The trainer makes one ``Guard`` on every rank. Under ``stop`` nothing waits for the device; ``skip`` and
-``rollback`` must know before the weights change, so they wait for it once per step.
+``training.build`` makes one ``Guard`` on every rank. Under ``stop`` nothing waits for the device; ``skip``
+and ``rollback`` must know before the weights change, so they wait for it once per step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from hpc_train.strategies.buffers import Buffers
 
 
 class RollbackError(Exception):
-    """All ranks go back to the newest checkpoint and leave the data of ``step`` out; caught by the worker."""
+    """All ranks go back to the newest checkpoint and skip the data of ``step``.
+
+    ``training.build`` catches it.
+    """
 
     def __init__(self, step: int) -> None:
         super().__init__(f"step {step + 1} has a loss or gradient that is NaN or infinite")

@@ -20,6 +20,7 @@ from hpc_train.config.problems import unknown_argument
 from hpc_train.config.training_sections import OptimizerConfig
 from hpc_train.distributed.precision import Precision
 from hpc_train.errors import BadFileError
+from hpc_train.strategies.pieces import local_part
 from hpc_train.topology.learning_rate import Schedule
 from hpc_train.training.parameter_groups import parameter_groups
 from hpc_train.validate.part_rules import (
@@ -138,7 +139,7 @@ def _agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Opti
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         for found in scaler._found_inf_per_device(optimizer).values():
-            dist.all_reduce(found.to_local() if isinstance(found, DTensor) else found, op=dist.ReduceOp.MAX)
+            dist.all_reduce(local_part(found), op=dist.ReduceOp.MAX)
 
 
 def make_optimizer(

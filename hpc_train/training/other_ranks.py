@@ -11,10 +11,10 @@ from typing import Any
 
 from hpc_train.topology.degrees import Degrees, in_words
 
-_TO_THE_BIT = "weights equal an undisturbed run's up to rounding, not bitwise"
+_NOT_BITWISE = "weights equal an uninterrupted run's up to rounding, not bitwise"
 _SYNCED = (
     "parallel.sync_batchnorm takes its statistics over one micro-batch of every rank, so the weights become "
-    "others than an undisturbed run's"
+    "others than an uninterrupted run's"
 )
 _STAGES = "dropout behind a pipeline's first stage draws other numbers"
 
@@ -36,7 +36,7 @@ def difference(
     if not differing:
         return None
     only_degrees = differing == {"degrees"}
-    words = [f"the same micro-batches in the same order; {_TO_THE_BIT}"]
+    words = [f"the same micro-batches in the same order; {_NOT_BITWISE}"]
     if has_batchnorm and is_synced and _data_ranks(then) != _data_ranks(now):
         words = [_SYNCED]
     if "degrees" in differing and then["degrees"]["pipeline"] != now["degrees"]["pipeline"]:

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.normalize import mean_and_std
 from hpc_train.datasets.structures import Tensors, is_structured, tensors_of
-from hpc_train.datasets.types import Batch, DataInfo
+from hpc_train.datasets.types import Batch
 from hpc_train.tasks import drawing
 from hpc_train.tasks.base import DrawsPictures, Task
 
@@ -44,8 +45,8 @@ class Pictures:
     #: Indices in the validation data, ascending.
     chosen: tuple[int, ...]
     #: Per channel, what float images were normalized with.
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: Sequence[float]
+    std: Sequence[float]
     #: Of all ranks, for tensors on the CPU; None: the default group.
     group: dist.ProcessGroup | None = None
     #: Prefix of the metrics' names → place in ``chosen`` → this rank's pictures.
@@ -62,7 +63,7 @@ class Pictures:
             return None
         if count == 0 or source.val is None:
             return None
-        mean, std = _normalization(experiment, source.info)
+        mean, std = mean_and_std(source.info, experiment.data)
         return cls(task, evenly_spaced(len(source.val), count), mean, std, group)
 
     def begin(self, prefix: str) -> None:
@@ -180,9 +181,3 @@ def _images_in(inputs: Tensors) -> Iterator[Tensor]:
         is_image = part.dim() == 4 and part.dtype != torch.int64 and part[:1].numel() > 0
         if is_image and (part.dtype == torch.uint8 or not is_structured(inputs)):
             yield part
-
-
-def _normalization(experiment: Experiment, info: DataInfo) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    own = experiment.data.normalize
-    mean, std = (info.mean, info.std) if own is None else (own.mean, own.std)
-    return tuple(mean), tuple(std)

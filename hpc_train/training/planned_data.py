@@ -33,7 +33,7 @@ _CLASSES, _SIDE, _CHANNELS = 1000, 224, 3
 _VOCABULARY, _TOKENS = 50257, 1024
 #: Of detectors: COCO's, and its mean per image.
 _OBJECT_CLASSES, _BOXES = 80, 7
-#: Steps of a prediction's run: more samples than any global batch.
+#: Samples of a prediction's run: more than any global batch.
 _MANY = 2**40
 
 

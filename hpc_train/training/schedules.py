@@ -1,6 +1,6 @@
 """The learning rate over the steps, as a factor of its peak: a pure function, so that no state is saved.
 
-Called by ``training.optimization`` with the number of the step that is about to be taken, from 0.
+``train_state`` makes it; ``optimization`` calls it with the number of the step about to be taken, from 0.
 """
 
 from __future__ import annotations

@@ -26,12 +26,12 @@ class Attempt:
         self._number = number
         self._salt = number * 10
         self._logger = make(number)
-        self._recorder = MetricsWriter(
+        self._metrics_writer = MetricsWriter(
             MetricsFile(run.metrics, resumed_step),
             [self._logger],
             io.StringIO(),  # type: ignore[list-item]
         )
-        self._recorder.begin(resumed_step)
+        self._metrics_writer.begin(resumed_step)
 
     def train(self, *steps: int, saved: int | None = None) -> None:
         for step in steps:
@@ -39,18 +39,18 @@ class Attempt:
             if step % 2 == 0:
                 self._write("val", step)
         if saved is not None:
-            self._recorder.committed(saved)
+            self._metrics_writer.committed(saved)
 
     def _write(self, split: str, step: int) -> None:
-        self._recorder.write(row(split, step, self._number) | {"loss": step + self._salt})
+        self._metrics_writer.write(row(split, step, self._number) | {"loss": step + self._salt})
 
     def roll_back(self, step: int) -> None:
-        self._recorder.go_back(step)
+        self._metrics_writer.go_back(step)
         self._salt += 1
 
     def end(self, state: str) -> None:
-        self._recorder.state = state
-        self._recorder.close()
+        self._metrics_writer.state = state
+        self._metrics_writer.close()
         assert self._logger._process is not None and self._logger._process.returncode == 0
 
     def kill(self, kills_process: bool) -> None:

@@ -81,7 +81,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
     return made
 
 
-def make_recorder(path: Path, *loggers: Noting) -> tuple[MetricsWriter, io.StringIO]:
+def make_metrics_writer(path: Path, *loggers: Noting) -> tuple[MetricsWriter, io.StringIO]:
     log = io.StringIO()
     return MetricsWriter(MetricsFile(path, 0), list(loggers), log), log
 
@@ -110,7 +110,7 @@ def test_rows_are_due_every_so_many_steps() -> None:
 
 
 def test_a_train_row_says_where_and_what(path: Path) -> None:
-    metrics_writer, _ = make_recorder(path)
+    metrics_writer, _ = make_metrics_writer(path)
     make_meters(metrics_writer).train_row(25, 0.1, number(1.5), torch.tensor(2.5))
     (row,) = list(iter_rows(path))
     assert row.pop("time") > 0
@@ -121,7 +121,7 @@ def test_a_train_row_says_where_and_what(path: Path) -> None:
 
 
 def test_throughput_is_counted_from_the_row_before(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics_writer, _ = make_recorder(path)
+    metrics_writer, _ = make_metrics_writer(path)
     clock = iter([100.0, 102.0])
     monkeypatch.setattr("hpc_train.training.step_times.time.monotonic", lambda: next(clock))
     found = make_meters(metrics_writer)
@@ -134,7 +134,7 @@ def test_throughput_is_counted_from_the_row_before(path: Path, monkeypatch: pyte
 
 
 def test_a_row_is_not_waited_for_before_its_numbers_are_there(path: Path, events: list[FakeEvent]) -> None:
-    metrics_writer, _ = make_recorder(path)
+    metrics_writer, _ = make_metrics_writer(path)
     found = make_meters(metrics_writer)
     for step in (1, 2, 3):
         found.train_row(step, 0.1, number(1.0), None)
@@ -150,7 +150,7 @@ def test_a_row_is_not_waited_for_before_its_numbers_are_there(path: Path, events
 
 
 def test_a_val_row_comes_after_the_train_rows_before_it(path: Path, events: list[FakeEvent]) -> None:
-    metrics_writer, _ = make_recorder(path)
+    metrics_writer, _ = make_metrics_writer(path)
     found = make_meters(metrics_writer)
     found.train_row(1, 0.1, number(1.0), None)
     found.val_row(1, {"loss": 0.5, "accuracy": 0.25})
@@ -162,7 +162,7 @@ def test_a_val_row_comes_after_the_train_rows_before_it(path: Path, events: list
 
 
 def test_waiting_leaves_no_row_behind(path: Path, events: list[FakeEvent]) -> None:
-    metrics_writer, _ = make_recorder(path)
+    metrics_writer, _ = make_metrics_writer(path)
     found = make_meters(metrics_writer)
     found.train_row(1, 0.1, number(1.0), None)
     found.drain(wait=True)
@@ -184,7 +184,7 @@ def test_other_ranks_write_nothing(events: list[FakeEvent]) -> None:
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_loss_that_is_not_finite_is_null(split: str, value: float, path: Path) -> None:
     noting = Noting()
-    metrics_writer, _ = make_recorder(path, noting)
+    metrics_writer, _ = make_metrics_writer(path, noting)
     found = make_meters(metrics_writer)
     if split == "train":
         found.train_row(7, 0.1, number(value), None)
@@ -195,7 +195,7 @@ def test_a_loss_that_is_not_finite_is_null(split: str, value: float, path: Path)
 
 
 def test_going_back_drops_the_rows_past_the_step(path: Path) -> None:
-    metrics_writer, _ = make_recorder(path)
+    metrics_writer, _ = make_metrics_writer(path)
     found = make_meters(metrics_writer)
     for step in (1, 2, 3):
         found.train_row(step, 0.1, number(1.0), None)
@@ -208,7 +208,7 @@ def test_going_back_drops_the_rows_past_the_step(path: Path) -> None:
 
 def test_another_number_that_is_none_is_null(path: Path) -> None:
     noting = Noting()
-    metrics_writer, log = make_recorder(path, noting)
+    metrics_writer, log = make_metrics_writer(path, noting)
     make_meters(metrics_writer).train_row(1, 0.1, number(1.0), torch.tensor(float("inf")))
     assert next(iter_rows(path))["grad_norm"] is None
     assert noting.rows[0]["grad_norm"] is None
@@ -218,7 +218,7 @@ def test_another_number_that_is_none_is_null(path: Path) -> None:
 
 def test_loggers_and_the_log_receive_every_row_and_the_end(path: Path) -> None:
     noting = Noting()
-    metrics_writer, log = make_recorder(path, noting)
+    metrics_writer, log = make_metrics_writer(path, noting)
     make_meters(metrics_writer).val_row(20, {"loss": 0.123456, "accuracy": 0.5})
     metrics_writer.state = "completed"
     metrics_writer.close()
@@ -244,7 +244,7 @@ def test_a_logger_that_raises_is_dropped_and_training_continues(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     breaking, noting = Breaking(), Noting()
-    metrics_writer, _ = make_recorder(path, breaking, noting)
+    metrics_writer, _ = make_metrics_writer(path, breaking, noting)
     for step in (1, 2, 3):
         make_meters(metrics_writer).train_row(step, 0.1, number(1.0), None)
     metrics_writer.close()
@@ -257,7 +257,7 @@ def test_a_logger_that_raises_is_dropped_and_training_continues(
 
 def test_a_run_that_breaks_is_failed_for_its_loggers(path: Path) -> None:
     noting = Noting()
-    make_recorder(path, noting)[0].close()
+    make_metrics_writer(path, noting)[0].close()
     assert noting.state == "failed"
 
 

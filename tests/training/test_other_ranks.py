@@ -24,7 +24,7 @@ def test_the_same_ranks_are_not_reported() -> None:
 def test_fewer_ranks_go_on() -> None:
     assert words(TWO, ONE) == (
         "continuing with 1 rank under ddp from checkpoint 7 of 2 ranks under ddp: the same micro-batches in "
-        "the same order; weights equal an undisturbed run's up to rounding, not bitwise"
+        "the same order; weights equal an uninterrupted run's up to rounding, not bitwise"
     )
 
 
