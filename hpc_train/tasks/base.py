@@ -161,8 +161,27 @@ def mean_loss(task: Task, outputs: Any, batch: Batch) -> Tensor:
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Return float64 as it is, and anything else as float32: losses and probabilities need as much."""
+    """Return float64 as it is, and anything else as float32: losses and probabilities need as much.
+
+    Raises BadFileError where a model has returned something else than a tensor.
+    """
+    if not isinstance(values, Tensor):
+        raise BadFileError(f"model.name: the model returned a {type(values).__name__}; return a tensor alone")
     return values if values.dtype == torch.float64 else values.float()
+
+
+def checked_logits(outputs: object, axes: str, num_classes: int) -> Tensor:
+    """Return the model's logits, float32 at least. ``axes``: theirs, as ``B, C, H, W``.
+
+    Raises BadFileError where they are no tensor with these axes, or have fewer than ``num_classes`` classes.
+    """
+    logits, names = at_least_float32(cast(Tensor, outputs)), axes.split(", ")
+    if logits.dim() != len(names) or logits.shape[names.index("C")] < num_classes:
+        raise BadFileError(
+            f"model.name: the model's outputs have shape {tuple(logits.shape)}, and the data {num_classes} "
+            f"classes; write model.args: {{num_classes: {num_classes}}}, or a model that returns ({axes})"
+        )
+    return logits
 
 
 def class_table(columns: Sequence[str], names: Sequence[str], counts: Tensor) -> bytes:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
-from hpc_train.tasks.base import at_least_float32
+from hpc_train.tasks.base import checked_logits
 
 
 class CausalLM:
@@ -22,6 +22,7 @@ class CausalLM:
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
         assert info.sequence_length is not None, "make_task has refused other data"
         num_tokens = experiment.model.args.get("num_classes") or info.num_classes
+        self._num_tokens = num_tokens
         self.target_spec = TargetSpec(
             "the next token at each place",
             kind="integer",
@@ -37,12 +38,20 @@ class CausalLM:
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the mean cross entropy over all tokens of the micro-batch, with label smoothing."""
-        logits, targets = _flat(outputs, batch.targets)
+        logits, targets = self._flat(outputs, batch.targets)
         return functional.cross_entropy(logits, targets, label_smoothing=self._label_smoothing)
+
+    def _flat(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits (B·T, V), float32 at least, and targets (B·T,).
+
+        Flat also because CUDA's cross entropy over (B, V, T) has no deterministic form.
+        """
+        logits = checked_logits(outputs, "B, T, C", self._num_tokens)
+        return logits.flatten(0, 1), targets.flatten()
 
     def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return ``count`` (of tokens), and the sums ``loss`` (without smoothing) and ``correct``."""
-        logits, targets = _flat(outputs, batch.targets)
+        logits, targets = self._flat(outputs, batch.targets)
         losses = functional.cross_entropy(logits, targets, reduction="none")
         valid = batch.valid.repeat_interleave(batch.targets.shape[1])
         # No product with ``valid``: what a filled-up sequence gives may be nan.
@@ -58,14 +67,6 @@ class CausalLM:
         count = sums["count"]
         loss = sums["loss"] / count
         return {"loss": loss, "perplexity": _exp(loss), "accuracy": sums["correct"] / count}
-
-
-def _flat(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits (B·T, V), float32 at least, and targets (B·T,).
-
-    Flat also because CUDA's cross entropy over (B, V, T) has no deterministic form.
-    """
-    return at_least_float32(logits).flatten(0, 1), targets.flatten()
 
 
 def _exp(loss: float) -> float:

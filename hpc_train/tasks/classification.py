@@ -6,7 +6,7 @@ Legend: B samples, C classes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from PIL import Image
@@ -16,7 +16,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
 from hpc_train.tasks import drawing
-from hpc_train.tasks.base import at_least_float32, class_table
+from hpc_train.tasks.base import at_least_float32, checked_logits, class_table
 from hpc_train.tasks.class_losses import as_shares, make_class_loss
 from hpc_train.tasks.several_classes import label_metrics, label_sums
 
@@ -43,6 +43,8 @@ class Classification:
         self._has_several = has_vectors and not is_cross_entropy
         self._num_classes = num_classes
         self._has_top5 = num_classes > _TOP
+        if num_classes == 1 and not has_vectors:
+            _refuse_one_class(experiment.data.name, info)
         if not self._has_top5:
             _check_top5_is_unused(experiment)
         self._class_names = info.class_names
@@ -58,7 +60,10 @@ class Classification:
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the mean over the samples of the loss with label smoothing."""
-        return self._losses.mean(at_least_float32(outputs), batch.targets, self._label_smoothing)
+        return self._losses.mean(self._logits(outputs), batch.targets, self._label_smoothing)
+
+    def _logits(self, outputs: Tensor) -> Tensor:
+        return checked_logits(outputs, "B, C", self._num_classes)
 
     def soft_targets(self, targets: Tensor) -> Tensor:
         """Return targets as shares of the classes, (B, C) float64, which mixup averages."""
@@ -74,7 +79,7 @@ class Classification:
 
     def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Any]:
         """Return ``count``, the sum ``loss`` (without smoothing), and what ``metrics`` is made of."""
-        logits = at_least_float32(outputs)
+        logits = self._logits(outputs)
         losses = self._losses(logits, batch.targets)
         # No product with ``valid``: what a filled-up sample gives may be nan.
         sums = {"count": batch.valid, "loss": torch.where(batch.valid, losses, torch.zeros_like(losses))}
@@ -98,7 +103,7 @@ class Classification:
 
         With several labels per sample: all ``probabilities``, and the ``labels`` with 0.5 or more.
         """
-        logits = at_least_float32(outputs)
+        logits = self._logits(outputs)
         if self._has_several:
             return [self._labels(each) for each in logits.sigmoid().tolist()]
         highest, classes = logits.softmax(dim=1).topk(min(_TOP, outputs.shape[1]), dim=1)
@@ -180,6 +185,15 @@ class Classification:
 
     def _names(self, count: int) -> Sequence[str]:
         return self._class_names if len(self._class_names) == count else [str(each) for each in range(count)]
+
+
+def _refuse_one_class(data: str, info: DataInfo) -> NoReturn:
+    """Raise BadFileError: every prediction would be right."""
+    named = f", {info.class_names[0]}" if info.class_names else ""
+    below = "; a class is a folder directly below train/" if data == "imagefolder" else ""
+    raise BadFileError(
+        f"data.name: {data} has one class{named}, and classification needs two or more{below}; fix the data"
+    )
 
 
 def _check_top5_is_unused(experiment: Experiment) -> None:

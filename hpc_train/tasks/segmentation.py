@@ -17,7 +17,7 @@ from torch.nn import functional
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.tasks import drawing
-from hpc_train.tasks.base import at_least_float32, class_table
+from hpc_train.tasks.base import checked_logits, class_table
 from hpc_train.tasks.pixel_losses import flat, make_pixel_loss, pixel_losses
 
 #: Of pixels without a class, where the data set does not say it.
@@ -55,11 +55,18 @@ class Segmentation:
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the mean loss over the labelled pixels of the micro-batch, 0 if there are none."""
-        out, *auxiliary = _logits(outputs)
+        out, *auxiliary = self._logits(outputs)
         loss = self._mean_loss(out, batch.targets)
         for each in auxiliary:
             loss = loss + _AUXILIARY * self._mean_loss(each, batch.targets)
         return loss
+
+    def _logits(self, outputs: Any) -> list[Tensor]:
+        """Return the logits and, if there are any, those of the auxiliary head."""
+        found = [outputs]
+        if isinstance(outputs, dict):
+            found = [outputs[name] for name in ("out", "aux") if name in outputs]
+        return [checked_logits(each, "B, C, H, W", self._num_classes) for each in found or [outputs]]
 
     def _mean_loss(self, logits: Tensor, masks: Tensor) -> Tensor:
         return self._pixel_loss(*_pixels(logits, masks, masks != self._ignored))
@@ -68,7 +75,7 @@ class Segmentation:
         """Return ``count`` (of labelled pixels), the sum ``loss`` of their cross entropy without smoothing,
         and ``confusion``, (C, C) int64: pixels by class and prediction.
         """
-        out, *_ = _logits(outputs)
+        out, *_ = self._logits(outputs)
         labelled_BHW = (batch.targets != self._ignored) & batch.valid[:, None, None]
         logits, classes, labelled = _pixels(out, batch.targets, labelled_BHW)
         losses = pixel_losses(logits, classes, labelled)
@@ -105,7 +112,7 @@ class Segmentation:
 
         Pixels without a class are dark gray in both.
         """
-        out, *_ = _logits(outputs)
+        out, *_ = self._logits(outputs)
         mask_HW = batch.targets[place]
         labelled_BHW = mask_HW[None] != self._ignored
         logits, classes, _ = _pixels(out[place : place + 1], mask_HW[None], labelled_BHW)
@@ -132,20 +139,13 @@ def _metric_names(class_names: tuple[str, ...], num_classes: int) -> list[str]:
     return names if is_usable else [str(number) for number in range(num_classes)]
 
 
-def _logits(outputs: Any) -> list[Tensor]:
-    """Return the logits and, if there are any, those of the auxiliary head."""
-    if isinstance(outputs, dict):
-        return [outputs[name] for name in ("out", "aux") if name in outputs]
-    return [outputs]
-
-
 def _pixels(logits: Tensor, masks: Tensor, labelled_BHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits, float32 at least, int64 classes and ``labelled`` as losses of pixels take them.
+    """Return logits, int64 classes and ``labelled`` as losses of pixels take them.
 
     On the CPU those are images, which take a quarter of the time of flat pixels (measured). Elsewhere they
     are flat, because CUDA's cross entropy over (B, C, H, W) has no deterministic form.
     """
-    wide = at_least_float32(logits)
+    wide = logits
     if wide.shape[-2:] != masks.shape[-2:]:
         wide = functional.interpolate(wide, size=masks.shape[-2:], mode="bilinear", align_corners=False)
     classes = masks.to(torch.int64)

@@ -88,8 +88,9 @@ class TrainingForward:
         with self.begin(batch):
             moved = self.to_input(batch)
             outputs = self.task.forward(model, moved)
+            loss = mean_loss(self.task, outputs, moved)  # which checks the outputs
             self.training_sums.add(outputs, moved)
-            return mean_loss(self.task, outputs, moved)
+            return loss
 
     def begin(self, batch: Batch, stage: int = 0) -> AbstractContextManager[object]:
         """Seed the batch's random streams, of each stage its own; return what a forward runs in."""
@@ -105,8 +106,9 @@ class TrainingForward:
             moved = replace(batch, inputs=None).to(self.device)
             if self.mixing is not None:
                 moved = self.mixing.only_targets(moved, batch.inputs)
+            loss = mean_loss(self.task, outputs, moved)
             self.training_sums.add(outputs, moved)
-            return mean_loss(self.task, outputs, moved)
+            return loss
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
         """Run a forward that reads no random numbers; generators stay as they are."""
