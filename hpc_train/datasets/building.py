@@ -78,11 +78,13 @@ def build_by_factory(config: DataConfig) -> DataSource:
 
 def _pair(name: str, made: Any) -> tuple[Any, Any]:
     train, val = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    for split in (train, val):
+    for split in (train, *([] if val is None else [val])):
         is_readable = isinstance(split, ArraySplit) or hasattr(split, "__getitem__")
-        if split is not None and not (hasattr(split, "__len__") and is_readable):
+        is_split = hasattr(split, "__len__") and is_readable and not isinstance(split, (tuple, dict))
+        if not is_split:
+            length = f" of {len(split)}" if isinstance(split, (tuple, dict)) else ""
             raise BadFileError(
-                f"data.name: {name} returned {type(split).__name__}; return a DataSource, (train, val) or "
-                "train, each with __len__ and __getitem__, or with __len__ and batch"
+                f"data.name: {name} returned {type(split).__name__}{length}; return a DataSource, "
+                "(train, val) or train, each with __len__ and __getitem__, or with __len__ and batch"
             )
     return train, val

@@ -116,6 +116,15 @@ def _with_channels(image: Tensor, channels: int) -> Tensor:
     raise BadFileError(f"data: an image of shape {tuple(image.shape)} has {has} channels, not {channels}")
 
 
+def inputs_and_target(sample: object) -> tuple[RawInput, RawTarget]:
+    """Return what ``__getitem__`` of a split returned. Raises BadFileError for anything but a pair."""
+    if isinstance(sample, (tuple, list)) and len(sample) == 2:
+        return sample[0], sample[1]
+    length = f" of {len(sample)}" if isinstance(sample, (tuple, list, dict)) else ""
+    found = f"{type(sample).__name__}{length}"
+    raise BadFileError(f"data: __getitem__ returned a {found} for a sample; return (inputs, target)")
+
+
 @dataclass(frozen=True)
 class ImageSplit:
     """A split whose samples are converted to tensors with ``channels`` channels."""
@@ -127,7 +136,7 @@ class ImageSplit:
         return len(self.split)
 
     def __getitem__(self, index: int, /) -> tuple[Tensors, RawTarget]:
-        inputs, target = self.split[index]
+        inputs, target = inputs_and_target(self.split[index])
         return as_inputs(inputs, self.channels), target
 
     def path(self, index: int) -> Path | None:

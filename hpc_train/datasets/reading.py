@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from hpc_train.datasets.base import AnySplit, ArraySplit, FileSplit, Split, TensorSplit
 from hpc_train.datasets.decoding import UndecodableError, read_image
-from hpc_train.datasets.images import as_inputs, sample_path
+from hpc_train.datasets.images import as_inputs, inputs_and_target, sample_path
 from hpc_train.datasets.packed import DamagedPackError
 from hpc_train.datasets.random_numbers import hash_words
 from hpc_train.datasets.sampler import Slot
@@ -259,7 +259,7 @@ class SlotReader(Dataset[Read | Failure]):
             return read_image(content, self._files.channels, index), target
         assert self._samples is not None, "ArraySplit is read in whole batches"
         seed_generators(seed)
-        inputs, target = self._samples[index]
+        inputs, target = inputs_and_target(self._samples[index])
         return as_inputs(inputs, self._channels), target
 
     def _bad_sample(self, index: int, error: Exception) -> BadSample:

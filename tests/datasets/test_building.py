@@ -59,6 +59,18 @@ def wrong() -> Any:
     return 3, 4
 
 
+def returned(what: str) -> Any:
+    """What people return who have not read the page on plug-ins."""
+    image, split = Image.new("L", (4, 4)), gray(6, num_classes=3)
+    return {
+        "nothing": None,
+        "three": (split, split, split),
+        "named": {"train": split, "val": split},
+        "bare": Listed([image] * 3, num_classes=3),
+        "keyed": Listed([{"image": image, "label": 0}] * 3, num_classes=3),
+    }[what]
+
+
 def failing() -> Any:
     raise TypeError("my own bug")
 
@@ -115,6 +127,19 @@ def test_a_data_source_is_taken_as_it_is() -> None:
         ),
         ("empty_val", {}, r"^data: the validation data are empty"),
         ("wrong", {}, r"^data\.name: .*:wrong returned int; return a DataSource"),
+        ("returned", {"what": "nothing"}, r"returned NoneType; return a DataSource, \(train, val\) or train"),
+        ("returned", {"what": "three"}, r"returned tuple of 3; return a DataSource, \(train, val\) or train"),
+        ("returned", {"what": "named"}, r"returned dict of 2; return a DataSource, \(train, val\) or train"),
+        (
+            "returned",
+            {"what": "bare"},
+            r"^data: __getitem__ returned a Image for a sample; return",
+        ),
+        (
+            "returned",
+            {"what": "keyed"},
+            r"^data: __getitem__ returned a dict of 2 for a sample",
+        ),
         ("pair", {"clases": 3}, r"^data\.args: .*:pair can't be called with these arguments: .*'clases'"),
         ("unreadable", {}, r"^data\.name: Unreadable has neither __getitem__ nor batch"),
         ("NO_FUNCTION", {}, r"^data\.name: .* is int; name a function"),

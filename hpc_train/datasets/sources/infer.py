@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hpc_train.datasets.base import ArraySplit
-from hpc_train.datasets.images import as_inputs
+from hpc_train.datasets.images import as_inputs, inputs_and_target
 from hpc_train.datasets.structures import is_structured, map_tensors, tensors_of
 from hpc_train.datasets.targets import as_targets
 from hpc_train.datasets.types import DataInfo
@@ -71,7 +71,7 @@ def count_channels(split: Any) -> int:
         if not is_structured(inputs):
             return int(inputs.shape[1]) if inputs.dim() > 1 else 0
     else:
-        sample, _ = split[0]
+        sample, _ = inputs_and_target(split[0])
         inputs = as_inputs(sample)
         if not is_structured(inputs):
             return int(inputs.shape[0])
