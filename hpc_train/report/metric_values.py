@@ -27,7 +27,8 @@ class Metric:
     @property
     def goal(self) -> str:
         """``min`` or ``max``, by the metric's name."""
-        return "min" if _LESS_IS_BETTER.search(self.name) else "max"
+        is_overlap = self.name.removeprefix("ema_").startswith("iou_")  # of a class that may be called time
+        return "min" if _LESS_IS_BETTER.search(self.name) and not is_overlap else "max"
 
     def __str__(self) -> str:
         return f"{self.split}/{self.name}"

@@ -109,10 +109,10 @@ def effective_experiment(paths: RunPaths, attempt: int) -> Experiment:
 
     Raises BadFileError if the frozen file was changed.
     """
-    latest = {override.partition("=")[0]: override for override in noted_changes(paths, attempt)}
-    if not latest:
+    changes = noted_changes(paths, attempt)
+    if not changes:
         return frozen_experiment.read(paths)
-    return frozen_experiment.load_changed(paths, list(latest.values())).experiment
+    return frozen_experiment.load_changed(paths, changes).experiment
 
 
 def note_change(paths: RunPaths, attempt: int, overrides: Sequence[str]) -> None:

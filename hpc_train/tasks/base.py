@@ -61,6 +61,9 @@ class Task(Protocol):
         the CPU, in the order of the validation data.
         """
 
+    # Optional: ``optional_metrics``, a sequence of the names that only some evaluations have: without a value
+    # ``checkpoint.best`` and ``early_stopping`` find no improvement.
+    #
     # Optional: ``predictions(outputs, batch) -> list[dict[str, Any]]``, what ``hpc-train predict`` writes of
     # each sample of the batch: names → JSON values. Targets may be those of no data.
 
@@ -149,6 +152,12 @@ def _refuse_other_data(experiment: Experiment, info: DataInfo) -> None:
         modality = "features" if "features" in task_facts(experiment.task).modalities else "images"
     if misfit := task_misfit(experiment.task, experiment.data.name, DataFacts(modality)):
         raise BadFileError(f"task: {'; '.join(misfit)}")
+
+
+def optional_metrics(task: Task) -> Sequence[str]:
+    """Return the names of the metrics that only some evaluations of the task have."""
+    names: Sequence[str] = getattr(task, "optional_metrics", ())
+    return names
 
 
 def mean_loss(task: Task, outputs: Any, batch: Batch) -> Tensor:

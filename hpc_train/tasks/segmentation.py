@@ -36,6 +36,7 @@ class Segmentation:
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
         self._num_classes: int = experiment.model.args.get("num_classes", info.num_classes)
         self._class_names = _metric_names(info.class_names, self._num_classes)
+        self.optional_metrics = [f"iou_{name}" for name in self._class_names]
         self._ignored = _IGNORED if info.ignore_index is None else info.ignore_index
         config = experiment.optimization
         self._pixel_loss = make_pixel_loss(config.loss, self._num_classes, config.label_smoothing)

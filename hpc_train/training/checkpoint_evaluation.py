@@ -30,7 +30,13 @@ from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.meters import row_head, without_non_finite
 from hpc_train.training.predicting import write_predictions
 from hpc_train.training.rank import Rank, make_bad_samples
-from hpc_train.training.train_state import TrainState, build, context, refuse_other_classes
+from hpc_train.training.train_state import (
+    TrainState,
+    build,
+    context,
+    normalized_as_trained,
+    refuse_other_classes,
+)
 
 
 def evaluate_checkpoint(rank: Rank) -> ExitCode:
@@ -47,6 +53,7 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
     state = build(with_source(rank.experiment, None), source.info, None, context(rank))
     rank.progress.at("loading")
     loaded = _load(rank, run, step, state, source)
+    rank = replace(rank, experiment=normalized_as_trained(rank.experiment, loaded))
     if wanted := request.get("predict"):
         write_predictions(rank, source, state, step, wanted["images"], ema=wanted["ema"])
         return ExitCode.DONE

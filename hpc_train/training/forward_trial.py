@@ -17,7 +17,7 @@ from hpc_train.datasets.structures import map_tensors
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError, UserError
 from hpc_train.run.tracebacks import shortened_traceback
-from hpc_train.tasks.base import Task, mean_loss
+from hpc_train.tasks.base import Task, mean_loss, optional_metrics
 from hpc_train.training.evaluation import without_dimensions
 from hpc_train.training.model_selection import check_metrics
 from hpc_train.training.model_size import MEMORY_RAN_OUT, lacking_memory, weight_bytes
@@ -51,7 +51,7 @@ def try_forward(
                 return MEMORY_RAN_OUT
             raise _refusal(experiment, few, is_training=is_training) from error
         if metrics is not None:
-            check_metrics(experiment, metrics)
+            check_metrics(experiment, {*metrics, *optional_metrics(task)})
     return None
 
 

@@ -20,7 +20,7 @@ from hpc_train.distributed.consensus import Agreement, Consensus, StepFlags
 from hpc_train.distributed.precision import Precision
 from hpc_train.errors import BadFileError, HpcTrainError, TryAgainError
 from hpc_train.health.progress import Progress
-from hpc_train.tasks.base import Task
+from hpc_train.tasks.base import Task, optional_metrics
 from hpc_train.training.cadence import Cadence
 from hpc_train.training.compiling import first_step
 from hpc_train.training.evaluation_files import EvaluationFiles, files_of
@@ -264,7 +264,7 @@ class Trainer:
 
     def _select(self, selection: ModelSelection, metrics: Mapping[str, float]) -> None:
         try:
-            selection.evaluated(self.step, metrics)
+            selection.evaluated(self.step, metrics, optional_metrics(self.task))
         except BadFileError:  # it names no metric of a task of the user's: to be corrected, and resumed
             self._begin_save()
             raise

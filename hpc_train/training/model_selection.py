@@ -16,6 +16,7 @@ from hpc_train.distributed.consensus import Agreement
 from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
 from hpc_train.run.best import BEST, BestSoFar
+from hpc_train.run.checkpoints import committed
 from hpc_train.run.metric_rows import Row
 from hpc_train.training.median_rule import MedianRule
 
@@ -62,10 +63,14 @@ class ModelSelection:
             selection.stopping = BestSoFar(stopping.metric, stopping.mode, stopping.min_delta)
             selection.median = None if paths is None else MedianRule(paths, stopping)
         followed = [each for each in (selection.best, selection.stopping) if each is not None]
+        # One that was followed from a resume on has no checkpoints of what was better before.
+        saved = None if paths is None else {each.step for each in committed(paths)}
         for row in rows if followed else ():
             step = row["step"]
-            for each in followed:
-                each.add_row(row)
+            if selection.best is not None and (saved is None or step in saved):
+                selection.best.add_row(row)
+            if selection.stopping is not None:
+                selection.stopping.add_row(row)
         selection.has_stopped = bool(selection._agreed(selection._stops(step) * _STOPPED))
         return selection
 
@@ -77,18 +82,17 @@ class ModelSelection:
         """Tell whether the checkpoint of ``step``, which has been evaluated, must be saved."""
         return self.has_stopped or self.improved_at == step
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of an evaluation. Collective.
+    def evaluated(self, step: int, metrics: Mapping[str, float], optional: Iterable[str] = ()) -> None:
+        """Take the metrics of an evaluation. Collective. ``optional``: those that only some evaluations have.
 
-        Raises BadFileError, on all ranks, if a metric of the file is not among them.
+        Raises BadFileError, on all ranks, if a metric of the file is in neither.
         """
         if not self._is_on:
             return
-        for key, name in _metrics_of(self.config).items():
-            _check_metric(key, name, metrics)
-        is_best = self.best is not None and self.best.add(step, metrics[self.best.metric])
+        check_metrics(self.config, {*metrics, *optional})
+        is_best = self.best is not None and self.best.add(step, metrics.get(self.best.metric))
         if self.stopping is not None:
-            self.stopping.add(step, metrics[self.stopping.metric])
+            self.stopping.add(step, metrics.get(self.stopping.metric))
         decision = self._agreed(is_best * _IMPROVED + self._stops(step) * _STOPPED)
         self.has_stopped = bool(decision & _STOPPED)
         if decision & _IMPROVED:

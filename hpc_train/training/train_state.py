@@ -12,6 +12,7 @@ from hpc_train import registry
 from hpc_train.checkpoint.checkpointer import Checkpointer, Loaded
 from hpc_train.checkpoint.state import TrainingState
 from hpc_train.config.schema import Experiment
+from hpc_train.config.training_sections import NormalizeConfig
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.sampler import Position
 from hpc_train.datasets.types import DataInfo
@@ -237,8 +238,8 @@ def _ranks(rank: Rank) -> dict[str, Any]:
 def _check_data(loaded: Loaded, source: DataSource) -> None:
     """Refuse data that would give samples other numbers, or classes, than those that were trained on."""
     then, now = loaded.extra.get("data"), _data_facts(source)
-    if then is None or then == now:  # older checkpoints do not say
-        return
+    if then is None or all(then[key] == now[key] for key in ("num_samples", "classes")):
+        return  # older checkpoints do not say
     what = "training samples" if then["num_samples"] != now["num_samples"] else "classes"
     counts = f": {then['num_samples']} then, {now['num_samples']} now" if what == "training samples" else ""
     raise BadFileError(
@@ -257,9 +258,22 @@ def refuse_other_classes(loaded: Loaded, source: DataSource) -> None:
         )
 
 
+def normalized_as_trained(experiment: Experiment, loaded: Loaded) -> Experiment:
+    """Return the experiment with the mean and standard deviation that the checkpoint's weights know: those
+    of the data they were trained on, where the file gives none. Older checkpoints do not say.
+    """
+    then = loaded.extra.get("data") or {}
+    if experiment.data.normalize is not None or not then.get("mean"):
+        return experiment
+    normalize = NormalizeConfig(mean=then["mean"], std=then["std"])
+    data = experiment.data.model_copy(update={"normalize": normalize})
+    return experiment.model_copy(update={"data": data})
+
+
 def _data_facts(source: DataSource) -> dict[str, Any]:
     classes = hashlib.sha256("\n".join(source.info.class_names).encode(errors="surrogatepass")).hexdigest()
-    return {"num_samples": len(source.train), "classes": classes[:16]}
+    own = {"mean": list(source.info.mean), "std": list(source.info.std)}
+    return {"num_samples": len(source.train), "classes": classes[:16]} | own
 
 
 def extra(

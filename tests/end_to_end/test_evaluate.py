@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.base import ArraySplit
+from hpc_train.datasets.building import build_source
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import kept_best
 from tests.end_to_end.runs import hpc_train, rows
@@ -62,3 +67,19 @@ def test_a_damaged_checkpoint_is_named_and_stays(run: RunPaths, tmp_path: Path) 
     done = hpc_train("evaluate", copy.folder)
     assert done.code == 74 and f"{newest.folder} is damaged" in done.err, done.err
     assert newest.folder.is_dir()
+
+
+def test_other_data_are_normalized_as_those_of_the_training(quiet_runs: QuietRuns, tmp_path: Path) -> None:
+    """The images of ``digits`` as files, whose own mean and standard deviation would be ImageNet's."""
+    run, source = quiet_runs.of(), build_source(DataConfig(name="digits"))
+    assert isinstance(source.val, ArraySplit)
+    images, targets = source.val.batch(torch.arange(len(source.val)))
+    for number, (image, target) in enumerate(zip(images, targets.tolist(), strict=True)):  # type: ignore[arg-type, union-attr]
+        for split in ("val", *(["train"] if number < 60 else [])):
+            folder = tmp_path / "data" / split / str(target)
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[0].numpy()).save(folder / f"{number:03}.png")
+    other = ("data.name=imagefolder", f"data.root={tmp_path / 'data'}", "data.args={channels: 1}")
+    row = evaluated(run, *other, "--devices", "1")
+    *_, last = rows(run, "val")
+    assert row["accuracy"] == last["accuracy"] and row["loss"] == pytest.approx(last["loss"], rel=1e-4)

@@ -118,6 +118,16 @@ def test_changes_hold_from_their_attempt_on_and_the_latest_wins(tmp_path: Path) 
     assert (read_json(paths.run) or {})["changes"]["10"] == ["data.workers=1"]
 
 
+def test_a_key_changed_after_its_section_keeps_its_value(tmp_path: Path) -> None:
+    paths = small_run(tmp_path)
+    note_change(paths, 2, ["checkpoint.keep=2"])
+    note_change(paths, 3, ["checkpoint={every_steps: 100}"])
+    note_change(paths, 4, ["checkpoint.keep=6"])
+    kept = [effective_experiment(paths, attempt).checkpoint for attempt in (2, 3, 4)]
+    assert [each.keep for each in kept] == [2, type(kept[0])().keep, 6]
+    assert kept[2].every_steps == 100
+
+
 @pytest.mark.parametrize(
     ("codes", "has_stepped", "is_kept"),
     [

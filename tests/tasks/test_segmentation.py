@@ -57,6 +57,10 @@ def test_a_batch_without_labels_has_a_loss_of_zero_and_gradients() -> None:
     assert loss.item() == 0 and logits.grad is not None and not logits.grad.any()
 
 
+def test_the_iou_of_each_class_is_optional() -> None:
+    assert task(2, ("Traffic light", "sky")).optional_metrics == ["iou_traffic_light", "iou_sky"]
+
+
 def test_metrics_are_those_of_scikit_learn() -> None:
     from sklearn.metrics import confusion_matrix, jaccard_score
 

@@ -28,6 +28,7 @@ from hpc_train.training.median_rule import MedianRule
 from hpc_train.training.model_selection import ModelSelection, check_metrics, refuse_no_evaluations
 from hpc_train.training.saving import Saves
 from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
+from tests.run.test_checkpoints import write_checkpoint
 from tests.training.test_loop import make_trainer
 
 #: Of the evaluations after steps 1, 2, …
@@ -203,6 +204,34 @@ def test_rank_0_decides_for_all() -> None:
     assert ModelSelection.of(experiment(early_stopping=STOPPING), agreement, ()).has_stopped
 
 
+def alone() -> Agreement:
+    agreement = Agreement.__new__(Agreement)
+    agreement.rank_0_says = lambda said: said  # type: ignore[method-assign]
+    return agreement
+
+
+def test_a_best_that_is_followed_from_a_resume_on_has_a_checkpoint(run: RunPaths) -> None:
+    for step in (3, 4):
+        write_checkpoint(run, step, attempt=1)
+    values = [0.9, 0.8, 0.5, 0.6, 0.7]
+    rows = [{"split": "val", "step": place + 1, "accuracy": value} for place, value in enumerate(values)]
+    selection = ModelSelection.of(experiment(best=BEST), alone(), rows, run)
+    assert selection.best is not None and selection.best.best is not None
+    assert (selection.best.best.step, selection.best.best.value) == (4, 0.6)
+    selection.evaluated(6, {"accuracy": 0.65})
+    assert selection.saves(6)
+
+
+def test_a_metric_that_only_some_evaluations_have_is_no_improvement() -> None:
+    selection = ModelSelection.of(experiment(best=BEST, early_stopping=STOPPING), alone(), ())
+    selection.evaluated(1, {"loss": 1.0}, ["accuracy"])
+    assert not selection.saves(1) and not selection.has_stopped
+    selection.evaluated(2, {"loss": 1.0, "accuracy": 0.5}, ["accuracy"])
+    assert selection.saves(2)
+    with pytest.raises(BadFileError, match=r"^checkpoint\.best\.metric: accuracy is not a metric"):
+        selection.evaluated(3, {"loss": 1.0}, ["iou_cat"])
+
+
 def test_metrics_of_the_average_are_known_before_training() -> None:
     config = experiment(best=BestConfig(metric="ema_accuracy", mode="max"))
     with pytest.raises(BadFileError, match=r"checkpoint.best.metric: ema_accuracy .* one of accuracy, loss$"):
@@ -227,9 +256,7 @@ def other_run(folder: Path, accuracies: list[float]) -> None:
 
 def median_selection(run: RunPaths, rows: list[dict[str, Any]], **keys: Any) -> ModelSelection:
     stopping = EarlyStoppingConfig(metric="accuracy", mode="max", **keys)
-    agreement = Agreement.__new__(Agreement)
-    agreement.rank_0_says = lambda said: said  # type: ignore[method-assign]
-    return ModelSelection.of(experiment(early_stopping=stopping), agreement, rows, run)
+    return ModelSelection.of(experiment(early_stopping=stopping), alone(), rows, run)
 
 
 def test_a_run_below_the_median_of_others_at_its_step_ends(run: RunPaths) -> None:

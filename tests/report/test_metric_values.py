@@ -1,0 +1,23 @@
+"""What is known of a metric by its name."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_train.report.metric_values import Metric
+
+
+@pytest.mark.parametrize(
+    ("name", "goal"),
+    [
+        ("loss", "min"),
+        ("ema_loss", "min"),
+        ("rmse", "min"),
+        ("accuracy", "max"),
+        ("map_50", "max"),
+        ("iou_time", "max"),
+        ("ema_iou_error", "max"),
+    ],
+)
+def test_less_of_a_loss_or_an_error_is_better(name: str, goal: str) -> None:
+    assert Metric("val", name).goal == goal
