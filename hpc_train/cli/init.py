@@ -103,7 +103,8 @@ def _say_next(output: Path, to_change: Sequence[int], job: JobSection | None) ->
     say(f"{shown}: written for {'this cluster' if job is not None else 'this machine'}")
     if to_change:
         say(f"  change lines {', '.join(map(str, to_change))}")
-    for command in (f"validate {shown}", f"plan {shown}{where}", f"submit {shown}{where}"):
+    steps = (f"validate {shown}", f"prepare {shown}", f"plan {shown}{where}", f"submit {shown}{where}")
+    for command in steps:
         say(f"  `hpc-train {command}`")
 
 
