@@ -14,6 +14,7 @@ from hpc_train.launchers.following import LOCAL
 from hpc_train.paths import RunPaths, from_here
 from hpc_train.report.metrics_reader import Row, in_words, validation_rows
 from hpc_train.report.progress_display import Progress
+from hpc_train.run import bad_samples
 from hpc_train.run.files import read_text
 from hpc_train.run.find import run_name, run_names
 from hpc_train.run.liveness import newest_record
@@ -84,6 +85,8 @@ def say_end(paths: RunPaths, code: ExitCode) -> None:
     details = [*_results(validation_rows(paths.metrics)), ("run folder", from_here(paths.folder))]
     if paths.metrics.exists():
         details.append(("metrics", from_here(paths.metrics)))
+    if bad := bad_samples.in_words(paths):
+        details.append(("bad samples", bad))
     details += _profile(paths)
     steps = next_steps(paths, read_status(paths))
     _say_details(*details, *zip(("next", *[""] * len(steps)), steps, strict=False))

@@ -25,6 +25,7 @@ from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import Restart, elapsed_s, newest_restart, remaining_s, short_duration
 from hpc_train.report.step_layout import layout_of, ranks_of
 from hpc_train.report.usage import MAX_ROWS, Usage, counts_by_state
+from hpc_train.run import bad_samples
 from hpc_train.run.attempts import job_ids, newest_number
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
@@ -279,6 +280,8 @@ def _print_details(paths: RunPaths, row: RunRow) -> None:
     put("")
     layout = layout_of(RunFiles.read(paths))
     details = [*row.details(), *([("step", str(layout))] if layout else [])]
+    if bad := bad_samples.in_words(paths):
+        details.append(("bad samples", bad))
     for line in columns([(f"  {label}", text) for label, text in details]):
         put(line)
 

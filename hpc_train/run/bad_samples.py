@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hpc_train.errors import counted
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run.files import UnreadableFileError, open_regular, read_text
 
@@ -68,6 +69,15 @@ def all_known(paths: RunPaths) -> dict[SampleKey, BadSample]:
     for attempt in paths.attempt_folders():
         known |= {key: sample for key, sample in of_attempt(attempt).items() if key not in known}
     return known
+
+
+def in_words(paths: RunPaths) -> str | None:
+    """Return the first sample that the run could not read, and how many more there are; None without one."""
+    known = list(all_known(paths).values())
+    if not known:
+        return None
+    more = f" and {counted(len(known) - 1, 'more sample')}" if len(known) > 1 else ""
+    return f"{known[0]}{more}"
 
 
 def _read(file: Path) -> Iterator[BadSample]:

@@ -16,6 +16,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths, runs_root
 from hpc_train.plan.identity import run_id
 from hpc_train.run.attempts import read_record, write_record
+from hpc_train.run.bad_samples import BadSample, append
 from hpc_train.run.create import create_run
 from hpc_train.run.find import find_runs
 from hpc_train.run.frozen_experiment import read
@@ -194,6 +195,19 @@ def test_a_run_that_has_saved_ends_with_what_to_do_next(
     folder = paths.folder.relative_to(tmp_path)
     next_step = f"`hpc-train export {name} -o weights.safetensors` writes its weights"
     assert f"\n  run folder  {folder}\n" in done.err and done.err.endswith(f"\n  next        {next_step}\n")
+
+
+def test_samples_that_could_not_be_read_are_named_at_the_end_and_by_status(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _submit(file)
+    (paths,) = find_runs([])
+    bad = [BadSample("train", number, f"{number}.jpg", "truncated") for number in (7, 8)]
+    append(paths.attempt(1).bad_samples(0), bad)
+    say_end(paths, ExitCode.DONE)
+    shown = "bad samples  sample 7 (7.jpg): truncated and 1 more sample\n"
+    assert shown in capsys.readouterr().err
+    assert shown in hpc_train("status", paths.folder.name).out
 
 
 def test_a_profiled_run_ends_with_what_limits_it(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

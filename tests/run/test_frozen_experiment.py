@@ -56,7 +56,7 @@ EXPERIMENTS = st.fixed_dictionaries(
             {"name": st.just("acme:tiny")}, optional={"args": st.dictionaries(NAMES, VALUES, max_size=3)}
         ),
         "data": st.fixed_dictionaries(
-            {"name": st.just("digits"), "args": st.just({"channels": 2})},
+            {"name": st.just("digits"), "args": st.just({"channels": 3})},
             optional={
                 "normalize": st.fixed_dictionaries(
                     {
@@ -146,14 +146,14 @@ def test_keys_keep_the_schemas_order_and_defaults_are_omitted(tmp_path: Path) ->
 def test_text_like_other_types_is_quoted_for_every_reader(tmp_path: Path, text: str) -> None:
     path = tmp_path / "exp.yaml"
     path.write_text(GOOD)
-    frozen = dump(load(path, [f"data.args.x='{text}'"]).experiment)
+    frozen = dump(load(path, [f"optimization.optimizer.args.x='{text}'"]).experiment)
     assert f'x: "{text}"' in frozen
-    assert yaml.safe_load(frozen)["data"]["args"]["x"] == text
+    assert yaml.safe_load(frozen)["optimization"]["optimizer"]["args"]["x"] == text
 
 
 def test_shared_values_are_written_out(tmp_path: Path) -> None:
     path = tmp_path / "exp.yaml"
     path.write_text(GOOD)
     shared = [1, 2]
-    frozen = dump(load(path).variant({"data.args": {"a": shared, "b": shared}}))
+    frozen = dump(load(path).variant({"optimization.optimizer.args": {"a": shared, "b": shared}}))
     assert "&" not in frozen and "*" not in frozen
