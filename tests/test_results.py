@@ -50,7 +50,7 @@ def test_the_last_value_of_a_run_that_diverged_at_its_end_is_nan(runs: list[RunP
 def test_values_of_lists_and_draws_are_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPC_TRAIN_RUNS", str(tmp_path / "runs"))
     more = """sweep:
-  list: [{optimization.optimizer.lr: 0.2}, {data.args.extra: 5}]
+  list: [{optimization.optimizer.lr: 0.2}, {data.args.channels: 5}]
   random: {count: 2, parameters: {optimization.optimizer.weight_decay: {uniform: [0, 0.1]}}}
 """
     variants = expand(loaded(tmp_path, more=more))
@@ -61,7 +61,7 @@ def test_values_of_lists_and_draws_are_columns(tmp_path: Path, monkeypatch: pyte
     decays = [variant.values["optimization.optimizer.weight_decay"] for variant in variants]
     assert [table.loc[each.id]["optimization.optimizer.weight_decay"] for each in variants] == decays
     assert [table.loc[each.id]["optimization.optimizer.lr"] for each in variants] == [0.2, 0.2, 0.1, 0.1]
-    assert sorted(table["data.args.extra"].dropna()) == [5, 5]
+    assert sorted(table["data.args.channels"].dropna()) == [5, 5]
 
 
 def test_metrics_are_the_rows_of_all_runs(runs: list[RunPaths]) -> None:

@@ -25,6 +25,6 @@ def resume(checkpointer: Any, state: Any = None, *, strict: bool = False, batchn
         degrees=Degrees(),
         device=torch.device("cpu"),
     )
-    source = SimpleNamespace(train=range(3), info=SimpleNamespace(class_names=["a", "b"]))
+    source = SimpleNamespace(train=range(3), info=SimpleNamespace(class_names=["a", "b"], mean=(), std=()))
     train_state = SimpleNamespace(state=state, has_batchnorm=batchnorm)
     return resumed(cast(Rank, rank), checkpointer, cast(TrainState, train_state), cast(Any, source))

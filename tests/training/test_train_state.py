@@ -61,7 +61,7 @@ def test_a_checkpoint_without_the_position_of_training_is_refused(extra: dict[st
 
 def test_an_evaluation_refuses_data_of_other_classes() -> None:
     """Other numbers of samples are fine: it may be another set of data."""
-    source = SimpleNamespace(train=range(3), info=SimpleNamespace(class_names=["a", "b"]))
+    source = SimpleNamespace(train=range(3), info=SimpleNamespace(class_names=["a", "b"], mean=(), std=()))
     then = {"num_samples": 5, "classes": hashlib.sha256(b"a\nb").hexdigest()[:16]}
     refuse_other_classes(Loaded(7, {"data": then}), cast(Any, source))
     refuse_other_classes(Loaded(7, {}), cast(Any, source))
