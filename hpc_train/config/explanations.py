@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from hpc_train.config.durations import seconds_in
 from hpc_train.config.json_schema import Node
 from hpc_train.config.keys import as_mapping, child, known_keys, meant_path, members, node_at, unknown_key
-from hpc_train.config.marked_yaml import resolve_scalar
+from hpc_train.config.marked_yaml import read_value, resolve_scalar
 from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, shown
 from hpc_train.config.synonyms import value_for
 from hpc_train.errors import shortened
@@ -125,10 +126,14 @@ def _mode(path: KeyPath, data: dict[str, Any]) -> str:
 
 
 def in_flow(value: Any) -> str:
-    """Return ``value`` on one line of YAML."""
+    """Return ``value`` on one line of YAML, text in quotes where it needs them."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {in_flow(item)}' for key, item in value.items())}}}"
-    return str(value)
+        return f"{{{', '.join(f'{in_flow(key)}: {in_flow(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(in_flow, value))}]"
+    if isinstance(value, str):
+        return value if read_value(f"[{value}]") == ([value], []) else json.dumps(value, ensure_ascii=False)
+    return shown(value) if isinstance(value, bool) else "null" if value is None else str(value)
 
 
 def _wrong_value(path: KeyPath, value: object) -> Problem:
@@ -167,7 +172,7 @@ def _remedy_for_section(path: KeyPath, section: Node, value: object) -> str:
     written = [f"{key}: …" for key in required if key != main]
     if main is not None and isinstance(value, str) and value.strip():
         is_timms = path == ("model",) and value.isidentifier() and value not in parts("models")
-        given = f"{main}: timm/{shortened(value)}" if is_timms else f"{main}: {shortened(value)}"
+        given = f"{main}: {in_flow(f'timm/{shortened(value)}' if is_timms else shortened(value))}"
         return f"write {{{', '.join([given, *written])}}}"
     if required:
         return f"write {{{', '.join(f'{key}: …' for key in required)}}}"
@@ -246,7 +251,7 @@ def _remedy_for_text(value: str, node: Node, types: set[object]) -> str:
     if "boolean" in types and value.lower() in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
         return f"write {'true' if value.lower() in {'yes', 'on', 'y', 'true'} else 'false'} without quotes"
     if "array" in types:
-        return f"write a list: [{shortened(value)}]"
+        return f"write a list: {in_flow([shortened(value)])}"
     return _example(node, types)
 
 

@@ -9,6 +9,7 @@ import pytest
 from hpc_train.config.explanations import in_flow
 from hpc_train.config.json_schema import Node, cached_schema
 from hpc_train.config.keys import all_keys, as_mapping, members, node_at, split_key
+from hpc_train.config.marked_yaml import read_value
 from hpc_train.config.schema import Experiment
 from hpc_train.config.synonyms import ADVICE, KEYS, KEYS_WITHIN, SBATCH_KEYS, VALUES
 from tests.config.files import GOOD, problems_of
@@ -150,3 +151,17 @@ def test_every_required_key_has_an_example_that_is_valid() -> None:
 
 def test_a_missing_section_is_shown_as_it_is_written() -> None:
     assert in_flow({"a": {"b": 1}, "c": [1]}) == "{a: {b: 1}, c: [1]}"
+
+
+@pytest.mark.parametrize(
+    "text", ["*.bias", "!head", "a, b", "{x", "a: b", "a #b", "1", "true", "", " ", "'", '"', "\x1b"]
+)
+def test_text_of_the_file_is_shown_in_quotes_where_yaml_needs_them(text: str) -> None:
+    shown = in_flow({text: [text, None, True]})
+    assert '"' in shown
+    assert read_value(shown) == ({text: [text, None, True]}, [])
+
+
+@pytest.mark.parametrize("text", ["layer1.*", "timm/resnet18", "acme.models:tiny", "90min", "a b"])
+def test_text_of_the_file_that_needs_no_quotes_is_shown_without(text: str) -> None:
+    assert in_flow([text]) == f"[{text}]"

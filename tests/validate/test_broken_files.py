@@ -132,6 +132,16 @@ BROKEN = {
         "12:24: environment.modules: needs a list",
         "write a list: [cuda]",
     ),
+    "pattern for a list": (
+        changed("model:\n", 'model:\n  freeze: "*.bias"\n'),
+        "4:11: model.freeze: needs a list, got the text '*.bias'",
+        'write a list: ["*.bias"]',
+    ),
+    "flow character in a section": (
+        changed("data:\n  name: digits\n", "data: 'a, b'\n"),
+        "5:7: data: needs a mapping with name, got the text 'a, b'",
+        'write {name: "a, b"}',
+    ),
     "out of bounds": (
         changed("  name: digits\n", "  name: digits\n  augment: {hflip: 2}\n"),
         "7:20: data.augment.hflip: needs a number of 0 to 1, got 2",
