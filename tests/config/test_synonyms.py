@@ -8,7 +8,7 @@ import pytest
 
 from hpc_train.config.explanations import in_flow
 from hpc_train.config.json_schema import Node, cached_schema
-from hpc_train.config.keys import all_keys, as_mapping, members, node_at, split_key
+from hpc_train.config.keys import all_keys, as_mapping, known_keys, members, node_at, split_key
 from hpc_train.config.marked_yaml import read_value
 from hpc_train.config.schema import Experiment
 from hpc_train.config.synonyms import ADVICE, KEYS, KEYS_WITHIN, SBATCH_KEYS, VALUES
@@ -73,6 +73,21 @@ def test_the_key_that_was_meant_is_not_reported_as_missing_too(
 
 
 @pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("match: [fc.*], lr: 0.1", "lr_factor"),
+        ("match: [fc.*], lr_mult: 0.1", "lr_factor"),
+        ("match: [fc.*], wd: 0", "weight_decay"),
+        ("params: [fc.*]", "match"),
+    ],
+)
+def test_a_group_of_parameters_has_its_own_names(tmp_path: Path, given: str, meant: str) -> None:
+    groups = f"groups: [{{match: [a]}}, {{{given}}}]"
+    (said,) = problems_of(tmp_path, GOOD.replace("lr: 0.1", f"lr: 0.1, {groups}"))
+    assert said.endswith(f": unknown key; write optimization.optimizer.groups[1].{meant}")
+
+
+@pytest.mark.parametrize(
     ("override", "remedy"),
     [
         ("device=gpu", "write cuda"),
@@ -115,8 +130,8 @@ def test_every_target_is_a_key_and_no_name_is_a_key_where_it_is_read() -> None:
         assert all(each in keys or each.startswith(free) for each in key.split(" and ")), key
     for section, called in KEYS_WITHIN.items():
         for name, key in called.items():
-            assert {".".join((*map(str, section), key))} <= keys
-            assert ".".join((*map(str, section), name)) not in keys
+            assert key in known_keys(section)
+            assert name not in known_keys(section)
     assert not KEYS.keys() & ADVICE.keys()
 
 
