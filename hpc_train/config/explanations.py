@@ -16,7 +16,7 @@ from hpc_train.config.durations import seconds_in
 from hpc_train.config.json_schema import Node
 from hpc_train.config.keys import as_mapping, child, known_keys, meant_path, members, node_at, unknown_key
 from hpc_train.config.marked_yaml import read_value, resolve_scalar
-from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, shown
+from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, shown, split_at_colon, with_blank
 from hpc_train.config.synonyms import value_for
 from hpc_train.errors import shortened
 from hpc_train.registry import nearest, parts
@@ -150,8 +150,11 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
         return f"write {meant}"
     if value is None:
         return "write a value" if _is_required(path) else "write a value, or take the key out"
-    if types == {"object"}:
-        return _remedy_for_section(path, as_mapping(node) or {}, value)
+    section = as_mapping(node)
+    if section and isinstance(value, str) and (unspaced := split_at_colon(value, section.get("properties"))):
+        return with_blank(*unspaced)
+    if section and types == {"object"}:
+        return _remedy_for_section(path, section, value)
     if isinstance(value, str):
         return in_unit_of(path, value, node) or _remedy_for_text(value, node, types)
     if "integer" in types and isinstance(value, float) and value.is_integer() and abs(value) < _LARGE:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hpc_train.config.json_schema import Node, cached_schema, described_schema
 from hpc_train.config.marked_yaml import MAX_DEPTH
-from hpc_train.config.problems import KeyPath, Problem, dotted
+from hpc_train.config.problems import KeyPath, Problem, dotted, split_at_colon, with_blank
 from hpc_train.config.synonyms import advice_for, key_beside, key_for
 from hpc_train.registry import nearest
 
@@ -103,6 +103,8 @@ def known_keys(path: KeyPath) -> list[str]:
 
 def meant_path(path: KeyPath) -> KeyPath | None:
     """Return the key that the unknown key ``path`` most likely means."""
+    if unspaced := split_at_colon(str(path[-1]), known_keys(path[:-1])):
+        return (*path[:-1], unspaced[0])
     if beside := key_beside(path):
         return (*path[:-1], beside)
     if called := key_for(path):
@@ -131,6 +133,8 @@ def unknown_key(path: KeyPath, rest: Sequence[str] = ()) -> Problem:
 
 
 def _remedy(path: KeyPath, rest: Sequence[str]) -> str:
+    if unspaced := split_at_colon(str(path[-1]), known_keys(path[:-1])):
+        return with_blank(*unspaced)
     called = key_for(path)
     if called and called != dotted(path):
         return f"write {'.'.join([called, *rest])}" if _exists(called, rest) else f"write {called}"

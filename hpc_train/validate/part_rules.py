@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
 
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule, split_at_colon, with_blank
 from hpc_train.config.schema import Experiment, LoggingConfig
 from hpc_train.data_facts.facts import data_facts, missing_root
 from hpc_train.errors import shortened
@@ -207,9 +207,9 @@ def arguments_say_nothing_twice(experiment: Experiment) -> Iterator[Problem]:
             if key := _SAID_ELSEWHERE[path].get(argument):
                 yield not_an_argument(path, argument, key)
             elif not argument.isidentifier():
-                yield Problem(
-                    (*path, argument), "is not a valid argument name", "write a Python name", on_key=True
-                )
+                unspaced = split_at_colon(argument)
+                remedy = with_blank(*unspaced) if unspaced else "write a Python name"
+                yield Problem((*path, argument), "is not a valid argument name", remedy, on_key=True)
 
 
 @rule("parallel")
