@@ -52,6 +52,8 @@ MAX_VALUES = 50_000
 #: Python refuses to print or read integers of more than 4300 digits.
 MAX_NUMBER_LENGTH = 100
 
+#: How the message on a repeated key begins.
+GIVEN_TWICE = "is given twice"
 _NULL = {"", "~", "null", "Null", "NULL"}
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -306,7 +308,7 @@ class _Reading:
             marks = Marks(_place(event.start_mark), _place(value_event.start_mark))
             if key is not None and key in values:
                 first_line = self.marks[key_path].key.line
-                message = f"is given twice, on lines {first_line} and {marks.key.line}"
+                message = f"{GIVEN_TWICE}, on lines {first_line} and {marks.key.line}"
                 self._refuse(key_path, event, message, "keep one of them")
             elif key is not None:
                 self.marks[key_path] = marks

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpc_train.config.explanations import explain, failed_paths
+from hpc_train.config.indentation import with_unindented_sections
 from hpc_train.config.json_schema import Node
 from hpc_train.config.keys import BadKeyError, as_mapping, members, node_at, replaced, split_key
 from hpc_train.config.marked_yaml import MAX_BYTES, read_document, read_value
@@ -78,7 +79,7 @@ def load(path: Path, overrides: Sequence[str] = (), *, check_names: bool = True)
     experiment = None
     if document.data is not None:
         experiment, found = _judge(data, check_names, {problem.path for problem in problems if problem.path})
-        problems += found
+        problems = with_unindented_sections(data, document.marks, [*problems, *found])
     if experiment is None or problems:
         raise BadFileError(source.render_all(problems))
     return Loaded(experiment, source, data, check_names, tuple(overrides))
