@@ -8,13 +8,23 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
 from hpc_train.config.durations import seconds_in
 from hpc_train.config.json_schema import Node
-from hpc_train.config.keys import as_mapping, child, known_keys, meant_path, members, node_at, unknown_key
+from hpc_train.config.keys import (
+    GRID,
+    PARAMETERS,
+    as_mapping,
+    child,
+    known_keys,
+    meant_path,
+    members,
+    node_at,
+    unknown_key,
+)
 from hpc_train.config.marked_yaml import read_value, resolve_scalar
 from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, shown, split_at_colon, with_blank
 from hpc_train.config.synonyms import value_for
@@ -23,6 +33,7 @@ from hpc_train.registry import nearest, parts
 
 #: Of a section that people may know by one value alone: `model: resnet50`, `parallel: fsdp`.
 _MAIN_KEYS = ("name", "strategy")
+_NUMBERS = {"integer", "number"}
 #: Words in the names of metrics of which a lower value is better, and of those of which a higher one is.
 _FALLING = {"loss", "perplexity", "mae", "mse", "rmse", "error"}
 _RISING = {"accuracy", "f1", "iou", "miou", "map", "map50", "precision", "r2", "recall"}
@@ -39,17 +50,20 @@ def explain(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
     return [problem for path, problem in found.items() if path not in meant or not _is_missing(problem)]
 
 
-def failed_paths(problems: list[Problem]) -> set[KeyPath]:
-    """Return the keys that the rules can't rely on: invalid keys and those that an unknown key probably
-    means.
+def failed_paths(problems: list[Problem], data: dict[str, Any]) -> set[KeyPath]:
+    """Return the keys of ``data`` that the rules can't rely on: invalid keys, those that an unknown key
+    probably means, and mappings of which no key is valid.
     """
     failed: set[KeyPath] = set()
+    invalid = {problem.path for problem in problems}
     for problem in problems:
         path = problem.path
         if not _is_unknown(problem) and not _is_free(path):
             failed.add(path)
         elif meant := meant_path(path):
             failed.add(meant)
+        if _is_free(path) and invalid.issuperset((*path[:-1], key) for key in value_at(data, path[:-1])):
+            failed.add(path[:-1])
     return failed
 
 
@@ -153,6 +167,8 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
     section = as_mapping(node)
     if section and isinstance(value, str) and (unspaced := split_at_colon(value, section.get("properties"))):
         return with_blank(*unspaced)
+    if path[:-1] in PARAMETERS and isinstance(value, list) and value:
+        return _remedy_for_values(value)
     if section and types == {"object"}:
         return _remedy_for_section(path, section, value)
     if isinstance(value, str):
@@ -163,8 +179,11 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
         return f"put it in quotes: '{shown(value)}'"
     if isinstance(value, float) and not math.isfinite(value):
         return "write a finite number"
+    if isinstance(value, dict) and path[:-1] == GRID:
+        return _remedy_for_nested(path, value)
     if "array" in types and not isinstance(value, list):
-        return "write a list: [a, b]"
+        takes_any = not isinstance(value, dict) and members(child(node, 0) or {}) == [{}]
+        return f"write a list: {in_flow([value]) if takes_any else '[a, b]'}"
     return _example(node, types)
 
 
@@ -179,7 +198,46 @@ def _remedy_for_section(path: KeyPath, section: Node, value: object) -> str:
         return f"write {{{', '.join([given, *written])}}}"
     if required:
         return f"write {{{', '.join(f'{key}: …' for key in required)}}}"
-    return "write {} for the defaults" if value is True else "write its keys, like {key: value}"
+    return "write {} for the defaults" if value is True else _remedy_for_keys(section, value)
+
+
+def _remedy_for_keys(section: Node, value: object) -> str:
+    """Return the keys to write in a section without required ones; those that the value names come first."""
+    nodes = section.get("properties", {})
+    named = value if isinstance(value, list) else [value]
+    found = [nearest(each, nodes) for each in named if isinstance(each, str)]
+    if found and len(found) == len(named) and None not in found:
+        return f"write {{{', '.join(f'{key}: {_value_like(nodes[key])}' for key in found)}}}"
+    keys = f", where key is one of {', '.join(nodes)}" if nodes else ""
+    return f"write its keys, like {{key: value}}{keys}"
+
+
+def _value_like(node: Node) -> str:
+    """Return a value of a key for an example; ``…`` where only the user knows one."""
+    first = members(node)[0]
+    if first.get("type") == "object":
+        return f"{{{', '.join(f'{key}: …' for key in first.get('required', []))}}}"
+    if first.get("type") == "boolean":
+        return "true"
+    return str(_number_like(first, node)) if first.get("type") in _NUMBERS else "…"
+
+
+def _remedy_for_values(values: list[Any]) -> str:
+    """Return the distribution to write in place of a list of values."""
+    shown_values = shortened(in_flow(values))
+    are_bounds = len(values) == 2 and all(type(each) in {int, float} for each in values)
+    between = f" or {{uniform: {shown_values}}}" if are_bounds else ""
+    return f"write {{choice: {shown_values}}}{between}"
+
+
+def _remedy_for_nested(path: KeyPath, value: dict[str, Any]) -> str:
+    """Return the dotted key to write in the grid in place of nested mappings."""
+    key, inner = str(path[-1]), cast(Any, value)
+    while isinstance(inner, dict) and inner:
+        below, inner = next(iter(inner.items()))
+        key = f"{key}.{below}"
+    values = in_flow(inner if isinstance(inner, list) and inner else ["a", "b"])
+    return f"write the whole key path: {shortened(key)}: {shortened(values)}"
 
 
 def in_unit_of(path: KeyPath, text: str, node: Node) -> str | None:
@@ -238,11 +296,19 @@ def _example(node: Node, types: set[object]) -> str:
     """Return what to write where the message already says what the key takes."""
     if types == {"boolean"} or (types == {"string"} and _choices(node)):
         return "write one of them"
-    if numbers := [member for member in members(node) if member.get("type") in {"integer", "number"}]:
-        number = numbers[0].get("minimum", 1 if numbers[0]["type"] == "integer" else 0.1)
-        default = node.get("default")
-        return f"write a number like {number if default is None else default}"
+    if numbers := [member for member in members(node) if member.get("type") in _NUMBERS]:
+        return f"write a number like {_number_like(numbers[0], node)}"
     return "write text of this form" if "string" in types else "write a list of this form"
+
+
+def _number_like(number: Node, node: Node) -> float:
+    """Return a number for the key ``node``, of which ``number`` is a member; not 0, which may mean off."""
+    for known in (node.get("default"), number.get("minimum"), *number.get("examples", [])):
+        if isinstance(known, int | float) and known:
+            return known
+    if number["type"] == "integer":
+        return 1
+    return 0.5 if max(number.get("maximum", 2), number.get("exclusiveMaximum", 0)) <= 1 else 0.1
 
 
 def _remedy_for_text(value: str, node: Node, types: set[object]) -> str:

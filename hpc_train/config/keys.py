@@ -37,12 +37,10 @@ SCALING: tuple[KeyPath, ...] = (
     ("slurm", "cpus_per_gpu"),
 )
 GRID: KeyPath = ("sweep", "grid")
+#: Mappings with a distribution by dotted key path.
+PARAMETERS: tuple[KeyPath, ...] = (("sweep", "random", "parameters"), ("sweep", "search", "parameters"))
 #: Mappings whose keys are dotted key paths.
-_BY_KEY_PATH: tuple[KeyPath, ...] = (
-    GRID,
-    ("sweep", "random", "parameters"),
-    ("sweep", "search", "parameters"),
-)
+_BY_KEY_PATH: tuple[KeyPath, ...] = (GRID, *PARAMETERS)
 #: The section with the resources that a job requests from its queue; without effect on this machine.
 JOB = "slurm"
 

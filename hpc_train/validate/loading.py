@@ -147,8 +147,8 @@ def _judge(
         experiment = judged = Experiment.model_validate(data)
     except ValidationError as error:
         problems = explain(error, data)
-        judged = _salvaged(data, {problem.path for problem in problems} | failed_paths(problems))
-    failed = known | failed_paths(problems)
+        judged = _salvaged(data, {problem.path for problem in problems} | failed_paths(problems, data))
+    failed = known | failed_paths(problems, data)
     problems = [problem for problem in problems if problem.path not in known]
     if judged is not None:
         problems += rules.check(judged, failed, check_names=check_names)

@@ -11,6 +11,7 @@ from hpc_train.config.json_schema import Node, cached_schema
 from hpc_train.config.keys import all_keys, as_mapping, known_keys, members, node_at, split_key
 from hpc_train.config.marked_yaml import read_value
 from hpc_train.config.schema import Experiment
+from hpc_train.config.sweep_sections import Distribution
 from hpc_train.config.synonyms import ADVICE, KEYS, KEYS_WITHIN, SBATCH_KEYS, VALUES
 from tests.config.files import GOOD, problems_of
 
@@ -113,7 +114,41 @@ def test_a_group_of_parameters_has_its_own_names(tmp_path: Path, given: str, mea
         ("parallel=fsdp", "write {strategy: fsdp}"),
         ("optimization.ema=true", "write {decay: …}"),
         ("checkpoint=true", "write {} for the defaults"),
-        ("checkpoint=5", "write its keys, like {key: value}"),
+        (
+            "checkpoint=5",
+            "write its keys, like {key: value}, where key is one of every_min, every_steps, keep, best",
+        ),
+        ("model.args=5", "write its keys, like {key: value}"),
+        ("logging=wandb", "write {wandb: {project: …}}"),
+        ("logging=[csv, wandb]", "write {csv: true, wandb: {project: …}}"),
+        ("evaluation=every_epoch", "write {every_epochs: 1}"),
+        ("data.augment=[hflip]", "write {hflip: 0.5}"),
+        ("data.augment=policy", "write {policy: …}"),
+        ("data.augment.hflip=2", "write a number like 0.5"),
+        ("data.augment.crop_padding=-1", "write a number like 1"),
+        ("data.eval_crop=2", "write a number like 1.0"),
+        ("optimization.optimizer.momentum=1", "write a number like 0.9"),
+        ("optimization.label_smoothing=1", "write a number like 0.1"),
+        ("optimization.mixup=-1", "write a number like 0.1"),
+        ("data.augment.random_scale=0.5", "write a list: [a, b]"),
+        ("sweep.grid={optimization.optimizer.lr: 0.1}", "write a list: [0.1]"),
+        (
+            "sweep.grid={optimization: {optimizer: {lr: [0.1, 0.2], name: [sgd]}}}",
+            "write the whole key path: optimization.optimizer.lr: [0.1, 0.2]",
+        ),
+        ("sweep.grid={optimization: {}}", "write the whole key path: optimization: [a, b]"),
+        (
+            "sweep.random={count: 3, parameters: {optimization.optimizer.lr: [0.1, 0.2]}}",
+            "write {choice: [0.1, 0.2]} or {uniform: [0.1, 0.2]}",
+        ),
+        (
+            "sweep.random={count: 3, parameters: {optimization.optimizer.name: [sgd, adamw]}}",
+            "write {choice: [sgd, adamw]}",
+        ),
+        (
+            "sweep.search={trials: 3, metric: loss, mode: min, parameters: {optimization.optimizer.lr: ab}}",
+            "write its keys, like {key: value}, where key is one of " + ", ".join(Distribution.model_fields),
+        ),
     ],
 )
 def test_values_of_other_tools_and_units_lead_to_the_value(
@@ -121,6 +156,13 @@ def test_values_of_other_tools_and_units_lead_to_the_value(
 ) -> None:
     (said,) = problems_of(tmp_path, GOOD, override)
     assert said.endswith(f"; {remedy}")
+
+
+def test_a_section_is_judged_by_its_other_keys_where_one_is_wrong(tmp_path: Path) -> None:
+    """The second parameter's mistake is found although the first one's is no distribution."""
+    parameters = "{optimization.optimizer.lr: [0.1, 0.2], seed: {int: [2, 1]}}"
+    said = problems_of(tmp_path, GOOD, f"sweep.random={{count: 3, parameters: {parameters}}}")
+    assert len(said) == 2 and "is empty: 2 is above 1" in said[1]
 
 
 def test_every_target_is_a_key_and_no_name_is_a_key_where_it_is_read() -> None:
