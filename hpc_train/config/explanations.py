@@ -95,7 +95,16 @@ def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, A
     if kind == "value_error":
         message, _, remedy = str(context["error"]).partition("; ")
         return Problem(path, message, remedy)
-    return _wrong_value(path, value_at(data, path))
+    return _wrong_value(path, _given_at(data, path))
+
+
+def _given_at(data: Any, path: KeyPath) -> Any:
+    """Return the value at a path; where a short form (``loss: bce``) is in place of its section, that."""
+    for segment in path:
+        if isinstance(data, str):
+            break
+        data = data[segment]
+    return data
 
 
 def _key_path(loc: KeyPath) -> KeyPath:

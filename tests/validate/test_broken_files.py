@@ -273,6 +273,11 @@ BROKEN = {
         "12:17: slurm.extra.No Name: needs 1 to 64 lower-case letters",
         "fix the name",
     ),
+    "bad short form": (
+        changed("  epochs: 3\n", "  epochs: 3\n  loss: Cross Entropy\n"),
+        "9:3: optimization.loss.name: needs 1 to 64 lower-case letters, digits, '_' or '-'",
+        "write text of this form",
+    ),
     "bad compile": (
         GOOD + "compile: 5\n",
         "12:10: compile: needs true or false or a mapping, got 5",
