@@ -8,7 +8,7 @@ from typing import Any
 
 from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.found_sizes import say_layouts, with_found_sizes
-from hpc_train.cli.plan import LauncherOptions, submit_problems
+from hpc_train.cli.plan import LauncherOptions, lacking_parts, submit_problems
 from hpc_train.console import JSON_VERSION, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, counted
 from hpc_train.plan.planning import Plan, make_plan
@@ -56,7 +56,9 @@ def schema() -> ExitCode:
 
 def prepare(file: Path, overrides: Sequence[str], *, runs_forward: bool = True, as_json: bool = False) -> int:
     """Download and try what the file names, in a child process, which imports torch."""
-    make_plan(load(file, overrides))
+    loaded = load(file, overrides)
+    if problems := lacking_parts(loaded, make_plan(loaded)):
+        raise BadFileError(problems)
     options = [*([] if runs_forward else ["--no-forward"]), *(["--json"] if as_json else [])]
     request = ("hpc_train.training.prepare", str(file), *options, *overrides)
     if not as_json:

@@ -332,6 +332,10 @@ def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) 
             run.experiment, run.ranks if ranks_are_known else None, run.size.per_node, run.size.fewest
         )
     ]
+    return list(dict.fromkeys([*lines, *lacking_parts(loaded, made)]))
+
+
+def lacking_parts(loaded: Loaded, made: Plan) -> list[str]:
+    """Return the lines on modules of the user's own that the plan names and that are not here."""
     experiments = [run.experiment for run in made.runs]
-    lines += [loaded.source.render(problem) for problem in missing_parts(experiments, _code_root)]
-    return list(dict.fromkeys(lines))
+    return [loaded.source.render(problem) for problem in missing_parts(experiments, _code_root)]

@@ -13,6 +13,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from hpc_train.config.durations import seconds_in
+from hpc_train.config.fields import OWN_PART_PATTERN
 from hpc_train.config.json_schema import Node
 from hpc_train.config.keys import (
     GRID,
@@ -29,7 +30,7 @@ from hpc_train.config.marked_yaml import read_value, resolve_scalar
 from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, shown, split_at_colon, with_blank
 from hpc_train.config.synonyms import value_for
 from hpc_train.errors import shortened
-from hpc_train.registry import nearest, parts
+from hpc_train.registry import as_factory, nearest, parts
 
 #: Of a section that people may know by one value alone: `model: resnet50`, `parallel: fsdp`.
 _MAIN_KEYS = ("name", "strategy")
@@ -330,6 +331,10 @@ def _remedy_for_text(value: str, node: Node, types: set[object]) -> str:
         return f"write {'true' if value.lower() in {'yes', 'on', 'y', 'true'} else 'false'} without quotes"
     if "array" in types:
         return f"write a list: {in_flow([shortened(value)])}"
+    module, dot, attribute = value.rpartition(".")
+    factory = as_factory(value) or (f"{module}:{attribute}" if dot else None)
+    if factory and OWN_PART_PATTERN in str(node.get("pattern")) and _takes_text(node, factory):
+        return f"write {factory}"
     return _example(node, types)
 
 
