@@ -143,10 +143,16 @@ def _example_at(path: KeyPath) -> str:
 def _mode(path: KeyPath, data: dict[str, Any]) -> str:
     """Return the mode that fits the metric beside it, or both where it is not known which fits."""
     section = value_at(data, path[:-1])
-    words = set(re.split(r"[^a-z0-9]+", str(section.get("metric") if isinstance(section, dict) else "")))
+    metric = str(section.get("metric") if isinstance(section, dict) else "")
+    return usual_mode(metric) or wanted(node_at(path) or {})
+
+
+def usual_mode(metric: str) -> str | None:
+    """Return the mode for which a better value of the metric is better, by the words of its name."""
+    words = set(re.split(r"[^a-z0-9]+", metric))
     if words & _FALLING:
         return "min"
-    return "max" if words & _RISING else wanted(node_at(path) or {})
+    return "max" if words & _RISING else None
 
 
 def in_flow(value: Any) -> str:

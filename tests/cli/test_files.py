@@ -17,6 +17,15 @@ def test_a_fine_file_is_said_to_be_fine_on_stderr(file: Path) -> None:
     assert done.err == f"{file}: fine: 2 runs of tiny\n  {layout}\n"
 
 
+@pytest.mark.parametrize("command", [["validate"], ["validate", "--json"], ["plan"], ["plan", "--json"]])
+def test_what_is_probably_not_meant_is_said_of_a_fine_file(file: Path, command: list[str]) -> None:
+    best = "checkpoint.best={metric: accuracy, mode: min}"
+    done = hpc_train(command[0], file, *command[1:], best)
+    assert done.code == 0
+    remark = "min takes a lower accuracy for the better one; write max, unless that is what you want"
+    assert f"command line: checkpoint.best.mode: {remark}\n" in done.err
+
+
 def test_every_problem_is_a_line_and_exits_65(file: Path) -> None:
     done = hpc_train("validate", file, "seed=-1", "precision=fp7", "optimization.optimiser=sgd")
     assert (done.code, done.out) == (65, "")
