@@ -13,8 +13,8 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from hpc_train.config.durations import seconds_in
-from hpc_train.config.fields import OWN_PART_PATTERN
-from hpc_train.config.json_schema import Node
+from hpc_train.config.fields import OWN_PART_PATTERN, Section
+from hpc_train.config.json_schema import Node, cached_schema, section_schema
 from hpc_train.config.keys import (
     GRID,
     PARAMETERS,
@@ -51,6 +51,34 @@ def explain(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
     return [problem for path, problem in found.items() if path not in meant or not _is_missing(problem)]
 
 
+def explain_arguments(
+    error: ValidationError, section: type[Section], path: KeyPath, args: dict[str, Any]
+) -> list[Problem]:
+    """Return one problem per key of ``args``, the validated mapping at ``path``, that ``error`` is about.
+
+    ``section``: what the arguments are of; the file's schema says nothing about them.
+    """
+    found: dict[KeyPath, Problem] = {}
+    meant = set()
+    for entry in islice(error.errors(include_url=False), MAX_PROBLEMS + 1):
+        below = _key_path(entry["loc"], section_schema(section))
+        node: Node = section_schema(section)
+        for segment in below:
+            node = child(node, segment) or {}
+        whole = (*path, *below)
+        if entry["type"] == "extra_forbidden":
+            known = sorted(section.model_fields)
+            close = nearest(str(below[-1]), known)
+            meant.add((*path, close))
+            remedy = f"did you mean {close}?" if close else f"known: {', '.join(known) or 'none'}"
+            found[whole] = Problem(whole, "no such argument", remedy, on_key=True)
+        elif entry["type"] == "missing":
+            found.setdefault(whole, _missing(whole, _example_of(node)))
+        else:
+            found.setdefault(whole, _wrong_value(whole, node, _given_at(args, below)))
+    return [problem for key, problem in found.items() if key not in meant or not _is_missing(problem)]
+
+
 def failed_paths(problems: list[Problem], data: dict[str, Any]) -> set[KeyPath]:
     """Return the keys of ``data`` that the rules can't rely on: invalid keys, those that an unknown key
     probably means, and mappings of which no key is valid.
@@ -82,12 +110,11 @@ def _is_missing(problem: Problem) -> bool:
 
 
 def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, Any]) -> Problem:
-    path = _key_path(loc)
+    path = _key_path(loc, cached_schema())
     if kind == "extra_forbidden":
         return unknown_key(path)
     if kind == "missing" and isinstance(path[-1], str):
-        example = _mode(path, data) if path[-1] == "mode" else _example_at(path)
-        return Problem(path, "is missing", f"write {path[-1]}: {example}")
+        return _missing(path, _mode(path, data) if path[-1] == "mode" else _example_of(node_at(path) or {}))
     if loc[-1] == "[key]":
         rule = (node_at(path[:-1]) or {}).get("propertyNames", {}).get("patternErrorMessage", "a name")
         return Problem(path, f"needs {rule}", "fix the name", on_key=True)
@@ -96,7 +123,11 @@ def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, A
     if kind == "value_error":
         message, _, remedy = str(context["error"]).partition("; ")
         return Problem(path, message, remedy)
-    return _wrong_value(path, _given_at(data, path))
+    return _wrong_value(path, node_at(path) or {}, _given_at(data, path))
+
+
+def _missing(path: KeyPath, example: str) -> Problem:
+    return Problem(path, "is missing", f"write {path[-1]}: {example}")
 
 
 def _given_at(data: Any, path: KeyPath) -> Any:
@@ -108,10 +139,12 @@ def _given_at(data: Any, path: KeyPath) -> Any:
     return data
 
 
-def _key_path(loc: KeyPath) -> KeyPath:
-    """Return ``loc`` without the segments that pydantic appends after a union or a mapping key."""
+def _key_path(loc: KeyPath, node: Node | None) -> KeyPath:
+    """Return ``loc`` without the segments that pydantic appends after a union or a mapping key.
+
+    ``node``: of the schema that ``loc`` starts from.
+    """
     path: KeyPath = ()
-    node = node_at(())
     for segment in loc:
         mapping = as_mapping(node) if node else None
         if isinstance(segment, str) and mapping is None:
@@ -130,9 +163,8 @@ def value_at(data: Any, path: KeyPath) -> Any:
     return data
 
 
-def _example_at(path: KeyPath) -> str:
-    """Return an example value for the required key, as written in a file."""
-    node = node_at(path) or {}
+def _example_of(node: Node) -> str:
+    """Return an example value for a required key, as written in a file."""
     if "examples" not in node:
         return wanted(node)
     example = in_flow(node["examples"][0])
@@ -166,8 +198,7 @@ def in_flow(value: Any) -> str:
     return shown(value) if isinstance(value, bool) else "null" if value is None else str(value)
 
 
-def _wrong_value(path: KeyPath, value: object) -> Problem:
-    node = node_at(path) or {}
+def _wrong_value(path: KeyPath, node: Node, value: object) -> Problem:
     message = f"needs {wanted(node)}, got {shown(value)}"
     if isinstance(value, list) and any(member.get("type") == "array" for member in members(node)):
         message = f"needs {wanted(node)}, got a list of {len(value)}"
@@ -399,7 +430,8 @@ def _wanted_text(node: Node) -> str:
         return f"text like {', '.join(node['examples'])}"
     if "maxLength" in node:
         return f"text of {node.get('minLength', 0)} to {node['maxLength']} characters"
-    rule: str = node.get("patternErrorMessage", "text")
+    unexplained = f"text that matches {node['pattern']}" if "pattern" in node else "text"
+    rule: str = node.get("patternErrorMessage", unexplained)
     return rule
 
 

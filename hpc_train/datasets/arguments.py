@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from hpc_train.config.explanations import explain_arguments
 from hpc_train.config.fields import Arguments, Section
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.errors import BadFileError
 from hpc_train.paths import expanded
-from hpc_train.registry import nearest
 from hpc_train.validate.part_rules import rest_not_taken
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -25,17 +25,8 @@ def parse_args(section: type[AnySection], args: Arguments) -> AnySection:
     try:
         return section.model_validate(args)
     except ValidationError as error:
-        raise BadFileError([_line(problem, section) for problem in error.errors()]) from error
-
-
-def _line(problem: Any, section: type[Section]) -> str:
-    key = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] != "extra_forbidden":
-        return f"data.args.{key}: {problem['msg']}; it is {problem['input']!r}"
-    known = sorted(section.model_fields)
-    hint = nearest(key, known)
-    meant = f"did you mean {hint}?" if hint else f"known: {', '.join(known) or 'none'}"
-    return f"data.args.{key}: no such argument; {meant}"
+        problems = explain_arguments(error, section, ("data", "args"), args)
+        raise BadFileError(list(map(str, problems))) from error
 
 
 def root_of(config: DataConfig) -> Path:
