@@ -110,6 +110,21 @@ def is_factory(name: str) -> bool:
     return ":" in name
 
 
+def as_factory(name: str) -> str | None:
+    """Return ``models.net:build`` for ``models/net.py:build``; None if no path is before a colon."""
+    path, colon, attr = name.partition(":")
+    module = path.removeprefix("./").removesuffix(".py").replace("/", ".")
+    return f"{module}:{attr}" if colon and module != path else None
+
+
+def lacking_module(module: str) -> str:
+    """Return what to do where no folder or package has ``module``, which a name of the file starts with."""
+    return (
+        f"start hpc-train in the folder that contains {shortened(module)}.py, or install its package for "
+        f"{sys.executable}"
+    )
+
+
 def load(kind: str, name: str) -> object:
     """Import and return the part called ``name`` (a provider, an entry point or ``module:attr``).
 
@@ -162,13 +177,15 @@ def _traits(kind: str) -> dict[str, str]:
 
 def _attribute(kind: str, name: str, module: str, attr: str) -> object:
     found = _imported(kind, name, module)
-    try:
-        for step in attr.split("."):
+    begun = f"{module}:"
+    for step in attr.split("."):
+        try:
             found = getattr(found, step)
-    except AttributeError as error:
-        raise BadFileError(
-            f"{_KEYS[kind]}: module {module!r} has no {attr!r}; fix the name {name!r}"
-        ) from error
+        except AttributeError as error:
+            close = nearest(step, [each for each in dir(found) if not each.startswith("_")])
+            remedy = f"did you mean {begun}{close}?" if close else f"fix the name {name!r}"
+            raise BadFileError(f"{_KEYS[kind]}: module {module!r} has no {attr!r}; {remedy}") from error
+        begun += f"{step}."
     return found
 
 
@@ -206,7 +223,9 @@ def _imported(kind: str, name: str, module: str) -> object:
     except ModuleNotFoundError as error:
         if error.name is None or not (module + ".").startswith(error.name + "."):
             raise  # the module was found; a module that it imports was not
+        remedy = lacking_module(error.name)
+        if not is_factory(name):  # a plug-in's
+            remedy = f"install its package for {sys.executable}, or fix the name"
         raise BadFileError(
-            f"{_KEYS[kind]}: {name!r} can't be imported: no module {error.name!r}; "
-            f"install its package for {sys.executable}, or fix the name"
+            f"{_KEYS[kind]}: {name!r} can't be imported: no module {error.name!r}; {remedy}"
         ) from error

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.errors import BadFileError
-from hpc_train.registry import _KEYS, load, parts
+from hpc_train.registry import _KEYS, as_factory, load, parts
 
 
 @pytest.fixture
@@ -25,11 +26,35 @@ def test_a_nested_attribute_of_a_module_is_loaded(package: Path) -> None:
     assert load("models", "own_parts:Parts.size") == 3
 
 
-@pytest.mark.parametrize("attr", ["biuld", "build.inner"])
-def test_a_missing_attribute_is_named_with_its_module(package: Path, attr: str) -> None:
-    (package / "own_parts.py").write_text("def build(): ...\n")
-    with pytest.raises(BadFileError, match=rf"model\.name: module 'own_parts' has no '{attr}'; fix the name"):
+@pytest.mark.parametrize(
+    ("attr", "remedy"),
+    [
+        ("biuld", "did you mean own_parts:build?"),
+        ("Nets.smal", "did you mean own_parts:Nets.small?"),
+        ("build.inner", "fix the name 'own_parts:build.inner'"),
+    ],
+)
+def test_a_missing_attribute_is_named_with_its_module(package: Path, attr: str, remedy: str) -> None:
+    (package / "own_parts.py").write_text("def build(): ...\nclass Nets:\n    small = 1\n")
+    said = f"model.name: module 'own_parts' has no '{attr}'; {remedy}"
+    with pytest.raises(BadFileError, match=f"^{re.escape(said)}$"):
         load("models", f"own_parts:{attr}")
+
+
+@pytest.mark.parametrize(
+    ("name", "factory"),
+    [
+        ("net.py:build", "net:build"),
+        ("./net.py:build", "net:build"),
+        ("models/net.py:Net.small", "models.net:Net.small"),
+        ("models/net:build", "models.net:build"),
+        ("models.net:build", None),
+        ("timm/resnet18", None),
+        ("net.py", None),
+    ],
+)
+def test_a_path_before_a_colon_is_written_as_a_module(name: str, factory: str | None) -> None:
+    assert as_factory(name) == factory
 
 
 @pytest.mark.parametrize(
@@ -44,9 +69,11 @@ def test_an_error_inside_a_module_being_imported_is_its_own(package: Path, broke
 
 
 def test_a_module_that_is_not_there_is_named(package: Path) -> None:
-    with pytest.raises(
-        BadFileError, match=r"data\.name: 'no_parts:build' can't be imported: no module 'no_parts'"
-    ):
+    said = (
+        r"^data\.name: 'no_parts:build' can't be imported: no module 'no_parts'; start hpc-train in the "
+        r"folder that contains no_parts\.py, or install its package for /"
+    )
+    with pytest.raises(BadFileError, match=said):
         load("datasets", "no_parts:build")
 
 

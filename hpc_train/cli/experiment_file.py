@@ -8,32 +8,34 @@ from typing import Any
 
 from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.found_sizes import say_layouts, with_found_sizes
-from hpc_train.cli.plan import LauncherOptions, submit_problems
+from hpc_train.cli.plan import LauncherOptions, lacking_parts, say_remarks, submit_problems
 from hpc_train.console import JSON_VERSION, put_json, say
 from hpc_train.errors import BadFileError, ExitCode, counted
 from hpc_train.plan.planning import Plan, make_plan
-from hpc_train.validate.loading import load
+from hpc_train.validate.loading import Loaded, load
 
 
 def validate(file: Path, overrides: Sequence[str], *, as_json: bool = False) -> ExitCode:
     """Report that the file is valid; raises BadFileError with all problems, or prints them as JSON."""
     if not as_json:
-        plan, count = _checked(file, overrides)
+        loaded, plan, count = _checked(file, overrides)
         say(f"{file}: fine: {counted(count, 'run')} of {plan.name}")
         say_layouts(plan.runs)
+        say_remarks(loaded)
         return ExitCode.DONE
     found: dict[str, Any] = {"version": JSON_VERSION, "file": str(file), "name": None, "runs": None}
     try:
-        plan, count = _checked(file, overrides)
+        loaded, plan, count = _checked(file, overrides)
     except BadFileError as error:
         put_json(found | {"problems": error.problems})
         return error.exit_code
     put_json(found | {"name": plan.name, "runs": count, "problems": []})
+    say_remarks(loaded)
     return ExitCode.DONE
 
 
-def _checked(file: Path, overrides: Sequence[str]) -> tuple[Plan, int]:
-    """Return the plan of a file that ``submit`` would take, and its number of runs.
+def _checked(file: Path, overrides: Sequence[str]) -> tuple[Loaded, Plan, int]:
+    """Return a file that ``submit`` would take, its plan, and its number of runs.
 
     Raises BadFileError with all problems.
     """
@@ -43,7 +45,7 @@ def _checked(file: Path, overrides: Sequence[str]) -> tuple[Plan, int]:
     if problems := submit_problems(launcher, loaded, plan):
         raise BadFileError(problems)
     search = loaded.experiment.sweep.search
-    return plan, search.trials if search else len(plan.runs)
+    return loaded, plan, search.trials if search else len(plan.runs)
 
 
 def schema() -> ExitCode:
@@ -56,7 +58,9 @@ def schema() -> ExitCode:
 
 def prepare(file: Path, overrides: Sequence[str], *, runs_forward: bool = True, as_json: bool = False) -> int:
     """Download and try what the file names, in a child process, which imports torch."""
-    make_plan(load(file, overrides))
+    loaded = load(file, overrides)
+    if problems := lacking_parts(loaded, make_plan(loaded)):
+        raise BadFileError(problems)
     options = [*([] if runs_forward else ["--no-forward"]), *(["--json"] if as_json else [])]
     request = ("hpc_train.training.prepare", str(file), *options, *overrides)
     if not as_json:

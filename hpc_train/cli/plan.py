@@ -28,6 +28,7 @@ from hpc_train.topology.degrees import in_words
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate.loading import Loaded, load
 from hpc_train.validate.own_parts import missing_parts
+from hpc_train.validate.remarks import remarks
 from hpc_train.validate.rules import check_start
 
 #: Bubble above which ``plan`` says what to do.
@@ -133,6 +134,7 @@ def plan(file: Path, overrides: Sequence[str], options: PlanOptions) -> ExitCode
     lines = problems or [*queue.refused, *_missing_pack(loaded)]
     for line in lines:
         say(line)
+    say_remarks(loaded)
     plan_cost.say_cost(cost)
     queue_forecast.say_forecast(queue, made)
     if not lines:
@@ -353,6 +355,16 @@ def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) 
             run.experiment, run.ranks if ranks_are_known else None, run.size.per_node, run.size.fewest
         )
     ]
+    return list(dict.fromkeys([*lines, *lacking_parts(loaded, made)]))
+
+
+def say_remarks(loaded: Loaded) -> None:
+    """Say what is valid in the file but probably not meant."""
+    for remark in remarks(loaded.experiment):
+        say(loaded.source.render(remark))
+
+
+def lacking_parts(loaded: Loaded, made: Plan) -> list[str]:
+    """Return the lines on modules of the user's own that the plan names and that are not here."""
     experiments = [run.experiment for run in made.runs]
-    lines += [loaded.source.render(problem) for problem in missing_parts(experiments, _code_root)]
-    return list(dict.fromkeys(lines))
+    return [loaded.source.render(problem) for problem in missing_parts(experiments, _code_root)]

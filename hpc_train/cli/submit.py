@@ -24,6 +24,7 @@ from hpc_train.cli.plan import (
     batch_scripts,
     launcher_problems,
     missing_data,
+    say_remarks,
     show,
     start_problems,
     wrong_layout,
@@ -106,6 +107,7 @@ def submit(
     if launcher.is_queue:
         for line in missing_data(loaded, "make sure that the nodes have it; submitting nevertheless"):
             say(line)
+    say_remarks(loaded)
     _say_no_key(loaded)
     if options.dry_run:
         return ExitCode.DONE

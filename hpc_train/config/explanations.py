@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
 from hpc_train.config.durations import seconds_in
-from hpc_train.config.json_schema import Node
-from hpc_train.config.keys import as_mapping, child, known_keys, meant_path, members, node_at, unknown_key
-from hpc_train.config.marked_yaml import resolve_scalar
-from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, shown
+from hpc_train.config.fields import OWN_PART_PATTERN, Section
+from hpc_train.config.json_schema import Node, cached_schema, section_schema
+from hpc_train.config.keys import (
+    GRID,
+    PARAMETERS,
+    as_mapping,
+    child,
+    known_keys,
+    meant_path,
+    members,
+    node_at,
+    unknown_key,
+)
+from hpc_train.config.marked_yaml import read_value, resolve_scalar
+from hpc_train.config.problems import (
+    MAX_PROBLEMS,
+    KeyPath,
+    Problem,
+    shown,
+    split_at_colon,
+    unknown_argument,
+    with_blank,
+)
 from hpc_train.config.synonyms import value_for
 from hpc_train.errors import shortened
-from hpc_train.registry import nearest, parts
+from hpc_train.registry import as_factory, nearest, parts
 
 #: Of a section that people may know by one value alone: `model: resnet50`, `parallel: fsdp`.
 _MAIN_KEYS = ("name", "strategy")
+_NUMBERS = {"integer", "number"}
 #: Words in the names of metrics of which a lower value is better, and of those of which a higher one is.
 _FALLING = {"loss", "perplexity", "mae", "mse", "rmse", "error"}
 _RISING = {"accuracy", "f1", "iou", "miou", "map", "map50", "precision", "r2", "recall"}
@@ -38,17 +59,48 @@ def explain(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
     return [problem for path, problem in found.items() if path not in meant or not _is_missing(problem)]
 
 
-def failed_paths(problems: list[Problem]) -> set[KeyPath]:
-    """Return the keys that the rules can't rely on: invalid keys and those that an unknown key probably
-    means.
+def explain_arguments(
+    error: ValidationError, section: type[Section], path: KeyPath, args: dict[str, Any], owner: str
+) -> list[Problem]:
+    """Return one problem per key of ``args``, the validated mapping at ``path``, that ``error`` is about.
+
+    ``section``: what the part called ``owner`` takes; the file's schema says nothing about it.
+    """
+    found: dict[KeyPath, Problem] = {}
+    meant = set()
+    for entry in islice(error.errors(include_url=False), MAX_PROBLEMS + 1):
+        below = _key_path(entry["loc"], section_schema(section))
+        node: Node = section_schema(section)
+        for segment in below:
+            node = child(node, segment) or {}
+        whole = (*path, *below)
+        if entry["type"] == "extra_forbidden":
+            name, known = str(below[-1]), sorted(section.model_fields)
+            meant.add((*path, nearest(name, known)))
+            found[whole] = replace(unknown_argument(whole, owner, name, known), on_key=True)
+        elif entry["type"] == "missing":
+            found.setdefault(whole, _missing(whole, _example_of(node)))
+        elif entry["type"] == "value_error":
+            found.setdefault(whole, _of_validator(whole, entry["ctx"]))
+        else:
+            found.setdefault(whole, _wrong_value(whole, node, _given_at(args, below)))
+    return [problem for key, problem in found.items() if key not in meant or not _is_missing(problem)]
+
+
+def failed_paths(problems: list[Problem], data: dict[str, Any]) -> set[KeyPath]:
+    """Return the keys of ``data`` that the rules can't rely on: invalid keys, those that an unknown key
+    probably means, and mappings of which no key is valid.
     """
     failed: set[KeyPath] = set()
+    invalid = {problem.path for problem in problems}
     for problem in problems:
         path = problem.path
         if not _is_unknown(problem) and not _is_free(path):
             failed.add(path)
         elif meant := meant_path(path):
             failed.add(meant)
+        if _is_free(path) and invalid.issuperset((*path[:-1], key) for key in value_at(data, path[:-1])):
+            failed.add(path[:-1])
     return failed
 
 
@@ -66,27 +118,45 @@ def _is_missing(problem: Problem) -> bool:
 
 
 def _problem(kind: str, loc: KeyPath, context: dict[str, Any], data: dict[str, Any]) -> Problem:
-    path = _key_path(loc)
+    path = _key_path(loc, cached_schema())
     if kind == "extra_forbidden":
         return unknown_key(path)
     if kind == "missing" and isinstance(path[-1], str):
-        example = _mode(path, data) if path[-1] == "mode" else _example_at(path)
-        return Problem(path, "is missing", f"write {path[-1]}: {example}")
+        return _missing(path, _mode(path, data) if path[-1] == "mode" else _example_of(node_at(path) or {}))
     if loc[-1] == "[key]":
         rule = (node_at(path[:-1]) or {}).get("propertyNames", {}).get("patternErrorMessage", "a name")
         return Problem(path, f"needs {rule}", "fix the name", on_key=True)
     if isinstance(path[-1], int) and kind == "missing":
         path = path[:-1]
     if kind == "value_error":
-        message, _, remedy = str(context["error"]).partition("; ")
-        return Problem(path, message, remedy)
-    return _wrong_value(path, value_at(data, path))
+        return _of_validator(path, context)
+    return _wrong_value(path, node_at(path) or {}, _given_at(data, path))
 
 
-def _key_path(loc: KeyPath) -> KeyPath:
-    """Return ``loc`` without the segments that pydantic appends after a union or a mapping key."""
+def _of_validator(path: KeyPath, context: dict[str, Any]) -> Problem:
+    message, _, remedy = str(context["error"]).partition("; ")
+    return Problem(path, message, remedy)
+
+
+def _missing(path: KeyPath, example: str) -> Problem:
+    return Problem(path, "is missing", f"write {path[-1]}: {example}")
+
+
+def _given_at(data: Any, path: KeyPath) -> Any:
+    """Return the value at a path; where a short form (``loss: bce``) is in place of its section, that."""
+    for segment in path:
+        if isinstance(data, str):
+            break
+        data = data[segment]
+    return data
+
+
+def _key_path(loc: KeyPath, node: Node | None) -> KeyPath:
+    """Return ``loc`` without the segments that pydantic appends after a union or a mapping key.
+
+    ``node``: of the schema that ``loc`` starts from.
+    """
     path: KeyPath = ()
-    node = node_at(())
     for segment in loc:
         mapping = as_mapping(node) if node else None
         if isinstance(segment, str) and mapping is None:
@@ -105,9 +175,8 @@ def value_at(data: Any, path: KeyPath) -> Any:
     return data
 
 
-def _example_at(path: KeyPath) -> str:
-    """Return an example value for the required key, as written in a file."""
-    node = node_at(path) or {}
+def _example_of(node: Node) -> str:
+    """Return an example value for a required key, as written in a file."""
     if "examples" not in node:
         return wanted(node)
     example = in_flow(node["examples"][0])
@@ -118,21 +187,30 @@ def _example_at(path: KeyPath) -> str:
 def _mode(path: KeyPath, data: dict[str, Any]) -> str:
     """Return the mode that fits the metric beside it, or both where it is not known which fits."""
     section = value_at(data, path[:-1])
-    words = set(re.split(r"[^a-z0-9]+", str(section.get("metric") if isinstance(section, dict) else "")))
+    metric = str(section.get("metric") if isinstance(section, dict) else "")
+    return usual_mode(metric) or wanted(node_at(path) or {})
+
+
+def usual_mode(metric: str) -> str | None:
+    """Return the mode for which a better value of the metric is better, by the words of its name."""
+    words = set(re.split(r"[^a-z0-9]+", metric))
     if words & _FALLING:
         return "min"
-    return "max" if words & _RISING else wanted(node_at(path) or {})
+    return "max" if words & _RISING else None
 
 
 def in_flow(value: Any) -> str:
-    """Return ``value`` on one line of YAML."""
+    """Return ``value`` on one line of YAML, text in quotes where it needs them."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {in_flow(item)}' for key, item in value.items())}}}"
-    return str(value)
+        return f"{{{', '.join(f'{in_flow(key)}: {in_flow(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(in_flow, value))}]"
+    if isinstance(value, str):
+        return value if read_value(f"[{value}]") == ([value], []) else json.dumps(value, ensure_ascii=False)
+    return shown(value) if isinstance(value, bool) else "null" if value is None else str(value)
 
 
-def _wrong_value(path: KeyPath, value: object) -> Problem:
-    node = node_at(path) or {}
+def _wrong_value(path: KeyPath, node: Node, value: object) -> Problem:
     message = f"needs {wanted(node)}, got {shown(value)}"
     if isinstance(value, list) and any(member.get("type") == "array" for member in members(node)):
         message = f"needs {wanted(node)}, got a list of {len(value)}"
@@ -145,8 +223,13 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
         return f"write {meant}"
     if value is None:
         return "write a value" if _is_required(path) else "write a value, or take the key out"
-    if types == {"object"}:
-        return _remedy_for_section(path, as_mapping(node) or {}, value)
+    section = as_mapping(node)
+    if section and isinstance(value, str) and (unspaced := split_at_colon(value, section.get("properties"))):
+        return with_blank(*unspaced)
+    if path[:-1] in PARAMETERS and isinstance(value, list) and value:
+        return _remedy_for_values(value)
+    if section and types == {"object"}:
+        return _remedy_for_section(path, section, value)
     if isinstance(value, str):
         return in_unit_of(path, value, node) or _remedy_for_text(value, node, types)
     if "integer" in types and isinstance(value, float) and value.is_integer() and abs(value) < _LARGE:
@@ -155,8 +238,11 @@ def _remedy(path: KeyPath, node: Node, value: object) -> str:
         return f"put it in quotes: '{shown(value)}'"
     if isinstance(value, float) and not math.isfinite(value):
         return "write a finite number"
+    if isinstance(value, dict) and path[:-1] == GRID:
+        return _remedy_for_nested(path, value)
     if "array" in types and not isinstance(value, list):
-        return "write a list: [a, b]"
+        takes_any = not isinstance(value, dict) and members(child(node, 0) or {}) == [{}]
+        return f"write a list: {in_flow([value]) if takes_any else '[a, b]'}"
     return _example(node, types)
 
 
@@ -167,11 +253,50 @@ def _remedy_for_section(path: KeyPath, section: Node, value: object) -> str:
     written = [f"{key}: …" for key in required if key != main]
     if main is not None and isinstance(value, str) and value.strip():
         is_timms = path == ("model",) and value.isidentifier() and value not in parts("models")
-        given = f"{main}: timm/{shortened(value)}" if is_timms else f"{main}: {shortened(value)}"
+        given = f"{main}: {in_flow(f'timm/{shortened(value)}' if is_timms else shortened(value))}"
         return f"write {{{', '.join([given, *written])}}}"
     if required:
         return f"write {{{', '.join(f'{key}: …' for key in required)}}}"
-    return "write {} for the defaults" if value is True else "write its keys, like {key: value}"
+    return "write {} for the defaults" if value is True else _remedy_for_keys(section, value)
+
+
+def _remedy_for_keys(section: Node, value: object) -> str:
+    """Return the keys to write in a section without required ones; those that the value names come first."""
+    nodes = section.get("properties", {})
+    named = value if isinstance(value, list) else [value]
+    found = [nearest(each, nodes) for each in named if isinstance(each, str)]
+    if found and len(found) == len(named) and None not in found:
+        return f"write {{{', '.join(f'{key}: {_value_like(nodes[key])}' for key in found)}}}"
+    keys = f", where key is one of {', '.join(nodes)}" if nodes else ""
+    return f"write its keys, like {{key: value}}{keys}"
+
+
+def _value_like(node: Node) -> str:
+    """Return a value of a key for an example; ``…`` where only the user knows one."""
+    first = members(node)[0]
+    if first.get("type") == "object":
+        return f"{{{', '.join(f'{key}: …' for key in first.get('required', []))}}}"
+    if first.get("type") == "boolean":
+        return "true"
+    return str(_number_like(first, node)) if first.get("type") in _NUMBERS else "…"
+
+
+def _remedy_for_values(values: list[Any]) -> str:
+    """Return the distribution to write in place of a list of values."""
+    shown_values = shortened(in_flow(values))
+    are_bounds = len(values) == 2 and all(type(each) in {int, float} for each in values)
+    between = f" or {{uniform: {shown_values}}}" if are_bounds else ""
+    return f"write {{choice: {shown_values}}}{between}"
+
+
+def _remedy_for_nested(path: KeyPath, value: dict[str, Any]) -> str:
+    """Return the dotted key to write in the grid in place of nested mappings."""
+    key, inner = str(path[-1]), cast(Any, value)
+    while isinstance(inner, dict) and inner:
+        below, inner = next(iter(inner.items()))
+        key = f"{key}.{below}"
+    values = in_flow(inner if isinstance(inner, list) and inner else ["a", "b"])
+    return f"write the whole key path: {shortened(key)}: {shortened(values)}"
 
 
 def in_unit_of(path: KeyPath, text: str, node: Node) -> str | None:
@@ -230,11 +355,19 @@ def _example(node: Node, types: set[object]) -> str:
     """Return what to write where the message already says what the key takes."""
     if types == {"boolean"} or (types == {"string"} and _choices(node)):
         return "write one of them"
-    if numbers := [member for member in members(node) if member.get("type") in {"integer", "number"}]:
-        number = numbers[0].get("minimum", 1 if numbers[0]["type"] == "integer" else 0.1)
-        default = node.get("default")
-        return f"write a number like {number if default is None else default}"
+    if numbers := [member for member in members(node) if member.get("type") in _NUMBERS]:
+        return f"write a number like {_number_like(numbers[0], node)}"
     return "write text of this form" if "string" in types else "write a list of this form"
+
+
+def _number_like(number: Node, node: Node) -> float:
+    """Return a number for the key ``node``, of which ``number`` is a member; not 0, which may mean off."""
+    for known in (node.get("default"), number.get("minimum"), *number.get("examples", [])):
+        if isinstance(known, int | float) and known:
+            return known
+    if number["type"] == "integer":
+        return 1
+    return 0.5 if max(number.get("maximum", 2), number.get("exclusiveMaximum", 0)) <= 1 else 0.1
 
 
 def _remedy_for_text(value: str, node: Node, types: set[object]) -> str:
@@ -246,7 +379,11 @@ def _remedy_for_text(value: str, node: Node, types: set[object]) -> str:
     if "boolean" in types and value.lower() in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
         return f"write {'true' if value.lower() in {'yes', 'on', 'y', 'true'} else 'false'} without quotes"
     if "array" in types:
-        return f"write a list: [{shortened(value)}]"
+        return f"write a list: {in_flow([shortened(value)])}"
+    module, dot, attribute = value.rpartition(".")
+    factory = as_factory(value) or (f"{module}:{attribute}" if dot else None)
+    if factory and OWN_PART_PATTERN in str(node.get("pattern")) and _takes_text(node, factory):
+        return f"write {factory}"
     return _example(node, types)
 
 
@@ -305,7 +442,8 @@ def _wanted_text(node: Node) -> str:
         return f"text like {', '.join(node['examples'])}"
     if "maxLength" in node:
         return f"text of {node.get('minLength', 0)} to {node['maxLength']} characters"
-    rule: str = node.get("patternErrorMessage", "text")
+    unexplained = f"text that matches {node['pattern']}" if "pattern" in node else "text"
+    rule: str = node.get("patternErrorMessage", unexplained)
     return rule
 
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+)
 
 from hpc_train.config.durations import FORMS, MAX_HOURS, format_duration, parse_duration_min
 from hpc_train.paths import NAME_PATTERN
@@ -107,6 +115,8 @@ MethodName = Annotated[
 MetricName = Annotated[
     str, pattern(r"[A-Za-z0-9_][A-Za-z0-9_.@+/ -]{0,127}", "the name of a metric, like accuracy or iou_car")
 ]
+#: A metric of evaluations. ``sweep.search`` and ``compare`` call it ``val/loss``, which is ``loss`` here.
+EvaluationMetric = Annotated[MetricName, AfterValidator(lambda name: name.removeprefix("val/") or name)]
 OptimizerName = Annotated[
     str,
     pattern(

@@ -42,6 +42,14 @@ def cached_schema() -> Node:
     return schema
 
 
+@cache
+def section_schema(section: type[Section]) -> Node:
+    """Return the cached schema of a section outside of the file's schema that contains no sections."""
+    schema = section.model_json_schema()
+    _for_editors(schema)
+    return schema
+
+
 def _describe_fields(schema: Node) -> None:
     """Give the keys the docstrings of their fields."""
     sections = {section.__name__: section for section in _subclasses(Section)}

@@ -7,8 +7,8 @@ from typing import Any
 
 from hpc_train.config.json_schema import Node, cached_schema, described_schema
 from hpc_train.config.marked_yaml import MAX_DEPTH
-from hpc_train.config.problems import KeyPath, Problem, dotted
-from hpc_train.config.synonyms import advice_for, key_for
+from hpc_train.config.problems import KeyPath, Problem, dotted, split_at_colon, with_blank
+from hpc_train.config.synonyms import advice_for, key_beside, key_for
 from hpc_train.registry import nearest
 
 #: Sections and keys that do not enter a run's id, so a sweep can't vary them.
@@ -37,12 +37,10 @@ SCALING: tuple[KeyPath, ...] = (
     ("slurm", "cpus_per_gpu"),
 )
 GRID: KeyPath = ("sweep", "grid")
+#: Mappings with a distribution by dotted key path.
+PARAMETERS: tuple[KeyPath, ...] = (("sweep", "random", "parameters"), ("sweep", "search", "parameters"))
 #: Mappings whose keys are dotted key paths.
-_BY_KEY_PATH: tuple[KeyPath, ...] = (
-    GRID,
-    ("sweep", "random", "parameters"),
-    ("sweep", "search", "parameters"),
-)
+_BY_KEY_PATH: tuple[KeyPath, ...] = (GRID, *PARAMETERS)
 #: The section with the resources that a job requests from its queue; without effect on this machine.
 JOB = "slurm"
 
@@ -103,6 +101,10 @@ def known_keys(path: KeyPath) -> list[str]:
 
 def meant_path(path: KeyPath) -> KeyPath | None:
     """Return the key that the unknown key ``path`` most likely means."""
+    if unspaced := split_at_colon(str(path[-1]), known_keys(path[:-1])):
+        return (*path[:-1], unspaced[0])
+    if beside := key_beside(path):
+        return (*path[:-1], beside)
     if called := key_for(path):
         meant = tuple(called.partition(" ")[0].split("."))
         return meant if meant != path else None
@@ -111,8 +113,8 @@ def meant_path(path: KeyPath) -> KeyPath | None:
     elsewhere = _elsewhere(path)
     if len(elsewhere) == 1:
         return elsewhere[0]
-    beside = nearest(str(path[-1]), known_keys(path[:-1]))
-    return (*path[:-1], beside) if beside else None
+    close = nearest(str(path[-1]), known_keys(path[:-1]))
+    return (*path[:-1], close) if close else None
 
 
 def _elsewhere(path: KeyPath) -> list[KeyPath]:
@@ -129,6 +131,8 @@ def unknown_key(path: KeyPath, rest: Sequence[str] = ()) -> Problem:
 
 
 def _remedy(path: KeyPath, rest: Sequence[str]) -> str:
+    if unspaced := split_at_colon(str(path[-1]), known_keys(path[:-1])):
+        return with_blank(*unspaced)
     called = key_for(path)
     if called and called != dotted(path):
         return f"write {'.'.join([called, *rest])}" if _exists(called, rest) else f"write {called}"

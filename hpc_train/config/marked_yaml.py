@@ -33,7 +33,16 @@ from yaml.parser import Parser
 from yaml.reader import Reader
 from yaml.scanner import Scanner
 
-from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Marks, Place, Problem, shown
+from hpc_train.config.problems import (
+    MAX_PROBLEMS,
+    KeyPath,
+    Marks,
+    Place,
+    Problem,
+    shown,
+    split_at_colon,
+    with_blank,
+)
 from hpc_train.errors import shortened
 
 MAX_BYTES = 2**20
@@ -43,6 +52,8 @@ MAX_VALUES = 50_000
 #: Python refuses to print or read integers of more than 4300 digits.
 MAX_NUMBER_LENGTH = 100
 
+#: How the message on a repeated key begins.
+GIVEN_TWICE = "is given twice"
 _NULL = {"", "~", "null", "Null", "NULL"}
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -187,6 +198,7 @@ class _Reading:
     def __init__(self, text: str, document: Document) -> None:
         self.marks = document.marks
         self.problems = document.problems
+        self.text = text
         self.parser = _EventParser(text)
         self.events = self._events()
         self.num_values = 0
@@ -209,7 +221,7 @@ class _Reading:
             while self.parser.check_event():
                 yield self.parser.get_event()  # type: ignore[no-untyped-call]
         except yaml.MarkedYAMLError as error:
-            raise _UnreadableError(_syntax_problem(error)) from error
+            raise _UnreadableError(_syntax_problem(error, self.text)) from error
         except (yaml.YAMLError, ValueError, OverflowError) as error:  # chr() of an escape out of range
             place = _place(self.parser.get_mark())
             raise _UnreadableError(
@@ -296,7 +308,7 @@ class _Reading:
             marks = Marks(_place(event.start_mark), _place(value_event.start_mark))
             if key is not None and key in values:
                 first_line = self.marks[key_path].key.line
-                message = f"is given twice, on lines {first_line} and {marks.key.line}"
+                message = f"{GIVEN_TWICE}, on lines {first_line} and {marks.key.line}"
                 self._refuse(key_path, event, message, "keep one of them")
             elif key is not None:
                 self.marks[key_path] = marks
@@ -320,11 +332,24 @@ class _Reading:
         return None
 
 
-def _syntax_problem(error: yaml.MarkedYAMLError) -> Problem:
+def _syntax_problem(error: yaml.MarkedYAMLError, text: str) -> Problem:
     said = ", ".join(part for part in (error.context, error.problem) if part)
-    remedy = next(
-        (text for part, text in _REMEDIES if part in said), "correct the indentation or quotes here"
+    remedy = _blank_remedy(error, text) or next(
+        (words for part, words in _REMEDIES if part in said), "correct the indentation or quotes here"
     )
     return Problem(
         (), f"is not valid YAML: {said}", remedy, place=_place(error.problem_mark or error.context_mark)
     )
+
+
+def _blank_remedy(error: yaml.MarkedYAMLError, text: str) -> str | None:
+    """Return the remedy if a line like ``lr:0.1``, read as text, is why the next line is an error."""
+    lines = _LINE_BREAK.split(text)
+    if error.context == "while scanning a simple key" and error.context_mark is not None:
+        number = error.context_mark.line
+    elif error.problem_mark is not None and str(error.problem).startswith("mapping values are not allowed"):
+        number = error.problem_mark.line - 1
+    else:
+        return None
+    unspaced = split_at_colon(lines[number].strip().removeprefix("- ")) if number >= 0 else None
+    return with_blank(*unspaced, where=f" on line {number + 1}") if unspaced else None

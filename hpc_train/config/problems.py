@@ -135,6 +135,24 @@ def unknown_argument(section: KeyPath, owner: str, name: str, known: Sequence[st
     return Problem(section, f"{owner} takes no argument {name!r}", remedy)
 
 
+def split_at_colon(text: str, keys: Collection[str] | None = None) -> tuple[str, str] | None:
+    """Return key and value of ``lr:0.1``, which YAML reads as text because no blank follows the colon.
+
+    None if the key is not one of ``keys``; without them, if it is not a name.
+    """
+    key, _, value = text.partition(":")
+    is_key = key.isidentifier() if keys is None else key in keys
+    is_text = value != "" and not value[0].isspace() and not value.startswith(("//", ":"))
+    return (key, value) if is_key and is_text else None
+
+
+def with_blank(key: str, value: str, where: str = "") -> str:
+    """Return what to write instead of ``key:value``. ``where``: like `` on line 4``."""
+    if value.startswith(("{", "[")) or " " in value:  # the text may end within it, or span several lines
+        return f"put a blank after the colon of {shortened(key)}:{where}"
+    return f"write {shortened(key)}: {shortened(value)}{where}, with a blank after the colon"
+
+
 def related(one: KeyPath, other: KeyPath) -> bool:
     """Tell whether one path is equal to the other or is its parent."""
     shorter = min(len(one), len(other))

@@ -13,8 +13,8 @@ from pydantic import BeforeValidator, Field
 from hpc_train.config.cluster_sections import EnvironmentConfig, SlurmConfig
 from hpc_train.config.fields import (
     Arguments,
+    EvaluationMetric,
     Hours,
-    MetricName,
     Minutes,
     Name,
     NotNegativeFloat,
@@ -56,9 +56,9 @@ class CheckpointConfig(Section):
 class BestConfig(Section):
     """Which evaluation is the best."""
 
-    metric: Annotated[MetricName, Field(examples=["accuracy"])]
-    """A metric of the ``val`` rows, such as ``accuracy`` or ``loss``; ``ema_accuracy`` is that of the EMA
-    weights."""
+    metric: Annotated[EvaluationMetric, Field(examples=["accuracy"])]
+    """A metric of the ``val`` rows, such as ``accuracy`` (or ``val/accuracy``) or ``loss``; ``ema_accuracy``
+    is that of the EMA weights."""
     mode: Annotated[Literal["min", "max"], Field(examples=["max"])]
     """``max``: a higher value is better; ``min``: a lower one."""
 
@@ -66,9 +66,9 @@ class BestConfig(Section):
 class EarlyStoppingConfig(Section):
     """When a run ends before its last step. The learning rate schedule does not depend on it."""
 
-    metric: Annotated[MetricName, Field(examples=["loss"])]
-    """A metric of the ``val`` rows, such as ``accuracy`` or ``loss``; ``ema_loss`` is that of the EMA
-    weights."""
+    metric: Annotated[EvaluationMetric, Field(examples=["loss"])]
+    """A metric of the ``val`` rows, such as ``accuracy`` or ``loss`` (or ``val/loss``); ``ema_loss`` is that
+    of the EMA weights."""
     mode: Annotated[Literal["min", "max"], Field(examples=["min"])]
     """``max``: a higher value is better; ``min``: a lower one."""
     patience: Annotated[PositiveInt | None, Field(examples=[5])] = None

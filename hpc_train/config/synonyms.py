@@ -6,7 +6,7 @@ key path of the schema, which a test checks.
 
 from __future__ import annotations
 
-from hpc_train.config.problems import KeyPath
+from hpc_train.config.problems import KeyPath, dotted
 
 #: sbatch option → the equivalent key of the file.
 SBATCH_KEYS = {
@@ -166,11 +166,16 @@ _ALSO_CALLED = {
     "logging.tensorboard": "use_tensorboard tensorboard",
     "logging.loggers": "logger report_to",
 }
-#: Section → key → names that mean something else in other sections.
+#: Section → key → names that mean something else in other sections. 0 stands for any item of a list.
 _WITHIN: dict[KeyPath, dict[str, str]] = {
     ("model",): {"name": "type id class kind model", "pretrained": "checkpoint path file"},
     ("data",): {"name": "type id class kind", "root": "path dir folder location", "image_size": "size"},
     ("optimization", "optimizer"): {"name": "type class kind algorithm", "lr": "rate"},
+    ("optimization", "optimizer", "groups", 0): {
+        "match": "params parameters names name pattern patterns",
+        "lr_factor": "lr learning_rate lr_mult lr_scale lr_multiplier factor",
+        "weight_decay": "wd weightdecay decay",
+    },
     ("optimization", "schedule"): {"name": "type class kind policy"},
     ("checkpoint",): {"every_min": "interval_min minutes", "every_steps": "interval steps frequency"},
     ("evaluation",): {"every_steps": "interval steps frequency", "every_epochs": "epochs"},
@@ -257,11 +262,15 @@ VALUES = {key: _table(values) for key, values in _VALUES.items()}
 
 def key_for(path: KeyPath) -> str | None:
     """Return the dotted key (or two keys: ``a and b``) that is equivalent to the unknown key ``path``."""
-    name = _plain(path[-1])
-    for section, keys in KEYS_WITHIN.items():
-        if path[:-1] == section and name in keys:
-            return ".".join(map(str, (*section, keys[name])))
-    return KEYS.get(name)
+    if beside := key_beside(path):
+        return dotted((*path[:-1], beside))
+    return KEYS.get(_plain(path[-1]))
+
+
+def key_beside(path: KeyPath) -> str | None:
+    """Return the key of the same section that is equivalent to the unknown key ``path``."""
+    section = tuple(0 if isinstance(segment, int) else segment for segment in path[:-1])
+    return KEYS_WITHIN.get(section, {}).get(_plain(path[-1]))
 
 
 def advice_for(path: KeyPath) -> str | None:

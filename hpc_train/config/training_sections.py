@@ -238,11 +238,11 @@ class OptimizerConfig(Section):
     lr_per_batch: PositiveInt | None = None
     """Batch size that ``lr`` refers to: the learning rate is lr * G / lr_per_batch. Default: ``lr`` is used
     unscaled."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    momentum: Annotated[float, Field(ge=0, lt=1, examples=[0.9])] | None = None
     """Momentum, for optimizers that have one. Default: the optimizer's default."""
     weight_decay: NotNegativeFloat | None = None
     """Weight decay. Default: the optimizer's default."""
-    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    layer_decay: Annotated[float, Field(gt=0, le=1, examples=[0.75])] | None = None
     """Layer-wise learning rate decay: each layer's rate is this factor times that of the next layer. Default:
     off."""
     decay_norm_and_bias: bool = True
@@ -316,7 +316,7 @@ class OptimizationConfig(Section):
         LossConfig | None, BeforeValidator(lambda v: {"name": v} if isinstance(v, str) else v)
     ] = None
     """The loss: a name, or a section. Default: the task's first one in the table of losses."""
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=1, examples=[0.1])] = 0.0
     """Label smoothing: the fraction of the target that is spread over all classes. 0: off."""
     on_non_finite: Literal["stop", "skip", "rollback"] = "stop"
     """What to do when a loss or gradient is NaN or infinite on any rank: ``stop`` ends the run; ``skip``

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpc_train.config.explanations import explain, failed_paths
+from hpc_train.config.indentation import with_unindented_sections
 from hpc_train.config.json_schema import Node
 from hpc_train.config.keys import BadKeyError, as_mapping, members, node_at, replaced, split_key
 from hpc_train.config.marked_yaml import MAX_BYTES, read_document, read_value
@@ -78,7 +79,7 @@ def load(path: Path, overrides: Sequence[str] = (), *, check_names: bool = True)
     experiment = None
     if document.data is not None:
         experiment, found = _judge(data, check_names, {problem.path for problem in problems if problem.path})
-        problems += found
+        problems = with_unindented_sections(data, document.marks, [*problems, *found])
     if experiment is None or problems:
         raise BadFileError(source.render_all(problems))
     return Loaded(experiment, source, data, check_names, tuple(overrides))
@@ -146,8 +147,8 @@ def _judge(
         experiment = judged = Experiment.model_validate(data)
     except ValidationError as error:
         problems = explain(error, data)
-        judged = _salvaged(data, {problem.path for problem in problems} | failed_paths(problems))
-    failed = known | failed_paths(problems)
+        judged = _salvaged(data, {problem.path for problem in problems} | failed_paths(problems, data))
+    failed = known | failed_paths(problems, data)
     problems = [problem for problem in problems if problem.path not in known]
     if judged is not None:
         problems += rules.check(judged, failed, check_names=check_names)

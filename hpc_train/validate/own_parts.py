@@ -19,7 +19,7 @@ from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import shortened
-from hpc_train.registry import is_factory, nearest
+from hpc_train.registry import as_factory, is_factory, lacking_module, nearest
 
 #: A larger module is not parsed.
 _MAX_BYTES = 4 << 20
@@ -61,6 +61,11 @@ def _has_this_environment(experiment: Experiment) -> bool:
 def _missing(name: str, places: list[Path]) -> tuple[str, str] | None:
     """Return what is wrong with a name and what to do; None also where only an import could say."""
     module, _, attribute = name.partition(":")
+    if module.endswith(".py") and Path(module).is_file():
+        return (
+            f"{shortened(module)} is a file, and the name starts with a module",
+            f"write {as_factory(name)}",
+        )
     parent = ""
     *packages, last = module.split(".")
     for package in packages:
@@ -120,10 +125,7 @@ def _no_module(parent: str, module: str, places: Iterable[Path]) -> tuple[str, s
         return message, f"did you mean {f'{parent}.' if parent else ''}{close}?"
     if parent:
         return message, "fix the name"
-    return message, (
-        f"start hpc-train in the folder that contains {shortened(module)}.py, or install its package for "
-        f"{sys.executable}"
-    )
+    return message, lacking_module(module)
 
 
 def _undefined(source: Path, attribute: str) -> tuple[str, str] | None:

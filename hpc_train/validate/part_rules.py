@@ -9,9 +9,10 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 
 from hpc_train.config.fields import Arguments
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule
+from hpc_train.config.problems import KeyPath, Problem, Rule, rule, split_at_colon, with_blank
 from hpc_train.config.schema import Experiment, LoggingConfig
 from hpc_train.data_facts.facts import data_facts, missing_root
 from hpc_train.errors import shortened
@@ -161,6 +162,9 @@ def model_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
     if is_factory(name):
         return
     if provider not in parts("models"):
+        if own := _dotted_part(name):
+            yield Problem(("model", "name"), *own)
+            return
         remedy = f"write timm/{shortened(name)} or another of {', '.join(sorted(parts('models')))}"
         if rest:
             yield Problem(("model", "name"), *unknown_part("models", provider))
@@ -171,6 +175,20 @@ def model_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("model", "name"), f"'{shortened(name)}' names no model", f"write {example}")
 
 
+def _dotted_part(name: str) -> tuple[str, str] | None:
+    """Return what is wrong with ``my_model.net`` or ``my_model.py``, and the remedy, if the file is here."""
+    is_file = name.endswith(".py")
+    path, _, attribute = name.rpartition(".")
+    module = path.replace("/", ".")
+    file = Path(f"{module.replace('.', '/')}.py")
+    if not attribute.isidentifier() or not file.is_file():
+        return None
+    written = (
+        f"{module}:NAME, with the name of a function or class in it" if is_file else f"{module}:{attribute}"
+    )
+    return f"'{shortened(name)}' has no colon between module and name", f"write {written}"
+
+
 @rule("data.name")
 def dataset_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
     """``data.name`` must be a data set or start with a provider, or name a factory."""
@@ -179,6 +197,9 @@ def dataset_provider_is_known(experiment: Experiment) -> Iterator[Problem]:
     if is_factory(name):
         return
     if provider not in parts("datasets"):
+        if own := _dotted_part(name):
+            yield Problem(path, *own)
+            return
         known = _OF_TORCHVISION.get(name.lower().replace("-", ""))
         message, remedy = unknown_part("datasets", provider)
         yield Problem(path, message, f"write torchvision/{known}" if known else remedy)
@@ -208,9 +229,9 @@ def arguments_say_nothing_twice(experiment: Experiment) -> Iterator[Problem]:
             if key := _SAID_ELSEWHERE[path].get(argument):
                 yield not_an_argument(path, argument, key)
             elif not argument.isidentifier():
-                yield Problem(
-                    (*path, argument), "is not a valid argument name", "write a Python name", on_key=True
-                )
+                unspaced = split_at_colon(argument)
+                remedy = with_blank(*unspaced) if unspaced else "write a Python name"
+                yield Problem((*path, argument), "is not a valid argument name", remedy, on_key=True)
 
 
 def own_arguments(path: KeyPath, args: Arguments) -> Arguments:

@@ -17,6 +17,15 @@ def test_a_fine_file_is_said_to_be_fine_on_stderr(file: Path) -> None:
     assert done.err == f"{file}: fine: 2 runs of tiny\n  {layout}\n"
 
 
+@pytest.mark.parametrize("command", [["validate"], ["validate", "--json"], ["plan"], ["plan", "--json"]])
+def test_what_is_probably_not_meant_is_said_of_a_fine_file(file: Path, command: list[str]) -> None:
+    best = "checkpoint.best={metric: accuracy, mode: min}"
+    done = hpc_train(command[0], file, *command[1:], best)
+    assert done.code == 0
+    remark = "min takes a lower accuracy for the better one; write max, unless that is what you want"
+    assert f"command line: checkpoint.best.mode: {remark}\n" in done.err
+
+
 def test_every_problem_is_a_line_and_exits_65(file: Path) -> None:
     done = hpc_train("validate", file, "seed=-1", "precision=fp7", "optimization.optimiser=sgd")
     assert (done.code, done.out) == (65, "")
@@ -92,13 +101,13 @@ def test_prepare_builds_data_and_model(file: Path) -> None:
 
 @pytest.mark.slow
 def test_prepare_passes_the_exit_code_of_what_it_found_on(file: Path) -> None:
-    done = runs.hpc_train("prepare", file, "model.name=no_such_package.models:net")
+    done = runs.hpc_train("prepare", file, "model.name=math:net")  # only an import can tell
     assert done.code == 65
-    assert "no_such_package" in done.err
+    assert "module 'math' has no 'net'" in done.err
     assert "Traceback" not in done.err
 
 
-@pytest.mark.parametrize("command", ["validate", "plan", "submit"])
+@pytest.mark.parametrize("command", ["validate", "plan", "submit", "prepare"])
 def test_a_factory_that_is_not_there_is_reported_before_anything_starts(command: str, file: Path) -> None:
     done = hpc_train(command, file, "model.name=tests.end_to_end.parts:nett", "slurm={}")
     assert "parts.py defines no 'nett'; did you mean net?" in done.err

@@ -8,8 +8,10 @@ import pytest
 
 from hpc_train.config.explanations import in_flow
 from hpc_train.config.json_schema import Node, cached_schema
-from hpc_train.config.keys import all_keys, as_mapping, members, node_at, split_key
+from hpc_train.config.keys import all_keys, as_mapping, known_keys, members, node_at, split_key
+from hpc_train.config.marked_yaml import read_value
 from hpc_train.config.schema import Experiment
+from hpc_train.config.sweep_sections import Distribution
 from hpc_train.config.synonyms import _ALSO_CALLED, ADVICE, KEYS, KEYS_WITHIN, SBATCH_KEYS, VALUES
 from tests.config.files import GOOD, problems_of
 
@@ -74,6 +76,21 @@ def test_the_key_that_was_meant_is_not_reported_as_missing_too(
 
 
 @pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("match: [fc.*], lr: 0.1", "lr_factor"),
+        ("match: [fc.*], lr_mult: 0.1", "lr_factor"),
+        ("match: [fc.*], wd: 0", "weight_decay"),
+        ("params: [fc.*]", "match"),
+    ],
+)
+def test_a_group_of_parameters_has_its_own_names(tmp_path: Path, given: str, meant: str) -> None:
+    groups = f"groups: [{{match: [a]}}, {{{given}}}]"
+    (said,) = problems_of(tmp_path, GOOD.replace("lr: 0.1", f"lr: 0.1, {groups}"))
+    assert said.endswith(f": unknown key; write optimization.optimizer.groups[1].{meant}")
+
+
+@pytest.mark.parametrize(
     ("override", "remedy"),
     [
         ("device=gpu", "write cuda"),
@@ -99,7 +116,41 @@ def test_the_key_that_was_meant_is_not_reported_as_missing_too(
         ("parallel=fsdp", "write {strategy: fsdp}"),
         ("optimization.ema=true", "write {decay: …}"),
         ("checkpoint=true", "write {} for the defaults"),
-        ("checkpoint=5", "write its keys, like {key: value}"),
+        (
+            "checkpoint=5",
+            "write its keys, like {key: value}, where key is one of every_min, every_steps, keep, best",
+        ),
+        ("model.args=5", "write its keys, like {key: value}"),
+        ("logging=wandb", "write {wandb: {project: …}}"),
+        ("logging=[csv, wandb]", "write {csv: true, wandb: {project: …}}"),
+        ("evaluation=every_epoch", "write {every_epochs: 1}"),
+        ("data.augment=[hflip]", "write {hflip: 0.5}"),
+        ("data.augment=policy", "write {policy: …}"),
+        ("data.augment.hflip=2", "write a number like 0.5"),
+        ("data.augment.crop_padding=-1", "write a number like 1"),
+        ("data.eval_crop=2", "write a number like 1.0"),
+        ("optimization.optimizer.momentum=1", "write a number like 0.9"),
+        ("optimization.label_smoothing=1", "write a number like 0.1"),
+        ("optimization.mixup=-1", "write a number like 0.1"),
+        ("data.augment.random_scale=0.5", "write a list: [a, b]"),
+        ("sweep.grid={optimization.optimizer.lr: 0.1}", "write a list: [0.1]"),
+        (
+            "sweep.grid={optimization: {optimizer: {lr: [0.1, 0.2], name: [sgd]}}}",
+            "write the whole key path: optimization.optimizer.lr: [0.1, 0.2]",
+        ),
+        ("sweep.grid={optimization: {}}", "write the whole key path: optimization: [a, b]"),
+        (
+            "sweep.random={count: 3, parameters: {optimization.optimizer.lr: [0.1, 0.2]}}",
+            "write {choice: [0.1, 0.2]} or {uniform: [0.1, 0.2]}",
+        ),
+        (
+            "sweep.random={count: 3, parameters: {optimization.optimizer.name: [sgd, adamw]}}",
+            "write {choice: [sgd, adamw]}",
+        ),
+        (
+            "sweep.search={trials: 3, metric: loss, mode: min, parameters: {optimization.optimizer.lr: ab}}",
+            "write its keys, like {key: value}, where key is one of " + ", ".join(Distribution.model_fields),
+        ),
     ],
 )
 def test_values_of_other_tools_and_units_lead_to_the_value(
@@ -114,6 +165,13 @@ def test_no_name_of_other_tools_has_two_keys() -> None:
     assert len(names) == len(set(names))
 
 
+def test_a_section_is_judged_by_its_other_keys_where_one_is_wrong(tmp_path: Path) -> None:
+    """The second parameter's mistake is found although the first one's is no distribution."""
+    parameters = "{optimization.optimizer.lr: [0.1, 0.2], seed: {int: [2, 1]}}"
+    said = problems_of(tmp_path, GOOD, f"sweep.random={{count: 3, parameters: {parameters}}}")
+    assert len(said) == 2 and "is empty: 2 is above 1" in said[1]
+
+
 def test_every_target_is_a_key_and_no_name_is_a_key_where_it_is_read() -> None:
     keys = {".".join(map(str, path)) for path in all_keys()}
     free = ("model.args.", "optimization.optimizer.args.")
@@ -121,8 +179,8 @@ def test_every_target_is_a_key_and_no_name_is_a_key_where_it_is_read() -> None:
         assert all(each in keys or each.startswith(free) for each in key.split(" and ")), key
     for section, called in KEYS_WITHIN.items():
         for name, key in called.items():
-            assert {".".join((*map(str, section), key))} <= keys
-            assert ".".join((*map(str, section), name)) not in keys
+            assert key in known_keys(section)
+            assert name not in known_keys(section)
     assert not KEYS.keys() & ADVICE.keys()
 
 
@@ -157,3 +215,17 @@ def test_every_required_key_has_an_example_that_is_valid() -> None:
 
 def test_a_missing_section_is_shown_as_it_is_written() -> None:
     assert in_flow({"a": {"b": 1}, "c": [1]}) == "{a: {b: 1}, c: [1]}"
+
+
+@pytest.mark.parametrize(
+    "text", ["*.bias", "!head", "a, b", "{x", "a: b", "a #b", "1", "true", "", " ", "'", '"', "\x1b"]
+)
+def test_text_of_the_file_is_shown_in_quotes_where_yaml_needs_them(text: str) -> None:
+    shown = in_flow({text: [text, None, True]})
+    assert '"' in shown
+    assert read_value(shown) == ({text: [text, None, True]}, [])
+
+
+@pytest.mark.parametrize("text", ["layer1.*", "timm/resnet18", "acme.models:tiny", "90min", "a b"])
+def test_text_of_the_file_that_needs_no_quotes_is_shown_without(text: str) -> None:
+    assert in_flow([text]) == f"[{text}]"

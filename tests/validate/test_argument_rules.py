@@ -21,7 +21,7 @@ TEXT = ("task=causal_lm", "data={name: text, root: /data/t.txt}")
     ("overrides", "said"),
     [
         (("data.args={chanels: 3}",), "data.args.chanels: digits takes no argument 'chanels'; did you mean"),
-        (("data.args={channels: 2}",), "data.args.channels: needs one of 1, 3, got 2; write that, or take"),
+        (("data.args={channels: 2}",), "data.args.channels: needs one of 1, 3, got 2; write a number like 1"),
         (
             ("task=segmentation", "data={name: segmentation_folder, root: /d}", "model.name=smp/unet"),
             "data.args.num_classes: is missing; write num_classes: a whole number of at least 1",

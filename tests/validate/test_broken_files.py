@@ -69,6 +69,56 @@ BROKEN = {
         "9:3: optimization.global_batchsize: unknown key",
         "did you mean global_batch_size?",
     ),
+    "no blank after the only colon": (
+        changed("  name: digits\n", "  name:digits\n"),
+        "6:3: data: needs a mapping with name, got the text 'name:digits'",
+        "write name: digits, with a blank after the colon",
+    ),
+    "no blank in a section beside a short form": (
+        GOOD + "compile:\n  mode:default\n",
+        "13:3: compile: needs true or false or a mapping, got the text 'mode:default'",
+        "write mode: default, with a blank after the colon",
+    ),
+    "no blank after the first colon": (
+        changed("  epochs: 3\n", "  epochs:3\n"),
+        "9:20: is not valid YAML",
+        "write epochs: 3 on line 8, with a blank after the colon",
+    ),
+    "no blank after the last colon": (
+        changed("  micro_batch_size: 16\n" + SGD, SGD + "\n  micro_batch_size:16"),
+        "12:1: is not valid YAML",
+        "write micro_batch_size: 16 on line 11, with a blank after the colon",
+    ),
+    "no blank after each colon": (
+        GOOD + "slurm:\n  time_limit:24h\n  nodes:1\n",
+        "13:3: slurm: needs a mapping, got the text 'time_limit:24h nodes:1'",
+        "put a blank after the colon of time_limit:",
+    ),
+    "no blank in flow": (
+        changed("lr: 0.1", "lr:0.1"),
+        "11:26: optimization.optimizer.lr:0.1: unknown key",
+        "write lr: 0.1, with a blank after the colon",
+    ),
+    "no blank before flow": (
+        changed("data:\n  name: digits\n", "data:{name: digits}\n"),
+        "5:1: data:{name: unknown key",
+        "put a blank after the colon of data:",
+    ),
+    "no blank in arguments": (
+        changed("  name: digits\n", "  name: digits\n  args: {width:8}\n"),
+        "7:10: data.args.width:8: is not a valid argument name",
+        "write width: 8, with a blank after the colon",
+    ),
+    "no blank in one argument": (
+        changed("  name: digits\n", "  name: digits\n  args:\n    width:8\n"),
+        "8:5: data.args: needs a mapping, got the text 'width:8'",
+        "write width: 8, with a blank after the colon",
+    ),
+    "a colon of a URL": (
+        GOOD + "environment:\n  https://x\n  b: 1\n",
+        "14:4: is not valid YAML",
+        "put the text in quotes",
+    ),
     "missing key": (changed("name: digits-test\n", ""), "1:1: name: is missing", "write name:"),
     "missing inside": (
         changed("  global_batch_size: 64\n", ""),
@@ -131,6 +181,16 @@ BROKEN = {
         GOOD + "environment: {modules: cuda}\n",
         "12:24: environment.modules: needs a list",
         "write a list: [cuda]",
+    ),
+    "pattern for a list": (
+        changed("model:\n", 'model:\n  freeze: "*.bias"\n'),
+        "4:11: model.freeze: needs a list, got the text '*.bias'",
+        'write a list: ["*.bias"]',
+    ),
+    "flow character in a section": (
+        changed("data:\n  name: digits\n", "data: 'a, b'\n"),
+        "5:7: data: needs a mapping with name, got the text 'a, b'",
+        'write {name: "a, b"}',
     ),
     "out of bounds": (
         changed("  name: digits\n", "  name: digits\n  augment: {hflip: 2}\n"),
@@ -212,6 +272,11 @@ BROKEN = {
         GOOD + "slurm: {extra: {No Name: 1}}\n",
         "12:17: slurm.extra.No Name: needs 1 to 64 lower-case letters",
         "fix the name",
+    ),
+    "bad short form": (
+        changed("  epochs: 3\n", "  epochs: 3\n  loss: Cross Entropy\n"),
+        "9:3: optimization.loss.name: needs 1 to 64 lower-case letters, digits, '_' or '-'",
+        "write text of this form",
     ),
     "bad compile": (
         GOOD + "compile: 5\n",

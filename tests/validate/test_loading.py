@@ -75,6 +75,8 @@ def test_loading_imports_nothing_heavy(good: Path) -> None:
         ("data.augment=", "data.augment", AugmentConfig()),
         ("slurm.time_limit=null", "slurm.time_limit", None),
         ("optimization.optimizer.args.a=null", "optimization.optimizer.args", {"a": None}),
+        ("early_stopping={metric: val/loss, mode: min, patience: 3}", "early_stopping.metric", "loss"),
+        ("checkpoint.best={metric: val/accuracy, mode: max}", "checkpoint.best.metric", "accuracy"),
     ],
 )
 def test_the_command_line_overrides_the_file(good: Path, override: str, path: str, value: object) -> None:

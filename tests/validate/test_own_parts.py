@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.errors import BadFileError
 from hpc_train.validate.loading import load
 from hpc_train.validate.own_parts import missing_parts
 
@@ -76,11 +77,39 @@ def test_what_is_there_or_can_not_be_told_is_accepted(model: str) -> None:
         ("own_parts:build_nett", "own_parts.py defines no 'build_nett'; did you mean build_net?"),
         ("own_parts:zzz", "own_parts.py defines no 'zzz'; write one of build_net, Task"),
         ("broken:build", "broken.py:1: invalid syntax; fix the syntax error"),
+        (
+            "own_parts.py:build_net",
+            "own_parts.py is a file, and the name starts with a module; write own_parts:build_net",
+        ),
     ],
 )
 def test_a_name_that_is_not_there_is_an_error_with_its_position(model: str, said: str) -> None:
     (line,) = problems(model)
     assert line.startswith(f"exp.yaml:4:15: model.name: {said}")
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "remedy"),
+    [
+        ("model.name", "pack/inner/nets.py:build", "write pack.inner.nets:build"),
+        ("model.name", "./own_parts.py:build_net", "write own_parts:build_net"),
+        ("model.name", "pack.inner.nets.build", "write pack.inner.nets:build"),
+        ("model.name", "own_parts.build_net", "write own_parts:build_net"),
+        ("data.name", "own_parts.build_net", "write own_parts:build_net"),
+        ("data.name", "own_parts.py", "write own_parts:NAME, with the name of"),
+        ("model.name", "pack/inner/nets.py", "write pack.inner.nets:NAME, with the name of"),
+        ("task", "own_parts.Task", "write own_parts:Task"),
+        ("task", "pack/inner/nets.py:Task", "write pack.inner.nets:Task"),
+        ("model.name", "resnet18.a1_in1k", "write timm/resnet18.a1_in1k or another of"),
+        ("task", "No Task", "write text of this form"),
+    ],
+)
+def test_a_path_or_dots_in_place_of_a_colon_lead_to_the_name(key: str, name: str, remedy: str) -> None:
+    Path("exp.yaml").write_text(FILE.format(model="own_parts:build_net", more=""))
+    with pytest.raises(BadFileError) as caught:
+        load(Path("exp.yaml"), [f"{key}={name}"])
+    (line,) = caught.value.problems
+    assert line.partition("; ")[2].startswith(remedy)
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,10 @@ from pydantic import Field, ValidationError
 from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.explanations import value_at, wanted
 from hpc_train.config.fields import ScriptPath, Section
-from hpc_train.config.keys import as_mapping
+from hpc_train.config.keys import as_mapping, child
 from hpc_train.config.marked_yaml import MAX_BYTES, read_document
 from hpc_train.config.problems import KeyPath, Problem, Source, is_clean, shown
 from hpc_train.config.schema import Experiment
-from hpc_train.config.section_args import known_part
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError
 from hpc_train.registry import nearest
@@ -178,7 +177,7 @@ def _explained(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
     schema = Profile.model_json_schema()
     found: dict[KeyPath, Problem] = {}
     for entry in error.errors(include_url=False):
-        path, node = known_part(schema, entry["loc"])
+        path, node = _known_part(schema, entry["loc"])
         if entry["type"] == "extra_forbidden":
             new = _unknown((*path, entry["loc"][-1]), list((as_mapping(node) or {}).get("properties", {})))
         elif entry["type"] == "value_error":
@@ -189,6 +188,18 @@ def _explained(error: ValidationError, data: dict[str, Any]) -> list[Problem]:
             new = Problem(path, message, "write that, or take it out")
         found.setdefault(new.path, new)
     return list(found.values())
+
+
+def _known_part(schema: dict[str, Any], loc: KeyPath) -> tuple[KeyPath, dict[str, Any]]:
+    """Return ``loc`` as far as the schema knows it, and its node."""
+    path: KeyPath = ()
+    node = schema
+    for segment in loc:
+        below = child(node, segment)
+        if below is None:
+            break
+        path, node = (*path, segment), below
+    return path, node
 
 
 def _unknown(path: KeyPath, known: list[str]) -> Problem:

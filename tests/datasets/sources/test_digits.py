@@ -48,7 +48,7 @@ def test_three_channels_repeat_the_gray_one() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"channels": 2}, r"^data\.args\.channels: needs one of 1, 3, got 2; "),
+        ({"channels": 2}, r"^data\.args\.channels: needs one of 1, 3, got 2; write a number like 1$"),
         (
             {"chanels": 3},
             r"^data\.args\.chanels: digits takes no argument 'chanels'; did you mean 'channels'\?$",

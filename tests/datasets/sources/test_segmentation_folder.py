@@ -129,7 +129,7 @@ def test_an_empty_folder_is_refused(root: Path) -> None:
     [
         ({"class_names": ["a"]}, r"class_names: 1 names for 3 classes; write one per class"),
         ({"ignore_index": 2}, r"ignore_index: 2 is one of the 3 classes; write a number from 3 on"),
-        ({"num_classes": 0}, r"data\.args\.num_classes"),
+        ({"num_classes": 0}, r"^data\.args\.num_classes: needs a whole number of at least 1, got 0; write"),
         (
             {"ignored": 2},
             r"data\.args\.ignored: .* takes no argument 'ignored'; did you mean 'ignore_index'\?",

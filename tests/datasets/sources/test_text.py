@@ -128,8 +128,14 @@ def test_bytes_need_no_utf8(tmp_path: Path) -> None:
             r"^data.args.sequence_length: the validation text has 3 char.*write a smaller number",
         ),
         ({"val_fraction": 0.5}, r"^data.args.val_fraction: .* is a folder, .*take it out"),
-        ({"val_fraction": 1}, r"^data.args.val_fraction: needs a number .*, got 1;"),
-        ({"tokens": "words"}, r"^data.args.tokens: needs one of .*, got the text 'words'"),
+        (
+            {"val_fraction": 1},
+            r"^data.args.val_fraction: needs a number of at least 0 and below 1, got 1; write",
+        ),
+        (
+            {"tokens": "words"},
+            r"^data.args.tokens: needs one of characters, bytes, got the text 'words'; write",
+        ),
         ({"sequence_len": 3}, r"^data.args.sequence_len: .*did you mean 'sequence_length'"),
     ],
 )

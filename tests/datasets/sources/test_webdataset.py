@@ -230,7 +230,11 @@ def test_names_of_shards() -> None:
             {"classes": ["a"], "target": "number"},
             r"^data\.args\.classes: is for data\.args\.target: class",
         ),
-        ({}, {"target_member": "npy"}, r"^data\.args\.target_member: needs .*, got the text 'npy'"),
+        (
+            {},
+            {"target_member": "npy"},
+            r"^data\.args\.target_member: needs text that matches \^.*, got the text 'npy'; write",
+        ),
         (
             {},
             {"train": "train-{08..09}.tar"},
