@@ -24,6 +24,7 @@ from hpc_train.plan.pack_files import missing_pack, pack_files
 from hpc_train.plan.planning import Plan, PlannedRun, make_plan
 from hpc_train.plan.sweep import describe
 from hpc_train.run.code.work_tree import work_tree_around
+from hpc_train.run.weight_source import KEY, source_facts
 from hpc_train.topology.degrees import in_words
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate.loading import Loaded, load
@@ -355,7 +356,19 @@ def start_problems(loaded: Loaded, made: Plan, *, ranks_are_known: bool = True) 
             run.experiment, run.ranks if ranks_are_known else None, run.size.per_node, run.size.fewest
         )
     ]
-    return list(dict.fromkeys([*lines, *lacking_parts(loaded, made)]))
+    return list(dict.fromkeys([*lines, *lacking_parts(loaded, made), *_missing_weights(loaded, made)]))
+
+
+def _missing_weights(loaded: Loaded, made: Plan) -> list[str]:
+    """Return the lines on ``model.init_from`` that names no weights: a run keeps those that it names now."""
+    lines = []
+    for text in dict.fromkeys(run.experiment.model.init_from for run in made.runs):
+        try:
+            source_facts(text)
+        except BadFileError as error:
+            message, _, remedy = str(error).removeprefix(f"{KEY}: ").rpartition("; ")
+            lines.append(loaded.problem(KEY, message, remedy))
+    return lines
 
 
 def say_remarks(loaded: Loaded) -> None:

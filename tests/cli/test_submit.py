@@ -120,6 +120,16 @@ def test_data_that_only_the_nodes_have_are_a_warning_in_a_queue(file: Path) -> N
     assert "data.root: /nowhere does not exist on this machine; make sure that the nodes have it" in done.err
 
 
+@pytest.mark.parametrize(("source", "said"), [("nope", "no run"), ("w.pth", "there is no file w.pth; write")])
+def test_weights_that_do_not_exist_are_reported_at_their_key(file: Path, source: str, said: str) -> None:
+    for done in (
+        _submit(file, f"model.init_from={source}"),
+        hpc_train("validate", file, f"model.init_from={source}"),
+    ):
+        assert done.code == ExitCode.BAD_FILE
+        assert done.err.startswith("command line: model.init_from: ") and said in done.err
+
+
 def test_a_root_of_another_layout_is_refused_and_an_empty_one_may_be_the_nodes_own(
     file: Path, tmp_path: Path
 ) -> None:
