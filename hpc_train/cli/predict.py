@@ -7,8 +7,9 @@ import heapq
 import io
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,10 +48,8 @@ def predict(
     code, own = run_ranks("predict", words, checkpoint, devices, {"predict": {"images": images, "ema": ema}})
     if code != ExitCode.DONE:
         return code
-    with ExitStack() as stack, replacing(output.absolute()) as file:
-        parts = [stack.enter_context(part.open()) for part in own.prediction_files()]
-        rows = (map(json.loads, part) for part in parts)
-        count = write_rows(file, heapq.merge(*rows, key=lambda row: row["index"]), output.suffix)
+    with replacing(output.absolute()) as file:
+        count = write_rows(file, partial(_merged_rows, own.prediction_files()), output.suffix)
     asked = read_json(own.evaluated_checkpoint) or {}
     skipped = sorted(all_known(own).values(), key=lambda sample: sample.index)
     shutil.rmtree(own.folder.parent)
@@ -82,12 +81,19 @@ def say_skipped(samples: Sequence[BadSample]) -> None:
         say(f"predict: … and {len(samples) - _SHOWN} more; the file has no line for them")
 
 
-def write_rows(file: BinaryIO, rows: Iterable[dict[str, Any]], suffix: str) -> int:
-    """Write the rows as UTF-8 and return their number.
+def _merged_rows(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the ranks' files in the order of the samples."""
+    with ExitStack() as stack:
+        rows = (map(json.loads, stack.enter_context(file.open())) for file in files)
+        yield from heapq.merge(*rows, key=lambda row: row["index"])
+
+
+def write_rows(file: BinaryIO, read: Callable[[], Iterable[dict[str, Any]]], suffix: str) -> int:
+    """Write the rows that ``read`` returns at each call as UTF-8, and return their number.
 
     A byte of a name that is not UTF-8 is written as ``\\udcff`` in both formats, as JSON escapes it.
     """
-    lines = _csv_lines(rows) if suffix == ".csv" else _json_lines(rows)
+    lines = _csv_lines(read) if suffix == ".csv" else _json_lines(read())
     return sum(1 for line in lines if file.write(line.encode(errors="backslashreplace")))
 
 
@@ -95,13 +101,34 @@ def _json_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     return (json.dumps(row) + "\n" for row in rows)
 
 
-def _csv_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line per row, the first together with the names of the columns; lists are omitted."""
-    for number, row in enumerate(rows):
-        plain = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
+def _csv_lines(read: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[str]:
+    """Yield a line per row, the first together with the names of the columns that any row has."""
+    columns = dict.fromkeys(name for row in read() for name in _cells(row))
+    for number, row in enumerate(read()):
         text = io.StringIO()
-        writer = csv.DictWriter(text, plain, lineterminator="\n")
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
         if number == 0:
             writer.writeheader()
-        writer.writerow(plain)
+        writer.writerow(_cells(row))
         yield text.getvalue()
+
+
+def _cells(row: dict[str, Any]) -> dict[str, Any]:
+    """Return column → value: one column per value of a list, one for all labels; nested lists are omitted."""
+    cells: dict[str, Any] = {}
+    for key, value in row.items():
+        if not isinstance(value, list | dict):
+            cells[key] = value
+        elif key == "labels":
+            cells[key] = ";".join(map(str, value))
+        else:
+            cells |= _parts("probability" if key == "probabilities" else key, value)
+    return cells
+
+
+def _parts(name: str, values: list[Any] | dict[str, Any]) -> dict[str, Any]:
+    """Return a cell per value, named by its place or its key; none of values that are lists themselves."""
+    parts = values if isinstance(values, dict) else dict(enumerate(values))
+    if any(isinstance(part, list | dict) for part in parts.values()):
+        return {}
+    return {f"{name}_{key}": part for key, part in parts.items()}
