@@ -16,6 +16,7 @@ import torch
 
 from hpc_train.datasets.base import AnySplit, DataSource
 from hpc_train.datasets.batches import evaluation_batches
+from hpc_train.datasets.images import sample_path
 from hpc_train.datasets.sources.image_files import ImageFiles
 from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError, UsageError
@@ -78,8 +79,8 @@ def _predictions(forward: TrainingForward, state: TrainState, task: Task, batch:
 
 def _lines(found: list[dict[str, Any]], batch: Batch, split: AnySplit) -> Iterator[str]:
     size = len(batch.valid)
-    path = getattr(split, "path", None)
     for place in batch.valid.nonzero().flatten().tolist():
         index = batch.number * size + place
-        named = {} if path is None else {"file": str(path(index))}
+        path = sample_path(split, index)
+        named = {} if path is None else {"file": str(path)}
         yield json.dumps({"index": index} | named | found[place]) + "\n"
