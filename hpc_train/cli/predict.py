@@ -6,6 +6,7 @@ import csv
 import heapq
 import io
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -98,7 +99,16 @@ def write_rows(file: BinaryIO, read: Callable[[], Iterable[dict[str, Any]]], suf
 
 
 def _json_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    return (json.dumps(row) + "\n" for row in rows)
+    return (json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
+
+
+def _finite(value: Any) -> Any:
+    """Return a JSON value with null in place of infinite numbers and NaN, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _csv_lines(read: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,13 @@ def test_a_table_has_a_column_for_each_number_of_a_list(rows: list[dict[str, Any
 
 def test_lines_are_the_rows() -> None:
     assert [json.loads(line) for line in written(ROWS, ".jsonl").splitlines()] == ROWS
+
+
+def test_json_has_null_for_numbers_that_are_not_finite() -> None:
+    row = {"prediction": [nan, 1.0], "top": [{"class": "cat", "probability": -inf}], "loss": inf}
+    (line,) = written([row], ".jsonl").splitlines()
+    assert line == '{"prediction": [null, 1.0], "top": [{"class": "cat", "probability": null}], "loss": null}'
+    assert written([row], ".csv").splitlines()[1] == "nan,1.0,inf"
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
