@@ -45,8 +45,10 @@ def write_predictions(
         raise UsageError("--ema: this run has no average of its weights (optimization.ema); omit --ema")
     split = _split(rank, source, images)
     place = rank.degrees.data_rank(rank.facts.rank), rank.degrees.data_ranks
-    spec = target_spec(task) if images is None else None
-    batches = evaluation_batches(split, config, *place, rank.device, make_bad_samples(rank), spec)
+    bad_samples, spec = make_bad_samples(rank), target_spec(task)
+    batches = evaluation_batches(
+        split, config, *place, rank.device, bad_samples, spec, has_targets=images is None
+    )
     to_input = make_to_input(config, source.info, rank.device, rank.precision)
     forward = TrainingForward.of(config, state, task, rank.precision, rank.device, to_input)
     share_all_buffers(state)
