@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpc_train.cli.evaluate import Checkpoint, run_ranks
+from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.data_facts.facts import TASKS, task_facts
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.paths import expanded
 from hpc_train.run.bad_samples import BadSample, all_known
@@ -40,13 +42,15 @@ def predict(
 ) -> ExitCode:
     """Write a line per sample to ``output``, in the order of the samples; ``data``: images to predict.
 
-    Raises UsageError if ``output`` exists and not ``force``, or has another ending than .jsonl or .csv.
+    Raises UsageError if ``output`` exists and not ``force``, or has another ending than .jsonl or .csv, and
+    if the run's task can't predict.
     """
     _refuse_output(output, force=force)
     images = None if data is None else str(expanded(data).absolute())
     if images is not None and not Path(images).exists():
         raise UsageError(f"--data: there is no file or folder {data}")
-    code, own = run_ranks("predict", words, checkpoint, devices, {"predict": {"images": images, "ema": ema}})
+    request = {"predict": {"images": images, "ema": ema}}
+    code, own = run_ranks("predict", words, checkpoint, devices, request, _refuse_task)
     if code != ExitCode.DONE:
         return code
     with replacing(output.absolute()) as file:
@@ -72,6 +76,15 @@ def _refuse_output(output: Path, *, force: bool) -> None:
     refuse_target(output)
     if output.exists() and not force:
         raise UsageError(f"-o: {output} exists; add --force to replace it, or give another name")
+
+
+def _refuse_task(experiment: Experiment) -> None:
+    if task_facts(experiment.task).prediction_formats == ():
+        able = ", ".join(name for name, facts in TASKS.items() if facts.prediction_formats)
+        raise UsageError(
+            f"task: {experiment.task} can't predict; {able} and your own tasks with a method predictions can "
+            "(docs/plugins.md)"
+        )
 
 
 def say_skipped(samples: Sequence[BadSample]) -> None:

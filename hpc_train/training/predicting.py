@@ -40,7 +40,10 @@ def write_predictions(
     config = rank.experiment
     task = make_task(config, source.info)
     if not hasattr(task, "predictions"):
-        raise UsageError(f"task: {config.task} can't predict: it has no method predictions(outputs, batch)")
+        raise UsageError(
+            f"task: {config.task} can't predict, since it has no method predictions(outputs, batch); add it "
+            "(docs/plugins.md)"
+        )
     if ema and state.ema is None:
         raise UsageError("--ema: this run has no average of its weights (optimization.ema); omit --ema")
     split = _split(rank, source, images)

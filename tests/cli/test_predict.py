@@ -55,6 +55,15 @@ def test_mistakes_are_named_before_any_rank_starts(
     assert done.code != 0 and said in done.err
 
 
+@pytest.mark.parametrize("task", ["segmentation", "detection", "causal_lm"])
+def test_a_task_that_cant_predict_is_refused(task: str, tmp_path: Path) -> None:
+    parts = {"model": {"name": "mine:model"}, "data": {"name": "mine:data"}}
+    run = small_run(tmp_path / "runs", task=task, **parts)
+    done = hpc_train("predict", run.folder, "-o", tmp_path / "out.csv")
+    assert done.code == 2
+    assert f"task: {task} can't predict; classification, regression and your own tasks with" in done.err
+
+
 def written(rows: list[dict[str, Any]], suffix: str) -> str:
     """Return what ``write_rows`` writes of the rows."""
     file = io.BytesIO()
