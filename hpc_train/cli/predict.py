@@ -43,14 +43,16 @@ def predict(
     """Write a line per sample to ``output``, in the order of the samples; ``data``: images to predict.
 
     Raises UsageError if ``output`` exists and not ``force``, or has another ending than .jsonl or .csv, and
-    if the run's task can't predict.
+    if the run's task can't predict, or not in this format.
     """
     _refuse_output(output, force=force)
     images = None if data is None else str(expanded(data).absolute())
     if images is not None and not Path(images).exists():
         raise UsageError(f"--data: there is no file or folder {data}")
     request = {"predict": {"images": images, "ema": ema}}
-    code, own = run_ranks("predict", words, checkpoint, devices, request, _refuse_task)
+    code, own = run_ranks(
+        "predict", words, checkpoint, devices, request, partial(_refuse_task, suffix=output.suffix)
+    )
     if code != ExitCode.DONE:
         return code
     with replacing(output.absolute()) as file:
@@ -78,12 +80,17 @@ def _refuse_output(output: Path, *, force: bool) -> None:
         raise UsageError(f"-o: {output} exists; add --force to replace it, or give another name")
 
 
-def _refuse_task(experiment: Experiment) -> None:
-    if task_facts(experiment.task).prediction_formats == ():
+def _refuse_task(experiment: Experiment, suffix: str) -> None:
+    formats = task_facts(experiment.task).prediction_formats
+    if formats == ():
         able = ", ".join(name for name, facts in TASKS.items() if facts.prediction_formats)
         raise UsageError(
             f"task: {experiment.task} can't predict; {able} and your own tasks with a method predictions can "
             "(docs/plugins.md)"
+        )
+    if formats is not None and suffix not in formats:
+        raise UsageError(
+            f"-o: predictions of {experiment.task} can't be written as {suffix}; name a {formats[0]} file"
         )
 
 

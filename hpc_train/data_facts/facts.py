@@ -357,7 +357,7 @@ TASKS = {
         smooths_labels=False,
         mixes_targets=False,
         metrics=("map", "map50"),
-        prediction_formats=(),
+        prediction_formats=(".jsonl",),
     ),
 }
 

@@ -22,6 +22,8 @@ ROWS = [
     {"index": 0, "file": "a,b.png", "class": "cat", "probability": 0.5, "top": [{"class": "cat"}]},
     {"index": 1, "file": "c.png", "class": 3, "probability": 0.25, "top": []},
 ]
+#: Nothing is known of them before the ranks start.
+OWN_PARTS = {"model": {"name": "mine:model"}, "data": {"name": "mine:data"}}
 
 
 @pytest.fixture
@@ -55,13 +57,21 @@ def test_mistakes_are_named_before_any_rank_starts(
     assert done.code != 0 and said in done.err
 
 
-@pytest.mark.parametrize("task", ["segmentation", "detection", "causal_lm"])
+@pytest.mark.parametrize("task", ["segmentation", "causal_lm"])
 def test_a_task_that_cant_predict_is_refused(task: str, tmp_path: Path) -> None:
-    parts = {"model": {"name": "mine:model"}, "data": {"name": "mine:data"}}
-    run = small_run(tmp_path / "runs", task=task, **parts)
+    run = small_run(tmp_path / "runs", task=task, **OWN_PARTS)
     done = hpc_train("predict", run.folder, "-o", tmp_path / "out.csv")
     assert done.code == 2
-    assert f"task: {task} can't predict; classification, regression and your own tasks with" in done.err
+    assert f"task: {task} can't predict; classification, regression, detection and your own tasks" in done.err
+
+
+def test_boxes_are_refused_as_a_table(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "runs", task="detection", **OWN_PARTS)
+    done = hpc_train("predict", run.folder, "-o", tmp_path / "out.csv")
+    assert (
+        done.code == 2 and "-o: predictions of detection can't be written as .csv; name a .jsonl" in done.err
+    )
+    assert "has no checkpoint yet" in hpc_train("predict", run.folder, "-o", tmp_path / "out.jsonl").err
 
 
 def written(rows: list[dict[str, Any]], suffix: str) -> str:
