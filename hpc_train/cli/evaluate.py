@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,17 @@ def evaluate(words: Sequence[str], *, checkpoint: Checkpoint, devices: int | Non
 
 
 def run_ranks(
-    command: str, words: Sequence[str], checkpoint: Checkpoint, devices: int | None, request: dict[str, Any]
+    command: str,
+    words: Sequence[str],
+    checkpoint: Checkpoint,
+    devices: int | None,
+    request: dict[str, Any],
+    check: Callable[[Experiment], None] = lambda experiment: None,
 ) -> tuple[ExitCode, RunPaths]:
     """Start ranks that load the checkpoint and do what ``request`` says; return how they ended.
 
     Also return their run folder, alone in a temporary folder that the caller removes; on an error it stays.
+    ``check`` raises UsageError for an experiment that can't do it, before any rank starts.
     """
     overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
     paths = _one_run(command, [word for word in words if word not in overrides])
@@ -81,6 +87,7 @@ def run_ranks(
     _refuse_fixed(overrides)
     check_run(paths)
     experiment = _experiment(paths, overrides)
+    check(experiment)
     snapshot = None if is_new(checkpoint.code) else _snapshot(paths)
     step = find_step(paths, best=checkpoint.best, step=checkpoint.step)
     folder = Path(tempfile.mkdtemp(prefix=f"hpc-train-{command}-"))

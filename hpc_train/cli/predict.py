@@ -6,14 +6,18 @@ import csv
 import heapq
 import io
 import json
+import math
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from hpc_train.cli.evaluate import Checkpoint, run_ranks
+from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.data_facts.facts import TASKS, task_facts
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.paths import expanded
 from hpc_train.run.bad_samples import BadSample, all_known
@@ -38,19 +42,21 @@ def predict(
 ) -> ExitCode:
     """Write a line per sample to ``output``, in the order of the samples; ``data``: images to predict.
 
-    Raises UsageError if ``output`` exists and not ``force``, or has another ending than .jsonl or .csv.
+    Raises UsageError if ``output`` exists and not ``force``, or has another ending than .jsonl or .csv, and
+    if the run's task can't predict, or not in this format.
     """
     _refuse_output(output, force=force)
     images = None if data is None else str(expanded(data).absolute())
     if images is not None and not Path(images).exists():
         raise UsageError(f"--data: there is no file or folder {data}")
-    code, own = run_ranks("predict", words, checkpoint, devices, {"predict": {"images": images, "ema": ema}})
+    request = {"predict": {"images": images, "ema": ema}}
+    code, own = run_ranks(
+        "predict", words, checkpoint, devices, request, partial(_refuse_task, suffix=output.suffix)
+    )
     if code != ExitCode.DONE:
         return code
-    with ExitStack() as stack, replacing(output.absolute()) as file:
-        parts = [stack.enter_context(part.open()) for part in own.prediction_files()]
-        rows = (map(json.loads, part) for part in parts)
-        count = write_rows(file, heapq.merge(*rows, key=lambda row: row["index"]), output.suffix)
+    with replacing(output.absolute()) as file:
+        count = write_rows(file, partial(_merged_rows, own.prediction_files()), output.suffix)
     asked = read_json(own.evaluated_checkpoint) or {}
     skipped = sorted(all_known(own).values(), key=lambda sample: sample.index)
     shutil.rmtree(own.folder.parent)
@@ -74,6 +80,20 @@ def _refuse_output(output: Path, *, force: bool) -> None:
         raise UsageError(f"-o: {output} exists; add --force to replace it, or give another name")
 
 
+def _refuse_task(experiment: Experiment, suffix: str) -> None:
+    formats = task_facts(experiment.task).prediction_formats
+    if formats == ():
+        able = ", ".join(name for name, facts in TASKS.items() if facts.prediction_formats)
+        raise UsageError(
+            f"task: {experiment.task} can't predict; {able} and your own tasks with a method predictions can "
+            "(docs/plugins.md)"
+        )
+    if formats is not None and suffix not in formats:
+        raise UsageError(
+            f"-o: predictions of {experiment.task} can't be written as {suffix}; name a {formats[0]} file"
+        )
+
+
 def say_skipped(samples: Sequence[BadSample]) -> None:
     """Say which samples ``data.on_bad_sample: skip`` has skipped, the first of them by name."""
     for sample in samples[:_SHOWN]:
@@ -82,26 +102,63 @@ def say_skipped(samples: Sequence[BadSample]) -> None:
         say(f"predict: … and {len(samples) - _SHOWN} more; the file has no line for them")
 
 
-def write_rows(file: BinaryIO, rows: Iterable[dict[str, Any]], suffix: str) -> int:
-    """Write the rows as UTF-8 and return their number.
+def _merged_rows(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the ranks' files in the order of the samples."""
+    with ExitStack() as stack:
+        rows = (map(json.loads, stack.enter_context(file.open())) for file in files)
+        yield from heapq.merge(*rows, key=lambda row: row["index"])
+
+
+def write_rows(file: BinaryIO, read: Callable[[], Iterable[dict[str, Any]]], suffix: str) -> int:
+    """Write the rows that ``read`` returns at each call as UTF-8, and return their number.
 
     A byte of a name that is not UTF-8 is written as ``\\udcff`` in both formats, as JSON escapes it.
     """
-    lines = _csv_lines(rows) if suffix == ".csv" else _json_lines(rows)
+    lines = _csv_lines(read) if suffix == ".csv" else _json_lines(read())
     return sum(1 for line in lines if file.write(line.encode(errors="backslashreplace")))
 
 
 def _json_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    return (json.dumps(row) + "\n" for row in rows)
+    return (json.dumps(_finite(row), allow_nan=False) + "\n" for row in rows)
 
 
-def _csv_lines(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """Yield a line per row, the first together with the names of the columns; lists are omitted."""
-    for number, row in enumerate(rows):
-        plain = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
+def _finite(value: Any) -> Any:
+    """Return a JSON value with null in place of infinite numbers and NaN, which JSON lacks."""
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _csv_lines(read: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[str]:
+    """Yield a line per row, the first together with the names of the columns that any row has."""
+    columns = dict.fromkeys(name for row in read() for name in _cells(row))
+    for number, row in enumerate(read()):
         text = io.StringIO()
-        writer = csv.DictWriter(text, plain, lineterminator="\n")
+        writer = csv.DictWriter(text, columns, lineterminator="\n")
         if number == 0:
             writer.writeheader()
-        writer.writerow(plain)
+        writer.writerow(_cells(row))
         yield text.getvalue()
+
+
+def _cells(row: dict[str, Any]) -> dict[str, Any]:
+    """Return column → value: one column per value of a list, one for all labels; nested lists are omitted."""
+    cells: dict[str, Any] = {}
+    for key, value in row.items():
+        if not isinstance(value, list | dict):
+            cells[key] = value
+        elif key == "labels":
+            cells[key] = ";".join(map(str, value))
+        else:
+            cells |= _parts("probability" if key == "probabilities" else key, value)
+    return cells
+
+
+def _parts(name: str, values: list[Any] | dict[str, Any]) -> dict[str, Any]:
+    """Return a cell per value, named by its place or its key; none of values that are lists themselves."""
+    parts = values if isinstance(values, dict) else dict(enumerate(values))
+    if any(isinstance(part, list | dict) for part in parts.values()):
+        return {}
+    return {f"{name}_{key}": part for key, part in parts.items()}

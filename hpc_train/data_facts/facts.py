@@ -114,6 +114,9 @@ class TaskFacts:
     metrics: tuple[str, ...] = field(default=(), kw_only=True)
     #: Target → those of ``metrics`` that exist only with it.
     target_metrics: Mapping[Target, tuple[str, ...]] = field(default_factory=dict, kw_only=True)
+    #: The suffixes of the files to which ``predict`` can write its predictions; empty: it can't predict.
+    #: None: only the task's own code knows it.
+    prediction_formats: tuple[str, ...] | None = field(default=None, kw_only=True)
     #: ``module:attr`` of a built-in task's class. A plug-in names it by an entry point instead.
     implementation: str = ""
     #: Whether the model takes the targets and returns its own losses, so that it can't be cut into stages and
@@ -314,6 +317,7 @@ TASKS = {
         mixes_targets=True,
         metrics=("loss", "accuracy", "accuracy_top5", *_MULTI_LABEL),
         target_metrics={"classes": _MULTI_LABEL},
+        prediction_formats=(".jsonl", ".csv"),
     ),
     "regression": TaskFacts(
         ("images", "features"),
@@ -323,6 +327,7 @@ TASKS = {
         smooths_labels=False,
         mixes_targets=False,
         metrics=("loss", "mae", "rmse", "r2"),
+        prediction_formats=(".jsonl", ".csv"),
     ),
     "causal_lm": TaskFacts(
         ("tokens",),
@@ -332,6 +337,7 @@ TASKS = {
         smooths_labels=True,
         mixes_targets=False,
         metrics=("loss", "perplexity", "accuracy"),
+        prediction_formats=(),
     ),
     "segmentation": TaskFacts(
         ("images",),
@@ -341,6 +347,7 @@ TASKS = {
         smooths_labels=True,
         mixes_targets=False,
         metrics=("loss", "accuracy", "miou", "iou_*"),
+        prediction_formats=(),
     ),
     "detection": TaskFacts(
         ("images",),
@@ -350,6 +357,7 @@ TASKS = {
         smooths_labels=False,
         mixes_targets=False,
         metrics=("map", "map50"),
+        prediction_formats=(".jsonl",),
     ),
 }
 

@@ -162,13 +162,17 @@ def evaluation_batches(
     device: torch.device,
     bad_samples: BadSamples | None = None,
     target_spec: TargetSpecs = None,
+    *,
+    has_targets: bool = True,
 ) -> EvaluationBatches:
     """Return this rank's batches of ``split``: the same number on every rank, each of exactly m samples.
 
     Each sample is valid in exactly one batch of one rank, or in none if it can't be read and is recorded in
     ``bad_samples``. ``step`` is 0, ``weight`` 1 and ``number`` the batch's index in the whole evaluation.
+    Without ``has_targets`` the images are resized as for the task, and targets are neither checked nor moved.
     """
-    reader = _evaluation_reader(split, experiment, target_spec, skip_bad=bad_samples is not None)
+    skip_bad = bad_samples is not None
+    reader = _evaluation_reader(split, experiment, target_spec, skip_bad=skip_bad, has_targets=has_targets)
     sampler = EvaluationSampler(len(split), _micro_batch_size(experiment), rank, world_size)
     return EvaluationBatches(reader, sampler, experiment.workers, device, bad_samples)
 
@@ -230,7 +234,12 @@ def _training_reader(
 
 
 def _evaluation_reader(
-    split: AnySplit, experiment: Experiment, target_spec: TargetSpecs, *, skip_bad: bool
+    split: AnySplit,
+    experiment: Experiment,
+    target_spec: TargetSpecs,
+    *,
+    skip_bad: bool,
+    has_targets: bool = True,
 ) -> SlotReader:
     data, size = experiment.data, _square(experiment.data, target_spec)
 
@@ -244,8 +253,10 @@ def _evaluation_reader(
             )
         return stack_inputs([*map(decoded, inputs)]) if isinstance(inputs, list) else inputs
 
-    prepare = _prepare(prepare_images, data, experiment.seed, target_spec, is_training=False)
-    targets = TargetCheck(experiment.task, target_spec)
+    prepare = _prepare(
+        prepare_images, data, experiment.seed, target_spec, is_training=False, has_targets=has_targets
+    )
+    targets = TargetCheck(experiment.task, target_spec if has_targets else None)
     return SlotReader(split, None, experiment.seed, prepare, targets, part="val", skip_bad=skip_bad)
 
 
@@ -266,11 +277,12 @@ def _prepare(
     target_spec: TargetSpecs,
     *,
     is_training: bool,
+    has_targets: bool = True,
 ) -> Prepare:
     """Return what prepares inputs and targets: ``images`` where only the inputs change."""
     if not moves_targets(target_spec):
         return lambda inputs, targets, slot: (images(inputs, targets, slot), targets)
-    joint = JointTransform(data, seed, target_spec, is_training=is_training)
+    joint = JointTransform(data, seed, target_spec if has_targets else None, is_training=is_training)
 
     def prepare(inputs: Any, targets: Tensors, slot: Slot) -> tuple[Tensors, Tensors]:
         if is_structured(_first(inputs)) or _first(inputs).dim() != 3:

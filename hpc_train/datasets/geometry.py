@@ -135,6 +135,12 @@ def fitted(image: Sides, canvas: Sides | None) -> Geometry:
     return Geometry(Rectangle(0, 0, *image), Rectangle(0, 0, *scaled_sides(image, canvas)), canvas)
 
 
+def fitted_back(image: Sides, canvas: Sides | None) -> Geometry:
+    """Return the inverse of ``fitted``, which moves boxes from the canvas to the image."""
+    there = fitted(image, canvas)
+    return Geometry(there.placed, there.part, image)
+
+
 def scaled_sides(image: Sides, canvas: Sides, factor: float = 1.0) -> Sides:
     """Return the sides of an image as large as fits on the canvas, times ``factor``, rounded."""
     fit = min(canvas[0] / image[0], canvas[1] / image[1]) * factor

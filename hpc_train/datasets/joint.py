@@ -38,7 +38,7 @@ def moves_targets(spec: TargetSpecs) -> bool:
 
 
 class JointTransform:
-    """Resizes or augments images and what moves along with them.
+    """Resizes or augments images and what moves along with them; without ``spec`` images alone.
 
     Raises BadFileError where ``data.augment`` moves pixels in a way that masks and boxes can't follow.
     """

@@ -123,7 +123,7 @@ class SlotReader(Dataset[Read | Failure]):
         """Return the slot's batch; an error that the user can fix is returned as a Failure, not raised."""
         bad: dict[int, BadSample] = {}
         try:
-            inputs, targets = self._read(slot, bad)
+            inputs, targets, sides = self._read(slot, bad)
         except BadFileError as error:
             return Failure(str(error))
         except TransientStorageError as error:
@@ -133,23 +133,30 @@ class SlotReader(Dataset[Read | Failure]):
             valid[slot.num_valid :] = False
         if bad and self._part == "val":
             valid &= torch.tensor([index not in bad for index in slot.indices.tolist()])
-        batch = Batch(slot.step, slot.number, slot.weight, inputs, targets, valid)
+        batch = Batch(slot.step, slot.number, slot.weight, inputs, targets, valid, sides)
         return Read(batch, tuple(bad.values()))
 
-    def _read(self, slot: Slot, bad: dict[int, BadSample]) -> tuple[Tensors, Tensors]:
-        """Return prepared inputs and targets; bad samples are added to ``bad`` by index."""
+    def _read(self, slot: Slot, bad: dict[int, BadSample]) -> tuple[Tensors, Tensors, Tensor | None]:
+        """Return prepared inputs and targets, and ``sides``; bad samples are added to ``bad`` by index."""
         if self._arrays is not None:
             given, targets = self._whole_batch(self._arrays, slot)
-            return self._prepare(given, targets, slot)
+            return *self._prepare(given, targets, slot), self._sides(given)
         undecodable: dict[int, BadSample] = {}
         while True:
             bad.clear()  # in the order of the batch, as if all had been decoded at once
             samples, targets = self._one_by_one(slot, bad, undecodable)
             try:
-                return self._prepare(samples, targets, slot)
+                return *self._prepare(samples, targets, slot), self._sides(samples)
             except UndecodableError as error:
                 # Rare: the batch is read again, with another sample in its place.
                 undecodable[error.index] = self._undecodable(error)
+
+    def _sides(self, given: Tensors | Sequence[Tensors]) -> Tensor | None:
+        if self._part == "train" or is_structured(given) or is_structured(given[0]) or given[0].dim() != 3:
+            return None
+        if isinstance(given, Tensor):
+            return torch.tensor(given.shape[-2:]).repeat(len(given), 1)
+        return torch.tensor([image.shape[-2:] for image in given])
 
     def _undecodable(self, error: UndecodableError) -> BadSample:
         """Return the sample to replace. Raises BadFileError if none is, and if memory was the cause."""

@@ -90,7 +90,7 @@ class Batch:
     normalised; tokens int64; targets in the dtype and shape that the data set gives them, or that the task's
     ``target_spec`` names) or, after ``to``, on the device. ``number`` is its index i of 0…M−1 in the step
     (or in the evaluation). ``weight`` is 1/M, or 0 for a spare slot. ``valid`` (B,) bool is false for
-    padding.
+    padding. ``sides`` (B, 2) int64, for images in the evaluation: height and width before they were resized.
     """
 
     step: int
@@ -99,6 +99,7 @@ class Batch:
     inputs: Tensors
     targets: Tensors
     valid: Tensor
+    sides: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; the copy is asynchronous if the memory is pinned."""
@@ -135,4 +136,5 @@ class Batch:
             inputs=map_tensors(function, self.inputs, of_list),
             targets=map_tensors(function, self.targets, of_list),
             valid=function(self.valid),
+            sides=map_tensors(function, self.sides),
         )

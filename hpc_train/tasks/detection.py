@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
+from hpc_train.datasets.geometry import fitted_back
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
 from hpc_train.tasks import drawing
@@ -39,6 +40,7 @@ class Detection:
             )
         self._num_classes = experiment.model.args.get("num_classes", info.num_classes)
         self._class_names = info.class_names
+        self._canvas = experiment.data.eval_height_and_width
         self.target_spec = {
             "boxes": TargetSpec(
                 "the corners of boxes",
@@ -95,6 +97,25 @@ class Detection:
         precision, at_50 = average_precision(sums["detections"], sums["boxes"], self._num_classes)
         return {"map": precision, "map50": at_50}
 
+    def predictions(self, outputs: list[dict[str, Tensor]], batch: Batch) -> list[dict[str, Any]]:
+        """Return of each image its ``boxes``, the one with the highest score first.
+
+        Each has ``class``, ``score`` and ``box``: left, top, right and bottom in pixels of the image before
+        it was resized. Detections in the padding are omitted.
+        """
+        assert batch.sides is not None
+        return [
+            {"boxes": self._boxes(found, (height, width))}
+            for found, (height, width) in zip(outputs, batch.sides.tolist(), strict=True)
+        ]
+
+    def _boxes(self, found: dict[str, Tensor], sides: tuple[int, int]) -> list[dict[str, Any]]:
+        boxes, are_inside = fitted_back(sides, self._canvas).boxes(at_least_float32(found["boxes"]))
+        order = found["scores"].argsort(descending=True, stable=True)
+        order = order[are_inside[order]]
+        rows = zip(*(each[order].tolist() for each in (found["labels"], found["scores"], boxes)), strict=True)
+        return [{"class": self._class_name(label), "score": score, "box": box} for label, score, box in rows]
+
     def picture(
         self, outputs: list[dict[str, Tensor]], batch: Batch, place: int, image: Image.Image
     ) -> Image.Image:
@@ -106,7 +127,7 @@ class Detection:
         boxes = [
             drawing.Box(
                 corners,
-                self._class_name(label),
+                self._short(label),
                 drawing.GRAY if is_crowd else drawing.WHITE,
                 is_dashed=True,
             )
@@ -126,13 +147,16 @@ class Detection:
         rows = zip(*(found[name].tolist() for name in ("scores", "labels", "boxes")), strict=True)
         certain = sorted((row for row in rows if row[0] >= _SHOWN_SCORE), key=lambda row: row[0])
         return [
-            drawing.Box(corners, f"{self._class_name(label)} {score:.2f}", drawing.color_of(label - 1))
+            drawing.Box(corners, f"{self._short(label)} {score:.2f}", drawing.color_of(label - 1))
             for score, label, corners in certain[-_SHOWN:]
         ]
 
-    def _class_name(self, label: int) -> str:
+    def _class_name(self, label: int) -> str | int:
         has_names = len(self._class_names) == self._num_classes and 1 <= label <= self._num_classes
-        return drawing.short(self._class_names[label - 1] if has_names else label)
+        return self._class_names[label - 1] if has_names else label
+
+    def _short(self, label: int) -> str:
+        return drawing.short(self._class_name(label))
 
 
 def _to_learn(batch: Batch) -> list[dict[str, Tensor]]:

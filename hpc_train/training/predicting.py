@@ -16,6 +16,7 @@ import torch
 
 from hpc_train.datasets.base import AnySplit, DataSource
 from hpc_train.datasets.batches import evaluation_batches
+from hpc_train.datasets.images import sample_path
 from hpc_train.datasets.sources.image_files import ImageFiles
 from hpc_train.datasets.types import Batch
 from hpc_train.errors import BadFileError, UsageError
@@ -39,13 +40,18 @@ def write_predictions(
     config = rank.experiment
     task = make_task(config, source.info)
     if not hasattr(task, "predictions"):
-        raise UsageError(f"task: {config.task} can't predict: it has no method predictions(outputs, batch)")
+        raise UsageError(
+            f"task: {config.task} can't predict, since it has no method predictions(outputs, batch); add it "
+            "(docs/plugins.md)"
+        )
     if ema and state.ema is None:
         raise UsageError("--ema: this run has no average of its weights (optimization.ema); omit --ema")
     split = _split(rank, source, images)
     place = rank.degrees.data_rank(rank.facts.rank), rank.degrees.data_ranks
-    spec = target_spec(task) if images is None else None
-    batches = evaluation_batches(split, config, *place, rank.device, make_bad_samples(rank), spec)
+    bad_samples, spec = make_bad_samples(rank), target_spec(task)
+    batches = evaluation_batches(
+        split, config, *place, rank.device, bad_samples, spec, has_targets=images is None
+    )
     to_input = make_to_input(config, source.info, rank.device, rank.precision)
     forward = TrainingForward.of(config, state, task, rank.precision, rank.device, to_input)
     share_all_buffers(state)
@@ -78,8 +84,8 @@ def _predictions(forward: TrainingForward, state: TrainState, task: Task, batch:
 
 def _lines(found: list[dict[str, Any]], batch: Batch, split: AnySplit) -> Iterator[str]:
     size = len(batch.valid)
-    path = getattr(split, "path", None)
     for place in batch.valid.nonzero().flatten().tolist():
         index = batch.number * size + place
-        named = {} if path is None else {"file": str(path(index))}
+        path = sample_path(split, index)
+        named = {} if path is None else {"file": str(path)}
         yield json.dumps({"index": index} | named | found[place]) + "\n"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+from math import inf, nan
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,8 @@ ROWS = [
     {"index": 0, "file": "a,b.png", "class": "cat", "probability": 0.5, "top": [{"class": "cat"}]},
     {"index": 1, "file": "c.png", "class": 3, "probability": 0.25, "top": []},
 ]
+#: Nothing is known of them before the ranks start.
+OWN_PARTS = {"model": {"name": "mine:model"}, "data": {"name": "mine:data"}}
 
 
 @pytest.fixture
@@ -53,28 +57,73 @@ def test_mistakes_are_named_before_any_rank_starts(
     assert done.code != 0 and said in done.err
 
 
-def test_a_table_has_a_head_and_no_lists() -> None:
+@pytest.mark.parametrize("task", ["segmentation", "causal_lm"])
+def test_a_task_that_cant_predict_is_refused(task: str, tmp_path: Path) -> None:
+    run = small_run(tmp_path / "runs", task=task, **OWN_PARTS)
+    done = hpc_train("predict", run.folder, "-o", tmp_path / "out.csv")
+    assert done.code == 2
+    assert f"task: {task} can't predict; classification, regression, detection and your own tasks" in done.err
+
+
+def test_boxes_are_refused_as_a_table(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "runs", task="detection", **OWN_PARTS)
+    done = hpc_train("predict", run.folder, "-o", tmp_path / "out.csv")
+    assert (
+        done.code == 2 and "-o: predictions of detection can't be written as .csv; name a .jsonl" in done.err
+    )
+    assert "has no checkpoint yet" in hpc_train("predict", run.folder, "-o", tmp_path / "out.jsonl").err
+
+
+def written(rows: list[dict[str, Any]], suffix: str) -> str:
+    """Return what ``write_rows`` writes of the rows."""
     file = io.BytesIO()
-    assert write_rows(file, ROWS, ".csv") == 2
-    assert file.getvalue().decode().splitlines() == [
+    assert write_rows(file, lambda: rows, suffix) == len(rows)
+    return file.getvalue().decode()
+
+
+def test_a_table_has_a_head_and_no_lists_of_dicts() -> None:
+    assert written(ROWS, ".csv").splitlines() == [
         "index,file,class,probability",
         '0,"a,b.png",cat,0.5',
         "1,c.png,3,0.25",
     ]
 
 
+@pytest.mark.parametrize(
+    ("rows", "lines"),
+    [
+        (
+            [{"prediction": [0.5, 2.0]}, {"prediction": [1, -3]}],
+            ["prediction_0,prediction_1", "0.5,2.0", "1,-3"],
+        ),
+        (
+            [{"labels": [], "probabilities": [0.1, 0.2]}, {"labels": ["a", 7], "probabilities": [0.6, 0.9]}],
+            ["labels,probability_0,probability_1", ",0.1,0.2", "a;7,0.6,0.9"],
+        ),
+        ([{"probabilities": {"cat": 0.25, "dog": 1}}], ["probability_cat,probability_dog", "0.25,1"]),
+        ([{"points": [1]}, {"points": [2, 3]}, {"points": []}], ["points_0,points_1", "1,", "2,3", ","]),
+        ([{"index": 0, "points": [[1, 2]]}], ["index", "0"]),
+    ],
+)
+def test_a_table_has_a_column_for_each_number_of_a_list(rows: list[dict[str, Any]], lines: list[str]) -> None:
+    assert written(rows, ".csv").splitlines() == lines
+
+
 def test_lines_are_the_rows() -> None:
-    file = io.BytesIO()
-    assert write_rows(file, ROWS, ".jsonl") == 2
-    assert [json.loads(line) for line in file.getvalue().splitlines()] == ROWS
+    assert [json.loads(line) for line in written(ROWS, ".jsonl").splitlines()] == ROWS
+
+
+def test_json_has_null_for_numbers_that_are_not_finite() -> None:
+    row = {"prediction": [nan, 1.0], "top": [{"class": "cat", "probability": -inf}], "loss": inf}
+    (line,) = written([row], ".jsonl").splitlines()
+    assert line == '{"prediction": [null, 1.0], "top": [{"class": "cat", "probability": null}], "loss": null}'
+    assert written([row], ".csv").splitlines()[1] == "nan,1.0,inf"
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
 def test_a_name_that_is_not_utf_8_is_escaped_alike_in_both_formats(suffix: str) -> None:
-    file = io.BytesIO()
     name = os.fsdecode(b"\xff-" + "ä.png".encode())
-    assert write_rows(file, [{"index": 0, "file": name}], suffix) == 1
-    text = file.getvalue().decode()
+    text = written([{"index": 0, "file": name}], suffix)
     assert r"\udcff-" in text
     if suffix == ".jsonl":
         assert os.fsencode(json.loads(text)["file"]) == os.fsencode(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 from pathlib import Path
 
@@ -78,6 +79,13 @@ def test_what_has_no_row_may_be_anything() -> None:
 def test_a_plug_ins_samples_are_counted_without_its_data() -> None:
     assert training_samples(DataConfig(name="masks/city", args={"scenes": 7})) == 70
     assert training_samples(DataConfig(name="numbers")) is None
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_tasks_with_predictions_name_the_formats_of_their_files(name: str) -> None:
+    module, _, attribute = TASKS[name].implementation.partition(":")
+    task = getattr(importlib.import_module(module), attribute)
+    assert bool(TASKS[name].prediction_formats) == hasattr(task, "predictions")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.datasets.decoding import EncodedImage, read_image
-from hpc_train.datasets.geometry import Geometry, Rectangle, fitted, random_geometries
+from hpc_train.datasets.geometry import Geometry, Rectangle, fitted, fitted_back, random_geometries
 from hpc_train.datasets.images import resize
 from hpc_train.datasets.random_numbers import Keys
 
@@ -104,6 +104,22 @@ def test_evaluation_fits_the_whole_image_at_the_top_left() -> None:
     same = fitted((40, 60), None)
     image = gradient()
     assert torch.equal(same.image(image), image) and torch.equal(same.mask(image[0], 0), image[0])
+
+
+@pytest.mark.parametrize("canvas", [(32, 32), (80, 90), (7, 100), None])
+def test_boxes_on_the_canvas_are_moved_back_to_the_image(canvas: tuple[int, int] | None) -> None:
+    boxes = torch.tensor([[0.0, 0.0, 60.0, 40.0], [3.5, 7.0, 30.0, 39.0]], dtype=torch.float64)
+    moved, _ = fitted((40, 60), canvas).boxes(boxes)
+    back, are_inside = fitted_back((40, 60), canvas).boxes(moved)
+    torch.testing.assert_close(back, boxes, rtol=0, atol=1e-12)
+    assert are_inside.all()
+
+
+def test_boxes_in_the_padding_are_cut_off() -> None:
+    boxes = torch.tensor([[10.0, 25.0, 20.0, 30.0], [15.0, 10.0, 30.0, 30.0]])
+    back, are_inside = fitted_back((40, 80), (32, 32)).boxes(boxes)  # 40 x 80 fits as 16 x 32
+    assert are_inside.tolist() == [False, True]
+    assert back[1].tolist() == [37.5, 25.0, 75.0, 40.0]
 
 
 def test_nearest_pixels_are_those_of_torch() -> None:

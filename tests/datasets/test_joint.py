@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from hpc_train.datasets.base import DataSource, TensorSplit
 from hpc_train.datasets.batches import evaluation_batches, training_batches
 from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.sources.image_files import ImageFiles
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
 from tests.datasets.samples import CPU, experiment
@@ -96,6 +99,16 @@ def test_evaluation_fits_and_pads_without_randomness() -> None:
     (alone, *_) = evaluate(Masked(1), MASK, augment=AUGMENT)
     assert torch.equal(alone.inputs[0], Masked().image(0))
     assert torch.equal(alone.targets[0], Masked()[0][1])
+
+
+@pytest.mark.parametrize("spec", [MASK, DETECTION])
+def test_images_without_targets_are_resized_as_those_with_masks_or_boxes(spec: Any, tmp_path: Path) -> None:
+    for index in range(4):
+        Image.fromarray(Masked().image(index).permute(1, 2, 0).numpy()).save(tmp_path / f"{index}.png")
+    config = experiment(image_size=[16, 24])
+    found = evaluation_batches(ImageFiles(tmp_path, 3), config, 0, 1, CPU, None, spec, has_targets=False)
+    for batch, expected in zip(found, evaluate(Masked(4), MASK, image_size=[16, 24]), strict=True):
+        assert torch.equal(batch.inputs, expected.inputs)
 
 
 def test_masks_in_memory_are_moved_like_those_of_single_samples() -> None:

@@ -145,7 +145,7 @@ def poisoned(num_classes: int, pause_s: float = 0.0) -> nn.Module:
 class Waiting(torch.utils.data.Dataset[tuple[Tensor, int]]):
     """Digits, one of which nobody can read as long as a file is there; another file tells who tries."""
 
-    num_classes = 10
+    classes = tuple("0123456789")
 
     def __init__(self, split: TensorSplit, held: int | None, path: str) -> None:
         self._images, self._classes = split.batch(torch.arange(len(split)))

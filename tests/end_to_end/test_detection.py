@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,21 @@ def test_the_example_runs(tmp_path: Path) -> None:
     paths = submit(tmp_path, *overrides, devices=1, text=example.read_text())
     (row,) = rows(paths, "val")
     assert 0 <= row["map"] <= row["map50"] <= 1
+
+
+def test_predictions_of_a_folder_are_those_of_the_validation_data(tmp_path: Path) -> None:
+    root = write_coco(tmp_path / "coco", side=48)
+    text = EXPERIMENT.replace("ROOT", str(root))
+    run = submit(tmp_path, "optimization.steps=2", "evaluation.every_steps=2", devices=1, text=text)
+    found = []
+    for name, data in (("val", ()), ("folder", ("--data", root / "val"))):
+        file = tmp_path / f"{name}.jsonl"
+        done = hpc_train("predict", run.folder, "-o", file, "--devices", "2", *data)
+        assert done.code == 0, done.err
+        found.append([json.loads(line) for line in file.read_text().splitlines()])
+    assert found[0] == found[1] and len(found[0]) == 5
+    boxes = [each["box"] for row in found[0] for each in row["boxes"]]
+    assert 32 < max(map(max, boxes)) <= 48 and min(map(min, boxes)) >= 0
 
 
 def test_prepare_names_a_bad_box(tmp_path: Path) -> None:

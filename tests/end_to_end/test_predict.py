@@ -53,6 +53,12 @@ def test_predictions_are_those_of_the_evaluation(run: RunPaths, tmp_path: Path) 
     assert hits / len(targets) == last["ema_accuracy"]
 
 
+def test_samples_of_an_own_data_set_have_no_file(run: RunPaths, tmp_path: Path) -> None:
+    own = 'data={name: "tests.end_to_end.parts:waiting", args: {held: 0, path: nowhere}}'
+    found = predicted(run, tmp_path / "own.jsonl", own, "--devices", "1")
+    assert [row["index"] for row in found] == list(range(len(found))) and "file" not in found[0]
+
+
 def test_images_of_a_folder_are_predicted_in_the_order_of_their_names(run: RunPaths, tmp_path: Path) -> None:
     source = build_source(DataConfig(name="digits"))
     assert source.val is not None

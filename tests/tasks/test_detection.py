@@ -272,6 +272,37 @@ def test_crowds_are_evaluated_and_not_learnt() -> None:
     assert [each.tolist() for each in sums["boxes"]] == [[[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 2, 1]], []]
 
 
+@_needs_pycocotools
+def test_predictions_are_boxes_of_the_stored_image(tmp_path: Path) -> None:
+    root = write_coco(tmp_path / "coco")
+    config = experiment(root)
+    config = config.model_copy(
+        update={"data": config.data.model_copy(update={"image_size": 20, "eval_size": (45, 27)})}
+    )
+    source = build_source(config.data)
+    task = Detection(config, source.info)
+    assert source.val is not None
+    found = []
+    for batch in evaluation_batches(source.val, config, 0, 1, CPU, None, task.target_spec):
+        targets = zip(batch.targets["boxes"], batch.targets["labels"], strict=True)
+        outputs = [
+            {"boxes": boxes, "labels": labels, "scores": torch.arange(len(boxes)) / 4}
+            for boxes, labels in targets
+        ]
+        rows = task.predictions(outputs, batch)
+        found += [row["boxes"] for row, is_valid in zip(rows, batch.valid, strict=True) if is_valid]
+    expected: list[list[Any]] = [[] for _ in range(5)]
+    for each in read(root, "val")["annotations"]:
+        left, top, width, height = each["bbox"]
+        scored = {"class": {3: "dark", 7: "bright"}[each["category_id"]]}
+        box = pytest.approx([left, top, left + width, top + height], abs=1e-4)
+        expected[each["image_id"] // 10].append(scored | {"box": box})
+    for boxes in expected:
+        for place, box in enumerate(boxes):
+            box["score"] = place / 4
+    assert found == [boxes[::-1] for boxes in expected]
+
+
 def test_without_pycocotools_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpc_train.tasks.detection.find_spec", lambda name: None)
     with pytest.raises(BadFileError, match=r"pycocotools, which is not .* 'hpc-train\[detection\]'"):
