@@ -36,6 +36,11 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise BadFileError(f"{_KEY}: leaves no parameter to train; exclude some, as in ['*', '!head.*']")
     for name in chosen & statistics.keys():
         keep_in_evaluation(statistics[name])
+    keep_frozen_statistics(model)
+
+
+def keep_frozen_statistics(model: nn.Module) -> None:
+    """Keep each BatchNorm layer whose parameters are all frozen in evaluation mode."""
     for layer in model.modules():
         if isinstance(layer, _BatchNorm) and _is_frozen(layer):
             keep_in_evaluation(layer)

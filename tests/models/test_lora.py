@@ -56,6 +56,15 @@ def test_a_head_is_trained_too_where_the_file_says_so() -> None:
     assert trained == {"up.lora_a", "up.lora_b", "head.weight", "head.bias"}
 
 
+def test_batchnorm_whose_parameters_are_frozen_keeps_its_statistics() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    lora = {"rank": 1, "targets": ["0"], "also_train": ["2.weight"]}
+    prepare_for_training(model, ModelConfig.model_validate({"name": "m:f", "lora": lora}))
+    model.train()(torch.rand(5, 4))
+    assert [layer.training for layer in model] == [True, False, True, True]
+    assert not model[1].running_mean.any() and model[2].running_mean.any()
+
+
 class Reading(nn.Module):
     """Uses a layer's weight without calling the layer."""
 
