@@ -70,7 +70,7 @@ def _write_program(
 ) -> dict[str, Any]:
     from hpc_train.checkpoint.program_export import export_program, load_model
 
-    model = load_model(run, entries)
+    model = load_model(run, entries, form)
     with _replacing(target) as temporary:
         return export_program(model, temporary, form, metadata)
 

@@ -80,15 +80,16 @@ class Model:
     facts: dict[str, Any]
 
 
-def load_model(run: RunPaths, weights: Mapping[str, Entry]) -> Model:
+def load_model(run: RunPaths, weights: Mapping[str, Entry], form: str) -> Model:
     """Build the run's model on the CPU, in evaluation mode, and call it with samples of its data.
 
-    Raises BadFileError if the data or the model can't be built, or the weights are of another model.
+    Under fp64 it is in float64, but for ``form`` onnx in float32. Raises BadFileError if the data or the
+    model can't be built, or the weights are of another model.
     """
     changes = noted_changes(run, newest_number(run))
     experiment = with_preprocessing(frozen_experiment.load_changed(run, changes).experiment)
     try:
-        return _loaded(experiment, weights)
+        return _loaded(experiment, weights, form)
     except (HpcTrainError, OSError, MemoryError):
         raise
     except Exception as error:  # whatever the code of the model, the task and the data raises
@@ -99,11 +100,13 @@ def load_model(run: RunPaths, weights: Mapping[str, Entry]) -> Model:
         ) from error
 
 
-def _loaded(experiment: Experiment, weights: Mapping[str, Entry]) -> Model:
+def _loaded(experiment: Experiment, weights: Mapping[str, Entry], form: str) -> Model:
     source = build_source(experiment.data)
     task = make_task(experiment, source.info)
     batch = try_samples(source, experiment, target_spec(task))[0][-1]
-    dtype = torch.float64 if experiment.precision == "fp64" else torch.float32
+    # ONNX Runtime has no convolution of float64, among others.
+    is_double = experiment.precision == "fp64" and form != "onnx"
+    dtype = torch.float64 if is_double else torch.float32
     model = build_model(experiment.model, source.info).to(dtype)
     _load(model, experiment.model.name, weights)
     model.eval().requires_grad_(False)

@@ -24,6 +24,10 @@ from hpc_train.datasets.targets import as_target
 from hpc_train.errors import BadFileError
 
 _PIL_MODE = {1: "L", 3: "RGB", 4: "RGBA"}
+#: Files that Pillow opens in mode I, of 32 bits, though they have 16: PNG before Pillow 10.3, and PGM.
+_SIXTEEN_BITS = {"PNG", "PPM"}
+#: PIL modes whose values have no defined range.
+_NO_RANGE = {"F": "float", "I": "32-bit"}
 #: The types of images that are accepted.
 _RULE = (
     "an image must be PIL, or uint8 or float of (C, H, W) as a tensor, (H, W, C) as an array; a row of "
@@ -37,7 +41,8 @@ def as_tensor(image: RawImage, channels: int | None = None) -> Tensor:
     A row of features, float (F,), is returned unchanged.
 
     Gray becomes colour by repetition, colour gray by luminance, alpha is dropped. 16-bit gray keeps its upper
-    eight bits. Raises BadFileError for anything else.
+    eight bits. Raises BadFileError for anything else, also for PIL images of floats (mode F) and of 32-bit
+    integers (mode I), whose values have no defined range.
     """
     if isinstance(image, Image.Image):
         return _from_pil(image, channels)
@@ -82,12 +87,14 @@ def _from_array(image: np.ndarray[Any, Any]) -> Tensor:
 
 
 def _from_pil(image: Image.Image, channels: int | None) -> Tensor:
-    if image.mode == "F":
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BITS):
+        # Pillow would clip at 255.
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in _NO_RANGE:
         raise BadFileError(
-            "data: a float image (PIL mode F) has no defined range; store 8 or 16 bits per channel"
+            f"data: a {_NO_RANGE[image.mode]} image (PIL mode {image.mode}) has no defined range; store 8 or "
+            "16 bits per channel"
         )
-    if image.mode.startswith("I"):  # 16-bit gray, which Pillow would clip at 255
-        image = Image.fromarray((np.asarray(image).clip(0, 2**16 - 1) >> 8).astype(np.uint8))
     if channels is None:
         channels = 1 if image.mode in {"1", "L", "LA"} else 3
     mode = _PIL_MODE.get(channels)

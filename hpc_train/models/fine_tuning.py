@@ -9,7 +9,7 @@ from torch import nn
 
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.errors import BadFileError
-from hpc_train.models.freezing import freeze
+from hpc_train.models.freezing import freeze, keep_frozen_statistics
 from hpc_train.models.lora import add_lora
 from hpc_train.models.patterns import parameters_by_name
 from hpc_train.models.weights import report_of
@@ -22,6 +22,7 @@ def prepare_for_training(model: nn.Module, config: ModelConfig) -> None:
     """
     if config.lora is not None:
         add_lora(model, config.lora)
+        keep_frozen_statistics(model)
         _refuse_frozen_random(model, "model.lora", "add '{layer}*' to also_train")
     if config.freeze:
         freeze(model, config.freeze)

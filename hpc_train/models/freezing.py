@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpc_train.errors import BadFileError
+from hpc_train.models.lora import adapter_names
 from hpc_train.models.patterns import parameters_by_name, selected
 
 _KEY = "model.freeze"
@@ -20,8 +21,8 @@ _KEY = "model.freeze"
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters that match; BatchNorm without trained parameters stays in evaluation mode.
 
-    A BatchNorm layer that has no parameters is named by its ``running_mean``. Raises BadFileError if a
-    pattern matches nothing, or nothing is left to train.
+    Patterns match the names of the model without adapters. A BatchNorm layer that has no parameters is named
+    by its ``running_mean``. Raises BadFileError if a pattern matches nothing, or nothing is left to train.
     """
     parameters = parameters_by_name(model)
     statistics = {
@@ -29,13 +30,19 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         for name, layer in model.named_modules()
         if isinstance(layer, _BatchNorm) and not any(True for _ in layer.parameters(recurse=False))
     }
-    chosen = selected([*parameters, *statistics], patterns, _KEY)
+    names = (parameters.keys() - adapter_names(model)) | statistics.keys()
+    chosen = selected(names, patterns, _KEY)
     for name in chosen & parameters.keys():
         parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
         raise BadFileError(f"{_KEY}: leaves no parameter to train; exclude some, as in ['*', '!head.*']")
     for name in chosen & statistics.keys():
         keep_in_evaluation(statistics[name])
+    keep_frozen_statistics(model)
+
+
+def keep_frozen_statistics(model: nn.Module) -> None:
+    """Keep each BatchNorm layer whose parameters are all frozen in evaluation mode."""
     for layer in model.modules():
         if isinstance(layer, _BatchNorm) and _is_frozen(layer):
             keep_in_evaluation(layer)

@@ -1,7 +1,8 @@
 """``hf/<name or folder>``: models of transformers for causal language models and image classification.
 
 A folder holds ``config.json``, and weights for ``model.pretrained: true``; a name is one of the hub, which
-only ``hpc-train prepare`` fetches. ``model.args`` are values of the model's configuration.
+only ``hpc-train prepare`` fetches. ``model.args`` are values of the model's configuration; for a classifier
+also ``num_classes``, as for any model.
 """
 
 from __future__ import annotations
@@ -64,18 +65,32 @@ def _settings(transformers: Any, rest: str, config: ModelConfig, info: DataInfo,
             f"model.name: hf/{rest} is not available: {error}; name a folder with a config.json, or run "
             "`hpc-train prepare FILE` on a machine with network"
         ) from error
-    of_data: dict[str, Any] = {"num_labels": info.num_classes}
-    if hasattr(settings, "num_channels"):
-        of_data["num_channels"] = info.channels
     if info.sequence_length is not None:
         # Tokens of a previous call are of no use in training.
         of_data = {"vocab_size": max(info.num_classes, settings.vocab_size), "use_cache": False}
-    known = {*settings.to_dict(), "num_labels"}
-    for name in config.args.keys() - known:
-        raise BadFileError(f"model.args: hf/{rest} has no setting {name!r}; omit it, or see its config.json")
-    for name, value in (of_data | config.args).items():
-        setattr(settings, name, value)
+        _change(settings, rest, of_data, config.args)
+        return settings
+    args = dict(config.args)
+    num_classes = args.pop("num_classes", info.num_classes)
+    of_data = {"num_labels": num_classes}
+    if hasattr(settings, "num_channels"):
+        of_data["num_channels"] = info.channels
+    _change(settings, rest, of_data, args)
+    if settings.num_labels != num_classes:  # by ``num_labels`` or ``id2label``; the task would not know
+        raise BadFileError(
+            f"model.args: sets {settings.num_labels} labels, and the task has {num_classes} classes; write "
+            f"num_classes: {settings.num_labels}, or omit it"
+        )
     return settings
+
+
+def _change(settings: Any, rest: str, of_data: dict[str, Any], args: dict[str, Any]) -> None:
+    """Set the values of the data, then those of ``args``. Raises BadFileError for an unknown name."""
+    known = {*settings.to_dict(), "num_labels"}
+    for name in args.keys() - known:
+        raise BadFileError(f"model.args: hf/{rest} has no setting {name!r}; omit it, or see its config.json")
+    for name, value in (of_data | args).items():
+        setattr(settings, name, value)
 
 
 def _logits(module: nn.Module, inputs: Any, outputs: Any) -> Any:

@@ -62,6 +62,12 @@ def add_lora(model: nn.Module, config: LoraConfig) -> None:
         _adapt(linears[name], config)
 
 
+def adapter_names(model: nn.Module) -> set[str]:
+    """Return the names of the adapters' parameters."""
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, LoraLinear)]
+    return {f"{name}.{key}".lstrip(".") for name in layers for key in (A, B)}
+
+
 def scale_of(config: LoraConfig) -> float:
     """Return the factor of the adapters' product: alpha / r."""
     return 1.0 if config.alpha is None else config.alpha / config.rank

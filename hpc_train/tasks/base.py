@@ -199,7 +199,8 @@ def class_table(columns: Sequence[str], names: Sequence[str], counts: Tensor) ->
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["class", *columns])
     table.writerows([name, *row] for name, row in zip(names, counts.tolist(), strict=True))
-    return text.getvalue().encode()
+    # The names of folders need not be valid UTF-8.
+    return text.getvalue().encode(errors="backslashreplace")
 
 
 def target_spec(task: Task) -> TargetSpecs:

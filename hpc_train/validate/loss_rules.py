@@ -8,7 +8,7 @@ from hpc_train.config.problems import Problem, Rule, rule
 from hpc_train.config.schema import Experiment
 from hpc_train.config.section_args import args_problems
 from hpc_train.data_facts.facts import data_facts, task_facts
-from hpc_train.data_facts.losses import Losses
+from hpc_train.data_facts.losses import DiceArgs, Losses
 from hpc_train.errors import shortened
 from hpc_train.registry import nearest
 
@@ -43,6 +43,18 @@ def smoothing_needs_classes(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(("optimization", "label_smoothing"), message, "take it out", on_key=True)
 
 
+@rule("task", "optimization.loss", "optimization.label_smoothing")
+def smoothing_needs_cross_entropy(experiment: Experiment) -> Iterator[Problem]:
+    """Label smoothing changes the cross entropy, which ``dice`` alone does not have."""
+    losses, loss = task_facts(experiment.task).losses, experiment.optimization.loss
+    if experiment.optimization.label_smoothing == 0 or losses is None or loss is None:
+        return
+    if losses.get(loss.name) is DiceArgs and loss.args.get("cross_entropy", 0) == 0:
+        message = "has no effect on dice, which has no cross entropy"
+        remedy = "take it out, or write optimization.loss: {name: dice, args: {cross_entropy: 1}}"
+        yield Problem(("optimization", "label_smoothing"), message, remedy, on_key=True)
+
+
 @rule("task", "data.name", "optimization.mixup", "optimization.cutmix", "optimization.micro_batch_size")
 def samples_can_be_mixed(experiment: Experiment) -> Iterator[Problem]:
     """mixup and CutMix need a task with soft targets, and pairs of samples in a micro-batch."""
@@ -65,4 +77,9 @@ def samples_can_be_mixed(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(path, message, "write a number for optimization.micro_batch_size", on_key=True)
 
 
-RULES: tuple[Rule, ...] = (the_task_has_the_loss, smoothing_needs_classes, samples_can_be_mixed)
+RULES: tuple[Rule, ...] = (
+    the_task_has_the_loss,
+    smoothing_needs_classes,
+    smoothing_needs_cross_entropy,
+    samples_can_be_mixed,
+)

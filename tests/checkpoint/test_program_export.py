@@ -167,7 +167,7 @@ def test_a_file_that_computes_something_else_is_not_kept(
 def loaded(tmp_path: Path) -> Model:
     run, _, _ = make_run(tmp_path)
     checkpoint = run.checkpoint(3)
-    return load_model(run, plain_weights(checkpoint, SavedState.read(checkpoint)))
+    return load_model(run, plain_weights(checkpoint, SavedState.read(checkpoint)), "onnx")
 
 
 def test_outputs_are_compared_by_value_and_shape(loaded: Model) -> None:
@@ -188,20 +188,30 @@ def test_outputs_are_compared_by_value_and_shape(loaded: Model) -> None:
     assert _difference(loaded, "onnx", same, [no_number]) == 0
 
 
+@pytest.mark.parametrize(("form", "dtype"), [("onnx", torch.float32), ("torch-export", torch.float64)])
+def test_under_fp64_only_onnx_is_in_float32(tmp_path: Path, form: str, dtype: torch.dtype) -> None:
+    run, _, _ = make_run(tmp_path, precision="fp64")
+    checkpoint = run.checkpoint(3)
+    model = load_model(run, plain_weights(checkpoint, SavedState.read(checkpoint)), form)
+    calls = (model.traced, *model.compared)
+    assert {each.dtype for call in calls for each in (*call.inputs, call.outputs)} == {dtype}
+    assert {each.dtype for each in model.module.parameters()} == {dtype}
+
+
 def test_another_models_code_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, _, _ = make_run(tmp_path)
     checkpoint = run.checkpoint(3)
     weights = plain_weights(checkpoint, SavedState.read(checkpoint))
     weights["body.weight"] = weights.pop("head.weight")
     with pytest.raises(BadFileError, match=r"not the model of the checkpoint(.|\n)*head\.weight"):
-        load_model(run, weights)
+        load_model(run, weights, "onnx")
 
     def broken(*_: Any, **__: Any) -> DataSource:
         raise KeyError("no such table")
 
     monkeypatch.setattr(program_export, "build_source", broken)
     with pytest.raises(BadFileError, match="no such table"):
-        load_model(run, weights)
+        load_model(run, weights, "onnx")
 
 
 def test_a_model_larger_than_an_onnx_file_is_refused(loaded: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import warnings
 
 import numpy as np
@@ -42,6 +43,24 @@ def test_views_of_arrays_are_read_as_they_look() -> None:
 def test_sixteen_bits_keep_their_upper_eight() -> None:
     image = Image.fromarray(np.array([[0, 256, 65535]], dtype=np.uint16))
     assert as_tensor(image, 1).tolist() == [[[0, 1, 255]]]
+
+
+def thirty_two_bits(file_format: str | None = None) -> Image.Image:
+    image = Image.fromarray(np.array([[0, 256, 65535]], dtype=np.int32))
+    image.format = file_format  # as Image.open leaves it
+    return image
+
+
+def test_files_of_sixteen_bits_may_be_opened_as_thirty_two() -> None:
+    pgm = Image.open(io.BytesIO(b"P5 3 1 65535\n" + bytes([0, 0, 1, 0, 255, 255])))
+    for image in (pgm, thirty_two_bits("PNG")):
+        assert image.mode == "I" and as_tensor(image, 1).tolist() == [[[0, 1, 255]]]
+
+
+@pytest.mark.parametrize("image", [thirty_two_bits(), thirty_two_bits("TIFF"), Image.new("F", (3, 1))])
+def test_images_without_a_defined_range_are_refused(image: Image.Image) -> None:
+    with pytest.raises(BadFileError, match=rf"^data: a .* \(PIL mode {image.mode}\) has no .*; store 8"):
+        as_tensor(image, 1)
 
 
 def test_a_palette_with_transparency_does_not_warn() -> None:

@@ -79,6 +79,16 @@ def test_the_vocabulary_holds_the_datas_tokens(calls: list[Any]) -> None:
     assert isinstance(found, Settings) and (found.vocab_size, found.use_cache) == (32, False)
 
 
+def test_a_classifier_has_the_classes_that_the_task_reads(calls: list[Any]) -> None:
+    assert build(args={"num_classes": 12})(torch.rand(2, 4)).shape == (2, 12)
+    assert build(args={"num_labels": INFO.num_classes})(torch.rand(2, 4)).shape == (2, INFO.num_classes)
+    with pytest.raises(
+        BadFileError,
+        match=r"^model\.args: sets 12 labels, and the task has . classes; write num_classes: 12, or",
+    ):
+        build(args={"num_labels": 12})
+
+
 def test_only_prepare_uses_the_network(calls: list[Any]) -> None:
     for download in (False, True):
         model = build(pretrained=True, download=download)

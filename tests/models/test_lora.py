@@ -14,6 +14,7 @@ from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.building import build_model
 from hpc_train.models.fine_tuning import prepare_for_training
+from hpc_train.models.freezing import freeze
 from hpc_train.models.lora import LoraLinear, add_lora, merged
 from tests.models.test_freezing import frozen
 
@@ -54,6 +55,24 @@ def test_a_head_is_trained_too_where_the_file_says_so() -> None:
     model = adapted(also_train=["head.*"])
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
     assert trained == {"up.lora_a", "up.lora_b", "head.weight", "head.bias"}
+
+
+def test_patterns_of_freeze_do_not_match_adapters() -> None:
+    model = adapted(also_train=["head.*"])
+    freeze(model, ["*", "!head.weight"])
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    assert trained == {"up.lora_a", "up.lora_b", "head.weight"}
+    with pytest.raises(BadFileError, match=r"^model.freeze: '\*.lora_a' matches no parameter"):
+        freeze(model, ["*.lora_a"])
+
+
+def test_batchnorm_whose_parameters_are_frozen_keeps_its_statistics() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    lora = {"rank": 1, "targets": ["0"], "also_train": ["2.weight"]}
+    prepare_for_training(model, ModelConfig.model_validate({"name": "m:f", "lora": lora}))
+    model.train()(torch.rand(5, 4))
+    assert [layer.training for layer in model] == [True, False, True, True]
+    assert not model[1].running_mean.any() and model[2].running_mean.any()
 
 
 class Reading(nn.Module):

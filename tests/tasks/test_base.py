@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +17,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import CompileConfig
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.errors import BadFileError
-from hpc_train.tasks.base import Task, make_task, target_spec
+from hpc_train.tasks.base import Task, class_table, make_task, target_spec
 from hpc_train.training.forward import TrainingForward
 
 INFO = DataInfo(3, 1, (0.5,), (0.25,))
@@ -150,3 +151,9 @@ def test_a_target_spec_of_another_type_is_refused(
     monkeypatch.setattr(Inheriting, "target_spec", spec)
     with pytest.raises(BadFileError, match=f"Inheriting.target_spec is {found}; make it"):
         made("Inheriting", monkeypatch)
+
+
+def test_a_class_name_that_is_not_utf8_is_escaped_in_tables() -> None:
+    name = os.fsdecode(b"caf\xe9")
+    table = class_table([name], [name], torch.tensor([[3]]))
+    assert table == b"class,caf\\udce9\ncaf\\udce9,3\n"

@@ -79,3 +79,21 @@ def test_what_can_not_be_mixed_is_refused(
 )
 def test_losses_of_the_task_pass(override: str, tmp_path: Path) -> None:
     assert problems_of(tmp_path, GOOD, override) == []
+
+
+@pytest.mark.parametrize(
+    ("loss", "problems"),
+    [
+        ("dice", 1),
+        ("{name: dice, args: {cross_entropy: 0.0}}", 1),
+        ("{name: dice, args: {cross_entropy: 0.5}}", 0),
+        ("ohem", 0),
+        ("cross_entropy", 0),
+    ],
+)
+def test_smoothing_that_has_no_effect_is_refused(loss: str, problems: int, tmp_path: Path) -> None:
+    masks = "data={name: segmentation_folder, root: x, args: {num_classes: 3}, image_size: 64}"
+    given = ("task=segmentation", masks, f"optimization.loss={loss}", "optimization.label_smoothing=0.1")
+    lines = problems_of(tmp_path, GOOD, "model.name=smp/unet", *given)
+    assert len(lines) == problems
+    assert all(": optimization.label_smoothing: has no effect on dice" in line for line in lines)

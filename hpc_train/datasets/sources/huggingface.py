@@ -26,6 +26,8 @@ from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, shortened
 
 _VAL_SPLITS = ("validation", "valid", "val", "test")
+#: What a ClassLabel has where the class is not known.
+_NO_CLASS = -1
 
 
 class HuggingFaceImages:
@@ -35,12 +37,12 @@ class HuggingFaceImages:
         self,
         rows: Any,
         columns: tuple[str, str],
-        numbers: dict[str, int] | None,
+        numbers: dict[Any, int] | None,
         channels: int,
         *,
         has_classes: bool,
     ) -> None:
-        """``columns``: image and target. ``numbers``: of classes by name, where the column has names."""
+        """``columns``: image and target. ``numbers``: the class of a target; None: the target itself."""
         self._rows = rows
         self._image, self._target = columns
         self._has_classes = has_classes
@@ -64,7 +66,7 @@ class HuggingFaceImages:
     def _as_target(self, target: Any) -> RawTarget:
         if not self._has_classes:
             return np.asarray(target, dtype=np.float32)
-        return np.int64(target if self._numbers is None else self._numbers[target])
+        return np.int64(target if self._numbers is None else self._numbers.get(target, _NO_CLASS))
 
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
@@ -80,7 +82,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     has_classes = args.target == "class"
     made = {
         name: HuggingFaceImages(
-            _raw(library, rows, columns), columns, numbers, args.channels, has_classes=has_classes
+            _raw(library, rows, columns), columns, numbers[name], args.channels, has_classes=has_classes
         )
         for name, rows in splits.items()
     }
@@ -160,23 +162,38 @@ def _column(key: str, given: str | None, candidates: Sequence[str], features: An
 
 def _classes(
     library: Any, splits: dict[str, Any], column: str, args: HuggingFaceArgs
-) -> tuple[tuple[str, ...], dict[str, int] | None]:
-    """Return the class names, and the numbers of classes that are stored by name."""
+) -> tuple[tuple[str, ...], dict[str, dict[Any, int] | None]]:
+    """Return the class names, and of each split the numbers of the targets that are not class numbers."""
     feature = splits["train"].features[column]
+    unchanged: dict[str, dict[Any, int] | None] = dict.fromkeys(splits)
     if args.target == "number":
-        return (), None
+        return (), unchanged
     if isinstance(feature, library.ClassLabel):
-        return tuple(feature.names), None
+        names = tuple(feature.names)
+        return names, {key: _renumbered(library, rows, column, names) for key, rows in splits.items()}
     found = {value for rows in splits.values() for value in rows.unique(column)}
     if all(type(value) is int and value >= 0 for value in found):
-        return tuple(map(str, range(max(found, default=-1) + 1))), None
+        return tuple(map(str, range(max(found, default=-1) + 1))), unchanged
     if all(type(value) is str for value in found):
         names = tuple(sorted(found))
-        return names, {name: number for number, name in enumerate(names)}
+        return names, {key: {name: number for number, name in enumerate(names)} for key in splits}
     raise BadFileError(
         f"data.args.target_column: the column {column} ({feature}) has no classes; write another one, or "
         "data.args.target: number"
     )
+
+
+def _renumbered(library: Any, rows: Any, column: str, names: tuple[str, ...]) -> dict[Any, int] | None:
+    """Return a split's number of a class → its place in ``names``, the classes of training; None if equal."""
+    feature = rows.features[column]
+    if not isinstance(feature, library.ClassLabel) or tuple(feature.names) == names:
+        return None
+    if unknown := [name for name in feature.names if name not in names]:
+        raise BadFileError(
+            f"data.args.val: its column {column} has the class {shortened(unknown[0])!r}, which that of the "
+            "training data lacks; save both splits with the same class names"
+        )
+    return {number: names.index(name) for number, name in enumerate(feature.names)}
 
 
 def _raw(library: Any, rows: Any, columns: tuple[str, str]) -> Any:

@@ -97,6 +97,27 @@ def test_targets_of_other_columns(root: Path) -> None:
     assert whole.train.file_content(3)[1].dtype == np.float32  # type: ignore[union-attr]
 
 
+def labelled(library: Any, names: list[str], labels: list[int]) -> Any:
+    features = library.Features({"image": library.Image(), "label": library.ClassLabel(names=names)})
+    columns = {"image": [{"bytes": image(0), "path": None} for _ in labels], "label": labels}
+    return library.Dataset.from_dict(columns, features=features)
+
+
+def test_class_numbers_are_those_of_the_training_datas_names(library: Any, tmp_path: Path) -> None:
+    def source(name: str, val: Any) -> DataSource:
+        splits = {"train": labelled(library, ["a", "b", "c"], [0, 1, 2]), "val": val}
+        library.DatasetDict(splits).save_to_disk(str(tmp_path / name))
+        return build(tmp_path / name)
+
+    other = source("other", labelled(library, ["c", "a", "b"], [0, 1, 2, -1]))
+    assert targets_of(other.train) == [0, 1, 2] and targets_of(other.val) == [2, 0, 1, -1]
+    assert targets_of(source("fewer", labelled(library, ["a", "c"], [0, 1])).val) == [0, 2]
+    with pytest.raises(
+        BadFileError, match=r"^data\.args\.val: its column label has the class 'dog', which .* lacks; save"
+    ):
+        source("unknown", labelled(library, ["a", "b", "dog"], [0, 1, 2]))
+
+
 def test_several_numbers_are_a_target(library: Any, tmp_path: Path) -> None:
     features = library.Features(
         {"image": library.Image(), "corners": library.Sequence(library.Value("int64"))}
