@@ -196,7 +196,7 @@ def webdataset(root: Path, share: int = 1) -> DataConfig:
 
 def coco(root: Path, share: int = 1) -> DataConfig:
     """Write the index of an empty ``train.json``, as if ``prepare`` had parsed it."""
-    root.mkdir()
+    (root / "train").mkdir(parents=True)
     (root / "train.json").touch()
     data = DataConfig(name="coco", root=str(root), cache=str(root / "cache"))
     count = NUM_SAMPLES // share

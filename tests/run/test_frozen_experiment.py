@@ -56,7 +56,7 @@ EXPERIMENTS = st.fixed_dictionaries(
             {"name": st.just("acme:tiny")}, optional={"args": st.dictionaries(NAMES, VALUES, max_size=3)}
         ),
         "data": st.fixed_dictionaries(
-            {"name": st.just("digits"), "args": st.just({"channels": 3})},
+            {"name": st.just("synthetic"), "args": st.just({"channels": 2})},
             optional={
                 "normalize": st.fixed_dictionaries(
                     {
