@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 
+from hpc_train.config.fields import PositiveInt, Section
+from hpc_train.config.problems import Problem
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.facts import DataFacts, misplaced
 from hpc_train.strategies import model_facts as facts_of_models
 from hpc_train.validate import model_facts
 from tests.config.files import GOOD, problems_of
 
+LACKING = Problem(("data", "root"), "has no stripes", "paint some")
 TEXT = ("task=causal_lm", "data={name: text, root: /data/t.txt}")
 
 
@@ -44,6 +49,22 @@ def test_an_unknown_argument_is_reported_at_its_place(tmp_path: Path) -> None:
     line = 1 + text[: text.index("chanels")].count("\n")
     (said,) = problems_of(tmp_path, text)
     assert said.startswith(f"exp.yaml:{line}:") and ": data.args.chanels: " in said
+
+
+class StripesArgs(Section):
+    """What a data set of a plug-in takes."""
+
+    width: PositiveInt = 3
+
+
+def test_the_facts_of_a_plug_in_say_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = DataFacts("images", "class", args=StripesArgs, layout=lambda root: LACKING)
+    monkeypatch.setattr("hpc_train.data_facts.facts.load_traits", lambda kind, name: facts)
+    monkeypatch.setattr("hpc_train.registry._plug_ins", lambda kind: {"stripes": "acme.stripes:build"})
+    (said,) = problems_of(tmp_path, GOOD, "data={name: stripes, args: {widht: 2}}")
+    assert ": data.args.widht: stripes takes no argument 'widht'; did you mean 'width'?" in said
+    assert problems_of(tmp_path, GOOD, "data={name: stripes, args: {width: 2}}") == []
+    assert misplaced(DataConfig(name="stripes", root=str(tmp_path))) == LACKING
 
 
 @pytest.fixture
