@@ -179,7 +179,7 @@ def head_name(model: nn.Module) -> str | None:
 
 def _is_safetensors(path: str) -> bool:
     """Tell by the content, which starts with a length and JSON, where the ending is another."""
-    with open(path, "rb") as file:  # noqa: PTH123
+    with Path(path).open("rb") as file:
         return path.endswith(".safetensors") or file.read(9)[8:] == b"{"
 
 

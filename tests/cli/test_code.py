@@ -71,12 +71,11 @@ def test_submitting_what_is_there_takes_no_snapshot(failed: RunPaths, tree: Path
 
 
 def test_submitting_what_is_there_names_code_that_has_changed_since(tree: Path, file: Path) -> None:
-    sweep = ("sweep={grid: {seed: [0, 1]}}", "--launcher", COMPLETING)
-    submit = lambda *more: hpc_train("submit", file, "--local", *sweep, *more)  # noqa: E731
-    assert submit().code == 0
-    assert "code:" not in submit().err
+    words = ("submit", file, "--local", "sweep={grid: {seed: [0, 1]}}", "--launcher", COMPLETING)
+    assert hpc_train(*words).code == 0
+    assert "code:" not in hpc_train(*words).err
     write(tree, "new.py")
-    (line,) = [line for line in submit().err.splitlines() if ": code: " in line]
+    (line,) = [line for line in hpc_train(*words).err.splitlines() if ": code: " in line]
     assert line.endswith(
         "(and 1 more run): code: 1 file differs from the snapshot that it uses: new.py (new); submit with "
         "--new trains with the current code"
