@@ -109,10 +109,14 @@ def say_older_code(folder: ExperimentPaths, runs: Mapping[RunPaths, Experiment])
     for paths in runs:
         with suppress(OSError):
             users.setdefault(paths.code.readlink(), []).append(paths)
+    from_here = [group for group in users.values() if was_submitted_here(group[0])]
+    if not from_here:
+        return
     try:
         code = _current_code(folder, runs.values())
-        for (first, *others), used in ((group, snapshot.linked(group[0])) for group in users.values()):
-            if used is None or not was_submitted_here(first) or snapshot.content_of(used) == code.content:
+        for first, *others in from_here:
+            used = snapshot.linked(first)
+            if used is None or snapshot.content_of(used) == code.content:
                 continue
             words = snapshot.differences(used, code).words(" from the snapshot that it uses")
             more = f" (and {counted(len(others), 'more run')})" if others else ""
