@@ -121,6 +121,12 @@ def fail_in_turn(rank: int, world_size: int, folder: Path) -> list[str]:
     forge_shard(run, rank)
     seen.append(error_of(lambda: checkpointer.load_newest(trainee.state)))
     seen.append(error_of(lambda: save_other_tensors(checkpointer, trainee, rank)))
+    run = RunPaths(folder / "all damaged")
+    checkpointer = trainee.checkpointer(run)
+    checkpointer.save(trainee.state, 2, {})
+    flip_shard(run, rank)
+    for _ in range(2):  # the second time it is set aside already
+        seen.append(error_of(lambda: checkpointer.load_newest(trainee.state)))
     return seen
 
 
@@ -169,6 +175,7 @@ def save_other_tensors(checkpointer: Checkpointer, trainee: Trainee, rank: int) 
 @pytest.mark.slow
 def test_what_fails_on_one_rank_fails_on_all_and_harms_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
+    make_run(tmp_path / "all damaged")
     first, second = run_ranks(2, fail_in_turn, tmp_path, folder=tmp_path)
     assert first[0].startswith(f"{StorageError.__name__}: rank 1: ") and "the quota is used up" in first[0]
     assert second[0] == first[0].replace("rank 1: ", "")
@@ -176,5 +183,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_harms_nothing(tmp_path: Path) -
     for seen in (first, second):
         assert seen[2].startswith(BadFileError.__name__) and "shard-00001.safetensors" in seen[2]
         assert "different tensors" in seen[3]
+        for error in seen[4:]:
+            assert error.startswith(StorageError.__name__) and "every checkpoint is damaged" in error
     assert folder_names(run) == ["step-00000001", "step-00000002.bad"]
     assert Manifest.read(run.checkpoint(1)).world_size == 2

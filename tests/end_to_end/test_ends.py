@@ -425,7 +425,8 @@ def test_where_every_checkpoint_is_damaged_training_does_not_restart_silently(
         assert "--new" in reason and ".bad" in reason
         assert "Traceback" not in done.err
         assert paths.metrics.read_text() == before
-        assert exit_codes(paths.attempt(attempt)) == {0: 74, 1: 74}
+        # The launcher asks the other rank to stop, which may come before its own error.
+        assert exit_codes(paths.attempt(attempt)) in ({0: 74, 1: 74}, {0: 74, 1: 75})
 
 
 # --- the same file again
