@@ -61,8 +61,8 @@ _BUILT_IN: dict[str, dict[str, str]] = {
 #: The tables of the other kinds: one row per part, with its torch-free description and its
 #: ``implementation``. The tables import this module, so it names them instead of importing them.
 _TABLES = {
-    "datasets": "hpc_train.data_facts.facts:DATA_SETS",
-    "tasks": "hpc_train.data_facts.facts:TASKS",
+    "datasets": "hpc_train.data_facts.built_in:DATA_SETS",
+    "tasks": "hpc_train.data_facts.built_in:TASKS",
     "strategies": "hpc_train.topology.strategy_traits:BUILT_IN",
 }
 

@@ -13,7 +13,8 @@ from hpc_train.cli.plan_memory import json_of_runs, predictions, show_prediction
 from hpc_train.cli.searching import next_trials
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import columns, put, put_json, say
-from hpc_train.data_facts.facts import DATA_SETS, data_facts, misplaced, missing_index
+from hpc_train.data_facts.built_in import DATA_SETS
+from hpc_train.data_facts.by_name import data_facts, misplaced, missing_index
 from hpc_train.errors import BadFileError, ExitCode, UsageError
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 from hpc_train.cli.evaluate import Checkpoint, run_ranks
 from hpc_train.config.schema import Experiment
 from hpc_train.console import JSON_VERSION, put, put_json, say
-from hpc_train.data_facts.facts import TASKS, task_facts
+from hpc_train.data_facts.built_in import TASKS
+from hpc_train.data_facts.by_name import task_facts
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.paths import expanded
 from hpc_train.run.bad_samples import BadSample, all_known

@@ -1,6 +1,6 @@
 """Names of keys and values in other tools, and what to write here instead.
 
-``keys`` and ``explanations`` read it to suggest replacements for unknown keys and values. Each target is a
+``keys`` and ``remedies`` read it to suggest replacements for unknown keys and values. Each target is a
 key path of the schema, which a test checks.
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_train.data_facts.facts import data_facts
+from hpc_train.data_facts.by_name import data_facts
 
 #: Where images have no size of their own.
 IMAGE_SIZE = 224

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.config.schema import Experiment
+from hpc_train.data_facts.by_name import data_facts
 from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
-from hpc_train.data_facts.facts import data_facts
 from hpc_train.paths import cache_folder, expanded
 
 DATA, WEIGHTS = "data.root", "model.pretrained"

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.facts import data_facts
+from hpc_train.data_facts.by_name import data_facts
 from hpc_train.errors import BadFileError
 from hpc_train.paths import expanded
 from hpc_train.plan.input_files import image_fingerprint

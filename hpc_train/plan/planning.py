@@ -13,7 +13,7 @@ from hpc_train.config.keys import SCALING
 from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.facts import training_samples
+from hpc_train.data_facts.by_name import training_samples
 from hpc_train.errors import BadFileError
 from hpc_train.plan.sweep import Variant, expand
 from hpc_train.topology.batch_arithmetic import (

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from hpc_train import registry
 from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.facts import DataFacts, Modality, task_facts, task_misfit
+from hpc_train.data_facts.by_name import task_facts, task_misfit
+from hpc_train.data_facts.facts import DataFacts, Modality
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec, TargetSpecs
 from hpc_train.errors import BadFileError
 

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import CompileConfig
-from hpc_train.data_facts.facts import task_facts
+from hpc_train.data_facts.by_name import task_facts
 from hpc_train.datasets.structures import map_tensors
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.distributed.precision import Precision, choose_precision

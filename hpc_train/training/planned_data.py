@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.facts import data_facts, task_facts
+from hpc_train.data_facts.by_name import data_facts, task_facts
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.structures import Tensors
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec

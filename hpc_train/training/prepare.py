@@ -19,7 +19,7 @@ from torch import nn
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import ModelConfig
-from hpc_train.data_facts.facts import training_samples
+from hpc_train.data_facts.by_name import training_samples
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import try_samples
 from hpc_train.datasets.building import build_source

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule
 from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.facts import task_facts
+from hpc_train.data_facts.by_name import task_facts
 from hpc_train.errors import shortened
 from hpc_train.topology.strategy_traits import StrategyTraits, traits_of
 from hpc_train.validate import model_facts

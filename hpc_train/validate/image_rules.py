@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts import channels
-from hpc_train.data_facts.facts import TASKS, data_facts
+from hpc_train.data_facts.built_in import TASKS
+from hpc_train.data_facts.by_name import data_facts
 from hpc_train.errors import shortened
 from hpc_train.registry import split_name
 from hpc_train.validate import model_facts

@@ -14,7 +14,7 @@ from pathlib import Path
 from hpc_train.config.fields import Arguments
 from hpc_train.config.problems import KeyPath, Problem, Rule, rule, split_at_colon, with_blank
 from hpc_train.config.schema import Experiment, LoggingConfig
-from hpc_train.data_facts.facts import data_facts, missing_root
+from hpc_train.data_facts.by_name import data_facts, missing_root
 from hpc_train.errors import shortened
 from hpc_train.registry import is_factory, nearest, parts, split_name, unknown_name, unknown_part
 from hpc_train.topology.degrees import AXES

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from hpc_train.config.explanations import usual_mode
 from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.facts import task_facts
+from hpc_train.data_facts.by_name import task_facts
 
 
 def remarks(experiment: Experiment) -> Iterator[Problem]:

@@ -14,7 +14,8 @@ from itertools import islice
 
 from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_clean, rule
 from hpc_train.config.schema import Experiment
-from hpc_train.data_facts.facts import TASKS, target_of, task_facts
+from hpc_train.data_facts.built_in import TASKS
+from hpc_train.data_facts.by_name import target_of, task_facts
 from hpc_train.data_facts.joint_keys import not_for_masks, only_for_masks
 from hpc_train.errors import shortened
 from hpc_train.registry import nearest

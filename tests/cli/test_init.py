@@ -14,7 +14,7 @@ from PIL import Image
 from hpc_train.cli import first_file
 from hpc_train.cli.first_file import quoted
 from hpc_train.cli.init import EXAMPLES
-from hpc_train.data_facts.facts import TASKS
+from hpc_train.data_facts.built_in import TASKS
 from hpc_train.data_facts.task_starts import STARTS
 from hpc_train.errors import UsageError
 from hpc_train.launchers.base import JobSection

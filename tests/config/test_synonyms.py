@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.config.explanations import in_flow
 from hpc_train.config.json_schema import Node, cached_schema
 from hpc_train.config.keys import all_keys, as_mapping, known_keys, members, node_at, split_key
 from hpc_train.config.marked_yaml import read_value
+from hpc_train.config.remedies import in_flow
 from hpc_train.config.schema import Experiment
 from hpc_train.config.sweep_sections import Distribution
 from hpc_train.config.synonyms import _ALSO_CALLED, ADVICE, KEYS, KEYS_WITHIN, SBATCH_KEYS, VALUES

@@ -15,16 +15,9 @@ import hpc_train
 from hpc_train import registry
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts import torchvision_sizes
-from hpc_train.data_facts.facts import (
-    DATA_SETS,
-    TASKS,
-    DataFacts,
-    TaskFacts,
-    data_facts,
-    task_facts,
-    task_misfit,
-    training_samples,
-)
+from hpc_train.data_facts.built_in import DATA_SETS, TASKS
+from hpc_train.data_facts.by_name import data_facts, task_facts, task_misfit, training_samples
+from hpc_train.data_facts.facts import DataFacts, TaskFacts
 from hpc_train.datasets.building import build_source
 from hpc_train.errors import BadFileError
 from tests.config.files import GOOD, problems_of

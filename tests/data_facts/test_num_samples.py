@@ -7,7 +7,7 @@ import pytest
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts import data_size
-from hpc_train.data_facts.facts import training_samples
+from hpc_train.data_facts.by_name import training_samples
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.facts import misplaced
+from hpc_train.data_facts.by_name import misplaced
 from hpc_train.datasets.building import build_source
 from hpc_train.errors import BadFileError
 

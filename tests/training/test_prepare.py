@@ -16,7 +16,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from hpc_train.config.schema import DataConfig, EarlyStoppingConfig, Experiment
-from hpc_train.data_facts.facts import DATA_SETS, DataFacts
+from hpc_train.data_facts.built_in import DATA_SETS
+from hpc_train.data_facts.facts import DataFacts
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError, UserError

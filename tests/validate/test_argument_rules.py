@@ -13,7 +13,8 @@ import pytest
 from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.problems import Problem
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.facts import DataFacts, misplaced
+from hpc_train.data_facts.by_name import misplaced
+from hpc_train.data_facts.facts import DataFacts
 from hpc_train.strategies import model_facts as facts_of_models
 from hpc_train.validate import model_facts
 from tests.config.files import GOOD, problems_of
@@ -59,7 +60,7 @@ class StripesArgs(Section):
 
 def test_the_facts_of_a_plug_in_say_what_it_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = DataFacts("images", "class", args=StripesArgs, layout=lambda root: LACKING)
-    monkeypatch.setattr("hpc_train.data_facts.facts.load_traits", lambda kind, name: facts)
+    monkeypatch.setattr("hpc_train.data_facts.by_name.load_traits", lambda kind, name: facts)
     monkeypatch.setattr("hpc_train.registry._plug_ins", lambda kind: {"stripes": "acme.stripes:build"})
     (said,) = problems_of(tmp_path, GOOD, "data={name: stripes, args: {widht: 2}}")
     assert ": data.args.widht: stripes takes no argument 'widht'; did you mean 'width'?" in said

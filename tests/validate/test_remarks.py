@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.data_facts.facts import TASKS
+from hpc_train.data_facts.built_in import TASKS
 from hpc_train.validate.loading import load
 from hpc_train.validate.remarks import remarks
 from tests.config.files import GOOD

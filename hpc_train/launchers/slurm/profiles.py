@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal
 import platformdirs
 from pydantic import Field, ValidationError
 
+from hpc_train.config.accepted_values import wanted
 from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.config.explanations import value_at, wanted
+from hpc_train.config.explanations import value_at
 from hpc_train.config.fields import ScriptPath, Section
 from hpc_train.config.keys import as_mapping, child
 from hpc_train.config.marked_yaml import MAX_BYTES, read_document

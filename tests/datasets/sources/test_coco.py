@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.facts import training_samples
+from hpc_train.data_facts.by_name import training_samples
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.building import build_source
 from hpc_train.errors import BadFileError

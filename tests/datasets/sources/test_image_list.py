@@ -11,7 +11,7 @@ from PIL import Image
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.facts import training_samples
+from hpc_train.data_facts.by_name import training_samples
 from hpc_train.data_facts.listed_data import image_list_files, index_path
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.building import build_source

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.facts import data_facts
+from hpc_train.data_facts.by_name import data_facts
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import evaluation_batches
 from hpc_train.datasets.building import build_source

@@ -17,7 +17,7 @@ import torch
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts import token_shards
-from hpc_train.data_facts.facts import training_samples
+from hpc_train.data_facts.by_name import training_samples
 from hpc_train.data_facts.token_shards import HEADER_BYTES, TokensArgs, find_shards, header_of, size_of_shard
 from hpc_train.datasets import token_writing
 from hpc_train.datasets.base import ArraySplit, DataSource

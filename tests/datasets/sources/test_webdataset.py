@@ -13,7 +13,7 @@ from PIL import Image
 
 from hpc_train.cli.plan import missing_data
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.data_facts.facts import missing_index, training_samples
+from hpc_train.data_facts.by_name import missing_index, training_samples
 from hpc_train.data_facts.listed_data import index_path, webdataset_files
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.building import build_source

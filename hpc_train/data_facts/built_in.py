@@ -1,0 +1,254 @@
+"""The rows of the built-in data sets and tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts import image_args, losses, root_layout, torchvision_sizes
+from hpc_train.data_facts.data_size import (
+    TextArgs,
+    count_annotated_images,
+    count_images,
+    count_masked_images,
+    count_sequences,
+)
+from hpc_train.data_facts.facts import DataFacts, TaskFacts
+from hpc_train.data_facts.listed_data import (
+    HuggingFaceArgs,
+    ImageListArgs,
+    WebdatasetArgs,
+    arrow_files,
+    count_listed,
+    count_shards,
+    image_list_files,
+    webdataset_files,
+)
+from hpc_train.data_facts.token_shards import TokensArgs, count_token_sequences, tokens_fingerprint
+from hpc_train.paths import expanded
+
+#: scikit-learn's 1,797 digits without every fifth, which is validation.
+_DIGITS = 1438
+#: What ``synthetic`` makes where ``data.args`` does not say it.
+_SYNTHETIC_DEFAULT = 1024
+#: The side of the images of ``digits``, and of ``synthetic`` where ``data.args`` does not say it.
+_DIGITS_SIZE = _SYNTHETIC_SIZE = 32
+
+
+def _argument(name: str, default: int) -> Callable[[DataConfig], int | None]:
+    """Return what reads a number from ``data.args``; None where it is none, which the data set refuses."""
+
+    def read(data: DataConfig) -> int | None:
+        given = data.args.get(name, default)
+        return given if type(given) is int and given > 0 else None
+
+    return read
+
+
+def _synthetic_samples(data: DataConfig) -> int | None:
+    given = data.args.get("num_samples", _SYNTHETIC_DEFAULT)
+    return given if type(given) is int else None
+
+
+def _image_folder_samples(data: DataConfig) -> int | None:
+    return count_images(expanded(data.root) / "train") if data.root else None
+
+
+#: The built-in data sets, one row each.
+DATA_SETS = {
+    "digits": DataFacts(
+        "images",
+        "class",
+        example="",
+        image_size=lambda data: _DIGITS_SIZE,
+        channels=_argument("channels", 1),
+        num_samples=lambda data: _DIGITS,
+        args=image_args.DigitsArgs,
+        implementation="hpc_train.datasets.sources.digits:build",
+    ),
+    "synthetic": DataFacts(
+        "images",
+        "class",
+        example="",
+        image_size_argument="image_size",
+        image_size=lambda data: _SYNTHETIC_SIZE,
+        channels=_argument("channels", 3),
+        num_samples=_synthetic_samples,
+        args=image_args.SyntheticArgs,
+        implementation="hpc_train.datasets.sources.synthetic:build",
+    ),
+    "imagefolder": DataFacts(
+        "images",
+        "class",
+        needs_root=True,
+        root="the folder that contains train/<class>/ and val/<class>/",
+        layout=root_layout.image_folder,
+        is_in_root=True,
+        is_packable=True,
+        example="",
+        channels=_argument("channels", 3),
+        num_samples=_image_folder_samples,
+        args=image_args.ImageFolderArgs,
+        implementation="hpc_train.datasets.sources.imagefolder:build",
+    ),
+    "image_list": DataFacts(
+        "images",
+        default_target="class",
+        needs_root=True,
+        root="the folder of the lists and images",
+        is_in_root=True,
+        listing=image_list_files,
+        index="optional",
+        example="",
+        channels=_argument("channels", 3),
+        num_samples=count_listed,
+        args=ImageListArgs,
+        implementation="hpc_train.datasets.sources.image_list:build",
+    ),
+    "webdataset": DataFacts(
+        "images",
+        default_target="class",
+        needs_root=True,
+        root="the folder of the tar files",
+        is_in_root=True,
+        listing=webdataset_files,
+        index="required",
+        example="",
+        channels=_argument("channels", 3),
+        num_samples=count_shards,
+        args=WebdatasetArgs,
+        implementation="hpc_train.datasets.sources.webdataset:build",
+    ),
+    "segmentation_folder": DataFacts(
+        "images",
+        "mask",
+        needs_root=True,
+        root="the folder that contains train/images/ and train/masks/",
+        layout=root_layout.segmentation_folder,
+        is_in_root=True,
+        example="",
+        channels=_argument("channels", 3),
+        num_samples=lambda data: count_masked_images(expanded(data.root)) if data.root else None,
+        args=image_args.SegmentationFolderArgs,
+        implementation="hpc_train.datasets.sources.segmentation_folder:build",
+    ),
+    "huggingface": DataFacts(
+        "images",
+        needs_root=True,
+        is_downloaded=True,
+        root="the folder of a data set saved by save_to_disk, or to which prepare saves it",
+        is_in_root=True,
+        listing=arrow_files,
+        channels=_argument("channels", 3),
+        args=HuggingFaceArgs,
+        implementation="hpc_train.datasets.sources.huggingface:build",
+    ),
+    "torchvision": DataFacts(
+        "images",
+        needs_root=True,
+        is_downloaded=True,
+        rootless=("torchvision/FakeData",),
+        root="the folder of torchvision's files, for example data/cifar10",
+        example="torchvision/CIFAR10",
+        is_listed=True,
+        image_size=torchvision_sizes.size,
+        channels=torchvision_sizes.channels,
+        num_samples=torchvision_sizes.samples,
+        implementation="hpc_train.datasets.sources.torchvision:build",
+    ),
+    "coco": DataFacts(
+        "images",
+        "boxes",
+        needs_root=True,
+        root="the folder that contains train.json, val.json and the folders train and val of their images",
+        layout=root_layout.coco,
+        is_in_root=True,
+        index="optional",
+        example="",
+        channels=_argument("channels", 3),
+        num_samples=count_annotated_images,
+        args=image_args.CocoArgs,
+        implementation="hpc_train.datasets.sources.coco:build",
+    ),
+    "text": DataFacts(
+        "tokens",
+        "next tokens",
+        needs_root=True,
+        root="a text file, or the folder that contains train.txt",
+        layout=root_layout.text,
+        is_in_root=True,
+        example="",
+        num_samples=count_sequences,
+        args=TextArgs,
+        implementation="hpc_train.datasets.sources.text:build",
+    ),
+    "tokens": DataFacts(
+        "tokens",
+        "next tokens",
+        needs_root=True,
+        root="the folder that contains train.txt, train.jsonl or train.bin",
+        is_in_root=True,
+        example="",
+        num_samples=count_token_sequences,
+        fingerprint=tokens_fingerprint,
+        args=TokensArgs,
+        implementation="hpc_train.datasets.sources.tokens:build",
+    ),
+}
+
+#: The metrics of several classes per sample.
+_MULTI_LABEL = ("f1_micro", "f1_macro", "map_multilabel")
+#: The built-in tasks, one row each.
+TASKS = {
+    "classification": TaskFacts(
+        ("images", "features"),
+        ("class", "classes"),
+        "hpc_train.tasks.classification:Classification",
+        losses=losses.CLASSIFICATION,
+        smooths_labels=True,
+        mixes_targets=True,
+        metrics=("loss", "accuracy", "accuracy_top5", *_MULTI_LABEL),
+        target_metrics={"classes": _MULTI_LABEL},
+        prediction_formats=(".jsonl", ".csv"),
+    ),
+    "regression": TaskFacts(
+        ("images", "features"),
+        ("number",),
+        "hpc_train.tasks.regression:Regression",
+        losses=losses.REGRESSION,
+        smooths_labels=False,
+        mixes_targets=False,
+        metrics=("loss", "mae", "rmse", "r2"),
+        prediction_formats=(".jsonl", ".csv"),
+    ),
+    "causal_lm": TaskFacts(
+        ("tokens",),
+        ("next tokens",),
+        "hpc_train.tasks.causal_lm:CausalLM",
+        losses=losses.CAUSAL_LM,
+        smooths_labels=True,
+        mixes_targets=False,
+        metrics=("loss", "perplexity", "accuracy"),
+        prediction_formats=(),
+    ),
+    "segmentation": TaskFacts(
+        ("images",),
+        ("mask",),
+        "hpc_train.tasks.segmentation:Segmentation",
+        losses=losses.SEGMENTATION,
+        smooths_labels=True,
+        mixes_targets=False,
+        metrics=("loss", "accuracy", "miou", "iou_*"),
+        prediction_formats=(),
+    ),
+    "detection": TaskFacts(
+        ("images",),
+        ("boxes",),
+        "hpc_train.tasks.detection:Detection",
+        needs_whole_model=True,
+        smooths_labels=False,
+        mixes_targets=False,
+        metrics=("map", "map50"),
+        prediction_formats=(".jsonl",),
+    ),
+}

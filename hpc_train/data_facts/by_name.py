@@ -1,0 +1,124 @@
+"""The facts of a data set or a task by its name, and what they ask of a file. None of this names a part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TypeVar, get_args
+
+from hpc_train.config.problems import Problem
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts.built_in import DATA_SETS, TASKS
+from hpc_train.data_facts.facts import DataFacts, Target, TaskFacts
+from hpc_train.data_facts.listed_data import has_index, without_index
+from hpc_train.errors import BadFileError, shortened
+from hpc_train.paths import expanded
+from hpc_train.registry import described, is_factory, load_traits, split_name
+
+_Row = TypeVar("_Row", DataFacts, TaskFacts)
+
+
+def data_facts(name: str) -> DataFacts:
+    """Return the facts of the data set that the file calls ``name``; the defaults for one without a row.
+
+    Raises BadFileError where a plug-in's row can't be imported or is not a ``DataFacts``.
+    """
+    if is_factory(name):
+        return DataFacts()
+    provider = split_name(name)[0]
+    return DATA_SETS.get(provider) or _exported("datasets", "data.name", provider, DataFacts())
+
+
+def task_facts(name: str) -> TaskFacts:
+    """Return what the task called ``name`` needs. Raises BadFileError like ``data_facts``."""
+    if is_factory(name):
+        return TaskFacts()
+    return TASKS.get(name) or _exported("tasks", "task", name, TaskFacts())
+
+
+def _exported(kind: str, key: str, name: str, default: _Row) -> _Row:
+    row = load_traits(kind, name)
+    if row is None:
+        return default
+    if not isinstance(row, type(default)):
+        raise BadFileError(
+            f"{key}: the facts of {name!r} are a {type(row).__name__}; "
+            f"export a hpc_train.data_facts.facts.{type(default).__name__}"
+        )
+    return row
+
+
+def _rows(kind: str, key: str, built_in: Mapping[str, _Row], default: _Row) -> dict[str, _Row]:
+    """Return the rows of all parts of a kind, the built-in ones first.
+
+    A plug-in whose row can't be imported is omitted: the file does not name it.
+    """
+    rows = dict(built_in)
+    for name in described(kind):
+        with suppress(Exception):
+            rows[name] = _exported(kind, key, name, default)
+    return rows
+
+
+def target_of(data: DataConfig) -> Target | None:
+    """Return what the target of a sample is; None where only the data set's own code knows it."""
+    facts = data_facts(data.name)
+    if facts.default_target is None:
+        return facts.target
+    given = data.args.get("target", facts.default_target)
+    return next((each for each in get_args(Target) if each == given), None)
+
+
+def training_samples(data: DataConfig) -> int | None:
+    """Return N; None where only the data set's own code knows it."""
+    return data_facts(data.name).num_samples(data)
+
+
+def missing_root(data: DataConfig) -> Problem | None:
+    """Return what is wrong where the data set needs ``data.root`` and the file has none."""
+    facts, name = data_facts(data.name), data.name
+    is_no_name = facts.example == "" and "/" in name
+    if not facts.needs_root or name in facts.rootless or data.root is not None or is_no_name:
+        return None
+    return Problem(("data", "root"), f"is missing, and {shortened(name)} needs it", f"write {facts.root}")
+
+
+def misplaced(data: DataConfig) -> Problem | None:
+    """Return what the root lacks of the folders and files of its data set."""
+    return None if data.root is None else data_facts(data.name).layout(expanded(data.root))
+
+
+def missing_index(data: DataConfig) -> Problem | None:
+    """Return what is wrong where ranks need an index of the data's files, which are here without one."""
+    facts = data_facts(data.name)
+    files = facts.listing(data) if facts.index == "required" and facts.listing is not None else []
+    try:
+        is_missing = bool(files) and not has_index(data, files)
+    except OSError:  # the ranks may be able to read them
+        return None
+    return Problem(("data", "root"), *without_index(data, files)) if is_missing else None
+
+
+def task_misfit(task: str, data_name: str, data: DataFacts) -> tuple[str, str] | None:
+    """Return what keeps ``task`` from the data, and what to write instead; None where they fit."""
+    needs = task_facts(task)
+    if needs.fits(data):
+        return None
+    target = () if data.target is None else (data.target,)
+    modality = () if data.modality is None else (data.modality,)
+    all_tasks = _rows("tasks", "task", TASKS, TaskFacts())
+    all_data = _rows("datasets", "data.name", DATA_SETS, DataFacts())
+    tasks = [name for name, each in all_tasks.items() if each.fits(data)]
+    others = [
+        name
+        for name, each in all_data.items()
+        if needs.fits(each) and each.example == "" and each.target is not None
+    ]
+    remedies = [*tasks, f"data.name: {' or '.join(others)}"] if others else tasks
+    wanted, found = _in_words(needs.modalities, needs.targets), _in_words(modality, target)
+    message = f"{task} reads {wanted}, and {data_name} has {found}"
+    return message, f"write {', or '.join(remedies) or 'another data set'}"
+
+
+def _in_words(modalities: Sequence[str], targets: Sequence[str]) -> str:
+    return (" or ".join(modalities) or "samples") + (f" (target: {' or '.join(targets)})" if targets else "")
