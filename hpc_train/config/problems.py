@@ -7,16 +7,12 @@ positions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError, shortened
 from hpc_train.registry import nearest
-
-if TYPE_CHECKING:
-    from hpc_train.config.schema import Experiment
 
 #: Keys from the top of the file; an int is an index into a list.
 KeyPath = tuple[str | int, ...]
@@ -105,26 +101,6 @@ class Source:
             return lines
         more = Problem((), "there are more problems", "fix those above first", place=self.place(ordered[-1]))
         return [*lines[:MAX_PROBLEMS], self.render(more)]
-
-
-Find = Callable[["Experiment"], Iterator[Problem]]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A rule across keys. Skipped where one of the keys that it ``reads`` is invalid."""
-
-    reads: tuple[KeyPath, ...]
-    find: Find
-
-    def can_judge(self, failed: Collection[KeyPath]) -> bool:
-        """Tell whether none of the keys that the rule reads is invalid."""
-        return not any(related(read, path) for read in self.reads for path in failed)
-
-
-def rule(*reads: str) -> Callable[[Find], Rule]:
-    """Make a rule of a function that yields problems; ``reads`` are the dotted key paths that it reads."""
-    return lambda find: Rule(tuple(tuple(key.split(".")) for key in reads), find)
 
 
 def unknown_argument(section: KeyPath, owner: str, name: str, known: Sequence[str]) -> Problem:

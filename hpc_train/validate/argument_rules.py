@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule
+from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.config.section_args import args_problems
 from hpc_train.data_facts.by_name import data_facts
 from hpc_train.validate import gpt_args, model_facts
+from hpc_train.validate.base import Rule, rule
 from hpc_train.validate.part_rules import own_arguments
 
 _DATA_ARGS: KeyPath = ("data", "args")

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule
+from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.by_name import task_facts
 from hpc_train.errors import shortened
 from hpc_train.topology.strategy_traits import StrategyTraits, traits_of
 from hpc_train.validate import model_facts
+from hpc_train.validate.base import Rule, rule
 
 #: Precisions whose compute dtype differs from the dtype of the parameters.
 _MIXED = ("bf16", "fp16", "fp8")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule
+from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.data_facts.built_in import TASKS
@@ -17,6 +17,7 @@ from hpc_train.data_facts.facts import Modality
 from hpc_train.errors import shortened
 from hpc_train.paths import expanded
 from hpc_train.registry import is_factory, split_name
+from hpc_train.validate.base import Rule, rule
 from hpc_train.validate.part_rules import rest_not_taken
 
 _TEXT_MODELS = ("gpt",)

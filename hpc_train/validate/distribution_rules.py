@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from hpc_train.config.problems import KeyPath, Problem, Rule, dotted, rule, shown
+from hpc_train.config.problems import KeyPath, Problem, dotted, shown
 from hpc_train.config.schema import Experiment
 from hpc_train.config.sweep_sections import (
     CHOICE,
@@ -19,6 +19,7 @@ from hpc_train.config.sweep_sections import (
     swept_keys,
 )
 from hpc_train.registry import is_factory, target_of, unknown_part
+from hpc_train.validate.base import Rule, rule
 
 _EXAMPLE = "write one, like {uniform: [0, 1]} or {choice: [a, b]}"
 _STEPPED = ("uniform", "int")

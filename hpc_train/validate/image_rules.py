@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule
+from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts import channels
 from hpc_train.data_facts.built_in import TASKS
@@ -16,6 +16,7 @@ from hpc_train.data_facts.by_name import data_facts
 from hpc_train.errors import shortened
 from hpc_train.registry import split_name
 from hpc_train.validate import model_facts
+from hpc_train.validate.base import Rule, rule
 from hpc_train.validate.smp_rules import is_smp
 
 _IMAGE_SIZE: KeyPath = ("data", "image_size")

@@ -12,13 +12,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule
+from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import shortened
 from hpc_train.topology.degrees import Degrees, divisors, find_degrees
 from hpc_train.topology.pipeline_schedules import stages_per_rank
 from hpc_train.topology.strategy_traits import traits_of
 from hpc_train.validate import model_facts
+from hpc_train.validate.base import Rule, rule
 from hpc_train.validate.gpt_args import GPTArgs, default_hidden_dim
 
 

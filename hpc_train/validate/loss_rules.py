@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpc_train.config.problems import Problem, Rule, rule
+from hpc_train.config.problems import Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.config.section_args import args_problems
 from hpc_train.data_facts.by_name import data_facts, task_facts
 from hpc_train.data_facts.losses import DiceArgs, Losses
 from hpc_train.errors import shortened
 from hpc_train.registry import nearest
+from hpc_train.validate.base import Rule, rule
 
 _LOSS = ("optimization", "loss")
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hpc_train.config.fields import Arguments
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule, split_at_colon, with_blank
+from hpc_train.config.problems import KeyPath, Problem, split_at_colon, with_blank
 from hpc_train.config.schema import Experiment, LoggingConfig
 from hpc_train.data_facts.by_name import data_facts, missing_root
 from hpc_train.errors import shortened
@@ -22,6 +22,7 @@ from hpc_train.topology.learning_rate import OVER_SPAN, OVER_STEPS
 from hpc_train.topology.pipeline_schedules import problem_of_stages
 from hpc_train.topology.strategy_traits import problems_of_arguments, taking, traits_of
 from hpc_train.validate import model_facts, tracking_uris
+from hpc_train.validate.base import Rule, rule
 
 #: Providers whose names need a part after the slash, with an example.
 _MODEL_EXAMPLES = {"timm": "timm/resnet50", "torchvision": "torchvision/resnet50", "smp": "smp/unet"}

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from itertools import islice
 
-from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, Rule, is_clean, rule
+from hpc_train.config.problems import MAX_PROBLEMS, KeyPath, Problem, is_clean
 from hpc_train.config.schema import Experiment
 from hpc_train.data_facts.built_in import TASKS
 from hpc_train.data_facts.by_name import target_of, task_facts
@@ -34,6 +34,7 @@ from hpc_train.validate import (
     sweep_rules,
     tracking_uris,
 )
+from hpc_train.validate.base import Rule, rule
 
 check_start = start_rules.check_start
 #: The prefix of the averaged weights' metrics.

@@ -8,11 +8,12 @@ from math import prod
 
 from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.fields import SLURM_WORD_PATTERN
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule, shown
+from hpc_train.config.problems import KeyPath, Problem, shown
 from hpc_train.config.schema import Experiment
 from hpc_train.config.synonyms import SBATCH_KEYS
 from hpc_train.errors import counted
 from hpc_train.topology.degrees import find_degrees
+from hpc_train.validate.base import Rule, rule
 
 #: Options of sbatch that the launcher sets itself.
 OWNED = (

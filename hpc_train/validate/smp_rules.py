@@ -9,11 +9,12 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 
-from hpc_train.config.problems import KeyPath, Problem, Rule, rule
+from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import shortened
 from hpc_train.registry import is_factory, nearest, split_name
 from hpc_train.validate import model_facts
+from hpc_train.validate.base import Rule, rule
 
 _ARGS: KeyPath = ("model", "args")
 #: Starts the names of timm's encoders.

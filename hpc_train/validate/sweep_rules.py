@@ -12,10 +12,11 @@ from pydantic import ValidationError
 
 from hpc_train.config.explanations import explain
 from hpc_train.config.keys import GRID, NOT_IDENTITY, SCALING, BadKeyError, replaced, split_key
-from hpc_train.config.problems import KeyPath, Problem, Rule, dotted, rule, shown
+from hpc_train.config.problems import KeyPath, Problem, dotted, shown
 from hpc_train.config.schema import Experiment
 from hpc_train.config.sweep_sections import MAX_RUNS, SweepConfig, SweptKey, comparable, swept_keys
 from hpc_train.validate import distribution_rules
+from hpc_train.validate.base import Rule, rule
 
 MAX_KEYS = 100
 #: Sections that can be long, whose values are independent of other sections.

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from urllib.parse import parse_qsl, urlsplit
 
-from hpc_train.config.problems import KeyPath, Problem, Rule, is_clean, rule
+from hpc_train.config.problems import KeyPath, Problem, is_clean
 from hpc_train.config.schema import Experiment
 from hpc_train.errors import shortened
+from hpc_train.validate.base import Rule, rule
 
 _KEY: KeyPath = ("logging", "mlflow", "tracking_uri")
 _REMOTE_DATABASES = ("postgresql", "mysql", "mssql")
