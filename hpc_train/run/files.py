@@ -148,6 +148,17 @@ def read_tail(path: Path, max_bytes: int) -> tuple[bytes, bool]:
         os.close(descriptor)
 
 
+def tail_text(path: Path, max_bytes: int) -> str:
+    """Return the text within the last ``max_bytes`` of a file; empty if something else is in its place.
+
+    Raises OSError, also for a missing file.
+    """
+    try:
+        return read_tail(path, max_bytes)[0].decode("utf-8", "replace")
+    except UnreadableFileError:
+        return ""
+
+
 def open_regular(path: Path, mode: Literal["rb", "ab", "wb"] = "rb") -> BinaryIO:
     """Open a file; what is written to it is buffered. Raises like ``open_descriptor``."""
     return os.fdopen(open_descriptor(path, _FLAGS[mode]), mode)

@@ -28,6 +28,7 @@ from hpc_train.recovery.diagnosis import one_line
 from hpc_train.recovery.history import effective_recovery, nodes_to_exclude, saved_step
 from hpc_train.run.attempts import AttemptRecord, newest_number, now, now_ms, read_record, write_record
 from hpc_train.run.events import noted_signal
+from hpc_train.run.files import tail_text
 from hpc_train.run.rank_ends import exit_codes, rank_ends
 from hpc_train.run.run_status import read_status, write_status
 
@@ -106,7 +107,7 @@ def _errors(attempt: AttemptPaths) -> dict[int, str]:
     for path in attempt.folder.glob("rank-*.error"):
         rank = path.stem.removeprefix("rank-")
         if rank.isdecimal():
-            text = _end_of(path, _ERROR_BYTES).strip()
+            text = tail_text(path, _ERROR_BYTES).strip()
             found.append((path.stat().st_mtime_ns, int(rank), text or "said nothing"))
     return {rank: text for _, rank, text in sorted(found)}
 
@@ -129,15 +130,9 @@ def _output(job: BatchJob, number: int) -> str:
     for ending in ("out", "err"):
         path = job.submission.folder / f"{job.job}_0_log.{ending}"  # by submitit
         with suppress(OSError):
-            text += _end_of(path, _OUTPUT_BYTES)
+            text += tail_text(path, _OUTPUT_BYTES)
     # Kept whole where the mark is not there: it lies further back than what is read.
     return text.rpartition(f"{MARK} {number} ")[2]
-
-
-def _end_of(path: Path, nbytes: int) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
-        return file.read().decode("utf-8", "replace")
 
 
 def _ended_record(
