@@ -148,6 +148,12 @@ class AttemptPaths:
         """Why a rank ended, if that was its own fault."""
         return self.folder / f"rank-{rank}.error"
 
+    def files_of_ranks(self, ending: str) -> dict[int, Path]:
+        """The ranks' files with this ending, such as ``.log``, by rank; in the order of their names."""
+        found = sorted(self.folder.glob(f"rank-*{ending}"))
+        named = ((path.name.removeprefix("rank-").removesuffix(ending), path) for path in found)
+        return {int(rank): path for rank, path in named if rank.isdecimal()}
+
     def stacks(self, rank: int) -> Path:
         """The stacks of a rank's threads when its watchdog considered the attempt hung."""
         return self.folder / f"rank-{rank}.stacks"

@@ -67,7 +67,7 @@ def has_saved(paths: RunPaths) -> bool:
 def own_code_place(paths: RunPaths) -> str | None:
     """Return ``file:line`` of the innermost frame in the user's own files; None without one."""
     attempt = paths.attempt(newest_number(paths))
-    for error in sorted(attempt.folder.glob("rank-*.error")):
+    for error in attempt.files_of_ranks(".error").values():
         frames = _OWN_FRAME.findall(tail_text(error, _ERROR_BYTES))
         if frames:
             file, line = frames[-1]

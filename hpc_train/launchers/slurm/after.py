@@ -104,23 +104,19 @@ def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
 def _errors(attempt: AttemptPaths) -> dict[int, str]:
     """Return the ranks' errors, the first one first."""
     found = []
-    for path in attempt.folder.glob("rank-*.error"):
-        rank = path.stem.removeprefix("rank-")
-        if rank.isdecimal():
-            text = tail_text(path, _ERROR_BYTES).strip()
-            found.append((path.stat().st_mtime_ns, int(rank), text or "said nothing"))
+    for rank, path in attempt.files_of_ranks(".error").items():
+        text = tail_text(path, _ERROR_BYTES).strip()
+        found.append((path.stat().st_mtime_ns, rank, text or "said nothing"))
     return {rank: text for _, rank, text in sorted(found)}
 
 
 def _last_lines(attempt: AttemptPaths) -> dict[int, str]:
     """Return the logs' last lines by rank. Only srun's few words need them, so a thousand are not read."""
     found: dict[int, str] = {}
-    for path in sorted(attempt.folder.glob("rank-*.log")):
-        rank = path.stem.removeprefix("rank-")
-        if rank.isdecimal():
-            is_wanted = len(found) < 64
-            lines = log_tail(path).strip().splitlines() if is_wanted else []
-            found[int(rank)] = lines[-1] if lines else ""
+    for rank, path in attempt.files_of_ranks(".log").items():
+        is_wanted = len(found) < 64
+        lines = log_tail(path).strip().splitlines() if is_wanted else []
+        found[rank] = lines[-1] if lines else ""
     return found
 
 
