@@ -18,7 +18,7 @@ from hpc_train.console import say
 from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.run.attempts import job_ids
-from hpc_train.run.files import in_parallel, read_json, remove_folder, sync_folder, write_json
+from hpc_train.run.files import hidden_beside, in_parallel, read_json, remove_folder, sync_folder, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import read_status, write_status
 from hpc_train.run.trust import check_holder, make_experiment_folder
@@ -185,7 +185,7 @@ def place_pickle(paths: SubmissionPaths, job: str, run: RunPaths) -> None:
     from hpc_train.launchers.entry import Entry
 
     target = JobPaths(paths.folder, job_id=job).submitted_pickle
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    temporary = hidden_beside(target)
     DelayedSubmission(Entry(run.folder)).dump(temporary)
     temporary.chmod(0o600)  # whatever the umask: others must not write what is run
     temporary.replace(target)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
-import shutil
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,9 +30,12 @@ from hpc_train.run.code.code_files import (
 from hpc_train.run.code.work_tree import commit_of
 from hpc_train.run.files import (
     UnreadableFileError,
+    create_folder,
+    hidden_beside,
     in_parallel,
     open_regular,
     read_json,
+    remove_folder,
     sync_folder,
     write_json,
 )
@@ -177,22 +178,13 @@ def place(root: Path, code: Code) -> Path:
         check_whole(folder)
         return folder
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = root / f".{code.content}.{secrets.token_hex(4)}"
-    try:
-        _write(temporary, code)
-        temporary.rename(folder)
-    except OSError:
-        if not folder.exists():  # otherwise another process was first
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    sync_folder(root)
+    create_folder(folder, lambda temporary: _write(temporary, code), mode=0o700, syncs_parent=False)
+    sync_folder(root)  # also where another process was first
     return folder
 
 
 def _write(folder: Path, code: Code) -> None:
-    """Write it so that nobody else can enter it, and every file survives a power failure."""
-    folder.mkdir(mode=0o700)
+    """Write it so that nobody else can enter its folders, and every file survives a power failure."""
     made = {folder}
     for path in [f"{_TREE}/.", *code.files, *code.links]:
         _make_parents((folder / path).parent, made)
@@ -239,10 +231,8 @@ def check_whole(folder: Path) -> None:
 def link(paths: RunPaths, snapshot: Path) -> None:
     """Link the snapshot into the run folder."""
     if paths.code.is_dir() and not paths.code.is_symlink():  # the run was copied with its links followed
-        aside = paths.code.with_name(f".{paths.code.name}.{secrets.token_hex(4)}")
-        paths.code.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
-    temporary = paths.code.with_name(f".{paths.code.name}.{secrets.token_hex(4)}")
+        remove_folder(paths.code)
+    temporary = hidden_beside(paths.code)
     temporary.symlink_to(os.path.relpath(snapshot, paths.folder))
     temporary.replace(paths.code)
 
