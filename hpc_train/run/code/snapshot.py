@@ -114,16 +114,11 @@ class Differences:
         return f"{count}{than}: {', '.join(named)}" if marks else f"nothing differs{than}"
 
 
-def take(root: Path, cwd: Path, exclude: Sequence[Path]) -> Path:
-    """Return the snapshot of the code around ``cwd`` below ``root``; written unless it exists.
+def read(cwd: Path, exclude: Sequence[Path]) -> Code:
+    """Read ``hpc_train`` itself and the code around ``cwd``, nothing below ``exclude``.
 
     Raises UsageError if it is too large.
     """
-    return place(root, read(cwd, exclude))
-
-
-def read(cwd: Path, exclude: Sequence[Path]) -> Code:
-    """Read ``hpc_train`` itself and the code around ``cwd``, nothing below ``exclude``."""
     for _ in range(_TRIES):
         selection = select(cwd, exclude)
         code = _read(selection)
