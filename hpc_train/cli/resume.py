@@ -212,9 +212,7 @@ def _start_request(resumption: _Resumption, request: _Request, after: int) -> St
     return StartRequest(paths, experiment, problem, devices, prepare, after, polling)
 
 
-def _stays(
-    paths: RunPaths, status: RunStatus, *, is_made_only: bool = False, take_over: bool = False
-) -> ExitCode | None:
+def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool, take_over: bool) -> ExitCode | None:
     """Say why the run is not resumed; None where it can be.
 
     ``take_over``: it can also be where nobody here can tell whether it still runs.

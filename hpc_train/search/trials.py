@@ -33,7 +33,7 @@ def trials_of(
     loaded: Loaded,
     search: SearchConfig,
     runs: Sequence[RunPaths],
-    is_due: Callable[[RunPaths, RunStatus], bool] = lambda paths, status: False,
+    is_due: Callable[[RunPaths, RunStatus], bool],
 ) -> list[Trial]:
     """Return the runs that the file makes of some values of the parameters, in the order of their creation.
 

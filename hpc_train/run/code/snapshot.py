@@ -43,7 +43,9 @@ from hpc_train.run.trust import check_holder, check_own
 
 _VERSION = 1
 _MANIFEST = "snapshot.json"
-_PACKAGE, _TREE = "package", "tree"
+_PACKAGE = "package"
+#: Where a snapshot has the work tree.
+TREE = "tree"
 #: Reading restarts if files change meanwhile; after that a growing file is taken as it is.
 _TRIES = 3
 #: Number of files that a message names.
@@ -106,7 +108,7 @@ class Differences:
         """Return ``3 files differ: a.py, b.py (new), c.py (gone)``, ``than`` after the verb."""
         marks = [(path, "") for path in self.changed]
         marks += [(path, " (new)") for path in self.added] + [(path, " (gone)") for path in self.removed]
-        own = [path.removeprefix(f"{_TREE}/") + mark for path, mark in marks if path.startswith(f"{_TREE}/")]
+        own = [path.removeprefix(f"{TREE}/") + mark for path, mark in marks if path.startswith(f"{TREE}/")]
         named = [*own[:_NAMED], *(["…"] if len(own) > _NAMED else [])]
         if num_others := len(marks) - len(own):
             named.append(f"hpc-train itself ({num_others} files)" if num_others > 1 else "hpc-train itself")
@@ -142,15 +144,15 @@ def _read(selection: Selection) -> Code:
         if holds_private_key(content):
             left_out[path] = "contains a private key"
             continue
-        files[f"{_TREE}/{path}"] = content
+        files[f"{TREE}/{path}"] = content
         if seen.st_mode & stat.S_IXUSR:
-            executables.add(f"{_TREE}/{path}")
+            executables.add(f"{TREE}/{path}")
     return Code(
         cwd=selection.cwd,
         search_path=import_folders(selection),
         files=files,
         executables=executables & files.keys(),
-        links={f"{_TREE}/{path}": target for path, target in selection.links.items()},
+        links={f"{TREE}/{path}": target for path, target in selection.links.items()},
         commit=commit_of(selection.root),
         left_out=left_out,
     )
@@ -181,9 +183,9 @@ def place(root: Path, code: Code) -> Path:
 def _write(folder: Path, code: Code) -> None:
     """Write it so that nobody else can enter its folders, and every file survives a power failure."""
     made = {folder}
-    for path in [f"{_TREE}/.", *code.files, *code.links]:
+    for path in [f"{TREE}/.", *code.files, *code.links]:
         _make_parents((folder / path).parent, made)
-    (folder / _TREE).mkdir(mode=0o700, exist_ok=True)
+    (folder / TREE).mkdir(mode=0o700, exist_ok=True)
     for path, content in code.files.items():
         mode = 0o500 if path in code.executables else 0o400
         descriptor = os.open(folder / path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -266,7 +268,7 @@ def search_path(paths: RunPaths) -> list[str]:
     if folder is None:
         return []
     manifest = _manifest(folder)
-    tree = [folder / _TREE / inner for inner in (manifest["cwd"], "", *manifest["search_path"])]
+    tree = [folder / TREE / inner for inner in (manifest["cwd"], "", *manifest["search_path"])]
     found = list(dict.fromkeys(str(each) for each in [folder / _PACKAGE, *tree]))
     if bad := [each for each in found if os.pathsep in each]:
         raise UserError(
