@@ -131,6 +131,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """Return ``a, b, c``; of more than ``most`` names the first ones and ``…``."""
+    return ", ".join([*names[:most], *(["…"] if len(names) > most else [])])
+
+
 def shortened(text: str, length: int = 60) -> str:
     """Return at most ``length`` characters of ``text``, of a longer one the beginning and ``…``."""
     return text if len(text) <= length else f"{text[: max(0, length - 1)]}…"

@@ -17,7 +17,7 @@ from hpc_train.config.problems import KeyPath, Problem, Rule, rule, split_at_col
 from hpc_train.config.schema import Experiment, LoggingConfig
 from hpc_train.data_facts.facts import data_facts, missing_root
 from hpc_train.errors import shortened
-from hpc_train.registry import is_factory, nearest, parts, split_name, unknown_name, unknown_part
+from hpc_train.registry import is_factory, nearest, parts, split_name, suggestion, unknown_name, unknown_part
 from hpc_train.topology.degrees import AXES
 from hpc_train.topology.learning_rate import OVER_SPAN, OVER_STEPS
 from hpc_train.topology.pipeline_schedules import problem_of_stages
@@ -114,8 +114,8 @@ def loggers_are_known(experiment: Experiment) -> Iterator[Problem]:
             remedy = f"write logging.{name}: {'true' if is_switch else '{…}'}"
             yield Problem(path, f"{name} has a key of its own", remedy, on_key=True)
         elif name not in parts("loggers"):
-            close = nearest(name, parts("loggers").keys() - with_section)
-            remedy = f"did you mean {close}?" if close else "install its package, or take it out"
+            known = parts("loggers").keys() - with_section
+            remedy = suggestion(name, known, "install its package, or take it out")
             yield Problem(path, f"there is no logger '{shortened(name)}'", remedy, on_key=True)
 
 

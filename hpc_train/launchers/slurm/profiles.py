@@ -25,7 +25,7 @@ from hpc_train.config.problems import KeyPath, Problem, Source, is_clean, shown
 from hpc_train.config.schema import Experiment
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError
-from hpc_train.registry import nearest
+from hpc_train.registry import nearest, suggestion
 from hpc_train.validate.slurm_rules import bad_option_values, taken_options
 
 #: Keys of ``slurm:`` that a profile may fill in: they leave alone how many ranks there are and what they do.
@@ -199,8 +199,7 @@ def _known_part(schema: dict[str, Any], loc: KeyPath) -> tuple[KeyPath, dict[str
 
 
 def _unknown(path: KeyPath, known: list[str]) -> Problem:
-    close = nearest(str(path[-1]), known)
-    remedy = f"did you mean {close}?" if close else f"take it out, or write one of {', '.join(known)}"
+    remedy = suggestion(str(path[-1]), known, f"take it out, or write one of {', '.join(known)}")
     return Problem(path, "unknown key of a profile", remedy, on_key=True)
 
 
