@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hpc_train.plan.prediction import PARTS
 from hpc_train.strategies.pieces import local_part
 
-#: The parts of a rank's memory, in the order in which they are shown.
-PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 #: Namespaces of operators whose arguments and results are communication buffers.
 _COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 #: Collectives of the group that shards → the argument with this rank's shards.

@@ -150,8 +150,12 @@ def _order(argv: Sequence[str], *, retry: bool = False) -> None:
 @cache
 def config() -> dict[str, str]:
     """Return ``scontrol show config``: MaxArraySize, KillWait, JobRequeue, …; asked once a process."""
-    lines = run(["scontrol", "show", "config"], retry=True).splitlines()
-    pairs = [line.partition("=") for line in lines if "=" in line]
+    return parsed_config(run(["scontrol", "show", "config"], retry=True))
+
+
+def parsed_config(said: str) -> dict[str, str]:
+    """Return the settings of ``scontrol show config``."""
+    pairs = [line.partition("=") for line in said.splitlines() if "=" in line]
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_train.console import say
 from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
-from hpc_train.run.attempts import job_ids
+from hpc_train.run.attempts import job_ids, now_ms
 from hpc_train.run.files import hidden_beside, in_parallel, read_json, remove_folder, sync_folder, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import read_status, write_status
@@ -153,9 +153,8 @@ def prepare(
     """Write down which runs will be one job, before anybody asks Slurm for it."""
     make_private(paths.folder)
     run_ids = [run.folder.name for run in runs]
-    created = datetime.now(UTC).isoformat(timespec="milliseconds")
     submission = Submission(
-        paths.token, created, Process.current(), run_ids, max_parallel, stays_held, batch=batch
+        paths.token, now_ms(), Process.current(), run_ids, max_parallel, stays_held, batch=batch
     )
     write(paths, submission)
     sync_folder(paths.folder.parent)
