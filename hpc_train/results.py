@@ -146,7 +146,7 @@ def _attempts(paths: RunPaths, name: str) -> list[dict[str, Any]]:
     run, status = RunFiles.read(paths), read_status(paths)
     found = []
     for attempt, record in run.recorded:
-        is_running = record is run.newest_record and status.state == "running"
+        is_running = run.is_running(record, status)
         span = attempt_span(attempt, record, is_running=is_running)
         found.append(
             {

@@ -106,7 +106,7 @@ def _evidence(
         is_cancelled=is_cancelled,
         errors=errors,
         codes=ends | {rank.rank: _code(rank) for rank in failed},
-        logs={rank.rank: _last_line(attempt.log(rank.rank)) for rank in failed},
+        logs={rank.rank: last_line(attempt.log(rank.rank)) for rank in failed},
         silent=_silent(first) if first else None,
         stop=stop,
         stayed_behind=stayed_behind,
@@ -152,7 +152,8 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _last_line(path: Path) -> str:
+def last_line(path: Path) -> str:
+    """Return the last line of a rank's log; empty if something else is in its place."""
     return next(iter(log_tail(path).strip().splitlines()[-1:]), "")
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.launchers.notifications import notify_end
-from hpc_train.launchers.outcome import log_tail
+from hpc_train.launchers.outcome import last_line
 from hpc_train.launchers.slurm import gpu_budget
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
 from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge
@@ -114,9 +114,7 @@ def _last_lines(attempt: AttemptPaths) -> dict[int, str]:
     """Return the logs' last lines by rank. Only srun's few words need them, so a thousand are not read."""
     found: dict[int, str] = {}
     for rank, path in attempt.files_of_ranks(".log").items():
-        is_wanted = len(found) < 64
-        lines = log_tail(path).strip().splitlines() if is_wanted else []
-        found[rank] = lines[-1] if lines else ""
+        found[rank] = last_line(path) if len(found) < 64 else ""
     return found
 
 
