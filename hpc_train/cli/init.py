@@ -16,7 +16,7 @@ from hpc_train.errors import ExitCode, NoSchedulerError, UsageError, printable
 from hpc_train.launchers.base import ClusterLauncher, JobSection
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
-from hpc_train.registry import nearest
+from hpc_train.registry import suggestion
 
 #: The repository's recipes: package data, in a checkout a link.
 EXAMPLES = Path(__file__).with_name("examples")
@@ -173,9 +173,8 @@ def _from_example(options: InitOptions, output: Path, job: JobSection | None) ->
     known = _examples()
     name = options.example.removesuffix(".yaml")
     if name not in known:
-        close = nearest(name, list(known))
-        meant = f"did you mean {close}?" if close else "`hpc-train init --from list` lists them"
-        raise UsageError(f"--from: there is no recipe {printable(name)!r}; {meant}")
+        remedy = suggestion(name, known, "`hpc-train init --from list` lists them")
+        raise UsageError(f"--from: there is no recipe {printable(name)!r}; {remedy}")
     text = known[name].read_text(encoding="utf-8")
     if options.root is not None:
         text = _with_root(text, options.root)

@@ -328,12 +328,11 @@ def _code(facts: Mapping[str, Any]) -> dict[str, Any] | None:
 def _print_error(paths: RunPaths) -> None:
     """Print the error of the newest attempt's rank; of a long traceback the user's own frames."""
     newest = paths.attempt(newest_number(paths))
-    errors = sorted(path for path in newest.folder.glob("rank-*.error") if path.is_file())
+    errors = {rank: path for rank, path in newest.files_of_ranks(".error").items() if path.is_file()}
     # The one named in the reason: the others follow from it.
     reason = read_status(paths).reason or ""
-    named = [path for path in errors if reason.startswith(f"rank {path.stem.removeprefix('rank-')}:")]
-    for path in (named or errors)[:1]:
-        text = read_text(path, errors="replace").rstrip()
-        rank = path.stem.removeprefix("rank-")
+    named = [rank for rank in errors if reason.startswith(f"rank {rank}:")]
+    for rank in (named or list(errors))[:1]:
+        text = read_text(errors[rank], errors="replace").rstrip()
         put("")
-        put(shortened_traceback(text, newest.log(int(rank)) if rank.isdecimal() else path))
+        put(shortened_traceback(text, newest.log(rank)))

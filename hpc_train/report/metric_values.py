@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.report.metrics_reader import Row, metric_value
+from hpc_train.run.metric_rows import POSITION
 
 #: Metrics for which lower is better; for all others higher is.
 _LESS_IS_BETTER = re.compile(r"(^|_)(loss|error|err|perplexity|ppl|mse|rmse|mae|nll|bpb|time|s)($|_)")
@@ -44,6 +45,11 @@ class Point:
     def to_json(self) -> dict[str, Any]:
         """Return ``last`` or ``best`` of a run in ``compare --json``; a value that is not finite is None."""
         return {"value": self.value if math.isfinite(self.value) else None, "step": self.step}
+
+
+def metrics_in(rows: Iterable[Row]) -> set[Metric]:
+    """Return the metrics that the rows have."""
+    return {Metric(str(row.get("split")), name) for row in rows for name in row if name not in POSITION}
 
 
 def find_metric(found: Iterable[Metric], wanted: str | None) -> Metric | None:

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.run.files import UnreadableFileError, open_regular, read_tail
+from hpc_train.run.metric_rows import POSITION
 from hpc_train.run.metric_rows import Row as Row
 
 #: Usually contains the newest evaluation. Assumed.
 TAIL_BYTES = 1 << 16
 #: Longer than any row of ours: a file of other content is not read into memory as one line.
 _MAX_LINE_BYTES = 1 << 20
-#: Not metrics: where and when a row was recorded.
-POSITION = {"time", "attempt", "split", "step", "epoch"}
 
 
 class MetricsReader:
