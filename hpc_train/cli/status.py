@@ -76,13 +76,16 @@ class RunRow:
     eta_s: float | None = None
     #: ``split``, ``name``, ``value`` and ``step`` of the newest evaluation, else of the newest row.
     last_metric: dict[str, Any] | None = None
-    #: The share of ``elapsed_s`` in steps that count; None if no row has times, or nobody asked for it.
+    #: The share of ``elapsed_s`` in steps that count, without waits for data: a step that was trained twice
+    #: counts once, and of a run that stopped early those in a checkpoint. None if no row has times.
     goodput: float | None = None
     #: With ``checkpoint.best``: ``metric``, ``value`` and ``step`` of the best checkpoint; None before the
-    #: first, or if nobody asked for it.
+    #: first.
     best: dict[str, Any] | None = None
-    #: What the run has used and lost: ``report.usage.Usage``; None before the first attempt, or if nobody
-    #: asked for it.
+    #: ``gpu_hours``, ``core_hours``, ``time`` (seconds by cause: ``training``, ``data``, ``saving``,
+    #: ``starting``, ``stopping``, ``lost``, ``evaluation``, ``other``, ``queue``), ``peak_gpu_memory_gib``,
+    #: and of a single run, by accounting: ``peak_memory_gib`` and ``requested_memory_gib`` per node,
+    #: ``memory_efficiency``, ``cpu_efficiency``. None before the first attempt.
     usage: dict[str, Any] | None = None
 
     @classmethod

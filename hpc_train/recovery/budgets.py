@@ -55,7 +55,7 @@ class ResolvedLimits:
 
 @dataclass(frozen=True)
 class Left:
-    """How many more ends of each kind the job comes back from; ``preemptions_left`` None: without end."""
+    """After how many more ends of each kind the job is requeued; ``preemptions_left`` None: unlimited."""
 
     crashes_left: int
     preemptions_left: int | None
