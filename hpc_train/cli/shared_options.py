@@ -20,7 +20,9 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="One run.", show_default
 RunAndData = Annotated[
     list[str],
     typer.Argument(
-        metavar="RUN|KEY=VALUE", help="One run, and keys to override, of data.", show_default=False
+        metavar="RUN|KEY=VALUE",
+        help="One run, and keys of data, parallel, device, … to override.",
+        show_default=False,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
