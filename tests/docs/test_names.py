@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 
 import pytest
 
@@ -28,3 +29,13 @@ def test_the_table_of_a_key_has_a_row_for_each_name(key: str) -> None:
     cells = "\n".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))
     missing = NAMES[key] - set(re.findall(r"`(\w+)", cells))
     assert not missing, f"docs/reference.md: the table of {key} has no row for {sorted(missing)}; add one"
+
+
+def test_the_table_of_extras_has_all() -> None:
+    page = (REPOSITORY / "docs" / "reference.md").read_text(encoding="utf-8")
+    (table,) = re.findall(r"^\| extra \| for \|\n.*?\n\n", page, re.DOTALL | re.MULTILINE)
+    listed = {
+        name for row in table.strip().splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert listed == project["optional-dependencies"].keys() - {"dev", "docs"}
