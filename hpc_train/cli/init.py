@@ -161,7 +161,10 @@ def _put_examples(*, as_json: bool) -> None:
 
 
 def _title(path: Path) -> str:
-    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+    """Return the first sentence of the comment that begins the recipe."""
+    paragraph, _, _ = path.read_text(encoding="utf-8").partition("\n#\n")
+    words = " ".join(line.lstrip("# ") for line in paragraph.splitlines())
+    return words.partition(". ")[0].rstrip(".:")
 
 
 def _from_example(options: InitOptions, output: Path, job: JobSection | None) -> tuple[str, dict[Path, str]]:
