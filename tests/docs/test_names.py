@@ -7,6 +7,7 @@ import tomllib
 
 import pytest
 
+from hpc_train.config.keys import NOT_IDENTITY
 from hpc_train.registry import parts
 from hpc_train.topology.learning_rate import OVER_SPAN, OVER_STEPS
 from tests.docs.pages import REPOSITORY
@@ -29,6 +30,12 @@ def test_the_table_of_a_key_has_a_row_for_each_name(key: str) -> None:
     cells = "\n".join(line.split("|")[1] for line in section.splitlines() if line.startswith("|"))
     missing = NAMES[key] - set(re.findall(r"`(\w+)", cells))
     assert not missing, f"docs/reference.md: the table of {key} has no row for {sorted(missing)}; add one"
+
+
+def test_keys_outside_the_id_of_a_run_are_listed() -> None:
+    page = (REPOSITORY / "docs" / "reference.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"its id is a hash of the file without (.*?);", page, re.DOTALL)
+    assert re.findall(r"`([a-z_.]+)`", listed) == list(NOT_IDENTITY)
 
 
 def test_the_table_of_extras_has_all() -> None:
