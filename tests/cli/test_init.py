@@ -96,6 +96,10 @@ def test_without_data_the_lines_to_change_are_named() -> None:
     assert f"change lines {', '.join(map(str, to_change))}" in done.err
     assert [lines[number - 1].split(":")[0].strip() for number in to_change] == ["root", "args"]
     assert "train/images/" in lines[to_change[0] - 1]
+    rooted = hpc_train(
+        "init", "--local", "-y", "--task", "segmentation", "--root", "data", "-o", "rooted.yaml"
+    )
+    assert f"change line {to_change[1]}\n" in rooted.err
     assert "new.yaml: written for this machine" in done.err and "`hpc-train validate new.yaml`" in done.err
 
 
