@@ -43,7 +43,7 @@ def runs(*words: Word, metric: str | None = None) -> pd.DataFrame:
     Columns: ``run``, ``experiment``, ``state``, ``step``, ``total_steps``, ``attempts``, ``ranks``,
     ``elapsed_s`` (of all attempts), ``goodput``, ``metric``, ``last``, ``last_step``, ``best``,
     ``best_step``, ``commit``, ``path``, and one per key in which the runs differ, with its dotted name.
-    ``metric``: ``accuracy`` or ``train/loss``, by default accuracy of evaluations, else loss. Raises
+    ``metric``: ``accuracy`` or ``train/loss``, by default accuracy, map or loss of evaluations. Raises
     UsageError if no run has it, or if a word names no run.
     """
     pandas = _pandas()

@@ -18,7 +18,6 @@ from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys, short_names, value_text
 from hpc_train.report.compared_runs import Compared, Group, Spread, grouped
 from hpc_train.report.metric_values import (
-    PREFERRED,
     SPLITS,
     Metric,
     Point,
@@ -28,7 +27,7 @@ from hpc_train.report.metric_values import (
     metrics_in,
     sort_key,
 )
-from hpc_train.report.metrics_reader import rows_in, validation_rows
+from hpc_train.report.metrics_reader import PREFERRED, rows_in, validation_rows
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import elapsed_s, short_duration

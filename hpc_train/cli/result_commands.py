@@ -15,7 +15,7 @@ _Metric = Annotated[
     typer.Option(
         "--metric",
         metavar="[SPLIT/]NAME",
-        help="Metric to compare. Default: val/accuracy, or loss.",
+        help="Metric to compare. Default: val/accuracy, val/map or loss.",
         show_default=False,
     ),
 ]

@@ -104,7 +104,7 @@ class Collected:
 
 
 def collect(runs: Sequence[RunPaths], wanted: str | None = None) -> Collected:
-    """Read the runs. ``wanted``: the metric by which they are compared, by default accuracy, else loss.
+    """Read the runs. ``wanted``: the metric by which they are compared, else the first of ``PREFERRED``.
 
     If no run has ``wanted``, ``metric`` is None.
     """
