@@ -88,6 +88,7 @@ def test_ranks_import_the_snapshot_and_nothing_from_the_current_folder(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "", str(tree / "sub"), "/elsewhere"]))
     script = """
 import importlib.util, json, multiprocessing, own
+signals.install()
 with multiprocessing.get_context("spawn").Pool(1) as pool:
     own_in_child = pool.apply(eval, ("__import__('own').value",))
 found = [own.value, own_in_child, importlib.util.find_spec("later") is None, os.getcwd()]
