@@ -41,10 +41,12 @@ class Entry:
         try:
             code = self._run(attempt_number(os.environ.get(ATTEMPT_VARIABLE)))
         except UserError as error:
-            print(error, file=sys.stderr)
+            with suppress(OSError):
+                print(error, file=sys.stderr)
             code = int(error.exit_code)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # a full disk has no room for the log, and changes no exit code
+                stream.flush()
         os._exit(code)
 
     def _run(self, number: int) -> int:
@@ -57,7 +59,8 @@ class Entry:
             code = int(main.run(paths, number))
         except BaseException:  # the worker itself lets nothing through: this environment can't import it
             code = int(ExitCode.FAILED)
-            traceback.print_exc()
+            with suppress(OSError):
+                traceback.print_exc()
             with suppress(OSError):
                 tell_error(paths.attempt(number), rank, traceback.format_exc())
         if code != ExitCode.TRY_AGAIN or rank == 0:  # a thousand that were asked to stop need not all say so

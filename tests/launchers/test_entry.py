@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import UsageError
+from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.entry import Entry, attempt_number
 from hpc_train.paths import RunPaths
 from hpc_train.run.rank_ends import exit_codes
@@ -70,6 +70,13 @@ def test_a_rank_runs_the_worker_with_its_attempt_and_exits_with_its_code(tmp_pat
     """It never returns: submitit would end with 0 and a pickle of the code."""
     done = run_rank(tmp_path, "75")
     assert (done.stdout, done.returncode) == (f"{tmp_path} 3\n", 75), done.stderr
+
+
+def test_a_full_disk_that_takes_no_log_changes_no_exit_code(tmp_path: Path) -> None:
+    """What Python can't flush as it ends would make 120 of it."""
+    full = "import sys\nsys.stdout = sys.stderr = open('/dev/full', 'w')\n"
+    assert run_rank(tmp_path, "74", full + WORKER).returncode == 74
+    assert run_rank(tmp_path, "74", full + WORKER, HPC_TRAIN_ATTEMPT="x").returncode == ExitCode.USAGE
 
 
 @pytest.mark.parametrize(
