@@ -1,0 +1,93 @@
+"""A run that trains to a certain step and waits there, so that a test stops or kills it where it wants to.
+
+On a busy machine, and with a run that becomes faster, a kill "soon after step 7" may come after the end.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from hpc_train.distributed import signals
+from hpc_train.loggers.base import LoggerContext, Row
+from tests.waiting import came_true
+
+#: The files by which Python knows an installed package: one that has the logger ``holding``.
+PACKAGE = {
+    "METADATA": "Metadata-Version: 2.1\nName: holding\nVersion: 1\n",
+    "entry_points.txt": "[hpc_train.loggers]\nholding = tests.end_to_end.holding:Holding\n",
+}
+
+
+class Hold:
+    """Keeps the run, submitted or resumed with ``override``, after the row of ``step`` or the next one.
+
+    Its ranks go on once they are asked to stop, or at the end of the context.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = folder / "held-at"
+        self._reached = _reached(self._file)
+        self.at(step)
+
+    @property
+    def override(self) -> str:
+        return f"logging.loggers={{holding: {{file: {self._file}}}}}"
+
+    def at(self, step: int) -> None:
+        """Hold the next attempt after the row of ``step``."""
+        self._reached.unlink(missing_ok=True)
+        new = self._file.with_suffix(".new")
+        new.write_text(str(step))
+        new.rename(self._file)
+
+    def is_reached(self) -> bool:
+        """Tell whether the ranks wait."""
+        return self._reached.exists()
+
+    def wait(self, process: subprocess.Popen[str], limit_s: float = 240.0) -> None:
+        """Wait until the ranks of the command ``process`` wait."""
+        came_true(lambda: self.is_reached() or process.poll() is not None, limit_s)
+        assert process.poll() is None, process.communicate()[1]
+        assert self.is_reached(), "the step was not reached"
+
+    def release(self) -> None:
+        self._file.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _reached(file: Path) -> Path:
+    return file.with_suffix(".reached")
+
+
+class Holding:
+    """The logger that keeps rank 0, whose peers wait for it in the next collective operation."""
+
+    def __init__(self, context: LoggerContext) -> None:
+        self._file = Path(context.args["file"])
+
+    def log(self, row: Row) -> None:
+        if self._is_held(row["step"]):
+            _reached(self._file).touch()
+        while self._is_held(row["step"]) and not signals.install():
+            time.sleep(0.02)
+
+    def _is_held(self, step: int) -> bool:
+        try:
+            return step >= int(self._file.read_text())
+        except FileNotFoundError:
+            return False
+
+    def close(self, state: str) -> None:
+        pass
