@@ -23,7 +23,7 @@ PACKAGE = {
 
 
 class Hold:
-    """Keeps the run, submitted or resumed with ``override``, after the row of ``step`` or the next one.
+    """Keeps the run, submitted or resumed with ``override``, after the row of ``step`` or a later one.
 
     Its ranks go on once they are asked to stop, or at the end of the context.
     """
@@ -38,11 +38,11 @@ class Hold:
     def override(self) -> str:
         return f"logging.loggers={{holding: {{file: {self._file}}}}}"
 
-    def at(self, step: int) -> None:
-        """Hold the next attempt after the row of ``step``."""
+    def at(self, step: int, since_attempt: int = 1) -> None:
+        """Hold the attempts from ``since_attempt`` on after the row of ``step``, and no others."""
         self._reached.unlink(missing_ok=True)
         new = self._file.with_suffix(".new")
-        new.write_text(str(step))
+        new.write_text(f"{step} {since_attempt}")
         new.rename(self._file)
 
     def is_reached(self) -> bool:
@@ -78,16 +78,17 @@ class Holding:
         self._file = Path(context.args["file"])
 
     def log(self, row: Row) -> None:
-        if self._is_held(row["step"]):
+        if self._is_held(row):
             _reached(self._file).touch()
-        while self._is_held(row["step"]) and not signals.install():
+        while self._is_held(row) and not signals.install():
             time.sleep(0.02)
 
-    def _is_held(self, step: int) -> bool:
+    def _is_held(self, row: Row) -> bool:
         try:
-            return step >= int(self._file.read_text())
+            step, since_attempt = map(int, self._file.read_text().split())
         except FileNotFoundError:
             return False
+        return bool(row["step"] >= step and row["attempt"] >= since_attempt)
 
     def close(self, state: str) -> None:
         pass

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, read_record
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.rank_ends import exit_codes
-from tests.disks import small_disk
+from tests.disks import small_disk, take_room
 from tests.end_to_end import paced
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
@@ -317,19 +316,6 @@ def fill(folder: Path, leave_bytes: int) -> Path:
     ballast = folder / "ballast"
     wait_for(lambda: take_room(ballast, leave_bytes), "a full disk", limit_s=SOON_S)
     return ballast
-
-
-def take_room(ballast: Path, leave_bytes: int) -> bool:
-    """Take what there is beyond ``leave_bytes``; tell whether nothing was left to take.
-
-    A small file of the run's may be in the way, or just have been replaced.
-    """
-    with ballast.open("ab") as file:
-        if (more_bytes := shutil.disk_usage(ballast.parent).free - leave_bytes) <= 0:
-            return True
-        with suppress(OSError):
-            os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, more_bytes)
-    return False
 
 
 def keep_full(folder: Path, process: subprocess.Popen[str], hold: Hold) -> Path:

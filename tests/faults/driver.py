@@ -32,16 +32,20 @@ def strike(run: Run, fault: Fault, **environment: str) -> None:
     """
     wait(lambda: run.attempt() > 0, lambda: f"the first attempt\n{run.account()}")
     attempt = run.attempt()
+    run.hold.at(fault.step)
     wait(
         lambda: step_of(run.paths, attempt) >= fault.step or run.is_over(attempt),
         lambda: f"step {fault.step} of attempt {attempt}\n{run.account()}",
     )
     assert not run.is_over(attempt), f"over before {fault} struck\n{run.account()}"
     cure = fault.strike(run)
+    if not fault.asks_all:
+        run.hold.at(1, since_attempt=attempt + 1)
     try:
         if not fault.ends and _goes_on(run, fault, attempt):
             return
         wait(lambda: run.is_over(attempt), lambda: f"no end by {fault}\n{run.account()}")
+        run.hold.at(1, since_attempt=attempt + 1)
         check_end(run, fault, attempt)
     finally:
         cure()
@@ -86,6 +90,8 @@ def _record(run: Run, attempt: int) -> AttemptRecord:
 
 def complete(run: Run) -> None:
     """See the run complete, and its processes gone."""
+
+    run.hold.release()
 
     def is_over() -> bool:
         return run.is_over(run.attempt()) and read_status(run.paths).state in {"completed", "failed"}
