@@ -5,6 +5,7 @@ On a busy machine, and with a run that becomes faster, a kill "soon after step 7
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -38,16 +39,18 @@ class Hold:
     def override(self) -> str:
         return f"logging.loggers={{holding: {{file: {self._file}}}}}"
 
-    def at(self, step: int, since_attempt: int = 1) -> None:
-        """Hold the attempts from ``since_attempt`` on after the row of ``step``, and no others."""
+    def at(self, step: int, *, since_attempt: int = 1, since_row: int = 1) -> None:
+        """Hold the attempts from ``since_attempt`` on after the row of ``step``, and no others.
+
+        ``since_row``: the first row of an attempt at which it may be held.
+        """
+        self._asked = f"{step} {since_attempt} {since_row}"
         self._reached.unlink(missing_ok=True)
-        new = self._file.with_suffix(".new")
-        new.write_text(f"{step} {since_attempt}")
-        new.rename(self._file)
+        _replace(self._file, self._asked)
 
     def is_reached(self) -> bool:
         """Tell whether the ranks wait."""
-        return self._reached.exists()
+        return self._reached.exists() and self._reached.read_text() == self._asked
 
     def wait(self, process: subprocess.Popen[str], limit_s: float = 240.0) -> None:
         """Wait until the ranks of the command ``process`` wait."""
@@ -71,24 +74,37 @@ def _reached(file: Path) -> Path:
     return file.with_suffix(".reached")
 
 
+def _replace(file: Path, text: str) -> None:
+    new = file.with_suffix(f".new-{os.getpid()}")
+    new.write_text(text)
+    new.rename(file)
+
+
 class Holding:
     """The logger that keeps rank 0, whose peers wait for it in the next collective operation."""
 
     def __init__(self, context: LoggerContext) -> None:
         self._file = Path(context.args["file"])
+        self._num_rows = 0
 
     def log(self, row: Row) -> None:
-        if self._is_held(row):
-            _reached(self._file).touch()
-        while self._is_held(row) and not signals.install():
+        self._num_rows += 1
+        told = ""
+        while (asked := self._held_by(row)) and not signals.install():
+            if asked != told:
+                _replace(_reached(self._file), asked)
+                told = asked
             time.sleep(0.02)
 
-    def _is_held(self, row: Row) -> bool:
+    def _held_by(self, row: Row) -> str:
+        """Return what ``Hold`` has asked for, if that holds after this row."""
         try:
-            step, since_attempt = map(int, self._file.read_text().split())
+            asked = self._file.read_text()
         except FileNotFoundError:
-            return False
-        return bool(row["step"] >= step and row["attempt"] >= since_attempt)
+            return ""
+        step, since_attempt, since_row = map(int, asked.split())
+        is_due = row["step"] >= step and row["attempt"] >= since_attempt
+        return asked if is_due and self._num_rows >= since_row else ""
 
     def close(self, state: str) -> None:
         pass

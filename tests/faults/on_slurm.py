@@ -36,6 +36,7 @@ class SlurmRun:
     ) -> None:
         self.cluster = cluster
         self.hold = Hold(folder, 1)
+        self.hold.at(1, since_row=2)
         own = {"HPC_TRAIN_RUNS": str(runs or folder / "runs"), "PACED_TRAIN_S": str(pace_s)}
         self._environment = ENVIRONMENT | own | cluster.environment
         words = (*overrides, self.hold.override, "--json")

@@ -98,6 +98,7 @@ class LocalRun:
     ) -> None:
         self.shim: Shim | None = shim
         self.hold = Hold(folder, 1)
+        self.hold.at(1, since_row=2)
         self._environment = {
             "HPC_TRAIN_RUNS": str(folder / "runs"),
             **(shim.environment() if shim is not None else {}),
