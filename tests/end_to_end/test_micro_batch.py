@@ -95,5 +95,5 @@ def test_a_stop_while_sizes_are_tried_ends_ranks_and_trials(tmp_path: Path) -> N
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    wait_for(lambda: not processes_of(paths), "the end of all", limit_s=10)
+    wait_for(lambda: not processes_of(paths), "the end of all", limit_s=60)
     assert kept(paths) is None
