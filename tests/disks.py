@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+
+
+def take_room(ballast: Path, leave_bytes: int) -> bool:
+    """Take what there is beyond ``leave_bytes``; tell whether nothing was left to take.
+
+    A small file of somebody else's may be in the way, or just have been replaced.
+    """
+    with ballast.open("ab") as file:
+        if (more_bytes := shutil.disk_usage(ballast.parent).free - leave_bytes) <= 0:
+            return True
+        with suppress(OSError):
+            os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, more_bytes)
+    return False
 
 
 @contextmanager

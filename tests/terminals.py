@@ -67,7 +67,7 @@ class Terminal:
     def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
         assert came_true(condition, limit_s), f"{what}: {self.text[-3000:]!r}"
 
-    def wait(self, limit_s: float = 30.0) -> int:
+    def wait(self, limit_s: float = 60.0) -> int:
         """Wait until the command has ended; return its exit code."""
 
         def has_ended() -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpc_train.distributed import signals
+from hpc_train.distributed.parent_process import end_daemons
 from hpc_train.distributed.timm_imports import keep_wandb_out
 from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
@@ -41,10 +42,13 @@ class Entry:
         try:
             code = self._run(attempt_number(os.environ.get(ATTEMPT_VARIABLE)))
         except UserError as error:
-            print(error, file=sys.stderr)
+            with suppress(OSError):
+                print(error, file=sys.stderr)
             code = int(error.exit_code)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # a full disk has no room for the log, and changes no exit code
+                stream.flush()
+        end_daemons()
         os._exit(code)
 
     def _run(self, number: int) -> int:
@@ -57,7 +61,8 @@ class Entry:
             code = int(main.run(paths, number))
         except BaseException:  # the worker itself lets nothing through: this environment can't import it
             code = int(ExitCode.FAILED)
-            traceback.print_exc()
+            with suppress(OSError):
+                traceback.print_exc()
             with suppress(OSError):
                 tell_error(paths.attempt(number), rank, traceback.format_exc())
         if code != ExitCode.TRY_AGAIN or rank == 0:  # a thousand that were asked to stop need not all say so

@@ -24,6 +24,7 @@ from hpc_train.errors import BadFileError, printable
 EVENTS = ("completed", "failed", "requeued", "cancelled", "interrupted")
 _DEFAULT_EVENTS = ("completed", "failed")
 _DEFAULT_LIMIT_S, _MAX_LIMIT_S = 5.0, 30.0
+_TIMED_OUT = "timed out"
 
 
 class NotSentError(Exception):
@@ -108,7 +109,7 @@ def post(webhook: Webhook, message: Mapping[str, Any], timeout_s: float | None =
     thread = threading.Thread(target=_try_post, args=(webhook, message, limit_s, failures), daemon=True)
     thread.start()
     thread.join(limit_s)
-    if thread.is_alive():
+    if thread.is_alive() or failures == [_TIMED_OUT]:
         raise NotSentError(f"{webhook.host} did not answer within {limit_s:g} s")
     if failures:
         raise NotSentError(f"{webhook.host}: {failures[0]}")
@@ -122,8 +123,11 @@ def _try_post(webhook: Webhook, message: Mapping[str, Any], timeout_s: float, fa
             pass
     except HTTPError as error:
         failures.append(f"HTTP status {error.code}")
+    except TimeoutError:
+        failures.append(_TIMED_OUT)
     except URLError as error:
-        failures.append(printable(str(error.reason))[:200])
+        is_late = isinstance(error.reason, TimeoutError)
+        failures.append(_TIMED_OUT if is_late else printable(str(error.reason))[:200])
     except Exception as error:  # its text may contain the address
         failures.append(type(error).__name__)
 

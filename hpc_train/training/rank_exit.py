@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -46,19 +47,19 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return ExitCode.INTERRUPTED
     if peer_lost(error) and not isinstance(cause, UserError):
-        print(f"rank {facts.rank}: a peer is gone: {error}", file=sys.stderr, flush=True)
+        _say(f"rank {facts.rank}: a peer is gone: {error}")
         if flag and flag.has_nothing_to_lose:  # asked to stop like this one, the peer was only quicker
             return ExitCode.TRY_AGAIN
         if words := nccl_words(error):
             _tell(paths.attempt(attempt), facts.rank, f"a peer is gone, or NCCL fails on this node: {words}")
         return ExitCode.PEER_LOST
     if isinstance(error, TryAgainError):
-        print(f"rank {facts.rank}: {error}", file=sys.stderr, flush=True)
+        _say(f"rank {facts.rank}: {error}")
         return ExitCode.TRY_AGAIN
     is_plain = isinstance(cause, UserError | NonFiniteError | MicroBatchError | TrialError)
     where = "".join(traceback.format_exception(error))
     text = str(cause) if is_plain else where
-    print(f"{where}{text}" if cause.__cause__ is error else text, file=sys.stderr, flush=True)
+    _say(f"{where}{text}" if cause.__cause__ is error else text)
     _tell(paths.attempt(attempt), facts.rank, text)
     return cause.exit_code if isinstance(cause, HpcTrainError) else ExitCode.FAILED
 
@@ -80,7 +81,13 @@ def _tell(attempt: AttemptPaths, rank: int, text: str) -> None:
     try:
         tell_error(attempt, rank, text)
     except OSError as full:
-        print(f"{attempt.error(rank)} can't be written: {full}", file=sys.stderr)
+        _say(f"{attempt.error(rank)} can't be written: {full}")
+
+
+def _say(text: str) -> None:
+    """Print to the rank's log, which may have no room either: the exit code is what counts."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _cause(error: BaseException, paths: RunPaths, attempt: int, flag: StopFlag) -> BaseException:

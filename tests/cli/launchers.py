@@ -187,7 +187,7 @@ run = RunPaths(Path(sys.argv[1]))
 attempt = int(os.environ["HPC_TRAIN_ATTEMPT"])
 write_status(run, RunStatus("running", 1, 9, attempt=attempt))
 (run.folder / "ready").touch()
-limit = time.monotonic() + 60
+limit = time.monotonic() + 600
 while not flag and not (run.folder / "go").exists() and time.monotonic() < limit:
     time.sleep(0.01)
 if not flag:

@@ -137,7 +137,7 @@ def test_following_ends_with_the_run_and_misses_nothing(run: RunPaths) -> None:
     with run.attempt(2).log(0).open("a") as log:
         log.write("the end, \xe9")
     write_status(run, RunStatus(state="completed", attempt=2))
-    out, _ = process.communicate(timeout=30)
+    out, _ = process.communicate(timeout=120)
     assert (process.returncode, out.decode()) == (0, "the end, \xe9")
 
 
@@ -201,6 +201,6 @@ def test_following_continues_through_a_requeue(tmp_path: Path, monkeypatch: pyte
     paths.attempt(2).log(0).write_text("two\n")
     assert process.stdout.readline() == "two\n"
     write_status(paths, RunStatus(state="completed", attempt=2))
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=120)
     assert process.returncode == 0
     assert "attempt 2 starts" in err

@@ -19,10 +19,10 @@ from hpc_train.paths import RunPaths, runs_root
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_status import RunStatus, read_status
-from tests.cli.commands import REPOSITORY, hpc_train
+from tests.cli.commands import REPOSITORY
 from tests.cli.launchers import SCRIPTED
-from tests.end_to_end import paced
-from tests.end_to_end.runs import EXPERIMENT, last_step, wait_for
+from tests.end_to_end.holding import Hold
+from tests.end_to_end.runs import EXPERIMENT, hpc_train, installed, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -153,19 +153,22 @@ def test_a_reader_that_goes_away_does_not_end_the_run(file: Path, both: bool) ->
 
 
 @pytest.mark.slow
-def test_a_closed_terminal_loses_no_step_and_resume_completes(tmp_path: Path) -> None:
+def test_a_closed_terminal_loses_no_step_and_resume_completes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(installed()), os.environ.get("PYTHONPATH", "")]))
     file = tmp_path / "exp.yaml"
     steps = ("optimization.steps=40", "checkpoint.every_steps=1000", "device=cpu")
-    file.write_text(EXPERIMENT.replace("parts:net", "paced:net"))
-    os.environ[paced.TRAIN_S] = "0.05"
-    try:
-        with _on_a_terminal("submit", file, *steps, "--local", "--devices", "2") as (process, ours):
-            run = _wait_for(lambda run: last_step(run) >= 3, "step 3", process, ours)
-            os.close(ours)
-            process.wait(_LIMIT_S)
-    finally:
-        del os.environ[paced.TRAIN_S]
+    file.write_text(EXPERIMENT)
+    with (
+        Hold(tmp_path, 3) as hold,
+        _on_a_terminal("submit", file, *steps, hold.override, "--local", "--devices", "2") as (process, ours),
+    ):
+        run = _wait_for(lambda run: hold.is_reached(), "step 3", process, ours)
+        os.close(ours)
+        process.wait(_LIMIT_S)
     assert _state(run) == ("interrupted", "stopped by SIGHUP")
     assert committed(run)[0].step == read_status(run).step >= 3
-    assert hpc_train("resume", run.folder).code == 0
+    done = hpc_train("resume", run.folder)
+    assert done.code == 0, done.err
     assert read_status(run).state == "completed"

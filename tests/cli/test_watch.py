@@ -45,7 +45,7 @@ def test_a_run_is_watched_and_cancelled_by_key(tmp_path: Path, monkeypatch: pyte
             assert termios.tcgetattr(watching.theirs) == watching.before
             assert LEAVES_ALTERNATE_SCREEN in watching.written and SHOWS_CURSOR in watching.written
         assert read_status(paths).state == "cancelled"
-        assert training.wait(30) != 0
+        assert training.wait(120) != 0
     finally:
         end_what_is_left()
 

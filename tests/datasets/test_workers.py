@@ -88,7 +88,7 @@ def test_workers_die_with_a_rank_that_is_killed(mode: str, tmp_path: Path) -> No
     rank, pids = start_rank(mode, tmp_path / "fifo")
     assert len(pids) == 2
     rank.send_signal(signal.SIGKILL)
-    wait_until_gone(pids, limit_s=10)
+    wait_until_gone(pids, limit_s=60)
     rank.communicate(timeout=60)
 
 
@@ -97,7 +97,7 @@ def test_a_rank_that_fails_ends_at_once_and_leaves_no_worker(tmp_path: Path) -> 
     _, errors = rank.communicate(timeout=60)
     assert rank.returncode == 1
     assert "the rank's own mistake" in errors
-    wait_until_gone(pids, limit_s=1)
+    wait_until_gone(pids, limit_s=10)
 
 
 class Unreadable:

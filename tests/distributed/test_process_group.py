@@ -75,13 +75,16 @@ def test_nodes_without_a_common_address_are_refused(tmp_path: Path, monkeypatch:
 
 
 def test_a_store_that_nobody_reaches_is_reported_with_its_address(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
     rendezvous = tmp_path / "rendezvous.json"
-    write_json(rendezvous, {"hosts": ["127.0.0.1", "no-such-host.invalid"], "port": port, "token": "token"})
-    with pytest.raises(
-        UserError, match=r"127\.0\.0\.1, no-such-host\.invalid, port .* set GLOO_SOCKET_IFNAME"
+    with (
+        socket.socket() as silent,
+        pytest.raises(
+            UserError, match=r"127\.0\.0\.1, no-such-host\.invalid, port .* set GLOO_SOCKET_IFNAME"
+        ),
     ):
+        silent.bind(("127.0.0.1", 0))  # it refuses, and nobody else takes it
+        port, hosts = silent.getsockname()[1], ["127.0.0.1", "no-such-host.invalid"]
+        write_json(rendezvous, {"hosts": hosts, "port": port, "token": "token"})
         join(SECOND_OF_TWO, CPU, rendezvous, "token", Timeouts(join_s=0.1))
 
 

@@ -8,15 +8,17 @@ import time
 import torch
 from torch import Tensor, nn
 
+from hpc_train.distributed import signals
 from tests.end_to_end.parts import Net
 
-#: Seconds that each forward of a micro-batch takes longer, in training and in evaluation.
+#: Seconds that each forward of a micro-batch takes longer, in training and in evaluation, until the rank is
+#: asked to stop.
 TRAIN_S, EVAL_S = "PACED_TRAIN_S", "PACED_EVAL_S"
 
 
 class Paced(Net):
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        time.sleep(float(os.environ.get(TRAIN_S if self.training else EVAL_S, "0")))
+        _pause(self)
         out: Tensor = super().forward(images_BCHW)
         return out
 
@@ -49,8 +51,10 @@ def graph_network(num_classes: int) -> nn.Module:
     return model
 
 
-def _pause(model: nn.Module, inputs: object) -> None:
-    time.sleep(float(os.environ.get(TRAIN_S if model.training else EVAL_S, "0")))
+def _pause(model: nn.Module, inputs: object = None) -> None:
+    until = time.monotonic() + float(os.environ.get(TRAIN_S if model.training else EVAL_S, "0"))
+    while (left_s := until - time.monotonic()) > 0 and not signals.install():
+        time.sleep(min(left_s, 0.05))
 
 
 def channels_last_only(num_classes: int) -> nn.Module:

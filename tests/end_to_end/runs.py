@@ -23,15 +23,16 @@ from safetensors.torch import load_file
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import committed
 from tests import warm
+from tests.end_to_end import holding
 from tests.waiting import came_true
 
 REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 240.0
 #: Modules that experiments of tests name.
 _OWN_PARTS = (
-    "end_to_end/parts", "end_to_end/paced", "cli/launchers", "models/factories", "search/methods",
-    "slurm/bad_node", "slurm/crashing", "slurm/stuck", "tasks/detectors", "training/hungry",
-    "datasets/sources/stand_in_datasets",
+    "end_to_end/parts", "end_to_end/paced", "end_to_end/holding", "cli/launchers", "models/factories",
+    "search/methods", "slurm/bad_node", "slurm/crashing", "slurm/stuck", "tasks/detectors",
+    "training/hungry", "waiting", "datasets/sources/stand_in_datasets",
 )  # fmt: skip
 #: What a row says of the moment, not of the training.
 OF_THE_MOMENT = {
@@ -109,6 +110,18 @@ def work_tree() -> Path:
     return folder
 
 
+@functools.cache
+def installed() -> Path:
+    """Return a folder, for PYTHONPATH, that tells commands and ranks of the logger ``holding``."""
+    folder = Path(tempfile.mkdtemp(prefix="hpc-train-installed-"))
+    atexit.register(shutil.rmtree, folder)
+    package = folder / "holding-1.dist-info"
+    package.mkdir()
+    for name, text in holding.PACKAGE.items():
+        (package / name).write_text(text)
+    return folder
+
+
 def hpc_train(
     *arguments: str | Path, cwd: Path | None = None, max_files: int | None = None, **environment: str
 ) -> Done:
@@ -125,10 +138,12 @@ def start(
     *arguments: str | Path, cwd: Path | None = None, max_files: int | None = None, **environment: str
 ) -> subprocess.Popen[str]:
     limited = [] if max_files is None else ["prlimit", f"--nofile={max_files}:{max_files}"]
+    environment = ONE_THREAD | os.environ | environment
+    places = filter(None, (environment.get("PYTHONPATH"), str(installed())))
     process = warm.start(
         [*limited, sys.executable, "-m", "hpc_train", *map(str, arguments)],
         cwd=cwd or work_tree(),
-        env=ONE_THREAD | os.environ | environment,
+        env=environment | {"PYTHONPATH": os.pathsep.join(places)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -28,7 +28,6 @@ SELECTION = (
     "evaluation.every_steps=4",
     "checkpoint={every_steps: 6, keep: 2, best: {metric: loss, mode: max}}",
     "early_stopping={metric: loss, mode: min, patience: 2, min_delta: 0.3}",
-    "model.args={pause_s: 0.06}",  # the kill is to be between two evaluations
 )
 
 
@@ -40,7 +39,8 @@ def test_a_killed_run_has_the_same_best_and_stops_at_the_same_step(
     ended = status(quiet)
     assert ended["state"] == "completed" and 4 < ended["step"] < 60
     assert ended["reason"].startswith("stopped early: no better loss in 2 evaluations (loss ")
-    killed = submit_with_kills(tmp_path / "killed", [ended["step"] - 3], *SELECTION)
+    between = ended["step"] - 3  # two evaluations
+    killed = submit_with_kills(tmp_path / "killed", [between], *SELECTION)
     assert_equal_to_the_bit(quiet, killed)
     assert {**ended, "attempt": 2} == status(killed)
     best = kept_best(quiet)

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from hpc_train.paths import RunPaths
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     assert_equal_to_the_bit,
     final_tensors,
-    found_runs,
     hpc_train,
     kill_everything,
     last_step,
@@ -22,7 +22,6 @@ from tests.end_to_end.runs import (
     rows,
     start,
     submit,
-    wait_for,
     write_experiment,
 )
 
@@ -89,14 +88,14 @@ def test_a_killed_run_resumes_bitwise_and_other_text_is_refused(
 ) -> None:
     runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
     experiment = write_experiment(tmp_path, text)
-    process = start("submit", experiment, "parallel.strategy=fsdp", "--local", "--devices", "2", **runs)
-    wait_for(lambda: bool(found_runs(tmp_path)), "the run's folder")
-    paths = only_run(tmp_path)
-    wait_for(lambda: last_step(paths) >= 7 or process.poll() is not None, "step 7")
-    assert process.poll() is None, process.communicate()[1]
-    kill_everything(process, paths)
+    with Hold(tmp_path, 7) as hold:
+        overrides = ("parallel.strategy=fsdp", hold.override)
+        process = start("submit", experiment, *overrides, "--local", "--devices", "2", **runs)
+        hold.wait(process)
+        paths = only_run(tmp_path)
+        kill_everything(process, paths)
     process.communicate()
-    assert 7 <= last_step(paths) < STEPS
+    assert last_step(paths) == 7
     root = Path(text.partition("root: ")[2].partition(",")[0])
     other = tmp_path / "other.txt"
     other.write_text(root.read_text().replace("a", "k"))  # as many letters: all shapes fit

@@ -16,11 +16,11 @@ from hpc_train.datasets.building import build_source
 from hpc_train.datasets.pack_copy import PackCopy, copy_of
 from hpc_train.datasets.packed import PackedPixels, find_pack
 from hpc_train.paths import RunPaths
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     EXPERIMENT,
     assert_equal_to_the_bit,
     found_runs,
-    last_step,
     only_run,
     start,
     status,
@@ -35,7 +35,6 @@ LOCAL = ("--local", "--devices", "1")
 TEXT = EXPERIMENT.replace("steps: 60", "steps: 40").replace(
     "data: {name: digits,", 'data: {name: imagefolder, root: "ROOT", args: {channels: 1},'
 )
-SLOW = "model.args={pause_s: 0.02}"
 
 
 def make_images(root: Path) -> Path:
@@ -62,7 +61,7 @@ def test_a_run_with_a_staged_pack_is_interrupted_and_resumed_without_one(tmp_pat
     """Ctrl-C while data are staged, then in training; the rest is read from the image folder."""
     root, disk = make_images(tmp_path / "images"), tmp_path / "disk"
     text = TEXT.replace("ROOT", str(root))
-    quiet = submit(tmp_path / "quiet", SLOW, devices=1, text=text)
+    quiet = submit(tmp_path / "quiet", devices=1, text=text)
     disk.mkdir()
     cache = {"cache": str(tmp_path / "packs"), "stage": str(disk)}
     data = DataConfig(name="imagefolder", root=str(root), args={"channels": 1}, **cache)  # type: ignore[arg-type]
@@ -76,10 +75,11 @@ def test_a_run_with_a_staged_pack_is_interrupted_and_resumed_without_one(tmp_pat
     paths = only_run(tmp_path / "cached")
     assert paths.folder.name == quiet.folder.name, "the same run id"
 
-    process = start("resume", paths.folder, **runs)
-    wait_for(lambda: last_step(paths) >= 9 or process.poll() is not None, "step 9")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 130, process.communicate()[1]
+    with Hold(tmp_path, 9) as hold:
+        process = start("resume", paths.folder, hold.override, **runs)
+        hold.wait(process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, process.communicate()[1]
     assert copy.is_complete and f"{copy.path} has been copied" in paths.attempt(2).log(0).read_text()
 
     process = start("resume", paths.folder, "data.cache=", "data.stage=false", **runs)
@@ -97,7 +97,7 @@ def interrupted_while_staging(
     copy.folder.mkdir()
     with (copy.folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        process = start("submit", experiment, SLOW, *keys, *LOCAL, **environment)
+        process = start("submit", experiment, *keys, *LOCAL, **environment)
         wait_for(lambda: bool(found_runs(folder)) or process.poll() is not None, "the run's folder")
         assert process.poll() is None, process.communicate()[1]
         paths = only_run(folder)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.datasets.coco import read, write, write_coco
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     REPOSITORY,
     assert_equal_to_the_bit,
-    found_runs,
     hpc_train,
     kill_everything,
     last_step,
@@ -20,7 +20,6 @@ from tests.end_to_end.runs import (
     rows,
     start,
     submit,
-    wait_for,
     write_experiment,
 )
 
@@ -56,14 +55,14 @@ def test_a_run_killed_in_an_epoch_resumes_bitwise(tmp_path: Path) -> None:
     reference = submit(tmp_path / "reference", text=text)
     folder = tmp_path / "killed"
     runs = {"HPC_TRAIN_RUNS": str(folder / "runs")}
-    process = start("submit", write_experiment(folder, text), "--local", "--devices", "2", **runs)
-    wait_for(lambda: bool(found_runs(folder)), "the run's folder")
-    paths = only_run(folder)
-    wait_for(lambda: last_step(paths) >= 8 or process.poll() is not None, "step 8")
-    assert process.poll() is None, process.communicate()[1]
-    kill_everything(process, paths)
+    with Hold(folder, 8) as hold:
+        experiment = write_experiment(folder, text)
+        process = start("submit", experiment, hold.override, "--local", "--devices", "2", **runs)
+        hold.wait(process)
+        paths = only_run(folder)
+        kill_everything(process, paths)
     process.communicate()
-    assert 8 <= last_step(paths) < STEPS
+    assert last_step(paths) == 8
     done = hpc_train("resume", paths.folder, "data.workers=1", **runs)
     assert done.code == 0, done.err
     assert_equal_to_the_bit(reference, paths)

@@ -16,18 +16,15 @@ import torch
 
 from hpc_train.datasets.sampler import MicroBatchSampler, Position
 from hpc_train.paths import RunPaths
-from tests.end_to_end import paced
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     EXPERIMENT,
     final_tensors,
-    found_runs,
-    last_step,
     only_run,
     rows,
     start,
     status,
     submit,
-    wait_for,
     write_experiment,
 )
 
@@ -42,7 +39,6 @@ ELASTIC = (
     .replace("steps: 60", f"steps: {STEPS}")
     + "precision: fp64\n"
 )
-SLOW = {paced.TRAIN_S: "0.05"}
 #: 1,437 digits for training, 48 a step.
 NUM_SAMPLES, BATCH, MICRO_BATCH = 1437, 48, 12
 STEPS_PER_EPOCH = NUM_SAMPLES // BATCH
@@ -62,10 +58,8 @@ WAYS: tuple[tuple[int, str, tuple[str, ...]], ...] = (
 DATA_RANKS = {"ddp": 4, "fsdp": 2, "hsdp": 4, "tensor": 1, "pipeline": 2}
 
 
-def stop_at(step: int, process: subprocess.Popen[str], paths: RunPaths) -> None:
-    """Press Ctrl-C once ``step`` steps are done."""
-    wait_for(lambda: last_step(paths) >= step or process.poll() is not None, f"step {step}")
-    assert process.poll() is None, process.communicate()[1]
+def stop(process: subprocess.Popen[str], paths: RunPaths) -> None:
+    """Press Ctrl-C."""
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
@@ -74,16 +68,20 @@ def stop_at(step: int, process: subprocess.Popen[str], paths: RunPaths) -> None:
 
 def elastic_run(folder: Path) -> RunPaths:
     """Each of ``WAYS`` for some steps, the last one to the end."""
-    runs = {"HPC_TRAIN_RUNS": str(folder / "runs")} | SLOW
+    runs = {"HPC_TRAIN_RUNS": str(folder / "runs")}
     what: tuple[str | Path, ...] = ("submit", write_experiment(folder, ELASTIC))
-    for ranks, strategy, degrees in WAYS[:-1]:
-        process = started(what, ranks, strategy, degrees, runs)
-        wait_for(lambda: bool(found_runs(folder)) or process.poll() is not None, "the run's folder")
-        paths = only_run(folder)
-        # Four times: the last stop, too, is well before the end of the first epoch.
-        stop_at(status(paths)["step"] + 4, process, paths)
-        what = ("resume", paths.folder)
-    process = started(what, *WAYS[-1], runs | {paced.TRAIN_S: "0"})
+    step = 0
+    with Hold(folder, step) as hold:
+        for ranks, strategy, degrees in WAYS[:-1]:
+            # Four times: the last stop, too, is well before the end of the first epoch.
+            hold.at(step + 4)
+            process = started((*what, hold.override), ranks, strategy, degrees, runs)
+            hold.wait(process)
+            paths = only_run(folder)
+            stop(process, paths)
+            step = status(paths)["step"]
+            what = ("resume", paths.folder)
+    process = started(what, *WAYS[-1], runs)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     return paths

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,9 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, read_record
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.rank_ends import exit_codes
-from tests.disks import small_disk
+from tests.disks import small_disk, take_room
 from tests.end_to_end import paced
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     EXPERIMENT,
     Done,
@@ -49,10 +49,10 @@ PACED = EXPERIMENT.replace("parts:net", "paced:net").replace("steps: 60", f"step
 PLAIN = PACED.replace(':net"}', ':net", args: {norm: false}}').replace("adamw, lr: 0.003", "sgd, lr: 0.05")
 assert "norm: false" in PLAIN and "sgd" in PLAIN
 LOCAL = ("--local", "--devices", "2")
-SLOW_TRAINING = {paced.TRAIN_S: "0.05"}
-SLOW_EVALUATION = {paced.EVAL_S: "0.3"}
+#: An evaluation that a stop alone ends.
+ENDLESS_EVALUATION = {paced.EVAL_S: "100"}
 #: Stops are acted on at the next step or batch; the rest is the end of Python on a busy machine.
-SOON_S = 20.0
+SOON_S = 60.0
 SHORT = ("optimization.steps=6", "optimization.schedule={name: constant}", "evaluation.every_steps=6")
 
 
@@ -94,11 +94,12 @@ def stopped(paths: RunPaths) -> tuple[str, str]:
 
 def interrupted_run(folder: Path, text: str) -> tuple[RunPaths, Done]:
     """Press Ctrl-C in the middle of training."""
-    process = begin(folder, text, **SLOW_TRAINING)
-    paths = wait_for_run(folder, process)
-    wait_for_step(paths, 16, process)
-    process.send_signal(signal.SIGINT)
-    return paths, end_of(process)
+    with Hold(folder, 16) as hold:
+        process = begin(folder, text, hold.override)
+        paths = wait_for_run(folder, process)
+        hold.wait(process)
+        process.send_signal(signal.SIGINT)
+        return paths, end_of(process)
 
 
 def copy_of(paths: RunPaths, folder: Path) -> RunPaths:
@@ -156,11 +157,11 @@ def test_after_ctrl_c_a_resume_is_bitwise_identical(
 
 @pytest.mark.fault(2, 47)
 def test_ctrl_c_in_an_evaluation_ends_it_and_a_resume_repeats_it(quiet: RunPaths, tmp_path: Path) -> None:
-    process = begin(tmp_path, PACED, **SLOW_EVALUATION)
+    process = begin(tmp_path, PACED, **ENDLESS_EVALUATION)
     paths = wait_for_run(tmp_path, process)
     wait_for_step(paths, 20, process)  # ranks agreed on the end of this step before its row was written
     process.send_signal(signal.SIGINT)
-    done = end_of(process, 240.0)
+    done = end_of(process)
     assert done.code == 130, done.err
     assert rows(paths, "val") == [], "the evaluation went on to its end"
     assert last_step(paths) == committed(paths)[0].step == 20
@@ -174,10 +175,12 @@ def test_ctrl_c_in_an_evaluation_ends_it_and_a_resume_repeats_it(quiet: RunPaths
 def test_a_signal_to_one_rank_alone_saves_and_requests_a_requeue(
     number: signal.Signals, tmp_path: Path
 ) -> None:
-    process = begin(tmp_path, PACED, **SLOW_TRAINING)
-    paths = wait_for_run(tmp_path, process)
-    wait_for_step(paths, 3, process)
-    os.kill(record_of(paths).rank_processes[1].pid, number)
+    with Hold(tmp_path, 3) as hold:
+        process = begin(tmp_path, PACED, hold.override)
+        paths = wait_for_run(tmp_path, process)
+        hold.wait(process)
+        wait_for(lambda: len(record_of(paths).rank_processes) == 2, "the ranks' processes")
+        os.kill(record_of(paths).rank_processes[1].pid, number)
     done = end_of(process)
     assert done.code == 75, done.err
     assert stopped(paths) == ("interrupted", "its ranks were asked to stop")
@@ -280,16 +283,16 @@ def test_a_file_that_is_not_an_image_ends_the_run_and_is_named(tmp_path: Path) -
 @pytest.mark.fault(48)
 @pytest.mark.usefixtures("fresh_ranks")
 def test_ranks_die_with_a_launcher_that_was_killed(quiet: RunPaths, tmp_path: Path) -> None:
-    process = begin(tmp_path, PACED, **SLOW_TRAINING)
-    paths = wait_for_run(tmp_path, process)
-    wait_for_step(paths, 10, process)
-    ranks = record_of(paths).rank_processes
-    assert len(ranks) == 2
-    process.kill()
-    wait_for(lambda: not any(rank.is_alive() for rank in ranks), "the ranks' end")
+    with Hold(tmp_path, 10) as hold:
+        process = begin(tmp_path, PACED, hold.override)
+        paths = wait_for_run(tmp_path, process)
+        hold.wait(process)
+        wait_for(lambda: len(record_of(paths).rank_processes) == 2, "the ranks' processes")
+        ranks = record_of(paths).rank_processes
+        process.kill()
+        wait_for(lambda: not any(rank.is_alive() for rank in ranks), "the ranks' end", limit_s=SOON_S)
     process.communicate()
     assert status(paths)["state"] == "running", "nobody was left to write an end"
-    assert last_step(paths) < STEPS, "the ranks trained on to the end"
     shown = hpc_train("status", "--json", paths.folder)
     (run,) = json.loads(shown.out)["runs"]
     assert (run["state"], run["reason"]) == ("failed", "launcher died")
@@ -311,21 +314,18 @@ def _small_disk(tmp_path: Path) -> Iterator[Path]:
 def fill(folder: Path, leave_bytes: int) -> Path:
     """Take the disk's room but for ``leave_bytes``; return the file that takes it."""
     ballast = folder / "ballast"
-    with ballast.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(folder).free - leave_bytes)
+    wait_for(lambda: take_room(ballast, leave_bytes), "a full disk", limit_s=SOON_S)
     return ballast
 
 
-def keep_full(folder: Path, process: subprocess.Popen[str]) -> Path:
-    """Leave no room until the process ends, also where one of its small files was just being replaced."""
+def keep_full(folder: Path, process: subprocess.Popen[str], hold: Hold) -> Path:
+    """Leave no room until the process, held until now, ends."""
     ballast = fill(folder, leave_bytes=0)
+    hold.release()
     until = time.monotonic() + SOON_S
-    with ballast.open("ab") as file:
-        while process.poll() is None and time.monotonic() < until:
-            if free_bytes := shutil.disk_usage(folder).free:
-                with suppress(OSError):  # the process was quicker
-                    os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, free_bytes)
-            time.sleep(0.01)
+    while process.poll() is None and time.monotonic() < until:
+        take_room(ballast, leave_bytes=0)
+        time.sleep(0.01)
     return ballast
 
 
@@ -333,10 +333,12 @@ def keep_full(folder: Path, process: subprocess.Popen[str]) -> Path:
 def test_no_room_for_a_checkpoint_ends_the_run_and_with_room_again_it_continues(
     quiet: RunPaths, small_disk: Path, tmp_path: Path
 ) -> None:
-    process = begin(tmp_path, PACED, **SLOW_TRAINING)
-    paths = wait_for_run(tmp_path, process)
-    wait_for(lambda: bool(committed(paths)), "a checkpoint")
-    ballast = fill(small_disk, leave_bytes=500_000)
+    with Hold(tmp_path, 10) as hold:
+        process = begin(tmp_path, PACED, hold.override)
+        paths = wait_for_run(tmp_path, process)
+        hold.wait(process)
+        wait_for(lambda: bool(committed(paths)), "a checkpoint")
+        ballast = fill(small_disk, leave_bytes=500_000)
     done = end_of(process)
     assert done.code == 74, done.err
     assert "Traceback" not in done.err
@@ -356,10 +358,12 @@ def test_a_full_disk_ends_the_run_and_with_room_again_it_continues(
     quiet: RunPaths, small_disk: Path, tmp_path: Path
 ) -> None:
     # A status that can't be written ends nothing; the next checkpoint, of step 14, does.
-    process = begin(tmp_path, PACED, **{paced.TRAIN_S: "0.25"})
-    paths = wait_for_run(tmp_path, process)
-    wait_for(lambda: bool(committed(paths)), "a checkpoint")
-    ballast = keep_full(small_disk, process)
+    with Hold(tmp_path, 10) as hold:
+        process = begin(tmp_path, PACED, hold.override)
+        paths = wait_for_run(tmp_path, process)
+        hold.wait(process)
+        wait_for(lambda: bool(committed(paths)), "a checkpoint")
+        ballast = keep_full(small_disk, process, hold)
     done = end_of(process)
     assert done.code == 74, done.err
     assert last_step(paths) < 21, "the run ends at the first checkpoint that has no room"
@@ -449,14 +453,15 @@ def test_a_run_that_has_completed_is_not_started_again(quiet: RunPaths) -> None:
 
 @pytest.mark.fault(37)
 def test_a_run_in_training_is_not_started_again(tmp_path: Path) -> None:
-    process = begin(tmp_path, PACED, **SLOW_TRAINING)
-    paths = wait_for_run(tmp_path, process)
-    wait_for_step(paths, 1, process)
-    done = submit_again(paths, PACED)
-    assert done.code == 0, done.err
-    assert "running already" in done.err
-    process.send_signal(signal.SIGINT)
-    assert end_of(process).code == 130
+    with Hold(tmp_path, 1) as hold:
+        process = begin(tmp_path, PACED, hold.override)
+        paths = wait_for_run(tmp_path, process)
+        hold.wait(process)
+        done = submit_again(paths, PACED)
+        assert done.code == 0, done.err
+        assert "running already" in done.err
+        process.send_signal(signal.SIGINT)
+        assert end_of(process).code == 130
     assert len(paths.attempt_folders()) == 1
 
 
@@ -482,7 +487,9 @@ def test_of_two_resumes_at_once_one_trains(
     interrupted: tuple[RunPaths, Done], quiet: RunPaths, tmp_path: Path
 ) -> None:
     paths = copy_of(interrupted[0], tmp_path)
-    both = [start("resume", paths.folder) for _ in range(2)]
+    with Hold(tmp_path, last_step(paths) + 1) as hold:  # one may begin when the other would have completed
+        both = [start("resume", paths.folder, hold.override) for _ in range(2)]
+        wait_for(lambda: any(process.poll() is not None for process in both), "the end of one")
     ends = sorted((end_of(process, 240.0) for process in both), key=lambda done: done.code)
     assert ends[0].code == 0, ends[0].err
     assert ends[1].code in {1, 75}, "the other refuses"

@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 import yaml
 
-from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import committed
 from tests.datasets.coco import read, write, write_coco
 from tests.datasets.sources.masks import save, write_folder
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     REPOSITORY,
     assert_equal_to_the_bit,
-    found_runs,
     hpc_train,
     kill_everything,
     last_step,
@@ -82,25 +81,18 @@ def test_a_killed_run_resumes_bitwise(title: str, root: Path, tmp_path: Path) ->
     assert done.code == 0, done.err
 
     runs = found | {"HPC_TRAIN_RUNS": str(killed / "runs")}
-    process = start("submit", file, *where, **runs)
-    wait_for(lambda: bool(found_runs(killed)) or process.poll() is not None, "the run's folder")
-    assert process.poll() is None, process.communicate()[1]
-    paths = only_run(killed)
-    wait_for(lambda: is_past_a_save(paths) or process.poll() is not None, "a checkpoint, and a step after it")
-    assert process.poll() is None, process.communicate()[1]
-    kill_everything(process, paths)
+    with Hold(killed, 4) as hold:
+        process = start("submit", file, hold.override, *where, **runs)
+        hold.wait(process)
+        paths = only_run(killed)
+        wait_for(lambda: bool(committed(paths)) or process.poll() is not None, "the checkpoint of step 3")
+        kill_everything(process, paths)
     process.communicate()
-    assert committed(paths) and last_step(paths) < STEPS[title]
+    assert (committed(paths)[0].step, last_step(paths)) == (3, 4)
     done = hpc_train("resume", paths.folder, "data.workers=1", **runs)
     assert done.code == 0, done.err
     assert_equal_to_the_bit(only_run(quiet), paths)
     assert rows(paths, "val")
-
-
-def is_past_a_save(paths: RunPaths) -> bool:
-    """Tell whether a resume has a checkpoint to continue from, and steps to repeat."""
-    found = committed(paths)
-    return bool(found) and last_step(paths) > found[0].step
 
 
 def with_a_mask(pixels: np.ndarray) -> Callable[[Path], dict[str, object]]:

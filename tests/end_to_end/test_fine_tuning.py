@@ -10,15 +10,14 @@ import pytest
 import torch
 
 from hpc_train.paths import RunPaths
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     assert_equal_to_the_bit,
     final_tensors,
     found_runs,
     hpc_train,
     kill_everything,
-    last_step,
     start,
-    wait_for,
     write_experiment,
 )
 
@@ -32,7 +31,6 @@ TUNED = (
     'model.freeze=["0.*", "1.0.*"]',
     'optimization.optimizer.groups=[{match: ["3.*"], lr_factor: 3}]',
     "optimization.steps=25",
-    "model.args={pause_s: 0.03}",
 )
 
 
@@ -65,11 +63,11 @@ def test_a_fine_tuning_run_is_resumed_without_its_source(tmp_path: Path) -> None
     other = tmp_path / "other"
     shutil.copytree(source.folder, other / "runs" / "pre" / source.folder.name)
     there = {"HPC_TRAIN_RUNS": str(other / "runs")}
-    process = start("submit", write_experiment(other), *TUNED, *local, **there)
-    wait_for(lambda: len(found_runs(other)) == 2, "the run's folder")
-    killed = run_of(other, "tuned")
-    wait_for(lambda: last_step(killed) >= 10 or process.poll() is not None, "step 10")
-    kill_everything(process, killed)
+    with Hold(other, 10) as hold:
+        process = start("submit", write_experiment(other), *TUNED, hold.override, *local, **there)
+        hold.wait(process)
+        killed = run_of(other, "tuned")
+        kill_everything(process, killed)
     process.communicate()
     shutil.rmtree(other / "runs" / "pre")
     done = hpc_train("resume", killed.folder, **there)

@@ -12,17 +12,15 @@ from PIL import Image
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.building import build_source
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     EXPERIMENT,
     assert_equal_to_the_bit,
-    found_runs,
     hpc_train,
     kill_everything,
-    last_step,
     only_run,
     start,
     submit,
-    wait_for,
     write_experiment,
 )
 
@@ -67,12 +65,11 @@ def test_a_killed_run_on_shards_ends_like_one_on_a_list(
     sharded = TEXT.replace("DATA", f'name: webdataset, root: "{root}", args: {args}')
     experiment = write_experiment(tmp_path / "sharded", sharded)
     runs = index | {"HPC_TRAIN_RUNS": str(tmp_path / "sharded/runs")}
-    process = start("submit", experiment, "model.args={pause_s: 0.02}", "--local", "--devices", "2", **runs)
-    wait_for(lambda: bool(found_runs(tmp_path / "sharded")) or process.poll() is not None, "the run's folder")
-    assert process.poll() is None, process.communicate()[1]
-    paths = only_run(tmp_path / "sharded")
-    wait_for(lambda: last_step(paths) >= 9 or process.poll() is not None, "step 9")
-    kill_everything(process, paths)
+    with Hold(tmp_path / "sharded", 9) as hold:
+        process = start("submit", experiment, hold.override, "--local", "--devices", "2", **runs)
+        hold.wait(process)
+        paths = only_run(tmp_path / "sharded")
+        kill_everything(process, paths)
     done = hpc_train("resume", paths.folder, **runs)
     assert done.code == 0, done.err
     assert_equal_to_the_bit(quiet, paths)

@@ -11,11 +11,11 @@ import pytest
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.found_micro_batch import Found, kept
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     assert_equal_to_the_bit,
     found_runs,
     hpc_train,
-    last_step,
     only_run,
     start,
     submit,
@@ -42,20 +42,19 @@ checkpoint: {every_steps: 4}
 logging: {every_steps: 1}
 """
 SCARCE = ("--local", "--launcher", "tests.training.hungry:ScarceLauncher")
-SLOW = "model.args={pause_s: 0.05}"
 
 
 def test_all_ranks_take_what_fits_on_each_and_keep_it(tmp_path: Path) -> None:
     """Stopped, and resumed where there is more memory, the run is bitwise that of the number."""
     folder = tmp_path / "auto"
     experiment, runs = write_experiment(folder, EXPERIMENT), {"HPC_TRAIN_RUNS": str(folder / "runs")}
-    process = start("submit", experiment, SLOW, *SCARCE, "--devices", "2", **runs)
-    wait_for(lambda: bool(found_runs(folder)), "the run's folder")
-    paths = only_run(folder)
-    wait_for(lambda: last_step(paths) >= 5 or process.poll() is not None, "step 5")
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
+    with Hold(folder, 5) as hold:
+        process = start("submit", experiment, hold.override, *SCARCE, "--devices", "2", **runs)
+        hold.wait(process)
+        paths = only_run(folder)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130, err
     assert kept(paths) == Found(size=8, too_large=12, ranks=2, attempt=1)
     done = hpc_train("resume", paths.folder, "--local", "--devices", "2", **runs)
     assert done.code == 0, done.err
@@ -64,7 +63,7 @@ def test_all_ranks_take_what_fits_on_each_and_keep_it(tmp_path: Path) -> None:
     shown = json.loads(hpc_train("status", "--json", **runs).out)["runs"][0]
     assert shown["micro_batch_size"] == 8
 
-    written = submit(tmp_path / "written", SLOW, "optimization.micro_batch_size=8", text=EXPERIMENT)
+    written = submit(tmp_path / "written", "optimization.micro_batch_size=8", text=EXPERIMENT)
     assert_equal_to_the_bit(paths, written)
 
 
@@ -96,5 +95,5 @@ def test_a_stop_while_sizes_are_tried_ends_ranks_and_trials(tmp_path: Path) -> N
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    wait_for(lambda: not processes_of(paths), "the end of all", limit_s=10)
+    wait_for(lambda: not processes_of(paths), "the end of all", limit_s=60)
     assert kept(paths) is None

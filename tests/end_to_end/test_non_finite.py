@@ -11,19 +11,18 @@ import torch
 from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.rank_ends import exit_codes
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     EXPERIMENT,
     Done,
     assert_equal_to_the_bit,
     final_tensors,
-    found_runs,
     hpc_train,
     last_step,
     only_run,
     rows,
     start,
     status,
-    wait_for,
     write_experiment,
 )
 
@@ -92,12 +91,13 @@ def test_a_stopped_run_resumes_bitwise_past_non_finite_losses(policy: str, tmp_p
     assert done.code == 0, done.err
     runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
     experiment = write_experiment(tmp_path, TEXT)
-    process = start("submit", experiment, text, "--local", "--devices", "2", **runs)
-    wait_for(lambda: bool(found_runs(tmp_path)) or process.poll() is not None, "the run's folder")
-    paths = only_run(tmp_path)
-    wait_for(lambda: last_step(paths) >= 35 or process.poll() is not None, "step 35")
-    process.terminate()
-    process.communicate()
+    with Hold(tmp_path, 35) as hold:
+        process = start("submit", experiment, text, hold.override, "--local", "--devices", "2", **runs)
+        hold.wait(process)
+        paths = only_run(tmp_path)
+        process.terminate()
+        _, err = process.communicate()
+        assert process.returncode == 130, err
     assert hpc_train("resume", paths.folder).code == 0
     assert_equal_to_the_bit(quiet, paths)
     assert extra(quiet)["position"] == extra(paths)["position"]

@@ -11,14 +11,13 @@ import torch
 from hpc_train.loggers.wandb_process import _named
 from hpc_train.run.checkpoints import committed
 from hpc_train.run.metric_rows import iter_rows
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     final_tensors,
-    found_runs,
     only_run,
     rows,
     start,
     submit,
-    wait_for,
     write_experiment,
 )
 from tests.loggers.wandb_files import offline_rows, without_images
@@ -77,13 +76,13 @@ def test_wandb_offline_is_one_id_over_attempts(tmp_path: Path) -> None:
     experiment = write_experiment(tmp_path)
     runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
     project = "logging.wandb={project: tests, mode: offline}"
-    process = start("submit", experiment, project, "--local", **runs)
-    wait_for(lambda: bool(found_runs(tmp_path)), "the run's folder")
-    paths = only_run(tmp_path)
-    wait_for(lambda: len(rows(paths)) > 8 or process.poll() is not None, "eight steps")
-    process.send_signal(2)
-    _, err = process.communicate()
-    assert process.returncode == 130, err
+    with Hold(tmp_path, 8) as hold:
+        process = start("submit", experiment, project, hold.override, "--local", **runs)
+        hold.wait(process)
+        paths = only_run(tmp_path)
+        process.send_signal(2)
+        _, err = process.communicate()
+        assert process.returncode == 130, err
     process = start("resume", paths.folder, **runs)
     _, err = process.communicate()
     assert process.returncode == 0, err

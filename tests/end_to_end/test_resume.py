@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from hpc_train.paths import RunPaths
-from tests.end_to_end.paced import TRAIN_S
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     OWN_TASK,
     assert_equal_to_the_bit,
-    found_runs,
     hpc_train,
     kill_everything,
     last_step,
@@ -20,34 +19,32 @@ from tests.end_to_end.runs import (
     rows,
     start,
     status,
-    wait_for,
     write_experiment,
 )
 from tests.quiet import QuietRuns
 
 pytestmark = pytest.mark.slow
 
-SLOW = "model.args={pause_s: 0.02}"
 SHORT = ("optimization.schedule={name: constant}", "optimization.steps=7")
 
 
 def submit_with_kills(folder: Path, kill_at: list[int], *overrides: str, devices: int = 2) -> RunPaths:
-    """Submit, and SIGKILL launcher and ranks at each of these steps; loader processes come and go between."""
+    """Submit, and SIGKILL launcher and ranks after each of these steps; loader processes come and go."""
     runs = {"HPC_TRAIN_RUNS": str(folder / "runs")}
-    experiment = write_experiment(folder)
-    process = start("submit", experiment, *overrides, "--local", "--devices", str(devices), **runs)
-    wait_for(lambda: bool(found_runs(folder)), "the run's folder")
-    paths = only_run(folder)
-    for number, step in enumerate(kill_at):
-        wait_for(lambda step=step: last_step(paths) >= step or process.poll() is not None, f"step {step}")
-        assert process.poll() is None, process.communicate()[1]
-        kill_everything(process, paths)
-        process.communicate()
-        assert status(paths)["state"] == "running", "nobody was left to write an end"
-        process = start("resume", paths.folder, f"data.workers={2 if number % 2 == 0 else 0}", **runs)
-        wait_for(
-            lambda: len(paths.attempt_folders()) == number + 2 or process.poll() is not None, "an attempt"
-        )
+    what: tuple[str | Path, ...] = ("submit", write_experiment(folder), *overrides)
+    what += ("--local", "--devices", str(devices))
+    with Hold(folder, kill_at[0]) as hold:
+        for number, step in enumerate(kill_at):
+            hold.at(step)
+            process = start(*what, hold.override, **runs)
+            hold.wait(process)
+            paths = only_run(folder)
+            assert last_step(paths) == step and len(paths.attempt_folders()) == number + 1
+            kill_everything(process, paths)
+            process.communicate()
+            assert status(paths)["state"] == "running", "nobody was left to write an end"
+            what = ("resume", paths.folder, f"data.workers={2 if number % 2 == 0 else 0}")
+    process = start(*what, **runs)
     _, err = process.communicate()
     assert process.returncode == 0, err
     return paths
@@ -58,7 +55,7 @@ def submit_with_kills(folder: Path, kill_at: list[int], *overrides: str, devices
 def test_a_run_killed_five_times_is_bitwise_identical(
     strategy: str, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
-    overrides = (f"parallel.strategy={strategy}", SLOW)
+    overrides = (f"parallel.strategy={strategy}",)
     quiet = quiet_runs.of(*overrides)
     steps = sorted(random.Random(strategy).sample(range(2, 50), 5))
     killed = submit_with_kills(tmp_path / "killed", steps, *overrides)
@@ -69,11 +66,10 @@ def test_a_run_killed_five_times_is_bitwise_identical(
 @pytest.mark.fault(16)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_killed_run_of_an_own_task_is_bitwise_identical(
-    strategy: str, quiet_runs: QuietRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: str, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     overrides = (*OWN_TASK, f"parallel.strategy={strategy}", "optimization.steps=40")
     quiet = quiet_runs.of(*overrides)
-    monkeypatch.setenv(TRAIN_S, "0.02")
     killed = submit_with_kills(tmp_path / "killed", [17], *overrides)
     assert_equal_to_the_bit(quiet, killed)
 
@@ -81,14 +77,14 @@ def test_a_killed_run_of_an_own_task_is_bitwise_identical(
 @pytest.mark.fault(16)
 def test_a_run_killed_on_three_ranks_is_bitwise_identical(quiet_runs: QuietRuns, tmp_path: Path) -> None:
     """Three ranks share four micro-batches: spare slots, and sums whose order may depend on DDP's buckets."""
-    quiet = quiet_runs.of(SLOW, ranks=3)
-    killed = submit_with_kills(tmp_path / "killed", [25], SLOW, devices=3)
+    quiet = quiet_runs.of(ranks=3)
+    killed = submit_with_kills(tmp_path / "killed", [25], devices=3)
     assert_equal_to_the_bit(quiet, killed)
 
 
 def test_a_run_with_mixup_and_cutmix_is_bitwise_identical(quiet_runs: QuietRuns, tmp_path: Path) -> None:
     mixed = ("optimization.mixup=0.8", "optimization.cutmix=1.0", "optimization.label_smoothing=0.1")
-    overrides = ("optimization.schedule={name: constant}", "optimization.steps=20", *mixed, SLOW)
+    overrides = ("optimization.schedule={name: constant}", "optimization.steps=20", *mixed)
     killed = submit_with_kills(tmp_path, [9], *overrides)
     assert_equal_to_the_bit(quiet_runs.of(*overrides), killed)
     assert all(0 <= row["accuracy"] <= 1 for row in rows(killed)), "of train and val"
@@ -97,7 +93,7 @@ def test_a_run_with_mixup_and_cutmix_is_bitwise_identical(quiet_runs: QuietRuns,
 @pytest.mark.fault(16)
 def test_a_loss_scale_survives_a_kill(quiet_runs: QuietRuns, tmp_path: Path) -> None:
     """Under fp16 the scale grows and shrinks with the gradients seen so far: it is state as well."""
-    overrides = ("precision=fp16", SLOW, "optimization.steps=40")
+    overrides = ("precision=fp16", "optimization.steps=40")
     quiet = quiet_runs.of(*overrides, ranks=1)
     killed = submit_with_kills(tmp_path / "killed", [17], *overrides, devices=1)
     assert_equal_to_the_bit(quiet, killed)
@@ -108,7 +104,7 @@ def test_a_compiled_run_is_resumed_from_the_caches_in_its_folder(
     quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     """Bitwise identical, with evaluations on both sides of the kill; nothing is compiled into a home."""
-    overrides = ("compile=true", SLOW, "optimization.steps=45")
+    overrides = ("compile=true", "optimization.steps=45")
     quiet = quiet_runs.of(*overrides, ranks=1)
     killed = submit_with_kills(tmp_path / "killed", [24], *overrides, devices=1)
     assert_equal_to_the_bit(quiet, killed)
@@ -117,7 +113,7 @@ def test_a_compiled_run_is_resumed_from_the_caches_in_its_folder(
 
 @pytest.mark.fault(6)
 def test_a_run_killed_before_its_first_checkpoint_starts_again(quiet_runs: QuietRuns, tmp_path: Path) -> None:
-    overrides = (SLOW, "optimization.schedule={name: constant}", "optimization.steps=20")
+    overrides = ("optimization.schedule={name: constant}", "optimization.steps=20")
     quiet = quiet_runs.of(*overrides)
     killed = submit_with_kills(tmp_path / "killed", [1], *overrides)
     assert_equal_to_the_bit(quiet, killed)

@@ -23,11 +23,11 @@ from hpc_train.tasks.segmentation import Segmentation
 from hpc_train.training.evaluation import evaluate
 from tests.datasets.samples import experiment
 from tests.datasets.sources.masks import IGNORED, write_folder
-from tests.end_to_end.parts import SEGMENTER_S, segmenter
+from tests.end_to_end.holding import Hold
+from tests.end_to_end.parts import segmenter
 from tests.end_to_end.runs import (
     assert_equal_to_the_bit,
     final_tensors,
-    found_runs,
     hpc_train,
     kill_everything,
     last_step,
@@ -35,7 +35,6 @@ from tests.end_to_end.runs import (
     rows,
     start,
     submit,
-    wait_for,
     write_experiment,
 )
 from tests.ranks import run_ranks
@@ -148,16 +147,14 @@ def test_a_killed_run_resumes_bitwise(root: Path, tmp_path: Path) -> None:
 def killed(folder: Path, text: str) -> RunPaths:
     """Submit a run and kill it in the middle of an epoch."""
     runs = {"HPC_TRAIN_RUNS": str(folder / "runs")}
-    process = start(
-        "submit", write_experiment(folder, text), "--local", "--devices", "2", **runs, **{SEGMENTER_S: "0.15"}
-    )
-    wait_for(lambda: bool(found_runs(folder)), "the run's folder")
-    paths = only_run(folder)
-    wait_for(lambda: last_step(paths) >= 7 or process.poll() is not None, "step 7")
-    assert process.poll() is None, process.communicate()[1]
-    kill_everything(process, paths)
+    with Hold(folder, 7) as hold:
+        experiment = write_experiment(folder, text)
+        process = start("submit", experiment, hold.override, "--local", "--devices", "2", **runs)
+        hold.wait(process)
+        paths = only_run(folder)
+        kill_everything(process, paths)
     process.communicate()
-    assert 7 <= last_step(paths) < STEPS
+    assert last_step(paths) == 7
     return paths
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,9 +39,9 @@ LOCAL = ("--local", "--devices", "2")
 assert NET in EXPERIMENT
 
 
-def begin(folder: Path, text: str) -> tuple[subprocess.Popen[str], RunPaths]:
+def begin(folder: Path, text: str, **environment: str) -> tuple[subprocess.Popen[str], RunPaths]:
     experiment = write_experiment(folder, text)
-    process = start("submit", experiment, *LOCAL, HPC_TRAIN_RUNS=str(folder / "runs"))
+    process = start("submit", experiment, *LOCAL, HPC_TRAIN_RUNS=str(folder / "runs"), **environment)
     wait_for(lambda: bool(found_runs(folder)) or process.poll() is not None, "the run's folder")
     return process, only_run(folder)
 
@@ -83,12 +85,31 @@ def test_before_the_first_step_a_signal_ends_the_ranks_at_once(
     assert json.loads(paths.attempt(1).events.read_text())["signal"] == number.name
 
 
-def test_a_signal_during_compilation_ends_the_ranks_and_a_resume_continues(tmp_path: Path) -> None:
+@pytest.fixture
+def waiting_compiler(tmp_path: Path) -> Iterator[Path]:
+    """A C++ compiler that makes nothing as long as the file ``held`` is beside it; ``held.tried`` tells of
+    who wants a kernel.
+    """
+    held, compiler = tmp_path / "held", tmp_path / "g++"
+    real = os.environ.get("CXX") or shutil.which("g++")
+    wait = f"touch {held}.tried; while [ -e {held} ]; do sleep 0.05; done"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *.cpp*) {wait};; esac\nexec {real} "$@"\n')
+    compiler.chmod(0o755)
+    held.touch()
+    yield compiler
+    held.unlink()
+
+
+def test_a_signal_during_compilation_ends_the_ranks_and_a_resume_continues(
+    waiting_compiler: Path, tmp_path: Path
+) -> None:
     text = EXPERIMENT.replace(NET, 'model: {name: "tests.end_to_end.parts:layered"}\ncompile: true')
-    process, paths = begin(tmp_path, text)
-    wait_for(lambda: any((paths.cache / "inductor").rglob("*.cpp")) or process.poll() is not None, "kernels")
+    process, paths = begin(tmp_path, text, CXX=str(waiting_compiler))
+    tried = waiting_compiler.with_name("held.tried")
+    wait_for(lambda: tried.exists() or process.poll() is not None, "a rank that compiles")
     record = read_record(paths.attempt(1))
     assert record is not None and "first_step" not in record.events
+    assert len(record.rank_processes) == 2
     for rank in record.rank_processes:
         os.kill(rank.pid, signal.SIGUSR2)
     process.communicate(timeout=SOON_S)

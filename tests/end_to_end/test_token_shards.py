@@ -21,10 +21,10 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import committed
 from hpc_train.tasks.base import make_task
 from hpc_train.validate.loading import load
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     assert_equal_to_the_bit,
     final_tensors,
-    found_runs,
     hpc_train,
     kill_everything,
     last_step,
@@ -39,6 +39,8 @@ from tests.end_to_end.runs import (
 pytestmark = pytest.mark.slow
 
 STEPS, LENGTH = 20, 16
+#: After this step a run is killed.
+HELD = 7
 EXPERIMENT = f"""\
 name: shards
 seed: 5
@@ -131,14 +133,14 @@ def test_a_run_killed_in_mid_epoch_resumes_bitwise_and_on_no_other_text(
 ) -> None:
     runs = {"HPC_TRAIN_RUNS": str(tmp_path / "runs")}
     file = write_experiment(tmp_path, prepared)
-    process = start("submit", file, "--local", "--devices", "2", **runs)
-    wait_for(lambda: bool(found_runs(tmp_path)), "the run's folder")
-    paths = only_run(tmp_path)
-    wait_for(lambda: bool(committed(paths)) or process.poll() is not None, "a checkpoint")
-    assert process.poll() is None, process.communicate()[1]
-    kill_everything(process, paths)
+    with Hold(tmp_path, HELD) as hold:
+        process = start("submit", file, hold.override, "--local", "--devices", "2", **runs)
+        hold.wait(process)
+        paths = only_run(tmp_path)
+        wait_for(lambda: bool(committed(paths)) or process.poll() is not None, "a checkpoint")
+        kill_everything(process, paths)
     process.communicate()
-    assert last_step(paths) < STEPS
+    assert last_step(paths) == HELD
     (other := tmp_path / "other").mkdir()
     (other / "train.jsonl").write_text("\n".join(json.dumps({"text": each}) for each in documents(13, 2)))
     elsewhere = experiment(prepared, tmp_path).data.model_copy(update={"root": str(other)})

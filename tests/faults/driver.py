@@ -15,6 +15,8 @@ from tests.faults.on_slurm import SlurmRun
 from tests.faults.runs import LocalRun, Run, living_processes, step_of, wait
 
 _LEAVE_S = 60.0
+#: Until its first step a rank that is asked to stop leaves at once, and the others lose it.
+HELD_ROW = 2
 
 
 def survive(run: Run, faults: Sequence[Fault], quiet: RunPaths) -> None:
@@ -32,16 +34,20 @@ def strike(run: Run, fault: Fault, **environment: str) -> None:
     """
     wait(lambda: run.attempt() > 0, lambda: f"the first attempt\n{run.account()}")
     attempt = run.attempt()
+    run.hold.at(fault.step, since_row=HELD_ROW)
     wait(
-        lambda: step_of(run.paths, attempt) >= fault.step or run.is_over(attempt),
+        lambda: run.hold.is_reached() or run.is_over(attempt),
         lambda: f"step {fault.step} of attempt {attempt}\n{run.account()}",
     )
     assert not run.is_over(attempt), f"over before {fault} struck\n{run.account()}"
     cure = fault.strike(run)
+    if not fault.asks_all:
+        run.hold.at(1, since_attempt=attempt + 1, since_row=HELD_ROW)
     try:
         if not fault.ends and _goes_on(run, fault, attempt):
             return
         wait(lambda: run.is_over(attempt), lambda: f"no end by {fault}\n{run.account()}")
+        run.hold.at(1, since_attempt=attempt + 1, since_row=HELD_ROW)
         check_end(run, fault, attempt)
     finally:
         cure()
@@ -86,6 +92,8 @@ def _record(run: Run, attempt: int) -> AttemptRecord:
 
 def complete(run: Run) -> None:
     """See the run complete, and its processes gone."""
+
+    run.hold.release()
 
     def is_over() -> bool:
         return run.is_over(run.attempt()) and read_status(run.paths).state in {"completed", "failed"}

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
+from tests.disks import take_room
 from tests.faults.on_slurm import SlurmRun
 from tests.faults.runs import LocalRun, Run, signal_to, wait
 from tests.faults.shim import ALWAYS, EVERY_TOUCH, TAKES_ROOM, Touch
@@ -43,6 +43,8 @@ class Fault:
     ends: ClassVar[bool] = True
     #: On Slurm too the run continues only by ``resume``.
     is_final: ClassVar[bool] = False
+    #: All ranks are asked to stop, some time after ``strike``.
+    asks_all: ClassVar[bool] = False
 
     def strike(self, run: Run) -> Cure:
         raise NotImplementedError
@@ -77,6 +79,7 @@ class Interrupt(Fault):
     codes = {130}
     causes = {"interrupted"}
     reason = "stopped by Ctrl-C"
+    asks_all = True
 
     def strike(self, run: LocalRun) -> Cure:
         signal_to(run.process.pid, signal.SIGINT)
@@ -207,9 +210,7 @@ class FullDisk(Fault):
     def strike(self, run: Run) -> Cure:
         assert os.path.ismount(run.paths.folder.parents[1]), "a disk that others use is not filled"
         ballast = run.paths.folder.parents[1] / "ballast"
-        with ballast.open("wb") as file:
-            room = shutil.disk_usage(ballast.parent).free - self.leave_bytes
-            os.posix_fallocate(file.fileno(), 0, max(1, room))
+        wait(lambda: take_room(ballast, self.leave_bytes), "a full disk")
         return ballast.unlink
 
 
@@ -219,6 +220,7 @@ class Preemption(Fault):
 
     causes = {"preemption"}
     reason = "preempted at step"
+    asks_all = True
 
     def strike(self, run: SlurmRun) -> Cure:
         return run.preempt()
@@ -229,6 +231,7 @@ class Requeue(Fault):
     """``scontrol requeue``, by hand."""
 
     causes = {"preemption", "lost"}
+    asks_all = True
 
     def strike(self, run: SlurmRun) -> Cure:
         run.requeue()

@@ -15,8 +15,6 @@ from tests.faults.shim import Shim
 from tests.quiet import QuietRuns
 from tests.slurm.experiments import ENVIRONMENT
 
-#: A step takes a tenth of a second: a run that is struck late on a busy machine has not ended yet.
-PACE_S = 0.04
 EXPERIMENT = (
     PACED.replace("  steps: 60", "  steps: 40").replace("{every_steps: 7}", "{every_steps: 4}")
     + "recovery: {max_crashes: 100, max_without_progress: 100, exclude_nodes_for_h: 0}\n"
@@ -40,5 +38,5 @@ def survive_here(
 ) -> None:
     """Let the faults of a seed strike a local run; ``shim`` where they need it."""
     expected = uninterrupted(quiet_runs)
-    run = LocalRun(folder, EXPERIMENT, *overrides, pace_s=PACE_S, shim=shim)
+    run = LocalRun(folder, EXPERIMENT, *overrides, shim=shim)
     survive(run, Schedule.of(seed, kind, LOCAL).faults, expected)

@@ -11,6 +11,7 @@ from pathlib import Path
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, newest_number, read_record
 from hpc_train.run.run_status import read_status
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import Done, hpc_train, write_experiment
 from tests.faults.runs import wait
 from tests.faults.shim import Shim
@@ -34,9 +35,12 @@ class SlurmRun:
         runs: Path | None = None,
     ) -> None:
         self.cluster = cluster
+        self.hold = Hold(folder, 1)
+        self.hold.at(1, since_row=2)
         own = {"HPC_TRAIN_RUNS": str(runs or folder / "runs"), "PACED_TRAIN_S": str(pace_s)}
         self._environment = ENVIRONMENT | own | cluster.environment
-        done = self._command("submit", write_experiment(folder, text), *overrides, "--json")
+        words = (*overrides, self.hold.override, "--json")
+        done = self._command("submit", write_experiment(folder, text), *words)
         assert done.code == 0, done.err
         self.paths = submitted(done)
 

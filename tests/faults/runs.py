@@ -13,6 +13,7 @@ from typing import Protocol
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, newest_number, read_record
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import found_runs, only_run, start, write_experiment
 from tests.faults.shim import Shim
 from tests.waiting import came_true
@@ -26,6 +27,8 @@ class Run(Protocol):
     paths: RunPaths
     #: None where its ranks run without.
     shim: Shim | None
+    #: Holds each attempt after its first step, until a fault is to strike it.
+    hold: Hold
 
     def attempt(self) -> int:
         """Return the number of the running attempt, or the one that ended last."""
@@ -90,19 +93,20 @@ class LocalRun:
         folder: Path,
         text: str,
         *overrides: str,
-        pace_s: float = 0.0,
         shim: Shim | None = None,
         **environment: str,
     ) -> None:
         self.shim: Shim | None = shim
+        self.hold = Hold(folder, 1)
+        self.hold.at(1, since_row=2)
         self._environment = {
             "HPC_TRAIN_RUNS": str(folder / "runs"),
-            "PACED_TRAIN_S": str(pace_s),
             **(shim.environment() if shim is not None else {}),
             **environment,
         }
         experiment = write_experiment(folder, text)
-        self.process = self._start("submit", experiment, *overrides, "--local", "--devices", "2")
+        where = ("--local", "--devices", "2")
+        self.process = self._start("submit", experiment, *overrides, self.hold.override, *where)
         self.output = ""
         wait(lambda: bool(found_runs(folder)) or self.process.poll() is not None, "the run's folder")
         assert self.process.poll() is None, self.process.communicate()[1]

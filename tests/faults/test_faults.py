@@ -89,8 +89,8 @@ def survive_on(
     quiet_runs: QuietRuns,
     folder: Path,
     *,
-    pace_s: float,
     strategy: str,
+    pace_s: float = 0.0,
     ranks_per_node: int = 1,
 ) -> None:
     """Let the faults of a seed strike a run on two nodes: of one rank each where more make no difference.
@@ -111,7 +111,7 @@ def test_preemption_and_signals(
     seed: int, cluster_without_accounting: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     cluster = cluster_without_accounting
-    survive_on(cluster, "preemption", seed, quiet_runs, tmp_path, pace_s=0.05, strategy="fsdp")
+    survive_on(cluster, "preemption", seed, quiet_runs, tmp_path, strategy="fsdp")
 
 
 @pytest.mark.slurm
@@ -121,7 +121,7 @@ def test_a_requeue_by_hand_and_ranks_of_a_node(
     seed: int, cluster_without_accounting: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     cluster = cluster_without_accounting
-    survive_on(cluster, "requeue", seed, quiet_runs, tmp_path, pace_s=0.1, strategy="ddp", ranks_per_node=2)
+    survive_on(cluster, "requeue", seed, quiet_runs, tmp_path, strategy="ddp", ranks_per_node=2)
 
 
 @pytest.mark.slurm
@@ -145,7 +145,7 @@ def test_a_node_that_dies(
 ) -> None:
     """Its ranks may outlive it: they may not be done before Slurm has given it up."""
     cluster = cluster_without_accounting
-    survive_on(cluster, "node", seed, quiet_runs, tmp_path, pace_s=0.5, strategy="ddp")
+    survive_on(cluster, "node", seed, quiet_runs, tmp_path, strategy="ddp")
 
 
 @pytest.mark.slurm

@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.driver import assert_whole, complete, strike
 from tests.faults.faults import Kill
-from tests.faults.local import EXPERIMENT, PACE_S, seeds, survive_here, uninterrupted
+from tests.faults.local import EXPERIMENT, seeds, survive_here, uninterrupted
 from tests.faults.runs import LocalRun
 from tests.faults.shim import Shim, Touch
 from tests.quiet import QuietRuns
@@ -64,7 +64,7 @@ def test_input_output_errors_of_rows_log_and_status_end_no_attempt(
 def test_clocks_that_disagree(quiet_runs: QuietRuns, tmp_path: Path, shim: Shim) -> None:
     """Two hours between ranks, and the next attempt begins two hours before the one before."""
     expected = uninterrupted(quiet_runs)
-    run = LocalRun(tmp_path, EXPERIMENT, pace_s=PACE_S, shim=shim, FAULTS_CLOCK_S="7200,0")
+    run = LocalRun(tmp_path, EXPERIMENT, shim=shim, FAULTS_CLOCK_S="7200,0")
     strike(run, Kill(step=11, ranks=(0, 1)), FAULTS_CLOCK_S="-7200,0")
     complete(run)
     assert_whole(run, expected)

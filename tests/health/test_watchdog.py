@@ -167,8 +167,8 @@ def test_one_rank_that_hangs_is_reported_with_its_stacks(watched: Watched) -> No
     assert watched.codes == [ExitCode.HUNG]
     assert watched.watchdog.is_ending
     error = watched.attempt.error(0).read_text()
-    assert error.startswith(
-        "HangError: rank 0 on n1 made no progress for 0 s in step 57 (training); stacks in "
+    assert re.match(
+        r"HangError: rank 0 on n1 made no progress for \d+ s in step 57 \(training\); stacks in ", error
     )
     assert "attempts/3/rank-*.stacks" in error
     assert ends(watched.attempt) == {0: (79, "n1")}
@@ -193,7 +193,8 @@ def test_before_the_first_step_a_rank_may_take_long(watched: Watched) -> None:
     wait_until(lambda: bool(watched.codes), "the end")
 
 
-def test_a_rank_that_gets_on_is_left_alone(watched: Watched) -> None:
+def test_a_rank_that_gets_on_is_left_alone(tmp_path: Path) -> None:
+    watched = Watched(tmp_path / "3", hang_after_s=0.5)  # longer than it waits for a core
     watched.watchdog.has_stepped()
     watched.watchdog.start()
     step = 0
@@ -359,9 +360,9 @@ def test_a_slow_rank_is_left_alone(tmp_path: Path) -> None:
     """Its steps take longer than the limit in all, and less each."""
     work = """
 def work(step):
-    if rank == 1 and step in (1, 2, 3):
-        time.sleep(2.5)
-    if step == 4:
+    if rank == 1 and 1 <= step <= 7:
+        time.sleep(1)
+    if step == 8:
         (attempt.folder / "done").touch()
 """
     attempt = AttemptPaths(tmp_path / "3")

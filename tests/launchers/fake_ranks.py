@@ -17,7 +17,7 @@ from hpc_train.run.attempts import AttemptRecord, claim_attempt, read_record
 from tests.run.runs import small_experiment, small_run
 
 REPOSITORY = Path(__file__).parents[2]
-_LIMIT_S = 30.0
+_LIMIT_S = 120.0
 #: What each script begins with: its rank, its run's files, and ways to wait.
 PRELUDE = """
 import os, signal, sys, time
@@ -33,7 +33,7 @@ def leave(code=0):
     os._exit(code)  # as ranks do: a Python that tears down has given up its signal handlers
 sys.exit = leave
 def wait_for(condition):
-    limit = time.monotonic() + 30
+    limit = time.monotonic() + 60
     while not condition():
         if time.monotonic() > limit:
             print("waited in vain", file=sys.stderr, flush=True)

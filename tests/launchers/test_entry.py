@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.errors import UsageError
+from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.entry import Entry, attempt_number
 from hpc_train.paths import RunPaths
 from hpc_train.run.rank_ends import exit_codes
@@ -72,6 +72,13 @@ def test_a_rank_runs_the_worker_with_its_attempt_and_exits_with_its_code(tmp_pat
     assert (done.stdout, done.returncode) == (f"{tmp_path} 3\n", 75), done.stderr
 
 
+def test_a_full_disk_that_takes_no_log_changes_no_exit_code(tmp_path: Path) -> None:
+    """What Python can't flush as it ends would make 120 of it."""
+    full = "import sys\nsys.stdout = sys.stderr = open('/dev/full', 'w')\n"
+    assert run_rank(tmp_path, "74", full + WORKER).returncode == 74
+    assert run_rank(tmp_path, "74", full + WORKER, HPC_TRAIN_ATTEMPT="x").returncode == ExitCode.USAGE
+
+
 @pytest.mark.parametrize(
     ("rank", "code", "told"), [(0, 0, None), (0, 75, 75), (1, 75, None), (1, 76, 76), (2, 1, 1)]
 )
@@ -81,6 +88,14 @@ def test_a_code_is_left_for_whoever_judges_the_attempt(
     assert run_rank(tmp_path, str(code), SLURM_PROCID=str(rank)).returncode == code
     attempt = RunPaths(tmp_path).attempt(3)
     assert exit_codes(attempt) == ({} if told is None else {rank: told})
+
+
+def test_daemons_end_with_their_rank(tmp_path: Path) -> None:
+    """Python ends them at its exit, which a rank leaves out."""
+    start = "multiprocessing.Process(target=time.sleep, args=(3600,), daemon=True).start()"
+    worker = WORKER.replace("print(paths.folder, attempt)", start)
+    done = run_rank(tmp_path, "0", f"import multiprocessing, time\n{worker}")
+    assert done.returncode == 0, done.stderr  # once no process holds its output any more
 
 
 def test_a_worker_that_can_not_be_imported_leaves_its_traceback(tmp_path: Path) -> None:

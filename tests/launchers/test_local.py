@@ -339,7 +339,8 @@ def test_an_abort_before_completion_is_a_failure(tmp_path: Path) -> None:
     assert read_status(request.paths).reason == "rank 0: killed by SIGABRT"
 
 
-def test_a_peers_abort_does_not_hide_the_cause(tmp_path: Path) -> None:
+def test_a_peers_abort_does_not_hide_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_FAILURE_GRACE_S", 60.0)  # rank 1 may be slow to start
     request = new_request(tmp_path)
     script = """
 if rank == 0:

@@ -35,7 +35,7 @@ wait_for(lambda: False)
 
 def end(launcher: subprocess.Popen[str]) -> int:
     try:
-        launcher.communicate(timeout=30)
+        launcher.communicate(timeout=120)
     finally:
         launcher.kill()
         launcher.communicate()

@@ -78,7 +78,7 @@ def test_a_missing_key_is_one_warning(
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port}")
     logger = WandbLogger(context(tmp_path, mode="online"))
     _wait_until(lambda: logger._process is not None)
-    assert logger._process is not None and logger._process.wait(30) == 0
+    assert logger._process is not None and logger._process.wait(120) == 0
     logger.log(row("train", 1))
     logger.close("completed")
     told = capfd.readouterr().err
@@ -105,10 +105,14 @@ def test_rows_neither_wait_nor_pile_up_for_a_process_that_does_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", 0.2)
+    monkeypatch.setattr(process_logger, "_KILLED_LIMIT_S", 60.0)
     monkeypatch.setattr(process_logger, "_start_process", _start_deaf)
     logger = WandbLogger(context(tmp_path))
+    long = {"note": "more than the pipe takes" * 5000}
+    logger.log(row("train", 0) | long)
+    _wait_until(lambda: not logger._news)  # its thread has begun to write that
     for step in range(500):
-        logger.log(row("train", step) | {"note": "more than the pipe takes" * 5000})
+        logger.log(row("train", step) | long)
         logger.rows_committed(step)
     assert logger._news.keys() == {"newest", "committed"}, "only the newest state waits"
     assert logger._news["committed"] == 499
@@ -138,7 +142,7 @@ def _wait_until(is_so: Any, limit_s: float = 60.0) -> None:
     end = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < end
-        os.sched_yield()
+        time.sleep(0.01)
 
 
 def test_rows_keep_their_step_as_a_value() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hpc_train.paths import RunPaths
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import final_tensors, rows
 from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster
@@ -37,8 +38,6 @@ ELASTIC = (
     + "precision: fp64\n"
 )
 assert "norm: false" in ELASTIC and "momentum" in ELASTIC and "nodes: 1-2" in ELASTIC
-#: On two nodes a step takes twice as long, on one four times.
-PACE_S = 0.15
 
 
 @pytest.mark.fault(40)
@@ -46,13 +45,15 @@ def test_a_requeued_run_goes_on_with_the_nodes_that_are_left(
     cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
     quiet = quiet_runs.of(text=ELASTIC, environment=ENVIRONMENT)
-    paths = submit_one(tmp_path / "elastic", text=ELASTIC, pace_s=PACE_S)
+    hold = Hold(tmp_path, 5)
+    paths = submit_one(tmp_path / "elastic", hold.override, text=ELASTIC)
     wait_for_step(paths, 5)
     hosts = records(paths)[0].hosts
     assert len(hosts) == 2, "all four nodes are free"
     kept = hosts[0]
     with high_job(cluster, [node for node in NODES if node != kept]):  # which preempts the run
         assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
+        hold.release()
         assert wait_for_state(paths, "completed", "failed") == "completed", account(paths)
         wait_for_attempt_end(paths, 2)
     found = records(paths)

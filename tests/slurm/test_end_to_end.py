@@ -13,6 +13,7 @@ import pytest
 from hpc_train.loggers.wandb_process import _named
 from hpc_train.paths import RunPaths
 from hpc_train.run.metric_rows import iter_rows
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import (
     OWN_TASK,
     PLANTED,
@@ -99,14 +100,15 @@ def test_three_preemptions_change_no_bit(
 ) -> None:
     cluster: Cluster = request.getfixturevalue(fixture)
     text, trained = (EXPERIMENT, quiet.four) if strategy == "ddp" else (TWO_RANKS, quiet.two)
-    pace_s = 0.4 if strategy == "ddp" else 0.2  # a step is one micro-batch of four ranks, two of two
-    paths = submit_one(tmp_path, f"parallel.strategy={strategy}", text=text, pace_s=pace_s)
-    for number, step in enumerate([5, 15, 30], start=1):
-        wait_for_step(paths, step)
-        with preempting(cluster, paths):
-            ended = wait_for_attempt_end(paths, number)
-            assert ended.cause == "preemption", account(paths)
-            wait_for(lambda number=number: len(paths.attempt_folders()) > number, account(paths), LIMIT_S)
+    with Hold(tmp_path, 5) as hold:
+        paths = submit_one(tmp_path, f"parallel.strategy={strategy}", hold.override, text=text)
+        for number, step in enumerate([5, 15, 30], start=1):
+            hold.at(step)
+            wait_for_step(paths, step)
+            with preempting(cluster, paths):
+                ended = wait_for_attempt_end(paths, number)
+                assert ended.cause == "preemption", account(paths)
+                wait_for(lambda number=number: len(paths.attempt_folders()) > number, account(paths), LIMIT_S)
     see_it_complete(paths, trained(f"parallel.strategy={strategy}"))
     assert [record.cause for record in records(paths)] == [*["preemption"] * 3, "completed"]
     assert len({record.job for record in records(paths)}) == 1
@@ -120,15 +122,15 @@ def test_three_preemptions_change_no_bit(
 def test_a_preemption_changes_no_bit_of_a_shared_model(
     parallel: str, cluster: Cluster, quiet: Quiet, tmp_path: Path
 ) -> None:
-    # Few blocks and steps, as tensor's take tenths of a second of both cores, and slow ones: most of them
-    # follow the signal.
+    # Few blocks and steps, as tensor's take tenths of a second of both cores.
     model = 'model={name: "tests.end_to_end.paced:vit", args: {depth: 2}}'
     steps = ("optimization.steps=16", "optimization.schedule.warmup_steps=4", "evaluation.every_steps=8")
     overrides = (model, f"parallel={parallel}", *steps)
-    paths = submit_one(tmp_path, *overrides, pace_s=0.8)
-    wait_for_step(paths, 5)
-    with preempting(cluster, paths):
-        assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
+    with Hold(tmp_path, 5) as hold:
+        paths = submit_one(tmp_path, *overrides, hold.override)
+        wait_for_step(paths, 5)
+        with preempting(cluster, paths):
+            assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
     see_it_complete(paths, quiet.four(*overrides))
     assert [record.cause for record in records(paths)] == ["preemption", "completed"]
 
@@ -136,10 +138,11 @@ def test_a_preemption_changes_no_bit_of_a_shared_model(
 @pytest.mark.fault(1)
 def test_a_preemption_changes_no_bit_of_an_own_task(cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
     overrides = (*OWN_TASK, "optimization.steps=30")
-    paths = submit_one(tmp_path, *overrides, text=TWO_RANKS, pace_s=0.2)
-    wait_for_step(paths, 5)
-    with preempting(cluster, paths):
-        assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
+    with Hold(tmp_path, 5) as hold:
+        paths = submit_one(tmp_path, *overrides, hold.override, text=TWO_RANKS)
+        wait_for_step(paths, 5)
+        with preempting(cluster, paths):
+            assert wait_for_attempt_end(paths, 1).cause == "preemption", account(paths)
     see_it_complete(paths, quiet.two(*overrides))
 
 
@@ -168,20 +171,23 @@ def test_a_node_that_dies_changes_no_bit(
     cluster: Cluster = request.getfixturevalue(fixture)
     overrides = (f"parallel.strategy={strategy}", "checkpoint.every_steps=7")
     # The ranks live on without their daemons: they may not be done before Slurm has given the node up.
-    paths = submit_one(tmp_path, *overrides, text=TWO_RANKS, pace_s=0.5)
-    wait_for_step(paths, 9)
-    cluster.kill_node(records(paths)[0].hosts[-1])
-    start_now(cluster, paths)
-    wait_for(lambda: len(paths.attempt_folders()) > 1, "the next attempt\n" + account(paths), LIMIT_S)
+    with Hold(tmp_path, 9) as hold:
+        paths = submit_one(tmp_path, *overrides, hold.override, text=TWO_RANKS)
+        wait_for_step(paths, 9)
+        cluster.kill_node(records(paths)[0].hosts[-1])
+        start_now(cluster, paths)
+        wait_for(lambda: len(paths.attempt_folders()) > 1, "the next attempt\n" + account(paths), LIMIT_S)
     see_it_complete(paths, quiet.two(f"parallel.strategy={strategy}"))
     # Ranks outlive their daemons, and save when Slurm ends what is left of the job.
     assert records(paths)[0].cause in {"lost", "crash", "preemption"}
 
 
 def test_a_requeue_by_hand_changes_no_bit(cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
-    paths = submit_one(tmp_path, text=TWO_RANKS, pace_s=0.2)
-    wait_for_step(paths, 5)
-    cluster.run("scontrol", "requeue", job_of(paths))
+    with Hold(tmp_path, 5) as hold:
+        paths = submit_one(tmp_path, hold.override, text=TWO_RANKS)
+        wait_for_step(paths, 5)
+        cluster.run("scontrol", "requeue", job_of(paths))
+        wait_for(lambda: job_states(cluster, job_of(paths)) == ["PENDING"], "the requeue", LIMIT_S)
     see_it_complete(paths, quiet.two())  # by itself: after the two minutes for which Slurm holds it
     assert len(records(paths)) == 2
 
@@ -215,9 +221,10 @@ def test_a_sweep_is_one_throttled_array(any_cluster: Cluster, tmp_path: Path) ->
 
 
 def test_status_is_right_in_every_state(any_cluster: Cluster, tmp_path: Path) -> None:
+    hold = Hold(tmp_path, 3)
     with high_job(any_cluster, NODES) as blocker:
         wait_for(lambda: job_states(any_cluster, blocker) == ["RUNNING"], "the blocker")
-        paths = submit_one(tmp_path, text=TWO_RANKS, pace_s=0.15)
+        paths = submit_one(tmp_path, hold.override, text=TWO_RANKS)
         assert state(paths) == "pending"
         any_cluster.run("scontrol", "hold", job_of(paths))
         wait_for(lambda: "eld" in str(standing(tmp_path)[0]["reason"]), "the word held", 60)
@@ -228,6 +235,7 @@ def test_status_is_right_in_every_state(any_cluster: Cluster, tmp_path: Path) ->
     with preempting(any_cluster, paths):
         wait_for_attempt_end(paths, 1)
         wait_for(lambda: state(paths) == "requeued", "requeued", 60)
+    hold.release()
     wait_for_state(paths, "completed")
     wait_for(lambda: state(paths) == "completed", "completed", 60)
 
@@ -261,10 +269,11 @@ def test_scancel_is_final_in_every_state(any_cluster: Cluster, tmp_path: Path) -
 
 
 def test_a_cancelled_run_goes_on_after_a_resume(cluster: Cluster, quiet: Quiet, tmp_path: Path) -> None:
-    paths = submit_one(tmp_path, text=TWO_RANKS, pace_s=0.15)
-    wait_for_step(paths, 10)
-    assert command(tmp_path, "cancel", paths.folder).code == 0
-    assert state(paths) == "cancelled"
+    with Hold(tmp_path, 10) as hold:
+        paths = submit_one(tmp_path, hold.override, text=TWO_RANKS)
+        wait_for_step(paths, 10)
+        assert command(tmp_path, "cancel", paths.folder).code == 0
+        assert state(paths) == "cancelled"
     done = command(tmp_path, "resume", paths.folder)
     assert done.code == 0, done.err
     see_it_complete(paths, quiet.two())
@@ -355,10 +364,11 @@ def test_wandb_keeps_one_run_over_attempts_without_a_network(
     for name, secret in SECRETS.items():
         monkeypatch.setenv(name, secret)
     wandb = "logging={every_steps: 1, wandb: {project: slurm}}"
-    paths = submit_one(tmp_path, wandb, text=TWO_RANKS, pace_s=0.2)
-    wait_for_step(paths, 5)
-    with preempting(cluster, paths):
-        wait_for_attempt_end(paths, 1)
+    with Hold(tmp_path, 5) as hold:
+        paths = submit_one(tmp_path, wandb, hold.override, text=TWO_RANKS)
+        wait_for_step(paths, 5)
+        with preempting(cluster, paths):
+            wait_for_attempt_end(paths, 1)
     see_it_complete(paths, quiet.two())
     run_id = json.loads(paths.run.read_text())["wandb_id"]
     offline = sorted(path.name for path in paths.wandb.rglob("offline-run-*") if path.is_dir())

@@ -16,6 +16,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import EVENTS, AttemptRecord
 from hpc_train.run.checkpoints import Manifest, committed
 from hpc_train.run.rank_ends import exit_codes
+from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import assert_equal_to_the_bit, status, wait_for
 from tests.quiet import QuietRuns
 from tests.slurm.cluster import Cluster
@@ -35,7 +36,7 @@ from tests.slurm.runs import high_job, squeue
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-#: A step takes about a tenth of a second: the run is caught in the middle of it.
+#: Of each micro-batch of a run that does not end by itself.
 PACE_S = 0.05
 
 
@@ -85,10 +86,11 @@ def test_two_nodes_meet_and_train_to_the_end(cluster: Cluster, quiet_runs: Quiet
 def test_a_killed_rank_takes_the_others_with_it_and_nothing_is_saved(
     cluster: Cluster, quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
-    paths = submit_one(tmp_path, "checkpoint.every_steps=5", pace_s=PACE_S)
-    wait_for_step(paths, 12)
-    (victim,) = ranks_of(paths, rank=2)
-    os.kill(victim, signal.SIGKILL)
+    with Hold(tmp_path, 12) as hold:
+        paths = submit_one(tmp_path, "checkpoint.every_steps=5", hold.override)
+        wait_for_step(paths, 12)
+        (victim,) = ranks_of(paths, rank=2)
+        os.kill(victim, signal.SIGKILL)
     record = wait_for_attempt_end(paths, 1)
     assert record.cause == "crash", account(paths)
     assert record.reason is not None
@@ -118,10 +120,11 @@ def test_ranks_that_are_preempted_before_they_have_met_lose_nothing(
 
 
 def test_a_preemption_is_told_part_by_part(cluster: Cluster, tmp_path: Path) -> None:
-    paths = submit_one(tmp_path, pace_s=PACE_S)
-    wait_for_step(paths, 12)
-    with high_job(cluster, records(paths)[0].hosts):
-        record = wait_for_attempt_end(paths, 1)
+    with Hold(tmp_path, 12) as hold:
+        paths = submit_one(tmp_path, hold.override)
+        wait_for_step(paths, 12)
+        with high_job(cluster, records(paths)[0].hosts):
+            record = wait_for_attempt_end(paths, 1)
     assert record.events.keys() == set(EVENTS), account(paths)
     times = list(record.events.values())
     assert times == sorted(times)

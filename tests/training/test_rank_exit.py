@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,20 @@ def test_memory_that_is_full_before_the_first_step_must_be_fixed_in_the_file(
         "activation_checkpointing: blocks, or a parallel.strategy that shards ("
     )
     assert "Traceback" not in text and "Traceback" in capsys.readouterr().err, "the log says where"
+
+
+def test_a_log_that_can_not_be_written_changes_no_exit_code(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk has no room for the log either."""
+    error = OSError(errno.ENOSPC, "No space left on device", "shard")
+    with open("/dev/full", "w", buffering=1) as full, monkeypatch.context() as patch:  # noqa: PTH123
+        patch.setattr(sys, "stderr", full)
+        code, text = end(paths, error)
+        with pytest.raises(OSError, match="No space"):
+            full.close()
+    assert code == ExitCode.IO
+    assert text is not None and "the disk is full" in text
 
 
 def test_memory_that_is_full_later_is_a_crash_with_the_same_words(paths: RunPaths) -> None:

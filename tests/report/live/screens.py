@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 from hpc_train.report.live.live_runs import RunsReader
 from hpc_train.report.live.watch_app import WatchApp
 
-_LIMIT_S = 20.0
+_LIMIT_S = 60.0
 
 
 def lines_of(app: WatchApp) -> list[str]:
