@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, TypedDict
 
 from hpc_train.cli.json_result_shapes import RESULT_SHAPES
-from hpc_train.cli.status import RunRow
+from hpc_train.cli.run_row import RunRow
 
 
 class Runs(TypedDict):

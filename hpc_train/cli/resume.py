@@ -11,8 +11,8 @@ from hpc_train.cli.file_changes import either, say_file_changes
 from hpc_train.cli.next_steps import has_saved, new_run_command, next_attempt_words, next_steps
 from hpc_train.cli.plan import launcher_problems
 from hpc_train.cli.queue_forecast import refuse_never_starting
+from hpc_train.cli.run_row import rows_of
 from hpc_train.cli.starting import polling, report, start
-from hpc_train.cli.status import rows_of
 from hpc_train.cli.version_changes import VersionChange, other_python, version_change
 from hpc_train.config.schema import Experiment
 from hpc_train.console import say

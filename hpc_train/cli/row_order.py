@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hpc_train.cli.run_row import RunRow
 from hpc_train.errors import UsageError
 from hpc_train.registry import suggestion
 from hpc_train.report.changed_keys import short_names
 
-if TYPE_CHECKING:
-    from hpc_train.cli.status import RunRow
-
-_Key = Callable[["RunRow"], Any]
+_Key = Callable[[RunRow], Any]
 #: ``metric``: the one that the table shows.
 _COLUMNS: dict[str, _Key] = {
     "run": lambda row: row.id,

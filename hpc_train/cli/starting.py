@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from hpc_train.cli.next_steps import next_steps
-from hpc_train.cli.status import RunRow, rows_json
+from hpc_train.cli.run_row import RunRow, rows_json
 from hpc_train.console import columns, one_line, put, put_json, say
 from hpc_train.errors import ExitCode
 from hpc_train.launchers.base import Launcher, StartRequest

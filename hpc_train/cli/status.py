@@ -1,204 +1,30 @@
-"""``status``, and how the status of a run is printed."""
+"""``status``: the rows of runs as a table, and the details of a single one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from hpc_train.cli.many_runs import collecting_rarely
 from hpc_train.cli.row_order import sorted_rows
-from hpc_train.cli.run_usage import used_by
+from hpc_train.cli.run_row import RunRow, rows_at, rows_json
 from hpc_train.cli.unreadable import find_readable
-from hpc_train.console import JSON_VERSION, columns, put, put_json, say
-from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.console import columns, put, put_json, say
+from hpc_train.errors import ExitCode
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
-from hpc_train.recovery.budgets import Left
-from hpc_train.report.changed_keys import in_words
-from hpc_train.report.goodput import goodput
-from hpc_train.report.metrics_reader import Row, last_metric, newest_judged, newest_rows, sampled_rows
-from hpc_train.report.recovery_budget import Recovery, recovery_of
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_table import print_table
-from hpc_train.report.run_times import Restart, elapsed_s, newest_restart, remaining_s, short_duration
-from hpc_train.report.step_layout import layout_of, ranks_of
-from hpc_train.report.usage import MAX_ROWS, Usage, counts_by_state
+from hpc_train.report.step_layout import layout_of
+from hpc_train.report.usage import counts_by_state
 from hpc_train.run import bad_samples
-from hpc_train.run.attempts import job_ids, newest_number
-from hpc_train.run.best import Best
-from hpc_train.run.checkpoints import kept_best
+from hpc_train.run.attempts import newest_number
 from hpc_train.run.files import read_text
 from hpc_train.run.find import run_names
-from hpc_train.run.found_micro_batch import kept_size
-from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
+from hpc_train.run.run_status import read_status
 from hpc_train.run.tracebacks import shortened_traceback
 
 _HEADS = ("run", "experiment", "state", "step", "job", "elapsed", "ETA", "values", "last metric or reason")
-
-
-@dataclass(frozen=True)
-class RunRow:
-    """One entry of ``status --json`` (a contract)."""
-
-    id: str
-    name: str
-    state: str
-    step: int
-    total_steps: int | None
-    attempt: int
-    reason: str | None
-    path: str
-    #: Of the newest job: ``12_3``, or ``12``.
-    job: str | None = None
-    #: The parts of the newest interruption, in seconds.
-    restart: Restart | None = None
-    #: The remaining budget of the newest job; None if nobody requeues.
-    budget: Left | None = None
-    #: The size that ``micro_batch_size: auto`` found; None if the file has a number, or it is not known yet.
-    micro_batch_size: int | None = None
-    #: By node, why the run's next attempt excludes it.
-    excluded_nodes: dict[str, str] = field(default_factory=dict)
-    #: The swept keys and their values; None if the run is of 0.1, which did not record them.
-    values: dict[str, Any] | None = None
-    #: Of the code that the run uses: ``commit``, ``dirty``, ``snapshot``; None if unknown.
-    code: dict[str, Any] | None = None
-    #: Of the newest attempt; before the first, as planned.
-    ranks: int | None = None
-    #: The arithmetic of a step with those ranks, as ``plan`` shows it.
-    micro_batches: int | None = None
-    accumulation: int | None = None
-    precision: str | None = None
-    #: Of all attempts, without the time in queues; None before the first.
-    elapsed_s: float | None = None
-    #: Until the last step, at the rate of the newest rows; None if the run does not train.
-    eta_s: float | None = None
-    #: ``split``, ``name``, ``value`` and ``step`` of the newest evaluation, else of the newest row.
-    last_metric: dict[str, Any] | None = None
-    #: The share of ``elapsed_s`` in steps that count, without waits for data: a step that was trained twice
-    #: counts once, and of a run that stopped early those in a checkpoint. None if no row has times.
-    goodput: float | None = None
-    #: With ``checkpoint.best``: ``metric``, ``value`` and ``step`` of the best checkpoint; None before the
-    #: first.
-    best: dict[str, Any] | None = None
-    #: ``gpu_hours``, ``core_hours``, ``time`` (seconds by cause: ``training``, ``data``, ``saving``,
-    #: ``starting``, ``stopping``, ``lost``, ``evaluation``, ``other``, ``queue``), ``peak_gpu_memory_gib``,
-    #: and of a single run, by accounting: ``peak_memory_gib`` and ``requested_memory_gib`` per node,
-    #: ``memory_efficiency``, ``cpu_efficiency``. None before the first attempt.
-    usage: dict[str, Any] | None = None
-
-    @classmethod
-    def of(cls, paths: RunPaths) -> RunRow:
-        """Read the run's status; one whose launcher has died is corrected."""
-        return rows_of([paths])[0]
-
-    @classmethod
-    def at(
-        cls, paths: RunPaths, now: RunStatus, *, is_full: bool = True, with_accounting: bool = False
-    ) -> RunRow:
-        """Return the row of a run with the status ``now``.
-
-        ``with_accounting``: the scheduler is asked what the run's jobs used.
-        Unless ``is_full``, without what a table of many runs does not show and what takes long to read.
-        """
-        run = RunFiles.read(paths, with_events=is_full)
-        facts = run.facts
-        jobs = job_ids(facts)
-        # That of another run has no words.
-        has_recovery = is_full or (run.attempts and now.state in GOING_ON)
-        recovery = recovery_of(run, now) if has_recovery else Recovery()
-        values = facts.get("values")
-        # Only a run that trains needs more than one row: for its rate.
-        rows = newest_rows(paths.metrics) if now.state == "running" else newest_judged(paths.metrics)
-        elapsed, remaining = elapsed_s(run, now), remaining_s(now, rows)
-        details = _details(run, now, elapsed, with_accounting=with_accounting) if is_full else {}
-        return cls(
-            id=str(facts.get("id", paths.folder.name)),
-            name=str(facts.get("name", paths.folder.parent.name)),
-            state=now.state,
-            step=now.step,
-            total_steps=now.total_steps,
-            attempt=now.attempt,
-            reason="; ".join(filter(None, (now.reason, *recovery.words))) or None,
-            path=str(paths.folder.absolute()),
-            job=jobs[-1] if jobs else None,
-            budget=recovery.budget,
-            excluded_nodes=recovery.excluded_nodes,
-            values=values if isinstance(values, dict) else None,
-            elapsed_s=None if elapsed is None else round(elapsed, 1),
-            eta_s=None if remaining is None else round(remaining, 1),
-            last_metric=last_metric(rows),
-            **details,
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return its entry in ``status --json``."""
-        return vars(self) | {
-            "restart": self.restart and asdict(self.restart),
-            "budget": self.budget and asdict(self.budget),
-        }
-
-    @property
-    def paths(self) -> RunPaths:
-        """The files of the run."""
-        return RunPaths(Path(self.path))
-
-    @property
-    def progress(self) -> str:
-        """Steps done and in all, such as ``120/500``; ``120/?`` if their number is unknown."""
-        return f"{self.step}/{'?' if self.total_steps is None else self.total_steps}"
-
-    @property
-    def metric(self) -> str:
-        """Name and value of ``last_metric``; empty before there is any."""
-        if self.last_metric is None:
-            return ""
-        value = self.last_metric["value"]
-        return f"{self.last_metric['name']} {'nan' if value is None else format(value, '.4g')}"
-
-    def cells(self, name: str) -> list[str]:
-        """Return a line of the table; ``name``: the printed name of the run."""
-        times = (short_duration(self.elapsed_s), short_duration(self.eta_s))
-        return [
-            name,
-            self.name,
-            self.state,
-            self.progress,
-            self.job or "",
-            *times,
-            in_words(self.values or {}),
-            self.reason or self.metric,
-        ]
-
-    def details(self) -> list[tuple[str, str]]:
-        """Return details that don't fit the table, as label and text."""
-        found = [
-            ("attempt", str(self.attempt) if self.attempt else ""),
-            ("reason", self.reason or ""),
-            ("metric", self._metric_at()),
-            ("best", str(Best.from_json(self.best) or "")),
-            (
-                "goodput",
-                "" if self.goodput is None else f"{self.goodput:.1%} of {short_duration(self.elapsed_s)}",
-            ),
-            *(Usage(**self.usage).details() if self.usage else ()),
-            ("values", in_words(self.values or {})),
-            ("code", self._code_words()),
-            ("folder", self.path),
-        ]
-        return [(label, text) for label, text in found if text]
-
-    def _metric_at(self) -> str:
-        found = self.last_metric
-        return f"{self.metric} at step {found['step']} ({found['split']})" if found else ""
-
-    def _code_words(self) -> str:
-        code = self.code or {}
-        changed = " with changes" if code.get("dirty") else ""
-        commit = f"commit {str(code['commit'])[:12]}{changed}" if code.get("commit") else ""
-        snapshot = f"snapshot {str(code['snapshot'])[:12]}" if code.get("snapshot") else ""
-        return ", ".join(filter(None, (commit, snapshot)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +45,7 @@ def status(words: Sequence[str], options: StatusOptions) -> ExitCode:
     if options.failed:
         pairs = [(paths, now) for paths, now in pairs if now.state == "failed"]
     is_one = len(pairs) == 1
-    rows = _rows_of(pairs, is_full=options.as_json or is_one, with_accounting=is_one)
+    rows = rows_at(pairs, is_full=options.as_json or is_one, with_accounting=is_one)
     if options.sort is not None:
         rows = sorted_rows(rows, options.sort)
     if options.as_json:
@@ -263,22 +89,6 @@ def _titles(rows: Sequence[RunRow]) -> dict[int, str]:
     }
 
 
-def rows_of(runs: Sequence[RunPaths]) -> list[RunRow]:
-    """Read the status of the runs; a scheduler is asked once for all of its runs."""
-    return _rows_of(zip(runs, statuses(runs), strict=True))
-
-
-def _rows_of(
-    runs: Iterable[tuple[RunPaths, RunStatus]], *, is_full: bool = True, with_accounting: bool = False
-) -> list[RunRow]:
-    return [RunRow.at(paths, now, is_full=is_full, with_accounting=with_accounting) for paths, now in runs]
-
-
-def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
-    """Return the content of ``status --json`` (a contract)."""
-    return {"version": JSON_VERSION, "runs": [row.to_json() for row in rows]}
-
-
 def _print_details(paths: RunPaths, row: RunRow) -> None:
     put("")
     layout = layout_of(RunFiles.read(paths))
@@ -287,45 +97,6 @@ def _print_details(paths: RunPaths, row: RunRow) -> None:
         details.append(("bad samples", bad))
     for line in columns([(f"  {label}", text) for label, text in details]):
         put(line)
-
-
-def _details(
-    run: RunFiles, now: RunStatus, elapsed: float | None, *, with_accounting: bool
-) -> dict[str, Any]:
-    """Return the fields of a row that the table of runs does not show; all rows of the metrics are read."""
-    paths, layout, best = run.paths, layout_of(run), _best(run.paths)
-    rows: Sequence[Row] = ()
-    is_part = False
-    if run.recorded:
-        rows, is_part = sampled_rows(paths.metrics, MAX_ROWS)
-    share = goodput(paths, now, elapsed, None if is_part else rows)
-    used = used_by(run, now, rows, with_accounting=with_accounting)
-    return {
-        "restart": newest_restart(run.records),
-        "micro_batch_size": kept_size(paths) if run.attempts or now.state != "pending" else None,
-        "code": _code(run.facts),
-        "ranks": ranks_of(run.facts, run.newest_record),
-        "micro_batches": layout.micro_batches if layout else None,
-        "accumulation": layout.accumulation if layout else None,
-        "precision": layout.precision if layout else None,
-        "goodput": None if share is None else round(share, 4),
-        "best": None if best is None else best.to_json(),
-        "usage": None if used is None else used.to_json(),
-    }
-
-
-def _best(paths: RunPaths) -> Best | None:
-    try:
-        return kept_best(paths)
-    except BadFileError:  # a checkpoint of a later version
-        return None
-
-
-def _code(facts: Mapping[str, Any]) -> dict[str, Any] | None:
-    noted = facts.get("code")
-    if not isinstance(noted, dict):
-        return None
-    return {key: noted.get(key) for key in ("commit", "dirty", "snapshot")}
 
 
 def _print_error(paths: RunPaths) -> None:

@@ -32,9 +32,9 @@ from hpc_train.cli.plan import (
 from hpc_train.cli.plan_cost import over_budget_lines
 from hpc_train.cli.queue_forecast import never_starting
 from hpc_train.cli.resume import start_again
+from hpc_train.cli.run_row import rows_of
 from hpc_train.cli.searching import GivenUp, finish_submissions, next_trials
 from hpc_train.cli.starting import polling, report, start
-from hpc_train.cli.status import rows_of
 from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError

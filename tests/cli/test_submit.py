@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hpc_train.cli.run_row import RunRow
 from hpc_train.cli.starting import say_end
-from hpc_train.cli.status import RunRow
 from hpc_train.config.training_sections import ProfileConfig
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths, runs_root
