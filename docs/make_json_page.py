@@ -100,7 +100,8 @@ def _comments(shape: Any) -> dict[str, str]:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
+    """Return a comment as Markdown, with JSON's word for None."""
+    return re.sub(r"\bNone\b", "null", " ".join(text.split())).replace("``", "`").replace("|", "\\|")
 
 
 if __name__ == "__main__":

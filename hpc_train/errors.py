@@ -110,7 +110,6 @@ class PeerLostError(HpcTrainError):
 
 #: All but printable ASCII, line breaks and tabs: looked up one by one.
 _UNUSUAL = re.compile(r"[^\n\t\x20-\x7e]")
-_SHOWN_LENGTH = 60
 
 
 def printable(text: str) -> str:
@@ -132,9 +131,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
-def shortened(text: str) -> str:
-    """Return at most the first 60 characters of ``text``, which a hostile file may make long."""
-    return text if len(text) <= _SHOWN_LENGTH else f"{text[: _SHOWN_LENGTH - 1]}…"
+def listed(names: Sequence[str], most: int) -> str:
+    """Return ``a, b, c``; of more than ``most`` names the first ones and ``…``."""
+    return ", ".join([*names[:most], *(["…"] if len(names) > most else [])])
+
+
+def shortened(text: str, length: int = 60) -> str:
+    """Return at most ``length`` characters of ``text``, of a longer one the beginning and ``…``."""
+    return text if len(text) <= length else f"{text[: max(0, length - 1)]}…"
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,18 @@ NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
 _ATTEMPT_NAME = re.compile(r"[1-9][0-9]{0,8}")
 #: Folders of checkpoints and of evaluations.
 _STEP_NAME = re.compile(r"step-([0-9]{8,15})")
+
+#: Where this copy of the package is imported from.
+PACKAGE_PARENT = str(Path(__file__).parents[1])
+
+
+def with_package(environment: Mapping[str, str], places: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment of a child process that imports this copy of the package from any folder.
+
+    ``places``: where it imports from instead, such as a run's snapshot.
+    """
+    path = os.pathsep.join(filter(None, (*(places or (PACKAGE_PARENT,)), environment.get("PYTHONPATH"))))
+    return {**environment, "PYTHONPATH": path}
 
 
 def expanded(path: str) -> Path:
@@ -134,6 +147,12 @@ class AttemptPaths:
     def error(self, rank: int) -> Path:
         """Why a rank ended, if that was its own fault."""
         return self.folder / f"rank-{rank}.error"
+
+    def files_of_ranks(self, ending: str) -> dict[int, Path]:
+        """The ranks' files with this ending, such as ``.log``, by rank; in the order of their names."""
+        found = sorted(self.folder.glob(f"rank-*{ending}"))
+        named = ((path.name.removeprefix("rank-").removesuffix(ending), path) for path in found)
+        return {int(rank): path for rank, path in named if rank.isdecimal()}
 
     def stacks(self, rank: int) -> Path:
         """The stacks of a rank's threads when its watchdog considered the attempt hung."""

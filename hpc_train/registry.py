@@ -99,6 +99,17 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
+def suggestion(word: str, choices: Iterable[str], otherwise: str | None = None) -> str:
+    """Return ``did you mean …?`` if ``word`` is likely a misspelling of a choice, else ``otherwise``.
+
+    By default ``otherwise`` is to write one of the choices, in their order.
+    """
+    known = list(choices)
+    if close := nearest(word, known):
+        return f"did you mean {close}?"
+    return f"write one of {', '.join(known)}" if otherwise is None else otherwise
+
+
 def split_name(name: str) -> tuple[str, str]:
     """Split ``provider/rest`` at the first slash; a name without one is its own provider, rest empty."""
     provider, _, rest = name.partition("/")
@@ -144,10 +155,7 @@ def unknown_part(kind: str, name: str) -> tuple[str, str]:
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> tuple[str, str]:
     """Return what is wrong with a name that is not ``known``, and what to write instead."""
-    choices = sorted(known)
-    close = nearest(name, choices)
-    remedy = f"did you mean {close}?" if close else f"write one of {', '.join(choices)}"
-    return f"there is no {what} '{shortened(name)}'", remedy
+    return f"there is no {what} '{shortened(name)}'", suggestion(name, sorted(known))
 
 
 def load_traits(kind: str, name: str) -> object | None:

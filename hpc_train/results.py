@@ -17,8 +17,8 @@ from hpc_train.errors import UsageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys
 from hpc_train.report.goodput import goodput
-from hpc_train.report.metric_values import Metric, find_metric, last_and_best
-from hpc_train.report.metrics_reader import POSITION, Row, rows_in
+from hpc_train.report.metric_values import Metric, find_metric, last_and_best, metrics_in
+from hpc_train.report.metrics_reader import Row, rows_in
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_times import attempt_span, elapsed_s
 from hpc_train.report.step_layout import ranks_of
@@ -43,7 +43,7 @@ def runs(*words: Word, metric: str | None = None) -> pd.DataFrame:
     Columns: ``run``, ``experiment``, ``state``, ``step``, ``total_steps``, ``attempts``, ``ranks``,
     ``elapsed_s`` (of all attempts), ``goodput``, ``metric``, ``last``, ``last_step``, ``best``,
     ``best_step``, ``commit``, ``path``, and one per key in which the runs differ, with its dotted name.
-    ``metric``: ``accuracy`` or ``train/loss``, by default accuracy of evaluations, else loss. Raises
+    ``metric``: ``accuracy`` or ``train/loss``, by default accuracy, map or loss of evaluations. Raises
     UsageError if no run has it, or if a word names no run.
     """
     pandas = _pandas()
@@ -110,13 +110,7 @@ def _find(words: Sequence[Word]) -> list[RunPaths]:
 
 
 def _chosen(rows: Sequence[Sequence[Row]], wanted: str | None) -> Metric | None:
-    known = {
-        Metric(str(row.get("split")), name)
-        for run_rows in rows
-        for row in run_rows
-        for name in row
-        if name not in POSITION
-    }
+    known = metrics_in(row for run_rows in rows for row in run_rows)
     found = find_metric(known, wanted)
     if found is None and wanted is not None:
         listed = ", ".join(sorted(map(str, known))[:50]) or "none yet"
@@ -152,7 +146,7 @@ def _attempts(paths: RunPaths, name: str) -> list[dict[str, Any]]:
     run, status = RunFiles.read(paths), read_status(paths)
     found = []
     for attempt, record in run.recorded:
-        is_running = record is run.newest_record and status.state == "running"
+        is_running = run.is_running(record, status)
         span = attempt_span(attempt, record, is_running=is_running)
         found.append(
             {

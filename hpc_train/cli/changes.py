@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,17 @@ from hpc_train.paths import RunPaths
 from hpc_train.plan.identity import CHANGEABLE
 from hpc_train.run.run_facts import recorded_values
 
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
 #: Not relevant to an existing run.
 _IGNORED = ("sweep",)
 #: Not part of the id, but of the run's location.
 _FIXED = ("name",)
+
+
+def runs_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the runs and the ``KEY=VALUE`` among the words of a command line."""
+    overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
+    return [word for word in words if word not in overrides], overrides
 
 
 @dataclass(frozen=True)

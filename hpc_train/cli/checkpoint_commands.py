@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import hpc_train
 from hpc_train.cli.children import child_report, run_child
 from hpc_train.cli.code import is_new
 from hpc_train.cli.evaluate import Checkpoint
@@ -16,7 +15,7 @@ from hpc_train.cli.logs import listed_runs
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
-from hpc_train.paths import CheckpointPaths, RunPaths
+from hpc_train.paths import PACKAGE_PARENT, CheckpointPaths, RunPaths
 from hpc_train.run import checkpoints
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, module_in, search_path
 from hpc_train.run.find import run_name
@@ -87,7 +86,7 @@ def _one_run(word: str) -> RunPaths:
 
 def _code(paths: RunPaths, choice: str | None) -> list[str]:
     """Return where the child imports the model's code from: the run's snapshot, checked, or here."""
-    here = [str(Path(hpc_train.__file__).parents[1]), str(Path.cwd())]
+    here = [PACKAGE_PARENT, str(Path.cwd())]
     snapshot = None if is_new(choice) else linked(paths)
     check_run(paths)
     if snapshot is None:

@@ -7,12 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import hpc_train
 from hpc_train.console import say
 from hpc_train.errors import ExitCode
+from hpc_train.paths import with_package
 
 
 def run_child(module: str, *arguments: str, code: Sequence[str] = ()) -> int:
@@ -37,9 +36,7 @@ def child_report(module: str, *arguments: str, code: Sequence[str] = ()) -> tupl
 
 def _run(module: str, arguments: Sequence[str], code: Sequence[str], stdout: int | None) -> tuple[int, str]:
     # If the package is in a work tree, the child must find the same one from any folder.
-    places = code or (str(Path(hpc_train.__file__).parents[1]),)
-    path = os.pathsep.join(filter(None, (*places, os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": path} | ({"PYTHONSAFEPATH": "1"} if code else {})
+    environment = with_package(os.environ, code) | ({"PYTHONSAFEPATH": "1"} if code else {})
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         env=environment,

@@ -183,9 +183,14 @@ def _remove_code(folders: Collection[Path], announced: Sequence[Surplus]) -> lis
 
 
 def _agreed() -> bool:
+    return confirmed("clean", "Remove all of it?")
+
+
+def confirmed(command: str, question: str) -> bool:
+    """Ask the question on the terminal. Raises UsageError where there is none."""
     if not sys.stdin.isatty():
-        raise UsageError("clean: no terminal to ask for confirmation; add --yes")
-    print("Remove all of it? [y/N] ", end="", file=sys.stderr, flush=True)
+        raise UsageError(f"{command}: no terminal to ask for confirmation; add --yes")
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in {"y", "yes"}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpc_train.config.schema import Experiment
 from hpc_train.console import say
-from hpc_train.errors import StorageError, UsageError, UserError, counted
+from hpc_train.errors import StorageError, UsageError, UserError, counted, listed
 from hpc_train.paths import ExperimentPaths, RunPaths, expanded, runs_root
 from hpc_train.plan.planning import PlannedRun
 from hpc_train.run.code import snapshot
@@ -139,6 +139,5 @@ def _place(folder: ExperimentPaths, code: Code) -> Path:
     placed = snapshot.place(folder.snapshots, code)
     if code.left_out and not is_known:
         named = [f"{path} ({why})" for path, why in code.left_out.items()]
-        more = ", …" if len(named) > _NAMED else ""
-        say(f"code: excluded from the snapshot: {', '.join(named[:_NAMED])}{more}")
+        say(f"code: excluded from the snapshot: {listed(named, _NAMED)}")
     return placed

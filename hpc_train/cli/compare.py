@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hpc_train.cli.many_runs import collecting_rarely
@@ -19,16 +18,16 @@ from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys, short_names, value_text
 from hpc_train.report.compared_runs import Compared, Group, Spread, grouped
 from hpc_train.report.metric_values import (
-    PREFERRED,
     SPLITS,
     Metric,
     Point,
     candidate_metrics,
     find_metric,
     last_and_best_of,
+    metrics_in,
     sort_key,
 )
-from hpc_train.report.metrics_reader import POSITION, rows_in, validation_rows
+from hpc_train.report.metrics_reader import PREFERRED, rows_in, validation_rows
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_table import print_table
 from hpc_train.report.run_times import elapsed_s, short_duration
@@ -122,17 +121,11 @@ def _measured(runs: Sequence[RunPaths], wanted: str | None) -> _Measured:
                 return _Measured(metric, points)
     if wanted is None:  # nothing was measured yet
         return _Measured(Metric(SPLITS[0], PREFERRED[0]), dict.fromkeys(runs, (None, None)))
-    known = {metric for paths in runs for metric in _metrics_of(paths.metrics)}
+    known = metrics_in(row for paths in runs for row in rows_in(paths.metrics))
     if (named := find_metric(known, wanted)) is not None:  # its values are no numbers
         return _Measured(named, dict.fromkeys(runs, (None, None)))
     listed = ", ".join(sorted(map(str, known))) or "none yet"
     raise UsageError(f"--metric: {wanted} is in no run's metrics.jsonl; there are {listed}")
-
-
-def _metrics_of(file: Path) -> set[Metric]:
-    return {
-        Metric(str(row.get("split")), name) for row in rows_in(file) for name in row if name not in POSITION
-    }
 
 
 def _compared(runs: Sequence[RunPaths], measured: _Measured) -> Iterator[Compared]:

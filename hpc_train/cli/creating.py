@@ -69,7 +69,7 @@ def create_beside(
     paths: RunPaths,
     run: PlannedRun,
     context: SubmitContext,
-    make_free: Callable[[RunPaths], None] = lambda paths: None,
+    make_free: Callable[[RunPaths], None],
 ) -> RunPaths:
     """Create the run under the first free one of ``<id>-2``, ``<id>-3``, …
 
@@ -93,9 +93,7 @@ def existing_run(paths: RunPaths, run: PlannedRun) -> RunPaths:
     return paths
 
 
-def say_existing(
-    paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_queued: bool = False
-) -> ExitCode:
+def say_existing(paths: RunPaths, status: RunStatus, wanted: Experiment, *, is_queued: bool) -> ExitCode:
     """Report the status of an existing run, and what can be done to get it as ``wanted``."""
     run_id = run_name(paths)
     if others := inputs_differ(paths, wanted):

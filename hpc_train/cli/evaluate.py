@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import is_new
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.config.schema import Experiment
@@ -30,7 +30,6 @@ from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.metric_rows import evaluation_rows
 from hpc_train.run.trust import check_run
 
-_OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
 #: What an evaluation may change: where and how it runs, and on which data. The rest is the checkpoint's.
 _CHANGEABLE = ("data", "parallel", "device", "deterministic", "precision", "compile")
 _RANKS_MODULE = "hpc_train.training.checkpoint_evaluation"
@@ -81,8 +80,8 @@ def run_ranks(
     Also return their run folder, alone in a temporary folder that the caller removes; on an error it stays.
     ``check`` raises UsageError for an experiment that can't do it, before any rank starts.
     """
-    overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
-    paths = _one_run(command, [word for word in words if word not in overrides])
+    run_words, overrides = runs_and_overrides(words)
+    paths = _one_run(command, run_words)
     checkpoint.refuse_both()
     _refuse_fixed(overrides)
     check_run(paths)

@@ -18,7 +18,7 @@ from hpc_train.data_facts.by_name import data_facts
 from hpc_train.data_facts.task_starts import IMAGE_SIZE, STARTS, Start
 from hpc_train.errors import UsageError
 from hpc_train.launchers.base import JobSection
-from hpc_train.registry import nearest
+from hpc_train.registry import suggestion
 
 #: Marks what only the user knows.
 CHANGE = "CHANGE"
@@ -105,9 +105,8 @@ def _start(task: str) -> Start:
         if start.task == task:
             return start
     names = [start.task for start in STARTS]
-    close = nearest(task, names)
-    meant = f"did you mean {close}?" if close else f"write one of {', '.join(names)}, and change the file"
-    raise UsageError(f"--task: init has no file for {shown(task)}; {meant}")
+    remedy = suggestion(task, names, f"write one of {', '.join(names)}, and change the file")
+    raise UsageError(f"--task: init has no file for {shown(task)}; {remedy}")
 
 
 def _model(start: Start, name: str) -> dict[str, Any]:

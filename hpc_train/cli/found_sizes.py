@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hpc_train.console import say
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.plan.planning import Plan, PlannedRun, with_micro_batches
+from hpc_train.plan.planning import Plan, PlannedRun
 from hpc_train.run.found_micro_batch import kept_size
 
 
@@ -22,7 +22,7 @@ def _with_found_size(name: str, run: PlannedRun) -> PlannedRun:
     size = kept_size(RunPaths(runs_root() / name / run.id))
     if optimization.micro_batch_size != "auto" or size is None:
         return run
-    return with_micro_batches(run, optimization.global_batch_size // size)
+    return replace(run, micro_batches=optimization.global_batch_size // size)
 
 
 def say_layouts(runs: Sequence[PlannedRun]) -> None:

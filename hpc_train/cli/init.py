@@ -16,7 +16,7 @@ from hpc_train.errors import ExitCode, NoSchedulerError, UsageError, printable
 from hpc_train.launchers.base import ClusterLauncher, JobSection
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.lookup import DEFAULT, load_launcher
-from hpc_train.registry import nearest
+from hpc_train.registry import suggestion
 
 #: The repository's recipes: package data, in a checkout a link.
 EXAMPLES = Path(__file__).with_name("examples")
@@ -102,7 +102,8 @@ def _say_next(output: Path, to_change: Sequence[int], job: JobSection | None) ->
     where = "" if job is not None else " --local"
     say(f"{shown}: written for {'this cluster' if job is not None else 'this machine'}")
     if to_change:
-        say(f"  change lines {', '.join(map(str, to_change))}")
+        lines = "line" if len(to_change) == 1 else "lines"
+        say(f"  change {lines} {', '.join(map(str, to_change))}")
     steps = (f"validate {shown}", f"prepare {shown}", f"plan {shown}{where}", f"submit {shown}{where}")
     for command in steps:
         say(f"  `hpc-train {command}`")
@@ -161,7 +162,10 @@ def _put_examples(*, as_json: bool) -> None:
 
 
 def _title(path: Path) -> str:
-    return path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
+    """Return the first sentence of the comment that begins the recipe."""
+    paragraph, _, _ = path.read_text(encoding="utf-8").partition("\n#\n")
+    words = " ".join(line.lstrip("# ") for line in paragraph.splitlines())
+    return words.partition(". ")[0].rstrip(".:")
 
 
 def _from_example(options: InitOptions, output: Path, job: JobSection | None) -> tuple[str, dict[Path, str]]:
@@ -173,9 +177,8 @@ def _from_example(options: InitOptions, output: Path, job: JobSection | None) ->
     known = _examples()
     name = options.example.removesuffix(".yaml")
     if name not in known:
-        close = nearest(name, list(known))
-        meant = f"did you mean {close}?" if close else "`hpc-train init --from list` lists them"
-        raise UsageError(f"--from: there is no recipe {printable(name)!r}; {meant}")
+        remedy = suggestion(name, known, "`hpc-train init --from list` lists them")
+        raise UsageError(f"--from: there is no recipe {printable(name)!r}; {remedy}")
     text = known[name].read_text(encoding="utf-8")
     if options.root is not None:
         text = _with_root(text, options.root)

@@ -56,7 +56,9 @@ class PlannedRunJson(TypedDict):
     largest_micro_batch_size: int | None
     #: Of all ranks.
     flops_per_step: int | float | None
-    #: GB that a rank sends in a step, by kind of collective and of link.
+    #: GB that a rank sends per step: ``all_reduce_gb``, ``all_gather_gb``, ``reduce_scatter_gb``,
+    #: ``tensor_gb`` (activations, among ranks that share layers), ``pipeline_gb``; and of their sum
+    #: ``within_node_gb`` and ``between_nodes_gb``.
     communication: dict[str, float] | None
 
 
@@ -100,7 +102,7 @@ class Plan(TypedDict):
     #: The experiment's.
     name: str
     runs: list[PlannedRunJson]
-    #: With ``--script`` the batch script of each job.
+    #: The batch script of each job.
     scripts: list[str]
     cost: CostJson
     #: Lines on jobs that would never start, or exceed the budget.

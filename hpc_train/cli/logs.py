@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from hpc_train.run.find import run_name, run_names
 from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_status import GOING_ON, RunStatus, read_status
 
-_LOG_NAME = re.compile(r"rank-([0-9]{1,9})\.log")
 _POLL_S = 0.2
 #: Interval between questions that may go to the scheduler; its answers are cached for longer.
 _ASK_S = 1.0
@@ -72,16 +70,11 @@ def _run_json(paths: RunPaths) -> dict[str, Any]:
     found = [
         {"attempt": attempt.number, "rank": rank, "file": str(log.absolute()), "bytes": log.stat().st_size}
         for attempt in paths.attempt_folders()
-        for rank, log in sorted(_logs_in(attempt.folder).items())
+        for rank, log in sorted(attempt.files_of_ranks(".log").items())
+        if log.is_file()
     ]
     name, path = paths.siblings.folder.name, str(paths.folder.absolute())
     return {"version": JSON_VERSION, "id": paths.folder.name, "name": name, "path": path, "logs": found}
-
-
-def _logs_in(attempt: Path) -> dict[int, Path]:
-    """Return rank → log."""
-    found = [(_LOG_NAME.fullmatch(path.name), path) for path in attempt.glob("rank-*.log")]
-    return {int(match[1]): path for match, path in found if match and path.is_file()}
 
 
 def _lines(log: Path, count: int) -> list[str]:
@@ -129,7 +122,7 @@ def _existing(paths: RunPaths, rank: int, attempt: int) -> Path:
     if attempt > newest:
         attempts = "attempt 1 alone" if newest == 1 else f"attempts 1 to {newest}"
         raise UsageError(f"{run_name(paths)}: there is no attempt {attempt}; the run has {attempts}")
-    there = sorted(path.name for path in log.parent.glob("rank-*.log"))
+    there = [path.name for path in paths.attempt(attempt).files_of_ranks(".log").values()]
     if not there and (reason := (read_json(paths.status) or {}).get("reason")):
         raise UsageError(f"{run_name(paths)}: attempt {attempt} has no log; {printable(str(reason))}")
     raise UsageError(

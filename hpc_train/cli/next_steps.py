@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import AttemptRecord, newest_number
 from hpc_train.run.checkpoints import committed, is_left_over
 from hpc_train.run.create import Origin, effective_experiment, origin_of, refused_changes
-from hpc_train.run.files import UnreadableFileError, open_regular, read_json
+from hpc_train.run.files import read_json, tail_text
 from hpc_train.run.find import run_name
 from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_status import RunStatus
@@ -68,8 +67,8 @@ def has_saved(paths: RunPaths) -> bool:
 def own_code_place(paths: RunPaths) -> str | None:
     """Return ``file:line`` of the innermost frame in the user's own files; None without one."""
     attempt = paths.attempt(newest_number(paths))
-    for error in sorted(attempt.folder.glob("rank-*.error")):
-        frames = _OWN_FRAME.findall(_end_of(error))
+    for error in attempt.files_of_ranks(".error").values():
+        frames = _OWN_FRAME.findall(tail_text(error, _ERROR_BYTES))
         if frames:
             file, line = frames[-1]
             return f"{file}:{line}"
@@ -143,12 +142,3 @@ def _after_divergence(paths: RunPaths) -> list[str]:
         skip = new_run_command(paths, ["optimization.on_non_finite=skip"])
         steps.append(f"  such steps skipped: `{skip}`")
     return steps
-
-
-def _end_of(path: Path) -> str:
-    try:
-        with open_regular(path) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _ERROR_BYTES))
-            return file.read().decode("utf-8", "replace")
-    except UnreadableFileError:
-        return ""

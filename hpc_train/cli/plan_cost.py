@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.console import rounded, say
-from hpc_train.errors import counted
+from hpc_train.errors import counted, listed
 from hpc_train.paths import runs_root
 from hpc_train.plan.duration import (
     MeasuredRun,
@@ -143,7 +143,7 @@ def _source(prediction: Prediction, measured: Mapping[str, MeasuredRun]) -> str:
     if not prediction.runs:
         return "the given samples per second of a rank"
     names = sorted(set(prediction.runs))
-    shown = f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
+    shown = listed(names, 3)
     work = measured[prediction.runs[0]].work
     size = f"{counted(work.data_ranks, 'rank')}, {counted(work.samples, 'sample')} per rank and step"
     return f"run {shown} ({size})" if len(names) == 1 else f"runs {shown} (the first with {size})"

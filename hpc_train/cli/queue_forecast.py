@@ -6,6 +6,7 @@ Called by ``plan``, ``submit`` and ``resume``. A launcher that is no ``ForecastL
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -45,14 +46,11 @@ def never_starting(launcher: Launcher, loaded: Loaded, plan: Plan, *, new: bool 
 
 def refuse_never_starting(launcher: Launcher, resumed: Sequence[Loaded]) -> None:
     """Raise BadFileError where the queue would refuse one of these runs, or hold it for ever."""
-    if not resumed or not isinstance(launcher, ForecastLauncher):
+    if not resumed:
         return
-    try:
-        found = launcher.never_starts([loaded.experiment for loaded in resumed])
-    except NoSchedulerError:
-        return
-    if found:
-        raise BadFileError(list(dict.fromkeys(resumed[0].problem(*problem) for problem in found)))
+    with suppress(NoSchedulerError):
+        if found := _refused(launcher, resumed[0], resumed):
+            raise BadFileError(found)
 
 
 def ask(launcher: Launcher, loaded: Loaded, plan: Plan) -> QueueForecast:
@@ -88,7 +86,7 @@ def _to_submit(plan: Plan) -> list[PlannedRun]:
     return [run for run in plan.runs if not RunPaths(folder / run.id).run.is_file()]
 
 
-def _refused(launcher: Launcher, loaded: Loaded, runs: Sequence[PlannedRun]) -> list[str]:
+def _refused(launcher: Launcher, loaded: Loaded, runs: Sequence[PlannedRun | Loaded]) -> list[str]:
     if not runs or not isinstance(launcher, ForecastLauncher):
         return []
     found = launcher.never_starts([run.experiment for run in runs])

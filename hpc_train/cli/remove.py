@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from hpc_train.cli.clean import LivingRunError, Surplus, remove_unused_code, size_bytes
+from hpc_train.cli.clean import LivingRunError, Surplus, confirmed, remove_unused_code, size_bytes
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
-from hpc_train.errors import ExitCode, NoSchedulerError, TryAgainError, UsageError, UserError
+from hpc_train.errors import ExitCode, NoSchedulerError, TryAgainError, UserError
 from hpc_train.launchers.base import Launcher
 from hpc_train.launchers.lookup import by_launcher
 from hpc_train.paths import RunPaths
@@ -141,9 +140,5 @@ def _remove(paths: RunPaths) -> None:
 
 
 def _agreed(count: int) -> bool:
-    if not sys.stdin.isatty():
-        raise UsageError("rm: no terminal to ask for confirmation; add --yes")
     what = "this run" if count == 1 else f"these {count} runs"
-    question = f"Remove {what} with all checkpoints and logs, and code that is then unused? [y/N] "
-    print(question, end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in {"y", "yes"}
+    return confirmed("rm", f"Remove {what} with all checkpoints and logs, and code that is then unused?")

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json
-from hpc_train.errors import ExitCode, UsageError
+from hpc_train.errors import ExitCode, UsageError, counted
 from hpc_train.report.html.collecting import Collected, collect
 from hpc_train.report.html.page import render
 from hpc_train.run.files import replacing
@@ -35,8 +35,7 @@ def report(words: Sequence[str], output: Path, *, metric: str | None, as_json: b
     if as_json:
         put_json(_to_json(collected, output, len(page)))
         return ExitCode.DONE
-    count = len(collected.runs)
-    put(f"{output}  {count:,} {'run' if count == 1 else 'runs'}  {len(page) / 2**20:.1f} MB")
+    put(f"{output}  {counted(len(collected.runs), 'run')}  {len(page) / 2**20:.1f} MB")
     return ExitCode.DONE
 
 

@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from hpc_train.cli.command_line import command
-from hpc_train.cli.shared_options import Devices, Json, Run, Runs
+from hpc_train.cli.shared_options import Code, Devices, Json, Run, RunAndData, Runs
 
 _Metric = Annotated[
     str | None,
     typer.Option(
         "--metric",
         metavar="[SPLIT/]NAME",
-        help="Metric to compare. Default: val/accuracy, or loss.",
+        help="Metric to compare. Default: val/accuracy, val/map or loss.",
         show_default=False,
     ),
 ]
@@ -49,12 +49,7 @@ def export(
     step: Annotated[
         int | None, typer.Option("--step", min=0, help="Export the checkpoint of this step.")
     ] = None,
-    code: Annotated[
-        str | None,
-        typer.Option(
-            "--code", metavar="new", help="new: use the current code instead of the run's snapshot."
-        ),
-    ] = None,
+    code: Code = None,
     as_json: Json = False,
 ) -> int:
     """Export a run's full weights as one safetensors file, or its model to ONNX or torch.export."""
@@ -67,12 +62,7 @@ def export(
 
 @command
 def evaluate(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN|KEY=VALUE", help="One run, and keys to override, of data.", show_default=False
-        ),
-    ],
+    words: RunAndData,
     best: Annotated[
         bool, typer.Option("--best", help="Evaluate the best checkpoint (checkpoint.best), not the newest.")
     ] = False,
@@ -80,12 +70,7 @@ def evaluate(
         int | None, typer.Option("--step", min=0, help="Evaluate the checkpoint of this step.")
     ] = None,
     devices: Devices = None,
-    code: Annotated[
-        str | None,
-        typer.Option(
-            "--code", metavar="new", help="new: use the current code instead of the run's snapshot."
-        ),
-    ] = None,
+    code: Code = None,
     as_json: Json = False,
 ) -> int:
     """Evaluate a run's checkpoint on this machine."""
@@ -96,12 +81,7 @@ def evaluate(
 
 @command
 def predict(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="RUN|KEY=VALUE", help="One run, and keys to override, of data.", show_default=False
-        ),
-    ],
+    words: RunAndData,
     output: Annotated[
         Path,
         typer.Option(
@@ -125,12 +105,7 @@ def predict(
     ] = None,
     ema: Annotated[bool, typer.Option("--ema", help="Use the EMA weights.")] = False,
     devices: Devices = None,
-    code: Annotated[
-        str | None,
-        typer.Option(
-            "--code", metavar="new", help="new: use the current code instead of the run's snapshot."
-        ),
-    ] = None,
+    code: Code = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     as_json: Json = False,
 ) -> int:

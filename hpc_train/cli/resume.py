@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hpc_train.cli.changes import runs_and_overrides
 from hpc_train.cli.code import code_on_resume, is_new
 from hpc_train.cli.file_changes import either, say_file_changes
 from hpc_train.cli.next_steps import has_saved, new_run_command, next_attempt_words, next_steps
@@ -47,7 +47,6 @@ from hpc_train.run.versions import Differences, in_words
 from hpc_train.validate.loading import Loaded
 from hpc_train.validate.rules import check_start
 
-_OVERRIDE = re.compile(r"[A-Za-z_][\w.-]*=.*", re.DOTALL)
 _STRICT = "environment.strict=true"
 #: Not the run's identity, but where it lies and what it is one of.
 _FIXED: dict[str, Callable[[Experiment], object]] = {
@@ -114,8 +113,7 @@ def resume(
 
     ``strict_env``: refuses, here and on the nodes, where versions are others than the run had.
     """
-    overrides = [word for word in words if _OVERRIDE.fullmatch(word)]
-    run_words = [word for word in words if word not in overrides]
+    run_words, overrides = runs_and_overrides(words)
     if not run_words:
         raise UsageError("resume: names no run; give a run id, a run's folder, or an experiment's name")
     overrides += [_STRICT] if strict_env else []
@@ -212,9 +210,7 @@ def _start_request(resumption: _Resumption, request: _Request, after: int) -> St
     return StartRequest(paths, experiment, problem, devices, prepare, after, polling)
 
 
-def _stays(
-    paths: RunPaths, status: RunStatus, *, is_made_only: bool = False, take_over: bool = False
-) -> ExitCode | None:
+def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool, take_over: bool) -> ExitCode | None:
     """Say why the run is not resumed; None where it can be.
 
     ``take_over``: it can also be where nobody here can tell whether it still runs.

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.errors import UsageError
-from hpc_train.registry import nearest
+from hpc_train.registry import suggestion
 from hpc_train.report.changed_keys import short_names
 
 if TYPE_CHECKING:
@@ -39,10 +39,8 @@ def sorted_rows(rows: Sequence[RunRow], key: str) -> list[RunRow]:
     if value_of is None and key in swept:
         value_of = partial(_swept_value, swept[key])
     if value_of is None:
-        known = [*_COLUMNS, *swept]
-        close = nearest(key, known)
-        meant = f"did you mean {close}?" if close else f"write one of {', '.join(known)}"
-        raise UsageError(f"--sort: there is no column or swept key {key!r}; {meant}")
+        remedy = suggestion(key, [*_COLUMNS, *swept])
+        raise UsageError(f"--sort: there is no column or swept key {key!r}; {remedy}")
     return sorted(rows, key=lambda row: _comparable(value_of(row)))
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hpc_train.cli.command_line import command
-from hpc_train.cli.shared_options import Devices, Json, LauncherName, Local, MaybeRuns, Run, Runs, Yes
+from hpc_train.cli.shared_options import Code, Devices, Json, LauncherName, Local, MaybeRuns, Run, Runs, Yes
 
 
 @command
@@ -79,12 +79,7 @@ def resume(
     devices: Devices = None,
     as_json: Json = False,
     launcher: LauncherName = None,
-    code: Annotated[
-        str | None,
-        typer.Option(
-            "--code", metavar="new", help="new: use the current code instead of the run's snapshot."
-        ),
-    ] = None,
+    code: Code = None,
     take_over: Annotated[
         bool,
         typer.Option("--take-over", help="Also resume a run whose machine or container is gone."),

@@ -24,11 +24,7 @@ from hpc_train.validate.loading import Loaded
 GivenUp = Callable[[str], bool]
 
 
-def _none(run_id: str) -> bool:
-    return False
-
-
-def next_trials(loaded: Loaded, given_up: GivenUp = _none) -> Round | None:
+def next_trials(loaded: Loaded, given_up: GivenUp = lambda run_id: False) -> Round | None:
     """Return the state of the file's search, after a line on it; None without a search."""
     search = loaded.experiment.sweep.search
     if search is None:
@@ -38,7 +34,7 @@ def next_trials(loaded: Loaded, given_up: GivenUp = _none) -> Round | None:
     return made
 
 
-def search_round(loaded: Loaded, search: SearchConfig, given_up: GivenUp = _none) -> Round:
+def search_round(loaded: Loaded, search: SearchConfig, given_up: GivenUp) -> Round:
     """Return the trials of the file's search so far, and what to start now.
 
     Trials that were interrupted are resumed, those that failed before they saved anything started again.

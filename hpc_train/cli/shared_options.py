@@ -17,10 +17,22 @@ MaybeRuns = Annotated[
     list[str] | None, typer.Argument(metavar="RUN", help="Runs; all if none.", show_default=False)
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="One run.", show_default=False)]
+RunAndData = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN|KEY=VALUE",
+        help="One run, and keys of data, parallel, device, … to override.",
+        show_default=False,
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask for confirmation.")]
 Local = Annotated[bool, typer.Option("--local", help="On this machine instead of in the queue.")]
 Devices = Annotated[
     int | None, typer.Option("--devices", min=1, help="Ranks on this machine; default: one per GPU, or one.")
+]
+Code = Annotated[
+    str | None,
+    typer.Option("--code", metavar="new", help="new: use the current code instead of the run's snapshot."),
 ]
 LauncherName = Annotated[str | None, typer.Option("--launcher", help="Name of a launcher plug-in.")]

@@ -12,7 +12,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.paths import RunPaths, from_here
-from hpc_train.report.metrics_reader import Row, in_words, validation_rows
+from hpc_train.report.metrics_reader import PREFERRED, Row, in_words, validation_rows
 from hpc_train.report.progress_display import Progress
 from hpc_train.run import bad_samples
 from hpc_train.run.files import read_text
@@ -113,9 +113,10 @@ def _results(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def _best(rows: Sequence[Row]) -> Row | None:
-    """Return the row of highest accuracy, or else of lowest loss; None without either."""
-    by_accuracy = [row for row in rows if isinstance(row.get("accuracy"), float)]
-    if by_accuracy:
-        return max(by_accuracy, key=lambda row: float(row["accuracy"]))
-    by_loss = [row for row in rows if isinstance(row.get("loss"), float)]
-    return min(by_loss, key=lambda row: float(row["loss"])) if by_loss else None
+    """Return the row that is best by the first metric of ``PREFERRED`` that rows have; None without any."""
+    for name in PREFERRED:
+        measured = [row for row in rows if isinstance(row.get(name), float)]
+        if measured:
+            choose = min if name == "loss" else max
+            return choose(measured, key=lambda row: float(row[name]))
+    return None

@@ -76,13 +76,16 @@ class RunRow:
     eta_s: float | None = None
     #: ``split``, ``name``, ``value`` and ``step`` of the newest evaluation, else of the newest row.
     last_metric: dict[str, Any] | None = None
-    #: The share of ``elapsed_s`` in steps that count; None if no row has times, or nobody asked for it.
+    #: The share of ``elapsed_s`` in steps that count, without waits for data: a step that was trained twice
+    #: counts once, and of a run that stopped early those in a checkpoint. None if no row has times.
     goodput: float | None = None
     #: With ``checkpoint.best``: ``metric``, ``value`` and ``step`` of the best checkpoint; None before the
-    #: first, or if nobody asked for it.
+    #: first.
     best: dict[str, Any] | None = None
-    #: What the run has used and lost: ``report.usage.Usage``; None before the first attempt, or if nobody
-    #: asked for it.
+    #: ``gpu_hours``, ``core_hours``, ``time`` (seconds by cause: ``training``, ``data``, ``saving``,
+    #: ``starting``, ``stopping``, ``lost``, ``evaluation``, ``other``, ``queue``), ``peak_gpu_memory_gib``,
+    #: and of a single run, by accounting: ``peak_memory_gib`` and ``requested_memory_gib`` per node,
+    #: ``memory_efficiency``, ``cpu_efficiency``. None before the first attempt.
     usage: dict[str, Any] | None = None
 
     @classmethod
@@ -328,12 +331,11 @@ def _code(facts: Mapping[str, Any]) -> dict[str, Any] | None:
 def _print_error(paths: RunPaths) -> None:
     """Print the error of the newest attempt's rank; of a long traceback the user's own frames."""
     newest = paths.attempt(newest_number(paths))
-    errors = sorted(path for path in newest.folder.glob("rank-*.error") if path.is_file())
+    errors = {rank: path for rank, path in newest.files_of_ranks(".error").items() if path.is_file()}
     # The one named in the reason: the others follow from it.
     reason = read_status(paths).reason or ""
-    named = [path for path in errors if reason.startswith(f"rank {path.stem.removeprefix('rank-')}:")]
-    for path in (named or errors)[:1]:
-        text = read_text(path, errors="replace").rstrip()
-        rank = path.stem.removeprefix("rank-")
+    named = [rank for rank in errors if reason.startswith(f"rank {rank}:")]
+    for rank in (named or list(errors))[:1]:
+        text = read_text(errors[rank], errors="replace").rstrip()
         put("")
-        put(shortened_traceback(text, newest.log(int(rank)) if rank.isdecimal() else path))
+        put(shortened_traceback(text, newest.log(rank)))

@@ -145,7 +145,7 @@ class _Submission:
         plan: Plan,
         devices: int | None,
         options: SubmitOptions,
-        again: Sequence[str] = (),
+        again: Sequence[str],
     ) -> None:
         self._launcher, self._loaded, self._plan = launcher, loaded, plan
         self._devices, self._options = devices, options

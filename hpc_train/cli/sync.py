@@ -86,9 +86,13 @@ def _show(paths: RunPaths, synced: Synced) -> None:
     elif synced.rows == 0:
         put(f"{name}: no rows yet that a checkpoint has made final")
     else:
-        what = f"{synced.rows_sent:,} rows sent, now" if synced.rows_sent else "nothing new,"
+        what = f"{_rows(synced.rows_sent)} sent, now" if synced.rows_sent else "nothing new,"
         where = f"  {one_line(synced.target)}" if synced.target else ""
-        put(f"{name}: {what} {synced.rows:,} rows up to step {synced.step:,}{where}")
+        put(f"{name}: {what} {_rows(synced.rows)} up to step {synced.step:,}{where}")
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count:,} rows"
 
 
 def _to_json(paths: RunPaths, synced: Synced) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpc_train.console import say
+from hpc_train.errors import listed
 from hpc_train.paths import RunPaths
 from hpc_train.run.find import find_and_skip
 
@@ -18,6 +19,6 @@ def find_readable(words: Sequence[str]) -> list[RunPaths]:
     """Return ``find_runs`` of the words, and list those that can't be read (of all runs without words)."""
     runs, found = find_and_skip(words)
     if found:
-        named = ", ".join(str(path) for path in found[:_NAMED]) + (", …" if len(found) > _NAMED else "")
+        named = listed(list(map(str, found)), _NAMED)
         say(f"skipped, since you may not read them: {named}; their owner can run `chmod -R go+rX`")
     return runs

@@ -48,7 +48,7 @@ def _wanted_list(node: Node) -> str:
         return f"a list of {len(node['prefixItems'])}, each {wanted(node['prefixItems'][0])}"
     least, most = node.get("minItems"), node.get("maxItems")
     if most is not None:
-        return f"a list of {least or 0} to {most:,} values"
+        return f"a list of {least} to {most:,} values" if least else f"a list of at most {most:,} values"
     return "a list of at least one value" if least else "a list"
 
 

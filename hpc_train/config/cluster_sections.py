@@ -17,8 +17,8 @@ from hpc_train.config.fields import (
     ScriptPath,
     Section,
     SignalLead,
-    SlurmWord,
     pattern,
+    slurm_word,
 )
 
 
@@ -30,7 +30,7 @@ class SlurmConfig(Section):
         pattern(r"[a-z0-9][a-z0-9_-]{0,63}", "1 to 64 lower-case letters, digits, '_' or '-', like generic"),
     ] = "generic"
     """Name of the site profile to use, a file with the settings of this cluster. Default: ``generic``."""
-    partition: SlurmWord | None = None
+    partition: Annotated[str, slurm_word("gpu-long")] | None = None
     """Partition to submit to. Default: the site's default partition."""
     nodes: PositiveInt | NodeRange = 1
     """Number of nodes, or a range such as ``2-8``: each attempt then uses as many nodes as Slurm allocates.
@@ -57,17 +57,17 @@ class SlurmConfig(Section):
     """Seconds before the time limit at which Slurm signals the ranks to save and stop. Default: 120; once a
     save has been measured, three times the longest save plus one minute. Never more than half the time limit.
     """
-    account: SlurmWord | None = None
+    account: Annotated[str, slurm_word("vision-lab")] | None = None
     """Account to charge. Default: the user's default account."""
-    qos: SlurmWord | None = None
+    qos: Annotated[str, slurm_word("high")] | None = None
     """Quality of service. Default: the site's default."""
-    constraint: SlurmWord | None = None
+    constraint: Annotated[str, slurm_word("a100|h100")] | None = None
     """Node features that are required (``--constraint``). Default: none."""
-    exclude: SlurmWord | None = None
+    exclude: Annotated[str, slurm_word("n3,n[7-9]")] | None = None
     """Nodes to exclude from the allocation. Default: none."""
-    reservation: SlurmWord | None = None
+    reservation: Annotated[str, slurm_word("course-1")] | None = None
     """Reservation to use. Default: none."""
-    dependency: SlurmWord | None = None
+    dependency: Annotated[str, slurm_word("afterok:41")] | None = None
     """Job dependency, in sbatch's syntax. Default: none."""
     mail: Annotated[str, pattern(MAIL_PATTERN, "an address like ada@example.org")] | None = None
     """Address that Slurm notifies when the job ends or fails. Default: no mail."""

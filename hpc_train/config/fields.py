@@ -36,6 +36,11 @@ def pattern(regex: str, rule: str) -> Any:
     return Field(pattern=rf"\A(?:{regex})\z", json_schema_extra={"patternErrorMessage": rule})
 
 
+def slurm_word(example: str) -> Any:
+    """Accept one word of a ``#SBATCH`` line."""
+    return pattern(SLURM_WORD_PATTERN, f"one word without blanks, quotes, '$' or ';', like {example}")
+
+
 def _duration(value: object) -> object:
     if isinstance(value, str):
         return parse_duration_min(value)
@@ -57,11 +62,12 @@ Name = Annotated[
         "cifar10-resnet50",
     ),
 ]
-PartName = Annotated[
+ModelName = Annotated[
     str, pattern(PART_NAME_PATTERN, "provider/name like timm/resnet50, or package.module:factory")
 ]
-SlurmWord = Annotated[
-    str, pattern(SLURM_WORD_PATTERN, "one word without blanks, quotes, '$' or ';', like gpu-long")
+DataName = Annotated[
+    str,
+    pattern(PART_NAME_PATTERN, "a name like imagefolder or torchvision/CIFAR10, or package.module:factory"),
 ]
 #: Slurm stores it in 16 bits.
 SignalLead = Annotated[int, Field(ge=1, le=65535)]

@@ -9,11 +9,12 @@ from pydantic import BeforeValidator, Field
 from hpc_train.config.fields import (
     Arguments,
     Bounds,
+    DataName,
     ImageSize,
+    ModelName,
     NamePattern,
     NotNegativeFloat,
     OptimizerName,
-    PartName,
     PlainName,
     PositiveFloat,
     PositiveInt,
@@ -39,7 +40,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The model to train."""
 
-    name: Annotated[PartName, Field(examples=["timm/resnet18"])]
+    name: Annotated[ModelName, Field(examples=["timm/resnet18"])]
     """Model: ``timm/<name>``, ``torchvision/<name>``, ``gpt``, ``hf/<name>``, ``smp/<name>``, a
     plug-in's ``provider/<name>``, or ``package.module:factory``."""
     pretrained: bool | str = False
@@ -153,7 +154,7 @@ class NormalizeConfig(Section):
 class DataConfig(Section):
     """The data set to train on."""
 
-    name: Annotated[PartName, Field(examples=["digits"])]
+    name: Annotated[DataName, Field(examples=["digits"])]
     """Data set: a name of the table of data sets, a plug-in's name, or ``package.module:factory``."""
     root: str | None = None
     """Folder of the data, or a text file. Not needed by data sets without files."""

@@ -61,34 +61,29 @@ def num_sequences(num_tokens: int, sequence_length: int) -> int:
 
 
 def count_sequences(data: DataConfig) -> int | None:
-    """Return N of ``text``; None where there is no sequence: why not is the data set's to say."""
+    """Return N of ``text`` without loading it; None where it is not here, or takes too long to count.
+
+    None also where there is no sequence: why not is the data set's to say.
+    """
     if data.root is None:
         return None
+    root = expanded(data.root)
     try:
         args = TextArgs.model_validate(data.args)
-    except ValidationError:
-        return None
-    return training_sequences(expanded(data.root), args, COUNT_LIMIT_S) or None
-
-
-def training_sequences(root: Path, args: TextArgs, limit_s: float) -> int | None:
-    """Return N without loading the text; None where it is not here, or takes too long to count."""
-    try:
-        num_tokens = _count_tokens(train_file(root), args, limit_s)
-        if num_tokens is None:
-            return None
+        num_tokens = _count_tokens(train_file(root), args)
         is_single = not root.is_dir()
-    except OSError:
+    except (ValidationError, OSError):
         return None
-    return num_sequences(
-        num_tokens - (val_tokens(num_tokens, args) if is_single else 0), args.sequence_length
-    )
+    if num_tokens is None:
+        return None
+    num_val = val_tokens(num_tokens, args) if is_single else 0
+    return num_sequences(num_tokens - num_val, args.sequence_length) or None
 
 
-def _count_tokens(path: Path, args: TextArgs, limit_s: float) -> int | None:
+def _count_tokens(path: Path, args: TextArgs) -> int | None:
     if args.tokens == "bytes":
         return path.stat().st_size
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + COUNT_LIMIT_S
     count = 0
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):

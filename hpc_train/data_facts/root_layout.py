@@ -19,6 +19,11 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
+def validation_folder(root: Path) -> Path | None:
+    """Return the folder of the validation data below ``root``; None without one."""
+    return next((root / name for name in VALIDATION if (root / name).is_dir()), None)
+
+
 def image_folder(root: Path) -> Problem | None:
     """Return what ``imagefolder`` lacks below ``root``."""
     if not root.is_dir():
@@ -28,7 +33,7 @@ def image_folder(root: Path) -> Problem | None:
         inside = _listed(sorted(path.name for path in root.iterdir())) or "nothing"
         message = f"{root} has no folder train (it contains {inside})"
         return _problem(message, "the images must be in train/<class>/")
-    val = next((root / name for name in VALIDATION if (root / name).is_dir()), None)
+    val = validation_folder(root)
     for folder in (train, *([] if val is None else [val])):
         if not class_folders(folder):
             return _problem(f"{folder} contains no class folders", f"put images into {folder}/<class>/")
@@ -41,8 +46,8 @@ def image_folder(root: Path) -> Problem | None:
 
 def segmentation_folder(root: Path) -> Problem | None:
     """Return what ``segmentation_folder`` lacks below ``root``."""
-    val = next((name for name in VALIDATION if (root / name).is_dir()), None)
-    for part in ("train", *([] if val is None else [val])):
+    val = validation_folder(root)
+    for part in ("train", *([] if val is None else [val.name])):
         for kind in ("images", "masks"):
             if not (root / part / kind).is_dir():
                 message = f"there is no folder {root / part / kind} on this machine"

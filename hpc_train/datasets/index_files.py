@@ -93,6 +93,11 @@ def _read_array(file: BinaryIO, start: int, entry: Mapping[str, Any]) -> Array:
     return np.frombuffer(content, entry["dtype"]).reshape(entry["shape"])
 
 
+def index_of(data: DataConfig, files: Sequence[Path], make: Callable[[], Index], *, download: bool) -> Index:
+    """Return the index of ``files``, or what ``make`` reads off them; with ``download`` it is written."""
+    return ensure_index(data, files, make) if download else open_index(data, files) or make()
+
+
 def ensure_index(data: DataConfig, files: Sequence[Path], make: Callable[[], Index]) -> Index:
     """Return the index of ``files``; if there is none, write the one that ``make`` returns.
 

@@ -45,7 +45,7 @@ from hpc_train.datasets.tokenization import (
     TokenizerFile,
     Tokens,
 )
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, counted
 from hpc_train.run.files import replacing, write_json, write_text
 from hpc_train.run.storage_errors import storage_error
 
@@ -155,8 +155,9 @@ def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
             for tokens in _encoded(tokenizer, _documents(path, args)):
                 writer.add(tokens, tokenizer)
         parts[part] = writer.finish()
-        counts = (sum(entry[key] for entry in parts[part]) for key in ("tokens", "documents"))
-        say("data.root: {}: {}: {} tokens of {} documents written".format(folder, part, *counts))
+        tokens, documents = (sum(entry[key] for entry in parts[part]) for key in ("tokens", "documents"))
+        written = f"{counted(tokens, 'token')} of {counted(documents, 'document')} written"
+        say(f"data.root: {folder}: {part}: {written}")
     content = what | {
         "end_of_document": tokenizer.end_of_document,
         "characters": tokenizer.characters if isinstance(tokenizer, Characters) else None,

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import popen_fork
 from types import FrameType
 
 from hpc_train.run.attempts import now_ms
@@ -49,6 +50,8 @@ class StopFlag:
             act()
 
 
+_send_sigterm = popen_fork.Popen.terminate
+
 #: By process: a forked child inherits its parent's flag.
 _flags: dict[int, StopFlag] = {}
 
@@ -72,7 +75,8 @@ def install() -> StopFlag:
     """Record stop signals from now on, including those blocked until now; return the flag.
 
     Main thread only. Further calls in the same process return the same flag. A forked child inherits the
-    handler, which does nothing there.
+    handler, which does nothing there: Slurm sends the signals to all processes of a job. ``terminate`` of
+    such a child, which ``multiprocessing.Pool`` calls at its end, kills it instead.
     """
     pid = os.getpid()
     if pid not in _flags:
@@ -84,5 +88,14 @@ def install() -> StopFlag:
 
         for number in STOP_SIGNALS:
             signal.signal(number, note)
+    popen_fork.Popen.terminate = _terminate  # type: ignore[method-assign, assignment]
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     return _flags[pid]
+
+
+def _terminate(child: popen_fork.Popen) -> None:
+    """End a child process that ignores SIGTERM if it was forked."""
+    if child.method == "fork":
+        child.kill()
+    else:
+        _send_sigterm(child)

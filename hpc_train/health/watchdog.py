@@ -39,6 +39,7 @@ from hpc_train.run.processes import Process
 _LONGEST_TICK_S = 4.0
 _HEARTBEAT_S = 30.0
 _STORE_LIMIT_S = 5.0
+_ENDING_LIMIT_S = 60.0
 _log = logging.getLogger(__name__)
 
 
@@ -103,13 +104,13 @@ class Watchdog:
         """Whether the alarm was raised: the watchdog is about to end this process."""
         return self._ending.is_set()
 
-    def wait_if_ending(self, limit_s: float = 60.0) -> None:
+    def wait_if_ending(self) -> None:
         """Keep the main thread from ending the process while the watchdog reports who hung.
 
         Call it when an error, such as a lost peer, is about to end the process.
         """
         if self.is_ending:
-            time.sleep(limit_s)
+            time.sleep(_ENDING_LIMIT_S)
 
     def _run(self) -> None:
         while not self._stopping.is_set():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpc_train.distributed import signals
+from hpc_train.distributed.parent_process import end_daemons
 from hpc_train.distributed.timm_imports import keep_wandb_out
 from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
@@ -47,6 +48,7 @@ class Entry:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):  # a full disk has no room for the log, and changes no exit code
                 stream.flush()
+        end_daemons()
         os._exit(code)
 
     def _run(self, number: int) -> int:

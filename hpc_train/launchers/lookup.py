@@ -10,7 +10,7 @@ from hpc_train.errors import UsageError, UserError
 from hpc_train.launchers.base import AttemptLauncher, Launcher
 from hpc_train.launchers.following import LOCAL, FollowingLauncher
 from hpc_train.paths import RunPaths
-from hpc_train.registry import is_factory, load, nearest, parts, refusing_exit, target_of
+from hpc_train.registry import is_factory, load, parts, refusing_exit, suggestion, target_of
 from hpc_train.run.files import read_json
 from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_facts import run_facts
@@ -24,10 +24,8 @@ DEFAULT = "slurm"
 def load_launcher(name: str) -> Launcher:
     """Return the launcher of this name; raises UsageError where there is none."""
     if not is_factory(name) and target_of("launchers", name) is None:
-        known = sorted(parts("launchers"))
-        close = nearest(name, known)
-        meant = f"did you mean {close}?" if close else f"write one of {', '.join(known)}"
-        raise UsageError(f"--launcher: nothing is called {name!r}; {meant}")
+        remedy = suggestion(name, sorted(parts("launchers")))
+        raise UsageError(f"--launcher: nothing is called {name!r}; {remedy}")
     make = cast(Callable[[], "Launcher | AttemptLauncher"], load("launchers", name))
     with refusing_exit(f"--launcher: {name!r}: constructing it"):
         made = make()

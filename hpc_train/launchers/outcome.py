@@ -11,7 +11,7 @@ from hpc_train.errors import ExitCode
 from hpc_train.launchers.rank_processes import RankProcess
 from hpc_train.paths import AttemptPaths
 from hpc_train.recovery.diagnosis import Diagnosis, Evidence, SilentEnd, Stop, diagnose, stopped_by_signal
-from hpc_train.run.files import UnreadableFileError, open_regular, read_text
+from hpc_train.run.files import UnreadableFileError, read_text, tail_text
 from hpc_train.run.rank_ends import exit_codes
 from hpc_train.run.run_status import CANCELLED, INTERRUPTED
 from hpc_train.run.tracebacks import shortened_traceback
@@ -106,7 +106,7 @@ def _evidence(
         is_cancelled=is_cancelled,
         errors=errors,
         codes=ends | {rank.rank: _code(rank) for rank in failed},
-        logs={rank.rank: _last_line(attempt.log(rank.rank)) for rank in failed},
+        logs={rank.rank: last_line(attempt.log(rank.rank)) for rank in failed},
         silent=_silent(first) if first else None,
         stop=stop,
         stayed_behind=stayed_behind,
@@ -152,17 +152,11 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _last_line(path: Path) -> str:
+def last_line(path: Path) -> str:
+    """Return the last line of a rank's log; empty if something else is in its place."""
     return next(iter(log_tail(path).strip().splitlines()[-1:]), "")
 
 
 def log_tail(path: Path) -> str:
     """Return the last lines of a rank's log; none if something else is in its place."""
-    try:
-        with open_regular(path) as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _LOG_TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-    except UnreadableFileError:
-        return ""
-    return "\n".join(lines[-_LOG_TAIL_LINES:])
+    return "\n".join(tail_text(path, _LOG_TAIL_BYTES).splitlines()[-_LOG_TAIL_LINES:])

@@ -23,6 +23,7 @@ from hpc_train.loggers.base import Row
 from hpc_train.loggers.sent_rows import SentRows
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_json, write_json
+from hpc_train.run.metric_rows import POSITION
 
 #: The tag by which a run is found; its value never changes over the attempts.
 TAG = "hpc_train.id"
@@ -31,8 +32,6 @@ _MAX_METRICS, _MAX_PARAMS = 1000, 100
 _MAX_NAME, _MAX_VALUE = 250, 6000
 #: All that MLflow accepts in a name.
 _NO_NAME = re.compile(r"[^\w. :-]|^\.+$", re.ASCII)
-#: What describes a row rather than being measured.
-_NOT_METRICS = {"time", "attempt", "split", "step", "epoch"}
 _Item = TypeVar("_Item")
 #: Name, value, time in milliseconds, step.
 _Metric = tuple[str, float, int, int]
@@ -199,7 +198,7 @@ def metrics_of(row: Row) -> list[_Metric]:
     return [
         (named(f"{row['split']}/", name), float(value), time_ms, row["step"])
         for name, value in row.items()
-        if name not in _NOT_METRICS and isinstance(value, (int, float)) and not isinstance(value, bool)
+        if name not in POSITION and isinstance(value, (int, float)) and not isinstance(value, bool)
     ]
 
 

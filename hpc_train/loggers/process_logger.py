@@ -15,10 +15,9 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import hpc_train
+from hpc_train.paths import with_package
 
 #: How long ``close`` waits for the process to send the remaining rows.
 _CLOSE_LIMIT_S = 10.0
@@ -121,11 +120,3 @@ def _start_process(module: str, environment: Mapping[str, str]) -> subprocess.Po
 def warning(name: str, what: str) -> str:
     """Return the line that reports a logger's failure."""
     return f"{name}: {what}; the run continues, and metrics.jsonl has every row"
-
-
-def with_package(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which the process finds this copy of hpc_train, wherever it runs."""
-    package = str(Path(hpc_train.__file__).parent.parent)
-    before = environment.get("PYTHONPATH")
-    path = f"{package}{os.pathsep}{before}" if before else package
-    return {**environment, "PYTHONPATH": path}

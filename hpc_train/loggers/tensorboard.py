@@ -22,10 +22,8 @@ from hpc_train.loggers.base import LoggerContext, Row
 from hpc_train.loggers.sending import BusyError, locked
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_json, write_json
-from hpc_train.run.metric_rows import iter_rows
+from hpc_train.run.metric_rows import POSITION, iter_rows
 
-#: What describes a row rather than being measured.
-_NOT_METRICS = {"time", "attempt", "split", "step", "epoch"}
 #: Events that may wait for the thread that writes them: a slow disk must not delay training.
 _MAX_QUEUE = 100_000
 #: What a PNG file begins with, before width and height.
@@ -84,7 +82,7 @@ class EventFiles:
         """Write a row; a background thread does it."""
         assert self._writer is not None, "begin comes first"
         for name, value in row.items():
-            if name not in _NOT_METRICS and isinstance(value, (int, float)):
+            if name not in POSITION and isinstance(value, (int, float)):
                 self._writer.add_scalar(f"{row['split']}/{name}", value, row["step"], row["time"])
 
     def add_images(self, row: Row, images: Mapping[str, Path]) -> None:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, listed
 from hpc_train.registry import nearest
 
 #: In front of a pattern: what it matches is excluded.
@@ -44,8 +44,8 @@ def _matches_nothing(names: Collection[str], pattern: str, key: str, what: str) 
     known = {*names, *(f"{parent}.*" for name in names for parent in _parents(name))}
     close = nearest(pattern.removeprefix(_NOT), sorted(known))
     tops = sorted({name.partition(".")[0] for name in names})
-    shown = ", ".join(tops[:12]) + (", …" if len(tops) > 12 else "")
-    remedy = f"did you mean '{close}'?" if close else f"their names begin with {shown or 'nothing'}"
+    begin = f"their names begin with {listed(tops, 12) or 'nothing'}"
+    remedy = f"did you mean '{close}'?" if close else begin
     return BadFileError(f"{key}: '{pattern}' matches no {what} of the model; {remedy}")
 
 

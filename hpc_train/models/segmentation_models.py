@@ -75,9 +75,7 @@ def _refuse_without_weights(encoder: str) -> None:
         )
 
 
-def preprocessing_of(
-    rest: str, config: ModelConfig, *, download: bool = False
-) -> tuple[list[float], list[float]]:
+def preprocessing_of(rest: str, config: ModelConfig, *, download: bool) -> tuple[list[float], list[float]]:
     """Return mean and std per channel that the encoder's pretrained weights were trained with.
 
     Raises BadFileError if they are not available; uses the network only with ``download``.

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hpc_train.config.schema import CheckpointConfig
-from hpc_train.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN
+from hpc_train.topology.batch_arithmetic import minutes_between_saves
 from hpc_train.topology.degrees import Ranks
 
 
@@ -159,9 +159,7 @@ def count_saves(checkpoint: CheckpointConfig, num_steps: int, training_s: float)
     count = 1
     if checkpoint.every_steps is not None:
         count += max(0, num_steps - 1) // checkpoint.every_steps
-    minutes = checkpoint.every_min
-    if minutes is None and checkpoint.every_steps is None:
-        minutes = DEFAULT_SAVE_EVERY_MIN
+    minutes = minutes_between_saves(checkpoint)
     return count + (int(training_s // (minutes * 60)) if minutes else 0)
 
 

@@ -49,11 +49,8 @@ class PlannedRun:
     #: None where they don't fit the ranks, which ``check_start`` reports.
     degrees: Degrees | None
     micro_batches: int | None
-    accumulation: int | None
     steps_per_epoch: int | None
     total_steps: int | None
-    #: Of the device with the most.
-    peak_memory_gb: float | None
 
     @property
     def ranks(self) -> int | None:
@@ -64,6 +61,13 @@ class PlannedRun:
     def data_ranks(self) -> int | None:
         """The ranks, or groups of ranks with one copy of the model, that share a step."""
         return self.ranks if self.degrees is None else self.degrees.data_ranks
+
+    @property
+    def accumulation(self) -> int | None:
+        """Micro-batches of the rank with the most in one step."""
+        if self.micro_batches is None or self.data_ranks is None:
+            return None
+        return accumulation(self.micro_batches, self.data_ranks)
 
     @property
     def layout(self) -> StepLayout | None:
@@ -112,7 +116,7 @@ class PlannedRun:
             "precision": self.experiment.precision,
             "steps_per_epoch": self.steps_per_epoch,
             "total_steps": self.total_steps,
-            "peak_memory_gb": self.peak_memory_gb,
+            "peak_memory_gb": None,
             "gpu_hours": self.size.gpu_hours,
         }
 
@@ -211,27 +215,17 @@ class _Sizes:
 def _planned(variant: Variant, num_samples: int | None, size: Ranks) -> PlannedRun:
     experiment = variant.experiment
     optimization = experiment.optimization
-    micro_batches = count_micro_batches(optimization)
     steps_per_epoch = None if num_samples is None else num_samples // optimization.global_batch_size
-    run = PlannedRun(
+    return PlannedRun(
         id=variant.id,
         values=variant.values,
         experiment=experiment,
         size=size,
         degrees=_degrees(experiment, size),
-        micro_batches=None,
-        accumulation=None,
+        micro_batches=count_micro_batches(optimization),
         steps_per_epoch=steps_per_epoch,
         total_steps=count_total_steps(optimization, steps_per_epoch),
-        peak_memory_gb=None,
     )
-    return run if micro_batches is None else with_micro_batches(run, micro_batches)
-
-
-def with_micro_batches(run: PlannedRun, micro_batches: int) -> PlannedRun:
-    """Return the run with this number of micro-batches per step."""
-    each = None if run.data_ranks is None else accumulation(micro_batches, run.data_ranks)
-    return replace(run, micro_batches=micro_batches, accumulation=each)
 
 
 def _degrees(experiment: Experiment, size: Ranks) -> Degrees | None:

@@ -46,6 +46,7 @@ _RELEVANT = (
     "compile",
     "optimization",
 )
+#: The parts of a rank's memory, in the order in which they are shown.
 PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 

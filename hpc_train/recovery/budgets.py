@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias, get_type_hints
 
 from hpc_train.config.durations import MAX_HOURS
 from hpc_train.config.problems import Problem
@@ -18,7 +18,7 @@ from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.file_shapes import is_a
 
 if TYPE_CHECKING:  # the schema takes 0.2 s, which few ends of attempts need
-    from hpc_train.config.schema import Experiment
+    from hpc_train.config.schema import Experiment, RecoveryConfig
 
 #: Causes that spend of ``max_crashes``.
 CRASHES = {"crash", "hang", "bad node", "worker lost"}
@@ -29,38 +29,13 @@ PREEMPTIONS = {"preemption", "time limit"}
 #: Causes after which another attempt may follow, if it may be paid for.
 COMES_BACK = CRASHES | PREEMPTIONS | {"lost"}
 _CHECKPOINT = "step-"
-#: The keys of ``Limits`` as JSON.
-_KINDS: dict[str, Any] = {
-    "max_preemptions": int | None,
-    "max_crashes": int,
-    "max_without_progress": int,
-    "exclude_nodes_for_h": float,
-}
-
-
-class Limits(Protocol):
-    """What this module and ``bad_nodes`` read of a run's ``recovery`` section."""
-
-    @property
-    def max_preemptions(self) -> int | None:
-        """Preemptions and time limits of a job after which it is requeued; None: any number."""
-
-    @property
-    def max_crashes(self) -> int:
-        """Crashes, hangs and bad nodes of a job after which it is requeued."""
-
-    @property
-    def max_without_progress(self) -> int:
-        """Consecutive attempts without a new checkpoint after which a job is requeued."""
-
-    @property
-    def exclude_nodes_for_h(self) -> float:
-        """Hours for which a bad node is excluded; 0: never."""
+#: What this module and ``bad_nodes`` read of a run's ``recovery`` section.
+Limits: TypeAlias = "RecoveryConfig | ResolvedLimits"
 
 
 @dataclass(frozen=True)
 class ResolvedLimits:
-    """``Limits`` with every default written out, as ``resolved.json`` has them."""
+    """What ``RecoveryConfig`` has of them, with every default written out, as in ``resolved.json``."""
 
     max_preemptions: int | None
     max_crashes: int
@@ -70,8 +45,9 @@ class ResolvedLimits:
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> ResolvedLimits | None:
         """Return the limits of a section that hpc-train wrote, None where a value is missing or wrong."""
-        values: dict[str, Any] = {key: section.get(key, "") for key in _KINDS}
-        if not all(is_a(values[key], kind) for key, kind in _KINDS.items()):
+        kinds = get_type_hints(cls)
+        values: dict[str, Any] = {key: section.get(key, "") for key in kinds}
+        if not all(is_a(values[key], kind) for key, kind in kinds.items()):
             return None
         is_valid = all(value >= 0 for value in values.values() if value is not None)
         return cls(**values) if is_valid and values["exclude_nodes_for_h"] <= MAX_HOURS else None
@@ -79,7 +55,7 @@ class ResolvedLimits:
 
 @dataclass(frozen=True)
 class Left:
-    """How many more ends of each kind the job comes back from; ``preemptions_left`` None: without end."""
+    """After how many more ends of each kind the job is requeued; ``preemptions_left`` None: unlimited."""
 
     crashes_left: int
     preemptions_left: int | None

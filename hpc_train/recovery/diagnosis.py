@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hpc_train.errors import ExitCode, printable
+from hpc_train.errors import ExitCode, printable, shortened
 from hpc_train.recovery.bad_nodes import DIED, FAILED_CHECK, is_device_error
 from hpc_train.run.liveness import minutes
 from hpc_train.run.run_status import CANCELLED_BY, STOPPED_BY_CTRL_C
@@ -332,5 +332,4 @@ def signal_name(number: int) -> str:
 
 def one_line(text: str) -> str:
     """Return ``text`` as a run's reason: one line, printable, at most 500 characters."""
-    line = printable(" ".join(text.split()))
-    return line if len(line) <= _REASON_MAX else f"{line[: _REASON_MAX - 1]}…"
+    return shortened(printable(" ".join(text.split())), _REASON_MAX)

@@ -8,13 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_train.report.metrics_reader import Row, metric_value
+from hpc_train.report.metrics_reader import PREFERRED, Row, metric_value
+from hpc_train.run.metric_rows import POSITION
 
 #: Metrics for which lower is better; for all others higher is.
 _LESS_IS_BETTER = re.compile(r"(^|_)(loss|error|err|perplexity|ppl|mse|rmse|mae|nll|bpb|time|s)($|_)")
 SPLITS = ("val", "train")
-#: Default metrics: the first one that a run has.
-PREFERRED = ("accuracy", "loss")
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,15 @@ class Point:
         return {"value": self.value if math.isfinite(self.value) else None, "step": self.step}
 
 
+def metrics_in(rows: Iterable[Row]) -> set[Metric]:
+    """Return the metrics that the rows have."""
+    return {Metric(str(row.get("split")), name) for row in rows for name in row if name not in POSITION}
+
+
 def find_metric(found: Iterable[Metric], wanted: str | None) -> Metric | None:
     """Return the metric of this name, ``loss`` or ``train/loss``: of validation rows, else of training rows.
 
-    Without ``wanted`` accuracy, else loss. None if it is not among ``found``.
+    Without ``wanted`` the first of ``PREFERRED``. None if it is not among ``found``.
     """
     known = set(found)
     return next((metric for metric in candidate_metrics(wanted) if metric in known), None)

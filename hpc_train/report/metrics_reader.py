@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.run.files import UnreadableFileError, open_regular, read_tail
+from hpc_train.run.metric_rows import POSITION
 from hpc_train.run.metric_rows import Row as Row
 
 #: Usually contains the newest evaluation. Assumed.
 TAIL_BYTES = 1 << 16
 #: Longer than any row of ours: a file of other content is not read into memory as one line.
 _MAX_LINE_BYTES = 1 << 20
-#: Not metrics: where and when a row was recorded.
-POSITION = {"time", "attempt", "split", "step", "epoch"}
+#: Default metrics: the first one that a row or a run has. Evaluations of detectors have no loss.
+PREFERRED = ("accuracy", "map", "loss")
 
 
 class MetricsReader:
@@ -199,8 +200,8 @@ def metric_value(row: Row, name: str) -> float | None:
 
 
 def main_metric(row: Row) -> str | None:
-    """Return the metric by which a row is judged: accuracy, else loss."""
-    return next((name for name in ("accuracy", "loss") if metric_value(row, name) is not None), None)
+    """Return the metric by which a row is judged: the first of ``PREFERRED`` that it has."""
+    return next((name for name in PREFERRED if metric_value(row, name) is not None), None)
 
 
 def last_metric(rows: Sequence[Row]) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from hpc_train.console import one_line, say, tolerating_closed_stderr
-from hpc_train.errors import printable
+from hpc_train.errors import printable, shortened
 from hpc_train.paths import RunPaths
 from hpc_train.report.metrics_reader import MetricsReader, Row, in_words, main_metric, metric_value, number
 from hpc_train.run.files import read_json
@@ -252,7 +252,7 @@ def fit(width: int, name: str, steps: str, words: Words) -> tuple[str, int, str]
     room -= len(shown)
     kept = max(0, min(len(name), max(_LEAST_NAME, room - _BAR)))
     bar = max(0, min(_BAR, room - kept))
-    return (name if kept >= len(name) else f"{name[: max(0, kept - 1)]}…"), bar, shown
+    return shortened(name, kept), bar, shown
 
 
 def _rich_progress() -> tuple[RichProgress, BarColumn]:

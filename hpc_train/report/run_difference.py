@@ -16,9 +16,6 @@ from hpc_train.run.run_facts import run_facts
 from hpc_train.run.versions import Differences as VersionDifferences
 from hpc_train.run.versions import differences as version_differences
 
-#: The work tree's files in a snapshot; the others are hpc-train itself.
-_TREE = "tree"
-
 
 @dataclass(frozen=True)
 class CodeDifference:
@@ -84,4 +81,4 @@ def _code_difference(
     if before is None or after is None:
         return None, f"{names[0] if before is None else names[1]} has no snapshot of its code"
     files = snapshots.differences(before, after)
-    return CodeDifference(files, text_diff(before, after, files, names, _TREE)), None
+    return CodeDifference(files, text_diff(before, after, files, names)), None

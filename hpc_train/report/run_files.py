@@ -14,6 +14,7 @@ from hpc_train.run.run_facts import run_facts
 
 if TYPE_CHECKING:
     from hpc_train.config.schema import Experiment
+    from hpc_train.run.run_status import RunStatus
 
 
 @dataclass(frozen=True)
@@ -69,3 +70,7 @@ class RunFiles:
     def newest_record(self) -> AttemptRecord | None:
         """The record of the newest attempt; None before the first, or if it can't be read."""
         return self.attempts[-1][1] if self.attempts else None
+
+    def is_running(self, record: AttemptRecord, now: RunStatus) -> bool:
+        """Tell whether the attempt with this record runs, according to the run's status."""
+        return record is self.newest_record and now.state == "running"

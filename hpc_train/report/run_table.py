@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from hpc_train.console import columns, one_line, put
+from hpc_train.errors import shortened
 
 #: Columns that may be cut, in the order in which they are cut, with their minimum width.
 _MIN_WIDTHS = (
@@ -45,7 +46,7 @@ def print_table(
     lines = fitted(cells, console.width)
     for place, (line, row) in enumerate(zip(lines, cells, strict=True)):
         if place in above:
-            console.print(Text(_cut(above[place], console.width), style="bold"), soft_wrap=True)
+            console.print(Text(shortened(above[place], console.width), style="bold"), soft_wrap=True)
         text = Text(line)
         state = next((cell for cell in row if cell in _STYLES), None)
         if state is not None:
@@ -67,9 +68,5 @@ def fitted(cells: Sequence[Sequence[str]], width: int) -> list[str]:
         if head in heads and surplus > 0:
             place = heads.index(head)
             limit = max(least, widths[place] - surplus)
-            shown = [[*row[:place], _cut(row[place], limit), *row[place + 1 :]] for row in shown]
-    return [_cut(line, width) for line in columns(shown)]
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"
+            shown = [[*row[:place], shortened(row[place], limit), *row[place + 1 :]] for row in shown]
+    return [shortened(line, width) for line in columns(shown)]

@@ -57,6 +57,15 @@ def attempt_span(
     return None if start is None or end is None else (start, max(start, end))
 
 
+def attempt_spans(run: RunFiles, now: RunStatus) -> list[tuple[AttemptRecord, tuple[float, float]]]:
+    """Return the attempts whose ``attempt_span`` is known, with it."""
+    return [
+        (record, span)
+        for attempt, record in run.recorded
+        if (span := attempt_span(attempt, record, is_running=run.is_running(record, now)))
+    ]
+
+
 def timestamp(text: str | None) -> float | None:
     """Return an ISO 8601 time as seconds since 1970; None if it is none."""
     try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpc_train.report.goodput import StepSeconds, counted_steps, step_seconds
 from hpc_train.report.metrics_reader import Row, number
-from hpc_train.report.run_times import attempt_span, timestamp
+from hpc_train.report.run_times import attempt_spans, timestamp
 from hpc_train.run.attempts import CAUSES
 
 if TYPE_CHECKING:
@@ -27,11 +27,7 @@ def time_use(run: RunFiles, now: RunStatus, rows: Sequence[Row]) -> dict[str, fl
 
     ``rows``: of ``metrics.jsonl``. A part that was not recorded is 0.
     """
-    spans = [
-        (record, span)
-        for attempt, record in run.recorded
-        if (span := attempt_span(attempt, record, is_running=record is run.newest_record and _runs(now)))
-    ]
+    spans = attempt_spans(run, now)
     total_s = sum(end - start for _, (start, end) in spans)
     if not total_s:
         return {}
@@ -60,10 +56,6 @@ def time_use(run: RunFiles, now: RunStatus, rows: Sequence[Row]) -> dict[str, fl
         "lost": lost,
     }
     return _within(total_s, parts)
-
-
-def _runs(now: RunStatus) -> bool:
-    return now.state == "running"
 
 
 def _last_row_times(rows: Iterable[Row]) -> Mapping[int, float]:

@@ -11,7 +11,7 @@ from hpc_train.console import rounded
 from hpc_train.launchers.base import JobUsage
 from hpc_train.recovery.budgets import COMES_BACK
 from hpc_train.report.metrics_reader import Row, number
-from hpc_train.report.run_times import attempt_span, short_duration, timestamp
+from hpc_train.report.run_times import attempt_spans, short_duration, timestamp
 from hpc_train.report.time_use import evaluation_seconds, time_use
 
 if TYPE_CHECKING:
@@ -115,11 +115,8 @@ def _hours(run: RunFiles, now: RunStatus, size: Ranks | None, count: int | None)
     if size is None or count is None or not size.most:
         return None
     total = 0.0
-    for attempt, record in run.recorded:
-        is_running = record is run.newest_record and now.state == "running"
-        span = attempt_span(attempt, record, is_running=is_running)
-        if span is not None:
-            total += (span[1] - span[0]) / 3600 * count * (record.ranks or size.most) / size.most
+    for record, (start, end) in attempt_spans(run, now):
+        total += (end - start) / 3600 * count * (record.ranks or size.most) / size.most
     return round(total, 4)
 
 

@@ -106,7 +106,7 @@ def now_ms() -> str:
 
 
 def in_ms(timestamp: float) -> str:
-    """Return an event's time as seconds since 1970."""
+    """Return a time in seconds since 1970 in the format of events."""
     return datetime.fromtimestamp(timestamp, UTC).isoformat(timespec="milliseconds")
 
 

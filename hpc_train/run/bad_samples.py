@@ -56,8 +56,7 @@ def append(file: Path, samples: Iterable[BadSample]) -> None:
 def of_attempt(attempt: AttemptPaths) -> dict[SampleKey, BadSample]:
     """Return the samples that the ranks of an attempt reported, ordered by rank."""
     known: dict[SampleKey, BadSample] = {}
-    files = attempt.folder.glob("rank-*.bad_samples.jsonl")
-    for file in sorted(files, key=lambda file: (len(file.name), file)):  # rank 2 before rank 10
+    for _, file in sorted(attempt.files_of_ranks(".bad_samples.jsonl").items()):
         for sample in _read(file):
             known.setdefault(sample.key, sample)
     return known

@@ -226,7 +226,7 @@ def _best_at(checkpoint: CheckpointPaths) -> Best | None:
         return None
 
 
-def find_step(paths: RunPaths, *, best: bool = False, step: int | None = None) -> int:
+def find_step(paths: RunPaths, *, best: bool, step: int | None) -> int:
     """Return the step of the newest valid checkpoint, or of the ``best``; or ``step`` itself if there is one.
 
     Raises UsageError if there is no such checkpoint. Reads no tensors: the checkpoint may be damaged.

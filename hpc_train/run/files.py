@@ -43,13 +43,18 @@ class UnreadableFileError(ValueError):
     """The path does not contain one of our files."""
 
 
+def hidden_beside(path: Path) -> Path:
+    """Return a new hidden name in the folder of ``path``: for what is renamed to it, or was it."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+
+
 @contextmanager
 def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
     """Open a new file that replaces ``path`` atomically when the block ends without an error.
 
     With ``sync`` it is on disk then. An OSError names ``path``; one of a write names no file itself.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = hidden_beside(path)
     try:
         with temporary.open("wb") as file:
             yield file
@@ -148,6 +153,17 @@ def read_tail(path: Path, max_bytes: int) -> tuple[bytes, bool]:
         os.close(descriptor)
 
 
+def tail_text(path: Path, max_bytes: int) -> str:
+    """Return the text within the last ``max_bytes`` of a file; empty if something else is in its place.
+
+    Raises OSError, also for a missing file.
+    """
+    try:
+        return read_tail(path, max_bytes)[0].decode("utf-8", "replace")
+    except UnreadableFileError:
+        return ""
+
+
 def open_regular(path: Path, mode: Literal["rb", "ab", "wb"] = "rb") -> BinaryIO:
     """Open a file; what is written to it is buffered. Raises like ``open_descriptor``."""
     return os.fdopen(open_descriptor(path, _FLAGS[mode]), mode)
@@ -195,7 +211,7 @@ def create_folder(
     False if another process has created ``target`` meanwhile; an empty folder there is replaced.
     ``syncs_parent``: false where the caller syncs it, once for several folders.
     """
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    temporary = hidden_beside(target)
     temporary.mkdir(mode=mode)
     try:
         fill(temporary)
@@ -226,7 +242,7 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item]) -> list[R
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder atomically; a missing one is fine."""
-    aside = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}")
+    aside = hidden_beside(folder)
     with suppress(FileNotFoundError):
         folder.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)

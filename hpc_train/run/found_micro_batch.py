@@ -7,14 +7,13 @@ same one.
 from __future__ import annotations
 
 import os
-import secrets
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from hpc_train.errors import StorageError
 from hpc_train.paths import RunPaths
-from hpc_train.run.files import read_json, sync_folder, write_json
+from hpc_train.run.files import hidden_beside, read_json, sync_folder, write_json
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def keep(paths: RunPaths, found: Found) -> Found:
 
     An attempt that was presumed dead may still be searching: both use the result written first.
     """
-    temporary = paths.micro_batch.with_name(f".{paths.micro_batch.name}.{secrets.token_hex(4)}")
+    temporary = hidden_beside(paths.micro_batch)
     try:
         write_json(temporary, found.to_json(), sync=True)
         with suppress(FileExistsError):

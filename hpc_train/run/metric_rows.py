@@ -17,6 +17,9 @@ from hpc_train.run.files import UnreadableFileError, open_regular
 #: One row of ``metrics.jsonl``.
 Row = dict[str, Any]
 
+#: Not metrics: where and when a row was recorded.
+POSITION = {"time", "attempt", "split", "step", "epoch"}
+
 _BLOCK_BYTES = 1 << 16
 
 

@@ -38,10 +38,10 @@ def tell_error(attempt: AttemptPaths, rank: int, text: str) -> None:
 def rank_ends(attempt: AttemptPaths) -> dict[int, RankEnd]:
     """Return the ends by rank; a rank killed by a signal has none."""
     found = {}
-    for path in attempt.folder.glob("rank-*.exit"):
-        rank, (code, _, node) = path.stem.removeprefix("rank-"), _read(path).partition(" ")
-        if rank.isdecimal() and code.isdecimal() and len(code) <= 3:
-            found[int(rank)] = RankEnd(int(code), node.strip() or None)
+    for rank, path in attempt.files_of_ranks(".exit").items():
+        code, _, node = _read(path).partition(" ")
+        if code.isdecimal() and len(code) <= 3:
+            found[rank] = RankEnd(int(code), node.strip() or None)
     return found
 
 

@@ -14,8 +14,8 @@ from hpc_train.errors import BadFileError, UserError
 from hpc_train.launchers.lookup import launcher_of, statuses
 from hpc_train.paths import RunPaths
 from hpc_train.plan.sweep import id_of
-from hpc_train.report.metric_values import SPLITS
-from hpc_train.report.metrics_reader import POSITION, Row, number, rows_in
+from hpc_train.report.metric_values import SPLITS, metrics_in
+from hpc_train.report.metrics_reader import Row, number, rows_in
 from hpc_train.run import frozen_experiment
 from hpc_train.run.liveness import newest_record
 from hpc_train.run.run_facts import recorded_values, run_facts
@@ -33,7 +33,7 @@ def trials_of(
     loaded: Loaded,
     search: SearchConfig,
     runs: Sequence[RunPaths],
-    is_due: Callable[[RunPaths, RunStatus], bool] = lambda paths, status: False,
+    is_due: Callable[[RunPaths, RunStatus], bool],
 ) -> list[Trial]:
     """Return the runs that the file makes of some values of the parameters, in the order of their creation.
 
@@ -120,15 +120,7 @@ def _split_metric(text: str) -> tuple[str, str]:
 
 
 def _check_metric(search: SearchConfig, completed: Sequence[RunPaths]) -> None:
-    known = sorted(
-        {
-            f"{row.get('split')}/{name}"
-            for paths in completed[:10]
-            for row in rows_in(paths.metrics)
-            for name in row
-            if name not in POSITION
-        }
-    )
+    known = sorted(map(str, metrics_in(row for paths in completed[:10] for row in rows_in(paths.metrics))))
     raise NoResultError(
         f"sweep.search.metric: {search.metric} is in no completed run's metrics.jsonl; there are "
         f"{', '.join(known[:50]) or 'none'}"

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from hpc_train.errors import printable
+from hpc_train.errors import printable, shortened
 
 Color: TypeAlias = tuple[int, int, int]
 
@@ -68,8 +68,7 @@ def color_of(number: int) -> Color:
 
 def short(name: object) -> str:
     """Return a class's name for a picture: one line without control characters, cut off at 24."""
-    text = " ".join(printable(str(name)).split())
-    return text if len(text) <= _LONGEST_NAME else f"{text[: _LONGEST_NAME - 1]}…"
+    return shortened(" ".join(printable(str(name)).split()), _LONGEST_NAME)
 
 
 def scale_of(width: int, height: int) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpc_train.config.problems import Problem
 
 if TYPE_CHECKING:
-    from hpc_train.config.schema import EvaluationConfig
+    from hpc_train.config.schema import CheckpointConfig, EvaluationConfig
     from hpc_train.config.training_sections import OptimizationConfig, ScheduleConfig
 
 #: Minutes between checkpoints where the file says neither steps nor minutes.
@@ -111,6 +111,13 @@ def count_total_steps(optimization: OptimizationConfig, steps_per_epoch: int | N
 def evaluation_interval(evaluation: EvaluationConfig, steps_per_epoch: int) -> int:
     """Return the steps between two evaluations."""
     return evaluation.every_steps or (evaluation.every_epochs or 1) * steps_per_epoch
+
+
+def minutes_between_saves(checkpoint: CheckpointConfig) -> float | None:
+    """Return ``every_min``, or its default without ``every_steps``; None where steps decide."""
+    if checkpoint.every_min is None and checkpoint.every_steps is None:
+        return DEFAULT_SAVE_EVERY_MIN
+    return checkpoint.every_min
 
 
 def too_few_micro_batches(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpc_train.config.schema import CheckpointConfig, EvaluationConfig
-from hpc_train.topology.batch_arithmetic import DEFAULT_SAVE_EVERY_MIN, evaluation_interval
+from hpc_train.topology.batch_arithmetic import evaluation_interval, minutes_between_saves
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,8 @@ class Cadence:
         total_steps: int,
         steps_per_epoch: int,
     ) -> Cadence:
-        """Read it from the file; without a cadence there, saves are ``DEFAULT_SAVE_EVERY_MIN`` apart."""
-        minutes = checkpoint.every_min
-        if minutes is None and checkpoint.every_steps is None:
-            minutes = DEFAULT_SAVE_EVERY_MIN
+        """Read it from the file."""
+        minutes = minutes_between_saves(checkpoint)
         return cls(
             total_steps=total_steps,
             evaluate_every=evaluation_interval(evaluation, steps_per_epoch),

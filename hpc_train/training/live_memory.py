@@ -19,10 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hpc_train.plan.prediction import PARTS
 from hpc_train.strategies.pieces import local_part
 
-#: The parts of a rank's memory, in the order in which they are shown.
-PARTS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 #: Namespaces of operators whose arguments and results are communication buffers.
 _COMMUNICATION = ("c10d", "_c10d_functional", "fsdp")
 #: Collectives of the group that shards → the argument with this rank's shards.
@@ -66,7 +65,8 @@ class LiveMemory(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._labels: dict[int, str] = {}
-        self._guesses: dict[int, str] = {}
+        #: Storages that are buffers where no label says otherwise.
+        self._likely_buffers: set[int] = set()
         #: Number of a storage → offset of a tensor in it → the tensor's bytes here, and among all shards.
         self._scaled: dict[int, dict[int, tuple[int, float]]] = {}
         self._sharded: set[int] = set()
@@ -102,7 +102,7 @@ class LiveMemory(TorchDispatchMode):
         for tensor in _tensors(result):
             self._take(tensor)
         if func.namespace in _COMMUNICATION or func.overloadpacket.__name__ == _GRADIENT_COPY:
-            self._guess_all((args, result), "buffers")
+            self._note_buffers((args, result))
             self._note_shards(func, args)
             self._count(func, args)
         return result
@@ -161,7 +161,7 @@ class LiveMemory(TorchDispatchMode):
         return self.shard_factor if number in self._sharded else 1.0
 
     def _part(self, number: int) -> str:
-        return self._labels.get(number) or self._guesses.get(number, "activations")
+        return self._labels.get(number, "buffers" if number in self._likely_buffers else "activations")
 
     def _take(self, tensor: Tensor) -> int | None:
         """Return the number of a tensor's storage, and note its size; None for one without memory."""
@@ -215,23 +215,20 @@ class LiveMemory(TorchDispatchMode):
                 copies = [torch.empty_like(tensor) for tensor in _tensors(whole)]
                 for tensor in copies:
                     self._take(tensor)
-                self._guess_all(copies, "buffers")
+                self._note_buffers(copies)
 
     def _note_resize(self, storage: torch.UntypedStorage) -> None:
         """Note a change by ``resize_``, which is how fully_shard frees gathered parameters."""
         number = self._numbers.get(storage._cdata)
         if number is not None:
             self._change(number, storage.nbytes())
-            self._guess(storage, "buffers")
+            self._likely_buffers.add(number)
 
-    def _guess_all(self, values: Any, part: str) -> None:
+    def _note_buffers(self, values: Any) -> None:
         for tensor in _tensors(values):
-            self._guess(tensor.untyped_storage(), part)
-
-    def _guess(self, storage: torch.UntypedStorage, part: str) -> None:
-        number = self._numbers.get(storage._cdata)
-        if number is not None:
-            self._guesses.setdefault(number, part)
+            number = self._numbers.get(tensor.untyped_storage()._cdata)
+            if number is not None:
+                self._likely_buffers.add(number)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

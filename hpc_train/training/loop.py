@@ -130,7 +130,7 @@ class Trainer:
             if self._must_save():  # again: the checkpoint is now the best
                 self._begin_save()
         if self._has_stopped_early():
-            self._in_phase("saving", self.saves.close)
+            self._saving(self.saves.close)
             return True
         self.state.wrapped.train()
         for step, batches in self.meters.times.reading(self.training):
@@ -151,7 +151,7 @@ class Trainer:
                 break
         assert self._has_stopped_early() or self.step == self.cadence.total_steps
         assert saved_step == self.step, "the last step is saved"
-        self._in_phase("saving", self.saves.close)
+        self._saving(self.saves.close)
         return True
 
     def _one_step(self, step: int, batches: list[Batch]) -> Consensus:
@@ -319,7 +319,7 @@ class Trainer:
         self._save_began_at = time.monotonic()
         with self.meters.times.paused():
             share_all_buffers(self.state)
-            self._in_phase("saving", lambda: self.saves.begin(self.step))
+            self._saving(lambda: self.saves.begin(self.step))
         if self.status is not None:
             self.status.write("running", self.step)
 
@@ -328,10 +328,10 @@ class Trainer:
         self.on_event("agreed")
         if saved_step != self.step:
             self._begin_save()
-        self._in_phase("saving", self.saves.finish)
+        self._saving(self.saves.finish)
         self.on_event("saved")
         return False
 
-    def _in_phase(self, phase: str, work: Callable[[], None]) -> None:
-        self.progress.at(phase, self.step)
+    def _saving(self, work: Callable[[], None]) -> None:
+        self.progress.at("saving", self.step)
         work()

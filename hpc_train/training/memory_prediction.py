@@ -63,7 +63,7 @@ _MAX_SHARDS = 4
 class Prediction:
     """What a step takes on one rank."""
 
-    #: Bytes of each part (``live_memory.PARTS``) at the peak.
+    #: Bytes of each part (``plan.prediction.PARTS``) at the peak.
     parts: dict[str, int]
     #: Kind of collective (``live_memory``) → bytes of the whole tensors in one step.
     communicated: dict[str, int]

@@ -19,13 +19,14 @@ from torch import nn
 
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import ModelConfig
+from hpc_train.console import say
 from hpc_train.data_facts.by_name import training_samples
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import try_samples
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.errors import BadFileError, ExitCode, UserError, printable
+from hpc_train.errors import BadFileError, ExitCode, UserError
 from hpc_train.models.building import build_model
 from hpc_train.models.fine_tuning import prepare_for_training
 from hpc_train.models.preprocessing import with_preprocessing
@@ -130,7 +131,7 @@ def _fetch_data(experiment: Experiment) -> tuple[DataSource, PreparedData]:
         source = build_source(config, download=True)
     where = f" in {config.root}" if config.root else ""
     found = PreparedData.of(experiment, source)
-    _say(
+    say(
         f"data {config.name}{where}: {found.train_samples} training and {found.val_samples} validation "
         f"samples, {found.classes} classes"
     )
@@ -145,14 +146,14 @@ def _try_data(experiment: Experiment, source: DataSource, task: Task) -> tuple[l
     batches, bad = try_samples(source, experiment, target_spec(task))
     Normalize(source.info, experiment.data)(batches[0].inputs)
     for sample in bad:
-        _say(f"data: can't be used, another sample will replace it: {sample}")
+        say(f"data: can't be used, another sample will replace it: {sample}")
     return batches, list(map(str, bad))
 
 
 def _check_number_of_samples(experiment: Experiment, source: DataSource) -> None:
     planned, found = training_samples(experiment.data), len(source.train)
     if planned is not None and planned != found:
-        _say(
+        say(
             f"data.name: {experiment.data.name} has {found} training samples, but plan computes steps per "
             f"epoch from the {planned} of its DataFacts; fix num_samples there (training uses {found})"
         )
@@ -174,7 +175,7 @@ def _fetch_model(experiment: Experiment, info: DataInfo, tried: PreparedModel) -
             "run prepare on a machine with more memory"
         )
     if model is None:
-        _say(f"model {config.name}: not built: {why}; {_LEFT}: whether it can be built, {_UNCHECKED}")
+        say(f"model {config.name}: not built: {why}; {_LEFT}: whether it can be built, {_UNCHECKED}")
         tried.unchecked = why
         return None
     load_initial_weights(model, config)
@@ -187,7 +188,7 @@ def _fetch_model(experiment: Experiment, info: DataInfo, tried: PreparedModel) -
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     tried.trained_parameters = trained
     size = f"{total} parameters" + (f" ({trained} trained)" if trained < total else "")
-    _say(f"model {config.name}: {size}, {tried.weights}")
+    say(f"model {config.name}: {size}, {tried.weights}")
     return model
 
 
@@ -221,9 +222,9 @@ def _try_model(
         tried.unchecked = NO_FORWARD
         return
     name = experiment.model.name
-    _say(f"model {name}: computing loss and metrics of a few samples on the CPU ({NO_FORWARD} skips this)")
+    say(f"model {name}: computing loss and metrics of a few samples on the CPU ({NO_FORWARD} skips this)")
     if why := try_forward(experiment, info, model, task, batches):
-        _say(f"model {name}: not run on samples: {why}; {_LEFT}: {_UNCHECKED}")
+        say(f"model {name}: not run on samples: {why}; {_LEFT}: {_UNCHECKED}")
         tried.unchecked = why
 
 
@@ -245,10 +246,6 @@ def _building(key: str, name: str) -> Iterator[None]:
         raise BadFileError(f"{shown}\n{key}: {name} raised this while it was built; fix it there") from error
 
 
-def _say(words: str) -> None:
-    print(printable(words), file=sys.stderr, flush=True)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     try:
@@ -259,12 +256,12 @@ def main(arguments: Sequence[str]) -> int:
         if AS_JSON in arguments:
             print(json.dumps(asdict(prepared)), flush=True)
     except UserError as error:
-        _say(str(error))
+        say(str(error))
         return int(error.exit_code)
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
     except OSError as error:  # no network, no space
-        _say(str(error))
+        say(str(error))
         return int(ExitCode.IO)
     return int(ExitCode.DONE)
 

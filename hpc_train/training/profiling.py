@@ -38,6 +38,8 @@ _REMEDY = {
     "network": "use a larger micro_batch_size, gradient accumulation, or fewer nodes",
     "host": "use compile, or a larger micro_batch_size",
 }
+#: Of ranks on the CPU, where bf16 and compiled code are slower than fp32 (docs/performance.md, whole runs).
+_CPU_REMEDY = _REMEDY | {"device": "use more ranks", "host": "use a larger micro_batch_size"}
 _TABLE_ROWS = 15
 Interval = tuple[float, float]
 
@@ -67,7 +69,7 @@ class Shares:
         """Return the name of the largest."""
         return max(_MEANING, key=lambda name: getattr(self, name))
 
-    def table(self, num_steps: int) -> str:
+    def table(self, num_steps: int, device_type: str) -> str:
         """Return lines with milliseconds per step and per cent, and what to change."""
         total_s = sum(getattr(self, name) for name in _MEANING)
         steps = "1 step" if num_steps == 1 else f"{num_steps} steps"
@@ -76,7 +78,8 @@ class Shares:
             part_s = getattr(self, name)
             per_cent = 100 * part_s / total_s if total_s else 0.0
             lines.append(f"  {name:8} {1000 * part_s / num_steps:9.2f} ms {per_cent:4.0f} %  {meaning}")
-        return "\n".join([*lines, f"limited by: {self.limit}; to go faster {_REMEDY[self.limit]}"])
+        remedies = _CPU_REMEDY if device_type == "cpu" else _REMEDY
+        return "\n".join([*lines, f"limited by: {self.limit}; to go faster {remedies[self.limit]}"])
 
 
 class StepProfiler:
@@ -128,7 +131,7 @@ class StepProfiler:
         shares = shares_of(finished.events() or (), total_s, self._device)
         by = f"self_{self._device.type}_time_total"
         operations = finished.key_averages().table(sort_by=by, row_limit=_TABLE_ROWS)
-        table = shares.table(num_steps)
+        table = shares.table(num_steps, self._device.type)
         try:
             finished.export_chrome_trace(str(self._paths.profile_trace))
             self._paths.profile_table.write_text(f"{table}\n\n{operations}\n", encoding="utf-8")

@@ -17,6 +17,7 @@ from hpc_train.datasets.skipping import BadSamples
 from hpc_train.distributed import affinity, host_memory, open_files, signals
 from hpc_train.distributed.device import choose_device, set_determinism, set_threads
 from hpc_train.distributed.env import RankFacts, is_started_by_slurm, node_name
+from hpc_train.distributed.parent_process import end_daemons
 from hpc_train.distributed.precision import Precision, choose_precision
 from hpc_train.distributed.process_group import Group, Timeouts, join
 from hpc_train.errors import ExitCode, TryAgainError
@@ -168,6 +169,7 @@ def end_process(paths: RunPaths, attempt: int, rank: int, node: str, code: ExitC
     with suppress(Exception):  # from a signal's handler, or beside the main thread: it may hold these
         sys.stdout.flush()
         sys.stderr.flush()
+    end_daemons()
     os._exit(int(code))
 
 

@@ -8,9 +8,10 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
 from threading import Timer
 from typing import NoReturn
+
+from hpc_train.paths import with_package
 
 
 class Child:
@@ -68,6 +69,4 @@ class Child:
 
 def environment() -> dict[str, str]:
     """Return the environment of a child that imports torch: this package, and no GPU."""
-    package_root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
-    return os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    return with_package(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}

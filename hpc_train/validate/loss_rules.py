@@ -10,7 +10,7 @@ from hpc_train.config.section_args import args_problems
 from hpc_train.data_facts.by_name import data_facts, task_facts
 from hpc_train.data_facts.losses import DiceArgs, Losses
 from hpc_train.errors import shortened
-from hpc_train.registry import nearest
+from hpc_train.registry import suggestion
 from hpc_train.validate.base import Rule, rule
 
 _LOSS = ("optimization", "loss")
@@ -29,9 +29,7 @@ def the_task_has_the_loss(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _unknown_loss(task: str, name: str, losses: Losses) -> Problem:
-    hint = nearest(name, losses)
-    names = f"write one of {', '.join(losses)}" if losses else "take it out"
-    remedy = f"did you mean {hint}?" if hint else names
+    remedy = suggestion(name, losses, None if losses else "take it out")
     known = f" (it has {', '.join(losses)})" if losses else ""
     return Problem((*_LOSS, "name"), f"{task} has no loss '{shortened(name)}'{known}", remedy)
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from hpc_train.config.cluster_sections import EnvironmentConfig
 from hpc_train.config.fields import Arguments
 from hpc_train.config.problems import KeyPath, Problem, split_at_colon, with_blank
 from hpc_train.config.schema import Experiment, LoggingConfig
 from hpc_train.data_facts.by_name import data_facts, missing_root
 from hpc_train.errors import shortened
-from hpc_train.registry import is_factory, nearest, parts, split_name, unknown_name, unknown_part
+from hpc_train.registry import is_factory, nearest, parts, split_name, suggestion, unknown_name, unknown_part
 from hpc_train.topology.degrees import AXES
 from hpc_train.topology.learning_rate import OVER_SPAN, OVER_STEPS
 from hpc_train.topology.pipeline_schedules import problem_of_stages
@@ -114,18 +115,16 @@ def loggers_are_known(experiment: Experiment) -> Iterator[Problem]:
             remedy = f"write logging.{name}: {'true' if is_switch else '{…}'}"
             yield Problem(path, f"{name} has a key of its own", remedy, on_key=True)
         elif name not in parts("loggers"):
-            close = nearest(name, parts("loggers").keys() - with_section)
-            remedy = f"did you mean {close}?" if close else "install its package, or take it out"
+            known = parts("loggers").keys() - with_section
+            remedy = suggestion(name, known, "install its package, or take it out")
             yield Problem(path, f"there is no logger '{shortened(name)}'", remedy, on_key=True)
 
 
 @rule("logging.tensorboard", "environment.python", "environment.container")
 def tensorboard_is_installed(experiment: Experiment) -> Iterator[Problem]:
     """``logging.tensorboard`` needs the package, where the ranks use this command's Python."""
-    environment = experiment.environment
-    is_ours = environment.python is None and environment.container is None
-    if experiment.logging.tensorboard and is_ours and find_spec("tensorboard") is None:
-        message = f"the package tensorboard is not installed for {sys.executable}"
+    is_on = experiment.logging.tensorboard
+    if is_on and (message := not_installed(experiment.environment, "tensorboard")):
         remedy = "run pip install 'hpc-train[tensorboard]', or take the key out"
         yield Problem(("logging", "tensorboard"), message, remedy)
 
@@ -133,16 +132,22 @@ def tensorboard_is_installed(experiment: Experiment) -> Iterator[Problem]:
 @rule("logging.mlflow", "environment.python", "environment.container")
 def mlflow_is_installed(experiment: Experiment) -> Iterator[Problem]:
     """``logging.mlflow`` needs the package, and databases two more, where the ranks use this Python."""
-    config, environment = experiment.logging.mlflow, experiment.environment
-    if config is None or environment.python is not None or environment.container is not None:
+    config = experiment.logging.mlflow
+    if config is None:
         return
     uri = config.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     needed = ["mlflow", *(["sqlalchemy", "alembic"] if tracking_uris.is_database(uri) else [])]
-    if missing := [name for name in needed if find_spec(name) is None]:
-        message = f"the package {missing[0]} is not installed for {sys.executable}"
-        yield Problem(
-            ("logging", "mlflow"), message, "run pip install 'hpc-train[mlflow]', or take the section out"
-        )
+    if message := not_installed(experiment.environment, *needed):
+        remedy = "run pip install 'hpc-train[mlflow]', or take the section out"
+        yield Problem(("logging", "mlflow"), message, remedy)
+
+
+def not_installed(environment: EnvironmentConfig, *modules: str) -> str | None:
+    """Return which module this command's Python lacks first; None also where the ranks use another Python."""
+    if environment.python is not None or environment.container is not None:
+        return None
+    missing = next((name for name in modules if find_spec(name) is None), None)
+    return missing and f"the package {missing.replace('_', '-')} is not installed for {sys.executable}"
 
 
 @rule("logging.mlflow.tracking_uri")

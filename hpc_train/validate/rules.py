@@ -18,7 +18,7 @@ from hpc_train.data_facts.built_in import TASKS
 from hpc_train.data_facts.by_name import target_of, task_facts
 from hpc_train.data_facts.joint_keys import not_for_masks, only_for_masks
 from hpc_train.errors import shortened
-from hpc_train.registry import nearest
+from hpc_train.registry import suggestion
 from hpc_train.topology.batch_arithmetic import too_long_warmup, undivided_batch, undivided_repeats
 from hpc_train.validate import (
     argument_rules,
@@ -319,9 +319,9 @@ def _unknown_metrics(experiment: Experiment, metrics: Iterable[tuple[KeyPath, st
             message = f"{shortened(metric)} is not a metric of {experiment.task}"
             if name in facts.metrics:
                 message += f" (target: {target})"
-            hint = nearest(name, [each for each in known if not each.endswith("*")])
+            whole = [each for each in known if not each.endswith("*")]
             names = ", ".join(each.replace("*", "<class>") for each in known)
-            yield Problem(path, message, f"did you mean {hint}?" if hint else f"write one of {names}")
+            yield Problem(path, message, suggestion(name, whole, f"write one of {names}"))
 
 
 def _followed_metrics(experiment: Experiment) -> Iterator[tuple[KeyPath, str]]:

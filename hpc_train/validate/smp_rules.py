@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping
-from importlib.util import find_spec
 
 from hpc_train.config.problems import KeyPath, Problem
 from hpc_train.config.schema import Experiment
@@ -15,6 +13,7 @@ from hpc_train.errors import shortened
 from hpc_train.registry import is_factory, nearest, split_name
 from hpc_train.validate import model_facts
 from hpc_train.validate.base import Rule, rule
+from hpc_train.validate.part_rules import not_installed
 
 _ARGS: KeyPath = ("model", "args")
 #: Starts the names of timm's encoders.
@@ -86,10 +85,8 @@ def smp_models_are_for_segmentation(experiment: Experiment) -> Iterator[Problem]
 @rule("model.name", "environment.python", "environment.container")
 def smp_is_installed(experiment: Experiment) -> Iterator[Problem]:
     """``smp/…`` needs the package, where the ranks use this command's Python."""
-    environment = experiment.environment
-    is_ours = environment.python is None and environment.container is None
-    if is_smp(experiment.model.name) and is_ours and find_spec("segmentation_models_pytorch") is None:
-        message = f"the package segmentation-models-pytorch is not installed for {sys.executable}"
+    name = experiment.model.name
+    if is_smp(name) and (message := not_installed(experiment.environment, "segmentation_models_pytorch")):
         yield Problem(("model", "name"), message, "run pip install 'hpc-train[smp]', or name another model")
 
 

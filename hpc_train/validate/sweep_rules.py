@@ -14,7 +14,14 @@ from hpc_train.config.explanations import explain
 from hpc_train.config.keys import GRID, NOT_IDENTITY, SCALING, BadKeyError, replaced, split_key
 from hpc_train.config.problems import KeyPath, Problem, dotted, shown
 from hpc_train.config.schema import Experiment
-from hpc_train.config.sweep_sections import MAX_RUNS, SweepConfig, SweptKey, comparable, swept_keys
+from hpc_train.config.sweep_sections import (
+    MAX_RUNS,
+    SweepConfig,
+    SweptKey,
+    comparable,
+    parameters_place,
+    swept_keys,
+)
 from hpc_train.validate import distribution_rules
 from hpc_train.validate.base import Rule, rule
 
@@ -46,7 +53,7 @@ def _too_many(sweep: SweepConfig) -> KeyPath | None:
     if len(sweep.grid) > MAX_KEYS:
         return GRID
     if len(sweep.parameters) > MAX_KEYS:
-        return ("sweep", "random" if sweep.random else "search", "parameters")
+        return parameters_place(sweep)
     keys = {key for overrides in sweep.list for key in overrides}
     return ("sweep", "list") if len(keys) > MAX_KEYS else None
 

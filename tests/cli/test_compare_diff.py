@@ -14,7 +14,7 @@ from hpc_train.run.code import snapshot, text_diff
 from hpc_train.run.create import create_run
 from hpc_train.run.files import read_json, write_json
 from tests.cli.commands import hpc_train
-from tests.run.code.trees import work_tree
+from tests.run.code.trees import take, work_tree
 from tests.run.runs import small_experiment
 
 _OLD = "import torch\nWIDTH = 16\n"
@@ -22,7 +22,7 @@ _OLD = "import torch\nWIDTH = 16\n"
 
 def _made(run_id: str, folder: Path | None, **changes: Any) -> RunPaths:
     paths = RunPaths(runs_root() / "small" / run_id)
-    taken = None if folder is None else snapshot.take(runs_root() / ".code", folder, [])
+    taken = None if folder is None else take(runs_root() / ".code", folder)
     assert create_run(paths, small_experiment(**changes), run_id, 10, snapshot=taken)
     return paths
 

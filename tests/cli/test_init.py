@@ -96,6 +96,10 @@ def test_without_data_the_lines_to_change_are_named() -> None:
     assert f"change lines {', '.join(map(str, to_change))}" in done.err
     assert [lines[number - 1].split(":")[0].strip() for number in to_change] == ["root", "args"]
     assert "train/images/" in lines[to_change[0] - 1]
+    rooted = hpc_train(
+        "init", "--local", "-y", "--task", "segmentation", "--root", "data", "-o", "rooted.yaml"
+    )
+    assert f"change line {to_change[1]}\n" in rooted.err
     assert "new.yaml: written for this machine" in done.err and "`hpc-train validate new.yaml`" in done.err
 
 
@@ -167,7 +171,10 @@ def test_a_recipe_gets_the_data_and_the_section_of_the_cluster() -> None:
 
 def test_recipes_are_listed() -> None:
     done = hpc_train("init", "--from", "list")
-    assert done.code == 0 and "slurm-digits" in done.out and not Path("exp.yaml").exists()
+    assert done.code == 0 and not Path("exp.yaml").exists()
+    titles = dict(line.split(maxsplit=1) for line in done.out.splitlines())
+    assert titles["cifar10-vit"] == "A small ViT on CIFAR-10 from scratch"
+    assert titles["llama-fsdp-tensor"].endswith("optimizer state (FSDP)")
 
 
 def test_on_a_terminal_it_asks_for_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_a_file_that_asks_nothing_of_slurm_is_not_submitted_there(file: Path, op
     done = hpc_train("submit", file, *options)
     assert done.code == 65
     assert f"{file}:1:1: slurm: is missing" in done.err
-    assert "write `slurm: {}` for one node as the site gives it, or add --local" in done.err
+    assert "write `slurm: {}` for one node with the site's defaults, or add --local" in done.err
     assert not runs_root().exists()
 
 

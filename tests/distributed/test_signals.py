@@ -61,6 +61,21 @@ print(signals.install().first.name)
     assert run(script) == ["SIGTERM"]
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_pool_of_processes_ends(method: str) -> None:
+    script = f"""
+import multiprocessing
+from hpc_train.distributed import signals
+signals.block()
+signals.install()
+for _ in range({10 if method == "fork" else 1}):
+    with multiprocessing.get_context({method!r}).Pool(4) as pool:
+        squares = pool.map(abs, range(-9, 0))
+print(sum(squares))
+"""
+    assert run(script) == ["45"]
+
+
 def test_a_forked_child_leaves_the_flag_alone() -> None:
     script = """
 import os, signal

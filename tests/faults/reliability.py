@@ -83,7 +83,7 @@ def _row(row: Row, report: Report) -> str:
     links = [f"[{_title(name)}](../{file})" for file, name in sorted(tests)]
     notes = [f"waits for {row.waits_for}"] if row.waits_for else []
     notes += [f"not here: {row.not_here}"] if row.not_here else []
-    notes += [f"departs: {row.departs}"] if row.departs else []
+    notes += [f"differs from the promise: {row.departs}"] if row.departs else []
     result = "; ".join([_result(cases, report.date), *notes])
     return f"| {row.number} | {row.fault} | {row.promise} | {' · '.join(links)} | {result} |"
 

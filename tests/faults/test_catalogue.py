@@ -55,7 +55,7 @@ def test_what_is_not_as_promised_is_in_the_faults_row() -> None:
     assert [row.number for row in departing] == [4, 34]
     for row in departing:
         (line,) = [line for line in page if line.startswith(f"| {row.number} |")]
-        assert line.endswith(f"no test; departs: {row.departs} |")
+        assert line.endswith(f"no test; differs from the promise: {row.departs} |")
 
 
 def test_the_page_is_of_this_catalogue() -> None:

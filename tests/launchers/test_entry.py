@@ -90,6 +90,14 @@ def test_a_code_is_left_for_whoever_judges_the_attempt(
     assert exit_codes(attempt) == ({} if told is None else {rank: told})
 
 
+def test_daemons_end_with_their_rank(tmp_path: Path) -> None:
+    """Python ends them at its exit, which a rank leaves out."""
+    start = "multiprocessing.Process(target=time.sleep, args=(3600,), daemon=True).start()"
+    worker = WORKER.replace("print(paths.folder, attempt)", start)
+    done = run_rank(tmp_path, "0", f"import multiprocessing, time\n{worker}")
+    assert done.returncode == 0, done.stderr  # once no process holds its output any more
+
+
 def test_a_worker_that_can_not_be_imported_leaves_its_traceback(tmp_path: Path) -> None:
     broken = WORKER.replace("= hpc_train.training.main = worker", "= None")
     done = run_rank(tmp_path, "0", broken, SLURM_PROCID="2")

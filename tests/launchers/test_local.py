@@ -13,11 +13,11 @@ from hpc_train.errors import ExitCode, StorageError, UsageError, UserError
 from hpc_train.launchers import local
 from hpc_train.launchers.local import choose_num_ranks
 from hpc_train.launchers.outcome import log_tail
-from hpc_train.run.code.snapshot import link, take
+from hpc_train.run.code.snapshot import link
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.fake_ranks import attempt_of, launch, new_request, record_of
-from tests.run.code.trees import work_tree
+from tests.run.code.trees import take, work_tree
 
 #: Rank 0 loses its peer, once it has been told to end.
 ELSE_LOSE_PEER = """
@@ -81,14 +81,16 @@ def test_ranks_import_the_snapshot_and_nothing_from_the_current_folder(
     tree = work_tree(tmp_path / "work", "sub/own.py")
     (tree / "sub" / "own.py").write_text("value = 'old'")
     request = new_request(tmp_path / "runs", devices=1)
-    link(request.paths, take(request.paths.siblings.snapshots, tree / "sub", []))
+    link(request.paths, take(request.paths.siblings.snapshots, tree / "sub"))
     (tree / "sub" / "own.py").write_text("value = 'new'")
     (tree / "sub" / "later.py").write_text("")
     monkeypatch.chdir(tree / "sub")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([".", "", str(tree / "sub"), "/elsewhere"]))
     script = """
 import importlib.util, json, multiprocessing, own
-own_in_child = multiprocessing.get_context("spawn").Pool(1).apply(eval, ("__import__('own').value",))
+signals.install()
+with multiprocessing.get_context("spawn").Pool(1) as pool:
+    own_in_child = pool.apply(eval, ("__import__('own').value",))
 found = [own.value, own_in_child, importlib.util.find_spec("later") is None, os.getcwd()]
 print(json.dumps([found, os.environ["PYTHONPATH"].split(":"), sys.modules["hpc_train"].__file__]))
 """
@@ -102,7 +104,7 @@ print(json.dumps([found, os.environ["PYTHONPATH"].split(":"), sys.modules["hpc_t
 
 def test_damaged_code_is_not_run(tmp_path: Path) -> None:
     request = new_request(tmp_path / "runs", devices=1)
-    code = take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py"), [])
+    code = take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py"))
     link(request.paths, code)
     (code / "tree/own.py").chmod(0o600)
     (code / "tree/own.py").write_bytes(bytes((code / "tree/own.py").stat().st_size))
@@ -114,7 +116,7 @@ def test_damaged_code_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 def test_a_pipe_in_place_of_a_file_of_the_code_is_not_waited_for(tmp_path: Path) -> None:
     request = new_request(tmp_path / "runs", devices=1)
-    code = take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py"), [])
+    code = take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py"))
     link(request.paths, code)
     (code / "tree").chmod(0o700)
     (code / "tree/own.py").unlink()
@@ -135,7 +137,7 @@ def test_a_pipe_in_place_of_a_log_is_refused_and_no_rank_stays(tmp_path: Path) -
 
 def test_code_that_others_may_write_is_not_run(tmp_path: Path) -> None:
     request = new_request(tmp_path / "runs", devices=1)
-    link(request.paths, take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py"), []))
+    link(request.paths, take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py")))
     (request.paths.code / "tree" / "own.py").chmod(0o666)
     with pytest.raises(UserError, match=r"own\.py: group or others may write it"):
         launch(request, "")

@@ -239,6 +239,9 @@ def test_an_evaluation_that_a_resume_repeats_at_a_sent_step_reaches_event_files(
     write_rows(run, 3)
     saved(run, 3, 0)
     hpc_train("sync", "abc", *to)
+    write_rows(run, 4)
+    saved(run, 4, 0)
+    assert "1 row sent, now 5 rows" in hpc_train("sync", "abc", *to).out
     assert "val/loss" in in_events(run)
     assert scalars(tmp_path / "events" / "abc") == in_events(run)
 

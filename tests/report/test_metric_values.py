@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_train.report.metric_values import Metric
+from hpc_train.report.metric_values import Metric, find_metric
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,8 @@ from hpc_train.report.metric_values import Metric
 )
 def test_less_of_a_loss_or_an_error_is_better(name: str, goal: str) -> None:
     assert Metric("val", name).goal == goal
+
+
+def test_detectors_are_compared_by_average_precision() -> None:
+    found = [Metric("train", "loss"), Metric("val", "map"), Metric("val", "map50")]
+    assert find_metric(found, None) == Metric("val", "map")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.report.metrics_reader import MetricsReader, validation_rows
+from hpc_train.report.metrics_reader import MetricsReader, newest_judged, validation_rows
 
 
 @pytest.fixture
@@ -52,3 +52,10 @@ def test_a_large_file_is_read_row_by_row(large: Path) -> None:
     tracemalloc.stop()
     assert count == 20_020
     assert peak < large.stat().st_size / 8
+
+
+def test_an_evaluation_without_a_loss_is_judged_before_rows_of_training(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"split": "val", "step": 2, "map": 0.1}, {"split": "train", "step": 3, "loss": 1.0}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert newest_judged(path) == rows[:1]

@@ -16,6 +16,7 @@ from hpc_train.run.files import (
     open_regular,
     read_json,
     read_text,
+    tail_text,
     write_json,
 )
 
@@ -51,6 +52,13 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(UnreadableFileError, match="not a regular file"):
         open_regular(tmp_path / "status.json")
     assert read_json(tmp_path / "status.json") is None
+    assert tail_text(tmp_path / "status.json", 10) == ""
+
+
+def test_the_text_of_a_tail_may_begin_within_a_character(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("aéb")
+    assert tail_text(tmp_path / "log", 2) == "\N{REPLACEMENT CHARACTER}b"
+    assert tail_text(tmp_path / "log", 9) == "aéb"
 
 
 @pytest.mark.timeout(10)

@@ -22,10 +22,11 @@ from benchmarks.memory_prediction import Model, error, measure, predicted
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError
+from hpc_train.plan.prediction import PARTS
 from hpc_train.topology.degrees import Degrees, find_degrees
 from hpc_train.training import memory_prediction, predicted_runs
 from hpc_train.training.assumed_values import AssumedValues
-from hpc_train.training.live_memory import PARTS, LiveMemory
+from hpc_train.training.live_memory import LiveMemory
 from hpc_train.training.memory_prediction import PredictedStep, Prediction
 from hpc_train.training.planned_data import PlannedData, planned_data
 from hpc_train.training.predicted_runs import RunQuestion, largest_fitting

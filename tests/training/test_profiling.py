@@ -51,7 +51,7 @@ def test_waits_for_data_are_the_limit(tmp_path: Path) -> None:
 
 
 def test_operations_are_the_limit(tmp_path: Path) -> None:
-    assert "limited by: device" in profiled(tmp_path, compute)
+    assert "limited by: device; to go faster use more ranks" in profiled(tmp_path, compute)
 
 
 def test_python_is_the_limit_even_inside_annotations(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_profile_that_cannot_be_written_ends_nothing(
 def test_each_moment_counts_once() -> None:
     shares = Shares.of(10.0, [(0, 2)], [(1, 4), (3, 5)], [(4, 8)])
     assert shares == Shares(input=2, device=3, network=3, host=2)
-    assert "30 %  communication" in shares.table(1)
+    assert "30 %  communication" in shares.table(1, "cuda")
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,11 @@ BROKEN = {
         "8:34: data.augment.random_resized_crop.scale: needs a list of 2, each a number above 0, got",
         "write a list of this form",
     ),
+    "name of data": (
+        changed("  name: digits\n", "  name: my data\n"),
+        "6:9: data.name: needs a name like imagefolder or torchvision/CIFAR10, or package.module:factory",
+        "write text of this form",
+    ),
     "item of a list": (
         changed("  name: digits\n", "  name: digits\n  normalize: {mean: [0.5, x], std: [0.5, 0]}\n"),
         "7:27: data.normalize.mean[1]: needs a number, got the text 'x'",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.validate import model_facts, smp_rules
+from hpc_train.validate import model_facts, part_rules
 from tests.config.files import GOOD, problems_of
 
 NAMES = {
@@ -63,7 +63,7 @@ def test_only_segmentation_uses_masks(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smp_rules, "find_spec", lambda name: None)
+    monkeypatch.setattr(part_rules, "find_spec", lambda name: None)
     (line,) = problems(tmp_path, "smp/unet")
     assert "not installed" in line and line.endswith(
         "run pip install 'hpc-train[smp]', or name another model"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpc_train.errors import BadFileError, shortened
+from hpc_train.errors import BadFileError, listed, shortened
 
 Array = np.ndarray[Any, Any]
 
@@ -38,10 +38,9 @@ class ClassNumbers:
         if not self._is_finished:
             return self._numbers.setdefault(name, len(self._numbers))
         whose = "data.args" if self._is_given else "the training samples"
-        known = ", ".join(list(self._numbers)[:5]) + (", …" if len(self._numbers) > 5 else "")
         raise BadFileError(
             f"data.root: {where} has the class {shortened(name)!r}, which is not among those of {whose} "
-            f"({known}); fix it, or write all of them to data.args.classes"
+            f"({listed(list(self._numbers), 5)}); fix it, or write all of them to data.args.classes"
         )
 
     def finish(self, numbers: Array) -> Array:

@@ -26,7 +26,7 @@ from hpc_train.data_facts.image_args import CocoArgs
 from hpc_train.data_facts.root_layout import annotation_files
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.index_files import Array, Index, ensure_index, open_index
+from hpc_train.datasets.index_files import Array, Index, index_of
 from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
@@ -81,11 +81,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     refuse_rest(config)
     args = parse_args(CocoArgs, config)
     files = annotation_files(root_of(config))
-    paths = list(files.values())
-    if download:
-        index = ensure_index(config, paths, lambda: _parsed(files, args))
-    else:
-        index = open_index(config, paths) or _parsed(files, args)
+    index = index_of(config, list(files.values()), lambda: _parsed(files, args), download=download)
     splits = {
         part: CocoSplit(path.with_suffix(""), dict(index.splits[part]), args.channels)
         for part, path in files.items()

@@ -19,7 +19,7 @@ from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.listed_data import SEPARATORS, ImageListArgs, list_files
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource, RawTarget
-from hpc_train.datasets.index_files import Array, Index, ensure_index, open_index, packed_texts, text_at
+from hpc_train.datasets.index_files import Array, Index, index_of, packed_texts, text_at
 from hpc_train.datasets.sources.class_names import ClassNumbers
 from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.types import DataInfo
@@ -66,11 +66,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     files = list_files(root, args)
     for split, path in files.items():
         _check_file(split, path)
-    paths = list(files.values())
-    if download:
-        index = ensure_index(config, paths, lambda: _parsed(files, args))
-    else:
-        index = open_index(config, paths) or _parsed(files, args)
+    index = index_of(config, list(files.values()), lambda: _parsed(files, args), download=download)
     splits = {
         split: ListedImages(root, path, dict(index.splits[split]), args.channels)
         for split, path in files.items()

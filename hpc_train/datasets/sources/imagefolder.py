@@ -12,7 +12,7 @@ from torch import Tensor
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.data_facts.image_args import ImageFolderArgs
-from hpc_train.data_facts.root_layout import VALIDATION, class_folders
+from hpc_train.data_facts.root_layout import class_folders, validation_folder
 from hpc_train.datasets import packing
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
@@ -94,7 +94,7 @@ def folder_source(root: Path, channels: int) -> DataSource:
     """Return the images below ``root``, to be read file by file."""
     class_names = class_folders(root / "train")
     train = FolderSplit(root / "train", class_names, channels)
-    folder = next((root / name for name in VALIDATION if (root / name).is_dir()), None)
+    folder = validation_folder(root)
     val = None if folder is None else _val_split(folder, class_names, channels)
     return DataSource(train, val, _info(class_names, channels))
 

@@ -95,7 +95,7 @@ def all_targets(split: Any) -> torch.Tensor | None:
     return None
 
 
-def count_classes(train: Any, val: Any = None) -> int:
+def count_classes(train: Any, val: Any) -> int:
     """Return ``num_classes`` or the length of ``classes``, else the largest target + 1; of targets that are
     vectors their length, of numbers 1.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.image_args import SegmentationFolderArgs
-from hpc_train.data_facts.root_layout import VALIDATION
+from hpc_train.data_facts.root_layout import validation_folder
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.sources.imagefolder import images_below
@@ -87,7 +87,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     _check_numbers(args)
     root = root_of(config)
     train = MaskedImages(root / "train", args.channels)
-    folder = next((root / name for name in VALIDATION if (root / name).is_dir()), None)
+    folder = validation_folder(root)
     val = None if folder is None else MaskedImages(folder, args.channels)
     mean, std = mean_and_std(args.channels)
     info = DataInfo(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.launchers.notifications import notify_end
-from hpc_train.launchers.outcome import log_tail
+from hpc_train.launchers.outcome import last_line
 from hpc_train.launchers.slurm import gpu_budget
 from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
 from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge
@@ -28,6 +28,7 @@ from hpc_train.recovery.diagnosis import one_line
 from hpc_train.recovery.history import effective_recovery, nodes_to_exclude, saved_step
 from hpc_train.run.attempts import AttemptRecord, newest_number, now, now_ms, read_record, write_record
 from hpc_train.run.events import noted_signal
+from hpc_train.run.files import tail_text
 from hpc_train.run.rank_ends import exit_codes, rank_ends
 from hpc_train.run.run_status import read_status, write_status
 
@@ -103,23 +104,17 @@ def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
 def _errors(attempt: AttemptPaths) -> dict[int, str]:
     """Return the ranks' errors, the first one first."""
     found = []
-    for path in attempt.folder.glob("rank-*.error"):
-        rank = path.stem.removeprefix("rank-")
-        if rank.isdecimal():
-            text = _end_of(path, _ERROR_BYTES).strip()
-            found.append((path.stat().st_mtime_ns, int(rank), text or "said nothing"))
+    for rank, path in attempt.files_of_ranks(".error").items():
+        text = tail_text(path, _ERROR_BYTES).strip()
+        found.append((path.stat().st_mtime_ns, rank, text or "said nothing"))
     return {rank: text for _, rank, text in sorted(found)}
 
 
 def _last_lines(attempt: AttemptPaths) -> dict[int, str]:
     """Return the logs' last lines by rank. Only srun's few words need them, so a thousand are not read."""
     found: dict[int, str] = {}
-    for path in sorted(attempt.folder.glob("rank-*.log")):
-        rank = path.stem.removeprefix("rank-")
-        if rank.isdecimal():
-            is_wanted = len(found) < 64
-            lines = log_tail(path).strip().splitlines() if is_wanted else []
-            found[int(rank)] = lines[-1] if lines else ""
+    for rank, path in attempt.files_of_ranks(".log").items():
+        found[rank] = last_line(path) if len(found) < 64 else ""
     return found
 
 
@@ -129,15 +124,9 @@ def _output(job: BatchJob, number: int) -> str:
     for ending in ("out", "err"):
         path = job.submission.folder / f"{job.job}_0_log.{ending}"  # by submitit
         with suppress(OSError):
-            text += _end_of(path, _OUTPUT_BYTES)
+            text += tail_text(path, _OUTPUT_BYTES)
     # Kept whole where the mark is not there: it lies further back than what is read.
     return text.rpartition(f"{MARK} {number} ")[2]
-
-
-def _end_of(path: Path, nbytes: int) -> str:
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - nbytes))
-        return file.read().decode("utf-8", "replace")
 
 
 def _ended_record(

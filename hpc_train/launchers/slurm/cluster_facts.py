@@ -241,7 +241,7 @@ class ClusterFacts:
 
 def read() -> ClusterFacts:
     """Ask Slurm. Raises NoSchedulerError where there is none or no answer, RefusedError where it says no."""
-    config = parsed_config(commands.run(["scontrol", "show", "config"]))
+    config = commands.parsed_config(commands.run(["scontrol", "show", "config"]))
     # --all: partitions that are hidden take jobs as well.
     partitions = commands.run(["scontrol", "--all", "--oneliner", "show", "partition"])
     nodes = commands.run(["sinfo", "--all", "--noheader", "--Node", f"--format={_FORMAT}"])
@@ -252,12 +252,6 @@ def read() -> ClusterFacts:
     with ThreadPoolExecutor() as pool:  # sacctmgr takes 0.3 s (measured), most of which it waits
         associations, qos = pool.submit(_associations, facts.text("ClusterName")), pool.submit(_qos)
     return replace(facts, associations=associations.result(), qos=qos.result(), reservations=reservations)
-
-
-def parsed_config(said: str) -> dict[str, str]:
-    """Return the settings of ``scontrol show config``."""
-    pairs = [line.partition("=") for line in said.splitlines() if "=" in line]
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def parsed_partitions(said: str) -> list[Partition]:

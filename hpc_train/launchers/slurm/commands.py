@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from hpc_train.errors import NoSchedulerError, UserError, printable
+from hpc_train.errors import NoSchedulerError, UserError, printable, shortened
 from hpc_train.launchers.slurm import queue_cache
 
 #: Above Slurm's own patience: a command that finds no slurmctld gives up after 9 to 18 s (measured, 22.05).
@@ -115,14 +115,12 @@ def _environment(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, s
 
 def _shown(argv: Sequence[str]) -> str:
     """Return the command for people: a thousand job ids say nothing."""
-    text = printable(shlex.join(argv))
-    return text if len(text) < 200 else f"{text[:199]}…"
+    return shortened(printable(shlex.join(argv)), 200)
 
 
 def _words(text: str) -> str:
     lines = [line.strip() for line in printable(text).splitlines() if line.strip()]
-    words = "; ".join(dict.fromkeys(lines))
-    return words if len(words) < _WORDS_MAX else f"{words[: _WORDS_MAX - 1]}…"
+    return shortened("; ".join(dict.fromkeys(lines)), _WORDS_MAX)
 
 
 def release(job: str) -> None:
@@ -152,8 +150,12 @@ def _order(argv: Sequence[str], *, retry: bool = False) -> None:
 @cache
 def config() -> dict[str, str]:
     """Return ``scontrol show config``: MaxArraySize, KillWait, JobRequeue, …; asked once a process."""
-    lines = run(["scontrol", "show", "config"], retry=True).splitlines()
-    pairs = [line.partition("=") for line in lines if "=" in line]
+    return parsed_config(run(["scontrol", "show", "config"], retry=True))
+
+
+def parsed_config(said: str) -> dict[str, str]:
+    """Return the settings of ``scontrol show config``."""
+    pairs = [line.partition("=") for line in said.splitlines() if "=" in line]
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _NO_SECTION = KeyProblem(
     "slurm",
-    "is missing: the file says nothing of what to ask Slurm for",
-    "write `slurm: {}` for one node as the site gives it, or add --local to train on this machine",
+    "is missing, so there are no resources to request from Slurm",
+    "write `slurm: {}` for one node with the site's defaults, or add --local to train on this machine",
 )
 
 

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import platformdirs
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from hpc_train.config.accepted_values import wanted
 from hpc_train.config.cluster_sections import SlurmConfig
 from hpc_train.config.explanations import value_at
-from hpc_train.config.fields import ScriptPath, Section
+from hpc_train.config.fields import ScriptPath, Section, pattern
 from hpc_train.config.keys import as_mapping, child
 from hpc_train.config.marked_yaml import MAX_BYTES, read_document
 from hpc_train.config.problems import KeyPath, Problem, Source, is_clean, shown
 from hpc_train.config.schema import Experiment
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError
-from hpc_train.registry import nearest
+from hpc_train.registry import nearest, suggestion
 from hpc_train.validate.slurm_rules import bad_option_values, taken_options
 
 #: Keys of ``slurm:`` that a profile may fill in: they leave alone how many ranks there are and what they do.
@@ -45,10 +45,6 @@ _OPTION = r"--[a-z][a-z0-9-]{0,63}(=[A-Za-z0-9_.,:@+*/%-]{1,256})?"
 TEMPLATES = Path(__file__).with_name("templates")
 
 
-def _text(pattern: str, rule: str) -> Any:
-    return Field(pattern=rf"\A(?:{pattern})\z", json_schema_extra={"patternErrorMessage": rule})
-
-
 class Profile(Section):
     """How a site wants its jobs. All keys have a default."""
 
@@ -61,7 +57,7 @@ class Profile(Section):
     reservation, gpu_type, cpus_per_gpu, mem_gb, time_limit, signal_lead_s, mail."""
     sbatch: dict[str, str | int | bool] = {}
     """More options of sbatch by long name, as in ``slurm.extra``, which goes before."""
-    srun_args: list[Annotated[str, _text(_OPTION, "one long option like --mpi=none")]] = []
+    srun_args: list[Annotated[str, pattern(_OPTION, "one long option like --mpi=none")]] = []
     """More options of srun."""
     module_init: ScriptPath | None = None
     """File that defines ``module`` for bash; default: the usual places."""
@@ -69,9 +65,9 @@ class Profile(Section):
     """Lines of bash, run on the first node before anything else."""
     environment: dict[str, str | int] = {}
     """Variables of all ranks, unchanged (nothing is expanded): NCCL_IB_HCA and its kind."""
-    network_interface: Annotated[str, _text(_INTERFACES, "interfaces like ib0 or eth0,eth1")] | None = None
+    network_interface: Annotated[str, pattern(_INTERFACES, "interfaces like ib0 or eth0,eth1")] | None = None
     """Interface through which nodes talk, for NCCL and gloo; default: their own choice."""
-    container_command: Annotated[str, _text(_COMMAND, "words like apptainer exec --nv")] = (
+    container_command: Annotated[str, pattern(_COMMAND, "words like apptainer exec --nv")] = (
         "apptainer exec --nv"
     )
     """What runs a command in ``environment.container``: Apptainer or Singularity."""
@@ -204,8 +200,7 @@ def _known_part(schema: dict[str, Any], loc: KeyPath) -> tuple[KeyPath, dict[str
 
 
 def _unknown(path: KeyPath, known: list[str]) -> Problem:
-    close = nearest(str(path[-1]), known)
-    remedy = f"did you mean {close}?" if close else f"take it out, or write one of {', '.join(known)}"
+    remedy = suggestion(str(path[-1]), known, f"take it out, or write one of {', '.join(known)}")
     return Problem(path, "unknown key of a profile", remedy, on_key=True)
 
 

@@ -186,7 +186,7 @@ def output_without_logs(paths: RunPaths) -> Path | None:
     """Return what the newest job's batch script printed, where no rank of it wrote anything; say so."""
     record = newest_record(paths)
     job = newest_job(paths, record)
-    has_logs = any(paths.attempt(newest_number(paths)).folder.glob("rank-*.log"))
+    has_logs = paths.attempt(newest_number(paths)).files_of_ranks(".log")
     if job is None or (record is not None and record.job == job and has_logs):
         return None
     output = Submissions().batch_output(paths, job)

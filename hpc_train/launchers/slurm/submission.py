@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from hpc_train.console import say
 from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
-from hpc_train.run.attempts import job_ids
-from hpc_train.run.files import in_parallel, read_json, remove_folder, sync_folder, write_json
+from hpc_train.run.attempts import job_ids, now_ms
+from hpc_train.run.files import hidden_beside, in_parallel, read_json, remove_folder, sync_folder, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import read_status, write_status
 from hpc_train.run.trust import check_holder, make_experiment_folder
@@ -153,9 +153,8 @@ def prepare(
     """Write down which runs will be one job, before anybody asks Slurm for it."""
     make_private(paths.folder)
     run_ids = [run.folder.name for run in runs]
-    created = datetime.now(UTC).isoformat(timespec="milliseconds")
     submission = Submission(
-        paths.token, created, Process.current(), run_ids, max_parallel, stays_held, batch=batch
+        paths.token, now_ms(), Process.current(), run_ids, max_parallel, stays_held, batch=batch
     )
     write(paths, submission)
     sync_folder(paths.folder.parent)
@@ -185,7 +184,7 @@ def place_pickle(paths: SubmissionPaths, job: str, run: RunPaths) -> None:
     from hpc_train.launchers.entry import Entry
 
     target = JobPaths(paths.folder, job_id=job).submitted_pickle
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    temporary = hidden_beside(target)
     DelayedSubmission(Entry(run.folder)).dump(temporary)
     temporary.chmod(0o600)  # whatever the umask: others must not write what is run
     temporary.replace(target)

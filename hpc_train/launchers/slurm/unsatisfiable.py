@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hpc_train.config.cluster_sections import SlurmConfig
-from hpc_train.errors import UserError
+from hpc_train.errors import UserError, listed
 from hpc_train.launchers.slurm import commands
 from hpc_train.validate.slurm_rules import min_nodes, ranks_on_each_node
 
@@ -130,7 +130,4 @@ def needed_cpus(slurm: SlurmConfig) -> int:
 
 
 def _listed(names: set[str]) -> str:
-    shown = sorted(names)[:_LISTED]
-    return (
-        f"there are {', '.join(shown)}{', …' if len(names) > _LISTED else ''}" if names else "there are none"
-    )
+    return f"there are {listed(sorted(names), _LISTED)}" if names else "there are none"

@@ -104,7 +104,7 @@ class Collected:
 
 
 def collect(runs: Sequence[RunPaths], wanted: str | None = None) -> Collected:
-    """Read the runs. ``wanted``: the metric by which they are compared, by default accuracy, else loss.
+    """Read the runs. ``wanted``: the metric by which they are compared, else the first of ``PREFERRED``.
 
     If no run has ``wanted``, ``metric`` is None.
     """
@@ -160,7 +160,7 @@ def _last_steps(rows: Sequence[Mapping[str, Any]]) -> dict[int, int]:
 def _attempts(run: RunFiles, status: RunStatus, last_steps: Mapping[int, int]) -> list[Attempt]:
     found = []
     for attempt, record in run.recorded:
-        is_running = record is run.newest_record and status.state == "running"
+        is_running = run.is_running(record, status)
         found.append(
             Attempt(
                 number=attempt.number,

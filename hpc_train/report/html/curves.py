@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from hpc_train.report.html.limits import METRICS, NAME_LENGTH
 from hpc_train.report.metric_values import Metric
-from hpc_train.report.metrics_reader import POSITION, Row, number
+from hpc_train.report.metrics_reader import Row, number
+from hpc_train.run.metric_rows import POSITION
 
 #: The share of a step in which it waits for data, in percent: made of two columns of a training row.
 DATA_WAIT = Metric("train", "data_wait_percent")

@@ -17,7 +17,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from hpc_train import __version__
-from hpc_train.errors import printable
+from hpc_train.errors import printable, shortened
 from hpc_train.report.changed_keys import short_names, value_text
 from hpc_train.report.html import limits
 from hpc_train.report.html.collecting import Collected, RunData
@@ -201,8 +201,7 @@ def _hash(text: str) -> str:
 
 
 def _cut(text: object, length: int = limits.CELL_LENGTH) -> str:
-    shown = printable(str(text))
-    return shown if len(shown) <= length else f"{shown[: length - 1]}…"
+    return shortened(printable(str(text)), length)
 
 
 def _share(value: float | None) -> str:

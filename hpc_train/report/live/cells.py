@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hpc_train.console import one_line
+from hpc_train.errors import shortened
 from hpc_train.report.live.live_runs import LiveRun
 from hpc_train.report.run_times import short_duration
 
@@ -116,12 +117,7 @@ def _widened(used: Mapping[Column, int], width: int) -> dict[Column, int]:
 
 def cells(run: LiveRun, columns: Mapping[Column, int]) -> tuple[str, ...]:
     """Return the run's line: safe for a terminal, no cell longer than its column."""
-    return tuple(cut(one_line(column.text(run)), width) for column, width in columns.items())
-
-
-def cut(text: str, width: int) -> str:
-    """Return ``text``, its end replaced by ``…`` if it is longer than ``width``."""
-    return text if len(text) <= width else f"{text[: max(0, width - 1)]}…"
+    return tuple(shortened(one_line(column.text(run)), width) for column, width in columns.items())
 
 
 def bar(share: float, width: int) -> str:

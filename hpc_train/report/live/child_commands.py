@@ -9,11 +9,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-import hpc_train
 from hpc_train.console import one_line
-from hpc_train.paths import RunPaths
+from hpc_train.paths import RunPaths, with_package
 
 
 class Command:
@@ -28,7 +26,7 @@ class Command:
         self._last = ""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "hpc_train", words, str(paths.folder)],
-            env=_environment(),
+            env=with_package(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._output,
@@ -61,10 +59,3 @@ class Command:
         self._output.close()
         code = self._process.wait()
         return f"{self.title}: {'done' if code == 0 else f'exit code {code}'}; {self._last}".rstrip("; ")
-
-
-def _environment() -> dict[str, str]:
-    """Return what lets the child find this package from any folder, and no other."""
-    place = str(Path(hpc_train.__file__).parents[1])
-    path = os.pathsep.join(filter(None, (place, os.environ.get("PYTHONPATH"))))
-    return os.environ | {"PYTHONPATH": path}

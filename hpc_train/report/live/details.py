@@ -7,9 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from hpc_train.console import one_line
-from hpc_train.errors import HpcTrainError
+from hpc_train.errors import HpcTrainError, shortened
 from hpc_train.paths import AttemptPaths, RunPaths
-from hpc_train.report.live.cells import cut, rate_words
+from hpc_train.report.live.cells import rate_words
 from hpc_train.report.live.live_runs import LiveRun, stamp
 from hpc_train.report.live.log_tail import LogTail, log_of
 from hpc_train.report.metric_values import Metric, find_metric, last_and_best
@@ -36,7 +36,7 @@ class Details:
 
     def fitted(self, width: int) -> list[tuple[str, str]]:
         """Return the lines cut to ``width``, labels padded."""
-        return [(label, cut(text, max(1, width - _LABEL))) for label, text in self.lines_wide()]
+        return [(label, shortened(text, max(1, width - _LABEL))) for label, text in self.lines_wide()]
 
     def lines_wide(self) -> list[tuple[str, str]]:
         """Return the lines with padded labels."""

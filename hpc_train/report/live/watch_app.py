@@ -20,6 +20,7 @@ from textual.widgets import DataTable, Input, Static
 from typing_extensions import override
 
 from hpc_train.console import one_line
+from hpc_train.errors import shortened
 from hpc_train.paths import RunPaths
 from hpc_train.report.live import cells as table_cells
 from hpc_train.report.live.cells import COLUMNS, STATE_STYLES, Column
@@ -196,7 +197,7 @@ class WatchApp(App[None]):
         with self.prevent(DataTable.RowHighlighted):
             table.clear(columns=True)
             for column, width in columns.items():
-                table.add_column(Text(table_cells.cut(column.head, width)), key=column.head, width=width + 1)
+                table.add_column(Text(shortened(column.head, width)), key=column.head, width=width + 1)
             for key, texts in lines.items():
                 table.add_row(*self._texts(columns, texts), key=key)
             places = [run.paths for run in self._listed]

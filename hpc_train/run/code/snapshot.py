@@ -9,8 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
-import shutil
 import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,9 +30,12 @@ from hpc_train.run.code.code_files import (
 from hpc_train.run.code.work_tree import commit_of
 from hpc_train.run.files import (
     UnreadableFileError,
+    create_folder,
+    hidden_beside,
     in_parallel,
     open_regular,
     read_json,
+    remove_folder,
     sync_folder,
     write_json,
 )
@@ -42,7 +43,9 @@ from hpc_train.run.trust import check_holder, check_own
 
 _VERSION = 1
 _MANIFEST = "snapshot.json"
-_PACKAGE, _TREE = "package", "tree"
+_PACKAGE = "package"
+#: Where a snapshot has the work tree.
+TREE = "tree"
 #: Reading restarts if files change meanwhile; after that a growing file is taken as it is.
 _TRIES = 3
 #: Number of files that a message names.
@@ -105,7 +108,7 @@ class Differences:
         """Return ``3 files differ: a.py, b.py (new), c.py (gone)``, ``than`` after the verb."""
         marks = [(path, "") for path in self.changed]
         marks += [(path, " (new)") for path in self.added] + [(path, " (gone)") for path in self.removed]
-        own = [path.removeprefix(f"{_TREE}/") + mark for path, mark in marks if path.startswith(f"{_TREE}/")]
+        own = [path.removeprefix(f"{TREE}/") + mark for path, mark in marks if path.startswith(f"{TREE}/")]
         named = [*own[:_NAMED], *(["…"] if len(own) > _NAMED else [])]
         if num_others := len(marks) - len(own):
             named.append(f"hpc-train itself ({num_others} files)" if num_others > 1 else "hpc-train itself")
@@ -113,16 +116,11 @@ class Differences:
         return f"{count}{than}: {', '.join(named)}" if marks else f"nothing differs{than}"
 
 
-def take(root: Path, cwd: Path, exclude: Sequence[Path]) -> Path:
-    """Return the snapshot of the code around ``cwd`` below ``root``; written unless it exists.
+def read(cwd: Path, exclude: Sequence[Path]) -> Code:
+    """Read ``hpc_train`` itself and the code around ``cwd``, nothing below ``exclude``.
 
     Raises UsageError if it is too large.
     """
-    return place(root, read(cwd, exclude))
-
-
-def read(cwd: Path, exclude: Sequence[Path]) -> Code:
-    """Read ``hpc_train`` itself and the code around ``cwd``, nothing below ``exclude``."""
     for _ in range(_TRIES):
         selection = select(cwd, exclude)
         code = _read(selection)
@@ -146,15 +144,15 @@ def _read(selection: Selection) -> Code:
         if holds_private_key(content):
             left_out[path] = "contains a private key"
             continue
-        files[f"{_TREE}/{path}"] = content
+        files[f"{TREE}/{path}"] = content
         if seen.st_mode & stat.S_IXUSR:
-            executables.add(f"{_TREE}/{path}")
+            executables.add(f"{TREE}/{path}")
     return Code(
         cwd=selection.cwd,
         search_path=import_folders(selection),
         files=files,
         executables=executables & files.keys(),
-        links={f"{_TREE}/{path}": target for path, target in selection.links.items()},
+        links={f"{TREE}/{path}": target for path, target in selection.links.items()},
         commit=commit_of(selection.root),
         left_out=left_out,
     )
@@ -177,26 +175,17 @@ def place(root: Path, code: Code) -> Path:
         check_whole(folder)
         return folder
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = root / f".{code.content}.{secrets.token_hex(4)}"
-    try:
-        _write(temporary, code)
-        temporary.rename(folder)
-    except OSError:
-        if not folder.exists():  # otherwise another process was first
-            raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    sync_folder(root)
+    create_folder(folder, lambda temporary: _write(temporary, code), mode=0o700, syncs_parent=False)
+    sync_folder(root)  # also where another process was first
     return folder
 
 
 def _write(folder: Path, code: Code) -> None:
-    """Write it so that nobody else can enter it, and every file survives a power failure."""
-    folder.mkdir(mode=0o700)
+    """Write it so that nobody else can enter its folders, and every file survives a power failure."""
     made = {folder}
-    for path in [f"{_TREE}/.", *code.files, *code.links]:
+    for path in [f"{TREE}/.", *code.files, *code.links]:
         _make_parents((folder / path).parent, made)
-    (folder / _TREE).mkdir(mode=0o700, exist_ok=True)
+    (folder / TREE).mkdir(mode=0o700, exist_ok=True)
     for path, content in code.files.items():
         mode = 0o500 if path in code.executables else 0o400
         descriptor = os.open(folder / path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -239,10 +228,8 @@ def check_whole(folder: Path) -> None:
 def link(paths: RunPaths, snapshot: Path) -> None:
     """Link the snapshot into the run folder."""
     if paths.code.is_dir() and not paths.code.is_symlink():  # the run was copied with its links followed
-        aside = paths.code.with_name(f".{paths.code.name}.{secrets.token_hex(4)}")
-        paths.code.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
-    temporary = paths.code.with_name(f".{paths.code.name}.{secrets.token_hex(4)}")
+        remove_folder(paths.code)
+    temporary = hidden_beside(paths.code)
     temporary.symlink_to(os.path.relpath(snapshot, paths.folder))
     temporary.replace(paths.code)
 
@@ -281,7 +268,7 @@ def search_path(paths: RunPaths) -> list[str]:
     if folder is None:
         return []
     manifest = _manifest(folder)
-    tree = [folder / _TREE / inner for inner in (manifest["cwd"], "", *manifest["search_path"])]
+    tree = [folder / TREE / inner for inner in (manifest["cwd"], "", *manifest["search_path"])]
     found = list(dict.fromkeys(str(each) for each in [folder / _PACKAGE, *tree]))
     if bad := [each for each in found if os.pathsep in each]:
         raise UserError(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
-from hpc_train.run.code.snapshot import Differences
+from hpc_train.run.code.snapshot import TREE, Differences
 from hpc_train.run.files import UnreadableFileError, open_regular
 
 #: Larger files are named only: comparing lines takes time that grows with the square of their number.
@@ -18,25 +18,21 @@ MAX_LINES = 2_000
 _NOT_COMPARED = "not compared: too long, not text, or not readable"
 
 
-def text_diff(
-    before: Path, after: Path, differences: Differences, names: tuple[str, str], folder: str
-) -> list[str]:
-    """Return unified diffs of the files below ``folder`` of two snapshots, without line ends.
+def text_diff(before: Path, after: Path, differences: Differences, names: tuple[str, str]) -> list[str]:
+    """Return unified diffs of the work tree's files in two snapshots, without line ends.
 
     ``names``: of the two in the heads. At most ``MAX_LINES`` lines; the last one then says so.
     """
-    lines = list(islice(_lines(before, after, differences, names, f"{folder}/"), MAX_LINES + 1))
+    lines = list(islice(_lines(before, after, differences, names), MAX_LINES + 1))
     return lines if len(lines) <= MAX_LINES else [*lines[:MAX_LINES], f"… cut after {MAX_LINES:,} lines"]
 
 
-def _lines(
-    before: Path, after: Path, differences: Differences, names: tuple[str, str], prefix: str
-) -> Iterator[str]:
+def _lines(before: Path, after: Path, differences: Differences, names: tuple[str, str]) -> Iterator[str]:
     paths = sorted([*differences.added, *differences.changed, *differences.removed])
     for path in paths:
-        if not path.startswith(prefix):
+        if not path.startswith(f"{TREE}/"):
             continue
-        name = path.removeprefix(prefix)
+        name = path.removeprefix(f"{TREE}/")
         old = [] if path in differences.added else _content(before, path)
         new = [] if path in differences.removed else _content(after, path)
         if old is None or new is None:

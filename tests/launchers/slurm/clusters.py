@@ -6,12 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hpc_train.launchers.slurm.cluster_facts import (
-    ClusterFacts,
-    parsed_config,
-    parsed_nodes,
-    parsed_partitions,
-)
+from hpc_train.launchers.slurm.cluster_facts import ClusterFacts, parsed_nodes, parsed_partitions
+from hpc_train.launchers.slurm.commands import parsed_config
 
 RECORDED: dict[str, Any] = json.loads(Path(__file__).with_name("recorded.json").read_text())
 #: What the test cluster prints besides what is recorded.

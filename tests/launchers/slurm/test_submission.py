@@ -26,6 +26,7 @@ from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.programs import Programs, put_programs_first
 from tests.plan.files import loaded
+from tests.run.code.trees import take
 
 _SLURM = "slurm: {partition: low, nodes: 2, time_limit: 1h}\n"
 _ELSEWHERE = Process("n1", "another boot", "pid:[1]", 1, 1)
@@ -56,7 +57,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
 def _runs(tmp_path: Path, folder: ExperimentPaths, seeds: str = "[1, 2, 3]") -> list[StartRequest]:
     """Make the runs of a sweep, with their code."""
     (tmp_path / "here").mkdir(exist_ok=True)
-    code = snapshot.take(folder.snapshots, tmp_path / "here", [])
+    code = take(folder.snapshots, tmp_path / "here")
     file = loaded(tmp_path, f"sweep.grid={{seed: {seeds}}}", more=_SLURM)
     queued = []
     for run in make_plan(file).runs:

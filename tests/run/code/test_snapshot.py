@@ -19,10 +19,10 @@ from hpc_train.errors import StorageError, UserError
 from hpc_train.paths import RunPaths
 from hpc_train.run.code import snapshot
 from hpc_train.run.code.code_files import Selection, package_files
-from hpc_train.run.code.snapshot import Code, check_owner, differences, link, linked, search_path, take
+from hpc_train.run.code.snapshot import Code, check_owner, differences, link, linked, search_path
 from hpc_train.run.create import create_run, note_code, was_submitted_here
 from hpc_train.run.files import read_json
-from tests.run.code.trees import git, work_tree, write
+from tests.run.code.trees import git, take, work_tree, write
 from tests.run.runs import small_experiment, small_run
 
 
@@ -46,7 +46,7 @@ def test_a_snapshot_holds_package_tree_and_what_they_are(tree: Path, root: Path)
     (tree / "sub" / "b.py").chmod(0o755)
     (tree / "l.py").symlink_to("a.py")
     write(tree, ".env")
-    folder = take(root, tree / "sub", [])
+    folder = take(root, tree / "sub")
     assert folder.parent == root
     assert (folder / "tree" / "a.py").read_text() == "a.py"
     assert (folder / "tree" / "l.py").readlink() == Path("a.py")
@@ -66,18 +66,18 @@ def test_a_snapshot_holds_package_tree_and_what_they_are(tree: Path, root: Path)
 
 def test_without_git_there_is_no_commit(tmp_path: Path, root: Path) -> None:
     write(tmp_path / "plain", "a.py")
-    told = manifest(take(root, tmp_path / "plain", []))
+    told = manifest(take(root, tmp_path / "plain"))
     assert (told["commit"], told["dirty"], told["cwd"]) == (None, None, "")
 
 
 def test_the_same_content_is_one_snapshot_that_is_not_touched_again(tree: Path, root: Path) -> None:
     """But for its folder's time: ``clean`` sees that it was asked for."""
-    first = take(root, tree, [])
+    first = take(root, tree)
     os.utime(first, (0, 0))
     before = {path: path.lstat().st_mtime_ns for path in [root, *root.rglob("*")]}
     git(tree, "commit", "-q", "--allow-empty", "-m", "two")
     os.utime(tree / "a.py")
-    assert take(root, tree, []) == first
+    assert take(root, tree) == first
     after = {path: path.lstat().st_mtime_ns for path in [root, *root.rglob("*")]}
     assert after.pop(first) > before.pop(first)
     assert after == before
@@ -86,7 +86,7 @@ def test_the_same_content_is_one_snapshot_that_is_not_touched_again(tree: Path, 
 @pytest.mark.parametrize("change", ["content", "name", "mode", "link", "cwd"])
 def test_any_change_is_another_snapshot(tree: Path, root: Path, change: str) -> None:
     (tree / "link").symlink_to("a.py")
-    first, cwd = take(root, tree, []), tree
+    first, cwd = take(root, tree), tree
     if change == "content":
         (tree / "a.py").write_text("b.py")
     elif change == "name":
@@ -98,14 +98,14 @@ def test_any_change_is_another_snapshot(tree: Path, root: Path, change: str) -> 
         (tree / "link").symlink_to("sub/b.py")
     else:
         cwd = tree / "sub"
-    assert take(root, cwd, []) != first
+    assert take(root, cwd) != first
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
 def test_only_the_owner_can_read_or_write_it(tree: Path, root: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        folder = take(root, tree, [])
+        folder = take(root, tree)
     finally:
         os.umask(before)
     for path in [root, folder, *folder.rglob("*")]:
@@ -115,7 +115,7 @@ def test_only_the_owner_can_read_or_write_it(tree: Path, root: Path, umask: int)
 
 
 def _take(root: str, cwd: str) -> str:
-    return str(take(Path(root), Path(cwd), []))
+    return str(take(Path(root), Path(cwd)))
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_many_that_take_it_at_once_get_the_same_whole_one(tree: Path, root: Path
         taken = set(pool.map(_take, [str(root)] * 16, [str(tree)] * 16))
     (folder,) = taken
     assert [str(path) for path in root.iterdir()] == [folder]
-    assert take(root, tree, []) == Path(folder)
+    assert take(root, tree) == Path(folder)
 
 
 def test_a_snapshot_that_can_not_be_written_leaves_nothing(
@@ -135,24 +135,24 @@ def test_a_snapshot_that_can_not_be_written_leaves_nothing(
 
     monkeypatch.setattr(snapshot, "write_json", fail)
     with pytest.raises(OSError, match="No space"):
-        take(root, tree, [])
+        take(root, tree)
     assert not any(root.iterdir())
 
 
 def test_a_damaged_snapshot_is_reported_and_not_used(tree: Path, root: Path) -> None:
-    folder = take(root, tree, [])
+    folder = take(root, tree)
     (folder / "tree" / "a.py").unlink()
     with pytest.raises(StorageError, match=r"tree/a\.py: differs from what was written there; move .* away"):
-        take(root, tree, [])
+        take(root, tree)
 
 
 def test_other_bytes_of_the_same_length_are_damage_too(tree: Path, root: Path) -> None:
     """Blocks that a power cut left empty, or an edit of the snapshot."""
-    file = take(root, tree, []) / "tree" / "a.py"
+    file = take(root, tree) / "tree" / "a.py"
     file.chmod(0o600)
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(StorageError, match=r"tree/a\.py: differs from what was written there"):
-        take(root, tree, [])
+        take(root, tree)
 
 
 def test_every_file_is_on_the_disk_before_the_snapshot_appears(
@@ -164,7 +164,7 @@ def test_every_file_is_on_the_disk_before_the_snapshot_appears(
         synced.add(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
 
     monkeypatch.setattr(os, "fsync", note)
-    folder = take(root, tree, [])
+    folder = take(root, tree)
     names = {path.rpartition(f"{folder.name}.")[2].partition("/")[2] for path in synced}
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_symlink()}
     assert files - {"snapshot.json"} <= names
@@ -184,7 +184,7 @@ def test_what_changes_while_it_is_read_is_read_again(
         return code
 
     monkeypatch.setattr(snapshot, "_read", read)
-    assert (take(root, tree, []) / "tree" / "sub" / "b.py").read_text() == "half of it came later"
+    assert (take(root, tree) / "tree" / "sub" / "b.py").read_text() == "half of it came later"
     assert len(reads) == 2
 
 
@@ -202,7 +202,7 @@ def test_a_file_that_always_changes_or_goes_holds_nothing_up(
         return real(path)
 
     monkeypatch.setattr(snapshot, "_read_file", read_file)
-    folder = take(root, tree, [])
+    folder = take(root, tree)
     assert (folder / "tree" / "a.py").read_text() == "a.py" + 3 * "\nmore"
     assert not (folder / "tree" / "sub").exists()
 
@@ -218,18 +218,18 @@ def test_a_file_that_can_not_be_read_is_skipped(
         return real(path)
 
     monkeypatch.setattr(snapshot, "_read_file", read_file)
-    assert manifest(take(root, tree, []))["left_out"] == {"a.py": "Permission denied"}
+    assert manifest(take(root, tree))["left_out"] == {"a.py": "Permission denied"}
 
 
 def test_names_of_odd_bytes_survive(tmp_path: Path, root: Path) -> None:
     name = os.fsdecode(b"latin\xe9\n.py")
-    folder = take(root, work_tree(tmp_path / "work", name), [])
+    folder = take(root, work_tree(tmp_path / "work", name))
     assert (folder / "tree" / name).is_file()
-    assert not differences(folder, take(root, tmp_path / "work", []))
+    assert not differences(folder, take(root, tmp_path / "work"))
 
 
 def test_a_run_leads_to_its_snapshot_wherever_all_of_it_is_moved(tree: Path, root: Path) -> None:
-    folder = take(root, tree / "sub", [])
+    folder = take(root, tree / "sub")
     paths = RunPaths(root.parent / "small" / "abc")
     assert create_run(paths, small_experiment(), "abc", 10, snapshot=folder)
     assert paths.code.readlink() == Path("../../.code") / folder.name
@@ -243,7 +243,7 @@ def test_run_json_says_which_code_and_since_when(
     tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tree)
-    first = take(root, tree, [])
+    first = take(root, tree)
     paths = RunPaths(root.parent / "small" / "abc")
     create_run(paths, small_experiment(), "abc", 10, snapshot=first)
     code = {
@@ -255,7 +255,7 @@ def test_run_json_says_which_code_and_since_when(
     assert (read_json(paths.run) or {})["code"] == code
     assert was_submitted_here(paths)
     (tree / "a.py").write_text("2")
-    second = take(root, tree, [])
+    second = take(root, tree)
     link(paths, second)
     note_code(paths, second, 1)
     now = code | {"dirty": True, "snapshot": second.name, "earlier": [code | {"until_attempt": 0}]}
@@ -286,7 +286,7 @@ def test_a_link_that_leads_to_itself_is_a_snapshot_that_is_gone(tree: Path, root
 
 def test_a_run_reached_by_a_link_finds_its_snapshot(tree: Path, root: Path, tmp_path: Path) -> None:
     paths = small_run(root.parent)
-    folder = take(root, tree, [])
+    folder = take(root, tree)
     link(paths, folder)
     (tmp_path / "short").symlink_to(paths.folder)
     assert linked(RunPaths(tmp_path / "short")) == folder
@@ -294,13 +294,13 @@ def test_a_run_reached_by_a_link_finds_its_snapshot(tree: Path, root: Path, tmp_
 
 def test_a_copy_of_a_run_with_links_followed_keeps_its_code(tree: Path, root: Path, tmp_path: Path) -> None:
     paths = small_run(root.parent)
-    folder = take(root, tree, [])
+    folder = take(root, tree)
     link(paths, folder)
     copy = RunPaths(shutil.copytree(paths.folder, tmp_path / "copied" / "small" / "abc"))
     assert search_path(copy) == [str(copy.code / part) for part in ("package", "tree")]
     assert snapshot.content_of(copy.code) == folder.name
     check_owner(copy.code)
-    link(copy, take(copy.siblings.snapshots, tree, []))
+    link(copy, take(copy.siblings.snapshots, tree))
     assert linked(copy) == tmp_path / "copied" / ".code" / folder.name
     assert not [path for path in copy.folder.iterdir() if path.name.startswith(".")]
 
@@ -309,7 +309,7 @@ def test_modules_come_from_the_snapshot_and_nothing_from_here(tree: Path, root: 
     paths = small_run(root.parent)
     (tree / "a.py").write_text("value = 'old'")
     (tree / "sub" / "b.py").write_text("")
-    link(paths, take(root, tree / "sub", []))
+    link(paths, take(root, tree / "sub"))
     (tree / "a.py").write_text("value = 'new'")
     write(tree / "sub", "later.py")
     script = (
@@ -329,7 +329,7 @@ def test_modules_come_from_the_snapshot_and_nothing_from_here(tree: Path, root: 
 
 def test_a_colon_in_the_path_is_refused(tree: Path, tmp_path: Path) -> None:
     paths = small_run(tmp_path / "a:b")
-    link(paths, take(tmp_path / "a:b" / ".code", tree, []))
+    link(paths, take(tmp_path / "a:b" / ".code", tree))
     with pytest.raises(UserError, match="rename it"):
         search_path(paths)
 
@@ -337,17 +337,17 @@ def test_a_colon_in_the_path_is_refused(tree: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [".", "tree", "tree/a.py", "snapshot.json", "package/hpc_train/__init__.py"])
 @pytest.mark.parametrize("bit", [0o020, 0o002])
 def test_what_others_may_write_is_not_run(tree: Path, root: Path, name: str, bit: int) -> None:
-    folder = take(root, tree, [])
+    folder = take(root, tree)
     check_owner(folder)
     (folder / name).chmod((folder / name).stat().st_mode | bit)
     with pytest.raises(UserError, match="others may write it"):
         check_owner(folder)
     with pytest.raises(UserError, match="others may write it"):
-        take(root, tree, [])
+        take(root, tree)
 
 
 def test_what_belongs_to_others_is_not_run(tree: Path, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = take(root, tree, [])
+    folder = take(root, tree)
     if os.geteuid() == 0:
         os.chown(folder / "tree" / "a.py", 12345, -1)
     else:
@@ -357,7 +357,7 @@ def test_what_belongs_to_others_is_not_run(tree: Path, root: Path, monkeypatch: 
 
 
 def test_caches_of_imports_count_only_where_others_could_come_in(tree: Path, root: Path) -> None:
-    folder = take(root, tree, [])
+    folder = take(root, tree)
     cache = folder / "tree" / "__pycache__"
     cache.mkdir()
     cache.chmod(0o777)
@@ -369,7 +369,7 @@ def test_caches_of_imports_count_only_where_others_could_come_in(tree: Path, roo
 
 def test_differences_name_files_of_tree_and_package(tree: Path, root: Path) -> None:
     (tree / "link").symlink_to("a.py")
-    first = take(root, tree, [])
+    first = take(root, tree)
     (tree / "a.py").write_text("2")
     (tree / "sub" / "b.py").unlink()
     (tree / "link").unlink()
@@ -387,9 +387,9 @@ def test_differences_name_files_of_tree_and_package(tree: Path, root: Path) -> N
 
 
 def test_many_differences_are_counted(tree: Path, root: Path) -> None:
-    first = take(root, tree, [])
+    first = take(root, tree)
     write(tree, *(f"{number}.py" for number in range(7)))
-    words = differences(first, take(root, tree, [])).words(" from it")
+    words = differences(first, take(root, tree)).words(" from it")
     assert words == "7 files differ from it: 0.py (new), 1.py (new), 2.py (new), 3.py (new), 4.py (new), …"
 
 

@@ -6,6 +6,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from hpc_train.run.code import snapshot
+
 _IDENTITY = {
     "GIT_AUTHOR_NAME": "a",
     "GIT_AUTHOR_EMAIL": "a@example.org",
@@ -45,3 +47,8 @@ def work_tree(folder: Path, *files: str, ignored: str = "") -> Path:
     git(folder, "add", "-Af")
     git(folder, "commit", "-q", "-m", "one", "--allow-empty")
     return folder
+
+
+def take(root: Path, cwd: Path) -> Path:
+    """Return the snapshot of the code around ``cwd`` below ``root``; written unless it exists."""
+    return snapshot.place(root, snapshot.read(cwd, []))
