@@ -12,7 +12,7 @@ from hpc_train.paths import RunPaths
 from tests.end_to_end.runs import assert_equal_to_the_bit, final_tensors, hpc_train, rows, submit
 from tests.end_to_end.test_non_finite import are_finite
 from tests.end_to_end.test_non_finite import train as train_poisoned
-from tests.end_to_end.test_resume import SLOW, submit_with_kills
+from tests.end_to_end.test_resume import submit_with_kills
 from tests.quiet import QuietRuns
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ def check_export(paths: RunPaths, folder: Path) -> None:
 def test_an_interrupted_average_equals_the_uninterrupted_runs_bitwise(
     quiet_runs: QuietRuns, tmp_path: Path
 ) -> None:
-    overrides = ("parallel.strategy=fsdp", *EMA, SLOW)
+    overrides = ("parallel.strategy=fsdp", *EMA)
     quiet = quiet_runs.of(*overrides)
     killed = submit_with_kills(tmp_path / "killed", [11], *overrides)
     assert_equal_to_the_bit(quiet, killed)
