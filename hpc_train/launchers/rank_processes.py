@@ -8,6 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ class RankProcess:
     rank: int
     popen: subprocess.Popen[bytes]
     exit_code: int | None = None
+    #: When it was seen to have ended, in monotonic seconds: equal where that was at the same time.
+    ended_at: float = 0.0
 
 
 class RankProcesses:
@@ -70,9 +73,11 @@ class RankProcesses:
 
     def collect(self) -> None:
         """Note which ranks have ended since the last call."""
+        now = time.monotonic()
         for rank in self._running():
             rank.exit_code = rank.popen.poll()
             if rank.exit_code is not None:
+                rank.ended_at = now
                 self.ended.append(rank)
 
     def exit_codes(self) -> list[int]:

@@ -228,6 +228,29 @@ def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace(
     assert read_status(request.paths).reason == "rank 1: ValueError: b"
 
 
+@pytest.mark.parametrize("asked", [0, 1])
+def test_ranks_that_lose_a_peer_that_was_asked_to_stop_have_not_failed(asked: int, tmp_path: Path) -> None:
+    """Before the first step one that is asked leaves at once."""
+    request = new_request(tmp_path)
+    script = f"""
+if rank == {asked}:
+    tell("left")
+    leave(75)
+wait_for((run.folder / "left-{asked}").exists)
+leave(76)
+"""
+    assert launch(request, script) == ExitCode.TRY_AGAIN
+    assert read_status(request.paths).state == "interrupted"
+
+
+@pytest.mark.fault(16)
+def test_a_rank_that_the_launcher_asks_after_a_peer_was_lost_excuses_nothing(tmp_path: Path) -> None:
+    request = new_request(tmp_path)
+    script = "if rank == 0: leave(76)\nflag = signals.install(); wait_for(lambda: flag); leave(75)"
+    assert launch(request, script) == ExitCode.FAILED
+    assert read_status(request.paths).state == "failed"
+
+
 @pytest.mark.fault(16)
 def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     request = new_request(tmp_path)
