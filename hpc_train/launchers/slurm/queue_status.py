@@ -25,7 +25,7 @@ from hpc_train.recovery.diagnosis import (
     diagnose_unexplained_job,
     stop_reason,
 )
-from hpc_train.recovery.history import diagnose_record
+from hpc_train.recovery.history import diagnose_record, saved_step
 from hpc_train.run.attempts import AttemptRecord, job_ids, newest_number, now, write_record
 from hpc_train.run.events import noted_signal
 from hpc_train.run.files import read_json
@@ -237,7 +237,10 @@ def _over(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
 
 def end_cancelled(folder: Folder) -> RunStatus:
     """Write down that the run was cancelled and its job is gone."""
-    return _end(folder, replace(folder.status, state="cancelled", reason=CANCELLED_BY), "cancelled")
+    # Ranks of a cancelled run no longer write status.json, but save before they end.
+    step = max(folder.status.step, saved_step(folder.paths, newest_number(folder.paths)))
+    status = replace(folder.status, state="cancelled", step=step, reason=CANCELLED_BY)
+    return _end(folder, status, "cancelled")
 
 
 def _has_just_ended(job: JobState) -> bool:

@@ -16,6 +16,7 @@ from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import add_job, begin, job, queued_run
+from tests.run.test_checkpoints import write_checkpoint
 
 _LONG_AGO = "2020-01-01T00:00:00+00:00"
 
@@ -224,6 +225,15 @@ def test_a_cancelled_run_is_so_once_its_job_is_gone(tmp_path: Path) -> None:
     found = _stand(paths, job("12", "COMPLETED", ended=_LONG_AGO))
     assert (found.state, found.reason, found.step) == ("cancelled", "hpc-train cancel", 4)
     assert read_status(paths) == found
+
+
+def test_a_cancelled_run_is_at_the_step_that_its_ranks_saved_before_they_ended(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", step=4)
+    write_json(paths.cancelled, {"version": 1})
+    write_checkpoint(paths, 6, attempt=1)
+    found = _stand(paths, job("12", "CANCELLED", ended=_LONG_AGO))
+    assert (found.state, found.step) == ("cancelled", 6)
 
 
 def test_the_newest_job_counts(tmp_path: Path) -> None:
