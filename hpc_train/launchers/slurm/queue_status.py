@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from hpc_train.console import say
-from hpc_train.errors import NoSchedulerError
+from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.slurm.evidence import MORE_MEMORY, stop_by
 from hpc_train.launchers.slurm.pending_reasons import waiting_words
 from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState, ask
@@ -265,6 +265,8 @@ def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagn
     was_requeued = folder.status.state == "requeued"
     what = job.state if has_begun or was_requeued else job.reason or job.state
     code = f", exit code {job.exit_code.partition(':')[0]}" if job.exit_code else ""
+    if code.endswith(f" {int(ExitCode.IO)}"):
+        code += ": its disk is full, or can't be written"
     return diagnose_unexplained_job(
         job.job, f"({what}{code})", has_begun=has_begun, was_requeued=was_requeued, see=see
     )

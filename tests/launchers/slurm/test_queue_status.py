@@ -155,6 +155,13 @@ def test_a_job_that_is_gone_without_a_word_in_the_folder_ends_the_run(
     assert (record.cause, record.reason) == (cause, found.reason)
 
 
+def test_a_job_that_had_no_room_for_its_reason_has_it_in_its_exit_code(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", step=4)
+    found = _stand(paths, job("12", "FAILED", exit_code="74:0", ended=_LONG_AGO))
+    assert "(FAILED, exit code 74: its disk is full, or can't be written)" in str(found.reason)
+
+
 def test_a_job_that_ended_before_any_rank_points_to_its_output(tmp_path: Path) -> None:
     found = _stand(
         queued_run(tmp_path / "runs", "12"), job("12", "FAILED", "NonZeroExitCode", exit_code="1:0")
