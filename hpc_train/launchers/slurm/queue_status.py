@@ -37,6 +37,8 @@ from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_sta
 #: From a job's end to its verdict by us: the tear-down's own may still be on its way through a network
 #: disk, and Slurm may be about to requeue what it calls ended. Assumed.
 _GRACE = timedelta(seconds=5)
+#: What Slurm reports as the signal that ended a batch script whose output file could not be opened (22.05).
+_NO_OUTPUT_FILE = "53"
 CUT_SHORT = "its submission was cut short; submit the file again"
 _ENDING = "its job has just ended"
 
@@ -262,14 +264,22 @@ def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagn
     if job.state in _JOB_ENDS:
         end, remedy = _JOB_ENDS[job.state]
         return diagnose_job(job.job, end, "Slurm", remedy)
+    code, _, signal = (job.exit_code or "").partition(":")
+    if signal == _NO_OUTPUT_FILE:
+        where = f"{job.nodes or 'a node'} can't write into {folder.paths.siblings.submissions}"
+        return Diagnosis("lost", f"job {job.job}: {where}; nodes must see the folder of runs at this path")
     was_requeued = folder.status.state == "requeued"
     what = job.state if has_begun or was_requeued else job.reason or job.state
-    code = f", exit code {job.exit_code.partition(':')[0]}" if job.exit_code else ""
-    if code.endswith(f" {int(ExitCode.IO)}"):
-        code += ": its disk is full, or can't be written"
-    return diagnose_unexplained_job(
-        job.job, f"({what}{code})", has_begun=has_begun, was_requeued=was_requeued, see=see
-    )
+    how = f"({what}{_exit_words(code, signal)})"
+    return diagnose_unexplained_job(job.job, how, has_begun=has_begun, was_requeued=was_requeued, see=see)
+
+
+def _exit_words(code: str, signal: str) -> str:
+    """Return how a batch script ended, to follow other words."""
+    if signal not in {"", "0"}:
+        return f", signal {signal}"
+    reason = ": its disk is full, or can't be written" if code == str(int(ExitCode.IO)) else ""
+    return f", exit code {code}{reason}" if code else ""
 
 
 def _end(folder: Folder, status: RunStatus, cause: str) -> RunStatus:

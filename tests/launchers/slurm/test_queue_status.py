@@ -172,6 +172,18 @@ def test_a_job_that_ended_before_any_rank_points_to_its_output(tmp_path: Path) -
     )
 
 
+def test_a_node_that_does_not_see_the_folder_of_runs_is_named(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    found = _stand(paths, job("12", "FAILED", "JobLaunchFailure", exit_code="0:53", nodes="n1"))
+    where = f"n1 can't write into {paths.siblings.submissions}"
+    assert found.state == "failed"
+    assert found.reason == f"job 12: {where}; nodes must see the folder of runs at this path"
+    other = queued_run(tmp_path / "runs", "13", "def")
+    begin(other, "13")
+    found = _stand(other, job("13", "FAILED", exit_code="0:9", ended=_LONG_AGO))
+    assert "ended without a word (FAILED, signal 9)" in str(found.reason)
+
+
 def test_a_forgotten_job_that_left_output_did_start(tmp_path: Path) -> None:
     paths = queued_run(tmp_path / "runs", "12_3")
     submission = paths.siblings.submission("t1")
