@@ -42,9 +42,12 @@ _NO_OUTPUT_FILE = "53"
 CUT_SHORT = "its submission was cut short; submit the file again"
 _ENDING = "its job has just ended"
 
+#: TIMEOUT of ranks that saved: late, or at the limit, since a warning during the set-up reaches no rank.
+_SAVED_TOO_LATE = "TIMEOUT after a save"
 #: Slurm's state of a job that ended without a diagnosis in the folder → how it ended, and a remedy.
 _JOB_ENDS: dict[str, tuple[JobEnd, str | None]] = {
     "TIMEOUT": (JobEnd.TIME_LIMIT, "raise slurm.signal_lead_s"),
+    _SAVED_TOO_LATE: (JobEnd.SAVED_TOO_LATE, "raise slurm.signal_lead_s or slurm.time_limit"),
     "DEADLINE": (JobEnd.DEADLINE, None),
     "PREEMPTED": (JobEnd.PREEMPTED, None),
     "OUT_OF_MEMORY": (JobEnd.OUT_OF_MEMORY, f"{MORE_MEMORY}; {LESS_MEMORY}"),
@@ -261,8 +264,10 @@ def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagn
         return Diagnosis("cancelled", f"job {job.job} left the queue before it started: scancel")
     if job.state == "CANCELLED":
         return Diagnosis("cancelled", "scancel")
-    if job.state in _JOB_ENDS:
-        end, remedy = _JOB_ENDS[job.state]
+    has_saved = has_begun and folder.record is not None and "saved" in folder.record.events
+    state = _SAVED_TOO_LATE if job.state == "TIMEOUT" and has_saved else job.state
+    if state in _JOB_ENDS:
+        end, remedy = _JOB_ENDS[state]
         return diagnose_job(job.job, end, "Slurm", remedy)
     code, _, signal = (job.exit_code or "").partition(":")
     if signal == _NO_OUTPUT_FILE:

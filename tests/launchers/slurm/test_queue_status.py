@@ -12,6 +12,7 @@ from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState
 from hpc_train.launchers.slurm.queue_status import CUT_SHORT, Folder, Submissions, status_of, statuses
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
+from hpc_train.run.events import EventLog
 from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.programs import put_programs_first
@@ -153,6 +154,18 @@ def test_a_job_that_is_gone_without_a_word_in_the_folder_ends_the_run(
     record = read_record(paths.attempt(1))
     assert record is not None and record.end is not None
     assert (record.cause, record.reason) == (cause, found.reason)
+
+
+def test_ranks_that_saved_at_the_time_limit_itself_are_told_from_those_that_did_not(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", step=4)
+    EventLog(paths.attempt(1)).note("saved")
+    found = _stand(paths, job("12", "TIMEOUT", ended=_LONG_AGO))
+    assert found.state == "failed"
+    assert found.reason == (
+        "job 12: time limit reached: its ranks saved, but too late to be requeued; "
+        "raise slurm.signal_lead_s or slurm.time_limit"
+    )
 
 
 def test_a_job_that_had_no_room_for_its_reason_has_it_in_its_exit_code(tmp_path: Path) -> None:
