@@ -208,6 +208,21 @@ def test_a_held_job_that_no_run_has_recorded_is_cancelled(
     assert (read_status(paths).state, job_ids(read_json(paths.run) or {})) == ("cancelled", ["12"])
 
 
+def test_a_job_of_the_same_number_of_another_experiment_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm has begun to count its jobs again."""
+    programs = put_programs_first(tmp_path, monkeypatch)
+    paths = queued_run(tmp_path / "runs", "12")
+    words = "12 RUNNING None 0 '' '' 0 n1 other /runs/other/.slurm/feed/12_submission.sh"
+    programs.put("squeue", f"printf '%s\\x1f' {words}")
+    programs.put("scancel", "true")
+    done = hpc_train("cancel", "abc")
+    assert "abc: job 12 is not its own, but other: it is left alone" in done.err
+    assert not programs.calls("scancel")
+    assert paths.cancelled.exists()
+
+
 def test_a_run_that_completes_first_stays_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     programs = put_programs_first(tmp_path, monkeypatch)
     paths = queued_run(tmp_path / "runs", "12")

@@ -92,7 +92,9 @@ def _is_living(folder: Folder, states: dict[str, JobState]) -> bool:
     if job is None or job.is_over:
         return False
     name = (read_json(folder.paths.run) or {}).get("name")
-    if job.name in {name, None} or f"/{folder.paths.siblings.submissions.name}/" in (job.script or ""):
+    experiment = folder.paths.siblings
+    submissions = f"/{experiment.folder.name}/{experiment.submissions.name}/"
+    if job.name in {name, None} or submissions in (job.script or ""):
         return True
     say(f"{run_name(folder.paths)}: job {job.job} is not its own, but {job.name}: it is left alone")
     return False
