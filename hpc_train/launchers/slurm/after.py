@@ -30,7 +30,7 @@ from hpc_train.run.attempts import AttemptRecord, newest_number, now, now_ms, re
 from hpc_train.run.events import noted_signal
 from hpc_train.run.rank_ends import exit_codes, rank_ends
 from hpc_train.run.run_status import RunStatus, read_status, write_status
-from hpc_train.run.storage_errors import storage_error
+from hpc_train.run.storage_errors import retried, storage_error
 
 _OUTPUT_BYTES = 1 << 16
 #: A traceback's last lines say what it is; more is in the file.
@@ -189,13 +189,13 @@ def _all_codes(num_ranks: int, known: dict[int, int], srun_code: int) -> list[in
 def main(words: Iterable[str]) -> int:
     """Print what ``after`` returns, or ``stop 1`` for any error, which fails the run; return 0."""
     folder, code = words
-    answer = GIVEN_UP
+    answer, submission = GIVEN_UP, Path(folder).absolute()
     try:
-        answer = after(Path(folder).absolute(), int(code), os.environ)
+        answer = retried(lambda: after(submission, int(code), os.environ), submission, tells=False)
     except BaseException as error:  # whatever it is, the script must know what to do
         traceback.print_exc()
         with suppress(BaseException):
-            paths = BatchJob.of(Path(folder).absolute(), os.environ).paths
+            paths = BatchJob.of(submission, os.environ).paths
             reason = one_line(f"how the attempt ended could not be judged: {type(error).__name__}: {error}")
             status = replace(read_status(paths), state="failed", reason=reason)
             with suppress(OSError):
