@@ -117,7 +117,7 @@ def _existing(paths: RunPaths, rank: int, attempt: int) -> Path:
     if log.is_file():
         return log
     if attempt == 0:
-        raise UsageError(f"{run_name(paths)}: has not started yet; `logs -f` waits for it")
+        raise UsageError(_not_started(paths))
     newest = newest_number(paths)
     if attempt > newest:
         attempts = "attempt 1 alone" if newest == 1 else f"attempts 1 to {newest}"
@@ -129,6 +129,14 @@ def _existing(paths: RunPaths, rank: int, attempt: int) -> Path:
         f"{log}: there is no such log; attempt {attempt} has {', '.join(there) or 'none'}, "
         f"the newest attempt is {newest}"
     )
+
+
+def _not_started(paths: RunPaths) -> str:
+    (status,) = statuses([paths])
+    if status.state in GOING_ON:
+        return f"{run_name(paths)}: has not started yet; `logs -f` waits for it"
+    reason = f": {printable(status.reason)}" if status.reason else ""
+    return f"{run_name(paths)}: {status.state} before it started{reason}"
 
 
 def _say_earlier(paths: RunPaths) -> None:

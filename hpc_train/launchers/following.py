@@ -115,14 +115,14 @@ class FollowingLauncher:
             with refusing_exit(f"--launcher: {self.name!r}: launch()"), run.polling(paths, number) as poll:
                 code = self.plugin.launch(request, poll=poll)
         except BaseException as error:
-            _write_end(paths, number, *_reason(error))
-            notify_end(paths, say)
+            notify_end(paths, say, _write_end(paths, number, *_reason(error)))
             raise
+        ended = None
         if code != ExitCode.DONE:
             is_stopped = code in {ExitCode.INTERRUPTED, ExitCode.TRY_AGAIN}
             state = INTERRUPTED if is_stopped else "failed"
-            _write_end(paths, number, state, f"launcher {self.name}: exit code {int(code)}")
-        notify_end(paths, say)
+            ended = _write_end(paths, number, state, f"launcher {self.name}: exit code {int(code)}")
+        notify_end(paths, say, ended)
         return code
 
     def status(self, runs: Sequence[RunPaths], *, is_fresh: bool = False) -> list[RunStatus]:
@@ -145,12 +145,15 @@ def _note_launcher(paths: RunPaths, launcher: str) -> None:
         write_json(paths.run, facts | {"launcher": launcher}, sync=True)
 
 
-def _write_end(paths: RunPaths, number: int, state: str, reason: str) -> None:
-    """Write down how the attempt ended, unless its launcher or its ranks have."""
+def _write_end(paths: RunPaths, number: int, state: str, reason: str) -> RunStatus | None:
+    """Write how the attempt ended, unless its launcher or its ranks have; return the run's status."""
+    status = None
     with suppress(OSError):  # the disk that broke it, maybe; that is reported already
         status = read_status(paths)
         if status.attempt == number and status.state in {"pending", "running"}:
-            write_status(paths, replace(status, state=state, reason=one_line(reason)))
+            status = replace(status, state=state, reason=one_line(reason))
+            write_status(paths, status)
+    return status
 
 
 def _reason(error: BaseException) -> tuple[str, str]:

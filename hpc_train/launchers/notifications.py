@@ -22,11 +22,14 @@ _WHOLE_REQUEUED_LIMIT_S = 4.0
 _MAX_REASON = 500
 
 
-def notify_end(paths: RunPaths, say: Callable[[str], None]) -> None:
-    """Post the state of the run, if the user wants to know of it; ``say`` prints a line to the log."""
+def notify_end(paths: RunPaths, say: Callable[[str], None], status: RunStatus | None = None) -> None:
+    """Post the state of the run, if the user wants to know of it; ``say`` prints a line to the log.
+
+    ``status``: how the run ended, which a full disk may have no room for; None: read it.
+    """
     problems: list[str] = []
     try:
-        status = read_status(paths)
+        status = status or read_status(paths)
         is_requeued = status.state == "requeued"
         limit_s = _WHOLE_REQUEUED_LIMIT_S if is_requeued else _WHOLE_LIMIT_S
         thread = threading.Thread(target=_notify, args=(paths, status, problems), daemon=True)

@@ -274,6 +274,7 @@ class JobEnd(Enum):
     """How a scheduler says that a job ended: the attempt's cause, and the words; ``{}`` is the scheduler."""
 
     TIME_LIMIT = ("time limit", "time limit reached before a save was done")
+    SAVED_TOO_LATE = ("time limit", "time limit reached: its ranks saved, but too late to be requeued")
     DEADLINE = ("time limit", "the job's deadline has passed")
     PREEMPTED = ("preemption", "preempted, and this site does not requeue what it preempts")
     OUT_OF_MEMORY = ("crash", "out of memory")

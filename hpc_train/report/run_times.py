@@ -75,11 +75,14 @@ def timestamp(text: str | None) -> float | None:
 
 
 def remaining_s(now: RunStatus, rows: Sequence[Row]) -> float | None:
-    """Return the seconds until a running run's last step at the rate of its newest rows; None if unknown."""
+    """Return the seconds until a running run's last step at the rate of its newest rows; None if unknown.
+
+    Unknown too if ``now`` has a reason: the run is suspended, or about to end.
+    """
     mine = [row for row in rows if row.get("attempt") == now.attempt and row.get("split") == "train"]
     pairs = [(number(row.get("time")), number(row.get("step"))) for row in mine]
     points = [(at, step) for at, step in pairs if at is not None and step is not None]
-    if now.state != "running" or now.total_steps is None or len(points) < 2:
+    if now.state != "running" or now.reason or now.total_steps is None or len(points) < 2:
         return None
     (first_time, first_step), (last_time, last_step) = points[0], points[-1]
     if last_step <= first_step or last_time <= first_time:

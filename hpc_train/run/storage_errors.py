@@ -34,6 +34,9 @@ _REASONS = {
 #: Errors that may be temporary, or are the node's and not the file system's.
 TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, _EREMOTEIO})
 
+#: Errors of the file system for every node: trying again elsewhere does not help.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 

@@ -15,8 +15,10 @@ import pytest
 
 from hpc_train.errors import ExitCode
 from hpc_train.launchers import following as module
+from hpc_train.launchers.slurm.script import Batch
+from hpc_train.launchers.slurm.submission import prepare
 from hpc_train.paths import RunPaths, runs_root
-from hpc_train.run.attempts import claim_attempt, read_record, write_record
+from hpc_train.run.attempts import claim_attempt, job_ids, read_record, write_record
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
@@ -179,6 +181,46 @@ def test_a_run_that_was_never_submitted_to_the_end_is_cancelled(
     paths = queued_run(tmp_path / "runs", None)
     assert hpc_train("cancel", "abc").code == 0
     assert (read_status(paths).state, paths.cancelled.exists()) == ("cancelled", True)
+
+
+def test_a_held_job_that_no_run_has_recorded_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The submit was killed between sbatch and its next step."""
+    programs = put_programs_first(tmp_path, monkeypatch)
+    paths = queued_run(tmp_path / "runs", None)
+    submission = paths.siblings.submission("feed")
+    batch = Batch(submission.folder, "python", {})
+    prepare(submission, [paths], batch, max_parallel=None, stays_held=False)
+    programs.put(
+        "squeue",
+        f"""case "$*" in
+        *--format=%F*) echo "12|{submission.folder}/12_submission.sh";;
+        *) [ -e {tmp_path}/gone ] || printf '%s\\x1f' 12 PENDING JobHeldUser 0 "" "" 0 "" small /x.sh;;
+        esac""",
+    )
+    programs.put("scancel", f"touch {tmp_path}/gone")
+    programs.put("scontrol", "echo 'KillWait = 30 sec'")
+    programs.put("sacct", "exit 1")
+    done = hpc_train("cancel", "abc")
+    assert done.code == 0, done.err
+    assert programs.calls("scancel") == ["12"]
+    assert (read_status(paths).state, job_ids(read_json(paths.run) or {})) == ("cancelled", ["12"])
+
+
+def test_a_job_of_the_same_number_of_another_experiment_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm has begun to count its jobs again."""
+    programs = put_programs_first(tmp_path, monkeypatch)
+    paths = queued_run(tmp_path / "runs", "12")
+    words = "12 RUNNING None 0 '' '' 0 n1 other /runs/other/.slurm/feed/12_submission.sh"
+    programs.put("squeue", f"printf '%s\\x1f' {words}")
+    programs.put("scancel", "true")
+    done = hpc_train("cancel", "abc")
+    assert "abc: job 12 is not its own, but other: it is left alone" in done.err
+    assert not programs.calls("scancel")
+    assert paths.cancelled.exists()
 
 
 def test_a_run_that_completes_first_stays_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

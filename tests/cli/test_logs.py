@@ -174,6 +174,14 @@ def test_following_a_job_that_ended_before_any_rank_says_why_and_ends(queued: Ru
 
 
 @pytest.mark.slow
+def test_a_run_that_ended_before_it_printed_anything_says_why(tmp_path: Path) -> None:
+    paths = small_run(tmp_path / "runs")
+    assert "abc: has not started yet; `logs -f` waits for it" in hpc_train("logs", "abc").err
+    write_status(paths, RunStatus("failed", reason="n1 can't write"))
+    done = hpc_train("logs", "abc")
+    assert (done.code, done.err) == (2, "abc: failed before it started: n1 can't write\n")
+
+
 def test_earlier_attempts_logs_stay_to_be_read(queued: RunPaths) -> None:
     begin(queued, "11")
     queued.attempt(1).log(0).write_text("earlier\n")

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from hpc_train.cli.status import RunRow
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import claim_attempt, now, read_record, write_record
 from hpc_train.run.create import create_run
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.rank_ends import tell_end
-from hpc_train.run.run_status import RunStatus, write_status
+from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import REPOSITORY, hpc_train
 from tests.run.runs import small_experiment, small_run
 from tests.run.test_checkpoints import begin_attempt, change_manifest, write_checkpoint
@@ -333,6 +334,15 @@ def test_a_line_has_job_elapsed_time_remaining_time_and_last_metric(tmp_path: Pa
     found = _row()
     assert found["elapsed_s"] == pytest.approx(3725, abs=60) and found["eta_s"] == pytest.approx(30, abs=30)
     assert found["last_metric"] == {"split": "val", "name": "accuracy", "value": 0.75, "step": 20}
+
+
+def test_a_run_that_is_suspended_or_being_cancelled_has_no_remaining_time(tmp_path: Path) -> None:
+    paths = _run(tmp_path)
+    _training(paths, attempt_s=60)
+    status = read_status(paths)
+    assert RunRow.at(paths, status).eta_s is not None
+    for reason in ("suspended by Slurm", "being cancelled"):
+        assert RunRow.at(paths, replace(status, reason=reason)).eta_s is None
 
 
 def test_attempts_add_up_and_queues_do_not_count(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import sys
 import threading
@@ -9,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from hpc_train.cli.doctor import _webhook
-from hpc_train.errors import BadFileError, ExitCode
+from hpc_train.errors import BadFileError, ExitCode, StorageError
 from hpc_train.launchers import notifications, webhook
 from hpc_train.launchers.base import LaunchRequest, StartRequest
 from hpc_train.launchers.following import FollowingLauncher
@@ -133,6 +134,37 @@ def test_only_the_chosen_events_are_reported(batch: Batch, receiver: Receiver) -
     assert receiver.messages == []
 
 
+def _full(*_: object, **_facts: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_run_that_has_filled_its_disk_reports_that(
+    batch: Batch, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    configure(f"webhook: {receiver.url}\n")
+    batch.rank(0, 74, "StorageError: /runs/x: the disk is full\n")
+    monkeypatch.setattr("hpc_train.launchers.slurm.after.write_record", _full)
+    monkeypatch.setattr("hpc_train.launchers.slurm.after.write_status", _full)
+    assert batch.after(74) == "stop 74"
+    (message,) = receiver.messages
+    assert message["event"] == "failed" and "the disk is full" in message["reason"]
+    told = capfd.readouterr().err
+    assert "failed: StorageError: /runs/x: the disk is full" in told
+    assert f"how the attempt ended can't be written: {batch.paths.folder}: the disk is full" in told
+
+
+def test_a_run_that_finds_its_disk_full_reports_that(
+    batch: Batch, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(f"webhook: {receiver.url}\n")
+    monkeypatch.setattr("hpc_train.launchers.slurm.begin.claim_attempt", _full)
+    monkeypatch.setattr("hpc_train.launchers.slurm.begin.write_status", _full)
+    with pytest.raises(StorageError, match="the disk is full"):
+        batch.begin(restart=1)
+    (message,) = receiver.messages
+    assert message["event"] == "failed" and "the disk is full" in message["reason"]
+
+
 @pytest.mark.parametrize("failure", ["hangs", "refuses", "redirects", "is not there"])
 def test_a_failing_server_delays_little_and_changes_nothing(
     batch: Batch, receiver: Receiver, capfd: pytest.CaptureFixture[str], failure: str
@@ -179,6 +211,21 @@ class _Plugin:
         status = read_status(request.paths)
         write_status(request.paths, RunStatus(self.state, 10, 10, attempt=status.attempt))
         return ExitCode.DONE if self.state == "completed" else ExitCode.FAILED
+
+
+def test_a_run_of_this_machine_that_has_filled_its_disk_reports_that(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Plugin:
+        def launch(self, request: LaunchRequest, poll: Any) -> ExitCode:
+            monkeypatch.setattr("hpc_train.launchers.following.write_status", _full)
+            return ExitCode.IO
+
+    configure(f"webhook: {receiver.url}\n")
+    paths = small_run(tmp_path)
+    FollowingLauncher("local", Plugin()).start(paths.siblings, [StartRequest(paths, small_experiment())])
+    (message,) = receiver.messages
+    assert (message["event"], message["reason"]) == ("failed", "launcher local: exit code 74")
 
 
 @pytest.mark.parametrize("state", ["completed", "failed"])

@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -30,7 +30,8 @@ from hpc_train.run.attempts import AttemptRecord, newest_number, now, now_ms, re
 from hpc_train.run.events import noted_signal
 from hpc_train.run.files import tail_text
 from hpc_train.run.rank_ends import exit_codes, rank_ends
-from hpc_train.run.run_status import read_status, write_status
+from hpc_train.run.run_status import RunStatus, read_status, write_status
+from hpc_train.run.storage_errors import retried, storage_error
 
 _OUTPUT_BYTES = 1 << 16
 #: A traceback's last lines say what it is; more is in the file.
@@ -57,10 +58,9 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
         recovery = effective_recovery(job.paths, number)
         spent = gpu_budget.used_by(job.paths, final)
         diagnosis = diagnosis.decided(budgets.decide([*job.earlier(number), final], recovery, spent))
-    _write(job.paths, final, diagnosis)
     if diagnosis.reason is not None:
-        say(f"{diagnosis.state}: {diagnosis.reason}")
-    notify_end(job.paths, say)
+        say(f"{diagnosis.state}: {diagnosis.reason}")  # first: the disk may have no room for anything else
+    notify_end(job.paths, say, _write(job.paths, final, diagnosis))
     return diagnosis.words(nodes_to_exclude(job.paths) if diagnosis.state == "requeued" else {})
 
 
@@ -145,13 +145,27 @@ def _ended_record(
     )
 
 
-def _write(paths: RunPaths, final: AttemptRecord, diagnosis: Diagnosis) -> None:
+def _write(paths: RunPaths, final: AttemptRecord, diagnosis: Diagnosis) -> RunStatus:
+    """Write how the attempt and the run ended, as far as the disk has room; return the run's status."""
     requeue = {"requeue": now_ms()} if diagnosis.state == "requeued" else {}
     final = replace(final, reason=diagnosis.reason, events=final.events | requeue)
-    write_record(paths.attempt(final.attempt), final)
+    with _reporting_errors(paths):
+        write_record(paths.attempt(final.attempt), final)
+    status = read_status(paths)
     if diagnosis.state != "completed":
-        status = read_status(paths)
-        write_status(paths, replace(status, state=diagnosis.state, reason=diagnosis.reason))
+        status = replace(status, state=diagnosis.state, reason=diagnosis.reason)
+        with _reporting_errors(paths):
+            write_status(paths, status)
+    return status
+
+
+@contextmanager
+def _reporting_errors(paths: RunPaths) -> Iterator[None]:
+    """Report a disk error: it changes neither what follows for the job nor that the user is notified."""
+    try:
+        yield
+    except OSError as error:
+        say(f"how the attempt ended can't be written: {storage_error(error, paths.folder)}")
 
 
 def _all_codes(num_ranks: int, known: dict[int, int], srun_code: int) -> list[int] | None:
@@ -164,16 +178,18 @@ def _all_codes(num_ranks: int, known: dict[int, int], srun_code: int) -> list[in
 def main(words: Iterable[str]) -> int:
     """Print what ``after`` returns, or ``stop 1`` for any error, which fails the run; return 0."""
     folder, code = words
-    answer = GIVEN_UP
+    answer, submission = GIVEN_UP, Path(folder).absolute()
     try:
-        answer = after(Path(folder).absolute(), int(code), os.environ)
+        answer = retried(lambda: after(submission, int(code), os.environ), submission, tells=False)
     except BaseException as error:  # whatever it is, the script must know what to do
         traceback.print_exc()
         with suppress(BaseException):
-            paths = BatchJob.of(Path(folder).absolute(), os.environ).paths
+            paths = BatchJob.of(submission, os.environ).paths
             reason = one_line(f"how the attempt ended could not be judged: {type(error).__name__}: {error}")
-            write_status(paths, replace(read_status(paths), state="failed", reason=reason))
-            notify_end(paths, say)
+            status = replace(read_status(paths), state="failed", reason=reason)
+            with suppress(OSError):
+                write_status(paths, status)
+            notify_end(paths, say, status)
     print(answer, flush=True)
     return 0
 

@@ -11,8 +11,8 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,7 +33,8 @@ from hpc_train.run.code import snapshot
 from hpc_train.run.events import noted_signal
 from hpc_train.run.liveness import end_living, living, newest_record
 from hpc_train.run.processes import Process
-from hpc_train.run.run_status import read_status, write_status
+from hpc_train.run.run_status import RunStatus, read_status, write_status
+from hpc_train.run.storage_errors import FULL, storage_error
 
 _SCONTROL_LIMIT_S = 60.0
 #: So often a job asks for other nodes at one start; then it takes what it gets.
@@ -66,7 +67,8 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
     """Claim the attempt; return the line to print, or None where the run must not start.
 
     Raises TryAgainError where another attempt runs, BudgetSpentError where none may follow, WrongNodeError
-    where it is to be asked for other nodes, UserError where others could have written its code.
+    where it is to be asked for other nodes, UserError where others could have written its code or the disk
+    is full.
     """
     job = BatchJob.of(folder, environ)
     began = now_ms()
@@ -74,25 +76,40 @@ def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
         say(f"run {job.paths.folder.name} is {ended}; nothing to do")
         return None
     try:
-        _check_trusted(job)
-        number = _claimed(job, environ, began)
+        with _full_disks(job.paths):
+            _check_trusted(job)
+            number = _claimed(job, environ, began)
+            status = read_status(job.paths)
+            write_status(job.paths, replace(status, state="running", attempt=number, reason=None))
     except TryAgainError:
         raise
     except WrongNodeError as error:
         _stand(job.paths, "requeued", str(error))
         raise
     except HpcTrainError as error:
-        _stand(job.paths, "failed", str(error))
-        notify_end(job.paths, say)
+        notify_end(job.paths, say, _stand(job.paths, "failed", str(error)))
         raise
-    status = read_status(job.paths)
-    write_status(job.paths, replace(status, state="running", attempt=number, reason=None))
     say(f"{MARK[len('hpc-train: ') :]} {number} of run {job.paths.folder.name}, job {job.job}, {now()}")
     return f"{number}\t{secrets.token_hex(16)}\t{job.paths.folder}"
 
 
-def _stand(paths: RunPaths, state: str, reason: str) -> None:
-    write_status(paths, replace(read_status(paths), state=state, reason=one_line(reason)))
+@contextmanager
+def _full_disks(paths: RunPaths) -> Iterator[None]:
+    """Raise StorageError where the disk is full. Other errors of a disk may be this node's."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise storage_error(error, paths.folder) from error
+        raise
+
+
+def _stand(paths: RunPaths, state: str, reason: str) -> RunStatus:
+    """Write the run's status, if the disk has room for it; return it."""
+    status = replace(read_status(paths), state=state, reason=one_line(reason))
+    with suppress(OSError):
+        write_status(paths, status)
+    return status
 
 
 def _why_not(paths: RunPaths) -> str | None:

@@ -77,6 +77,7 @@ class Diagnosis:
 
 def judge(facts: Facts) -> Diagnosis:
     """Return why the attempt ended; whether a run that may be requeued is depends on its budget."""
+    facts = _with_codes_of_full_disks(facts)
     found = diagnose(evidence(facts))
     ends = {
         "completed": ("completed", ExitCode.DONE),
@@ -88,6 +89,13 @@ def judge(facts: Facts) -> Diagnosis:
         assert found.rank is not None, "it is one rank's"
         state, code = "failed", ExitCode(facts.codes[found.rank])
     return Diagnosis(found.cause, state, found.reason, code, found.bad_nodes)
+
+
+def _with_codes_of_full_disks(facts: Facts) -> Facts:
+    """Add what srun reports of ranks whose disk had no room for their exit code."""
+    ends = [_task_end(match, facts.output) for match in _TASK_END.finditer(facts.output)]
+    found = {end.rank: int(ExitCode.IO) for end in ends if end.exit_code == ExitCode.IO}
+    return replace(facts, codes=found | facts.codes)
 
 
 def evidence(facts: Facts) -> Evidence:

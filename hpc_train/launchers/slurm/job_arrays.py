@@ -277,7 +277,8 @@ def _sent_again(folder: ExperimentPaths, paths: SubmissionPaths, record: Submiss
     job_id = sbatch.own_job(paths)
     if job_id is not None:
         return steps.place(folder, paths, replace(record, job_id=job_id))
-    runs = [run for run_id in record.runs if (run := RunPaths(folder.folder / run_id)).run.is_file()]
+    made = [run for run_id in record.runs if (run := RunPaths(folder.folder / run_id)).run.is_file()]
+    runs = [run for run in made if not run.cancelled.exists()]
     job = _Job(paths, replace(record, runs=[run.folder.name for run in runs]), [])
     reason = "its submission was cut short, and can't be done again"
     try:

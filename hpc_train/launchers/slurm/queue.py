@@ -132,7 +132,10 @@ def _from_squeue(row: Sequence[str]) -> JobState:
 
 def _exit_code(text: str) -> str:
     """Return ``code:signal``; squeue gives both as one number, as wait(2) does (22.05)."""
-    return f"{int(text) >> 8}:{int(text) & 0x7F}" if text.isdigit() else text
+    if not text.isdigit():
+        return text
+    signal = int(text) & 0x7F
+    return f"0:{signal}" if signal else f"{int(text) >> 8}:0"
 
 
 def _sacct(ids: set[str]) -> tuple[dict[str, JobState], set[str]]:

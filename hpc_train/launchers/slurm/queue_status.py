@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from hpc_train.console import say
-from hpc_train.errors import NoSchedulerError
+from hpc_train.errors import ExitCode, NoSchedulerError
 from hpc_train.launchers.slurm.evidence import MORE_MEMORY, stop_by
 from hpc_train.launchers.slurm.pending_reasons import waiting_words
 from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState, ask
@@ -25,7 +25,7 @@ from hpc_train.recovery.diagnosis import (
     diagnose_unexplained_job,
     stop_reason,
 )
-from hpc_train.recovery.history import diagnose_record
+from hpc_train.recovery.history import diagnose_record, saved_step
 from hpc_train.run.attempts import AttemptRecord, job_ids, newest_number, now, write_record
 from hpc_train.run.events import noted_signal
 from hpc_train.run.files import read_json
@@ -37,12 +37,17 @@ from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_sta
 #: From a job's end to its verdict by us: the tear-down's own may still be on its way through a network
 #: disk, and Slurm may be about to requeue what it calls ended. Assumed.
 _GRACE = timedelta(seconds=5)
+#: What Slurm reports as the signal that ended a batch script whose output file could not be opened (22.05).
+_NO_OUTPUT_FILE = "53"
 CUT_SHORT = "its submission was cut short; submit the file again"
 _ENDING = "its job has just ended"
 
+#: TIMEOUT of ranks that saved: late, or at the limit, since a warning during the set-up reaches no rank.
+_SAVED_TOO_LATE = "TIMEOUT after a save"
 #: Slurm's state of a job that ended without a diagnosis in the folder → how it ended, and a remedy.
 _JOB_ENDS: dict[str, tuple[JobEnd, str | None]] = {
     "TIMEOUT": (JobEnd.TIME_LIMIT, "raise slurm.signal_lead_s"),
+    _SAVED_TOO_LATE: (JobEnd.SAVED_TOO_LATE, "raise slurm.signal_lead_s or slurm.time_limit"),
     "DEADLINE": (JobEnd.DEADLINE, None),
     "PREEMPTED": (JobEnd.PREEMPTED, None),
     "OUT_OF_MEMORY": (JobEnd.OUT_OF_MEMORY, f"{MORE_MEMORY}; {LESS_MEMORY}"),
@@ -237,7 +242,10 @@ def _over(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
 
 def end_cancelled(folder: Folder) -> RunStatus:
     """Write down that the run was cancelled and its job is gone."""
-    return _end(folder, replace(folder.status, state="cancelled", reason=CANCELLED_BY), "cancelled")
+    # Ranks of a cancelled run no longer write status.json, but save before they end.
+    step = max(folder.status.step, saved_step(folder.paths, newest_number(folder.paths)))
+    status = replace(folder.status, state="cancelled", step=step, reason=CANCELLED_BY)
+    return _end(folder, status, "cancelled")
 
 
 def _has_just_ended(job: JobState) -> bool:
@@ -256,15 +264,27 @@ def _diagnosed(folder: Folder, job: JobState, submissions: Submissions) -> Diagn
         return Diagnosis("cancelled", f"job {job.job} left the queue before it started: scancel")
     if job.state == "CANCELLED":
         return Diagnosis("cancelled", "scancel")
-    if job.state in _JOB_ENDS:
-        end, remedy = _JOB_ENDS[job.state]
+    has_saved = has_begun and folder.record is not None and "saved" in folder.record.events
+    state = _SAVED_TOO_LATE if job.state == "TIMEOUT" and has_saved else job.state
+    if state in _JOB_ENDS:
+        end, remedy = _JOB_ENDS[state]
         return diagnose_job(job.job, end, "Slurm", remedy)
+    code, _, signal = (job.exit_code or "").partition(":")
+    if signal == _NO_OUTPUT_FILE:
+        where = f"{job.nodes or 'a node'} can't write into {folder.paths.siblings.submissions}"
+        return Diagnosis("lost", f"job {job.job}: {where}; nodes must see the folder of runs at this path")
     was_requeued = folder.status.state == "requeued"
     what = job.state if has_begun or was_requeued else job.reason or job.state
-    code = f", exit code {job.exit_code.partition(':')[0]}" if job.exit_code else ""
-    return diagnose_unexplained_job(
-        job.job, f"({what}{code})", has_begun=has_begun, was_requeued=was_requeued, see=see
-    )
+    how = f"({what}{_exit_words(code, signal)})"
+    return diagnose_unexplained_job(job.job, how, has_begun=has_begun, was_requeued=was_requeued, see=see)
+
+
+def _exit_words(code: str, signal: str) -> str:
+    """Return how a batch script ended, to follow other words."""
+    if signal not in {"", "0"}:
+        return f", signal {signal}"
+    reason = ": its disk is full, or can't be written" if code == str(int(ExitCode.IO)) else ""
+    return f", exit code {code}{reason}" if code else ""
 
 
 def _end(folder: Folder, status: RunStatus, cause: str) -> RunStatus:

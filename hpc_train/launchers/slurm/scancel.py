@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 
 from hpc_train.console import say
 from hpc_train.errors import NoSchedulerError
-from hpc_train.launchers.slurm import commands
+from hpc_train.launchers.slurm import commands, submission
 from hpc_train.launchers.slurm.queue import JobState, ask
 from hpc_train.launchers.slurm.queue_status import Folder, end_cancelled
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.run_status import GOING_ON, mark_cancelled, read_status
+from hpc_train.run.trust import UntrustedError
 
 #: Beyond KillWait: for the nodes to be cleared, epilogs included. Assumed.
 _CLEAR_LIMIT_S = 120.0
@@ -27,14 +30,43 @@ def cancel(runs: Sequence[RunPaths]) -> None:
     Runs that have ended stay as they are, but for one whose job was requeued by hand. Raises NoSchedulerError
     where Slurm does not answer: then the runs are marked, so that they end where they would start.
     """
+    folders = _marked(runs)
+    try:
+        if _record_jobs(runs):
+            folders = _marked(runs)
+        _end_jobs(folders)
+    except NoSchedulerError as error:
+        raise NoSchedulerError(f"{error}\n{_left(folders)}") from error
+
+
+def _marked(runs: Sequence[RunPaths]) -> list[Folder]:
+    """Mark active runs as cancelled; return what the folders of all say."""
     folders = [Folder.read(paths) for paths in runs]
     for folder in folders:
         if folder.status.state in GOING_ON:
             mark_cancelled(folder.paths)
-    try:
-        _end_jobs(folders)
-    except NoSchedulerError as error:
-        raise NoSchedulerError(f"{error}\n{_left(folders)}") from error
+    return folders
+
+
+def _record_jobs(runs: Sequence[RunPaths]) -> bool:
+    """Record the held jobs of the runs that a command which died after sbatch did not; tell whether any was.
+
+    Waits for a command that is just submitting them.
+    """
+    has_recorded = False
+    for experiment in dict.fromkeys(paths.siblings for paths in runs):
+        ids = {paths.folder.name for paths in runs}
+        if not submission.without_job(experiment, ids):
+            continue
+        from hpc_train.launchers.slurm import sbatch  # and the schema, which few cancels need
+
+        # Of another user's run the job is not ours to find.
+        with suppress(UntrustedError), submission.locked(experiment):
+            for paths, record in submission.without_job(experiment, ids):
+                if job_id := sbatch.own_job(paths):
+                    submission.place(experiment, paths, replace(record, job_id=job_id))
+        has_recorded = True
+    return has_recorded
 
 
 def _end_jobs(folders: Sequence[Folder]) -> None:
@@ -60,7 +92,9 @@ def _is_living(folder: Folder, states: dict[str, JobState]) -> bool:
     if job is None or job.is_over:
         return False
     name = (read_json(folder.paths.run) or {}).get("name")
-    if job.name in {name, None} or f"/{folder.paths.siblings.submissions.name}/" in (job.script or ""):
+    experiment = folder.paths.siblings
+    submissions = f"/{experiment.folder.name}/{experiment.submissions.name}/"
+    if job.name in {name, None} or submissions in (job.script or ""):
         return True
     say(f"{run_name(folder.paths)}: job {job.job} is not its own, but {job.name}: it is left alone")
     return False

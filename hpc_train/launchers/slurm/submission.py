@@ -7,7 +7,7 @@ experiment's lock next finishes what a command that died left half done (docs/ar
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
@@ -123,6 +123,24 @@ def unfinished(folder: ExperimentPaths) -> list[tuple[SubmissionPaths, Submissio
     found = [(paths, read(paths)) for paths in folder.submission_folders()]
     half_done = [(paths, each) for paths, each in found if each is not None and each.state != RELEASED]
     return sorted(half_done, key=lambda pair: (pair[1].created, pair[1].token))
+
+
+def without_job(
+    folder: ExperimentPaths, run_ids: Collection[str]
+) -> list[tuple[SubmissionPaths, Submission]]:
+    """Return the submissions of some of these runs whose job, if there is one, nobody has recorded.
+
+    Not those that a command of another host may continue.
+    """
+    found = []
+    for paths in folder.submission_folders():
+        data = read_json(paths.record) or {}  # of others no Submission is made, which needs the schema
+        if data.get("state") != PREPARED or set(run_ids).isdisjoint(data.get("runs") or []):
+            continue
+        each = read(paths)
+        if each is not None and not may_be_at_work(each.creator, each.created):
+            found.append((paths, each))
+    return found
 
 
 def may_be_at_work(creator: Process | None, created: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launchers.slurm.after import after
+from hpc_train.launchers.slurm.after import after, main
 from hpc_train.launchers.slurm.begin import begin
 from hpc_train.paths import AttemptPaths, RunPaths
+from hpc_train.run import storage_errors
 from hpc_train.run.attempts import write_record
 from hpc_train.run.events import EventLog
 from hpc_train.run.files import write_json
+from hpc_train.run.rank_ends import RankEnd, rank_ends
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.batch import record_of, restarted, submitted_run
 from tests.run.test_checkpoints import write_checkpoint
@@ -253,6 +256,26 @@ def test_it_answers_even_where_it_fails_itself(batch: Batch) -> None:
     status = read_status(batch.paths)
     assert status.state == "failed"
     assert "could not be judged: HpcTrainError" in (status.reason or "")
+
+
+def test_a_file_server_that_stumbles_fails_no_run(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    batch.rank(0, 75)
+    for name, value in batch.environ.items():
+        monkeypatch.setenv(name, value)
+    errors = [OSError(errno.ESTALE, "Stale file handle")]
+
+    def stale(attempt: AttemptPaths) -> dict[int, RankEnd]:
+        if errors:
+            raise errors.pop()
+        return rank_ends(attempt)
+
+    monkeypatch.setattr(storage_errors, "RETRY_AFTER_S", (0.0,))
+    monkeypatch.setattr("hpc_train.launchers.slurm.after.rank_ends", stale)
+    main([str(batch.submission), "75"])
+    assert capsys.readouterr().out == "requeue 75\n"
+    assert read_status(batch.paths).state == "requeued"
 
 
 def test_a_run_that_has_used_its_gpu_hours_is_not_requeued(tmp_path: Path) -> None:

@@ -116,6 +116,13 @@ def test_a_rank_that_ended_before_it_could_write_an_error_is_quoted() -> None:
     assert told(facts)[2] == "ranks 2-3 on n2: ended with exit code 1: ModuleNotFoundError: no submitit"
 
 
+def test_a_full_disk_is_final_though_it_has_no_room_for_an_exit_code() -> None:
+    output = "srun: error: n2: tasks 2-3: Exited with exit code 74\n"
+    found = judge(Facts(76, codes={0: 76}, output=output, logs={2: "/runs/x: the disk is full"}))
+    assert (found.cause, found.state, found.exit_code) == ("user error", "failed", 74)
+    assert found.reason == "rank 2: ended with exit code 74: /runs/x: the disk is full"
+
+
 def test_a_dead_node_costs_no_crash() -> None:
     output = "srun: error: Node failure on n2\n" + EXITS_76
     facts = Facts(76, codes={0: 76}, output=output, step=9, logs={0: ""})

@@ -25,7 +25,13 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
 
 
 def _row(
-    job: str, state: str, reason: str = "None", restarts: int = 0, end: str = "N/A", nodes: str = ""
+    job: str,
+    state: str,
+    reason: str = "None",
+    restarts: int = 0,
+    end: str = "N/A",
+    nodes: str = "",
+    exit_code: str = "256",
 ) -> str:
     fields = [
         job,
@@ -34,7 +40,7 @@ def _row(
         str(restarts),
         "2026-11-21T06:05:06",
         end,
-        "256",
+        exit_code,
         nodes,
         "digits",
         "/x/s.sh",
@@ -59,6 +65,12 @@ def test_squeue_is_read(programs: Programs) -> None:
     )
     assert (found["12_3"].reason, found["12_3"].start_estimate) == ("Priority", "2026-11-21T06:05:06+00:00")
     assert found["12_3"].is_waiting and not found["7"].is_waiting
+
+
+@pytest.mark.parametrize(("number", "told"), [("0", "0:0"), ("256", "1:0"), ("9", "0:9"), ("4021", "0:53")])
+def test_a_signal_leaves_no_exit_code(programs: Programs, number: str, told: str) -> None:
+    put_jobs(programs, _row("7", "FAILED", exit_code=number))
+    assert ask(["7"])["7"].exit_code == told
 
 
 def test_a_thousand_questions_within_10_s_are_one_squeue(

@@ -12,10 +12,12 @@ from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState
 from hpc_train.launchers.slurm.queue_status import CUT_SHORT, Folder, Submissions, status_of, statuses
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
+from hpc_train.run.events import EventLog
 from hpc_train.run.files import write_json
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import add_job, begin, job, queued_run
+from tests.run.test_checkpoints import write_checkpoint
 
 _LONG_AGO = "2020-01-01T00:00:00+00:00"
 
@@ -154,6 +156,25 @@ def test_a_job_that_is_gone_without_a_word_in_the_folder_ends_the_run(
     assert (record.cause, record.reason) == (cause, found.reason)
 
 
+def test_ranks_that_saved_at_the_time_limit_itself_are_told_from_those_that_did_not(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", step=4)
+    EventLog(paths.attempt(1)).note("saved")
+    found = _stand(paths, job("12", "TIMEOUT", ended=_LONG_AGO))
+    assert found.state == "failed"
+    assert found.reason == (
+        "job 12: time limit reached: its ranks saved, but too late to be requeued; "
+        "raise slurm.signal_lead_s or slurm.time_limit"
+    )
+
+
+def test_a_job_that_had_no_room_for_its_reason_has_it_in_its_exit_code(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", step=4)
+    found = _stand(paths, job("12", "FAILED", exit_code="74:0", ended=_LONG_AGO))
+    assert "(FAILED, exit code 74: its disk is full, or can't be written)" in str(found.reason)
+
+
 def test_a_job_that_ended_before_any_rank_points_to_its_output(tmp_path: Path) -> None:
     found = _stand(
         queued_run(tmp_path / "runs", "12"), job("12", "FAILED", "NonZeroExitCode", exit_code="1:0")
@@ -162,6 +183,18 @@ def test_a_job_that_ended_before_any_rank_points_to_its_output(tmp_path: Path) -
     assert found.reason == (
         "job 12 ended before any rank started (NonZeroExitCode, exit code 1); see `hpc-train logs abc`"
     )
+
+
+def test_a_node_that_does_not_see_the_folder_of_runs_is_named(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    found = _stand(paths, job("12", "FAILED", "JobLaunchFailure", exit_code="0:53", nodes="n1"))
+    where = f"n1 can't write into {paths.siblings.submissions}"
+    assert found.state == "failed"
+    assert found.reason == f"job 12: {where}; nodes must see the folder of runs at this path"
+    other = queued_run(tmp_path / "runs", "13", "def")
+    begin(other, "13")
+    found = _stand(other, job("13", "FAILED", exit_code="0:9", ended=_LONG_AGO))
+    assert "ended without a word (FAILED, signal 9)" in str(found.reason)
 
 
 def test_a_forgotten_job_that_left_output_did_start(tmp_path: Path) -> None:
@@ -224,6 +257,15 @@ def test_a_cancelled_run_is_so_once_its_job_is_gone(tmp_path: Path) -> None:
     found = _stand(paths, job("12", "COMPLETED", ended=_LONG_AGO))
     assert (found.state, found.reason, found.step) == ("cancelled", "hpc-train cancel", 4)
     assert read_status(paths) == found
+
+
+def test_a_cancelled_run_is_at_the_step_that_its_ranks_saved_before_they_ended(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", step=4)
+    write_json(paths.cancelled, {"version": 1})
+    write_checkpoint(paths, 6, attempt=1)
+    found = _stand(paths, job("12", "CANCELLED", ended=_LONG_AGO))
+    assert (found.state, found.step) == ("cancelled", 6)
 
 
 def test_the_newest_job_counts(tmp_path: Path) -> None:

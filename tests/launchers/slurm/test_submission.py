@@ -23,7 +23,7 @@ from hpc_train.run.code import snapshot
 from hpc_train.run.create import create_run
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.processes import Process
-from hpc_train.run.run_status import RunStatus, read_status, write_status
+from hpc_train.run.run_status import RunStatus, mark_cancelled, read_status, write_status
 from tests.launchers.slurm.programs import Programs, put_programs_first
 from tests.plan.files import loaded
 from tests.run.code.trees import take
@@ -272,6 +272,22 @@ def test_a_slurm_that_never_answers_leaves_all_to_the_next_command(
     jobs = [(read_json(run.paths.run) or {})["slurm_job_ids"] for run in runs]
     assert jobs == [["13_0"], ["13_1"], ["13_2"]]
     assert steps.unfinished(folder) == []
+
+
+def test_a_run_that_was_cancelled_meanwhile_is_not_submitted_again(
+    tmp_path: Path, folder: ExperimentPaths, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sbatch, "LIMIT_S", 0.0)
+    programs.put("sbatch", "echo 'sbatch: error: Unable to contact slurm controller' >&2; exit 1")
+    runs = _runs(tmp_path, folder)
+    with pytest.raises(NoSchedulerError):
+        _enqueue(folder, runs)
+    mark_cancelled(runs[1].paths)
+    programs.put("sbatch", "echo Submitted batch job 13")
+    with SlurmLauncher().submitting(folder):
+        pass
+    jobs = [(read_json(run.paths.run) or {})["slurm_job_ids"] for run in runs]
+    assert jobs == [["13_0"], [], ["13_1"]]
 
 
 @pytest.mark.slow
