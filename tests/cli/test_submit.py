@@ -36,6 +36,7 @@ from tests.cli.launchers import (
     QUEUEING,
     RAISING,
     REFUSING,
+    SAVING,
     queued,
     requests,
 )
@@ -300,6 +301,13 @@ def test_a_run_that_failed_before_it_saved_takes_the_fixed_code_and_file(file: P
     assert [request.attempt for request in requests] == [1, 2]
     assert requests[-1].experiment.data.workers == 2
     assert (paths.code / "tree/model.py").read_text() == "broken = False\n"
+
+
+def test_a_run_that_starts_again_is_not_resumed_at_once_when_it_is_stopped(file: Path) -> None:
+    assert _submit(file, launcher=FAILING).code == 1
+    done = _submit(file, launcher=SAVING)
+    assert done.code == 130
+    assert [request.attempt for request in requests] == [1, 2]
 
 
 def test_runs_of_a_queue_that_failed_before_they_saved_enter_it_again(file: Path) -> None:
