@@ -70,8 +70,8 @@ class Export(TypedDict):
     ema: bool
     #: Weights and buffers.
     tensors: int
-    #: Of a program: name → shape of its inputs; a text is the name of a size that may vary.
-    inputs: Any
+    #: Of a program: the shapes of its inputs, in their order; a text in a shape names a size that may vary.
+    inputs: list[list[int | str]] | None
     #: Of a program: between its outputs and those of PyTorch.
     max_difference: float | None
 

@@ -49,6 +49,8 @@ def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) 
         return _after_divergence(paths)
     if refused := refused_changes(paths):
         return [f"`{resume}` omits {' '.join(refused)} and {_continues(paths)}"]
+    if _all_damaged(paths):
+        return [f"no checkpoint is intact: `{new_run_command(paths, [])} --new` starts again at step 0"]
     if not has_saved(paths):
         return ["fix the cause and submit the file again: the run then uses the current code and file"]
     is_crash = record is None or record.cause in {None, "crash"}
@@ -62,6 +64,14 @@ def next_steps(paths: RunPaths, status: RunStatus, changes: Sequence[str] = ()) 
 def has_saved(paths: RunPaths) -> bool:
     """Tell whether the run has a checkpoint, intact or damaged, that starting again would lose."""
     return any(not is_left_over(path) for path in paths.checkpoints.glob("step-*"))
+
+
+def _all_damaged(paths: RunPaths) -> bool:
+    """Tell whether the run has checkpoints, none of which a resume would load."""
+    try:
+        return has_saved(paths) and not committed(paths)
+    except (BadFileError, OSError):
+        return False
 
 
 def own_code_place(paths: RunPaths) -> str | None:
@@ -122,7 +132,9 @@ def _continues(paths: RunPaths) -> str:
         saved = committed(paths)
     except (BadFileError, OSError):
         return "continues it"
-    return f"continues from step {saved[0].step}" if saved else "starts at step 0, as nothing was saved"
+    if saved:
+        return f"continues from step {saved[0].step}"
+    return "finds no intact checkpoint" if has_saved(paths) else "starts at step 0, as nothing was saved"
 
 
 def _after_divergence(paths: RunPaths) -> list[str]:

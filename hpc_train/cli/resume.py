@@ -79,8 +79,10 @@ def start_again(
 ) -> ExitCode:
     """Start runs again: without a checkpoint with the current code, else from it with their own."""
     codes: list[ExitCode] = []
-    for new_code in (True, False):
-        some = [paths for paths in runs if has_saved(paths) != new_code]
+    # Before any starts: a run that has saved something meanwhile is not started a second time.
+    saved = [paths for paths in runs if has_saved(paths)]
+    unsaved = [paths for paths in runs if paths not in saved]
+    for new_code, some in ((True, unsaved), (False, saved)):
         request = _Request(list(overrides), launcher, devices, new_code, strict=False)
         codes += _resume_batch(launcher, some, request) if some else []
     return max(codes)

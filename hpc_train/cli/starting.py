@@ -8,13 +8,16 @@ from contextlib import contextmanager
 from hpc_train.cli.next_steps import next_steps
 from hpc_train.cli.run_row import RunRow, rows_json
 from hpc_train.console import columns, one_line, put, put_json, say
-from hpc_train.errors import ExitCode
+from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.launchers.base import Launcher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.paths import RunPaths, from_here
 from hpc_train.report.metrics_reader import PREFERRED, Row, in_words, validation_rows
 from hpc_train.report.progress_display import Progress
 from hpc_train.run import bad_samples
+from hpc_train.run.attempts import newest_number
+from hpc_train.run.best import BestSoFar
+from hpc_train.run.create import effective_experiment
 from hpc_train.run.files import read_text
 from hpc_train.run.find import run_name, run_names
 from hpc_train.run.liveness import newest_record
@@ -82,7 +85,7 @@ def say_end(paths: RunPaths, code: ExitCode) -> None:
     has_said_why = record is not None and record.launcher == LOCAL
     reason = f" ({row.reason})" if row.reason and not has_said_why else ""
     say(f"{name}: {row.state}{reason} at step {row.progress}")
-    details = [*_results(validation_rows(paths.metrics)), ("run folder", from_here(paths.folder))]
+    details = [*_results(paths, validation_rows(paths.metrics)), ("run folder", from_here(paths.folder))]
     if paths.metrics.exists():
         details.append(("metrics", from_here(paths.metrics)))
     if bad := bad_samples.in_words(paths):
@@ -102,21 +105,36 @@ def _profile(paths: RunPaths) -> list[tuple[str, str]]:
     return [("profile", from_here(table)), *(("", one_line(line)) for line in limits[:1])]
 
 
-def _results(rows: Sequence[Row]) -> list[tuple[str, str]]:
+def _results(paths: RunPaths, rows: Sequence[Row]) -> list[tuple[str, str]]:
     if not rows:
         return []
-    last, best = rows[-1], _best(rows)
+    last, best = rows[-1], _best(paths, rows)
     results = [("last val", f"step {last.get('step')}: {in_words(last)}")]
     if best is last:
         return [("last val", f"{results[0][1]} (the best)")]
     return results if best is None else [*results, ("best val", f"step {best.get('step')}: {in_words(best)}")]
 
 
-def _best(rows: Sequence[Row]) -> Row | None:
-    """Return the row that is best by the first metric of ``PREFERRED`` that rows have; None without any."""
-    for name in PREFERRED:
-        measured = [row for row in rows if isinstance(row.get(name), float)]
-        if measured:
-            choose = min if name == "loss" else max
-            return choose(measured, key=lambda row: float(row[name]))
+def _best(paths: RunPaths, rows: Sequence[Row]) -> Row | None:
+    """Return the best row by the metric of ``checkpoint.best`` or else ``early_stopping``, without these
+    by the first metric of ``PREFERRED`` that rows have; None without any.
+    """
+    preferred = [BestSoFar(name, "min" if name == "loss" else "max") for name in PREFERRED]
+    for best in (*_chosen(paths), *preferred):
+        found = None
+        for row in rows:
+            if best.metric in row and best.add(row.get("step", 0), row[best.metric]):
+                found = row
+        if found is not None:
+            return found
     return None
+
+
+def _chosen(paths: RunPaths) -> list[BestSoFar]:
+    """Return the metric by which the run itself selects its best evaluation, if it does."""
+    try:
+        experiment = effective_experiment(paths, newest_number(paths))
+    except BadFileError:
+        return []
+    chosen = experiment.checkpoint.best or experiment.early_stopping
+    return [] if chosen is None else [BestSoFar(chosen.metric, chosen.mode)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,5 +92,9 @@ def _problems_of_all(loaded: Loaded, variants: list[Variant]) -> Iterator[str]:
 
 
 def describe(values: Mapping[str, Any]) -> str:
-    """Return ``optimization.optimizer.lr=0.1 seed=2``."""
-    return " ".join(f"{key}={value}" for key, value in values.items()) or "the file itself"
+    """Return ``optimization.optimizer.lr=0.1 seed=2``, values as in an experiment file."""
+    return " ".join(f"{key}={_text(value)}" for key, value in values.items()) or "the file itself"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -18,11 +18,13 @@ from hpc_train.launchers.queue_changes import prepared
 from hpc_train.paths import ExperimentPaths, RunPaths
 from hpc_train.run.attempts import read_record, write_record
 from hpc_train.run.run_status import RunStatus, read_status, write_status
+from tests.run.test_checkpoints import write_checkpoint
 
 COMPLETING = "tests.cli.launchers:Completing"
 FAILING = "tests.cli.launchers:Failing"
 PICKY = "tests.cli.launchers:Picky"
 INTERRUPTED = "tests.cli.launchers:Interrupted"
+SAVING = "tests.cli.launchers:Saving"
 QUEUEING = "tests.cli.launchers:Queueing"
 QUEUE = "tests.cli.launchers:Queue"
 SIZED_QUEUE = "tests.cli.launchers:SizedQueue"
@@ -81,6 +83,16 @@ class Interrupted(Completing):
     """Somebody presses Ctrl-C; a plug-in that writes the state as hpc-train 0.1 did."""
 
     name, state, reason, exit_code = INTERRUPTED, "failed", "interrupted", ExitCode.INTERRUPTED
+
+
+class Saving(Interrupted):
+    """Somebody presses Ctrl-C once; the ranks save."""
+
+    name = SAVING
+
+    def launch(self, request: LaunchRequest, poll: Callable[[], None]) -> ExitCode:
+        write_checkpoint(request.paths, 5 + request.attempt, request.attempt)
+        return super().launch(request, poll)
 
 
 class Queueing:

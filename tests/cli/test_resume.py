@@ -16,6 +16,7 @@ from hpc_train.launchers.base import StartRequest
 from hpc_train.launchers.lookup import load_launcher
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import claim_attempt, newest_number, read_record, write_record
+from hpc_train.run.checkpoints import set_aside
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import find_runs
@@ -51,6 +52,17 @@ def test_the_step_that_it_continues_from_is_said_first(failed: RunPaths) -> None
     write_checkpoint(failed, 4, attempt=1)
     done = hpc_train("resume", failed.folder, "--launcher", COMPLETING)
     assert f"{failed.folder.name}: attempt 2 continues from step 4; in {failed.folder}\n" in done.err
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_said_to_start_at_step_0(failed: RunPaths) -> None:
+    write_checkpoint(failed, 4, attempt=1)
+    set_aside(failed.checkpoint(4), "shard-00000.safetensors: differs from its hash")
+    done = hpc_train("resume", failed.folder)
+    assert f"{failed.folder.name}: attempt 2 finds no intact checkpoint; in {failed.folder}\n" in done.err
+    again = f"exp.yaml --launcher {FAILING} --new` starts again at step 0\n"
+    assert "  next        no checkpoint is intact: `hpc-train submit " in done.err
+    assert done.err.endswith(again)
+    assert "starts at step 0" not in done.err
 
 
 def test_a_run_that_diverged_warns_that_it_will_again_unless_something_changes(failed: RunPaths) -> None:

@@ -36,6 +36,7 @@ from tests.cli.launchers import (
     QUEUEING,
     RAISING,
     REFUSING,
+    SAVING,
     queued,
     requests,
 )
@@ -191,6 +192,26 @@ def test_a_run_is_made_and_ends_with_where_everything_is(file: Path, tmp_path: P
     assert (request.attempt, request.devices) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    ("override", "best"),
+    [
+        ("seed=1", "step 3: loss 0.9 accuracy 0.8"),
+        ("checkpoint.best={metric: loss, mode: min}", "step 4: loss 0.4 accuracy 0.7"),
+        ("early_stopping={metric: loss, mode: min, patience: 3}", "step 4: loss 0.4 accuracy 0.7"),
+    ],
+)
+def test_the_best_evaluation_is_that_of_the_metric_that_the_run_selects_by(
+    file: Path, override: str, best: str
+) -> None:
+    _submit(file, override, launcher=FAILING)
+    (paths,) = find_runs([])
+    values = {3: (0.9, 0.8), 4: (0.4, 0.7), 5: (0.5, 0.75)}
+    rows = [{"split": "val", "step": step, "loss": a, "accuracy": b} for step, (a, b) in values.items()]
+    paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = _submit(file, override, launcher=FAILING)
+    assert f"\n  best val    {best}\n" in done.err
+
+
 def test_a_run_that_has_saved_ends_with_what_to_do_next(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +301,13 @@ def test_a_run_that_failed_before_it_saved_takes_the_fixed_code_and_file(file: P
     assert [request.attempt for request in requests] == [1, 2]
     assert requests[-1].experiment.data.workers == 2
     assert (paths.code / "tree/model.py").read_text() == "broken = False\n"
+
+
+def test_a_run_that_starts_again_is_not_resumed_at_once_when_it_is_stopped(file: Path) -> None:
+    assert _submit(file, launcher=FAILING).code == 1
+    done = _submit(file, launcher=SAVING)
+    assert done.code == 130
+    assert [request.attempt for request in requests] == [1, 2]
 
 
 def test_runs_of_a_queue_that_failed_before_they_saved_enter_it_again(file: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from hpc_train.errors import BadFileError
 from hpc_train.plan.identity import run_id
-from hpc_train.plan.sweep import expand
+from hpc_train.plan.sweep import describe, expand
 from tests.plan.files import loaded, plan_here
 
 
@@ -97,3 +97,14 @@ def test_every_bad_combination_is_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(BadFileError) as error:
         expand(loaded(tmp_path, more=more))
     assert len(error.value.problems) == 2
+
+
+def test_values_are_described_as_in_an_experiment_file() -> None:
+    values = {
+        "compile": True,
+        "optimization.clip_grad_norm": None,
+        "data.name": "digits",
+        "model.args.x": [1, "é"],
+    }
+    words = 'compile=true optimization.clip_grad_norm=null data.name=digits model.args.x=[1, "é"]'
+    assert describe(values) == words

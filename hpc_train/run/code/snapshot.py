@@ -175,7 +175,11 @@ def place(root: Path, code: Code) -> Path:
         check_whole(folder)
         return folder
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    create_folder(folder, lambda temporary: _write(temporary, code), mode=0o700, syncs_parent=False)
+    try:
+        create_folder(folder, lambda temporary: _write(temporary, code), mode=0o700, syncs_parent=False)
+    except OSError as error:
+        error.filename = error.filename or str(root)  # a write to an open file names none
+        raise
     sync_folder(root)  # also where another process was first
     return folder
 

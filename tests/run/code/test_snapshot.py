@@ -134,7 +134,7 @@ def test_a_snapshot_that_can_not_be_written_leaves_nothing(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(snapshot, "write_json", fail)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=f"No space left on device: '{root}'"):
         take(root, tree)
     assert not any(root.iterdir())
 
