@@ -282,11 +282,15 @@ class Checkpointer:
     def load(self, step: int, state: TrainingState) -> Loaded:
         """Load the checkpoint of ``step``, of this run or another one; changes nothing on disk.
 
-        Raises, on every rank, StorageError if it is damaged, and BadFileError if it is of another model or
-        optimizer.
+        Raises, on every rank, StorageError if it is damaged or was removed, and BadFileError if it is of
+        another model or optimizer.
         """
         checkpoint = self.paths.checkpoint(step)
         read, damage = self._read_and_verify(checkpoint, state)
+        if damage is not None and not checkpoint.folder.exists():
+            raise StorageError(
+                f"{checkpoint.folder} has been removed, as a run that trains does with old ones; try again"
+            )
         if damage is not None:
             raise StorageError(f"{checkpoint.folder} is damaged: {damage}")
         return self._take(checkpoint, read, state)

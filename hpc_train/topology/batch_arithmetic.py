@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from hpc_train.config.problems import Problem
+from hpc_train.errors import counted
 
 if TYPE_CHECKING:
     from hpc_train.config.schema import CheckpointConfig, EvaluationConfig
@@ -135,15 +136,18 @@ def too_few_micro_batches(
     """
     if ranks <= micro_batches:
         return None
-    group = f"groups of {ranks_per_copy} ranks with a model together" if ranks_per_copy > 1 else "ranks"
-    message = f"needs at most {micro_batches} {group}, one per micro-batch, got {ranks}"
+    most = counted(micro_batches, "rank")
+    if ranks_per_copy > 1:
+        most = f"{counted(micro_batches, 'group')} of {ranks_per_copy} ranks with a model together"
+    message = f"needs at most {most}, one per micro-batch, got {ranks}"
     instead = "write a smaller micro_batch_size"
     if found is not None:
         message = f"auto found {found} in the run's first attempt, which {message}"
         instead = "search again with hpc-train submit --new"
     elif is_auto:
         message, instead = f"auto {message}", "write a larger global_batch_size"
-    remedy = f"start {micro_batches * ranks_per_copy} ranks or fewer, or {instead}"
+    fit = micro_batches * ranks_per_copy
+    remedy = f"start {counted(fit, 'rank')}{' or fewer' if fit > 1 else ''}, or {instead}"
     return Problem(("optimization", "micro_batch_size"), message, remedy)
 
 

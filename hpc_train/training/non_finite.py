@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.config.training_sections import OptimizationConfig
-from hpc_train.errors import FINITE_REMEDY, NonFiniteError
+from hpc_train.errors import FINITE_REMEDY, NonFiniteError, counted
 from hpc_train.strategies.buffers import Buffers
 
 
@@ -113,8 +113,8 @@ class Guard:
         self.skips += 1
         if self.skips > self._most:
             raise NonFiniteError(
-                f"a loss or gradient is NaN or infinite at step {step}, for time {self.skips}; "
-                f"optimization.max_non_finite allows {self._most}: {FINITE_REMEDY}"
+                f"a loss or gradient is NaN or infinite at step {step}, {counted(self.skips, 'time')} "
+                f"so far; optimization.max_non_finite allows {self._most}: {FINITE_REMEDY}"
             )
 
     def clip(self, clip_gradients: Callable[[float], Tensor], max_norm: float | None) -> Tensor | None:
@@ -142,6 +142,6 @@ def check_rollbacks(skipped: tuple[int, ...], config: OptimizationConfig) -> Non
     """Raise NonFiniteError where more windows are skipped than the file allows."""
     if len(skipped) > config.max_non_finite:
         raise NonFiniteError(
-            f"a loss or gradient is NaN or infinite for time {len(skipped)}; "
+            f"a loss or gradient was NaN or infinite {counted(len(skipped), 'time')}; "
             f"optimization.max_non_finite allows {config.max_non_finite} rollbacks: {FINITE_REMEDY}"
         )

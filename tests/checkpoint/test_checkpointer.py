@@ -421,6 +421,18 @@ def test_if_all_are_damaged_nothing_is_loaded_and_all_is_kept(run: RunPaths, sav
     assert folder_names(run) == ["step-00000001.bad", "step-00000002.bad"]
 
 
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_called_damaged(
+    run: RunPaths, saved: Trainee, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verify_late(checkpoint: CheckpointPaths, *ranks: int) -> list[str]:
+        shutil.rmtree(checkpoint.folder)  # the run has saved newer ones
+        return verify(checkpoint, *ranks)
+
+    monkeypatch.setattr(module, "verify", verify_late)
+    with pytest.raises(StorageError, match=r"step-00000001 has been removed, .* try again"):
+        saved.checkpointer(run).load(1, saved.state)
+
+
 @pytest.mark.fault(11)
 def test_one_that_was_set_aside_and_is_put_back_is_loaded(run: RunPaths, saved: Trainee) -> None:
     whole = run.checkpoint(2).shard(0).read_bytes()

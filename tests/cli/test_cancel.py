@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -221,6 +222,27 @@ def test_a_job_of_the_same_number_of_another_experiment_is_left_alone(
     assert "abc: job 12 is not its own, but other: it is left alone" in done.err
     assert not programs.calls("scancel")
     assert paths.cancelled.exists()
+
+
+def test_a_job_is_ended_though_a_full_disk_keeps_no_word_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = put_programs_first(tmp_path, monkeypatch)
+    begin(queued_run(tmp_path / "runs", "12"), "12")
+    row = "12 RUNNING None 0 '' '' 0 n1 small /x.sh"
+    programs.put("squeue", f"[ -e {tmp_path}/gone ] || printf '%s\\x1f' {row}")
+    programs.put("scancel", f"touch {tmp_path}/gone")
+    programs.put("scontrol", "echo 'KillWait = 30 sec'")
+    programs.put("sacct", "exit 1")
+
+    def full(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("hpc_train.run.run_status.write_json", full)
+    done = hpc_train("cancel", "abc")
+    assert programs.calls("scancel") == ["12"]
+    assert done.code == ExitCode.IO, done.err
+    assert "the jobs were ended, but that can't be written:\n" in done.err and "cancelled.json: " in done.err
 
 
 def test_a_run_that_completes_first_stays_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def test_more_non_finite_steps_than_allowed_end_the_run(tmp_path: Path) -> None:
     overrides = ("optimization.on_non_finite=skip", "optimization.max_non_finite=1", "optimization.steps=60")
     paths, done = train(tmp_path, *overrides)
     assert done.code == 1
-    assert "for time 2; optimization.max_non_finite allows 1" in status(paths)["reason"]
+    assert "2 times so far; optimization.max_non_finite allows 1" in status(paths)["reason"]
     assert exit_codes(paths.attempt(1)) == {0: 77, 1: 77}
 
 

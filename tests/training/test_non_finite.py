@@ -99,5 +99,5 @@ def test_an_evaluation_and_too_many_rollbacks_end_the_run() -> None:
     with pytest.raises(NonFiniteError, match="the val loss is nan at step 3; lower"):
         check_evaluation(3, {"loss": math.nan})
     check_rollbacks((3, 9), config("rollback"))
-    with pytest.raises(NonFiniteError, match=r"for time 3; .* allows 2 rollbacks"):
+    with pytest.raises(NonFiniteError, match=r"3 times; .* allows 2 rollbacks"):
         check_rollbacks((3, 9, 12), config("rollback"))

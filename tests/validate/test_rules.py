@@ -358,7 +358,7 @@ def test_each_number_of_nodes_of_a_range_must_fit(tmp_path: Path) -> None:
             8,
             "parallel.replicate: replicate 2 × tensor 2 needs 4",
         ),
-        ("optimization.micro_batch_size=64", 2, "start 1 ranks or fewer"),
+        ("optimization.micro_batch_size=64", 2, "at most 1 rank, one per micro-batch, got 2; start 1 rank,"),
     ],
 )
 def test_ranks_that_share_layers_have_a_micro_batch_a_group(

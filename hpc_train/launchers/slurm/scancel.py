@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from hpc_train.console import say
-from hpc_train.errors import NoSchedulerError
+from hpc_train.errors import HpcTrainError, NoSchedulerError
 from hpc_train.launchers.slurm import commands, submission
 from hpc_train.launchers.slurm.queue import JobState, ask
 from hpc_train.launchers.slurm.queue_status import Folder, end_cancelled
@@ -16,6 +16,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.run_status import GOING_ON, mark_cancelled, read_status
+from hpc_train.run.storage_errors import storage_error
 from hpc_train.run.trust import UntrustedError
 
 #: Beyond KillWait: for the nodes to be cleared, epilogs included. Assumed.
@@ -28,24 +29,31 @@ def cancel(runs: Sequence[RunPaths]) -> None:
     """End the jobs of active runs; wait, within bounds, until they are gone; write that down.
 
     Runs that have ended stay as they are, but for one whose job was requeued by hand. Raises NoSchedulerError
-    where Slurm does not answer: then the runs are marked, so that they end where they would start.
+    where Slurm does not answer: then the runs are marked, so that they end where they would start. Raises
+    StorageError or TransientStorageError where a run can't be marked; the jobs are ended all the same.
     """
-    folders = _marked(runs)
+    folders, problems = _marked(runs)
     try:
-        if _record_jobs(runs):
-            folders = _marked(runs)
+        if not problems and _record_jobs(runs):
+            folders, problems = _marked(runs)
         _end_jobs(folders)
     except NoSchedulerError as error:
         raise NoSchedulerError(f"{error}\n{_left(folders)}") from error
+    if problems:
+        say("the jobs were ended, but that can't be written:")
+        raise problems[0]
 
 
-def _marked(runs: Sequence[RunPaths]) -> list[Folder]:
-    """Mark active runs as cancelled; return what the folders of all say."""
-    folders = [Folder.read(paths) for paths in runs]
+def _marked(runs: Sequence[RunPaths]) -> tuple[list[Folder], list[HpcTrainError]]:
+    """Mark active runs as cancelled; return what the folders of all say, and why some can't be marked."""
+    folders, problems = [Folder.read(paths) for paths in runs], list[HpcTrainError]()
     for folder in folders:
         if folder.status.state in GOING_ON:
-            mark_cancelled(folder.paths)
-    return folders
+            try:
+                mark_cancelled(folder.paths)
+            except OSError as error:
+                problems.append(storage_error(error, folder.paths.cancelled))
+    return folders, problems
 
 
 def _record_jobs(runs: Sequence[RunPaths]) -> bool:
@@ -73,7 +81,8 @@ def _end_jobs(folders: Sequence[Folder]) -> None:
     states = _ask(folders)
     living = [folder for folder in folders if _is_living(folder, states)]
     for folder in living:
-        mark_cancelled(folder.paths)
+        with suppress(OSError):  # where the disk is full, or can't be written
+            mark_cancelled(folder.paths)
     if living:
         commands.cancel_jobs([str(folder.job) for folder in living])
         states = _wait(living)
