@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,18 +17,6 @@ NAME_PATTERN = r"[a-z0-9][a-z0-9._-]{0,63}"
 _ATTEMPT_NAME = re.compile(r"[1-9][0-9]{0,8}")
 #: Folders of checkpoints and of evaluations.
 _STEP_NAME = re.compile(r"step-([0-9]{8,15})")
-
-#: Where this copy of the package is imported from.
-PACKAGE_PARENT = str(Path(__file__).parents[1])
-
-
-def with_package(environment: Mapping[str, str], places: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment of a child process that imports this copy of the package from any folder.
-
-    ``places``: where it imports from instead, such as a run's snapshot.
-    """
-    path = os.pathsep.join(filter(None, (*(places or (PACKAGE_PARENT,)), environment.get("PYTHONPATH"))))
-    return {**environment, "PYTHONPATH": path}
 
 
 def expanded(path: str) -> Path:

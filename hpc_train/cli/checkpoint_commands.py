@@ -15,7 +15,8 @@ from hpc_train.cli.logs import listed_runs
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json, say
 from hpc_train.errors import ExitCode, UsageError
-from hpc_train.paths import PACKAGE_PARENT, CheckpointPaths, RunPaths
+from hpc_train.package_path import PACKAGE_PARENT
+from hpc_train.paths import CheckpointPaths, RunPaths
 from hpc_train.run import checkpoints
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, module_in, search_path
 from hpc_train.run.find import run_name

@@ -11,7 +11,7 @@ from typing import Any
 
 from hpc_train.console import say
 from hpc_train.errors import ExitCode
-from hpc_train.paths import with_package
+from hpc_train.package_path import with_package
 
 
 def run_child(module: str, *arguments: str, code: Sequence[str] = ()) -> int:

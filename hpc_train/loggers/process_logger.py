@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from hpc_train.paths import with_package
+from hpc_train.package_path import with_package
 
 #: How long ``close`` waits for the process to send the remaining rows.
 _CLOSE_LIMIT_S = 10.0

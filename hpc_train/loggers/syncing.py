@@ -18,7 +18,8 @@ from typing import Any
 from hpc_train.loggers.final_rows import FinalRows, begins_with, step_of_row
 from hpc_train.loggers.sending import SYNC_LIMIT_S
 from hpc_train.loggers.sync_targets import Target
-from hpc_train.paths import RunPaths, with_package
+from hpc_train.package_path import with_package
+from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.run_status import GOING_ON

@@ -11,7 +11,7 @@ from contextlib import suppress
 from threading import Timer
 from typing import NoReturn
 
-from hpc_train.paths import with_package
+from hpc_train.package_path import with_package
 
 
 class Child:

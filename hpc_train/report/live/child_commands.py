@@ -11,7 +11,8 @@ import sys
 import tempfile
 
 from hpc_train.console import one_line
-from hpc_train.paths import RunPaths, with_package
+from hpc_train.package_path import with_package
+from hpc_train.paths import RunPaths
 
 
 class Command:
