@@ -271,13 +271,19 @@ def test_what_slurmctld_has_dropped_is_known_by_accounting(cluster: Cluster, run
     ran, waited, *_ = _array(cluster, runs, "exit 3", 4, "--array=0-3%1", "--hold")
     commands.release(_job(ran))
     _wait_for(cluster, ran, "FAILED")
-    cluster.run("scancel", _job(waited).partition("_")[0])
-    ids = {_job(ran), _job(waited), f"{_job(ran).partition('_')[0]}_3"}
+    number = _job(ran).partition("_")[0]
+
+    def told() -> str:
+        return cluster.run("sacct", "--allocations", "--noheader", f"--jobs={number}", "--format=state")
+
+    # Accounting hears of all a moment later; what it has not heard of before it is cancelled, it may never.
+    _wait(lambda: {"FAILED", "PENDING"} <= set(told().split()), "word of accounting")
+    cluster.run("scancel", number)
+    ids = {_job(ran), _job(waited), f"{number}_3"}
 
     def ended() -> dict[str, str]:
         return {job: state.state for job, state in queue._sacct(ids)[0].items()}
 
-    # Accounting hears of the cancelled ones a moment later.
     _wait(lambda: sorted(ended().values()) == ["CANCELLED", "CANCELLED", "FAILED"], "word of accounting")
 
 
