@@ -50,8 +50,8 @@ class StopFlag:
             act()
 
 
+#: What ``terminate`` of a child process does before ``install`` replaces it.
 _send_sigterm = popen_fork.Popen.terminate
-
 #: By process: a forked child inherits its parent's flag.
 _flags: dict[int, StopFlag] = {}
 
