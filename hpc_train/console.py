@@ -6,16 +6,21 @@ A closed stderr (terminal or pipe gone, full disk) never ends a run.
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from hpc_train.errors import printable
 
 JSON_VERSION = 1
+#: Spreadsheets run a cell that begins so, also with the full-width forms (OWASP, "CSV Injection").
+_FORMULA = re.compile(r"[=+\-@\uff1d\uff0b\uff0d\uff20]")
 
 
 def say(words: str) -> None:
@@ -70,3 +75,29 @@ def rounded(value: float) -> str:
 def one_line(text: str) -> str:
     """Return ``text`` safe for one line of a terminal."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def csv_line(cells: Iterable[object]) -> str:
+    """Return ``cells`` as one line of a CSV file, with its line break.
+
+    Text is safe for terminals and spreadsheets: control characters are shown as escapes, and an apostrophe
+    precedes what a spreadsheet would run as a formula.
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerow(map(_csv_cell, cells))
+    return text.getvalue()
+
+
+def _csv_cell(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    text = one_line(value)
+    return f"'{text}" if _FORMULA.match(text) and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

@@ -12,12 +12,15 @@ from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
 from hpc_train.run.find import find_runs, run_names
 from hpc_train.run.run_status import GOING_ON, read_status
+from hpc_train.run.trust import check_run
 
 
 def cancel(words: Sequence[str], *, as_json: bool = False) -> ExitCode:
     """Cancel the runs that are meant; the worst of what became of them."""
     codes = [ExitCode.DONE]
     found = find_runs(words)
+    for paths in found:
+        check_run(paths)  # its files name the jobs and processes to end
     names = run_names(found)
     for launcher, runs in by_launcher(found):
         before = {paths: _state(paths) for paths in runs}

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hpc_train.cli.many_runs import collecting_rarely
 from hpc_train.cli.unreadable import find_readable
-from hpc_train.console import JSON_VERSION, put_json, say
+from hpc_train.console import JSON_VERSION, csv_line, put_json, say
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
@@ -227,15 +225,14 @@ def _print_groups(groups: Sequence[Group], keys: Sequence[str], metric: Metric) 
 
 
 def _write_groups(groups: Sequence[Group], keys: Sequence[str], metric: Metric) -> None:
-    writer = csv.writer(sys.stdout, lineterminator="\n")
     points = [f"{what} {metric} {of}" for what in ("last", "best") for of in ("mean", "std", "count")]
-    writer.writerow(["runs", *keys, *points, "duration_s"])
+    lines = [csv_line(["runs", *keys, *points, "duration_s"])]
     for group in groups:
         values = [_csv_text(group.values.get(key)) for key in keys]
         numbers = [number for spread in (group.last, group.best) for number in _spread_cells(spread)]
         duration = "" if group.duration is None else round(group.duration.mean, 1)
-        writer.writerow([" ".join(run.name for run in group.runs), *values, *numbers, duration])
-    sys.stdout.flush()
+        lines.append(csv_line([" ".join(run.name for run in group.runs), *values, *numbers, duration]))
+    print("".join(lines), end="", flush=True)
 
 
 def _spread_cells(spread: Spread | None) -> list[float | str]:
@@ -273,16 +270,15 @@ def _cells(point: Point | None) -> tuple[str, str]:
 
 
 def _write_csv(runs: Sequence[Compared], keys: Sequence[str], metric: Metric) -> None:
-    writer = csv.writer(sys.stdout, lineterminator="\n")
     heads = [f"last {metric}", "last step", f"best {metric}", "best step", "duration_s"]
-    writer.writerow(["run", "experiment", *keys, "state", *heads])
+    lines = [csv_line(["run", "experiment", *keys, "state", *heads])]
     for run in runs:
         points = [number for each in (run.last, run.best) for number in _numbers(each)]
         values = [_csv_text(run.values.get(key)) for key in keys]
         duration = "" if run.duration_s is None else round(run.duration_s, 1)
         experiment = run.paths.siblings.folder.name
-        writer.writerow([run.name, experiment, *values, run.state, *points, duration])
-    sys.stdout.flush()
+        lines.append(csv_line([run.name, experiment, *values, run.state, *points, duration]))
+    print("".join(lines), end="", flush=True)
 
 
 def _csv_text(value: Any) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import heapq
-import io
 import json
 import math
 import shutil
@@ -16,7 +14,7 @@ from typing import Any, BinaryIO
 
 from hpc_train.cli.evaluate import Checkpoint, run_ranks
 from hpc_train.config.schema import Experiment
-from hpc_train.console import JSON_VERSION, put, put_json, say
+from hpc_train.console import JSON_VERSION, csv_line, put, put_json, say
 from hpc_train.data_facts.built_in import TASKS
 from hpc_train.data_facts.by_name import task_facts
 from hpc_train.errors import ExitCode, UsageError
@@ -135,13 +133,9 @@ def _finite(value: Any) -> Any:
 def _csv_lines(read: Callable[[], Iterable[dict[str, Any]]]) -> Iterator[str]:
     """Yield a line per row, the first together with the names of the columns that any row has."""
     columns = dict.fromkeys(name for row in read() for name in _cells(row))
-    for number, row in enumerate(read()):
-        text = io.StringIO()
-        writer = csv.DictWriter(text, columns, lineterminator="\n")
-        if number == 0:
-            writer.writeheader()
-        writer.writerow(_cells(row))
-        yield text.getvalue()
+    for number, cells in enumerate(map(_cells, read())):
+        header = csv_line(columns) if number == 0 else ""
+        yield header + csv_line(cells.get(name) for name in columns)
 
 
 def _cells(row: dict[str, Any]) -> dict[str, Any]:

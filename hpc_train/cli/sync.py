@@ -18,6 +18,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.find import run_name
+from hpc_train.run.trust import check_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +61,14 @@ def _check(options: SyncOptions) -> None:
 
 
 def _targets(paths: RunPaths, options: SyncOptions) -> list[Target]:
-    """Return where the run's rows go. Raises UsageError, before anything is sent."""
+    """Return where the run's rows go. Raises UserError, before anything is sent.
+
+    UntrustedError: the run's file names servers, which get this user's credentials, and folders.
+    """
     name = run_name(paths)
     if not os.access(paths.folder, os.W_OK):
         raise UsageError(f"{name}: you may not write its folder, which records what was sent; ask its owner")
+    check_run(paths)
     try:
         experiment = effective_experiment(paths, newest_number(paths))
         chosen = list(dict.fromkeys(options.to)) or named_destinations(experiment)

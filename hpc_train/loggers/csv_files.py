@@ -6,12 +6,11 @@ written from ``metrics.jsonl``, again at the start of an attempt and where a met
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 
+from hpc_train.console import csv_line
 from hpc_train.loggers.base import LoggerContext, Row
 from hpc_train.run.files import open_regular, replacing
 from hpc_train.run.metric_rows import iter_rows
@@ -69,7 +68,7 @@ class CsvLogger:
         self._paths.csv.mkdir(exist_ok=True)
         for split, columns in self._columns.items():
             with replacing(self._file(split)) as file:
-                file.write(_lines([dict(zip(columns, columns, strict=True))], columns))
+                file.write(csv_line(columns).encode())
                 for row in self._final_rows():
                     if row["split"] == split:
                         file.write(_lines([row], columns))
@@ -89,6 +88,4 @@ class CsvLogger:
 
 
 def _lines(rows: Iterable[Row], columns: Sequence[str]) -> bytes:
-    text = io.StringIO()
-    csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n").writerows(rows)
-    return text.getvalue().encode()
+    return "".join(csv_line(row.get(name) for name in columns) for row in rows).encode()

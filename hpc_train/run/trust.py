@@ -95,14 +95,14 @@ def _check_runs_folder(folder: Path) -> None:
 def _check_owner(path: Path, seen: os.stat_result) -> None:
     if seen.st_uid not in {0, os.geteuid()}:
         raise UntrustedError(
-            f"{path}: belongs to another user (uid {seen.st_uid}), so it is not run; use your own folder: "
+            f"{path}: belongs to another user (uid {seen.st_uid}), so it is not trusted; use your own folder: "
             "set HPC_TRAIN_RUNS, or give the experiment another name"
         )
 
 
 def _writable(path: Path, mode: str) -> str:
     return (
-        f"{path}: group or others may write it, so it is not run; check what is in it, then run "
+        f"{path}: group or others may write it, so it is not trusted; check what is in it, then run "
         f"`chmod {mode} {shlex.quote(str(path))}`"
     )
 

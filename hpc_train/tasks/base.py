@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import warnings
 from collections.abc import Sequence
 from typing import Any, Protocol, cast, runtime_checkable
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 
 from hpc_train import registry
 from hpc_train.config.schema import Experiment
+from hpc_train.console import csv_line
 from hpc_train.data_facts.by_name import task_facts, task_misfit
 from hpc_train.data_facts.facts import DataFacts, Modality
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec, TargetSpecs
@@ -196,12 +195,8 @@ def checked_logits(outputs: object, axes: str, num_classes: int) -> Tensor:
 
 def class_table(columns: Sequence[str], names: Sequence[str], counts: Tensor) -> bytes:
     """Return a CSV table of counts (classes, columns): a row for each of ``names``, the classes."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(["class", *columns])
-    table.writerows([name, *row] for name, row in zip(names, counts.tolist(), strict=True))
-    # The names of folders need not be valid UTF-8.
-    return text.getvalue().encode(errors="backslashreplace")
+    rows = [["class", *columns], *([name, *row] for name, row in zip(names, counts.tolist(), strict=True))]
+    return "".join(map(csv_line, rows)).encode()
 
 
 def target_spec(task: Task) -> TargetSpecs:

@@ -86,4 +86,4 @@ def test_code_of_a_version_without_programs_is_refused(run: RunPaths, tmp_path: 
 def test_what_another_user_could_have_written_is_not_run(run: RunPaths) -> None:
     run.folder.chmod(0o777)
     done = hpc_train("export", "abc", "-o", "w.onnx")
-    assert done.code == 1 and "group or others may write it, so it is not run" in done.err
+    assert done.code == 1 and "group or others may write it, so it is not trusted" in done.err

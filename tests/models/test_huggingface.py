@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,12 +48,19 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             raise OSError("not found")
         return Settings(num_channels=3, hidden_size=4, num_labels=2, vocab_size=16)
 
-    def pretrained(name: str, *, config: Settings, local_files_only: bool, **_: Any) -> tuple[Model, Any]:
+    def pretrained(
+        name: str, *, config: Settings, local_files_only: bool, trust_remote_code: bool, **_: Any
+    ) -> tuple[Model, Any]:
+        assert trust_remote_code is False
         seen.append(("weights", name, local_files_only))
         mismatched = [("classifier.bias", (2,), (10,)), ("classifier.weight", (2, 4), (10, 4))]
         return Model(config), {"missing_keys": [], "mismatched_keys": mismatched}
 
-    kind = SimpleNamespace(from_config=Model, from_pretrained=pretrained)
+    def of_settings(config: Settings, *, trust_remote_code: bool) -> Model:
+        assert trust_remote_code is False
+        return Model(config)
+
+    kind = SimpleNamespace(from_config=of_settings, from_pretrained=pretrained)
     auto = {"AutoConfig": SimpleNamespace(from_pretrained=settings)}
     auto |= dict.fromkeys(("AutoModelForImageClassification", "AutoModelForCausalLM"), kind)
     monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(**auto))  # type: ignore[arg-type]
@@ -131,3 +139,26 @@ def test_a_folders_weights_are_loaded(tmp_path: Path) -> None:
     model = build(name, pretrained=True).eval()
     images = torch.randn(2, 1, 16, 16)
     assert torch.equal(model(images), expected.eval()(images).logits)
+
+
+def refusal(folder: Path, *, pretrained: bool = False, **settings: Any) -> str:
+    """Return the error for a folder with this configuration and code of its own."""
+    pytest.importorskip("transformers", reason="the extra hf is not installed")
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "theirs.py").write_text(f"open({str(folder / 'ran')!r}, 'w').close()")
+    with pytest.raises(BadFileError) as error:
+        build(f"hf/{folder}", TOKENS, pretrained=pretrained)
+    assert not (folder / "ran").exists()
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_code_that_comes_with_a_model_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail(f"asked: {prompt}"))
+    model, config = {"AutoModelForCausalLM": "theirs.Model"}, {"AutoConfig": "theirs.Config"}
+    for known in ({"model_type": "t5", "auto_map": model}, {"model_type": "theirs", "auto_map": config}):
+        assert "auto_map in its config.json), which is never run" in refusal(tmp_path, **known)
+    weights = refusal(tmp_path, pretrained=True, model_type="t5", auto_map=model)
+    assert "which is never run" in weights
+    kernel = refusal(tmp_path, model_type="llama", attn_implementation="someone/kernel")
+    assert "names an attention kernel of the hub, someone/kernel" in kernel

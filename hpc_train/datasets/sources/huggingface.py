@@ -106,6 +106,9 @@ def _library() -> Any:
 def _save(library: Any, name: str, args: HuggingFaceArgs, root: Path) -> None:
     """Download a data set of the hub and save it to ``root``, which exists only once it is complete."""
     temporary = root.with_name(f".{root.name}.{os.getpid()}")
+    library.config.HF_DATASETS_TRUST_REMOTE_CODE = (
+        False  # datasets 3 asks on stdin to run a script of the hub
+    )
     try:
         library.load_dataset(name, args.config, revision=args.revision).save_to_disk(str(temporary))
         temporary.rename(root)

@@ -6,7 +6,11 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+#: Of the library: whether scripts of the hub may run.
+config = SimpleNamespace()
 
 
 @dataclass

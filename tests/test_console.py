@@ -1,0 +1,46 @@
+"""Lines of CSV: harmless to a terminal and to a spreadsheet."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+import hpc_train
+from hpc_train.console import csv_line
+
+
+@pytest.mark.parametrize(
+    ("cell", "line"),
+    [
+        ('=HYPERLINK("http://x","y")', '"\'=HYPERLINK(""http://x"",""y"")"'),
+        ("+1+1", "'+1+1"),
+        ("-sum(A1)", "'-sum(A1)"),
+        ("@sum", "'@sum"),
+        ("\uff1d1", "'\uff1d1"),
+        ("\t=1", "\\t=1"),
+        ("\r=1", "\\r=1"),
+        ("a\x1b]0;title\x07", "a\\x1b]0;title\\x07"),
+        ("two\nlines", "two\\nlines"),
+        ("-1.5e3", "-1.5e3"),
+        ("+inf", "+inf"),
+        (-1.5, "-1.5"),
+        (None, ""),
+        ("a-b, c=d", '"a-b, c=d"'),
+    ],
+)
+def test_a_cell_is_neither_a_formula_nor_an_escape_sequence(cell: object, line: str) -> None:
+    assert csv_line([cell, 1]) == f"{line},1\n"
+
+
+def test_csv_is_written_by_one_function() -> None:
+    package = Path(hpc_train.__file__).parent
+    writers = re.compile(r"csv\.(Dict)?[wW]riter|to_csv")
+    users = [path.name for path in sorted(package.rglob("*.py")) if writers.search(path.read_text())]
+    assert users == ["console.py"]
+
+
+def test_a_line_is_read_back() -> None:
+    assert next(csv.reader([csv_line(["a,b", 'c"d', 0.5])])) == ["a,b", 'c"d', "0.5"]
