@@ -95,8 +95,8 @@ def _check_runs_folder(folder: Path) -> None:
 def _check_owner(path: Path, seen: os.stat_result) -> None:
     if seen.st_uid not in {0, os.geteuid()}:
         raise UntrustedError(
-            f"{path}: belongs to another user (uid {seen.st_uid}), so it is not trusted; use your own folder: "
-            "set HPC_TRAIN_RUNS, or give the experiment another name"
+            f"{path}: belongs to another user (uid {seen.st_uid}), so it is not trusted; use your own "
+            "folder: set HPC_TRAIN_RUNS, or give the experiment another name"
         )
 
 
