@@ -15,12 +15,12 @@ from hpc_train.paths import RunPaths
 from hpc_train.recovery.budgets import Left
 from hpc_train.report.changed_keys import in_words
 from hpc_train.report.goodput import goodput
-from hpc_train.report.metrics_reader import Row, last_metric, newest_judged, newest_rows, sampled_rows
+from hpc_train.report.metrics_reader import Row, last_metric, newest_judged, newest_rows, spread_rows
 from hpc_train.report.recovery_budget import Recovery, recovery_of
 from hpc_train.report.run_files import RunFiles
 from hpc_train.report.run_times import Restart, elapsed_s, newest_restart, remaining_s, short_duration
 from hpc_train.report.step_layout import layout_of, ranks_of
-from hpc_train.report.usage import MAX_ROWS, Usage
+from hpc_train.report.usage import MAX_BYTES, Usage
 from hpc_train.run.attempts import job_ids
 from hpc_train.run.best import Best
 from hpc_train.run.checkpoints import kept_best
@@ -211,14 +211,16 @@ def rows_json(rows: Sequence[RunRow]) -> dict[str, Any]:
 def _details(
     run: RunFiles, now: RunStatus, elapsed: float | None, *, with_accounting: bool
 ) -> dict[str, Any]:
-    """Return the fields of a row that the table of runs does not show; all rows of the metrics are read."""
+    """Return the fields of a row that the table of runs does not show. Of a long run, times are estimates
+    from a part of its rows.
+    """
     paths, layout, best = run.paths, layout_of(run), _best(run.paths)
     rows: Sequence[Row] = ()
-    is_part = False
+    share = 1.0
     if run.recorded:
-        rows, is_part = sampled_rows(paths.metrics, MAX_ROWS)
-    share = goodput(paths, now, elapsed, None if is_part else rows)
-    used = used_by(run, now, rows, with_accounting=with_accounting)
+        rows, share = spread_rows(paths.metrics, MAX_BYTES)
+    useful = goodput(paths, now, elapsed, rows)
+    used = used_by(run, now, rows, share, with_accounting=with_accounting)
     return {
         "restart": newest_restart(run.records),
         "micro_batch_size": kept_size(paths) if run.attempts or now.state != "pending" else None,
@@ -227,7 +229,7 @@ def _details(
         "micro_batches": layout.micro_batches if layout else None,
         "accumulation": layout.accumulation if layout else None,
         "precision": layout.precision if layout else None,
-        "goodput": None if share is None else round(share, 4),
+        "goodput": None if useful is None else round(useful, 4),
         "best": None if best is None else best.to_json(),
         "usage": None if used is None else used.to_json(),
     }

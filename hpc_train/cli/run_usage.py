@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from hpc_train.topology.degrees import Ranks
 
 
-def used_by(run: RunFiles, now: RunStatus, rows: Sequence[Row], *, with_accounting: bool) -> Usage | None:
+def used_by(
+    run: RunFiles, now: RunStatus, rows: Sequence[Row], share: float, *, with_accounting: bool
+) -> Usage | None:
     """Return what the run has used; None before its first attempt.
 
-    ``rows``: see ``usage_of``. ``with_accounting``: also ask the scheduler, which takes a while for each run.
+    ``rows`` and ``share``: see ``usage_of``. ``with_accounting``: also ask the scheduler, which takes a while
+    for each run.
     """
     if not run.recorded:
         return None
@@ -28,7 +31,7 @@ def used_by(run: RunFiles, now: RunStatus, rows: Sequence[Row], *, with_accounti
     job = None
     if with_accounting and isinstance(launcher, AccountingLauncher):
         job = launcher.job_usage(run.paths)
-    return usage_of(run, now, rows, _size(run, launcher), job)
+    return usage_of(run, now, rows, share, _size(run, launcher), job)
 
 
 def _size(run: RunFiles, launcher: Launcher) -> Ranks | None:

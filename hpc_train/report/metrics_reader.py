@@ -19,6 +19,8 @@ from hpc_train.run.metric_rows import Row as Row
 
 #: Usually contains the newest evaluation. Assumed.
 TAIL_BYTES = 1 << 16
+#: Of the blocks that ``spread_rows`` reads: hundreds of rows. Assumed.
+_SPREAD_BYTES = 1 << 16
 #: Longer than any row of ours: a file of other content is not read into memory as one line.
 _MAX_LINE_BYTES = 1 << 20
 #: Default metrics: the first one that a row or a run has. Evaluations of detectors have no loss.
@@ -131,6 +133,36 @@ def sampled_rows(path: Path, max_rows: int) -> tuple[list[Row], bool]:
     return [found[place] for place in sorted(found)], is_thinned or has_long
 
 
+def spread_rows(path: Path, max_bytes: int) -> tuple[list[Row], float]:
+    """Return rows of the file in order, and the share of its bytes that was read, 1.0 for all.
+
+    Of a file larger than ``max_bytes``, the complete rows of evenly spaced blocks are read, the first and
+    the last block among them, so that the time does not depend on the file's size. Damaged files are not
+    raised: ([], 1.0).
+    """
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= max_bytes:
+                return _complete_rows(file.read(size)), 1.0
+            count = max(2, max_bytes // _SPREAD_BYTES)
+            begins = [(size - _SPREAD_BYTES) * place // (count - 1) for place in range(count)]
+            rows = []
+            for begin in begins:
+                file.seek(begin)
+                # The first line of a block is not complete, unless it is that of the file.
+                block = file.read(_SPREAD_BYTES)
+                rows += _complete_rows(block[block.find(b"\n") + 1 if begin else 0 :])
+    except (OSError, UnreadableFileError):
+        return [], 1.0
+    return rows, count * _SPREAD_BYTES / size
+
+
+def _complete_rows(data: bytes) -> list[Row]:
+    lines = data[: data.rfind(b"\n") + 1].split(b"\n")
+    return [row for line in lines if (row := _row(line))]
+
+
 class _Thinned:
     """Every k-th row, k the power of two with which at most ``limit`` are kept."""
 
@@ -150,7 +182,7 @@ class _Thinned:
 
 def newest_rows(path: Path, limit_bytes: int = TAIL_BYTES) -> list[Row]:
     """Return the rows at the end of the file that are complete within ``limit_bytes``."""
-    return [row for line in _tail(path, limit_bytes).split(b"\n") if (row := _row(line))]
+    return _complete_rows(_tail(path, limit_bytes))
 
 
 def _tail(path: Path, limit_bytes: int) -> bytes:

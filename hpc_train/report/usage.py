@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from hpc_train.run.run_status import RunStatus
     from hpc_train.topology.degrees import Ranks
 
-#: Rows of a long run that are read: the times of others are taken to be alike.
-MAX_ROWS = 20_000
+#: Bytes of ``metrics.jsonl`` that are read of a long run, about 20,000 rows: its other rows are taken to be
+#: alike.
+MAX_BYTES = 4 << 20
 #: Part of the time → how it is called. ``training`` is what goodput counts, ``queue`` is not allocated.
 _LOST = {
     "queue": "queue",
@@ -81,17 +82,22 @@ class Usage:
 
 
 def usage_of(
-    run: RunFiles, now: RunStatus, rows: Sequence[Row], size: Ranks | None, job: JobUsage | None
+    run: RunFiles,
+    now: RunStatus,
+    rows: Sequence[Row],
+    share: float,
+    size: Ranks | None,
+    job: JobUsage | None,
 ) -> Usage | None:
     """Return what the run has used; None before its first attempt.
 
-    ``rows``: up to ``MAX_ROWS`` of its metrics. ``size``: as its launcher would start it. ``job``: what the
-    scheduler's accounting says, if there is any.
+    ``rows``: of its metrics, ``share`` of them (``spread_rows``). ``size``: as its launcher would start it.
+    ``job``: what the scheduler's accounting says, if there is any.
     """
     if not run.recorded:
         return None
     parts = time_use(run, now, rows)
-    evaluation_s = min(sum(evaluation_seconds(rows)), parts.get("other", 0.0))
+    evaluation_s = min(sum(evaluation_seconds(rows)) / share, parts.get("other", 0.0))
     if parts:
         parts = parts | {"evaluation": evaluation_s, "other": parts["other"] - evaluation_s}
     job = job or JobUsage()

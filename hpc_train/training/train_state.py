@@ -200,6 +200,9 @@ def resumed(rank: Rank, checkpointer: Checkpointer, train_state: TrainState, sou
     saved = loaded.extra.get("position")
     if saved is None:
         raise BadFileError(f"checkpoint {loaded.step}: state.json does not contain the position of training")
+    if saved["step"] > 0:
+        # That of the step that made these weights: a save before the next step records it.
+        train_state.optimization.set_learning_rate(saved["step"] - 1)
     return Resumed(Position(saved["step"], tuple(saved["skipped"])), now, loaded.extra.get("skips", 0))
 
 

@@ -24,6 +24,7 @@ from hpc_train.report.metrics_reader import (
     newest_rows,
     rows_in,
     sampled_rows,
+    spread_rows,
     validation_rows,
 )
 from hpc_train.run.files import read_tail
@@ -99,6 +100,7 @@ def test_all_readers_agree_with_one_that_parses_each_line(content: bytes, tail: 
         rows = _all_rows(content)
         assert _text(list(rows_in(file))) == _text(rows)
         assert _text(sampled_rows(file, 100)) == _text((rows, False))
+        assert _text(spread_rows(file, 1 << 20)) == _text((rows, 1.0))
         assert _text(newest_rows(file)) == _text(rows)
         assert _text(validation_rows(file)) == _text([row for row in rows if row.get("split") == "val"])
         assert _text(last_metric(newest_judged(file))) == _text(last_metric(rows))
@@ -126,6 +128,32 @@ def test_goodput_is_of_all_rows(tmp_path: Path, content: str) -> None:
     assert found is not None and 0 < found < 1
     assert goodput(paths, now, 1000.0, rows) == found
     assert goodput(paths, now, None) is None
+
+
+def test_a_large_file_is_read_in_evenly_spaced_blocks(tmp_path: Path) -> None:
+    """Times that are estimated from them are those of all rows, and no more than the limit is read."""
+    (paths,) = made_sweep(tmp_path, 1, steps=1)
+    rows = [
+        {
+            "split": "train",
+            "step": step,
+            "step_s": 0.5,
+            "data_wait_s": 0.125,
+            "attempt": 1,
+            "time": step * 0.5,
+        }
+        for step in range(1, 20_001)
+    ]
+    paths.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    size, limit = paths.metrics.stat().st_size, 1 << 18
+    some, share = spread_rows(paths.metrics, limit)
+    assert share == limit / size < 0.2
+    assert len(some) == pytest.approx(share * len(rows), rel=0.1)
+    assert (some[0], some[-1]) == (rows[0], rows[-1])
+    assert [row["step"] for row in some] == sorted({row["step"] for row in some})
+    now = RunStatus("completed", 20_000, 20_000)
+    assert goodput(paths, now, 20_000.0, some) == goodput(paths, now, 20_000.0) == 0.375
+    assert spread_rows(tmp_path, limit) == ([], 1.0)
 
 
 def test_python_looks_for_garbage_as_before_afterwards() -> None:

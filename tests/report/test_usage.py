@@ -24,7 +24,9 @@ def test_time_is_divided_by_cause_and_adds_up(tmp_path: Path) -> None:
     """A preempted run of 8 ranks, half of the 16 that are planned: half of the GPUs."""
     (paths,) = made_sweep(tmp_path, 1, steps=100)
     run = RunFiles.read(paths)
-    usage = usage_of(run, read_status(paths), list(rows_in(paths.metrics)), _ON_16, JobUsage(6.0, 32.0, 0.75))
+    usage = usage_of(
+        run, read_status(paths), list(rows_in(paths.metrics)), 1.0, _ON_16, JobUsage(6.0, 32.0, 0.75)
+    )
     assert usage is not None
     elapsed_s = sum(usage.time.values())
     assert usage.gpu_hours == pytest.approx(8 * elapsed_s / 3600, rel=0.01)
@@ -55,7 +57,7 @@ def test_the_queue_is_waited_for_before_the_first_attempt_and_after_a_requeue(tm
         write_record(
             attempt, AttemptRecord(number, begin, [], None, end=ended, job=job, cause=cause, ranks=4)
         )
-    usage = usage_of(RunFiles.read(paths), read_status(paths), [], None, None)
+    usage = usage_of(RunFiles.read(paths), read_status(paths), [], 1.0, None, None)
     assert usage is not None
     assert usage.time["queue"] == 600 + 300 + 60, "not the hours until it was resumed by hand"
     assert (usage.gpu_hours, usage.cpu_efficiency) == (None, None)
@@ -63,7 +65,7 @@ def test_the_queue_is_waited_for_before_the_first_attempt_and_after_a_requeue(tm
 
 def test_a_run_without_an_attempt_has_used_nothing(tmp_path: Path) -> None:
     paths = small_run(tmp_path)
-    assert usage_of(RunFiles.read(paths), read_status(paths), [], _ON_16, None) is None
+    assert usage_of(RunFiles.read(paths), read_status(paths), [], 1.0, _ON_16, None) is None
 
 
 def test_runs_are_counted_by_state() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,14 @@ from hpc_train.training.rank import Rank
 from hpc_train.training.train_state import Resumed, TrainState, resumed
 
 
-def resume(checkpointer: Any, state: Any = None, *, strict: bool = False, batchnorm: bool = False) -> Resumed:
+def resume(
+    checkpointer: Any,
+    state: Any = None,
+    *,
+    strict: bool = False,
+    batchnorm: bool = False,
+    set_learning_rate: Callable[[int], None] = lambda step: None,
+) -> Resumed:
     """Load the newest checkpoint into ``state``; ``batchnorm``: the model has some, synchronized."""
     rank = SimpleNamespace(
         experiment=SimpleNamespace(
@@ -26,5 +34,6 @@ def resume(checkpointer: Any, state: Any = None, *, strict: bool = False, batchn
         device=torch.device("cpu"),
     )
     source = SimpleNamespace(train=range(3), info=SimpleNamespace(class_names=["a", "b"], mean=(), std=()))
-    train_state = SimpleNamespace(state=state, has_batchnorm=batchnorm)
+    optimization = SimpleNamespace(set_learning_rate=set_learning_rate)
+    train_state = SimpleNamespace(state=state, has_batchnorm=batchnorm, optimization=optimization)
     return resumed(cast(Rank, rank), checkpointer, cast(TrainState, train_state), cast(Any, source))

@@ -59,6 +59,15 @@ def test_a_checkpoint_without_the_position_of_training_is_refused(extra: dict[st
         resume(saved(extra))
 
 
+def test_the_learning_rate_is_that_of_the_checkpoints_step() -> None:
+    """A save before the next step, of a best checkpoint that a resume evaluates, records it."""
+    rates_set: list[int] = []
+    resume(saved({"position": {"step": 7, "skipped": []}}), set_learning_rate=rates_set.append)
+    assert rates_set == [6]
+    resume(saved({"position": {"step": 0, "skipped": []}}), set_learning_rate=rates_set.append)
+    assert rates_set == [6]
+
+
 def test_an_evaluation_refuses_data_of_other_classes() -> None:
     """Other numbers of samples are fine: it may be another set of data."""
     source = SimpleNamespace(train=range(3), info=SimpleNamespace(class_names=["a", "b"], mean=(), std=()))
