@@ -19,6 +19,9 @@ from hpc_train.data_facts.losses import SEGMENTATION, CrossEntropyArgs, DiceArgs
 from hpc_train.tasks.base import divided
 from hpc_train.tasks.class_losses import check_weights, class_values
 
+#: Types of devices that compute the cross entropy of images; others that of flat pixels.
+_COMPUTE_IMAGES = ("cpu",)
+
 
 @dataclass(frozen=True)
 class PixelLoss(ABC):
@@ -81,7 +84,9 @@ class _Dice(PixelLoss):
         losses_B = divided(missing_BC.sum(1), occurs_BC.sum(1))
         if self.args.cross_entropy > 0:
             losses_BP = pixel_losses(logits, classes, labelled, self.smoothing).flatten(1)
-            losses_B = losses_B + self.args.cross_entropy * divided(losses_BP.sum(1), labelled_BP1.sum((1, 2)))
+            losses_B = losses_B + self.args.cross_entropy * divided(
+                losses_BP.sum(1), labelled_BP1.sum((1, 2))
+            )
         return losses_B.sum()
 
 
@@ -132,7 +137,7 @@ def pixel_losses(
     over (B, C, H, W) has no deterministic form, so elsewhere pixels are flat.
     """
     targets = torch.where(labelled, classes, 0)
-    if logits.device.type != "cpu":
+    if logits.device.type not in _COMPUTE_IMAGES:
         logits, targets = logits.movedim(1, -1).flatten(0, -2), targets.flatten()
     losses = functional.cross_entropy(
         logits,
