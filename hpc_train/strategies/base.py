@@ -117,9 +117,9 @@ class Strategy(Protocol):
 
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         """Run forward and backward of this rank's micro-batches; gradients are afterwards those of
-        the mean of ``forward.loss`` over all M, and BatchNorm's running statistics those that all M update in order
-        (``strategies.running_statistics``). Returns this rank's weighted sum of losses, detached, shape ();
-        zero where it does not report.
+        the mean of ``forward.loss`` over all M, and BatchNorm's running statistics those that all M update
+        in order (``strategies.running_statistics``). Returns this rank's weighted sum of
+        losses, detached, shape (); zero where it does not report.
         """
 
     def clip_gradients(self, max_norm: float) -> Tensor:

@@ -64,8 +64,8 @@ class Task(Protocol):
         """
 
     # Optional: ``weight(batch) -> Tensor``, shape (): the number by which ``loss`` divides its sum over the
-    # micro-batch, such as the labelled pixels or the predicted tokens. The step's loss is then the mean over the
-    # weight of all its micro-batches, on all ranks. A function of ``batch.targets`` alone, at least 0;
+    # micro-batch, such as the labelled pixels or the predicted tokens. The step's loss is then the mean over
+    # the weight of all its micro-batches, on all ranks. A function of ``batch.targets`` alone, at least 0;
     # ``batch.inputs`` is None. If it is 0, ``loss`` and its gradient must be finite. Without the method, or
     # if the attribute is None, micro-batches weigh the same.
     #

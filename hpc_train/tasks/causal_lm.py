@@ -17,9 +17,7 @@ from hpc_train.tasks.base import checked_logits, divided
 
 
 class CausalLM:
-    """Logits (B, T, V) against the tokens that follow, (B, T) int64, of which ``DataInfo.ignore_index`` is not
-    predicted.
-    """
+    """Logits (B, T, V) against the tokens that follow, (B, T) int64; ``DataInfo.ignore_index`` is ignored."""
 
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
         assert info.sequence_length is not None, "make_task has refused other data"

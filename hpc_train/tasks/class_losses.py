@@ -49,7 +49,7 @@ class CrossEntropy(ClassLoss):
     args: CrossEntropyArgs
 
     def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Return a loss per sample, (B,), multiplied by the sample's weight if there are ``class_weights``."""
+        """Return a loss per sample, (B,), multiplied by the class weights if there are any."""
         losses_B, weights_B = self._reduced(logits, targets, smoothing, "none"), self.weights(targets)
         # With label smoothing torch's loss of a sample of weight 0 is not 0.
         return losses_B if weights_B is None else torch.where(weights_B > 0, losses_B, 0.0)

@@ -66,8 +66,8 @@ class Classification:
 
     def _total_weight(self, batch: Batch) -> Tensor:
         """Return the sum of the samples' class weights; of mixed samples their number."""
-        weights_B = self._losses.weights(batch.targets)
-        return batch.valid.sum() if weights_B is None else weights_B.sum()
+        weights = self._losses.weights(batch.targets)
+        return batch.valid.sum() if weights is None else weights.sum()
 
     def _logits(self, outputs: Tensor) -> Tensor:
         return checked_logits(outputs, "B, C", self._num_classes)
@@ -85,8 +85,8 @@ class Classification:
         return is_right.sum(dtype=torch.float64)[None]
 
     def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Any]:
-        """Return ``count``, the sum ``loss`` (without smoothing), with class weights their sum ``weight``, and
-        what ``metrics`` is made of.
+        """Return ``count``, the sum ``loss`` (without smoothing), ``weight`` (the sum of class weights, if
+        there are any), and the other sums that ``metrics`` reads.
         """
         logits = self._logits(outputs)
         losses = self._losses(logits, batch.targets)

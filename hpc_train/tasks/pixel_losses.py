@@ -67,7 +67,7 @@ class _CrossEntropy(PixelLoss):
 
 @dataclass(frozen=True)
 class _Dice(PixelLoss):
-    """1 - the mean Dice coefficient of the classes that occur in an image (arXiv:1606.04797, with |p| + |t|)."""
+    """1 - the mean Dice coefficient of an image's classes that occur (arXiv:1606.04797, with |p| + |t|)."""
 
     args: DiceArgs
 

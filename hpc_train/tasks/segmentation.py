@@ -1,4 +1,4 @@
-# ruff: noqa: N803, N806  (shape suffixes)
+# ruff: noqa: N806  (shape suffixes)
 """``task: segmentation``: one class per pixel.
 
 Legend: B samples, C classes, H rows, W columns.
