@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,9 @@ class PlainForward:
 
     loss: Callable[[nn.Module, Batch], Tensor]
     scale: Callable[[Tensor], Tensor] = lambda loss: loss
+
+    def with_loss_factors(self, batches: Sequence[Batch], *, owns_loss: bool) -> Sequence[Batch]:
+        return batches
 
     def begin(self, batch: Batch, stage: int = 0) -> AbstractContextManager[object]:
         return nullcontext()

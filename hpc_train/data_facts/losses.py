@@ -23,7 +23,7 @@ class CrossEntropyArgs(Section):
     """Cross entropy over the classes."""
 
     class_weights: ClassValues | None = None
-    """A factor per class. The loss stays the sum over the samples divided by their number. Default: 1."""
+    """A weight per class, by whose sum over the targets of the step the loss is divided. Default: 1."""
 
 
 class BceArgs(Section):
@@ -52,7 +52,7 @@ class HuberArgs(Section):
 
 
 class DiceArgs(Section):
-    """1 - the Dice coefficient of a micro-batch, averaged over the classes that occur in it."""
+    """1 - the Dice coefficient of an image, averaged over the classes that occur in it."""
 
     smooth: NotNegativeFloat = 1.0
     """Added to numerator and denominator, in pixels."""
@@ -61,12 +61,12 @@ class DiceArgs(Section):
 
 
 class OhemArgs(Section):
-    """Cross entropy of the hard pixels of a micro-batch alone (online hard example mining)."""
+    """Cross entropy of the hard pixels of an image alone (online hard example mining)."""
 
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.7
     """A pixel is hard if the probability of its class is below this."""
     min_kept: Annotated[float, Field(gt=0, le=1)] = 0.0625
-    """Minimum share of the labelled pixels that counts as hard, the hardest ones."""
+    """Minimum share of an image's labelled pixels that counts as hard, the hardest ones."""
 
 
 #: Name of a loss → its arguments. The first one is the default.

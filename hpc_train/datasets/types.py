@@ -29,7 +29,7 @@ class DataInfo:
     class_names: tuple[str, ...] = ()
     #: Tokens per sample; None: samples are images.
     sequence_length: int | None = None
-    #: For masks: the value of pixels without a class.
+    #: The value of pixels without a class in masks, and of tokens that are not predicted.
     ignore_index: int | None = None
     #: Of the target of one sample: (), or (K,) for several classes, probabilities or numbers at once. Tasks
     #: with other targets (masks, boxes, tokens) don't read it.
@@ -91,6 +91,8 @@ class Batch:
     ``target_spec`` names) or, after ``to``, on the device. ``number`` is its index i of 0…M−1 in the step
     (or in the evaluation). ``weight`` is 1/M, or 0 for a spare slot. ``valid`` (B,) bool is false for
     padding. ``sides`` (B, 2) int64, for images in the evaluation: height and width before they were resized.
+    ``loss_factor``, shape (), float64, only if the task has a ``weight``: M times the micro-batch's share of
+    the step's weight. The loss that a strategy receives has been multiplied by it.
     """
 
     step: int
@@ -100,6 +102,7 @@ class Batch:
     targets: Tensors
     valid: Tensor
     sides: Tensor | None = None
+    loss_factor: Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:
         """Return the batch on ``device``; the copy is asynchronous if the memory is pinned."""

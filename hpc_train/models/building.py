@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from hpc_train.config.fields import Arguments
 from hpc_train.config.training_sections import ModelConfig
@@ -54,11 +55,29 @@ def _plain(model: object, config: ModelConfig) -> nn.Module:
         raise BadFileError(
             f"model.name: {config.name} made a {type(model).__name__}; it must return an nn.Module"
         )
+    _refuse_without_values(model, config)
     if any(tensor.device.type not in ("cpu", "meta") for tensor in model.parameters()):
         model.cpu()
     if any(tensor.is_floating_point() and tensor.dtype != torch.float32 for tensor in model.parameters()):
         model.float()
     return model
+
+
+def _refuse_without_values(model: nn.Module, config: ModelConfig) -> None:
+    """Raise BadFileError for lazy layers, and for tensors on the meta device unless it is the default one."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    if (name := next((name for name, value in tensors if is_lazy(value)), None)) is not None:
+        raise BadFileError(
+            f"model.name: {config.name} has a lazy layer: {name} has no shape until the first forward; give "
+            "the layer its sizes (nn.Linear in place of nn.LazyLinear), or run one forward in the factory"
+        )
+    if torch.get_default_device().type == "meta":
+        return
+    if (name := next((name for name, value in tensors if value.device.type == "meta"), None)) is not None:
+        raise BadFileError(
+            f"model.name: {config.name} made {name} on the meta device, which has no values; make it on the "
+            'CPU, or call to_empty(device="cpu") and set the values in the factory'
+        )
 
 
 def build_by_factory(config: ModelConfig, info: DataInfo) -> nn.Module:
@@ -78,6 +97,7 @@ def build_by_factory(config: ModelConfig, info: DataInfo) -> nn.Module:
         )
     model = make(**_arguments(make, config, info))
     if isinstance(config.pretrained, str) and isinstance(model, nn.Module):
+        _refuse_without_values(model, config)
         load_weights(model, config.pretrained)
     return model
 

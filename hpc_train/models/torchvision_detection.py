@@ -6,10 +6,15 @@ A detector returns a dict of losses in training, where it also needs targets, an
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 import torchvision
 from torch import Tensor, nn
+from torchvision.models.detection import FCOS
+from torchvision.models.detection.ssd import SSD
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 
 from hpc_train.data_facts.detectors import is_detector
@@ -51,7 +56,7 @@ def create(name: str, num_classes: int, **arguments: Any) -> nn.Module:
     model: nn.Module = torchvision.models.get_model(
         name, weights=None, weights_backbone=None, num_classes=num_classes + 1, **arguments
     )
-    return as_given(model)
+    return with_losses_per_image(as_given(model))
 
 
 def as_given(model: nn.Module) -> nn.Module:
@@ -59,6 +64,36 @@ def as_given(model: nn.Module) -> nn.Module:
     transform: Any = model.transform
     model.transform = AsGiven(transform.size_divisible)
     return model
+
+
+def with_losses_per_image(model: nn.Module) -> nn.Module:
+    """Return the detector with losses that are means over the images, as RetinaNet's are.
+
+    torchvision divides those of SSD and FCOS by the matched anchors of the whole micro-batch, so that they
+    would depend on its size. Faster R-CNN's are means over its samples of anchors and proposals, of which
+    an image has a fixed number.
+    """
+    if isinstance(model, SSD | FCOS):
+        compute: Any = partial(_mean_over_images, model.compute_loss)
+        model.compute_loss = compute
+    return model
+
+
+def _mean_over_images(
+    compute_loss: Callable[..., dict[str, Tensor]],
+    targets: Sequence[dict[str, Tensor]],
+    head_outputs: dict[str, Tensor],
+    anchors: Sequence[Tensor],
+    matches: Sequence[Any],
+) -> dict[str, Tensor]:
+    """``matches``: SSD's matched anchors of each image, or FCOS's numbers of anchors, the same for all."""
+    losses = []
+    for place in range(len(targets)):
+        one = slice(place, place + 1)
+        outputs = {name: values[one] for name, values in head_outputs.items()}
+        of_image = matches[one] if isinstance(matches[0], Tensor) else matches
+        losses.append(compute_loss(targets[one], outputs, anchors[one], of_image))
+    return {name: torch.stack([each[name] for each in losses]).mean() for name in losses[0]}
 
 
 def swap_head(name: str, model: nn.Module, num_classes: int, **arguments: Any) -> set[str]:

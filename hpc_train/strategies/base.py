@@ -22,12 +22,18 @@ from hpc_train.topology.strategy_traits import problems_of_arguments
 
 
 class Forward(Protocol):
-    """What training computes of one micro-batch. No method is collective but for what the model's own
-    forward is.
+    """What training computes of one micro-batch. Methods are collective only if the model's own forward is,
+    except ``with_loss_factors``.
     """
 
+    def with_loss_factors(self, batches: Sequence[Batch], *, owns_loss: bool) -> Sequence[Batch]:
+        """Return this rank's micro-batches with their ``loss_factor``. Collective over all ranks.
+
+        ``train_step`` calls it once per step; strategies receive its result.
+        """
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Run the whole forward as ``begin`` has it; return the mean loss, shape ()."""
+        """Run the whole forward as ``begin`` has it; return the mean loss times ``loss_factor``, shape ()."""
 
     def begin(self, batch: Batch, stage: int = 0) -> AbstractContextManager[object]:
         """Seed the random streams for the batch, of each stage its own; return what a forward runs in."""
@@ -36,7 +42,7 @@ class Forward(Protocol):
         """Return the batch on the device, its inputs as the model takes them."""
 
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the mean loss of the model's outputs for the batch, shape (). Moves the targets alone."""
+        """Return the loss of the model's outputs for the batch as ``loss`` does. Moves only the targets."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return what backward begins at: ``loss``, multiplied by the scaler's factor under fp16."""
@@ -111,9 +117,9 @@ class Strategy(Protocol):
 
     def accumulate(self, batches: Sequence[Batch], forward: Forward) -> Tensor:
         """Run forward and backward of this rank's micro-batches; gradients are afterwards those of
-        the mean over all M, and BatchNorm's running statistics those that all M update in order
-        (``strategies.running_statistics``). Returns this rank's weighted sum of losses, detached, shape ();
-        zero where it does not report.
+        the mean of ``forward.loss`` over all M, and BatchNorm's running statistics those that all M update
+        in order (``strategies.running_statistics``). Returns this rank's weighted sum of
+        losses, detached, shape (); zero where it does not report.
         """
 
     def clip_gradients(self, max_norm: float) -> Tensor:

@@ -40,7 +40,8 @@ class Task(Protocol):
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the mean loss over the micro-batch, shape (), float32 or float64, with its graph.
 
-        Reads ``batch.targets``; on the last stage of a pipeline ``batch.inputs`` is None.
+        The mean over the samples or, if the task has a ``weight``, over that weight. Reads
+        ``batch.targets``; on the last stage of a pipeline ``batch.inputs`` is None.
         """
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Any]:
@@ -61,6 +62,12 @@ class Task(Protocol):
         the CPU, in the order of the validation data.
         """
 
+    # Optional: ``weight(batch) -> Tensor``, shape (): the number by which ``loss`` divides its sum over the
+    # micro-batch, such as the labelled pixels or the predicted tokens. The step's loss is then the mean over
+    # the weight of all its micro-batches, on all ranks. A function of ``batch.targets`` alone, at least 0;
+    # ``batch.inputs`` is None. If it is 0, ``loss`` and its gradient must be finite. Without the method, or
+    # if the attribute is None, micro-batches weigh the same.
+    #
     # Optional: ``optional_metrics``, a sequence of the names that only some evaluations have: without a value
     # ``checkpoint.best`` and ``early_stopping`` find no improvement.
     #
@@ -167,6 +174,27 @@ def mean_loss(task: Task, outputs: Any, batch: Batch) -> Tensor:
         return loss
     found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise BadFileError(f"task: loss returned {found}; return the micro-batch's mean, a tensor of shape ()")
+
+
+def weighs_batches(task: Task) -> bool:
+    """Return True if the micro-batches of the task differ in weight. An attribute that is not a method is
+    the task's own, such as a tensor of class weights.
+    """
+    return callable(getattr(task, "weight", None))
+
+
+def total_weight(task: Task, batch: Batch) -> Tensor:
+    """Return the weight of a micro-batch, shape (), float64. Raises BadFileError if it is anything else."""
+    weight = cast(Any, task).weight(batch)
+    if isinstance(weight, Tensor) and weight.dim() == 0:
+        return weight.detach().to(batch.valid.device, torch.float64)
+    kind = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+    raise BadFileError(f"task: weight returned {kind}; return the micro-batch's sum, a tensor of shape ()")
+
+
+def divided(total: Tensor, weight: Tensor) -> Tensor:
+    """Return ``total`` / ``weight``, and ``total``, which is then 0, if the weight is 0."""
+    return total / torch.where(weight == 0, 1, weight).to(total.dtype)
 
 
 def at_least_float32(values: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
-from hpc_train.tasks.base import checked_logits
+from hpc_train.tasks.base import checked_logits, divided
 
 
 class CausalLM:
-    """Logits (B, T, V) against the tokens that follow, (B, T) int64."""
+    """Logits (B, T, V) against the tokens that follow, (B, T) int64; ``DataInfo.ignore_index`` is ignored."""
 
     def __init__(self, experiment: Experiment, info: DataInfo) -> None:
         assert info.sequence_length is not None, "make_task has refused other data"
@@ -29,7 +29,11 @@ class CausalLM:
             shape=(info.sequence_length,),
             minimum=0,
             maximum=num_tokens - 1,
+            ignored=info.ignore_index,
         )
+        self._ignored = info.ignore_index
+        #: As ``Task`` describes it.
+        self.weight = None if self._ignored is None else self._num_predicted
         self._label_smoothing = experiment.optimization.label_smoothing
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -37,9 +41,27 @@ class CausalLM:
         return model(batch.inputs)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the mean cross entropy over all tokens of the micro-batch, with label smoothing."""
+        """Return the mean cross entropy over the tokens of the micro-batch, with label smoothing.
+
+        Ignored tokens don't count; 0 if all are ignored.
+        """
         logits, targets = self._flat(outputs, batch.targets)
-        return functional.cross_entropy(logits, targets, label_smoothing=self._label_smoothing)
+        if self._ignored is None:
+            return functional.cross_entropy(logits, targets, label_smoothing=self._label_smoothing)
+        losses = self._losses(logits, targets, self._label_smoothing)
+        return divided(losses.sum(), self._num_predicted(batch))
+
+    def _num_predicted(self, batch: Batch) -> Tensor:
+        """Return the number of tokens that are not ignored."""
+        return (batch.targets != self._ignored).sum()
+
+    def _losses(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+        """Return the cross entropy of each token, (B·T,), 0 of ignored ones."""
+        if self._ignored is None:
+            return functional.cross_entropy(logits, targets, label_smoothing=smoothing, reduction="none")
+        return functional.cross_entropy(
+            logits, targets, ignore_index=self._ignored, label_smoothing=smoothing, reduction="none"
+        )
 
     def _flat(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits (B·T, V), float32 at least, and targets (B·T,).
@@ -52,8 +74,10 @@ class CausalLM:
     def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Return ``count`` (of tokens), and the sums ``loss`` (without smoothing) and ``correct``."""
         logits, targets = self._flat(outputs, batch.targets)
-        losses = functional.cross_entropy(logits, targets, reduction="none")
+        losses = self._losses(logits, targets)
         valid = batch.valid.repeat_interleave(batch.targets.shape[1])
+        if self._ignored is not None:
+            valid = valid & (targets != self._ignored)
         # No product with ``valid``: what a filled-up sequence gives may be nan.
         sums = {
             "count": valid,
@@ -64,7 +88,7 @@ class CausalLM:
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """Return means over the validation data's tokens; ``perplexity`` is exp(loss)."""
-        count = sums["count"]
+        count = sums["count"] or 1.0  # if all tokens are ignored
         loss = sums["loss"] / count
         return {"loss": loss, "perplexity": _exp(loss), "accuracy": sums["correct"] / count}
 

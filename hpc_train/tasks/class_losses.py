@@ -17,6 +17,7 @@ from hpc_train.config.fields import Section
 from hpc_train.config.training_sections import LossConfig
 from hpc_train.data_facts.losses import CLASSIFICATION, BceArgs, CrossEntropyArgs, FocalArgs
 from hpc_train.errors import BadFileError
+from hpc_train.tasks.base import divided
 
 
 class ClassLoss(ABC):
@@ -26,9 +27,19 @@ class ClassLoss(ABC):
     def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
         """Return a loss per sample, (B,). ``smoothing``: the share that is spread over all classes."""
 
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether ``weights`` returns any for class numbers."""
+        return False
+
+    def weights(self, targets: Tensor) -> Tensor | None:
+        """Return the weight of each sample in the mean, (B,) float64; None if all have the same."""
+        return None
+
     def mean(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        """Return the mean over the samples, ()."""
-        return self(logits, targets, smoothing).mean()
+        """Return the mean over the samples by their weights, ()."""
+        losses_B, weights_B = self(logits, targets, smoothing), self.weights(targets)
+        return losses_B.mean() if weights_B is None else divided(losses_B.sum(), weights_B.sum())
 
 
 @dataclass(frozen=True)
@@ -38,13 +49,26 @@ class CrossEntropy(ClassLoss):
     args: CrossEntropyArgs
 
     def __call__(self, logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-        """Return a loss per sample, (B,), weighted by ``class_weights`` if there are any."""
-        return self._reduced(logits, targets, smoothing, "none")
+        """Return a loss per sample, (B,), multiplied by the class weights if there are any."""
+        losses_B, weights_B = self._reduced(logits, targets, smoothing, "none"), self.weights(targets)
+        # With label smoothing torch's loss of a sample of weight 0 is not 0.
+        return losses_B if weights_B is None else torch.where(weights_B > 0, losses_B, 0.0)
+
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether there are ``class_weights``."""
+        return self.args.class_weights is not None
+
+    def weights(self, targets: Tensor) -> Tensor | None:
+        """Return the class weights of the samples' classes, by whose sum torch's mean divides, too. With
+        shares of the classes it divides by the number of samples.
+        """
+        if self.args.class_weights is None or targets.is_floating_point():
+            return None
+        return class_values(self.args.class_weights, targets)
 
     def mean(self, logits: Tensor, targets: Tensor, smoothing: float) -> Tensor:
-        """Return torch's own mean, except with weights: it divides by their sum, which depends on the
-        samples of the micro-batch.
-        """
+        """Return torch's own mean; 0, not NaN, if all samples have the weight 0."""
         if self.args.class_weights is not None:
             return super().mean(logits, targets, smoothing)
         return self._reduced(logits, targets, smoothing, "mean")
@@ -156,6 +180,11 @@ def check_weights(args: Section, num_classes: int) -> None:
                 f"optimization.loss.args.{name}: has {len(values)} values, and the data have {num_classes} "
                 "classes; write one per class"
             )
+
+
+def class_values(values: list[float], classes: Tensor) -> Tensor:
+    """Return the value of each class number, float64, in the shape of ``classes``."""
+    return torch.tensor(values, dtype=torch.float64, device=classes.device)[classes]
 
 
 def _like(values: list[float] | None, logits: Tensor) -> Tensor | None:

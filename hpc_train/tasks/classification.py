@@ -50,6 +50,8 @@ class Classification:
         self._class_names = info.class_names
         self._label_smoothing = config.label_smoothing
         self._losses = make_class_loss(config.loss, num_classes, has_several=self._has_several)
+        #: As ``Task`` describes it.
+        self.weight = self._total_weight if self._losses.weighs_samples else None
         self.target_spec = _class_spec(num_classes)
         if has_vectors:
             self.target_spec = _vector_spec(num_classes, has_several=self._has_several)
@@ -59,8 +61,13 @@ class Classification:
         return model(batch.inputs)
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the mean over the samples of the loss with label smoothing."""
+        """Return the mean over the samples, or over their class weights, of the loss with label smoothing."""
         return self._losses.mean(self._logits(outputs), batch.targets, self._label_smoothing)
+
+    def _total_weight(self, batch: Batch) -> Tensor:
+        """Return the sum of the samples' class weights; of mixed samples their number."""
+        weights = self._losses.weights(batch.targets)
+        return batch.valid.sum() if weights is None else weights.sum()
 
     def _logits(self, outputs: Tensor) -> Tensor:
         return checked_logits(outputs, "B, C", self._num_classes)
@@ -78,11 +85,15 @@ class Classification:
         return is_right.sum(dtype=torch.float64)[None]
 
     def sums(self, outputs: Tensor, batch: Batch) -> dict[str, Any]:
-        """Return ``count``, the sum ``loss`` (without smoothing), and what ``metrics`` is made of."""
+        """Return ``count``, the sum ``loss`` (without smoothing), ``weight`` (the sum of class weights, if
+        there are any), and the other sums that ``metrics`` reads.
+        """
         logits = self._logits(outputs)
         losses = self._losses(logits, batch.targets)
         # No product with ``valid``: what a filled-up sample gives may be nan.
         sums = {"count": batch.valid, "loss": torch.where(batch.valid, losses, torch.zeros_like(losses))}
+        if (weights := self._losses.weights(batch.targets)) is not None:
+            sums["weight"] = torch.where(batch.valid, weights, 0.0)
         if self._has_several:
             return _totals(sums) | label_sums(
                 logits, as_shares(batch.targets, logits.shape[1], logits.dtype), batch
@@ -127,7 +138,8 @@ class Classification:
     def metrics(self, sums: dict[str, Any]) -> dict[str, float]:
         """Return means over the validation data."""
         count = sums["count"]
-        found = {"loss": sums["loss"] / count, "accuracy": sums["correct"] / count}
+        loss = sums["loss"] / (sums.get("weight", count) or 1.0)  # 0 if all samples have the weight 0
+        found = {"loss": loss, "accuracy": sums["correct"] / count}
         if "correct5" in sums:
             found["accuracy_top5"] = sums["correct5"] / count
         if self._has_several:

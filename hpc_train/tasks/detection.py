@@ -75,7 +75,7 @@ class Detection:
         return model(batch.inputs, _to_learn(batch)) if model.training else model(batch.inputs)
 
     def loss(self, outputs: dict[str, Tensor], batch: Batch) -> Tensor:
-        """Return the sum of the model's losses, each a mean over the micro-batch."""
+        """Return the sum of the model's losses, each a mean over the images."""
         return torch.stack([at_least_float32(loss) for loss in outputs.values()]).sum()
 
     def sums(self, outputs: list[dict[str, Tensor]], batch: Batch) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-# ruff: noqa: N803, N806  (shape suffixes)
+# ruff: noqa: N806  (shape suffixes)
 """``task: segmentation``: one class per pixel.
 
-Legend: B samples, C classes, H rows, W columns, P pixels of a micro-batch.
+Legend: B samples, C classes, H rows, W columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.datasets.types import Batch, DataInfo, TargetSpec
 from hpc_train.tasks import drawing
 from hpc_train.tasks.base import checked_logits, class_table
-from hpc_train.tasks.pixel_losses import flat, make_pixel_loss, pixel_losses
+from hpc_train.tasks.pixel_losses import make_pixel_loss, pixel_losses
 
 #: Of pixels without a class, where the data set does not say it.
 _IGNORED = 255
@@ -55,12 +55,24 @@ class Segmentation:
         return model(batch.inputs)
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the mean loss over the labelled pixels of the micro-batch, 0 if there are none."""
+        """Return the mean over the labelled pixels of the micro-batch, or over its images, as the loss
+        defines it; 0 if no pixel is labelled.
+        """
         out, *auxiliary = self._logits(outputs)
         loss = self._mean_loss(out, batch.targets)
         for each in auxiliary:
             loss = loss + _AUXILIARY * self._mean_loss(each, batch.targets)
         return loss
+
+    def weight(self, batch: Batch) -> Tensor:
+        """Return the number of labelled pixels, the sum of their class weights, or the number of images with
+        one, as the loss defines it.
+        """
+        return self._pixel_loss.weight(*self._classes(batch.targets))
+
+    def _classes(self, masks: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the class numbers as int64, and which pixels are labelled."""
+        return masks.to(torch.int64), masks != self._ignored
 
     def _logits(self, outputs: Any) -> list[Tensor]:
         """Return the logits and, if there are any, those of the auxiliary head."""
@@ -70,15 +82,15 @@ class Segmentation:
         return [checked_logits(each, "B, C, H, W", self._num_classes) for each in found or [outputs]]
 
     def _mean_loss(self, logits: Tensor, masks: Tensor) -> Tensor:
-        return self._pixel_loss(*_pixels(logits, masks, masks != self._ignored))
+        return self._pixel_loss(_resized(logits, masks), *self._classes(masks))
 
     def sums(self, outputs: Any, batch: Batch) -> dict[str, Tensor]:
         """Return ``count`` (of labelled pixels), the sum ``loss`` of their cross entropy without smoothing,
         and ``confusion``, (C, C) int64: pixels by class and prediction.
         """
         out, *_ = self._logits(outputs)
-        labelled_BHW = (batch.targets != self._ignored) & batch.valid[:, None, None]
-        logits, classes, labelled = _pixels(out, batch.targets, labelled_BHW)
+        logits, (classes, labelled) = _resized(out, batch.targets), self._classes(batch.targets)
+        labelled = labelled & batch.valid[:, None, None]
         losses = pixel_losses(logits, classes, labelled)
         return {
             "count": labelled.sum(dtype=torch.float64),
@@ -115,10 +127,9 @@ class Segmentation:
         """
         out, *_ = self._logits(outputs)
         mask_HW = batch.targets[place]
-        labelled_BHW = mask_HW[None] != self._ignored
-        logits, classes, _ = _pixels(out[place : place + 1], mask_HW[None], labelled_BHW)
-        truth_HW = classes.view(mask_HW.shape).cpu().numpy()
-        found_HW = logits.argmax(dim=1).view(mask_HW.shape).cpu().numpy()
+        logits = _resized(out[place : place + 1], mask_HW[None])
+        truth_HW = mask_HW.to(torch.int64).cpu().numpy()
+        found_HW = logits.argmax(dim=1)[0].cpu().numpy()
         ignored_HW = truth_HW == self._ignored
         image = image.resize(truth_HW.shape[::-1])
         shown = drawing.panels(
@@ -140,19 +151,11 @@ def _metric_names(class_names: tuple[str, ...], num_classes: int) -> list[str]:
     return names if is_usable else [str(number) for number in range(num_classes)]
 
 
-def _pixels(logits: Tensor, masks: Tensor, labelled_BHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits, int64 classes and ``labelled`` as losses of pixels take them.
-
-    On the CPU those are images, which take a quarter of the time of flat pixels (measured). Elsewhere they
-    are flat, because CUDA's cross entropy over (B, C, H, W) has no deterministic form.
-    """
-    wide = logits
-    if wide.shape[-2:] != masks.shape[-2:]:
-        wide = functional.interpolate(wide, size=masks.shape[-2:], mode="bilinear", align_corners=False)
-    classes = masks.to(torch.int64)
-    if wide.device.type == "cpu":
-        return wide, classes, labelled_BHW
-    return flat(wide, classes, labelled_BHW)
+def _resized(logits: Tensor, masks: Tensor) -> Tensor:
+    """Return logits (B, C, H, W) in the size of the masks."""
+    if logits.shape[-2:] == masks.shape[-2:]:
+        return logits
+    return functional.interpolate(logits, size=masks.shape[-2:], mode="bilinear", align_corners=False)
 
 
 def _confusion(classes: Tensor, predictions: Tensor, labelled: Tensor, num_classes: int) -> Tensor:

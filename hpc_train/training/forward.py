@@ -6,12 +6,13 @@ own some of the layers, piece by piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpc_train.config.schema import Experiment
@@ -20,7 +21,7 @@ from hpc_train.datasets.normalize import Normalize
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.distributed.precision import Precision
 from hpc_train.distributed.seeds import seed_forward
-from hpc_train.tasks.base import Task, WholeTask, mean_loss
+from hpc_train.tasks.base import Task, WholeTask, mean_loss, total_weight, weighs_batches
 from hpc_train.training.compiling import begin_forward
 from hpc_train.training.mixing import Mixing
 from hpc_train.training.train_state import TrainState
@@ -81,8 +82,32 @@ class TrainingForward:
         moved = self.to_device(batch)
         return moved if self.mixing is None else self.mixing.whole(moved)
 
+    def with_loss_factors(self, batches: Sequence[Batch], *, owns_loss: bool) -> Sequence[Batch]:
+        """Return this rank's micro-batches with their ``loss_factor``, if the task has a ``weight``.
+
+        The mean loss of a micro-batch counts by its share of the weight of the step. Collective over all
+        ranks, of which those that own a loss count; does not wait for the device. Factors are 0 if the
+        step's weight is 0.
+        """
+        if not weighs_batches(self.task):
+            return batches
+        weights = torch.stack([self._weight(batch) for batch in batches])
+        total = weights.sum() if owns_loss else weights.new_zeros(())
+        dist.all_reduce(total)
+        shares = torch.where(total == 0, 0.0, weights / total)
+        return [
+            replace(batch, loss_factor=share / batch.weight) if batch.weight > 0 else batch
+            for batch, share in zip(batches, shares, strict=True)
+        ]
+
+    def _weight(self, batch: Batch) -> Tensor:
+        """Return the weight of a micro-batch, shape (), float64, on the device; 0 for a spare slot."""
+        if batch.weight == 0:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return total_weight(self.task, self._only_targets(batch))
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Run the whole forward within ``begin``; return the mean loss, shape ()."""
+        """Run the whole forward within ``begin``; return the mean loss times ``loss_factor``, shape ()."""
         self.on_begin(batch)
         # Moved one by one: a step may have more micro-batches than the device has room for.
         with self.begin(batch):
@@ -90,7 +115,7 @@ class TrainingForward:
             outputs = self.task.forward(model, moved)
             loss = mean_loss(self.task, outputs, moved)  # which checks the outputs
             self.training_sums.add(outputs, moved)
-            return loss
+            return _weighted(loss, batch)
 
     def begin(self, batch: Batch, stage: int = 0) -> AbstractContextManager[object]:
         """Seed the batch's random streams, of each stage its own; return what a forward runs in."""
@@ -99,16 +124,19 @@ class TrainingForward:
         return self.context()
 
     def loss_of(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the mean loss of what the last stage returned, shape ()."""
+        """Return the loss of the last stage's outputs, as ``loss`` does."""
         with self.context():
             if isinstance(self.task, WholeTask):  # may read the inputs
                 return mean_loss(self.task, outputs, self.to_input(batch))
-            moved = replace(batch, inputs=None).to(self.device)
-            if self.mixing is not None:
-                moved = self.mixing.only_targets(moved, batch.inputs)
+            moved = self._only_targets(batch)
             loss = mean_loss(self.task, outputs, moved)
             self.training_sums.add(outputs, moved)
-            return loss
+            return _weighted(loss, batch)
+
+    def _only_targets(self, batch: Batch) -> Batch:
+        """Return the batch on the device without its inputs, its targets mixed as ``to_input`` does."""
+        moved = replace(batch, inputs=None).to(self.device)
+        return moved if self.mixing is None else self.mixing.only_targets(moved, batch.inputs)
 
     def outputs(self, model: nn.Module, batch: Batch) -> Any:
         """Run a forward that reads no random numbers; generators stay as they are."""
@@ -132,6 +160,14 @@ class TrainingForward:
             outputs = self.task.forward(model, moved)
             on_outputs(outputs, moved)
             return self.task.sums(outputs, moved)
+
+
+def _weighted(loss: Tensor, batch: Batch) -> Tensor:
+    """Return the mean loss times the batch's ``loss_factor``; 0 instead of NaN if the factor is 0."""
+    factor = batch.loss_factor
+    if factor is None:
+        return loss
+    return torch.where(factor == 0, 0.0, loss) * factor.to(loss.dtype)
 
 
 def make_to_input(

@@ -17,7 +17,7 @@ from hpc_train.datasets.structures import map_tensors
 from hpc_train.datasets.types import Batch, DataInfo
 from hpc_train.errors import BadFileError, UserError
 from hpc_train.run.tracebacks import shortened_traceback
-from hpc_train.tasks.base import Task, mean_loss, optional_metrics
+from hpc_train.tasks.base import Task, mean_loss, optional_metrics, total_weight, weighs_batches
 from hpc_train.training.evaluation import without_dimensions
 from hpc_train.training.model_selection import check_metrics
 from hpc_train.training.model_size import MEMORY_RAN_OUT, lacking_memory, weight_bytes
@@ -66,6 +66,8 @@ def _forward(model: nn.Module, task: Task, batch: Batch, *, is_training: bool) -
     """Return the metrics of an evaluation of ``batch``; None in training."""
     outputs = task.forward(model.train(is_training), batch)
     if is_training:
+        if weighs_batches(task):
+            total_weight(task, replace(batch, inputs=None))
         mean_loss(task, outputs, batch)
         return None
     sums = task.sums(outputs, batch)

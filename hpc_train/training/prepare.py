@@ -129,8 +129,8 @@ def _fetch_data(experiment: Experiment) -> tuple[DataSource, PreparedData]:
     config = experiment.data
     with _building("data.name", config.name):
         source = build_source(config, download=True)
+        found = PreparedData.of(experiment, source)
     where = f" in {config.root}" if config.root else ""
-    found = PreparedData.of(experiment, source)
     say(
         f"data {config.name}{where}: {found.train_samples} training and {found.val_samples} validation "
         f"samples, {found.classes} classes"
@@ -263,6 +263,12 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:  # no network, no space
         say(str(error))
         return int(ExitCode.IO)
+    except Exception as error:  # whatever the user's code raises when a part of theirs is used
+        shown = users_traceback(error)
+        if shown is None:
+            raise
+        say(f"{shown}\nprepare: your code raised this; fix it there")
+        return int(ExitCode.BAD_FILE)
     return int(ExitCode.DONE)
 
 

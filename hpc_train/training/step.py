@@ -44,6 +44,7 @@ def train_step(
     learning_rate = optimization.set_learning_rate(step)
     strategy.share_buffers(all_persistent=False)
     guard.before_step()
+    batches = forward.with_loss_factors(batches, owns_loss=strategy.owns_loss)
     loss = strategy.accumulate(batches, forward)  # forward and backward of each micro-batch
     before_update()
     optimization.unscale_gradients()

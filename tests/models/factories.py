@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer
 
 
 def mlp(num_classes: int, width: int = 8) -> nn.Module:
@@ -23,6 +25,32 @@ def no_module(num_classes: int) -> str:
 
 def broken(num_classes: int) -> nn.Module:
     raise TypeError("a mistake inside")
+
+
+def lazy(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.LazyLinear(num_classes))
+
+
+def lazy_that_ran(num_classes: int) -> nn.Module:
+    model = lazy(num_classes)
+    model(torch.zeros(1, 4))
+    return model
+
+
+def lazy_buffer(num_classes: int) -> nn.Module:
+    model = nn.Linear(4, num_classes)
+    model.register_buffer("buffer", UninitializedBuffer())
+    return model
+
+
+def on_meta(num_classes: int) -> nn.Module:
+    return nn.Sequential(nn.ReLU(), nn.Linear(4, num_classes, device="meta"))
+
+
+def buffer_on_meta(num_classes: int) -> nn.Module:
+    model = nn.Linear(4, num_classes)
+    model.register_buffer("buffer", torch.empty(3, device="meta"), persistent=False)
+    return model
 
 
 class Convolutional(nn.Module):

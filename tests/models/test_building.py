@@ -101,6 +101,31 @@ def test_a_factorys_own_mistake_stays_its_own() -> None:
         build("tests.models.factories:broken")
 
 
+@pytest.mark.parametrize(
+    ("factory", "words"),
+    [
+        ("lazy", "has a lazy layer: 0.weight has no shape until the first forward; give the layer its sizes"),
+        ("lazy_buffer", "has a lazy layer: buffer has no shape until the first forward"),
+        ("on_meta", "made 1.weight on the meta device, which has no values; make it on the CPU"),
+        ("buffer_on_meta", "made buffer on the meta device"),
+    ],
+)
+@pytest.mark.parametrize("pretrained", [False, "weights.safetensors"])
+def test_a_model_without_values_is_refused(factory: str, words: str, pretrained: bool | str) -> None:
+    """Before weights are loaded, since a lazy layer would take any shape and the meta device no values."""
+    with pytest.raises(BadFileError, match=rf"^model.name: tests.models.factories:{factory} {words}"):
+        build(f"tests.models.factories:{factory}", pretrained=pretrained)
+
+
+def test_a_lazy_layer_that_has_run_is_a_layer() -> None:
+    assert build("tests.models.factories:lazy_that_ran")[0].weight.shape == (10, 4)  # type: ignore[index]
+
+
+def test_a_model_that_is_wanted_on_meta_may_be_there() -> None:
+    with torch.device("meta"):
+        assert next(build("tests.models.factories:on_meta").parameters()).is_meta
+
+
 def test_factory_has_no_hub() -> None:
     with pytest.raises(BadFileError, match=r"^model.pretrained: true means a hub's"):
         build_by_factory(ModelConfig(name="tests.models.factories:mlp", pretrained=True), info())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torchvision
+from torchvision.ops import box_iou
 
 from hpc_train.config.training_sections import ModelConfig
 from hpc_train.data_facts.detectors import is_detector
@@ -12,7 +15,7 @@ from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
 from hpc_train.models.building import build_model
 from hpc_train.models.torchvision import model_names
-from hpc_train.models.torchvision_detection import as_given, detector_names, swap_head
+from hpc_train.models.torchvision_detection import as_given, create, detector_names, swap_head
 
 INFO = DataInfo(num_classes=3, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
 SSDLITE = "torchvision/ssdlite320_mobilenet_v3_large"
@@ -51,6 +54,45 @@ def test_the_head_is_replaced_whatever_the_detector(name: str) -> None:
     shapes = {key: value.shape for key, value in model.state_dict().items()}
     assert shapes == {key: value.shape for key, value in expected.state_dict().items()}
     assert random and random < shapes.keys()
+
+
+@pytest.mark.parametrize(
+    "name", ["ssd300_vgg16", "ssdlite320_mobilenet_v3_large", "fcos_resnet50_fpn", "retinanet_resnet50_fpn"]
+)
+def test_losses_are_means_over_the_images(name: str) -> None:
+    """Of images with two and one boxes fewer, so that micro-batches of any size add up."""
+    with torch.device("meta"):
+        model: Any = create(name, 2)
+    corners = torch.tensor([[4.0, 4.0, 40.0, 40.0], [8.0, 20.0, 60.0, 58.0], [30.0, 2.0, 34.0, 9.0]])
+    boxes = [corners, corners[:1], corners[:0]]
+    targets = [{"boxes": each.double(), "labels": torch.ones(len(each), dtype=torch.int64)} for each in boxes]
+    generator = torch.Generator().manual_seed(0)
+    grid = torch.cartesian_prod(torch.arange(0, 64, 8), torch.arange(0, 64, 8)).double()
+    anchors = [torch.cat([grid, grid + 16], dim=1)] * 3
+    sizes = {"cls_logits": 3, "bbox_regression": 4, "bbox_ctrness": 1}
+    outputs = {
+        key: torch.randn(3, len(grid), size, generator=generator, dtype=torch.float64)
+        for key, size in sizes.items()
+    }
+
+    def losses(places: list[int]) -> dict[str, torch.Tensor]:
+        own = [targets[place] for place in places], {key: value[places] for key, value in outputs.items()}
+        here = [anchors[place] for place in places]
+        if name.startswith("retinanet"):
+            return model.compute_loss(*own, here)  # type: ignore[no-any-return]
+        if name.startswith("fcos"):
+            return model.compute_loss(*own, here, [len(grid)])  # type: ignore[no-any-return]
+        matched = [
+            model.proposal_matcher(box_iou(each["boxes"], anchor))
+            if len(each["boxes"])
+            else torch.full((len(grid),), -1)
+            for each, anchor in zip(own[0], here, strict=True)
+        ]
+        return model.compute_loss(*own, here, matched)  # type: ignore[no-any-return]
+
+    together, alone = losses([0, 1, 2]), [losses([place]) for place in range(3)]
+    for key, value in together.items():
+        torch.testing.assert_close(value, sum(each[key] for each in alone) / 3, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from hpc_train.models.building import build_model
 from tests.datasets.coco import read as read_coco
 from tests.datasets.coco import write_coco
 from tests.datasets.sources import stand_in_datasets
-from tests.datasets.sources.masks import write_folder
+from tests.datasets.sources.masks import IGNORED, write_folder
 from tests.parallelism.task_cases import CASES, CONFIGURATIONS, TaskCase
 
 #: Four micro-batches of validation, the last of them half full.
@@ -41,6 +41,7 @@ def write(root: Path) -> Path:
     _write_shards(root / "shards", images)
     _write_saved(root / "saved", images)
     write_folder(root / "scenes", num_classes=3, sides=(32, 32), train=TRAIN, val=VAL)
+    _ignore_rows(root / "scenes" / "train" / "masks")
     write_coco(root / "coco", train=TRAIN, val=VAL)
     (root / "corpus").mkdir()
     for part, count in (("train", 30), ("val", 14)):
@@ -92,6 +93,14 @@ def _write_saved(root: Path, images: list[np.ndarray]) -> None:
         }
         splits[split] = library.Dataset.from_dict(columns, features)
     library.DatasetDict(splits).save_to_disk(str(root))
+
+
+def _ignore_rows(root: Path) -> None:
+    """Leave masks with different numbers of labelled pixels, and every fourth with none."""
+    for number, path in enumerate(sorted(root.iterdir())):
+        mask = np.array(Image.open(path))
+        mask[: (32, 20, 1, 8)[number % 4]] = IGNORED
+        Image.fromarray(mask).save(path)
 
 
 def _write_detector(root: Path) -> None:

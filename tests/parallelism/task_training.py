@@ -135,17 +135,27 @@ def plain(rank: int, ranks: int, title: str, precision: str, root: Path) -> Trai
         total_steps=STEPS,
     )
     losses = torch.zeros(STEPS, dtype=torch.float64)
-    for slot in sampler:
+    slots = list(sampler)
+    weights = torch.zeros(STEPS, dtype=torch.float64)
+    for slot in slots:
+        weights[slot.step] += sum(_weight(case, samples[index][1]) for index in slot.indices.tolist())
+    for slot in slots:
         seed_forward(SEED, slot.step, slot.number, _CPU)
         own = [samples[index] for index in slot.indices.tolist()]
         inputs = [each.to(dtype) if each.is_floating_point() else each for each, _ in own]
-        loss = _plain_loss(case, model, inputs, [target for _, target in own]) / case.micro_batches
+        share = sum(_weight(case, target) for _, target in own) / weights[slot.step]
+        loss = _plain_loss(case, model, inputs, [target for _, target in own]) * share
         loss.backward()  # type: ignore[no-untyped-call]
         losses[slot.step] += loss.detach()
         if slot.number == case.micro_batches - 1:
             optimizer.step()
             optimizer.zero_grad()
     return Trained(losses, dict(model.state_dict()))
+
+
+def _weight(case: TaskCase, target: Any) -> float:
+    """Return the labelled pixels of a mask; other samples weigh the same."""
+    return float((target != 255).sum()) if case.task == "segmentation" else 1.0
 
 
 def _plain_model(case: TaskCase, root: Path) -> nn.Module:
@@ -172,16 +182,31 @@ def _library_model(case: TaskCase, config: Experiment, num_classes: int) -> nn.M
         return kind.from_config(settings)  # type: ignore[no-any-return]
     if case.task == "detection":
         size = num_classes + 1
-        return as_given(
-            torchvision.models.get_model(
-                rest, weights=None, weights_backbone=None, num_classes=size, **config.model.args
-            )
+        detector: Any = torchvision.models.get_model(
+            rest, weights=None, weights_backbone=None, num_classes=size, **config.model.args
         )
+        detector.compute_loss = _OneByOne(detector.compute_loss)
+        return as_given(detector)
     if case.task == "segmentation":
         return torchvision.models.get_model(  # type: ignore[no-any-return]
             rest, weights=None, weights_backbone=None, num_classes=num_classes
         )
     return build_model(config.model, build_source(config.data).info)  # gpt; see tests/models/test_gpt.py
+
+
+@dataclass(frozen=True)
+class _OneByOne:
+    """SSD's losses as the mean of those of each image, not of the matched anchors of a micro-batch."""
+
+    compute_loss: Any
+
+    def __call__(self, targets: Any, outputs: Any, anchors: Any, matches: Any) -> Any:
+        total: dict[str, Tensor] = {}
+        for i, target in enumerate(targets):
+            own = {key: value[i][None] for key, value in outputs.items()}
+            losses = self.compute_loss([target], own, [anchors[i]], [matches[i]])
+            total = {key: total.get(key, 0) + value / len(targets) for key, value in losses.items()}
+        return total
 
 
 def _plain_loss(case: TaskCase, model: nn.Module, inputs: list[Tensor], targets: list[Any]) -> Tensor:
@@ -192,7 +217,9 @@ def _plain_loss(case: TaskCase, model: nn.Module, inputs: list[Tensor], targets:
     outputs = model(torch.stack(inputs))
     outputs = getattr(outputs, "logits", outputs)
     if case.task == "segmentation":
-        return functional.cross_entropy(outputs["out"], torch.stack(targets), ignore_index=255)
+        masks = torch.stack(targets)
+        total = functional.cross_entropy(outputs["out"], masks, ignore_index=255, reduction="sum")
+        return total / (masks != 255).sum().clamp(min=1)
     if case.task == "causal_lm":
         return functional.cross_entropy(outputs.flatten(0, 1), torch.cat(targets))
     if case.task == "regression":

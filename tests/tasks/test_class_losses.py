@@ -38,13 +38,21 @@ def test_cross_entropy_is_torchs(targets: Tensor) -> None:
     assert torch.equal(loss("cross_entropy").mean(LOGITS, targets, 0.1), expected)
 
 
-def test_class_weights_do_not_depend_on_the_other_samples_of_a_micro_batch() -> None:
+@pytest.mark.parametrize("targets", [CLASSES, SHARES])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_of_cross_entropy_are_torchs(targets: Tensor, smoothing: float) -> None:
+    """Of classes it divides by the sum of their weights, of shares by the number of samples."""
     weights = torch.tensor(WEIGHTS, dtype=torch.float64)
-    weighted = loss("cross_entropy", class_weights=WEIGHTS)
-    expected = functional.cross_entropy(LOGITS, CLASSES, weight=weights, reduction="sum") / 6
-    assert_equal(weighted.mean(LOGITS, CLASSES, 0.0), expected)
-    halves = [weighted.mean(LOGITS[part], CLASSES[part], 0.0) for part in (slice(0, 3), slice(3, 6))]
-    assert_equal((halves[0] + halves[1]) / 2, expected)
+    expected = functional.cross_entropy(LOGITS, targets, weight=weights, label_smoothing=smoothing)
+    assert_equal(loss("cross_entropy", class_weights=WEIGHTS).mean(LOGITS, targets, smoothing), expected)
+
+
+def test_a_class_of_weight_zero_does_not_count() -> None:
+    weighted = loss("cross_entropy", class_weights=[1.0, 2.0, 0.0, 1.0])
+    classes = torch.tensor([0, 1, 2, 3, 2, 0])
+    found = weighted.mean(LOGITS, classes, 0.1)
+    assert_equal(found, weighted.mean(LOGITS[classes != 2], classes[classes != 2], 0.1))
+    assert weighted.mean(LOGITS, torch.full((6,), 2), 0.1) == 0
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -216,6 +216,47 @@ def test_an_error_of_a_users_factory_is_shown_with_the_users_frames(
     assert last == f"{words} raised this while it was built; fix it there"
 
 
+class CantBeCounted(Samples):
+    def __len__(self) -> int:
+        raise KeyError("rows")
+
+
+def can_not_be_counted() -> Any:
+    return CantBeCounted((1, 4, 4)), None
+
+
+def no_statistics() -> nn.Module:
+    return BadNames()
+
+
+class BadNames(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(16, 3)
+
+    def named_parameters(self, *arguments: Any, **keys: Any) -> Any:
+        raise KeyError("names")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [("data", "can_not_be_counted", "rows"), ("model", "no_statistics", "names")],
+)
+def test_an_error_of_users_code_ends_prepare_with_the_users_frames(
+    key: str, value: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever raises it: here the number of samples, and the names of parameters."""
+    (tmp_path / "exp.yaml").write_text(
+        f"name: x\ntask: classification\nmodel: {{name: '{DEEP}'}}\ndata: {{name: '{HERE}:images'}}\n"
+        "optimization: {steps: 1, global_batch_size: 4, micro_batch_size: 4, "
+        "optimizer: {name: sgd, lr: 0.1}}\n"
+    )
+    assert main([str(tmp_path / "exp.yaml"), f"{key}.name={HERE}:{value}"]) == 65
+    output = capsys.readouterr()
+    lines = (output.out + output.err).splitlines()
+    assert "Traceback of your code (most recent call last):" in lines and f"KeyError: '{error}'" in lines
+    assert not any("hpc_train/" in line for line in lines) and lines[-1].endswith("; fix it there")
+
+
 def test_an_error_of_the_network_has_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says all by itself, and ``main`` prints it alone."""
     offline = OSError("no network")
