@@ -1,8 +1,8 @@
 """Identity of files by content: the one rule by which caches and fingerprints know data.
 
-A list of samples (``.csv``, ``.json``, …) is read whole. Of larger files evenly spaced blocks are read, the
-first and the last among them, and of many files an even sample, so the cost is bounded: at most
-``MOST_FILES`` files are opened. A change outside of the sampled bytes, with the same size, is not in a digest.
+A list of samples (``.csv``, ``.json``, …) is read whole, up to 1 GiB. Of other files evenly spaced blocks are
+read, the first and the last among them, and of many files an even sample, so the cost is bounded: at most
+``MOST_FILES`` files are opened. A change elsewhere, with the same size, does not change the digest.
 
 A cache is named by this content *and* by the resolved location of the files (``resolved``); the fingerprint
 of a run by the content alone, because the path of the same data differs between machines.

@@ -1,5 +1,5 @@
-"""Before a rank reads data: copies the pack of ``data.cache`` to the node's own disk, with ``data.stage``, and
-compares files with their hashes, if the data set has any (``DataSource.verify``).
+"""Before a rank reads data: copies the pack of ``data.cache`` to the node's own disk, with ``data.stage``,
+and compares files with their hashes, if the data set has any (``DataSource.verify``).
 
 The first rank of a node does both and writes the outcome into the attempt's folder; the others wait for that.
 All ranks report the work in the same hundred parts, so that the watchdog sees progress, and who hangs.
