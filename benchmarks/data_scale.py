@@ -36,7 +36,7 @@ import numpy as np
 from benchmarks.measuring import conditions, interleaved, parser, report, rounds_of, table
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.listed_data import webdataset_files
-from hpc_train.data_facts.token_shards import INDEX, header_of, size_of_shard
+from hpc_train.data_facts.token_shards import INDEX, header_of, index_digest, size_of_shard
 from hpc_train.datasets.base import ArraySplit
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.index_files import Index, ensure_index, packed_texts
@@ -140,9 +140,9 @@ def token_shards(root: Path, share: int = 1) -> DataConfig:
         **what,
         "end_of_document": 50256,
         "characters": None,
-        "fingerprint": "",
         "parts": {"train": [{"file": name, **entry} for name in names]},
     }
+    index["fingerprint"] = index_digest(index)
     (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
     return _tokens(root)
 

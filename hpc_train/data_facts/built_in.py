@@ -22,6 +22,7 @@ from hpc_train.data_facts.listed_data import (
     count_listed,
     count_shards,
     image_list_files,
+    listed_images,
     webdataset_files,
 )
 from hpc_train.data_facts.token_shards import TokensArgs, count_token_sequences, tokens_fingerprint
@@ -98,6 +99,7 @@ DATA_SETS = {
         root="the folder of the lists and images",
         is_in_root=True,
         listing=image_list_files,
+        listed_names=listed_images,
         index="optional",
         example="",
         channels=_argument("channels", 3),

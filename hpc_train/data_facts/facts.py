@@ -45,6 +45,8 @@ class DataFacts:
     #: The files below ``data.root`` whose content is the data, or lists them, where it is not all of the
     #: root.
     listing: Callable[[DataConfig], Sequence[Path]] | None = None
+    #: With ``listing``: an even sample of the names of the files, below the root, that the listing names.
+    listed_names: Callable[[DataConfig], Sequence[str]] | None = None
     #: Whether ``prepare`` writes an index of the files that list the samples, and whether ranks need it.
     index: Literal["optional", "required"] | None = None
     #: Whether ``data.cache`` can pack the files of ``data.root``.

@@ -23,6 +23,7 @@ from pydantic import Field, ValidationError
 from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.data_size import COUNT_LIMIT_S
+from hpc_train.data_facts.file_content import EvenSample, files_digest, resolved
 from hpc_train.paths import cache_folder, expanded
 
 #: Of an index; the last character before the line end is the version.
@@ -195,17 +196,46 @@ def _indexed(data: DataConfig, files: Sequence[Path]) -> int | None:
     return None if header is None else int(header["splits"]["train"]["samples"])
 
 
+def listed_images(data: DataConfig) -> list[str]:
+    """Return an even sample of the image names in the lists of ``image_list``, in order.
+
+    Empty if the arguments are wrong, or reading the lists takes too long. Raises OSError, ValueError or
+    csv.Error for a list that can't be read, ImportError for a Parquet file without pyarrow.
+    """
+    deadline = time.monotonic() + COUNT_LIMIT_S
+    sample: EvenSample[str] = EvenSample()
+    for path in image_list_files(data):
+        column = str(data.args.get("path_column", ImageListArgs.model_fields["path_column"].default))
+        for number, name in enumerate(_column(path, column)):
+            sample.add(name)
+            if number % 4096 == 0 and time.monotonic() > deadline:
+                return []
+    return sample.kept
+
+
+def _column(path: Path, column: str) -> Iterator[str]:
+    """Yield the cells of a column of a list."""
+    if path.suffix not in SEPARATORS:
+        from pyarrow import parquet
+
+        for batch in parquet.ParquetFile(path).iter_batches(columns=[column]):
+            yield from map(str, batch.column(0).to_pylist())
+        return
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        rows = csv.reader(file, delimiter=SEPARATORS[path.suffix])
+        place = next(rows, []).index(column)
+        yield from (row[place] for row in rows if len(row) > place)
+
+
 def index_path(data: DataConfig, files: Sequence[Path]) -> Path:
     """Return the file of the index of ``files``, whether it exists or not.
 
     It is below ``data.cache``, else in the user's cache folder. Its name is a hash of the arguments and of
-    name, size and modification time of the files, so changed files have another index. Raises OSError if one
-    of them is not here.
+    resolved location, modification time and content of the files (``file_content``), so changed files and
+    those of another folder have another index. Raises OSError if one of them is not here.
     """
-    facts: list[Any] = [data.name, data.args]
-    for path in files:
-        found = path.stat()
-        facts.append([path.name, found.st_size, found.st_mtime_ns])
+    times = [path.stat().st_mtime_ns for path in files]
+    facts = [data.name, data.args, resolved(files), times, files_digest(files)]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:20]
     folder = cache_folder() / "indexes" if data.cache is None else expanded(data.cache)
     return folder / f"{digest}.index"
@@ -242,5 +272,5 @@ def has_index(data: DataConfig, files: Sequence[Path]) -> bool:
 
 def without_index(data: DataConfig, files: Sequence[Path]) -> tuple[str, str]:
     """Return what is wrong where ``files`` have no index that is undamaged, and what to do."""
-    message = f"{data.root} has {len(files)} files without an index, or changed since it was written"
+    message = f"{data.root} has {len(files)} files without an index, or changed or moved since it was written"
     return message, "run `hpc-train prepare` with this file, which writes it"

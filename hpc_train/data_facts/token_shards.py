@@ -21,6 +21,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,6 +31,7 @@ from pydantic import Field, ValidationError
 from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.data_size import num_sequences
+from hpc_train.data_facts.file_content import files_digest
 from hpc_train.errors import BadFileError
 from hpc_train.paths import expanded
 
@@ -126,7 +128,13 @@ def count_token_sequences(data: DataConfig) -> int | None:
 def tokens_fingerprint(data: DataConfig) -> dict[str, str]:
     """Return what identifies the tokens, for ``plan.input_files``; empty where there are none here."""
     found = _found(data)
-    return {} if found is None else {"tokens": found.fingerprint}
+    if found is None:
+        return {}
+    parts = {"tokens": found.fingerprint}
+    if found.folder is None:  # no header has a hash of the tokens
+        with suppress(OSError):  # the ranks may be able to read them
+            parts["content"] = files_digest([shard.path for part in found.parts.values() for shard in part])
+    return parts
 
 
 def _found(data: DataConfig) -> TokenShards | None:
@@ -193,8 +201,12 @@ def _sources(root: Path, part: str) -> Iterator[Path]:
 
 
 def shards_folder(root: Path, args: TokensArgs, texts: Mapping[str, Sequence[Path]]) -> Path:
-    """Return the folder for the shards of these files. Reads a few blocks of each."""
-    digest = hashlib.sha256(json.dumps([VERSION, args.text_key, _tokenizer_id(args)]).encode())
+    """Return the folder for the shards of these files. Reads a few blocks of each.
+
+    A folder ``shards`` may be that of several roots, so there the name depends on the root too.
+    """
+    location = [] if args.shards is None else [os.path.realpath(root)]
+    digest = hashlib.sha256(json.dumps([VERSION, args.text_key, _tokenizer_id(args), *location]).encode())
     for part, paths in texts.items():
         for path in paths:
             digest.update(json.dumps([part, str(path.relative_to(root))]).encode())
@@ -268,9 +280,17 @@ def read_index(folder: Path) -> TokenShards:
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DamagedShardError.of(path, "it has other fields than an index") from error
+    if found.fingerprint != index_digest(entries):
+        raise DamagedShardError.of(path, "its hash is not that of its fields")
     if "train" not in found.parts or not set(found.parts) <= set(PARTS):
         raise DamagedShardError.of(path, "it has other splits than train and val")
     return found
+
+
+def index_digest(entries: Mapping[str, Any]) -> str:
+    """Return the hash of an index's fields, of which the shards' hashes are a part: ``fingerprint``."""
+    content = {key: entries[key] for key in entries if key not in ("version", "fingerprint", "sources")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _shard(folder: Path, index: Mapping[str, Any], entry: Mapping[str, Any]) -> Shard:

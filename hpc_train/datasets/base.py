@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -100,6 +100,9 @@ class DataSource:
     train: AnySplit
     val: AnySplit | None
     info: DataInfo
+    #: Compares files with their stored hashes before a run reads them; called once per node, with a function
+    #: that receives the fraction done. Raises BadFileError. None: each read is checked, or there is no hash.
+    verify: Callable[[Callable[[float], None]], None] | None = None
 
 
 class DatasetBuilder(Protocol):

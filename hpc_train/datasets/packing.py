@@ -77,7 +77,9 @@ class _NotAlikeError(Exception):
 
 @dataclass(frozen=True)
 class _File:
-    """A source file: what is stored of it, and what changes where it is written again."""
+    """A source file: the bytes to store, and its size and time of change (``st_ctime``, which no program can
+    set back, as an archive does with modification times).
+    """
 
     stored: bytes
     nbytes: int
@@ -87,8 +89,8 @@ class _File:
 def ensure(data: DataConfig, make_source: Callable[[], DataSource]) -> None:
     """Write the pack of ``data.root`` below ``data.cache`` unless there is one that is intact and up to date.
 
-    ``make_source`` returns the splits of image files. Reads an existing pack in full, and asks for size and
-    modification time of every image. Raises BadFileError if an image can't be read or the images change
+    ``make_source`` returns the splits of image files. Reads an existing pack in full, and the
+    size and time of change of every image. Raises BadFileError if an image can't be read or the images change
     meanwhile, StorageError if the disk refuses the pack.
     """
     files = pack_files(data)
@@ -154,7 +156,7 @@ def _difference(pack: Pack, source: DataSource) -> str | None:
 
 def _facts(path: Path) -> tuple[int, int]:
     seen = path.stat()
-    return seen.st_size, seen.st_mtime_ns
+    return seen.st_size, seen.st_ctime_ns
 
 
 def _verify(packed: PackedSplit) -> None:
@@ -338,7 +340,7 @@ def _read(split: ImageFiles, index: int, sample_format: _Format) -> _File:
     path = split.path(index)
     try:
         with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-            content, time_ns = file.read(), os.fstat(file.fileno()).st_mtime_ns
+            content, time_ns = file.read(), os.fstat(file.fileno()).st_ctime_ns
         return _File(sample_format.stored(content), len(content), time_ns)
     except OSError as error:
         raise BadFileError(

@@ -6,7 +6,6 @@ that is killed leaves nothing that ranks read, and two at once write the same fi
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,16 +24,16 @@ from hpc_train.data_facts.token_shards import (
     VERSION,
     DamagedShardError,
     TokensArgs,
-    TokenShards,
     documents_offset,
     header_of,
-    read_header,
+    index_digest,
     read_index,
     root_of,
     shards_folder,
     sources,
     tokenizer_file,
 )
+from hpc_train.datasets.token_check import check_all, hash_of_file
 from hpc_train.datasets.tokenization import (
     TOKENIZER,
     VOCABULARY,
@@ -51,7 +50,6 @@ from hpc_train.run.storage_errors import storage_error
 
 #: Documents that are encoded at once, by the threads of the tokenizer; fewer if they are long.
 _BATCH, _BATCH_CHARACTERS = 512, 1 << 23
-_READ_BYTES = 1 << 22
 _SAY_EVERY_S = 30.0
 #: Folders that this process has written or checked: the runs of a sweep share them.
 _checked: set[Path] = set()
@@ -62,7 +60,7 @@ _Sources = Mapping[str, Sequence[Path]]
 def ensure(data: DataConfig, args: TokensArgs) -> None:
     """Write the shards of the text in ``data.root`` unless they are intact and up to date.
 
-    Reads existing shards in full, and text whose modification time has changed. Does nothing where the root
+    Reads existing shards in full, and text that was touched since. Does nothing where the root
     has no text. Raises BadFileError for text that can't be read, StorageError if the disk refuses the shards.
     """
     root = root_of(data)
@@ -94,7 +92,7 @@ def _is_intact(folder: Path, root: Path, texts: _Sources) -> bool:
         return False
     try:
         shards = read_index(folder)
-        _verify(shards)
+        check_all(shards)
     except DamagedShardError as error:
         say(f"{error}; writing it again")
         return False
@@ -111,26 +109,10 @@ def _is_intact(folder: Path, root: Path, texts: _Sources) -> bool:
 
 
 def _is_same(path: Path, known: Any) -> bool:
-    """Compare a source with what the index has of it: in full if its modification time is another."""
+    """Compare a source with what the index has of it: in full if it was touched since (``st_ctime``)."""
     if not isinstance(known, dict):
         return False
-    return known.get("time_ns") == path.stat().st_mtime_ns or known.get("xxh3_128") == _hash_of_file(path)
-
-
-def _hash_of_file(path: Path, offset: int = 0) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        file.seek(offset)
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _verify(shards: TokenShards) -> None:
-    """Read all shards. Raises DamagedShardError for one whose hash is not that of its header."""
-    for shard in (shard for part in shards.parts.values() for shard in part):
-        if _hash_of_file(shard.path, HEADER_BYTES) != read_header(shard.path)["xxh3_128"]:
-            raise DamagedShardError.of(shard.path, "the hash of its tokens is not that of its header")
+    return known.get("time_ns") == path.stat().st_ctime_ns or known.get("xxh3_128") == hash_of_file(path)
 
 
 def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
@@ -147,7 +129,7 @@ def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
         "tokenizer": args.tokenizer if file is None else TOKENIZER,
     }
     # Before they are read: a file that changes meanwhile is found by its time.
-    times = {path: path.stat().st_mtime_ns for paths in texts.values() for path in paths}
+    times = {path: path.stat().st_ctime_ns for paths in texts.values() for path in paths}
     parts: dict[str, list[dict[str, Any]]] = {}
     for part in (part for part in PARTS if texts[part]):
         writer = _SplitWriter(folder, part, what, args.shard_tokens)
@@ -163,12 +145,11 @@ def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
         "characters": tokenizer.characters if isinstance(tokenizer, Characters) else None,
         "parts": parts,
     }
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
     seen = {
-        str(path.relative_to(root)): {"time_ns": time_ns, "xxh3_128": _hash_of_file(path)}
+        str(path.relative_to(root)): {"time_ns": time_ns, "xxh3_128": hash_of_file(path)}
         for path, time_ns in times.items()
     }
-    index = {"version": VERSION, "fingerprint": digest, "sources": seen} | content
+    index = {"version": VERSION, "fingerprint": index_digest(content), "sources": seen} | content
     write_json(folder / INDEX, index, sync=True)
 
 

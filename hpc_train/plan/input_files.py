@@ -1,27 +1,39 @@
 """Fingerprints of the files that a run is trained on: its data folder and its file of weights.
 
 The run id excludes ``data.root``, because the path differs between machines, and knows weights only by their
-path. So a run stores fingerprints of both when it is created, and ``submit`` and ``resume`` compare them. A
-fingerprint contains no path. Nothing here reads more than a login node can afford.
+path. So a run stores fingerprints of both when it is created, and ``submit`` and ``resume`` compare them.
+Nothing here reads more than a login node can afford: ``data_facts.file_content`` has the bounds.
+
+A fingerprint has parts, which are compared one by one, so that a run of an earlier version is compared by the
+parts that it recorded:
+
+    classes, images, test    names of an image folder, and sizes of some files
+    samples                  content of an even sample of the images or other samples
+    content                  content of the files that list the samples or contain them
+    files, train.json, …     the same, of fewer bytes, as 0.2 recorded it
+    location                 a hash of the path, of data whose files only the user's code knows
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hpc_train.config.schema import Experiment
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.by_name import data_facts
 from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
+from hpc_train.data_facts.file_content import SETTLED_NS, EvenSample, files_digest, sample_digest
 from hpc_train.paths import cache_folder, expanded
 
 DATA, WEIGHTS = "data.root", "model.pretrained"
@@ -32,32 +44,27 @@ _ANNOTATIONS = ("train.json", "val.json", "test.json")
 _TEST = "test"
 #: Assumed: how long a user waits. ImageNet's 1.3 million names take about 2 s from a local disk.
 LIMIT_S = 10.0
+#: The same for data of the user's own code, whose root may be a folder of anything.
+_OWN_LIMIT_S = 3.0
 #: Files per folder whose size is included: each costs a stat, which is slow on a network disk.
 _SIZED_PER_FOLDER = 4
 #: Of a single file: evenly spaced blocks, including the first and the last.
 _BLOCKS, _BLOCK_BYTES = 64, 1 << 16
-#: A folder changed just now may change again within the same tick of its file system's clock.
-_SETTLED_NS = 3_000_000_000
 #: With more folders, looking at each costs as much as reading them.
 _MAX_CACHED_FOLDERS = 20_000
-#: Of the cached fingerprint; version 1 did not say it, and knew nothing of ``test``.
-_CACHE_VERSION = 2
+#: Of the cached names; version 2 knew folders by modification times, which an archive restores.
+_CACHE_VERSION = 3
 #: Runs are created by several threads, which mostly share their data: one of them reads these.
 _LOCK = threading.Lock()
 
 
-def fingerprints(experiment: Experiment) -> dict[str, dict[str, str]]:
-    """Return key → fingerprint, in parts, of the files that are visible from here."""
-    data, weights = experiment.data, experiment.model.pretrained
-    found = {}
-    facts = data_facts(data.name)
-    if data.root is not None and facts.is_in_root:
-        if facts.fingerprint is not None:
-            found[DATA] = facts.fingerprint(data)
-        elif facts.listing is not None:
-            found[DATA] = _of_files(facts.listing(data))
-        else:
-            found[DATA] = _fingerprint_of(data.root)
+def fingerprints(experiment: Experiment, recorded: object = None) -> dict[str, dict[str, str]]:
+    """Return key → fingerprint, in parts, of the files that are visible from here.
+
+    ``recorded``: the fingerprints to compare with, which may need a part that only earlier versions recorded.
+    """
+    weights = experiment.model.pretrained
+    found = {DATA: _data_parts(experiment.data, _parts_of(recorded, DATA))}
     if isinstance(weights, str):
         found[WEIGHTS] = _fingerprint_of(weights)
     return {key: parts for key, parts in found.items() if parts}
@@ -66,11 +73,9 @@ def fingerprints(experiment: Experiment) -> dict[str, dict[str, str]]:
 def other_inputs(then: object, now: Mapping[str, Mapping[str, str]]) -> list[str]:
     """Return the keys whose files ``now`` differ from ``then``, both like ``fingerprints``.
 
-    What is unknown on either side counts as equal.
+    A part that is missing on either side counts as equal.
     """
-    if not isinstance(then, Mapping):
-        return []
-    return [key for key, parts in now.items() if _differ(then.get(key), parts)]
+    return [key for key, parts in now.items() if _differ(_parts_of(then, key), parts)]
 
 
 def file_fingerprint(path: str) -> dict[str, str]:
@@ -81,8 +86,33 @@ def file_fingerprint(path: str) -> dict[str, str]:
         return {}
 
 
-def _differ(then: object, now: Mapping[str, str]) -> bool:
-    return isinstance(then, Mapping) and any(then[part] != now[part] for part in now if part in then)
+def _parts_of(fingerprints: object, key: str) -> Mapping[str, str]:
+    parts = fingerprints.get(key) if isinstance(fingerprints, Mapping) else None
+    return parts if isinstance(parts, Mapping) else {}
+
+
+def _differ(then: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Compare common parts. Data of the user's own code may gain files, like caches, where they are."""
+    if "location" in now and then.get("location") == now["location"]:
+        return False
+    return any(then[part] != now[part] for part in now if part in then and part != "location")
+
+
+def _data_parts(data: DataConfig, recorded: Mapping[str, str]) -> dict[str, str]:
+    facts = data_facts(data.name)
+    if data.root is None or (facts.implementation and not facts.is_in_root):
+        return {}  # the name says which data they are
+    if facts.fingerprint is not None:
+        return facts.fingerprint(data)
+    if facts.listing is not None:
+        with _LOCK:
+            parts = _listed(data.model_dump_json(include={"name", "root", "args"}))
+        paths = facts.listing(data)
+        return parts | (_of_files(paths) if "files" in recorded and "content" not in recorded else {})
+    if facts.is_in_root:
+        return _fingerprint_of(data.root)
+    with _LOCK:
+        return _of_own_data(os.path.realpath(expanded(data.root)))
 
 
 def _fingerprint_of(path: str) -> dict[str, str]:
@@ -99,26 +129,68 @@ def _fingerprint(path: str) -> dict[str, str]:
             {name: _of_file(Path(path, name)) for name in names if Path(path, name).is_file()}
             for names in (_TEXTS, _ANNOTATIONS)
         )
-        return texts or annotations | image_fingerprint(path, LIMIT_S)
+        if texts:
+            return texts
+        names, sample = _names(path, LIMIT_S)
     except OSError:  # the ranks may be able to read it
+        return {}
+    content = _readable("content", lambda: files_digest([Path(path, name) for name in annotations]))
+    samples = _readable("samples", lambda: sample_digest(path, sample))
+    return annotations | names | (content if annotations else {}) | (samples if sample else {})
+
+
+@cache
+def _listed(section: str) -> dict[str, str]:
+    """Return the parts of data that are in listed files. ``section``: name, root and args, as JSON."""
+    data = DataConfig.model_validate_json(section)
+    facts = data_facts(data.name)
+    assert facts.listing is not None
+    paths = facts.listing(data)
+    if not paths:
+        return {}
+    parts = _readable("content", lambda: files_digest(paths))
+    names: Sequence[str] = ()
+    with suppress(OSError, ValueError, ImportError, csv.Error):
+        names = facts.listed_names(data) if facts.listed_names is not None else ()
+    root = os.path.realpath(expanded(str(data.root)))
+    return parts | (_readable("samples", lambda: sample_digest(root, names)) if names else {})
+
+
+@cache
+def _of_own_data(root: str) -> dict[str, str]:
+    """Return the parts of a folder or file that only the user's code understands."""
+    location = {"location": hashlib.sha256(os.fsencode(root)).hexdigest()[:32]}
+    if Path(root).is_file():
+        return location | _readable("content", lambda: files_digest([Path(root)]))
+    deadline, sample, count = time.monotonic() + _OWN_LIMIT_S, EvenSample[str](), 0
+    for _, inner, names in _walk(root, [""], suffixes=("",)):
+        if time.monotonic() > deadline:
+            return location
+        count += len(names)
+        for name in names:
+            sample.add(f"{inner}/{name}")
+    samples = _readable("samples", lambda: f"{count}-{sample_digest(root, sample.kept)}")
+    return location | (samples if count else {})
+
+
+def _readable(part: str, digest: Callable[[], str]) -> dict[str, str]:
+    """Return a part; nothing if its files can't be read from here: the ranks may be able to."""
+    try:
+        return {part: digest()}
+    except (OSError, ValueError):  # a list may contain names that no file can have
         return {}
 
 
 def _of_files(paths: Sequence[Path]) -> dict[str, str]:
-    """Return a hash of the names and of blocks of each file; empty if one can't be read from here."""
-    with _LOCK:
-        return _hashed(tuple(os.path.realpath(path) for path in paths))
-
-
-@cache
-def _hashed(paths: tuple[str, ...]) -> dict[str, str]:
+    """Return the part ``files`` of 0.2; empty if a file can't be read from here."""
     digest = hashlib.sha256()
     try:
-        for path in map(Path, paths):
-            _add(digest, path.name, _of_file(path, blocks=max(2, _BLOCKS // len(paths))))
-    except OSError:  # the ranks may be able to read it
+        for path in paths:
+            real = Path(os.path.realpath(path))
+            _add(digest, real.name, _of_file(real, blocks=max(2, _BLOCKS // len(paths))))
+    except OSError:
         return {}
-    return {"files": digest.hexdigest()[:32]} if paths else {}
+    return {"files": digest.hexdigest()[:32]}
 
 
 def _of_file(path: Path, blocks: int = _BLOCKS) -> str:
@@ -135,21 +207,30 @@ def _of_file(path: Path, blocks: int = _BLOCKS) -> str:
 
 
 def image_fingerprint(root: str, limit_s: float | None = None) -> dict[str, str]:
-    """Return hashes of the class names, and of the images of each split if there is time; no limit: always.
+    """Return hashes of the class names and, if there is time, of the images of each split and of the content
+    of a sample of them; without ``limit_s`` always.
 
-    Empty without a folder of training images. Raises OSError if a folder can't be read.
+    Empty without a folder of training images. Raises OSError if a folder or an image can't be read.
     """
     root = os.path.realpath(root)
+    names, sample = _names(root, limit_s)
+    return names | ({"samples": sample_digest(root, sample)} if sample else {})
+
+
+def _names(root: str, limit_s: float | None) -> tuple[dict[str, str], list[str]]:
+    """Return the hashes of names and sizes below ``root``, and the names of an even sample of the images.
+
+    The names are remembered as long as no folder has changed.
+    """
     file = cache_folder() / f"data-{hashlib.sha256(os.fsencode(root)).hexdigest()[:20]}.json"
     known = _read(file)
     if known is not None and known["folders"] == _times(root, known["folders"]):
-        found: dict[str, str] = known["fingerprint"]
-        return found
+        return known["fingerprint"], known["sample"]
     classes = _classes(root)
     if classes is None:
-        return {}
+        return {}, []
     deadline = math.inf if limit_s is None else time.monotonic() + limit_s
-    times = {".": os.stat(root).st_mtime_ns}  # noqa: PTH116
+    times, sample = _times(root, ["."]), EvenSample[str]()
     by_part = {"images": hashlib.sha256()}
     splits: dict[str, str] = dict.fromkeys(_SPLITS, "images")
     if not os.path.isdir(os.path.join(root, _SPLITS[1])) and os.path.isdir(os.path.join(root, _TEST)):  # noqa: PTH112, PTH118
@@ -157,18 +238,22 @@ def image_fingerprint(root: str, limit_s: float | None = None) -> dict[str, str]
         by_part["test"], splits[_TEST] = hashlib.sha256(), "test"
     for split, inner, names in _walk(root, splits):
         if time.monotonic() > deadline:
-            return {"classes": classes}
+            return {"classes": classes}, []
         folder = os.path.join(root, inner)  # noqa: PTH118
-        times[inner] = os.stat(folder).st_mtime_ns  # noqa: PTH116
+        times |= _times(root, [inner])
         sizes = [os.stat(os.path.join(folder, name)).st_size for name in names[:_SIZED_PER_FOLDER]]  # noqa: PTH116, PTH118
         _add(by_part[splits[split]], inner, *names, *map(str, sizes))
+        for name in names:
+            sample.add(f"{inner}/{name}")
     hashes = {part: digest.hexdigest()[:32] for part, digest in by_part.items()}
     fingerprint = {"classes": classes, **hashes}
-    _write(file, {"version": _CACHE_VERSION, "folders": times, "fingerprint": fingerprint})
-    return fingerprint
+    _write(file, {"folders": times, "fingerprint": fingerprint, "sample": sample.kept})
+    return fingerprint, sample.kept
 
 
-def _walk(root: str, splits: Iterable[str]) -> Iterator[tuple[str, str, list[str]]]:
+def _walk(
+    root: str, splits: Iterable[str], suffixes: tuple[str, ...] = IMAGE_EXTENSIONS
+) -> Iterator[tuple[str, str, list[str]]]:
     """Yield the split and each of its folders, relative to ``root``, with its images, sorted, without hidden
     ones.
     """
@@ -176,7 +261,7 @@ def _walk(root: str, splits: Iterable[str]) -> Iterator[tuple[str, str, list[str
         for folder, folders, names in os.walk(os.path.join(root, split), followlinks=True):  # noqa: PTH118
             visible = sorted(name for name in folders if not name.startswith("."))
             folders[:] = [name for name in visible if not _is_cycle(os.path.join(folder, name), root)]  # noqa: PTH118
-            images = (name for name in names if name.lower().endswith(IMAGE_EXTENSIONS) and name[0] != ".")
+            images = (name for name in names if name.lower().endswith(suffixes) and name[0] != ".")
             yield split, os.path.relpath(folder, root), sorted(images)
 
 
@@ -210,12 +295,12 @@ def _add(digest: Any, *texts: str) -> None:
     digest.update(b"\0")
 
 
-def _times(root: str, folders: Mapping[str, int]) -> dict[str, int]:
-    """Return the modification time of each folder; folders that are gone are omitted."""
+def _times(root: str, folders: Iterable[str]) -> dict[str, int]:
+    """Return when each folder's entries or status changed last; folders that are gone are omitted."""
     found = {}
     for inner in folders:
         with suppress(OSError):
-            found[inner] = os.stat(os.path.join(root, inner)).st_mtime_ns  # noqa: PTH116, PTH118
+            found[inner] = os.stat(os.path.join(root, inner)).st_ctime_ns  # noqa: PTH116, PTH118
     return found
 
 
@@ -228,16 +313,17 @@ def _read(file: Path) -> dict[str, Any] | None:
         isinstance(known, dict)
         and known.get("version") == _CACHE_VERSION
         and all(isinstance(known.get(part), dict) for part in ("folders", "fingerprint"))
+        and isinstance(known.get("sample"), list)
     )
     return known if is_ours else None
 
 
 def _write(file: Path, known: Mapping[str, Any]) -> None:
     times: Mapping[str, int] = known["folders"]
-    if len(times) > _MAX_CACHED_FOLDERS or max(times.values()) > time.time_ns() - _SETTLED_NS:
+    if len(times) > _MAX_CACHED_FOLDERS or max(times.values()) > time.time_ns() - SETTLED_NS:
         return
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     with suppress(OSError, ValueError):  # without a cache it is read again
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(known), encoding="utf-8")
+        temporary.write_text(json.dumps({"version": _CACHE_VERSION, **known}), encoding="utf-8")
         temporary.replace(file)

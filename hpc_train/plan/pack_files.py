@@ -1,13 +1,14 @@
 """The names of packs: image folders packed into one file by ``hpc-train prepare``, below ``data.cache``.
 
-A pack has the name of its source's fingerprint, so other images are another file. No torch: ``plan`` shows
-them too; ``datasets.packed`` reads them.
+A pack has the name of its source's resolved location and fingerprint, so other images are another file. No
+torch: ``plan`` shows them too; ``datasets.packed`` reads them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 from hpc_train.config.training_sections import DataConfig
@@ -27,15 +28,16 @@ def pack_files(data: DataConfig, limit_s: float | None = None) -> list[Path] | N
     missing or may not be read, OSError if the disk fails.
     """
     assert data.cache is not None and data.root is not None, "the file has both keys"
+    root = os.path.realpath(expanded(data.root))
     try:
-        fingerprint = image_fingerprint(str(expanded(data.root)), limit_s)
+        fingerprint = image_fingerprint(root, limit_s)
     except (FileNotFoundError, PermissionError) as error:
         raise BadFileError(
             f"data.root: {error.filename} can't be read: {error.strerror}; fix it or remove it"
         ) from error
     if "images" not in fingerprint:
         return None
-    digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()[:20]
+    digest = hashlib.sha256(json.dumps([root, fingerprint], sort_keys=True).encode()).hexdigest()[:20]
     decoded = f"{digest}-{data_facts(data.name).channels(data)}"
     names = f"{decoded}.pack", f"{decoded}-{_pixels(data)}.pack" if data.cache_pixels else f"{digest}.pack"
     return [expanded(data.cache) / name for name in names]

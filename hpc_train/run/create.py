@@ -195,10 +195,11 @@ def noted_versions(paths: RunPaths) -> dict[str, str]:
 
 def inputs_differ(paths: RunPaths, experiment: Experiment) -> list[str]:
     """Return the keys whose files, by ``experiment``, differ from those at the run's creation."""
-    now = fingerprints(experiment)
+    recorded = (read_json(paths.run) or {}).get("inputs")
+    now = fingerprints(experiment, recorded)
     with suppress(BadFileError):  # gone: a run that has begun does not need it
         now |= source_facts(experiment.model.init_from)["inputs"]
-    return other_inputs((read_json(paths.run) or {}).get("inputs"), now)
+    return other_inputs(recorded, now)
 
 
 def origin_of(paths: RunPaths) -> Origin | None:

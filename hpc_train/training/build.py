@@ -33,7 +33,7 @@ from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.topology.batch_arithmetic import BatchArithmetic, StepLayout
 from hpc_train.training import batch_size_search
 from hpc_train.training.cadence import Cadence
-from hpc_train.training.data_staging import staged
+from hpc_train.training.data_staging import staged, verified
 from hpc_train.training.evaluation_files import EvaluationFiles
 from hpc_train.training.evaluator import make_validation
 from hpc_train.training.flops import FlopCount, FlopRates
@@ -75,7 +75,7 @@ def train(rank: Rank) -> ExitCode:
     """Train to the end, or until asked to stop; go back where the file wants that."""
     rank = batch_size_search.resolved(rank)
     rank = replace(rank, experiment=with_preprocessing(rank.experiment))
-    source = build_source(staged(rank))
+    source = verified(rank, build_source(staged(rank)))
     refuse_no_evaluations(rank.experiment, source)
     batches = BatchArithmetic.of(rank.experiment.optimization, len(source.train), rank.degrees.data_ranks)
     run = _Run(rank, source, batches, make_bad_samples(rank))

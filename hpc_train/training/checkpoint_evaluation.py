@@ -24,7 +24,7 @@ from hpc_train.run.metric_rows import Row
 from hpc_train.run.weight_source import with_source
 from hpc_train.tasks.base import make_task, target_spec
 from hpc_train.training import hardware
-from hpc_train.training.data_staging import staged
+from hpc_train.training.data_staging import staged, verified
 from hpc_train.training.evaluator import Evaluator, make_validation
 from hpc_train.training.forward import TrainingForward, make_to_input
 from hpc_train.training.meters import row_head, without_non_finite
@@ -48,7 +48,7 @@ def evaluate_checkpoint(rank: Rank) -> ExitCode:
     request = read_json(rank.paths.evaluated_checkpoint) or {}
     run, step = RunPaths(Path(request["run"])), int(request["step"])
     rank = replace(rank, experiment=with_preprocessing(rank.experiment))
-    source = build_source(staged(rank))
+    source = verified(rank, build_source(staged(rank)))
     # The checkpoint replaces the weights of ``model.init_from``, which may be gone.
     state = build(with_source(rank.experiment, None), source.info, None, context(rank))
     rank.progress.at("loading")

@@ -1,7 +1,8 @@
-"""Before a rank reads data: copies the pack of ``data.cache`` to the node's own disk, with ``data.stage``.
+"""Before a rank reads data: copies the pack of ``data.cache`` to the node's own disk, with ``data.stage``,
+and compares files with their hashes, if the data set has any (``DataSource.verify``).
 
-The first rank of a node copies and writes the outcome into the attempt's folder; the others wait for that.
-All ranks report the copy in the same hundred parts, so that the watchdog sees progress, and who hangs.
+The first rank of a node does both and writes the outcome into the attempt's folder; the others wait for that.
+All ranks report the work in the same hundred parts, so that the watchdog sees progress, and who hangs.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import time
 from pathlib import Path
 
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.pack_copy import NoCopyError, PackCopy, copy_of
 from hpc_train.datasets.packed import find_pack
+from hpc_train.datasets.token_check import CHECK_LIMIT_S
+from hpc_train.errors import BadFileError
 from hpc_train.health.progress import Progress
 from hpc_train.paths import expanded
 from hpc_train.run.files import read_json, write_json
@@ -42,6 +46,38 @@ def staged(rank: Rank) -> DataConfig:
         has_copy = _warn(rank, error)
     progress.at(1.0)
     return data.model_copy(update={"cache": str(copy.folder)}) if has_copy else data
+
+
+def verified(rank: Rank, source: DataSource) -> DataSource:
+    """Return the source once the first rank of this node has verified its files.
+
+    Raises BadFileError for damaged files, on all ranks of the node.
+    """
+    if source.verify is None:
+        return source
+    progress = _Parts(rank.progress)
+    file = rank.paths.attempt(rank.attempt).staging(f"{rank.node}-verified")
+    if rank.facts.local_rank == 0:
+        try:
+            source.verify(progress.at)
+        except BadFileError as error:
+            write_json(file, {"version": 1, "problem": str(error)})
+            raise
+        write_json(file, {"version": 1, "problem": None})
+    else:
+        _wait_for_verification(file, progress)
+    progress.at(1.0)
+    return source
+
+
+def _wait_for_verification(file: Path, progress: _Parts) -> None:
+    """Wait for the first rank of the node. Reports the part of the time limit that has passed."""
+    begin = time.monotonic()
+    while (outcome := read_json(file)) is None:
+        progress.at(min(1.0, (time.monotonic() - begin) / CHECK_LIMIT_S))
+        time.sleep(_POLL_S)
+    if outcome.get("problem") is not None:
+        raise BadFileError(str(outcome["problem"]))
 
 
 def stage_folder(stage: str | bool) -> Path:

@@ -18,6 +18,7 @@ import torch
 from PIL import Image
 
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.data_facts import file_content
 from hpc_train.datasets import packing
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import evaluation_batches, training_batches
@@ -197,14 +198,36 @@ def test_a_pack_of_other_images_is_not_read(root: Path) -> None:
 def test_prepare_finds_images_that_changed_in_place(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(file_content, "MOST_FILES", 2)
     packed(root)
-    changed = root / "train/bee/5.jpg"  # not one of the first four, whose sizes make the name
+    changed = root / "train/bee/5.jpg"  # neither its content nor its size is part of the name
     seen = changed.stat()
-    image((12, 10), 9).save(changed)
-    os.utime(changed, ns=(seen.st_atime_ns, seen.st_mtime_ns + 1))
+    image((12, 10), 9).save(changed, quality=20)
+    os.truncate(changed, seen.st_size)  # equal size: zeros follow the end of the image
+    os.utime(changed, ns=(seen.st_atime_ns, seen.st_mtime_ns))
     monkeypatch.setattr(packing, "_checked", set())
     assert_same(batches(packed(root)), batches(folder_of(root)))
     assert f"{changed} has changed since it was packed, one of 1; writing it again" in capsys.readouterr().err
+
+
+def test_two_data_sets_share_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal names, sizes and times; as few bytes as possible are part of a pack's name."""
+    monkeypatch.setattr(file_content, "MOST_FILES", 1)
+    roots = [tmp_path / name for name in ("raw", "clean")]
+    for root, gray in zip(roots, (10, 200), strict=True):
+        for number in range(6):
+            path = root / f"train/ant/{number}.bmp"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (80, 80), (gray if number else 7,) * 3).save(path)
+            os.utime(path, (1_600_000_000, 1_600_000_000))
+    expected = [folder_of(root).train[5][0] for root in roots]  # type: ignore[index]
+    packed(roots[0])
+    with pytest.raises(BadFileError, match="has no pack of the images"):
+        build_source(with_cache(roots[1]))
+    packed(roots[1])
+    for root, pixels in zip(roots, expected, strict=True):
+        content, _ = build_source(with_cache(root)).train.file_content(5)  # type: ignore[union-attr]
+        assert torch.equal(read_image(content, 3, 5), pixels)  # type: ignore[arg-type]
 
 
 def test_prepare_keeps_an_intact_pack(
@@ -279,7 +302,8 @@ def test_a_bad_image_is_replaced_as_in_the_folder(root: Path, tmp_path: Path, ca
         assert torch.equal(one.inputs, other.inputs) and torch.equal(one.targets, other.targets)
 
 
-def test_prepare_names_an_image_that_it_can_not_read(root: Path) -> None:
+def test_prepare_names_an_image_that_it_can_not_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_content, "MOST_FILES", 2)  # the others are not read for the pack's name
     for name, said in (
         ("5", r"^data\.cache: .*/5\.jpg can't be packed: "),
         ("1", r"^data\.root: .*/1\.jpg can't "),

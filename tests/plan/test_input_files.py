@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,20 +12,29 @@ from typing import Any
 import pytest
 
 from hpc_train.config.schema import Experiment
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.plan import input_files
 from hpc_train.plan.input_files import DATA, WEIGHTS, fingerprints, other_inputs
 from hpc_train.validate.loading import load
 from tests.plan.files import EXPERIMENT
 
 LONG_AGO = 1_600_000_000
+#: The part ``files`` of the list in ``folder_of_lists``.
+RECORDED_BY_0_2 = "a9fe7e6f92744309fe14957c0e74db43"
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
-    input_files._fingerprint.cache_clear()
+    monkeypatch.setattr(input_files, "SETTLED_NS", 0)
+    forget()
     yield
-    input_files._fingerprint.cache_clear()
+    forget()
+
+
+def forget() -> None:
+    for remembering in (input_files._fingerprint, input_files._listed, input_files._of_own_data):
+        remembering.cache_clear()
 
 
 def images(root: Path, classes: int = 2, count: int = 6, content: bytes = b"image") -> Path:
@@ -48,7 +56,7 @@ def of(tmp_path: Path, *overrides: str) -> Experiment:
 
 
 def of_images(tmp_path: Path, root: Path) -> Any:
-    input_files._fingerprint.cache_clear()
+    forget()
     return fingerprints(of(tmp_path, f"data={{name: imagefolder, root: {root}, image_size: 8}}")).get(DATA)
 
 
@@ -56,14 +64,19 @@ def test_a_copy_elsewhere_is_the_same_data(tmp_path: Path) -> None:
     here = images(tmp_path / "here")
     there = shutil.copytree(here, tmp_path / "mnt" / "there")
     found = of_images(tmp_path, here)
-    assert set(found) == {"classes", "images"}
+    assert set(found) == {"classes", "images", "samples"}
     assert of_images(tmp_path, there) == found
 
 
 @pytest.mark.parametrize(
     ("other", "same"),
-    [({"classes": 3}, set()), ({"count": 7}, {"classes"}), ({"content": b"other image"}, {"classes"})],
-    ids=["a class more", "an image more", "other sizes"],
+    [
+        ({"classes": 3}, set()),
+        ({"count": 7}, {"classes"}),
+        ({"content": b"other image"}, {"classes"}),
+        ({"content": b"imagf"}, {"classes", "images"}),
+    ],
+    ids=["a class more", "an image more", "other sizes", "other pixels"],
 )
 def test_other_images_are_other_data(other: dict[str, Any], same: set[str], tmp_path: Path) -> None:
     one, two = (
@@ -94,10 +107,11 @@ def test_what_was_read_once_is_read_again_only_where_a_folder_changed(
     assert of_images(tmp_path, root) != before and walked
 
 
-def test_a_folder_that_changes_just_now_is_not_cached(tmp_path: Path) -> None:
-    root = images(tmp_path / "data")
-    os.utime(root / "train", (time.time(), time.time()))
-    of_images(tmp_path, root)
+def test_a_folder_that_changes_just_now_is_not_cached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_files, "SETTLED_NS", 3_000_000_000)
+    of_images(tmp_path, images(tmp_path / "data"))
     assert not (tmp_path / "cache").exists()
 
 
@@ -134,7 +148,7 @@ def test_a_folder_test_counts_where_there_is_no_val(tmp_path: Path) -> None:
     both = of_images(tmp_path, root)
     (root / "val").rename(root / "test")
     before = of_images(tmp_path, root)
-    assert set(both) == {"classes", "images"} and set(before) == {"classes", "images", "test"}
+    assert set(both) == {"classes", "images", "samples"} and set(before) == {*both, "test"}
     (root / "test" / "class0" / "9.png").write_bytes(b"image")
     after = of_images(tmp_path, root)
     assert {part for part in before if before[part] == after[part]} == {"classes", "images"}
@@ -145,7 +159,7 @@ def test_links_that_lead_upwards_are_not_followed_for_ever(tmp_path: Path) -> No
     for name in ("a", "b", "c"):
         (root / "train" / "class0" / name).symlink_to(root / "train" / "class0")
         (root / "train" / "class1" / name).symlink_to(root / "train")
-    assert set(input_files.image_fingerprint(str(root))) == {"classes", "images"}
+    assert set(input_files.image_fingerprint(str(root))) == {"classes", "images", "samples"}
     assert len(list(input_files._walk(str(root), ["train"]))) < 60
 
 
@@ -185,3 +199,83 @@ def test_the_key_of_other_files_is_told(tmp_path: Path) -> None:
     experiment = of(tmp_path, f"data={{name: imagefolder, root: {root}, image_size: 8}}")
     assert other_inputs(fingerprints(experiment), fingerprints(experiment)) == []
     assert other_inputs({DATA: {"classes": "others"}}, fingerprints(experiment)) == [DATA]
+
+
+def test_a_folder_restored_with_its_times_is_read_again(tmp_path: Path) -> None:
+    root = images(tmp_path / "data")
+    before = of_images(tmp_path, root)
+    folder = root / "train" / "class0"
+    (folder / "0.png").rename(folder / "9.png")
+    os.utime(folder, (LONG_AGO, LONG_AGO))  # as tar and rsync do
+    assert of_images(tmp_path, root)["images"] != before["images"]
+
+
+@pytest.mark.parametrize("place", ["train/class0/0.png", "val/class1/5.png"])
+def test_an_image_changed_in_place_is_other_data(place: str, tmp_path: Path) -> None:
+    root = images(tmp_path / "data")
+    before = of_images(tmp_path, root)
+    status = (root / place).stat()
+    (root / place).write_bytes(b"imagf")
+    os.utime(root / place, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = of_images(tmp_path, root)
+    assert {part for part in before if before[part] != after[part]} == {"samples"}
+
+
+def folder_of_lists(root: Path, pixel: bytes = b"a", label: str = "x") -> Path:
+    """Write what each data set of files reads, always of the same names, sizes and times."""
+    for name in ("train/a.png", "train/masks/a.png", "train/images/a.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(pixel * 100)
+    (root / "train.csv").write_text(f"path,target\ntrain/a.png,{label}\n")
+    (root / "train.json").write_text(json.dumps({"label": label}))
+    (root / "train.tar").write_bytes(pixel * 100 + label.encode())
+    for path in [*root.rglob("*"), root]:
+        os.utime(path, (LONG_AGO, LONG_AGO))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "difference"),
+    [
+        ("image_list", {}, {"label": "y"}),
+        ("image_list", {}, {"pixel": b"b"}),
+        ("coco", {}, {"label": "y"}),
+        ("coco", {}, {"pixel": b"b"}),
+        ("segmentation_folder", {"num_classes": 2}, {"pixel": b"b"}),
+        ("webdataset", {"train": "train.tar"}, {"label": "y"}),
+        ("own:data", {}, {"pixel": b"b"}),
+    ],
+)
+def test_equal_names_sizes_and_times_are_not_the_same_data(
+    name: str, args: dict[str, Any], difference: dict[str, Any], tmp_path: Path
+) -> None:
+    def of_root(root: Path) -> dict[str, dict[str, str]]:
+        data = DataConfig(name=name, root=str(root), args=args)
+        return fingerprints(of(tmp_path).model_copy(update={"data": data}))
+
+    first = of_root(folder_of_lists(tmp_path / "first"))
+    assert other_inputs(first, of_root(folder_of_lists(tmp_path / "copy"))) == []
+    assert other_inputs(first, of_root(folder_of_lists(tmp_path / "other", **difference))) == [DATA]
+
+
+def test_data_of_the_users_own_code_may_gain_files_where_they_are(tmp_path: Path) -> None:
+    experiment = of(tmp_path, f"data={{name: 'own:data', root: {folder_of_lists(tmp_path / 'data')}}}")
+    before = fingerprints(experiment)
+    (tmp_path / "data/cache.npy").write_bytes(b"made by the data set")
+    forget()
+    assert fingerprints(experiment) != before
+    assert other_inputs(before, fingerprints(experiment)) == []
+
+
+def test_a_run_of_an_earlier_version_is_compared_as_it_was(tmp_path: Path) -> None:
+    """Recorded by 0.2: one part ``files``, of the list alone."""
+    root = folder_of_lists(tmp_path / "data")
+    recorded = {DATA: {"files": "c1b7b8b2"}}
+    experiment = of(tmp_path, f"data={{name: image_list, root: {root}, image_size: 8}}")
+    assert other_inputs(recorded, fingerprints(experiment, recorded)) == [DATA]
+    recorded = {DATA: {"files": fingerprints(experiment, recorded)[DATA]["files"]}}
+    assert recorded[DATA]["files"] == RECORDED_BY_0_2
+    (root / "train/a.png").write_bytes(b"b" * 100)  # not in that part
+    forget()
+    assert other_inputs(recorded, fingerprints(experiment, recorded)) == []
+    assert set(fingerprints(experiment)[DATA]) == {"content", "samples"}

@@ -17,13 +17,15 @@ from PIL import Image
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets import pack_copy, packing
+from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.pack_copy import PackCopy, copy_of
 from hpc_train.datasets.packed import find_pack
 from hpc_train.distributed.env import RankFacts
+from hpc_train.errors import BadFileError
 from hpc_train.health.progress import Progress
 from hpc_train.paths import RunPaths
-from hpc_train.training.data_staging import staged
+from hpc_train.training.data_staging import staged, verified
 from hpc_train.training.rank import Rank
 from tests.disks import small_disk
 from tests.waiting import came_true
@@ -234,3 +236,36 @@ def test_a_damaged_copy_is_never_other_pixels(data: DataConfig, tmp_path: Path) 
         file.write(bytes([byte ^ 1]))
     with pytest.raises(Exception, match=r"the hash of sample 3 .*; remove the file, then run"):
         train.file_content(3)
+
+
+def source_of(verify: Any) -> DataSource:
+    return DataSource(cast(Any, None), None, cast(Any, None), verify)
+
+
+def test_the_first_rank_of_a_node_verifies_for_all(data: DataConfig, tmp_path: Path) -> None:
+    calls = []
+
+    def verify(report: Any) -> None:
+        calls.append(1)
+        report(0.5)
+
+    first, second = rank_of(data, tmp_path / "run"), rank_of(data, tmp_path / "run", local_rank=1)
+    source = source_of(verify)
+    with beside(lambda: verified(second, source)) as others:
+        assert verified(first, source) is source
+    assert others == [source] and calls == [1]
+    assert first.progress.standing.times == second.progress.standing.times == 101
+
+
+def test_damaged_files_are_an_error_on_all_ranks_of_the_node(data: DataConfig, tmp_path: Path) -> None:
+    def verify(report: Any) -> None:
+        raise BadFileError("data.root: train-00000.tokens is damaged")
+
+    for local_rank in (0, 1):
+        with pytest.raises(BadFileError, match=r"^data\.root: train-00000\.tokens is damaged"):
+            verified(rank_of(data, tmp_path / "run", local_rank), source_of(verify))
+
+
+def test_without_hashes_nothing_is_written(data: DataConfig, tmp_path: Path) -> None:
+    source = source_of(None)
+    assert verified(rank_of(data, tmp_path / "run", local_rank=1), source) is source

@@ -17,6 +17,7 @@ import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from hpc_train.data_facts.token_shards import (
 from hpc_train.datasets import token_writing
 from hpc_train.datasets.arguments import parse_args, refuse_rest
 from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.token_check import check_before_use
 from hpc_train.datasets.tokenization import TOKENIZER, VOCABULARY
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
@@ -155,7 +157,9 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         token_writing.ensure(config, args)
     shards = find_shards(config, args)
     splits = {part: _split(shards, part, args.sequence_length) for part in shards.parts}
-    return DataSource(splits["train"], splits.get("val"), _info(shards, args))
+    return DataSource(
+        splits["train"], splits.get("val"), _info(shards, args), partial(check_before_use, shards)
+    )
 
 
 def _info(shards: TokenShards, args: TokensArgs) -> DataInfo:

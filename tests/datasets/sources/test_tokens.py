@@ -6,6 +6,7 @@ import pickle
 import resource
 import struct
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,16 @@ from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts import token_shards
 from hpc_train.data_facts.by_name import training_samples
-from hpc_train.data_facts.token_shards import HEADER_BYTES, TokensArgs, find_shards, header_of, size_of_shard
-from hpc_train.datasets import token_writing
+from hpc_train.data_facts.token_shards import (
+    HEADER_BYTES,
+    TokensArgs,
+    find_shards,
+    header_of,
+    index_digest,
+    size_of_shard,
+    tokens_fingerprint,
+)
+from hpc_train.datasets import token_check, token_writing
 from hpc_train.datasets.base import ArraySplit, DataSource
 from hpc_train.datasets.batches import training_batches
 from hpc_train.datasets.building import build_source
@@ -35,8 +44,9 @@ DOCUMENTS = ["to be or not to be", "", "that is", "the question: whether 'tis no
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_known_to_be_intact(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_is_known_to_be_intact(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(token_writing, "_checked", set())
+    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
 
 
 def corpus(root: Path, *documents: str, part: str = "train", key: str = "text") -> Path:
@@ -53,6 +63,12 @@ def config(root: Path, tokenizer: str = "bytes", sequence_length: int = 4, **arg
 
 def prepared(root: Path, **args: Any) -> DataSource:
     return build_source(config(root, **args), download=True)
+
+
+def change_end(index: Path) -> None:
+    """Change the token between documents, which no header of a shard has."""
+    content = json.loads(index.read_text())
+    index.write_text(json.dumps(content | {"end_of_document": content["end_of_document"] - 1}))
 
 
 def stream(split: Any) -> list[int]:
@@ -201,8 +217,9 @@ def test_text_that_changed_in_place_is_tokenized_again(
     monkeypatch.setattr(token_shards, "_BLOCK_BYTES", 1)
     root = corpus(tmp_path, "abcdefgh")
     prepared(root, sequence_length=1)
+    status = (root / "train.jsonl").stat()
     corpus(root, "abxdefgh")
-    os.utime(root / "train.jsonl", ns=(1, 1))
+    os.utime(root / "train.jsonl", ns=(status.st_atime_ns, status.st_mtime_ns))  # as an archive restores it
     monkeypatch.setattr(token_writing, "_checked", set())
     assert stream(prepared(root, sequence_length=1).train) == of_documents("abxdefgh")
     assert "train.jsonl has changed since it was tokenized" in "".join(capsys.readouterr())
@@ -253,6 +270,7 @@ def test_shards_of_other_tokens_are_other_data(tmp_path: Path) -> None:
             "its header is not what the index says",
         ),
         (lambda path: (path.parent / "index.json").write_text("{}"), "it has other fields than an index"),
+        (lambda path: change_end(path.parent / "index.json"), "its hash is not that of its fields"),
     ],
 )
 def test_a_damaged_shard_is_named_and_written_again(damage: Any, why: str, tmp_path: Path) -> None:
@@ -264,6 +282,86 @@ def test_a_damaged_shard_is_named_and_written_again(damage: Any, why: str, tmp_p
         build_source(config(root))
     token_writing._checked.clear()
     assert stream(prepared(root, sequence_length=1).train) == expected
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def verify(root: Path, **args: Any) -> list[float]:
+    """Check the shards as the first rank of a node does; return the fractions that it reported."""
+    fractions: list[float] = []
+    source = build_source(config(root, **args))
+    assert source.verify is not None
+    source.verify(fractions.append)
+    return fractions
+
+
+@pytest.mark.parametrize("at", [HEADER_BYTES, HEADER_BYTES + 20, -1])
+def test_a_flipped_bit_is_an_error_before_training(at: int, tmp_path: Path) -> None:
+    prepared(corpus(tmp_path), shard_tokens=20)
+    assert verify(tmp_path)[-1] == 1.0
+    shard = shard_files(tmp_path)[1]
+    flip(shard, at)
+    with pytest.raises(
+        BadFileError, match=rf"{shard.name} .*the hash of its tokens is not that of its header"
+    ):
+        verify(tmp_path)
+
+
+def test_intact_shards_are_read_once_in_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared(corpus(tmp_path), shard_tokens=20)
+    count = len(verify(tmp_path))
+    assert count == len(shard_files(tmp_path)) > 2
+    assert verify(tmp_path) == []
+    shard_files(tmp_path)[0].touch()
+    assert len(verify(tmp_path)) == 1
+    now = time.time()
+    monkeypatch.setattr(token_check.time, "time", lambda: now + 25 * 3600)
+    assert len(verify(tmp_path)) == count
+    (memory,) = (tmp_path / "cache").glob("tokens-*.json")
+    for damaged in ("", "[]", '{"intact": 3}'):
+        memory.write_text(damaged)
+        assert len(verify(tmp_path)) == count
+
+
+def test_the_check_ends_at_its_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prepared(corpus(tmp_path), shard_tokens=20)
+    with monkeypatch.context() as patch:
+        patch.setattr(token_check, "CHECK_LIMIT_S", -1.0)
+        verify(tmp_path)
+    count = len(shard_files(tmp_path))
+    assert f"{count} of the {count} token shards" in caplog.text
+    flip(shard_files(tmp_path)[-1], -1)
+    with pytest.raises(BadFileError, match="the hash of its tokens"):
+        verify(tmp_path)
+
+
+def test_two_texts_share_a_folder_of_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal names, sizes and times, and equal bytes in the blocks that name the folder."""
+    monkeypatch.setattr(token_shards, "_BLOCK_BYTES", 1)
+    shards = str(tmp_path / "shards")
+    roots = [corpus(tmp_path / name, text) for name, text in (("one", "abcdefgh"), ("two", "abxdefgh"))]
+    prepared(roots[0], shards=shards)
+    with pytest.raises(BadFileError, match="no token shards of the text"):
+        build_source(config(roots[1], shards=shards))
+    for root, text in zip(roots, ("abcdefgh", "abxdefgh"), strict=True):
+        assert stream(prepared(root, shards=shards, sequence_length=1).train) == of_documents(text)
+
+
+def test_files_without_a_hash_are_known_by_their_content(tmp_path: Path) -> None:
+    parts = []
+    for name, token in (("one", 5), ("two", 6)):
+        (tmp_path / name).mkdir()
+        tokens = np.full(20_000, 1, "<u2")
+        tokens[7_000] = token  # not in the blocks that 0.2 read
+        tokens.tofile(tmp_path / name / "train.bin")
+        parts.append(tokens_fingerprint(config(tmp_path / name, "gpt2")))
+    assert parts[0]["tokens"] == parts[1]["tokens"] and parts[0]["content"] != parts[1]["content"]
 
 
 def test_a_shard_that_gets_shorter_under_a_reader_is_an_error(tmp_path: Path) -> None:
@@ -415,9 +513,9 @@ def test_ten_gigabytes_open_without_being_read_or_kept_in_memory(tmp_path: Path)
     index = what | {
         "end_of_document": 50256,
         "characters": None,
-        "fingerprint": "",
         "parts": {"train": files},
     }
+    index |= {"fingerprint": index_digest(index)}
     (folder / "index.json").write_text(json.dumps(index))
     before = resource.getrusage(resource.RUSAGE_SELF)
     source = build_source(config(tmp_path, "gpt2", 1024))
