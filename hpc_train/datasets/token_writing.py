@@ -258,7 +258,7 @@ def _decoded(content: bytes, path: Path, args: TokensArgs) -> str:
 
 def _text_of_line(line: bytes, place: str, args: TokensArgs) -> str:
     try:
-        entry = json.loads(line.decode(), object_pairs_hook=_without_repeated(args.text_key))
+        entry = json.loads(line.decode(), object_pairs_hook=refusing_repeated(args.text_key))
     except (ValueError, RecursionError) as error:
         raise BadFileError(f"data.root: {place} is not JSON: {error}; fix or remove the line") from error
     text = entry.get(args.text_key) if isinstance(entry, dict) else None
@@ -280,7 +280,7 @@ def _text_of_line(line: bytes, place: str, args: TokensArgs) -> str:
     return text
 
 
-def _without_repeated(name: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+def refusing_repeated(name: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
     """Return a hook for JSON objects that raises ValueError if one has the key ``name`` twice."""
 
     def entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
