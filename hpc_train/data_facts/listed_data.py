@@ -10,6 +10,7 @@ import csv
 import hashlib
 import itertools
 import json
+import math
 import re
 import struct
 import time
@@ -18,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.training_sections import DataConfig
@@ -34,6 +35,7 @@ INDEX_LENGTH = struct.Struct("<Q16s")
 _MAX_HEADER_BYTES = 1 << 28
 #: ``train-{000..099}.tar``: the files of all numbers, with as many digits as the first.
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_MAX_DIGITS, _MAX_SHARDS = 9, 1_000_000
 #: The character between the cells of a list, by the extension of its file.
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
@@ -66,12 +68,32 @@ class ImageListArgs(Section):
         return [self.target_column] if isinstance(self.target_column, str) else self.target_column
 
 
+def _bounded(names: str | list[str]) -> str | list[str]:
+    """Return the names of shards. Raises ValueError for more files than any data set has, or a NUL."""
+    count = 0
+    for name in [names] if isinstance(names, str) else names:
+        if "\0" in name:
+            raise ValueError(f"{name!r} has a NUL character; take it out")
+        ends = _RANGE.findall(name)
+        if any(len(end) > _MAX_DIGITS for pair in ends for end in pair):
+            raise ValueError(
+                f"has a range of numbers of over {_MAX_DIGITS} digits; write the numbers of the files"
+            )
+        count += math.prod(max(0, int(high) - int(low) + 1) for low, high in ends)
+    if count > _MAX_SHARDS:
+        raise ValueError(f"names {count:,} files, over {_MAX_SHARDS:,}; write the numbers of the files")
+    return names
+
+
+ShardNames = Annotated[str | list[str], AfterValidator(_bounded)]
+
+
 class WebdatasetArgs(Section):
     """``data.args`` of webdataset."""
 
-    train: Annotated[str | list[str], Field(examples=["train-{000..099}.tar"])]
+    train: Annotated[ShardNames, Field(examples=["train-{000..099}.tar"])]
     """Tar files of the training samples, below the root: ``train-{000..099}.tar``, or a list of names."""
-    val: str | list[str] | None = None
+    val: ShardNames | None = None
     """Tar files of the validation samples. Default: no validation."""
     image: str | None = None
     """Extension of the image, like jpg. Default: the only one of the sample."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import stat
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from hpc_train.config.problems import Problem
@@ -11,6 +15,40 @@ from hpc_train.data_facts.data_size import train_file
 VALIDATION = ("val", "test")
 #: Number of names that a message lists.
 _MOST_NAMES = 5
+#: Names of files that look like text or tokens, compressed ones and those of other splits included.
+_LIKE_TEXT = re.compile(r"(?:train|val)(?:[-_.].*)?|.*\.(?:txt|jsonl)(?:\..*)?", re.IGNORECASE)
+
+
+def why_not_read(path: Path) -> str | None:
+    """Return why a data file must not be opened: it is not a regular file, nor a link to one.
+
+    None if it may be opened, or does not exist. Opening a pipe may block forever; a device may have no end.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return None
+    if stat.S_ISREG(mode):
+        return None
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+    return f"is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a regular file"
+
+
+def unread_texts(root: Path, read: Collection[Path]) -> list[str]:
+    """Return the names of files below ``root`` that look like text or tokens and are not in ``read``, and of
+    links to folders, sorted.
+    """
+    return sorted(str(path.relative_to(root)) for path in _like_text(root) if path not in read)
+
+
+def _like_text(root: Path) -> Iterator[Path]:
+    for entry in root.iterdir():
+        if _LIKE_TEXT.fullmatch(entry.name) and not entry.is_dir():
+            yield entry
+    for part in ("train", "val"):
+        for folder, folders, names in os.walk(root / part):
+            paths = [Path(folder, name) for name in folders + names if not name.startswith(".")]
+            yield from (path for path in paths if path.name in names or path.is_symlink())
 
 
 def class_folders(folder: Path) -> tuple[str, ...]:

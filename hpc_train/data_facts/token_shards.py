@@ -32,7 +32,9 @@ from hpc_train.config.fields import PositiveInt, Section
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.data_size import num_sequences
 from hpc_train.data_facts.file_content import files_digest
-from hpc_train.errors import BadFileError
+from hpc_train.data_facts.raw_tokens import ITEM_BYTES, RAW_NAME, RawDtype, Shard, raw_shards
+from hpc_train.data_facts.root_layout import unread_texts, why_not_read
+from hpc_train.errors import BadFileError, listed
 from hpc_train.paths import expanded
 
 MAGIC = b"hpc-train tokens"
@@ -45,16 +47,13 @@ INDEX = "index.json"
 _MAX_INDEX_BYTES = 64 << 20
 PARTS: tuple[Literal["train", "val"], ...] = ("train", "val")
 _EXTENSIONS = (".txt", ".jsonl")
-_ITEM_BYTES = {"uint16": 2, "uint32": 4}
-#: nanoGPT: train.bin. llm.c: tiny_shakespeare_val.bin, fineweb_train_000001.bin.
-_RAW = re.compile(r"(?:.*[_-])?(train|val)(?:[_-]\d+)?\.bin")
-#: llm.c's header: 256 int32, of which the third is the number of tokens.
-_LLMC = struct.Struct("<iii")
-_LLMC_MAGIC, _LLMC_HEADER_BYTES = 20240520, 1024
 #: Of tokenizers that files without a header are known to be written with.
 _VOCABULARIES = {"gpt2": 50257, "bytes": 257}
 #: Of a source file: its first, middle and last bytes are part of the fingerprint.
 _BLOCK_BYTES = 4096
+#: How tokenizer.json files are used: version 2 ignores their truncation and padding, and encodes the names of
+#: special tokens as text. Shards of version 1 are written again.
+_TOKENIZATION = b"2"
 _REMEDY = "remove its folder, then run `hpc-train prepare`"
 
 
@@ -72,16 +71,10 @@ class TokensArgs(Section):
     shards: str | None = None
     """Folder of the shards. Default: ``tokens`` in ``data.root``."""
     vocabulary_size: PositiveInt | None = None
-    """Size of the vocabulary of nanoGPT's or llm.c's files, which do not say it. Default: the tokenizer's."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A file of tokens: little-endian integers from byte ``offset`` on."""
-
-    path: Path
-    num_tokens: int
-    offset: int
+    """Size of the vocabulary of nanoGPT's, llm.c's or Megatron's files. Default: the tokenizer's."""
+    dtype: RawDtype | None = None
+    """``uint16`` or ``uint32``: the tokens of files without a header. Default: from the vocabulary and the
+    content."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +152,7 @@ def find_shards(data: DataConfig, args: TokensArgs) -> TokenShards:
             f"data.root: {folder.parent} has no token shards of the text that {root} contains now, with "
             f"tokenizer {args.tokenizer}; run `hpc-train prepare` with this file, which writes them"
         )
-    raw = _raw_files(root)
+    raw = raw_files(root)
     prepared = _prepared(root, args)
     if len(prepared) == 1:
         return read_index(prepared[0])
@@ -169,10 +162,12 @@ def find_shards(data: DataConfig, args: TokensArgs) -> TokenShards:
             f"{', '.join(folder.name for folder in prepared)}) and {root} has none of them; keep one folder"
         )
     if raw["train"]:
-        return _raw_shards(raw, args)
+        return _raw_tokens(raw, args)
+    others = unread_texts(root, ())
     raise BadFileError(
         f"data.root: {root} has no text and no tokens: no train.txt, train*.jsonl, train/*.jsonl or "
-        f"train.bin, nor shards in {_shards_root(root, args)}; add one of them, or fix the path"
+        f"train.bin, nor shards in {_shards_root(root, args)}"
+        f"{f' (but {listed(others, 5)})' if others else ''}; add one of them, or fix the path"
     )
 
 
@@ -192,8 +187,16 @@ def sources(root: Path) -> dict[str, list[Path]]:
 
 
 def _sources(root: Path, part: str) -> Iterator[Path]:
+    """Yield the text files of a split. Raises BadFileError for one that must not be opened."""
+    for path in _text_paths(root, part):
+        if (why := why_not_read(path)) is not None:
+            raise BadFileError(f"data.root: {path} {why}; put the text itself there, or remove it")
+        yield path
+
+
+def _text_paths(root: Path, part: str) -> Iterator[Path]:
     for entry in root.iterdir():
-        if entry.suffix in _EXTENSIONS and re.fullmatch(rf"{part}([-_.].*)?", entry.stem) and entry.is_file():
+        if entry.suffix in _EXTENSIONS and re.fullmatch(rf"{part}([-_.].*)?", entry.stem):
             yield entry
     for folder, folders, names in os.walk(root / part):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -236,12 +239,14 @@ def _tokenizer_id(args: TokensArgs) -> str:
     file = tokenizer_file(args)
     if file is None:
         return args.tokenizer
+    if (why := why_not_read(file)) is not None:
+        raise BadFileError(f"data.args.tokenizer: {file} {why}; write the path of a tokenizer.json")
     try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        return hashlib.sha256(_TOKENIZATION + file.read_bytes()).hexdigest()
     except OSError as error:
         raise BadFileError(
-            f"data.args.tokenizer: {file} can't be read: {error.strerror}; fix the path, or write bytes, "
-            "characters or gpt2"
+            f"data.args.tokenizer: {file} can't be read: {error.strerror}; fix the path, write one with "
+            "AutoTokenizer.from_pretrained(…).save_pretrained(folder), or write bytes, characters or gpt2"
         ) from error
 
 
@@ -270,7 +275,7 @@ def read_index(folder: Path) -> TokenShards:
                   for part in entries["parts"]}  # fmt: skip
         found = TokenShards(
             shards,
-            _text(entries["dtype"]),
+            {name: name for name in ITEM_BYTES}[entries["dtype"]],
             _count(entries["vocabulary_size"]),
             _text(entries["tokenizer"]),
             _count(entries["end_of_document"]),
@@ -284,6 +289,9 @@ def read_index(folder: Path) -> TokenShards:
         raise DamagedShardError.of(path, "its hash is not that of its fields")
     if "train" not in found.parts or not set(found.parts) <= set(PARTS):
         raise DamagedShardError.of(path, "it has other splits than train and val")
+    size = found.vocabulary_size
+    if size > 1 << 8 * ITEM_BYTES[found.dtype] or len(found.characters or "") not in (0, size - 1):
+        raise DamagedShardError.of(path, f"its vocabulary of {size} does not fit its dtype or characters")
     return found
 
 
@@ -298,7 +306,10 @@ def _shard(folder: Path, index: Mapping[str, Any], entry: Mapping[str, Any]) -> 
     name = _text(entry["file"])
     if "/" in name or name.startswith("."):
         raise ValueError("not a file of the folder")
-    path, header = folder / name, read_header(folder / name)
+    path = folder / name
+    if (why := why_not_read(path)) is not None:
+        raise DamagedShardError.of(path, f"it {why}")
+    header = read_header(path)
     wanted = {key: index[key] for key in ("dtype", "vocabulary_size", "tokenizer")} | {
         key: entry[key] for key in ("tokens", "documents", "xxh3_128")
     }
@@ -317,7 +328,7 @@ def size_of_shard(num_tokens: int, num_documents: int, dtype: str) -> int:
 
 def documents_offset(num_tokens: int, dtype: str) -> int:
     """Return where in a file the starts of its documents begin."""
-    return HEADER_BYTES + -(-num_tokens * _ITEM_BYTES[dtype] // 8) * 8
+    return HEADER_BYTES + -(-num_tokens * ITEM_BYTES[dtype] // 8) * 8
 
 
 def header_of(fields: Mapping[str, Any]) -> bytes:
@@ -361,42 +372,25 @@ def _text(text: object) -> str:
     return text
 
 
-def _raw_files(root: Path) -> dict[str, list[Path]]:
+def raw_files(root: Path) -> dict[str, list[Path]]:
     """Return split → files of tokens without our header."""
     found: dict[str, list[Path]] = {part: [] for part in PARTS}
     for path in sorted(root.iterdir()):
-        if (match := _RAW.fullmatch(path.name)) and path.is_file():
+        if match := RAW_NAME.fullmatch(path.name):
+            if (why := why_not_read(path)) is not None:
+                raise BadFileError(f"data.root: {path} {why}; put the tokens themselves there, or remove it")
             found[match[1]].append(path)
     return found
 
 
-def _raw_shards(files: Mapping[str, list[Path]], args: TokensArgs) -> TokenShards:
+def _raw_tokens(files: Mapping[str, list[Path]], args: TokensArgs) -> TokenShards:
     size = args.vocabulary_size or _VOCABULARIES.get(args.tokenizer)
     if size is None:
         raise BadFileError(
             f"data.args.vocabulary_size: is missing, and {files['train'][0]} does not say it; write that of "
             f"tokenizer {args.tokenizer}"
         )
-    parts = {part: tuple(map(_raw_shard, paths)) for part, paths in files.items() if paths}
+    parts, dtype = raw_shards(files, args.dtype, size)
     digest = hashlib.sha256(b"".join(_sampled(shard.path) for part in parts.values() for shard in part))
     fingerprint = digest.hexdigest()[:32]
-    return TokenShards(parts, "uint16", size, args.tokenizer, fingerprint=fingerprint)
-
-
-def _raw_shard(path: Path) -> Shard:
-    nbytes = path.stat().st_size
-    with path.open("rb") as file:
-        begin = file.read(_LLMC.size)
-    magic, _, count = _LLMC.unpack(begin) if len(begin) == _LLMC.size else (0, 0, 0)
-    if magic != _LLMC_MAGIC:
-        if nbytes % 2:
-            raise BadFileError(
-                f"data.root: {path} has {nbytes} bytes, not whole uint16 tokens; copy it again"
-            )
-        return Shard(path, nbytes // 2, 0)
-    if nbytes != _LLMC_HEADER_BYTES + 2 * count:
-        raise BadFileError(
-            f"data.root: {path} has {nbytes} bytes, and its header says {_LLMC_HEADER_BYTES + 2 * count}; "
-            "copy it again"
-        )
-    return Shard(path, count, _LLMC_HEADER_BYTES)
+    return TokenShards(parts, dtype, size, args.tokenizer, fingerprint=fingerprint)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import xxhash
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import say
+from hpc_train.data_facts.root_layout import unread_texts
 from hpc_train.data_facts.token_shards import (
     HEADER_BYTES,
     INDEX,
@@ -27,6 +29,8 @@ from hpc_train.data_facts.token_shards import (
     documents_offset,
     header_of,
     index_digest,
+    raw_files,
+    read_header,
     read_index,
     root_of,
     shards_folder,
@@ -44,7 +48,7 @@ from hpc_train.datasets.tokenization import (
     TokenizerFile,
     Tokens,
 )
-from hpc_train.errors import BadFileError, counted
+from hpc_train.errors import BadFileError, counted, listed, shortened
 from hpc_train.run.files import replacing, write_json, write_text
 from hpc_train.run.storage_errors import storage_error
 
@@ -55,6 +59,8 @@ _SAY_EVERY_S = 30.0
 _checked: set[Path] = set()
 
 _Sources = Mapping[str, Sequence[Path]]
+#: Where it is (file, or file and line), and its text.
+_Document = tuple[str, str]
 
 
 def ensure(data: DataConfig, args: TokensArgs) -> None:
@@ -65,6 +71,7 @@ def ensure(data: DataConfig, args: TokensArgs) -> None:
     """
     root = root_of(data)
     texts = sources(root)
+    _say_unread(root, texts if texts["train"] else raw_files(root))
     if not texts["train"]:
         return
     folder = shards_folder(root, args, texts)
@@ -84,6 +91,32 @@ def ensure(data: DataConfig, args: TokensArgs) -> None:
                 f"data.root: the text in {root} changed while it was tokenized; run prepare again"
             )
     _checked.add(folder)
+
+
+def _say_unread(root: Path, read: _Sources) -> None:
+    unread = unread_texts(root, {path for paths in read.values() for path in paths})
+    if unread:
+        say(
+            f"data.root: {counted(len(unread), 'file')} in {root} not read ({listed(unread, 5)}): text is in "
+            "train*.txt, train*.jsonl and below train/, val likewise, uncompressed and not in linked folders"
+        )
+    linked = [str(path) for paths in read.values() for path in paths if not _is_below(path, root)]
+    if linked:
+        say(
+            f"data.root: {counted(len(linked), 'file')} in {root} linked from elsewhere ({listed(linked, 5)})"
+        )
+
+
+def _is_below(path: Path, root: Path) -> bool:
+    return not path.is_symlink() or path.resolve().is_relative_to(root.resolve())
+
+
+def _refuse_other_vocabulary(tokenizer: Tokenizer, args: TokensArgs) -> None:
+    if args.vocabulary_size not in (None, tokenizer.vocabulary_size):
+        raise BadFileError(
+            f"data.args.vocabulary_size: {args.vocabulary_size}, but tokenizer {args.tokenizer} has "
+            f"{tokenizer.vocabulary_size} tokens; take it out (model.args.num_classes makes gpt larger)"
+        )
 
 
 def _is_intact(folder: Path, root: Path, texts: _Sources) -> bool:
@@ -117,6 +150,7 @@ def _is_same(path: Path, known: Any) -> bool:
 
 def _write(folder: Path, root: Path, texts: _Sources, args: TokensArgs) -> None:
     tokenizer = _tokenizer(texts, args)
+    _refuse_other_vocabulary(tokenizer, args)
     file = tokenizer_file(args)
     if file is not None:
         with replacing(folder / TOKENIZER, sync=True) as copy:
@@ -165,65 +199,116 @@ def _tokenizer(texts: _Sources, args: TokensArgs) -> Tokenizer:
 def _characters(texts: _Sources, args: TokensArgs) -> str:
     """Return training's characters, sorted, then those that only validation has, as ``text`` does."""
     seen: dict[str, set[str]] = {
-        part: set().union(*(text for path in paths for text in _documents(path, args)))
+        part: set().union(*(text for path in paths for _, text in _documents(path, args)))
         for part, paths in texts.items()
     }
     return "".join([*sorted(seen["train"]), *sorted(seen["val"] - seen["train"])])
 
 
-def _documents(path: Path, args: TokensArgs) -> Iterator[str]:
+def _documents(path: Path, args: TokensArgs) -> Iterator[_Document]:
     """Yield the documents of a file: a .txt file is one, a .jsonl file has one in each line.
 
-    Raises BadFileError for text that is not UTF-8 (tokenizer ``bytes`` accepts any), and for lines without
-    text.
+    Raises BadFileError for text that is not UTF-8 (tokenizer ``bytes`` accepts any .txt file), and for lines
+    without text.
     """
     if path.suffix == ".txt":
-        yield _decoded(path.read_bytes(), path, args)
+        yield str(path), _decoded(path.read_bytes(), path, args)
         return
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                yield _text_of_line(line, path, number, args)
+                place = f"{path}:{number}"
+                yield place, _text_of_line(line.removeprefix(BOM_UTF8 if number == 1 else b""), place, args)
 
 
 def _decoded(content: bytes, path: Path, args: TokensArgs) -> str:
+    if args.tokenizer == "bytes":
+        return content.decode(errors="surrogateescape")
+    remedy = "convert it to UTF-8, or write data.args: {tokenizer: bytes}"
     try:
-        return content.decode(errors="surrogateescape" if args.tokenizer == "bytes" else "strict")
+        text = content.removeprefix(BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise BadFileError(
-            f"data.root: {path} is not UTF-8 text (at byte {error.start}); convert it, or write "
-            "data.args: {tokenizer: bytes}"
+            f"data.root: {path} is not UTF-8 text (at byte {error.start}); {remedy}"
         ) from error
-
-
-def _text_of_line(line: bytes, path: Path, number: int, args: TokensArgs) -> str:
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    if (place := content.find(b"\0")) >= 0:
         raise BadFileError(
-            f"data.root: {path}:{number} is not JSON: {error}; fix or remove the line"
-        ) from error
-    text = entry.get(args.text_key) if isinstance(entry, dict) else None
-    if not isinstance(text, str):
-        has = f"keys {', '.join(map(repr, entry))}" if isinstance(entry, dict) else type(entry).__name__
-        raise BadFileError(
-            f"data.root: {path}:{number} has no text {args.text_key!r}, but {has}; write data.args.text_key, "
-            "or fix the line"
+            f"data.root: {path} has a NUL character (at byte {place}), like UTF-16 or damaged text; {remedy}"
         )
     return text
 
 
-def _encoded(tokenizer: Tokenizer, documents: Iterator[str]) -> Iterator[Tokens]:
+def _text_of_line(line: bytes, place: str, args: TokensArgs) -> str:
+    try:
+        entry = json.loads(line.decode(), object_pairs_hook=refusing_repeated(args.text_key))
+    except (ValueError, RecursionError) as error:
+        raise BadFileError(f"data.root: {place} is not JSON: {error}; fix or remove the line") from error
+    text = entry.get(args.text_key) if isinstance(entry, dict) else None
+    if not isinstance(text, str):
+        has = f"keys {listed([repr(shortened(key)) for key in entry], 10)}" if isinstance(entry, dict) else ""
+        if has and args.text_key in entry:
+            has = f"a value of type {type(text).__name__}"
+        raise BadFileError(
+            f"data.root: {place} has no text {args.text_key!r}, but {has or type(entry).__name__}; write "
+            "data.args.text_key, or fix the line"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadFileError(
+            f"data.root: {place} has a lone surrogate, half of a character, at character {error.start} "
+            f"(\\u{ord(text[error.start]):04x}); replace it by \\ufffd, or remove the line"
+        ) from error
+    return text
+
+
+def refusing_repeated(name: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Return a hook for JSON objects that raises ValueError if one has the key ``name`` twice."""
+
+    def entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entry = dict(pairs)
+        if len(entry) < len(pairs) and sum(key == name for key, _ in pairs) > 1:
+            raise ValueError(f"it has the key {name!r} twice")
+        return entry
+
+    return entries
+
+
+def _encoded(tokenizer: Tokenizer, documents: Iterator[_Document]) -> Iterator[Tokens]:
     """Yield the tokens of each document, encoded several at once."""
-    batch: list[str] = []
+    batch: list[_Document] = []
     size = 0
-    for text in documents:
-        batch.append(text)
-        size += len(text)
+    for document in documents:
+        batch.append(document)
+        size += len(document[1])
         if len(batch) == _BATCH or size > _BATCH_CHARACTERS:
-            yield from tokenizer.encode(batch)
+            yield from _encode(tokenizer, batch)
             batch, size = [], 0
-    yield from tokenizer.encode(batch)
+    yield from _encode(tokenizer, batch)
+
+
+def _encode(tokenizer: Tokenizer, batch: list[_Document]) -> list[Tokens]:
+    """Return the tokens of each document. Raises BadFileError, naming the document, if one can't be encoded
+    or has the end of a document in it.
+    """
+    try:
+        encoded = tokenizer.encode([text for _, text in batch])
+    except Exception as error:  # the libraries raise Exception itself
+        place = batch[0][0]
+        if len(batch) > 1:  # find the document
+            return [tokens for document in batch for tokens in _encode(tokenizer, [document])]
+        raise BadFileError(
+            f"data.root: {place} can't be encoded: {type(error).__name__}: {error}; fix the text, or write "
+            "another data.args.tokenizer"
+        ) from error
+    for (place, _), tokens in zip(batch, encoded, strict=True):
+        if (tokens == tokenizer.end_of_document).any():
+            raise BadFileError(
+                f"data.root: {place} has the token of the end of a document "
+                f"({tokenizer.end_of_document}) within its text; remove its name from the text, or write "
+                "another data.args.tokenizer"
+            )
+    return encoded
 
 
 class _SplitWriter:

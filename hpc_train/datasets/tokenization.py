@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from hpc_train.datasets.types import DataInfo
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, shortened
 
 Tokens = np.ndarray[Any, Any]
 #: Kept beside the shards: the copy of the tokenizer's file; the bytes of each token, in base64.
@@ -83,7 +83,13 @@ class TikToken:
         if name not in tiktoken.list_encoding_names():
             known = ", ".join(["bytes", "characters", *tiktoken.list_encoding_names()])
             raise BadFileError(f"data.args.tokenizer: {name!r} is unknown; write one of {known}, or a path")
-        self._encoding = tiktoken.get_encoding(name)
+        try:
+            self._encoding = tiktoken.get_encoding(name)
+        except Exception as error:  # of requests, or of a damaged file in its cache
+            raise BadFileError(
+                f"data.args.tokenizer: tiktoken can't load {name}: {shortened(str(error), 300)}; run prepare "
+                "with network access, or set TIKTOKEN_CACHE_DIR to a folder that has the file"
+            ) from error
         self.vocabulary_size = self._encoding.n_vocab
         self.end_of_document = self._encoding.eot_token
 
@@ -116,7 +122,12 @@ class TokenizerFile:
             raise BadFileError(
                 f"data.args.tokenizer: {path} can't be read: {error}; write the path of a tokenizer.json"
             ) from error
-        self.vocabulary_size = 1 + max(self._tokenizer.get_vocab().values())
+        # The file may have been saved after a call with truncation or padding.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # A document may contain the name of a special token, such as </s>.
+        self._tokenizer.encode_special_tokens = True
+        self.vocabulary_size = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
         found = [end for name in _ENDS if (end := self._tokenizer.token_to_id(name)) is not None]
         if not found:
             raise BadFileError(

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.console import say
 from hpc_train.data_facts.data_size import TextArgs, num_sequences, train_file, val_tokens
+from hpc_train.data_facts.root_layout import unread_texts, why_not_read
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.types import DataInfo
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, counted, listed
 
 _NUM_BYTES = 256
 #: Characters by number, or bytes.
@@ -56,7 +58,10 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the sequences of the training and, if there is any, the validation text."""
     refuse_rest(config)
     args = parse_args(TextArgs, config)
-    train, val = _parts(root_of(config), args)
+    root = root_of(config)
+    if download and root.is_dir():
+        _say_unread(root)
+    train, val = _parts(root, args)
     vocabulary = _vocabulary(train, val) if args.tokens == "characters" else list(range(_NUM_BYTES))
     info = DataInfo(
         num_classes=len(vocabulary),
@@ -70,6 +75,13 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     return DataSource(train_split, None if val is None else _split("validation", val, vocabulary, args), info)
 
 
+def _say_unread(root: Path) -> None:
+    unread = unread_texts(root, {train_file(root), root / "val.txt"})
+    if unread:
+        files = f"{counted(len(unread), 'file')} in {root} not read ({listed(unread, 5)})"
+        say(f"data.root: {files}: text reads train.txt and val.txt; data.name: tokens reads several files")
+
+
 def _parts(root: Path, args: TextArgs) -> tuple[_Codes, _Codes | None]:
     """Return the codes of the training and the validation text."""
     codes = _read(train_file(root), args)
@@ -81,6 +93,8 @@ def _parts(root: Path, args: TextArgs) -> tuple[_Codes, _Codes | None]:
             f"data.args.val_fraction: {root} is a folder, whose val.txt is for validation; take it out"
         )
     val = root / "val.txt"
+    if (why := why_not_read(val)) is not None:
+        raise BadFileError(f"data.root: {val} {why}; put the text itself there, or remove it")
     return codes, _read(val, args) if val.is_file() else None
 
 
@@ -89,7 +103,13 @@ def _read(path: Path, args: TextArgs) -> _Codes:
         if args.tokens == "bytes":
             return np.fromfile(path, np.uint8)
         # Decoded from bytes, so that line ends are kept.
-        return np.frombuffer(path.read_bytes().decode().encode("utf-32-le"), np.uint32)
+        codes: _Codes = np.frombuffer(path.read_bytes().decode().encode("utf-32-le"), np.uint32)
+        if not codes.all():
+            raise BadFileError(
+                f"data.root: {path} has a NUL character (number {int(codes.argmin())}), like UTF-16 or "
+                "damaged text; convert it to UTF-8, or write data.args: {tokens: bytes}"
+            )
+        return codes
     except PermissionError as error:
         raise BadFileError(f"data.root: {path} is not readable; change its mode, or fix the path") from error
     except UnicodeDecodeError as error:

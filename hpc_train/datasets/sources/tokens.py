@@ -28,9 +28,9 @@ from torch import Tensor
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.data_size import num_sequences
+from hpc_train.data_facts.raw_tokens import Shard
 from hpc_train.data_facts.token_shards import (
     DamagedShardError,
-    Shard,
     TokensArgs,
     TokenShards,
     find_shards,
@@ -46,6 +46,7 @@ from hpc_train.errors import BadFileError
 
 #: Shards that a process has open: a rank may have few files, and shuffled samples come from all shards.
 _MAX_OPEN = 64
+_CHECKED_AT_ONCE = 1 << 22
 
 
 class OpenShards:
@@ -108,6 +109,15 @@ class TokenSplit:
         tokens_BT = torch.from_numpy(rows_BT.astype(np.int64))
         return tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
 
+    def check(self) -> None:
+        """Read all tokens. Raises BadFileError for the first one beyond the vocabulary."""
+        num_tokens = self._ends[-1] if self._checks else 0
+        for start in range(0, num_tokens, _CHECKED_AT_ONCE):
+            row_T = np.empty(min(_CHECKED_AT_ONCE, num_tokens - start), self._dtype)
+            self._read(row_T, start)
+            if int(row_T.max()) >= self._vocabulary_size:
+                self._refuse(row_T[None], [start])
+
     def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -157,6 +167,9 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         token_writing.ensure(config, args)
     shards = find_shards(config, args)
     splits = {part: _split(shards, part, args.sequence_length) for part in shards.parts}
+    if download and shards.folder is None:
+        for split in splits.values():
+            split.check()
     return DataSource(
         splits["train"], splits.get("val"), _info(shards, args), partial(check_before_use, shards)
     )

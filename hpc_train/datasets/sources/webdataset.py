@@ -8,6 +8,7 @@ permutation, as that of any other data set.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -16,11 +17,12 @@ from collections.abc import Iterator
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import numpy as np
 
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.console import say
 from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.data_facts.listed_data import WebdatasetArgs, shard_files, webdataset_files, without_index
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
@@ -28,11 +30,21 @@ from hpc_train.datasets.base import DataSource, RawTarget
 from hpc_train.datasets.index_files import Array, Index, ensure_index, open_index, packed_texts, text_at
 from hpc_train.datasets.sources.class_names import ClassNumbers
 from hpc_train.datasets.sources.infer import mean_and_std
+from hpc_train.datasets.token_writing import refusing_repeated
 from hpc_train.datasets.types import DataInfo
-from hpc_train.errors import BadFileError, shortened
+from hpc_train.errors import BadFileError, counted, listed, shortened
 
 #: What compressed files begin with.
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+#: Headers in front of a member's own, with its long name or other fields; a longer one is damaged.
+_PAX_TYPES = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+_LONG_HEADERS = (*_PAX_TYPES, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+_MAX_HEADER_BYTES = 1 << 20
+#: GNU tar's type of a volume's label, ``tar --label``.
+_LABEL = b"V"
+#: A class, or a JSON file with a field of it.
+_MAX_TARGET_BYTES = 1 << 24
+_READ_BYTES = 1 << 20
 _IMAGES = tuple(extension.removeprefix(".") for extension in IMAGE_EXTENSIONS)
 
 
@@ -132,14 +144,17 @@ def _scan(paths: list[Path], args: WebdatasetArgs, targets: _Targets) -> dict[st
     samples: list[_Member] = []
     counts: list[int] = []
     values: list[Any] = []
+    skipped: list[str] = []
     for path in paths:
         before = len(samples)
-        for sample in _samples(path, args):
+        for sample in _samples(path, args, skipped):
             samples.append(sample.image)
             values.append(targets.value(sample.target, f"{path}: sample {sample.image.key}"))
         counts.append(len(samples) - before)
         if counts[-1] == 0:
             raise BadFileError(f"data.root: {path} has no samples; take it out of the shards")
+    if skipped:
+        say(f"data.root: {counted(len(skipped), 'member')} of shards skipped ({listed(skipped, 5)})")
     return packed_texts([os.fsencode(member.name) for member in samples]) | {
         "shards": np.repeat(np.arange(len(paths), dtype=np.int32), counts),
         "offsets": np.array([member.offset for member in samples], dtype=np.int64),
@@ -148,8 +163,9 @@ def _scan(paths: list[Path], args: WebdatasetArgs, targets: _Targets) -> dict[st
     }
 
 
-def _samples(path: Path, args: WebdatasetArgs) -> Iterator[_Sample]:
-    """Yield the samples of a shard."""
+def _samples(path: Path, args: WebdatasetArgs, skipped: list[str]) -> Iterator[_Sample]:
+    """Yield the samples of a shard; members that belong to none are added to ``skipped``."""
+    keys: set[str] = set()
     with path.open("rb") as file:
         start = file.read(8)
         form = next((form for magic, form in _COMPRESSED.items() if start.startswith(magic)), None)
@@ -159,31 +175,99 @@ def _samples(path: Path, args: WebdatasetArgs) -> Iterator[_Sample]:
                 "uncompressed (images are compressed themselves)"
             )
         file.seek(0)
-        try:
-            for key, group in groupby(_members(path, file), attrgetter("key")):
-                yield _sample(f"{path}: sample {key}", list(group), file, args)
-        except tarfile.TarError as error:
-            raise BadFileError(
-                f"data.root: {path} is not a complete tar file: {error}; write it again"
-            ) from error
+        for key, group in groupby(_members(path, file, skipped), attrgetter("key")):
+            where = f"{path}: sample {key}"
+            if key in keys:
+                raise BadFileError(
+                    f"data.root: {where} is there twice, or its members do not follow each other; write the "
+                    "shard again, with tar --sort=name"
+                )
+            keys.add(key)
+            yield _sample(where, list(group), file, args)
 
 
-def _members(path: Path, file: Any) -> Iterator[_Member]:
-    end = 0
-    with tarfile.open(fileobj=file, mode="r:") as tar:
-        while (member := tar.next()) is not None:
-            folder, _, base = member.name.rpartition("/")
-            stem, _, extension = base.partition(".")
-            if member.isreg() and stem and not stem.startswith("__"):
-                if member.issparse():
-                    raise BadFileError(f"data.root: {path}: {member.name} is sparse; write the shard without")
-                key = f"{folder}/{stem}" if folder else stem
-                yield _Member(key, extension.lower(), member.name, member.offset_data, member.size)
-            end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-            tar.members = []  # type: ignore[attr-defined]  # it remembers all
-    # ``tarfile`` takes a file that ends in the middle of a header for complete.
-    if os.pread(file.fileno(), tarfile.BLOCKSIZE, end) != bytes(tarfile.BLOCKSIZE):
+class _Header(tarfile.TarInfo):
+    """A header whose sizes are plausible: ``tarfile`` reads long names into memory, of any size."""
+
+    @classmethod
+    def frombuf(cls, buf: Any, encoding: str, errors: str) -> Self:
+        """Return the header in a block. Raises ReadError for a negative size, or long names of many bytes."""
+        header = super().frombuf(buf, encoding, errors)
+        if header.size < 0 or (header.size > _MAX_HEADER_BYTES and header.type in _LONG_HEADERS):
+            raise tarfile.ReadError(f"a header of type {header.type!r} has the size {header.size}")
+        return header
+
+
+def _members(path: Path, file: BinaryIO, skipped: list[str]) -> Iterator[_Member]:
+    """Yield the members of samples. Raises BadFileError if the file is not one complete tar file."""
+    places: dict[str, tuple[int, int]] = {}
+    end, nbytes = 0, os.fstat(file.fileno()).st_size
+    try:
+        with tarfile.open(fileobj=file, mode="r:", tarinfo=_Header) as tar:
+            while (member := tar.next()) is not None:
+                before, end = end, member.offset_data + _data_bytes(member)
+                if not before <= member.offset_data <= end <= nbytes:
+                    raise tarfile.ReadError(f"{member.name} ends at byte {end} of {nbytes}")
+                tar.members = []  # type: ignore[attr-defined]  # it remembers all
+                folder, _, base = member.name.rpartition("/")
+                stem, _, extension = base.partition(".")
+                place = _place(path, member, places)
+                if place is not None and (not stem or stem.startswith("__")):
+                    skipped.append(shortened(member.name))
+                elif place is not None:
+                    key = f"{folder}/{stem}" if folder else stem
+                    yield _Member(key, extension.lower(), member.name, *place)
+        _check_end(file.fileno(), end)
+    except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
+        raise BadFileError(
+            f"data.root: {path} is not a complete tar file: {error}; write it again"
+        ) from error
+
+
+def _data_bytes(member: tarfile.TarInfo) -> int:
+    """Return the bytes of a member's data and padding."""
+    return -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE if member.isreg() else 0
+
+
+def _place(path: Path, member: tarfile.TarInfo, places: dict[str, tuple[int, int]]) -> tuple[int, int] | None:
+    """Return offset and size of a member's data, for a hard link those of the earlier member in ``places``.
+
+    None for a folder or a label. Raises BadFileError for a member of any other type.
+    """
+    if member.isdir() or member.type == _LABEL:
+        return None
+    if member.issparse():
+        raise BadFileError(f"data.root: {path}: {member.name} is sparse; write the shard without")
+    place = (member.offset_data, member.size) if member.isreg() else places.get(member.linkname)
+    if place is None or not (member.isreg() or member.islnk()):
+        kind = "a link to" if member.islnk() or member.issym() else f"of type {member.type!r}"
+        raise BadFileError(
+            f"data.root: {path}: {member.name} is {kind} {shortened(member.linkname)}, not a file of the "
+            "shard; write it again with tar --dereference --hard-dereference"
+        )
+    places[member.name] = place
+    return place
+
+
+def _check_end(descriptor: int, end: int) -> None:
+    """Raise ReadError unless an end-of-archive block is at ``end``, and only zeros follow it."""
+    # ``tarfile`` takes a file that ends in the middle of a header, or is damaged there, for complete.
+    if os.pread(descriptor, tarfile.BLOCKSIZE, end) != bytes(tarfile.BLOCKSIZE):
         raise tarfile.ReadError(f"it has no end-of-archive block at byte {end}")
+    place = end
+    while block := os.pread(descriptor, _READ_BYTES, place):
+        if block.count(0) < len(block):
+            raise tarfile.ReadError(
+                f"it continues after its end-of-archive block at byte {end}, like files joined by cat, not "
+                "by tar --concatenate"
+            )
+        place += len(block)
+        try:
+            place = os.lseek(descriptor, place, os.SEEK_DATA)  # skips the holes of a sparse file
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return
 
 
 def _sample(where: str, members: list[_Member], file: Any, args: WebdatasetArgs) -> _Sample:
@@ -193,6 +277,8 @@ def _sample(where: str, members: list[_Member], file: Any, args: WebdatasetArgs)
         found = ", ".join(each.extension for each in images) or ", ".join(each.extension for each in members)
         what = f"{len(images)} images ({found})" if images else f"no image ({found})"
         remedy = "name its extension in data.args.image" if images else "write the shard again with one"
+        if len({each.extension for each in images}) < len(images):
+            remedy = "write the shard again with one"
         raise BadFileError(f"data.root: {where} has {what}; {remedy}")
     extension, _, field = args.target_member.partition(".")
     found_targets = [each for each in members if each.extension == extension]
@@ -202,6 +288,11 @@ def _sample(where: str, members: list[_Member], file: Any, args: WebdatasetArgs)
             f"data.root: {where} has {len(found_targets)} members {extension} ({found}); write the shard "
             "again, or another data.args.target_member"
         )
+    if found_targets[0].size > _MAX_TARGET_BYTES:
+        raise BadFileError(
+            f"data.root: {where} has a target of {found_targets[0].size} bytes, and at most "
+            f"{_MAX_TARGET_BYTES} are read; write another data.args.target_member"
+        )
     content = os.pread(file.fileno(), found_targets[0].size, found_targets[0].offset)
     return _Sample(images[0], _value(content, field, where))
 
@@ -210,8 +301,8 @@ def _value(content: bytes, field: str, where: str) -> Any:
     """Return the target as text or as JSON has it. Raises BadFileError if it is neither."""
     try:
         if not field:
-            return content.decode().strip()
-        found = json.loads(content)
+            return content.decode("utf-8-sig").strip()
+        found = json.loads(content, object_pairs_hook=refusing_repeated(field))
     except (ValueError, RecursionError) as error:
         raise BadFileError(f"data.root: {where} has a target that can't be read: {error}; fix it") from error
     if not isinstance(found, dict) or field not in found:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +200,25 @@ def test_sequences_that_can_not_be_read_as_batches_are_refused(monkeypatch: pyte
     monkeypatch.setattr("hpc_train.datasets.building._build", lambda config, download: made)
     with pytest.raises(BadFileError, match=r"^data.name: OneByOne has sequences but no method batch"):
         build_source(DataConfig(name="acme:data"))
+
+
+def test_files_that_are_not_read_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder(tmp_path, "to be", "or not")
+    for name in ("valid.txt", "train.txt.gz", "notes.md"):
+        (tmp_path / name).touch()
+    build_source(DataConfig(name="text", root=str(tmp_path), args={"sequence_length": 2}), download=True)
+    assert f"data.root: 2 files in {tmp_path} not read (train.txt.gz, valid.txt)" in "".join(
+        capsys.readouterr()
+    )
+
+
+def test_nul_characters_and_pipes_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_bytes("to be".encode("utf-16-le"))
+    with pytest.raises(
+        BadFileError, match=r"train.txt has a NUL character \(number 1\), like UTF-16 .*; convert"
+    ):
+        built(tmp_path, sequence_length=2)
+    assert len(built(tmp_path, sequence_length=2, tokens="bytes").train) == 4
+    os.mkfifo(folder(tmp_path, "to be or") / "val.txt")
+    with pytest.raises(BadFileError, match=r"val.txt is a named pipe, not a regular file; put the text"):
+        built(tmp_path, sequence_length=2)

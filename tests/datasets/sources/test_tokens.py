@@ -412,6 +412,15 @@ def test_files_of_nanogpt_and_llmc_are_read(tmp_path: Path) -> None:
         (b"{", r"train.jsonl:1 is not JSON: .*; fix or remove"),
         (b'{"body": "x"}', r"train.jsonl:1 has no text 'text', but keys 'body'; write data.args.text_key"),
         (b"[1]", r"train.jsonl:1 has no text 'text', but list"),
+        (b'{"text": null}', r"train.jsonl:1 has no text 'text', but a value of type NoneType"),
+        (b'{"text": 5}', r"train.jsonl:1 has no text 'text', but a value of type int"),
+        (b'{"text": "ab", "text": "c"}', r"train.jsonl:1 is not JSON: it has the key 'text' twice"),
+        (b'{"text": "caf\xe9"}', r"train.jsonl:1 is not JSON: 'utf-8' codec can't decode byte 0xe9"),
+        ('{"text": "ab"}'.encode("utf-16"), r"train.jsonl:1 is not JSON: 'utf-8' codec can't"),
+        (b'{"text": "a\0b"}', r"train.jsonl:1 is not JSON: Invalid control character"),
+        (b'{"text": ' + b"1" * 5000 + b"}", r"train.jsonl:1 is not JSON: Exceeds the limit"),
+        (b'{"text": "ab"}\n{"text": "\\ud83d"}', r"train.jsonl:2 has a lone surrogate.*\(\\ud83d\); replace"),
+        (b'{"text": "a\\udcff"}', r"train.jsonl:1 has a lone surrogate.*at character 1"),
     ],
 )
 def test_a_line_without_text_is_named(line: bytes, said: str, tmp_path: Path) -> None:
@@ -421,6 +430,199 @@ def test_a_line_without_text_is_named(line: bytes, said: str, tmp_path: Path) ->
     assert not list(tmp_path.glob("tokens/*/index.json")), "nothing that ranks would read"
     (tmp_path / "train.jsonl").write_bytes(b'{"body": "abcde"}')
     assert len(prepared(tmp_path, text_key="body").train) == 1
+
+
+def test_a_byte_order_mark_is_not_text_and_nul_characters_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "ab"}\r\n{"text": "c"}\r\n')
+    (tmp_path / "train" / "b.txt").write_bytes(b"\xef\xbb\xbfa\r\n")
+    names = prepared(tmp_path, tokenizer="characters", sequence_length=1).info.class_names
+    assert names == ("\n", "\r", "a", "b", "c", "")
+    (tmp_path / "train" / "b.txt").write_bytes("ab".encode("utf-16-le"))
+    with pytest.raises(
+        BadFileError, match=r"b.txt has a NUL character \(at byte 1\), like UTF-16 .*; convert"
+    ):
+        prepared(tmp_path, tokenizer="characters")
+
+
+def test_files_that_are_not_read_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train" / "linked").mkdir(parents=True)
+    corpus(tmp_path / "train" / "linked")
+    (tmp_path / "train" / "folder").symlink_to(tmp_path / "train" / "linked")
+    for name in ("0.jsonl.gz", "train/1.jsonl.zst", "val.parquet", "test.txt", "notes.md", "train/.hidden"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "outside").mkdir()
+    corpus(tmp_path / "outside" / "b")
+    (tmp_path / "train" / "b.jsonl").symlink_to(tmp_path / "outside" / "b" / "train.jsonl")
+    prepared(tmp_path)
+    printed = "".join(capsys.readouterr())
+    names = "0.jsonl.gz, test.txt, train/1.jsonl.zst, train/folder, val.parquet"
+    assert f"5 files in {tmp_path} not read ({names})" in printed
+    with pytest.raises(BadFileError, match=r"no text and no tokens.* \(but x.jsonl.gz\); add one"):
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "empty" / "x.jsonl.gz").touch()
+        prepared(tmp_path / "empty")
+
+
+def test_pipes_and_devices_are_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    os.mkfifo(tmp_path / "train" / "a.txt")
+    with pytest.raises(BadFileError, match=r"train/a.txt is a named pipe, not a regular file; put the text"):
+        prepared(tmp_path)
+    (tmp_path / "train" / "a.txt").unlink()
+    for name in ("train.jsonl", "train.bin"):
+        (tmp_path / name).symlink_to("/dev/zero")
+        with pytest.raises(BadFileError, match=rf"{name} is a device, not a regular file"):
+            prepared(tmp_path, tokenizer="gpt2")
+        (tmp_path / name).unlink()
+    corpus(tmp_path)
+    with pytest.raises(BadFileError, match=r"data.args.tokenizer: /dev/zero is a device, not a regular"):
+        prepared(tmp_path, tokenizer="/dev/zero")
+
+
+def test_a_vocabulary_size_that_is_not_the_tokenizers_is_refused(tmp_path: Path) -> None:
+    words = r"^data.args.vocabulary_size: 300, but tokenizer bytes has 257 tokens; take it out"
+    with pytest.raises(BadFileError, match=words):
+        prepared(corpus(tmp_path), vocabulary_size=300)
+    assert prepared(tmp_path, vocabulary_size=257).info.num_classes == 257
+
+
+def word_tokenizer(folder: Path, *specials: str, unknown: str | None = "[UNK]") -> tuple[str, Any]:
+    """Write a tokenizer.json of the words a, b and c; return its path and the tokenizer."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra lm: pip install 'hpc-train[lm]'")
+    words = {"a": 0, "b": 1, "c": 2} | ({} if unknown is None else {unknown: 3})
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=unknown or "-"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(list(specials))
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    return str(folder / "tokenizer.json"), made
+
+
+def test_truncation_and_padding_of_a_tokenizer_file_are_not_used(tmp_path: Path) -> None:
+    path, made = word_tokenizer(tmp_path / "words", "</s>")
+    made.enable_truncation(2)
+    made.enable_padding(length=8)
+    made.save(path)
+    source = prepared(corpus(tmp_path / "data", "a b c a", "c"), tokenizer=path, sequence_length=1)
+    assert stream(source.train) == [0, 1, 2, 0, 4, 2, 4]
+
+
+def test_the_name_of_a_special_token_in_a_text_is_text(tmp_path: Path) -> None:
+    path, made = word_tokenizer(tmp_path / "words", "</s>")
+    source = prepared(corpus(tmp_path / "data", "a </s> b"), tokenizer=path, sequence_length=1)
+    assert stream(source.train) == [0, 3, 1, 4], "</s> is an unknown word"
+    made.add_tokens(["</s> "])
+    made.model = type(made.model)({"a": 0, "</s>": 1, "[UNK]": 2}, unk_token="[UNK]")
+    made.save(path)
+    words = r"train.jsonl:2 has the token of the end of a document \(1\) within its text; remove its name"
+    with pytest.raises(BadFileError, match=words):
+        prepared(corpus(tmp_path / "data", "a", "a </s>"), tokenizer=path)
+
+
+def test_a_text_that_a_tokenizer_rejects_is_named(tmp_path: Path) -> None:
+    path, _ = word_tokenizer(tmp_path / "words", "</s>", unknown=None)
+    with pytest.raises(BadFileError, match=r"train.jsonl:2 can't be encoded: .*; fix the text, or write"):
+        prepared(corpus(tmp_path / "data", "a b", "a d"), tokenizer=path)
+
+
+def test_an_encoding_that_cannot_be_fetched_is_no_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise ConnectionError("no network")
+
+    fake = SimpleNamespace(list_encoding_names=lambda: ["gpt2"], get_encoding=fail)
+    monkeypatch.setitem(sys.modules, "tiktoken", fake)
+    with pytest.raises(BadFileError, match=r"tiktoken can't load gpt2: no network; run prepare with network"):
+        prepared(corpus(tmp_path), tokenizer="gpt2")
+
+
+def raw(root: Path, content: bytes, name: str = "train.bin", **args: Any) -> DataSource:
+    """Return the data of a token file that another program wrote."""
+    root.mkdir(exist_ok=True)
+    (root / name).write_bytes(content)
+    return build_source(config(root, "gpt2", 1, **args), download=True)
+
+
+IDS = [5, 300, 7, 50256, 40000, 9, 2000, 1, 13]
+
+
+def llmc(magic: int, version: int, tokens: bytes, count: int = len(IDS), order: str = "<") -> bytes:
+    return struct.pack(f"{order}iii", magic, version, count).ljust(1024, b"\0") + tokens
+
+
+@pytest.mark.parametrize(
+    ("content", "args"),
+    [
+        (np.array(IDS, "<u2").tobytes(), {}),
+        (np.array(IDS, "<u4").tobytes(), {}),
+        (np.array(IDS, "<i4").tobytes(), {"vocabulary_size": 128256}),
+        (np.array(IDS, "<u2").tobytes(), {"vocabulary_size": 128256, "dtype": "uint16"}),
+        (llmc(20240520, 1, np.array(IDS, "<u2").tobytes()), {}),
+        (llmc(20240801, 7, np.array(IDS, "<u4").tobytes()), {"vocabulary_size": 128256}),
+    ],
+)
+def test_variants_of_raw_tokens_are_read(content: bytes, args: dict[str, Any], tmp_path: Path) -> None:
+    assert stream(raw(tmp_path, content, **args).train) == IDS
+
+
+@pytest.mark.parametrize(
+    ("content", "args", "words"),
+    [
+        (np.array(IDS, "<u4").tobytes()[:-1], {}, "35 bytes, not whole uint32 tokens"),
+        (np.array(IDS, "<i8").tobytes(), {}, "look like int64"),
+        (np.array(IDS, "<i8").tobytes(), {"vocabulary_size": 128256}, "look like int64"),
+        (np.array([*IDS, 196, 197], ">u2").tobytes(), {}, "look big-endian"),
+        (np.arange(1, 99).astype(">u2").tobytes(), {}, "look big-endian"),
+        (np.array(IDS, ">u4").tobytes(), {"vocabulary_size": 128256}, "look big-endian"),
+        (
+            np.array(IDS[:8], "<u2").tobytes(),
+            {"vocabulary_size": 128256},
+            "look like uint16; write data.args.dtype: uint16",
+        ),
+        (np.array([*IDS, 60000], "<u2").tobytes(), {}, r"has the token 60000 at place 9 \(byte 18\)"),
+        (np.array([*IDS, 128000], "<u4").tobytes(), {}, r"has the token 128000 at place 9 \(byte 36\)"),
+        (llmc(20240520, 1, np.array(IDS, "<u2").tobytes(), 10), {}, "its header says 1044"),
+        (llmc(20240520, 1, np.array(IDS, "<u2").tobytes(), -9), {}, "its header says 1006"),
+        (llmc(20240520, 2, np.array(IDS, "<u2").tobytes()), {}, "llm.c's of magic 20240520, version 2"),
+        (llmc(20240522, 1, np.array(IDS, "<u2").tobytes()), {}, "llm.c's of magic 20240522, version 1"),
+        (llmc(20240520, 1, np.array(IDS, ">u2").tobytes(), order=">"), {}, "in big-endian byte order"),
+        (
+            llmc(20240520, 1, np.array(IDS, "<u2").tobytes()),
+            {"dtype": "uint32"},
+            "^data.args.dtype: uint32, but .* has uint16 by its header",
+        ),
+        (b"\x93NUMPY\x01\0" + bytes(100), {}, "is a NumPy file, not raw tokens; write it again with numpy"),
+        (b"PK\x03\x04" + bytes(100), {}, "is a zip archive"),
+        (b"To be, or not to be: that is the question.\n" * 3, {}, "is text, not tokens; rename it"),
+    ],
+)
+def test_other_variants_of_raw_tokens_are_refused(
+    content: bytes, args: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadFileError, match=words):
+        raw(tmp_path, content, **args)
+
+
+@pytest.mark.parametrize("code", [4, 8, 5])
+def test_megatrons_index_has_the_dtype(code: int, tmp_path: Path) -> None:
+    (tmp_path / "train.idx").write_bytes(b"MMIDIDX\0\0" + struct.pack("<QB", 1, code) + bytes(16))
+    content = np.array(IDS, {4: "<i4", 8: "<u2", 5: "<i8"}[code]).tobytes()
+    if code == 5:
+        with pytest.raises(
+            BadFileError, match=r"train.idx is not an index of Megatron's version 1 .*code 5\)"
+        ):
+            raw(tmp_path, content)
+    else:
+        assert stream(raw(tmp_path, content).train) == IDS
+
+
+def test_raw_splits_of_different_dtypes_are_refused(tmp_path: Path) -> None:
+    np.array(IDS, "<u4").tofile(tmp_path / "val.bin")
+    words = r"train.bin has uint16 tokens and .*val.bin uint32; write it again"
+    with pytest.raises(BadFileError, match=words):
+        raw(tmp_path, np.array(IDS, "<u2").tobytes())
 
 
 def test_missing_data_and_wrong_arguments_are_named(tmp_path: Path) -> None:

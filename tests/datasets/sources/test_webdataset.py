@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,24 @@ def test_names_of_shards() -> None:
             r"^data\.args\.train: .*train-08\.tar is not a file .*, nor are 1 more",
         ),
         ({}, {"train": []}, r"^data\.args\.train: names no file"),
+        (
+            {},
+            {"train": "{0..9999999}.tar"},
+            r"^data\.args\.train: names 10,000,000 files, over",
+        ),
+        ({}, {"val": ["{0..999}-{0..999}.tar", "a"]}, r"^data\.args\.val: names 1,000,001 files, over"),
+        (
+            {},
+            {"train": "{0..%s}.tar" % ("9" * 5000)},
+            r"^data\.args\.train: has a range .* over 9 digits",
+        ),
+        ({}, {"train": "a\0.tar"}, r"^data\.args\.train: 'a\\x00\.tar' has a NUL character; take it out"),
+        ({"a": {"jpg": b"x", "cls": bytes((1 << 24) + 1)}}, {}, r"sample a has a target of 16777217 bytes"),
+        (
+            {"a": {"jpg": b"x", "json": b'{"a": 1, "a": 2}'}},
+            {"target_member": "json.a"},
+            r"sample a has a target that can't be read: it has the key 'a' twice",
+        ),
     ],
 )
 def test_a_bad_shard_is_named_with_its_sample(
@@ -282,3 +301,108 @@ def test_a_sparse_member_is_refused(root: Path) -> None:
         tar.addfile(info)
     with pytest.raises(BadFileError, match=r"train-00\.tar: a\.jpg is sparse; write the shard without"):
         build(root)
+
+
+def add(
+    tar: tarfile.TarFile, name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE, link: str = ""
+) -> None:
+    info = tarfile.TarInfo(name)
+    info.type, info.size, info.linkname = kind, len(content), link
+    tar.addfile(info, io.BytesIO(content))
+
+
+def test_a_hard_link_has_the_content_of_its_member(root: Path) -> None:
+    with tarfile.open(root / "train-00.tar", "w") as tar:
+        add(tar, "folder", kind=tarfile.DIRTYPE)
+        add(tar, "a.jpg", image(1))
+        add(tar, "a.txt", b"\xef\xbb\xbfcat")
+        add(tar, "b.jpg", kind=tarfile.LNKTYPE, link="a.jpg")
+        add(tar, "b.txt", kind=tarfile.LNKTYPE, link="a.txt")
+    source = build(root, train="train-00.tar", val=None, target_member="txt")
+    assert [source.train.file_content(n)[0] for n in range(2)] == [image(1)] * 2  # type: ignore[union-attr]
+    assert targets_of(source.train) == [0, 0] and source.info.class_names == ("cat",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "link", "words"),
+    [
+        (
+            tarfile.LNKTYPE,
+            "z.cls",
+            r"a\.cls is a link to z\.cls, not a file of the shard; write",
+        ),
+        (tarfile.SYMTYPE, "a.jpg", r"a\.cls is a link to a\.jpg, not a file"),
+        (tarfile.FIFOTYPE, "", r"a\.cls is of type b'6'"),
+        (b"M", "", r"a\.cls is of type b'M'"),
+    ],
+)
+def test_a_member_without_content_is_refused(kind: bytes, link: str, words: str, root: Path) -> None:
+    with tarfile.open(root / "train-00.tar", "w") as tar:
+        add(tar, "a.jpg", image(1))
+        add(tar, "a.cls", kind=kind, link=link)
+    with pytest.raises(BadFileError, match=words):
+        build(root)
+
+
+def test_a_sample_that_is_there_twice_is_refused(root: Path) -> None:
+    members = members_of(1)
+    with tarfile.open(root / "train-00.tar", "w") as tar:
+        for name in ("a", "b", "a"):
+            add(tar, f"{name}.jpg", members["jpg"])
+            add(tar, f"{name}.cls", members["cls"])
+    with pytest.raises(BadFileError, match=r"sample a is there twice, or its members do"):
+        build(root)
+
+
+def test_members_of_no_sample_are_counted(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(root / "train-00.tar", {"__meta__": {"json": b""}, "._a": {"jpg": b""}, "a": members_of(1)})
+    build(root, train="train-00.tar", val=None)
+    assert "data.root: 2 members of shards skipped (__meta__.json, ._a.jpg)" in "".join(capsys.readouterr())
+
+
+def header(num_bytes: int = 0, kind: bytes = tarfile.REGTYPE, **pax: str) -> bytes:
+    info = tarfile.TarInfo("a.jpg")
+    info.type, info.size, info.pax_headers = kind, num_bytes, pax
+    return info.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [
+        (header(1 << 70), r"a\.jpg ends at byte \d+ of"),
+        (header(size="1" + "0" * 400), r"a\.jpg ends at byte 10+\d+ of"),
+        (header(size="1" * 5000), r"sample a has 0 members cls \(jpg\)"),
+        (header(-512), r"has the size -512|offset"),
+        (header(1 << 40, tarfile.XHDTYPE), r"a header of type b'x' has the size 1099511627776"),
+        (header(1 << 40, tarfile.GNUTYPE_LONGNAME), r"a header of type b'L' has the size"),
+        (header(512, tarfile.XGLTYPE) * 5000, "write it again"),
+    ],
+)
+def test_absurd_sizes_are_errors(start: bytes, words: str, root: Path) -> None:
+    (root / "train-00.tar").write_bytes(start + (root / "val.tar").read_bytes())
+    with pytest.raises(BadFileError, match=rf"train-00\.tar(:| is not a complete tar file:) .*{words}"):
+        build(root)
+
+
+def test_tar_files_joined_by_cat_are_refused(root: Path) -> None:
+    path = root / "train-00.tar"
+    content = path.read_bytes()
+    path.write_bytes(content + (root / "train-01.tar").read_bytes())
+    words = r"train-00\.tar is not a complete .* continues after its end-of-archive block at byte \d+, like"
+    with pytest.raises(BadFileError, match=words):
+        build(root)
+    path.write_bytes(content)
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)  # a hole, as after preallocation
+    assert len(build(root).train) == 12
+    with path.open("r+b") as file:
+        file.seek((1 << 40) - 1)
+        file.write(b"x")
+    with pytest.raises(BadFileError, match=words):
+        build(root)
+
+
+def test_pipes_are_no_shards(root: Path) -> None:
+    os.mkfifo(root / "train-03.tar")
+    with pytest.raises(BadFileError, match=r"train-03\.tar is not a file on this machine"):
+        build(root, train="train-03.tar")
