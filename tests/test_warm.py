@@ -183,3 +183,39 @@ def test_a_task_that_is_killed_takes_its_rank_with_it() -> None:
         (rank,) = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
         process.kill()
         assert came_true(lambda: not Path(f"/proc/{rank}").exists(), 30)
+
+
+_TEN_THREADS = """if True:
+    import json, subprocess, sys, threading
+    from concurrent.futures import ThreadPoolExecutor
+    from tests import warm
+
+    together = threading.Barrier(10)
+
+    def run(number):
+        together.wait()
+        script = "import sys; print(sys.argv[1]); sys.exit(int(sys.argv[1]))"
+        process = warm.start_script(script, str(number), stdout=subprocess.PIPE, text=True)
+        return int(process.communicate()[0] or 0), process.returncode
+
+    with ThreadPoolExecutor(10) as pool:
+        print(json.dumps([list(pool.map(run, range(1, 11))) for _ in range(3)]))
+    warm.close()
+"""
+
+
+def test_ten_threads_get_ten_commands_each_with_an_exit_code_of_its_own() -> None:
+    """Also at the first call, in which one of them starts the fork server."""
+    script = [sys.executable, "-c", _TEN_THREADS]
+    environment = os.environ | {"PYTHONPATH": REPOSITORY}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == 3 * [[[number, number] for number in range(1, 11)]]
+
+
+@pytest.mark.parametrize("ask", [lambda process: process.wait(60), lambda process: process.poll()])
+def test_a_lost_exit_status_is_an_error(ask: Any) -> None:
+    process = warm.start_script("pass")
+    os.waitpid(process.pid, 0)
+    with pytest.raises(ChildProcessError):
+        ask(process)
+    process.returncode = 0

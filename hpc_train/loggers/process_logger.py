@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from hpc_train.package_path import with_package
+from hpc_train.run.processes import exit_code
 
 #: How long ``close`` waits for the process to send the remaining rows.
 _CLOSE_LIMIT_S = 10.0
@@ -93,7 +94,7 @@ class ProcessLogger:
                     return
                 news = self._next_news()
         except OSError:
-            if process.wait() != 0:
+            if exit_code(process, block=True) != 0:
                 self._warn("its process ended")
             self._warned.set()  # otherwise it has reported the reason itself
         finally:

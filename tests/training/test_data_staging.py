@@ -25,7 +25,7 @@ from hpc_train.health.progress import Progress
 from hpc_train.paths import RunPaths
 from hpc_train.training.data_staging import staged
 from hpc_train.training.rank import Rank
-from tests.disks import small_disk
+from tests.disks import SyncedFiles, small_disk
 from tests.waiting import came_true
 
 
@@ -234,3 +234,11 @@ def test_a_damaged_copy_is_never_other_pixels(data: DataConfig, tmp_path: Path) 
         file.write(bytes([byte ^ 1]))
     with pytest.raises(Exception, match=r"the hash of sample 3 .*; remove the file, then run"):
         train.file_content(3)
+
+
+def test_a_copy_is_synced_before_it_gets_its_name(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a node that loses power keeps a copy of the right size without its content."""
+    synced = SyncedFiles(monkeypatch)
+    made = copy(data)
+    made.make(lambda copied: None)
+    assert made.path.stat().st_ino in synced.at_rename_to(made.path)
