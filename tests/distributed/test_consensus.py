@@ -111,7 +111,9 @@ except PeerLostError as error:
     assert [rank.returncode for rank in ranks] == [0, -9, 0], ranks[0].stderr
 
 
-@pytest.mark.parametrize("bad_samples", [_MOST_BAD_SAMPLES - 1, _MOST_BAD_SAMPLES, _MOST_BAD_SAMPLES + 1, 10**9])
+@pytest.mark.parametrize(
+    "bad_samples", [_MOST_BAD_SAMPLES - 1, _MOST_BAD_SAMPLES, _MOST_BAD_SAMPLES + 1, 10**9]
+)
 def test_more_bad_samples_than_fit_into_the_shared_number_count_as_the_most(bad_samples: int) -> None:
     packed = _packed((0, 1, 0, 0, 1, bad_samples))
     assert packed < 1 << NUM_BITS
