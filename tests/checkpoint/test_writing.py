@@ -38,8 +38,9 @@ from tests.checkpoint.checkpoint_runs import (
     make_run,
 )
 from tests.disks import SyncedFiles, small_disk
+from tests.waiting import HANG_LIMIT_S
 
-LIMIT_S = 120.0
+LIMIT_S = HANG_LIMIT_S
 
 
 @pytest.fixture

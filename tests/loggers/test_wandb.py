@@ -87,7 +87,7 @@ def test_a_missing_key_is_one_warning(
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port}")
     logger = WandbLogger(context(tmp_path, mode="online"))
     _wait_until(lambda: logger._process is not None)
-    assert logger._process is not None and logger._process.wait(120) == 0
+    assert logger._process is not None and logger._process.wait(HANG_LIMIT_S) == 0
     logger.log(row("train", 1))
     logger.close("completed")
     told = capfd.readouterr().err
@@ -171,7 +171,7 @@ def _start_deaf(*_: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def _wait_until(is_so: Any, limit_s: float = 60.0) -> None:
+def _wait_until(is_so: Any, limit_s: float = HANG_LIMIT_S) -> None:
     end = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < end

@@ -26,7 +26,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.training.data_staging import staged
 from hpc_train.training.rank import Rank
 from tests.disks import SyncedFiles, small_disk
-from tests.waiting import came_true
+from tests.waiting import HANG_LIMIT_S, came_true
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def beside(function: Any) -> Iterator[list[Any]]:
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
     yield results
-    thread.join(30)
+    thread.join(HANG_LIMIT_S)
     assert not thread.is_alive()
 
 
@@ -132,7 +132,7 @@ def test_a_rank_waits_for_a_copy_under_way_and_reports_its_progress(data: DataCo
         fcntl.flock(lock, fcntl.LOCK_EX)  # as another job does
         with beside(lambda: staged(first)) as ours, beside(lambda: staged(second)) as theirs:
             for rank in (first, second):
-                assert came_true(lambda rank=rank: rank.progress.standing.part in (49, 50), 30)  # type: ignore[misc]
+                assert came_true(lambda rank=rank: rank.progress.standing.part in (49, 50), HANG_LIMIT_S)  # type: ignore[misc]
             assert not made.path.exists()
             fcntl.flock(lock, fcntl.LOCK_UN)
     assert ours == theirs and made.is_complete
