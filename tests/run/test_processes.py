@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
+from hpc_train.cli import app
+from hpc_train.distributed import signals
 from hpc_train.errors import ExitCode
+from hpc_train.launchers.entry import Entry
+from hpc_train.launchers.rank_processes import RankProcess, RankProcesses
 from hpc_train.run.processes import exit_code
 
 _IGNORING = """if True:
@@ -38,3 +46,42 @@ def test_an_exit_code_is_that_of_the_child() -> None:
 
 def test_a_process_that_inherits_an_ignored_sigchld_gets_the_statuses_of_its_children() -> None:
     assert subprocess.run([sys.executable, "-c", _IGNORING], check=False).returncode == 7
+
+
+@pytest.fixture
+def ignores_children() -> Iterator[None]:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+class _StartedError(Exception):
+    """Ends a program once it has set itself up."""
+
+
+def _stop() -> None:
+    raise _StartedError
+
+
+@pytest.mark.usefixtures("ignores_children")
+@pytest.mark.parametrize("program", [app.main, Entry(Path("run"))])
+def test_commands_and_ranks_get_the_statuses_of_their_children(
+    program: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    umask, threshold = os.umask(0o022), gc.get_threshold()
+    monkeypatch.setattr(app, "app", _stop)
+    monkeypatch.setattr(signals, "block", _stop)
+    with pytest.raises(_StartedError):
+        program()
+    os.umask(umask)
+    gc.set_threshold(*threshold)
+    assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+
+
+def test_a_rank_whose_status_was_lost_has_failed() -> None:
+    rank = RankProcess(0, subprocess.Popen(["true"]))
+    os.waitpid(rank.popen.pid, 0)
+    ranks = RankProcesses.__new__(RankProcesses)
+    ranks._all, ranks.ended = [rank], []
+    ranks.collect()
+    assert ranks.exit_codes() == [ExitCode.FAILED]
