@@ -41,3 +41,27 @@ def small_disk(place: Path, size: str, leave_out: Callable[[str], object] = pyte
         yield place
     finally:
         subprocess.run(["umount", "-l", place], check=True)
+
+
+class SyncedFiles:
+    """Records the files that this process syncs and those synced before each rename of a file or folder."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._inodes: set[int] = set()
+        self._renames: dict[Path, set[int]] = {}
+        fsync, rename = os.fsync, Path.rename
+
+        def noting_fsync(descriptor: int) -> None:
+            fsync(descriptor)
+            self._inodes.add(os.fstat(descriptor).st_ino)
+
+        def noting_rename(path: Path, target: Path) -> Path:
+            self._renames[Path(target)] = set(self._inodes)
+            return rename(path, target)
+
+        monkeypatch.setattr(os, "fsync", noting_fsync)
+        monkeypatch.setattr(Path, "rename", noting_rename)
+
+    def at_rename_to(self, target: Path) -> set[int]:
+        """Return the inodes of the files that had been synced when something was renamed to ``target``."""
+        return self._renames[target]

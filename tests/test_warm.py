@@ -17,7 +17,7 @@ import pytest
 
 from hpc_train.launchers.rank_processes import _die_with
 from tests import warm, warm_imports
-from tests.waiting import came_true
+from tests.waiting import HANG_LIMIT_S, came_true
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
 
@@ -52,7 +52,7 @@ def facts(start: type[subprocess.Popen[Any]], folder: Path, **variables: str) ->
             preexec_fn=_die_with(os.getpid()),
             cwd=folder,
         )
-    assert process.wait(60) == 7, log.read_text()
+    assert process.wait(HANG_LIMIT_S) == 7, log.read_text()
     return json.loads(log.read_text())
 
 
@@ -114,7 +114,7 @@ def test_a_signal_ends_a_forked_rank_as_it_would_a_fresh_one(forked: type[_Forke
         assert process.stdout is not None
         assert process.stdout.readline()
         process.kill()
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(HANG_LIMIT_S) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_forked_script_ends_as_a_fresh_one(end: str) -> None:
     found = []
     fresh = subprocess.Popen([sys.executable, "-c", script, "at exit"], **pipes)
     for process in (fresh, warm.start_script(script, "at exit", **pipes)):
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=HANG_LIMIT_S)
         found.append((process.returncode, output, errors.splitlines()[-1:]))
     assert found[0] == found[1]
 
@@ -157,7 +157,7 @@ def test_a_rank_that_a_task_orders_is_like_a_fresh_one(tmp_path: Path) -> None:
     found = {}
     for name, more in (("fresh", {warm.FRESH: "1"}), ("warm", {})):
         with (tmp_path / name).open("wb") as output:
-            code = task("one", output=output, TMPDIR=str(tmp_path), **more).wait(60)
+            code = task("one", output=output, TMPDIR=str(tmp_path), **more).wait(HANG_LIMIT_S)
         assert code == 7, (tmp_path / name).read_text()
         found[name] = json.loads((tmp_path / name).read_text())
         assert found[name].pop("has torch") == (name == "warm")
@@ -173,7 +173,7 @@ def test_a_task_passes_signals_on_and_ends_as_its_rank() -> None:
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["has torch"]
         process.send_signal(signal.SIGUSR1)
-        assert process.wait(60) == -signal.SIGUSR1
+        assert process.wait(HANG_LIMIT_S) == -signal.SIGUSR1
 
 
 def test_a_task_that_is_killed_takes_its_rank_with_it() -> None:
@@ -182,4 +182,40 @@ def test_a_task_that_is_killed_takes_its_rank_with_it() -> None:
         supervisor = json.loads(process.stdout.readline())["parent"]
         (rank,) = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
         process.kill()
-        assert came_true(lambda: not Path(f"/proc/{rank}").exists(), 30)
+        assert came_true(lambda: not Path(f"/proc/{rank}").exists(), HANG_LIMIT_S)
+
+
+_TEN_THREADS = """if True:
+    import json, subprocess, sys, threading
+    from concurrent.futures import ThreadPoolExecutor
+    from tests import warm
+
+    together = threading.Barrier(10)
+
+    def run(number):
+        together.wait()
+        script = "import sys; print(sys.argv[1]); sys.exit(int(sys.argv[1]))"
+        process = warm.start_script(script, str(number), stdout=subprocess.PIPE, text=True)
+        return int(process.communicate()[0] or 0), process.returncode
+
+    with ThreadPoolExecutor(10) as pool:
+        print(json.dumps([list(pool.map(run, range(1, 11))) for _ in range(3)]))
+    warm.close()
+"""
+
+
+def test_ten_threads_get_ten_commands_each_with_an_exit_code_of_its_own() -> None:
+    """Also at the first call, in which one of them starts the fork server."""
+    script = [sys.executable, "-c", _TEN_THREADS]
+    environment = os.environ | {"PYTHONPATH": REPOSITORY}
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == 3 * [[[number, number] for number in range(1, 11)]]
+
+
+@pytest.mark.parametrize("ask", [lambda process: process.wait(HANG_LIMIT_S), lambda process: process.poll()])
+def test_a_lost_exit_status_is_an_error(ask: Any) -> None:
+    process = warm.start_script("pass")
+    os.waitpid(process.pid, 0)
+    with pytest.raises(ChildProcessError):
+        ask(process)
+    process.returncode = 0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+#: For waits that only a hang can exceed, also on a machine with several times as many processes as cores.
+HANG_LIMIT_S = 300.0
 _SHORTEST_S = 0.02
 #: A question may take this share of a core; the pauses for that are at most so long, unless it takes a second
 #: share.

@@ -87,6 +87,9 @@ _ROOM = 60_000
 _MOST_BYTES = 2 * _ROOM
 _LIMIT_S = 60.0
 _libc = ctypes.CDLL(None, use_errno=True)
+_adoption = threading.Lock()
+#: Threads that call ``_server`` at the same time must get one server.
+_starting = threading.RLock()
 
 
 class ForkServer:
@@ -96,7 +99,6 @@ class ForkServer:
         self._end = end
         self.pid = pid
         self._door = door
-        self._lock = threading.Lock()
         self._environment = dict(os.environ)
 
     def can_change_to(self, environment: Mapping[str, str]) -> bool:
@@ -111,9 +113,11 @@ class ForkServer:
     def fork(self, order: Mapping[str, Any], files: Sequence[int]) -> int:
         """Return a new child of this process that carries out the order; ``files`` become its 0, 1, 2."""
         message = json.dumps({**order, "parent": os.getpid()}).encode()
-        with self._lock, _adopting():
+        with _adopting():
             socket.send_fds(self._end, [message], files)
-            return int(self._end.recv(100))
+            pid = int(self._end.recv(100))
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # ChildProcessError: not our child
+        return pid
 
     def close(self) -> None:
         """End the server; what it forked lives on."""
@@ -142,12 +146,13 @@ def _own_state() -> dict[str, Any]:
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """A while in which a grandchild that loses its parent becomes a child of this process."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield
-    finally:
-        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    """Make this process adopt grandchildren that lose their parent; one thread of the process at a time."""
+    with _adoption:  # the attribute belongs to the process: one thread's end would stop another's adoption
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            yield
+        finally:
+            _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 class _Sockets(NamedTuple):
@@ -172,9 +177,14 @@ def _make_sockets(*, with_door: bool) -> _Sockets:
     return _Sockets(ours, theirs, door, path)
 
 
-@functools.cache
 def _server() -> ForkServer:
     """Return this process's fork server, started at the first call; it ends with this process or before."""
+    with _starting:
+        return _started_server()
+
+
+@functools.cache
+def _started_server() -> ForkServer:
     if own := os.environ.pop(_OWN_SERVER, None):
         pid, _, path = own.partition(" ")
         return ForkServer(socket.socket(fileno=_SERVER_FILE), int(pid), path)
@@ -196,18 +206,32 @@ def _server() -> ForkServer:
 
 def server_pid() -> int | None:
     """Return the process of this process's fork server, if there is one."""
-    return _server().pid if _server.cache_info().currsize else None
+    return _server().pid if _started_server.cache_info().currsize else None
 
 
 def close() -> None:
     """End this process's fork server, if there is one."""
-    if _server.cache_info().currsize:
+    if _started_server.cache_info().currsize:
         _server().close()
-        _server.cache_clear()
+        _started_server.cache_clear()
 
 
 class _WarmPopen(subprocess.Popen[Any]):
     """A process that a fork server forks where that makes no difference to it, else one as usual."""
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        """Raises ChildProcessError if the status is lost; ``subprocess`` itself would report exit code 0."""
+        return os.waitpid(self.pid, wait_flags)
+
+    def poll(self) -> int | None:
+        if self.returncode is None and self._waitpid_lock.acquire(blocking=False):  # type: ignore[attr-defined]
+            try:
+                pid, status = self._try_wait(os.WNOHANG) if self.returncode is None else (0, 0)
+                if pid == self.pid:
+                    self._handle_exitstatus(status)  # type: ignore[attr-defined]
+            finally:
+                self._waitpid_lock.release()  # type: ignore[attr-defined]
+        return self.returncode
 
     #: What this process asks; set by ``_launch``.
     server: ForkServer

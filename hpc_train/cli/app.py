@@ -21,6 +21,7 @@ from hpc_train.cli import file_commands, run_commands, result_commands  # noqa: 
 # isort: on
 from hpc_train.cli.command_line import app, command, exit_code_of
 from hpc_train.errors import ExitCode
+from hpc_train.run.processes import keep_exit_statuses
 
 #: New objects after which Python looks for garbage. Its own 700 makes `status` of thousands of runs a fifth
 #: slower: they make many objects, which stay to the command's end.
@@ -71,6 +72,7 @@ def main() -> None:
     # Files that others may write are not executed (run.trust), so no process here may create such files.
     os.umask(os.umask(0o077) | 0o022)
     _open_closed_streams()
+    keep_exit_statuses()
     gc.set_threshold(_GARBAGE_THRESHOLD)
     try:
         app()

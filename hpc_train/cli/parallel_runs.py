@@ -18,6 +18,7 @@ from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.local import noted_signals
 from hpc_train.paths import RunPaths
+from hpc_train.run.processes import exit_code
 
 _POLL_S = 0.1
 
@@ -110,7 +111,7 @@ class Slots:
                 running.send_signal(number)
             self._sent += 1
         for slot, process in enumerate(self._slots):
-            if process is not None and (code := process.poll()) is not None:
+            if process is not None and (code := exit_code(process)) is not None:
                 self._slots[slot] = None
                 self.codes.append(_exit_code(code))
 

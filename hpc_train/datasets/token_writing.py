@@ -30,7 +30,6 @@ from hpc_train.data_facts.token_shards import (
     header_of,
     index_digest,
     raw_files,
-    read_header,
     read_index,
     root_of,
     shards_folder,

@@ -17,7 +17,7 @@ from hpc_train.distributed.parent_process import end_daemons
 from hpc_train.distributed.timm_imports import keep_wandb_out
 from hpc_train.errors import ExitCode, UsageError, UserError
 from hpc_train.paths import RunPaths
-from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE
+from hpc_train.run.processes import ATTEMPT_VARIABLE, FOLDER_VARIABLE, keep_exit_statuses
 from hpc_train.run.rank_ends import tell_end, tell_error
 
 __all__ = ["ATTEMPT_VARIABLE", "FOLDER_VARIABLE", "TOKEN_VARIABLE", "Entry"]
@@ -38,6 +38,7 @@ class Entry:
         It does not return: submitit would make exit code 0 of whatever it returned, and keep that in a
         pickle. Nor does Python tear down: gloo's threads sometimes abort in that.
         """
+        keep_exit_statuses()
         signals.block()  # until the worker can note them; a launcher has done so already where it could
         try:
             code = self._run(attempt_number(os.environ.get(ATTEMPT_VARIABLE)))

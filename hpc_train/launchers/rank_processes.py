@@ -20,7 +20,7 @@ from hpc_train.launchers.entry import ATTEMPT_VARIABLE, FOLDER_VARIABLE, TOKEN_V
 from hpc_train.paths import RunPaths
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
 from hpc_train.run.files import open_regular
-from hpc_train.run.processes import Process
+from hpc_train.run.processes import Process, exit_code
 from hpc_train.run.storage_errors import named_errors
 
 _PR_SET_PDEATHSIG = 1
@@ -75,7 +75,7 @@ class RankProcesses:
         """Note which ranks have ended since the last call."""
         now = time.monotonic()
         for rank in self._running():
-            rank.exit_code = rank.popen.poll()
+            rank.exit_code = exit_code(rank.popen)
             if rank.exit_code is not None:
                 rank.ended_at = now
                 self.ended.append(rank)
@@ -97,7 +97,7 @@ class RankProcesses:
             with suppress(ProcessLookupError):
                 os.killpg(rank.popen.pid, signal.SIGKILL)  # each leads a session of its own
         for rank in self._running():
-            rank.popen.wait()
+            exit_code(rank.popen, block=True)
         self.collect()
 
     def _running(self) -> list[RankProcess]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -18,9 +19,13 @@ from contextlib import suppress
 from typing import Any
 
 from hpc_train.package_path import with_package
+from hpc_train.run.processes import exit_code
 
 #: How long ``close`` waits for the process to send the remaining rows.
 _CLOSE_LIMIT_S = 10.0
+#: How long ``close`` waits before that for a process that has not started yet, as on a busy node at the end
+#: of a short run. Assumed.
+_START_LIMIT_S = 60.0
 _KILLED_LIMIT_S = 1.0
 
 
@@ -31,18 +36,31 @@ class ProcessLogger:
     """
 
     def __init__(
-        self, name: str, module: str, start_message: dict[str, Any], environment: Mapping[str, str]
+        self,
+        name: str,
+        module: str,
+        start_message: dict[str, Any],
+        environment: Mapping[str, str],
+        *,
+        waits_for_start: bool = False,
     ) -> None:
-        """``name``: in warnings; ``module``: what the process runs, with this environment."""
+        """``name``: in warnings; ``module``: the program of the process, with this environment.
+
+        ``waits_for_start``: if true, ``close`` gives the process ``_START_LIMIT_S`` to start; for a target
+        that needs no server, since the start of any other may wait for one.
+        """
         self._name = name
         self._module = module
         self._environment = environment
         self._start_message = start_message
+        self._waits_for_start = waits_for_start
         self._warned = threading.Event()
         self._process: subprocess.Popen[str] | None = None
         #: Not yet known to the process: ``committed``, ``newest``, ``end``.
         self._news: dict[str, Any] = {}
         self._has_news = threading.Condition()
+        #: Both ends of the pipe to which the process writes once it has started.
+        self._started, self._starting = os.pipe()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -52,18 +70,34 @@ class ProcessLogger:
 
     def close(self, state: str) -> None:
         """Give the process ``_CLOSE_LIMIT_S`` to finish, then end it."""
-        deadline = time.monotonic() + _CLOSE_LIMIT_S
         self._tell(end=0 if state == "completed" else 1)
-        self._thread.join(_CLOSE_LIMIT_S)
+        has_started = self._wait_for_start()
+        os.close(self._started)
+        deadline = time.monotonic() + (_CLOSE_LIMIT_S if has_started else 0.0)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._process is None:
             return
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._warn(f"it did not finish within {_CLOSE_LIMIT_S:g} s")
+            self._warn(
+                f"it did not finish within {_CLOSE_LIMIT_S:g} s"
+                if has_started
+                else f"its process did not start within {_START_LIMIT_S:g} s; `hpc-train sync` sends the rows"
+            )
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._thread.join(_KILLED_LIMIT_S)
+
+    def _wait_for_start(self) -> bool:
+        """Return False if the process has not started within ``_START_LIMIT_S``; True without waiting if its
+        start may need a server.
+        """
+        if not self._waits_for_start:
+            return True
+        poll = select.poll()  # unlike select, for descriptors above 1,023 too
+        poll.register(self._started, select.POLLIN)  # also readable if the process has ended
+        return bool(poll.poll(_START_LIMIT_S * 1000))
 
     def _tell(self, **news: Any) -> None:
         with self._has_news:
@@ -79,10 +113,12 @@ class ProcessLogger:
     def _run(self) -> None:
         """Send changes to the process until the end, or until it is gone."""
         try:
-            self._process = process = _start_process(self._module, self._environment)
+            self._process = process = _start_process(self._module, self._environment, self._starting)
         except OSError as error:
             self._warn(f"its process can't be started: {error}")
             return
+        finally:
+            os.close(self._starting)
         assert process.stdin is not None
         try:
             news = self._start_message
@@ -93,7 +129,7 @@ class ProcessLogger:
                     return
                 news = self._next_news()
         except OSError:
-            if process.wait() != 0:
+            if exit_code(process, block=True) != 0:
                 self._warn("its process ended")
             self._warned.set()  # otherwise it has reported the reason itself
         finally:
@@ -106,11 +142,11 @@ class ProcessLogger:
             print(warning(self._name, what), file=sys.stderr, flush=True)
 
 
-def _start_process(module: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+def _start_process(module: str, environment: Mapping[str, str], started: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
+        stdout=started,
         text=True,
         env=with_package(environment),
         start_new_session=True,  # Ctrl-C and a launcher's signals are handled by the rank

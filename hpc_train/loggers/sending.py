@@ -2,7 +2,8 @@
 
 Such a process reads one JSON object per line from stdin: first the settings, then any of ``committed`` (the
 step up to which rows are final), ``newest`` (a row that is not final yet) and, last, ``end`` (0 if the run
-has completed). It ends with its input. If anything fails it prints one line on stderr and exits with 0.
+has completed). It writes a line to stdout once it has started, and ends with its input. If anything fails it
+prints one line on stderr and exits with 0.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def main(name: str, make: Callable[[dict[str, Any], Callable[[str], None]], Mirr
     exit handlers, which would wait for unsent data.
     """
     ours = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8")
+    started = os.dup(sys.stdout.fileno())
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.dup2(null, sys.stderr.fileno())
@@ -67,15 +69,17 @@ def main(name: str, make: Callable[[dict[str, Any], Callable[[str], None]], Mirr
         print(warning(name, what), file=ours, flush=True)
 
     try:
-        _send(sys.stdin, lambda settings: make(settings, warn))
+        _send(sys.stdin, lambda settings: make(settings, warn), started)
     except Exception as error:
         warn(in_a_line(error))
     ours.close()
     os._exit(0)
 
 
-def _send(lines: IO[str], make: Callable[[dict[str, Any]], Mirror]) -> None:
+def _send(lines: IO[str], make: Callable[[dict[str, Any]], Mirror], started: int) -> None:
     mirror = make(json.loads(next(lines)))
+    with suppress(OSError):  # the rank was killed
+        os.write(started, b"started\n")
     exit_code = None
     for line in lines:
         news = json.loads(line)

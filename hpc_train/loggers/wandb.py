@@ -12,6 +12,7 @@ from typing import Any
 from hpc_train.config.schema import WandbConfig
 from hpc_train.loggers.base import LoggerContext, Row
 from hpc_train.loggers.process_logger import ProcessLogger
+from hpc_train.loggers.wandb_key import effective_mode
 
 
 class WandbLogger(ProcessLogger):
@@ -21,7 +22,13 @@ class WandbLogger(ProcessLogger):
         settings = context.experiment.logging.wandb
         assert settings is not None, "the wandb logger needs logging.wandb"
         message = start_message(context, settings)
-        super().__init__("wandb", "hpc_train.loggers.wandb_process", message, environment())
+        super().__init__(
+            "wandb",
+            "hpc_train.loggers.wandb_process",
+            message,
+            environment(),
+            waits_for_start=effective_mode(settings.mode) == "offline",
+        )
 
     def log(self, row: Row) -> None:
         """Show the row's values."""

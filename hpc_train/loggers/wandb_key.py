@@ -69,3 +69,10 @@ def _settings() -> dict[str, str]:
         return dict(parser.items("default"))
     except (OSError, ValueError, configparser.Error):
         return {}
+
+
+def effective_mode(mode: str) -> str:
+    """Return ``logging.wandb.mode``, or the mode that ``auto`` selects: ``online`` if there is a key."""
+    if mode != "auto":
+        return mode
+    return "online" if has_key() else "offline"

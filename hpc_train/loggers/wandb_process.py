@@ -12,7 +12,7 @@ from hpc_train.loggers import sending
 from hpc_train.loggers.base import Row
 from hpc_train.loggers.sending import lock_for
 from hpc_train.loggers.sent_rows import SentRows
-from hpc_train.loggers.wandb_key import has_key
+from hpc_train.loggers.wandb_key import effective_mode
 from hpc_train.paths import RunPaths
 
 #: How long to wait for the server at the start; wandb's own 90 s would outlive short runs.
@@ -43,7 +43,7 @@ class WandbMirror:
     """
 
     def __init__(self, start: dict[str, Any], warn: Callable[[str], None]) -> None:
-        self._start = start | {"mode": _mode(start)}
+        self._start = start | {"mode": effective_mode(start["mode"])}
         self._paths = paths = RunPaths(Path(start["folder"]))
         is_offline = self._start["mode"] == "offline"
         self._lock = lock_for(start, paths.wandb_offline_lock if is_offline else paths.wandb_lock)
@@ -116,12 +116,6 @@ def _named(row: Row) -> Row:
 def _time(row: Row) -> Row:
     """Return the time of the row, under wandb's name."""
     return {"_timestamp": row["time"]} if "time" in row else {}
-
-
-def _mode(message: dict[str, Any]) -> str:
-    if message["mode"] != "auto":
-        return str(message["mode"])
-    return "online" if has_key() else "offline"
 
 
 def _start(message: dict[str, Any], suffix: str) -> Any:

@@ -11,18 +11,41 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import time
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hpc_train.errors import TryAgainError
+from hpc_train.errors import ExitCode, TryAgainError
 
 #: The attempt that a rank belongs to, and its run folder; set by the launcher.
 ATTEMPT_VARIABLE = "HPC_TRAIN_ATTEMPT"
 FOLDER_VARIABLE = "HPC_TRAIN_RUN_FOLDER"
 _POLL_S = 0.02
+
+
+def keep_exit_statuses() -> None:
+    """Undo an ignored SIGCHLD, which a process inherits from the one that started it. Main thread only.
+
+    While it is ignored, the kernel discards the exit status of every child, and ``subprocess`` reports 0.
+    """
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+def exit_code(child: subprocess.Popen[Any], *, block: bool = False) -> int | None:
+    """Return the child's exit code, or None while it runs; with ``block`` wait for its end.
+
+    A status that something else in this process has collected counts as a failure; ``Popen`` reports 0.
+    """
+    if child.returncode is None:
+        try:
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | (0 if block else os.WNOHANG))
+        except ChildProcessError:
+            child.returncode = int(ExitCode.FAILED)
+    return child.poll()
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ from tests.checkpoint.checkpoint_runs import (
 )
 from tests.disks import small_disk
 from tests.ranks import run_ranks
+from tests.waiting import HANG_LIMIT_S
 
-LIMIT_S = 120.0
+LIMIT_S = HANG_LIMIT_S
 
 
 @pytest.fixture

@@ -42,8 +42,9 @@ from tests.checkpoint.checkpoint_runs import (
     forge,
     make_run,
 )
+from tests.waiting import HANG_LIMIT_S
 
-LIMIT_S = 120.0
+LIMIT_S = HANG_LIMIT_S
 SCALER = torch.amp.GradScaler("cpu").state_dict()
 EXTRA = {"position": {"step": 3, "skipped": [1]}, "seed": 2**63 - 1, "rate": 0.1}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from hpc_train.checkpoint import staging as staging_module
 from hpc_train.checkpoint.staging import Contents, Staging, is_finite
 from tests.checkpoint.checkpoint_runs import Trainee, octets
+from tests.waiting import HANG_LIMIT_S
 
 
 def tensors() -> dict[str, Tensor]:
@@ -73,7 +74,7 @@ def test_a_wait_ends_when_all_is_copied_and_when_the_copying_failed() -> None:
     waiter.start()
     assert waiter.is_alive()
     staging.copy()
-    waiter.join(60)
+    waiter.join(HANG_LIMIT_S)
     assert not waiter.is_alive()
     staging.begin({"weight": torch.ones(4)}, ())
     with pytest.raises(ValueError, match="broadcast"):

@@ -29,8 +29,9 @@ from tests.end_to_end.runs import wait_for
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
 from tests.run.runs import small_run
+from tests.waiting import HANG_LIMIT_S
 
-_LIMIT_S = 120.0
+_LIMIT_S = HANG_LIMIT_S
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from tests.cli.commands import Done, hpc_train
 from tests.end_to_end.runs import wait_for
 from tests.run.runs import small_run
 from tests.run.test_checkpoints import begin_attempt, change_manifest, write_checkpoint
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_a_claim_waits_for_who_cleans(run: RunPaths) -> None:
         thread.start()
         wait_for(lambda: _waits_for_a_lock(thread), "the claim at the lock", 30)
         assert not claimed and newest_number(run) == 1
-    thread.join(30)
+    thread.join(HANG_LIMIT_S)
     assert claimed == [2]
 
 

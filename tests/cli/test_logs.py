@@ -20,6 +20,7 @@ from tests.cli.launchers import COMPLETING
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
 from tests.run.runs import small_run
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def test_following_ends_with_the_run_and_misses_nothing(run: RunPaths) -> None:
     with run.attempt(2).log(0).open("a") as log:
         log.write("the end, \xe9")
     write_status(run, RunStatus(state="completed", attempt=2))
-    out, _ = process.communicate(timeout=120)
+    out, _ = process.communicate(timeout=HANG_LIMIT_S)
     assert (process.returncode, out.decode()) == (0, "the end, \xe9")
 
 
@@ -209,6 +210,6 @@ def test_following_continues_through_a_requeue(tmp_path: Path, monkeypatch: pyte
     paths.attempt(2).log(0).write_text("two\n")
     assert process.stdout.readline() == "two\n"
     write_status(paths, RunStatus(state="completed", attempt=2))
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=HANG_LIMIT_S)
     assert process.returncode == 0
     assert "attempt 2 starts" in err

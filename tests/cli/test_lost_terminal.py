@@ -23,10 +23,11 @@ from tests.cli.commands import REPOSITORY
 from tests.cli.launchers import SCRIPTED
 from tests.end_to_end.holding import Hold
 from tests.end_to_end.runs import EXPERIMENT, hpc_train, installed, wait_for
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.slow
 
-_LIMIT_S = 120.0
+_LIMIT_S = HANG_LIMIT_S
 
 
 def _own_terminal() -> None:

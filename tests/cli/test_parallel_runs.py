@@ -16,6 +16,7 @@ from hpc_train.run.run_status import read_status
 from tests.cli.commands import REPOSITORY, hpc_train
 from tests.cli.launchers import COMPLETING, SCRIPTED
 from tests.end_to_end.runs import wait_for
+from tests.waiting import HANG_LIMIT_S
 
 _COMMAND = (sys.executable, "-m", "hpc_train")
 _GRID = "sweep.grid={seed: [1, 2, 3]}"
@@ -86,7 +87,7 @@ def test_so_many_runs_train_at_a_time_and_the_next_follows(file: Path) -> None:
         wait_for(lambda: len(_ready()) == 3, "the third run", 120)
         for folder in _ready():
             (folder / "go").touch()
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=HANG_LIMIT_S)
     finally:
         process.kill()
     assert process.returncode == 0, err
@@ -100,7 +101,7 @@ def test_ctrl_c_saves_all_that_train_and_starts_no_more(file: Path) -> None:
     try:
         wait_for(lambda: len(_ready()) == 2, "two runs at once", 120)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=HANG_LIMIT_S)
     finally:
         process.kill()
     assert process.returncode == 130, err

@@ -27,6 +27,7 @@ from tests.cli.commands import hpc_train, python
 from tests.cli.files import write_images
 from tests.cli.launchers import COMPLETING, FAILING, QUEUE, QUEUEING, REFUSING, queued, refusals, requests
 from tests.run.test_checkpoints import write_checkpoint
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def test_ranks_that_outlived_their_launcher_are_ended_first(failed: RunPaths) ->
         write_record(failed.attempt(1), replace(record, **changes))
         write_status(failed, replace(read_status(failed), state="running"))
         assert _resume(failed.folder, "--launcher", COMPLETING) == 0
-        assert rank.wait(10) == -9
+        assert rank.wait(HANG_LIMIT_S) == -9
     finally:
         rank.kill()
         rank.communicate()

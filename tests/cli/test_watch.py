@@ -14,6 +14,7 @@ from tests.cli.commands import REPOSITORY, hpc_train
 from tests.end_to_end import paced
 from tests.end_to_end.runs import PACED, end_what_is_left, found_runs, start, write_experiment
 from tests.terminals import LEAVES_ALTERNATE_SCREEN, SHOWS_CURSOR, Terminal
+from tests.waiting import HANG_LIMIT_S
 
 
 def test_without_a_terminal_status_is_named() -> None:
@@ -45,7 +46,7 @@ def test_a_run_is_watched_and_cancelled_by_key(tmp_path: Path, monkeypatch: pyte
             assert termios.tcgetattr(watching.theirs) == watching.before
             assert LEAVES_ALTERNATE_SCREEN in watching.written and SHOWS_CURSOR in watching.written
         assert read_status(paths).state == "cancelled"
-        assert training.wait(120) != 0
+        assert training.wait(HANG_LIMIT_S) != 0
     finally:
         end_what_is_left()
 

@@ -30,6 +30,7 @@ from hpc_train.datasets.skipping import BadSamples
 from hpc_train.errors import BadFileError, TransientStorageError
 from hpc_train.paths import RunPaths
 from tests.datasets.samples import CPU, experiment
+from tests.waiting import HANG_LIMIT_S
 
 #: Sides and format of the images of a folder, and whether they are stored decoded.
 FOLDERS = {
@@ -337,7 +338,7 @@ def test_two_prepares_at_once_write_one_pack(root: Path, monkeypatch: pytest.Mon
     finish = packing._PackWriter.finish
 
     def finish_together(writer: Any, header: dict[str, Any]) -> None:
-        both.wait(30)  # each has written its samples, neither has renamed its file
+        both.wait(HANG_LIMIT_S)  # each has written its samples, neither has renamed its file
         finish(writer, header)
 
     monkeypatch.setattr(packing._PackWriter, "finish", finish_together)

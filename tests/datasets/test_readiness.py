@@ -28,6 +28,7 @@ from tests.datasets.samples import (
     steps,
     training,
 )
+from tests.waiting import HANG_LIMIT_S
 
 
 class GatedSplit:
@@ -48,7 +49,7 @@ class GatedSplit:
         return torch.zeros(3, 4, 4, dtype=torch.uint8), index
 
 
-def wait_until_ready(batches: TrainingBatches, limit_s: float = 60.0) -> None:
+def wait_until_ready(batches: TrainingBatches, limit_s: float = HANG_LIMIT_S) -> None:
     end = time.monotonic() + limit_s
     while not batches.is_ready(within_s=0.05):
         assert time.monotonic() < end, "the batches never came"

@@ -28,6 +28,7 @@ from hpc_train.errors import BadFileError, TransientStorageError
 from hpc_train.paths import RunPaths
 from hpc_train.run.bad_samples import BadSample, all_known
 from tests.datasets.samples import CPU, OneByOne, experiment, random_split, source
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.fault(22)
 
@@ -355,7 +356,7 @@ def test_counts_of_ranks_and_attempts_add_up(paths: RunPaths) -> None:
     assert len(all_known(paths)) == 5
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(HANG_LIMIT_S)
 @pytest.mark.parametrize("instead", [Path.mkdir, os.mkfifo])
 def test_a_disk_that_refuses_the_name_ends_nothing(
     instead: Callable[[Path], None], paths: RunPaths, caplog: pytest.LogCaptureFixture

@@ -19,6 +19,7 @@ from hpc_train.datasets.sampler import Position
 from hpc_train.datasets.workers import WorkerLostError
 from hpc_train.errors import BadFileError
 from tests.datasets.samples import CPU, experiment, source
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -88,16 +89,16 @@ def test_workers_die_with_a_rank_that_is_killed(mode: str, tmp_path: Path) -> No
     rank, pids = start_rank(mode, tmp_path / "fifo")
     assert len(pids) == 2
     rank.send_signal(signal.SIGKILL)
-    wait_until_gone(pids, limit_s=60)
-    rank.communicate(timeout=60)
+    wait_until_gone(pids, limit_s=HANG_LIMIT_S)
+    rank.communicate(timeout=HANG_LIMIT_S)
 
 
 def test_a_rank_that_fails_ends_at_once_and_leaves_no_worker(tmp_path: Path) -> None:
     rank, pids = start_rank("free", tmp_path / "fifo")
-    _, errors = rank.communicate(timeout=60)
+    _, errors = rank.communicate(timeout=HANG_LIMIT_S)
     assert rank.returncode == 1
     assert "the rank's own mistake" in errors
-    wait_until_gone(pids, limit_s=10)
+    wait_until_gone(pids, limit_s=HANG_LIMIT_S)
 
 
 class Unreadable:
@@ -111,7 +112,7 @@ class Unreadable:
 
 
 @pytest.mark.fault(21)
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(HANG_LIMIT_S)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_worker_that_is_killed_while_it_writes_is_noticed(workers: int) -> None:
     what = experiment(workers=workers)

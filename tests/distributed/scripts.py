@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 from tests import warm
+from tests.waiting import HANG_LIMIT_S
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -20,7 +21,7 @@ def run_script(
         return [
             subprocess.CompletedProcess(rank.args, rank.wait(), out, err)
             for rank in ranks
-            for out, err in [rank.communicate(timeout=100)]
+            for out, err in [rank.communicate(timeout=HANG_LIMIT_S)]
         ]
     finally:
         for rank in ranks:

@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpc_train.distributed.consensus import Agreement, Consensus, StepFlags
+from hpc_train.distributed.consensus import (
+    _MOST_BAD_SAMPLES,
+    Agreement,
+    Consensus,
+    StepFlags,
+    _packed,
+    _total,
+)
 from hpc_train.distributed.process_group import Group, Timeouts
+from hpc_train.distributed.shared_flags import NUM_BITS
 from hpc_train.distributed.signals import StopFlag
 from tests.distributed.scripts import run_script
 
@@ -101,3 +109,12 @@ except PeerLostError as error:
     expected = [each if isinstance(each, int) else list(astuple(each)) for each in told]
     assert [json.loads(rank.stdout or "null") for rank in ranks] == [expected] * 3, ranks[0].stderr
     assert [rank.returncode for rank in ranks] == [0, -9, 0], ranks[0].stderr
+
+
+@pytest.mark.parametrize(
+    "bad_samples", [_MOST_BAD_SAMPLES - 1, _MOST_BAD_SAMPLES, _MOST_BAD_SAMPLES + 1, 10**9]
+)
+def test_more_bad_samples_than_fit_into_the_shared_number_count_as_the_most(bad_samples: int) -> None:
+    packed = _packed((0, 1, 0, 0, 1, bad_samples))
+    assert packed < 1 << NUM_BITS
+    assert _total([packed]) == (0, 1, 0, 0, 1, min(bad_samples, _MOST_BAD_SAMPLES))

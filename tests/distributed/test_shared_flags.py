@@ -12,6 +12,7 @@ import pytest
 
 from hpc_train.distributed.shared_flags import NUM_BITS, SharedFlags
 from hpc_train.errors import PeerLostError
+from tests.waiting import HANG_LIMIT_S
 
 
 def of_ranks(folder: Path, count: int, silence_s: float = 60.0, room: int = 0) -> list[SharedFlags]:
@@ -49,7 +50,7 @@ def test_every_rank_reads_what_all_wrote_in_the_same_exchange(tmp_path: Path) ->
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_LIMIT_S)
     expected = [[number * 10 + rank for rank in range(3)] for number in range(rounds)]
     assert read == [expected] * 3
 

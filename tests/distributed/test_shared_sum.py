@@ -17,6 +17,7 @@ from hpc_train.distributed.shared_sum import SharedSum
 from tests.distributed.test_shared_flags import all_alive as all_alive
 from tests.distributed.test_shared_flags import of_ranks
 from tests.ranks import run_ranks
+from tests.waiting import HANG_LIMIT_S
 
 PIECE = 1024
 
@@ -42,7 +43,7 @@ def averaged(folder: Path, given: list[list[Tensor]]) -> list[list[Tensor]]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(HANG_LIMIT_S)
     return own
 
 

@@ -18,13 +18,14 @@ from pathlib import Path
 from hpc_train.launchers.gpus import count_gpus
 from tests import warm
 from tests.terminals import Terminal
+from tests.waiting import HANG_LIMIT_S
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [
     *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
     *sorted((REPOSITORY / "docs").glob("*.md")),
 ]
-LIMIT_S = 120.0
+LIMIT_S = HANG_LIMIT_S
 #: On the test cluster ranks share this machine's cores, and ``logs -f`` follows them to their end.
 SLURM_LIMIT_S = 400.0
 

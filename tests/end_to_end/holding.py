@@ -14,7 +14,7 @@ from typing import Self
 
 from hpc_train.distributed import signals
 from hpc_train.loggers.base import LoggerContext, Row
-from tests.waiting import came_true
+from tests.waiting import HANG_LIMIT_S, came_true
 
 #: The files by which Python knows an installed package: one that has the logger ``holding``.
 PACKAGE = {
@@ -52,7 +52,7 @@ class Hold:
         """Tell whether the ranks wait."""
         return self._reached.exists() and self._reached.read_text() == self._asked
 
-    def wait(self, process: subprocess.Popen[str], limit_s: float = 240.0) -> None:
+    def wait(self, process: subprocess.Popen[str], limit_s: float = HANG_LIMIT_S) -> None:
         """Wait until the ranks of the command ``process`` wait."""
         came_true(lambda: self.is_reached() or process.poll() is not None, limit_s)
         assert process.poll() is None, process.communicate()[1]

@@ -24,10 +24,10 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.checkpoints import committed
 from tests import warm
 from tests.end_to_end import holding
-from tests.waiting import came_true
+from tests.waiting import HANG_LIMIT_S, came_true
 
 REPOSITORY = Path(__file__).parents[2]
-LIMIT_S = 240.0
+LIMIT_S = HANG_LIMIT_S
 #: Modules that experiments of tests name.
 _OWN_PARTS = (
     "end_to_end/parts", "end_to_end/paced", "end_to_end/holding", "cli/launchers", "models/factories",
@@ -224,7 +224,7 @@ def kill_everything(process: subprocess.Popen[str], paths: RunPaths) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    process.wait(30)
+    process.wait(HANG_LIMIT_S)
 
 
 def final_tensors(paths: RunPaths) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tests.end_to_end.runs import (
     wait_for,
     write_experiment,
 )
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -79,11 +80,11 @@ def test_a_run_with_a_staged_pack_is_interrupted_and_resumed_without_one(tmp_pat
         process = start("resume", paths.folder, hold.override, **runs)
         hold.wait(process)
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130, process.communicate()[1]
+        assert process.wait(HANG_LIMIT_S) == 130, process.communicate()[1]
     assert copy.is_complete and f"{copy.path} has been copied" in paths.attempt(2).log(0).read_text()
 
     process = start("resume", paths.folder, "data.cache=", "data.stage=false", **runs)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=HANG_LIMIT_S)
     assert process.returncode == 0, err
     assert status(paths)["attempt"] == 3
     assert_equal_to_the_bit(quiet, paths)
@@ -104,5 +105,5 @@ def interrupted_while_staging(
         wait_for(lambda: has_open(paths, copy.folder / ".lock") or process.poll() is not None, "staging")
         assert process.poll() is None, process.communicate()[1]
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130, process.communicate()[1]
+        assert process.wait(HANG_LIMIT_S) == 130, process.communicate()[1]
     assert not copy.path.exists()

@@ -27,6 +27,7 @@ from tests.end_to_end.runs import (
     submit,
     write_experiment,
 )
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +62,7 @@ DATA_RANKS = {"ddp": 4, "fsdp": 2, "hsdp": 4, "tensor": 1, "pipeline": 2}
 def stop(process: subprocess.Popen[str], paths: RunPaths) -> None:
     """Press Ctrl-C."""
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_LIMIT_S)
     assert process.returncode == 130, err
     assert status(paths)["step"] % STEPS_PER_EPOCH != 0, "in the middle of an epoch"
 
@@ -82,7 +83,7 @@ def elastic_run(folder: Path) -> RunPaths:
             step = status(paths)["step"]
             what = ("resume", paths.folder)
     process = started(what, *WAYS[-1], runs)
-    _, err = process.communicate(timeout=240)
+    _, err = process.communicate(timeout=HANG_LIMIT_S)
     assert process.returncode == 0, err
     return paths
 

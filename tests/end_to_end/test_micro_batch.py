@@ -22,6 +22,7 @@ from tests.end_to_end.runs import (
     wait_for,
     write_experiment,
 )
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +54,7 @@ def test_all_ranks_take_what_fits_on_each_and_keep_it(tmp_path: Path) -> None:
         hold.wait(process)
         paths = only_run(folder)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANG_LIMIT_S)
         assert process.returncode == 130, err
     assert kept(paths) == Found(size=8, too_large=12, ranks=2, attempt=1)
     done = hpc_train("resume", paths.folder, "--local", "--devices", "2", **runs)
@@ -93,7 +94,7 @@ def test_a_stop_while_sizes_are_tried_ends_ranks_and_trials(tmp_path: Path) -> N
     paths = only_run(tmp_path)
     wait_for(lambda: paths.attempt(1).trial_rendezvous.exists() or process.poll() is not None, "a trial")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_LIMIT_S)
     assert process.returncode == 130, err
-    wait_for(lambda: not processes_of(paths), "the end of all", limit_s=60)
+    wait_for(lambda: not processes_of(paths), "the end of all", limit_s=HANG_LIMIT_S)
     assert kept(paths) is None

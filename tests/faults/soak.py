@@ -26,6 +26,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests import warm
 from tests.commits import commit
 from tests.faults.driver import survive
 from tests.faults.on_slurm import SlurmRun
@@ -193,6 +194,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--parallel", type=int, default=3, help="runs at a time")
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args(words)
+    os.environ[warm.FRESH] = "1"  # a soak tests ranks that start as a user's do
     failed = soak(arguments.seeds, arguments.parallel, arguments.results)
     print(f"{len(arguments.seeds) - len(failed)} of {len(arguments.seeds)} equal to the bit", flush=True)
     return 1 if failed else 0

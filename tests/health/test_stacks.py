@@ -20,8 +20,9 @@ from torch._C import _distributed_c10d as c10d
 from hpc_train.health.stacks import GONE, describe, in_words, save_flight_record, save_stacks, state_of
 from hpc_train.run.files import UnreadableFileError
 from hpc_train.run.processes import Process
+from tests.waiting import HANG_LIMIT_S
 
-LIMIT_S = 60.0
+LIMIT_S = HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def wait_for_state(process: Process, state: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(HANG_LIMIT_S)
 def test_a_pipe_in_the_stacks_place_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "stacks")
     with pytest.raises(UnreadableFileError):

@@ -27,8 +27,9 @@ from hpc_train.run.files import read_json
 from hpc_train.run.rank_ends import rank_ends, tell_end
 from tests import warm
 from tests.distributed.scripts import REPOSITORY
+from tests.waiting import HANG_LIMIT_S
 
-LIMIT_S = 90.0
+LIMIT_S = HANG_LIMIT_S
 #: A rank that trains until the file ``done`` is there; ``work`` is what it does in a step.
 RANK = """
 import ctypes, os, signal, sys, time

@@ -15,9 +15,10 @@ from hpc_train.launchers.local import LocalLauncher
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run.attempts import AttemptRecord, claim_attempt, read_record
 from tests.run.runs import small_experiment, small_run
+from tests.waiting import HANG_LIMIT_S
 
 REPOSITORY = Path(__file__).parents[2]
-_LIMIT_S = 120.0
+_LIMIT_S = HANG_LIMIT_S
 #: What each script begins with: its rank, its run's files, and ways to wait.
 PRELUDE = """
 import os, signal, sys, time

@@ -18,6 +18,7 @@ from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.fake_ranks import attempt_of, launch, new_request, record_of
 from tests.run.code.trees import take, work_tree
+from tests.waiting import HANG_LIMIT_S
 
 #: Rank 0 loses its peer, once it has been told to end.
 ELSE_LOSE_PEER = """
@@ -113,7 +114,7 @@ def test_damaged_code_is_not_run(tmp_path: Path) -> None:
     assert not attempt_of(request).log(0).exists()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(HANG_LIMIT_S)
 def test_a_pipe_in_place_of_a_file_of_the_code_is_not_waited_for(tmp_path: Path) -> None:
     request = new_request(tmp_path / "runs", devices=1)
     code = take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py"))
@@ -125,7 +126,7 @@ def test_a_pipe_in_place_of_a_file_of_the_code_is_not_waited_for(tmp_path: Path)
         launch(request, "print('ran')")
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(HANG_LIMIT_S)
 def test_a_pipe_in_place_of_a_log_is_refused_and_no_rank_stays(tmp_path: Path) -> None:
     request = new_request(tmp_path, devices=2)
     attempt_of(request).folder.mkdir(parents=True, exist_ok=True)

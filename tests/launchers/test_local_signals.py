@@ -14,6 +14,7 @@ from hpc_train.recovery.history import current_status
 from hpc_train.run.liveness import end_living
 from hpc_train.run.run_status import read_status
 from tests.launchers.fake_ranks import new_request, record_of, start_launcher, told, wait_for
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +36,7 @@ wait_for(lambda: False)
 
 def end(launcher: subprocess.Popen[str]) -> int:
     try:
-        launcher.communicate(timeout=120)
+        launcher.communicate(timeout=HANG_LIMIT_S)
     finally:
         launcher.kill()
         launcher.communicate()

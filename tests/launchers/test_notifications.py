@@ -26,10 +26,10 @@ from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.cli.commands import hpc_train
 from tests.launchers.slurm.test_after import Batch, signalled, submitted_run
 from tests.run.runs import small_experiment, small_run
-from tests.waiting import came_true
+from tests.waiting import HANG_LIMIT_S, came_true
 
 SECRET = "T0secret0path"
-LIMIT_S = 60.0
+LIMIT_S = HANG_LIMIT_S
 
 
 @dataclass
@@ -188,7 +188,7 @@ def test_a_home_folder_that_hangs_or_a_damaged_environment_changes_nothing(
     batch: Batch, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
-    monkeypatch.setattr(webhook, "read_webhook", lambda file: released.wait(60))
+    monkeypatch.setattr(webhook, "read_webhook", lambda file: released.wait(HANG_LIMIT_S))
     monkeypatch.setattr(notifications, "_WHOLE_REQUEUED_LIMIT_S", 0.2)
     signalled(batch, "SIGTERM", 1)
     batch.rank(0, 75)

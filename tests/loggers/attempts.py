@@ -13,7 +13,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.training.meters import MetricsWriter
 from hpc_train.training.metrics_file import MetricsFile
 from tests.loggers.wandb_files import row
-from tests.waiting import came_true
+from tests.waiting import HANG_LIMIT_S, came_true
 
 #: Returns the logger of an attempt of this number.
 Make = Callable[[int], ProcessLogger]
@@ -54,7 +54,7 @@ class Attempt:
         assert self._logger._process is not None and self._logger._process.returncode == 0
 
     def kill(self, kills_process: bool) -> None:
-        assert came_true(lambda: self._logger._process is not None, limit_s=60)
+        assert came_true(lambda: self._logger._process is not None, limit_s=HANG_LIMIT_S)
         process = self._logger._process
         assert process is not None and process.stdin is not None
         if kills_process:
@@ -71,7 +71,7 @@ def preempted_killed_and_rolled_back(run: RunPaths, make: Make, has_rows: Callab
     first.kill(kills_process=False)
     second = Attempt(run, 2, 5, make)
     second.train(*range(6, 13), saved=10)
-    assert came_true(lambda: has_rows(8), limit_s=60)
+    assert came_true(lambda: has_rows(8), limit_s=HANG_LIMIT_S)
     second.kill(kills_process=True)
     third = Attempt(run, 3, 10, make)
     third.train(11, 12, 13)

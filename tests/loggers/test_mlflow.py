@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -237,13 +237,13 @@ def test_a_server_that_does_not_answer_delays_nothing(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://someone:hunter2@127.0.0.1:{silent_port}")
     monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", 1.0)
     write(run, range(1, 4))
-    begin = time.monotonic()
     logger = MlflowLogger(context_of(run, None))
     for step in range(5000):
         logger.log(row("train", step))
         logger.rows_committed(step)
     logger.close("completed")
-    assert time.monotonic() - begin < 60.0, "mlflow's own limit is two minutes for each request"
+    assert logger._process is not None
+    assert logger._process.returncode == -signal.SIGKILL, "mlflow was waited for"
     told = capfd.readouterr().err
     assert told.count("\n") == 1 and told.startswith(
         "mlflow: it did not finish within 1 s; the run continues"

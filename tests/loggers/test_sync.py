@@ -36,6 +36,7 @@ from tests.loggers.wandb_files import plain, row, without_images
 from tests.loggers.wandb_server import WandbServer, wandb_server
 from tests.run.runs import small_run
 from tests.run.test_checkpoints import begin_attempt, write_checkpoint
+from tests.waiting import HANG_LIMIT_S
 
 _LOGGING = {"logging": {"wandb": {"project": "p", "mode": "offline"}}}
 _TO_ALL = ("--to", "wandb", "--to", "mlflow", "--to", "tensorboard")
@@ -170,15 +171,15 @@ def test_a_killed_sync_is_repeated(run: RunPaths, server: WandbServer) -> None:
             del served.history[1000:]
             served.summary["_step"] = 999
             has_lines.set()
-            may_answer.wait(60)
+            may_answer.wait(HANG_LIMIT_S)
 
     server.on_lines = hold_back
     command = [sys.executable, "-m", "hpc_train", "sync", "abc"]
     killed = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
-    assert has_lines.wait(60)
+    assert has_lines.wait(HANG_LIMIT_S)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    lock = locked(run.wandb_lock, limit_s=60, must=True)  # its process ends with it
+    lock = locked(run.wandb_lock, limit_s=HANG_LIMIT_S, must=True)  # its process ends with it
     assert lock is not None
     lock.close()
     server.on_lines = lambda: None

@@ -18,6 +18,7 @@ from hpc_train.loggers.wandb import WandbLogger
 from hpc_train.loggers.wandb_key import has_key
 from hpc_train.loggers.wandb_process import _named
 from tests.loggers.wandb_files import context, read_run, row
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -28,8 +29,16 @@ def closed_port() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
+@pytest.fixture
+def patient_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let only a hang end wandb's process: on a busy machine it needs more than the usual limit."""
+    monkeypatch.setattr(process_logger, "_START_LIMIT_S", HANG_LIMIT_S)
+    monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", HANG_LIMIT_S)
+
+
 @pytest.mark.fault(30)
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient_close")
 def test_an_offline_attempt_says_what_the_run_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     hooks = sys.exit, sys.excepthook
     for attempt in (1, 2):
@@ -78,7 +87,7 @@ def test_a_missing_key_is_one_warning(
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed_port}")
     logger = WandbLogger(context(tmp_path, mode="online"))
     _wait_until(lambda: logger._process is not None)
-    assert logger._process is not None and logger._process.wait(120) == 0
+    assert logger._process is not None and logger._process.wait(HANG_LIMIT_S) == 0
     logger.log(row("train", 1))
     logger.close("completed")
     told = capfd.readouterr().err
@@ -121,6 +130,30 @@ def test_rows_neither_wait_nor_pile_up_for_a_process_that_does_not_read(
     assert capfd.readouterr().err == process_logger.warning("wandb", "it did not finish within 0.2 s") + "\n"
 
 
+@pytest.mark.parametrize("starts", [True, False])
+def test_an_offline_process_that_starts_late_is_waited_for_once(
+    starts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It starts after ``close`` has begun, or never."""
+
+    def start(module: str, environment: object, started: int) -> subprocess.Popen[str]:
+        script = "import signal, sys; sys.stdin.readline(); sys.stdin.readline(); " + (
+            "import os; os.write(1, b'started')" if starts else "signal.pause()"
+        )
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": started, "text": True}
+        return subprocess.Popen([sys.executable, "-c", script], start_new_session=True, **pipes)
+
+    monkeypatch.setattr(process_logger, "_START_LIMIT_S", HANG_LIMIT_S if starts else 0.2)
+    monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", HANG_LIMIT_S)
+    monkeypatch.setattr(process_logger, "_start_process", start)
+    logger = WandbLogger(context(tmp_path, mode="offline"))
+    logger.close("completed")
+    assert logger._process is not None
+    assert logger._process.returncode == (0 if starts else -signal.SIGKILL)
+    late = "its process did not start within 0.2 s; `hpc-train sync` sends the rows"
+    assert capfd.readouterr().err == ("" if starts else process_logger.warning("wandb", late) + "\n")
+
+
 def test_a_process_that_can_not_start_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,7 +171,7 @@ def _start_deaf(*_: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def _wait_until(is_so: Any, limit_s: float = 60.0) -> None:
+def _wait_until(is_so: Any, limit_s: float = HANG_LIMIT_S) -> None:
     end = time.monotonic() + limit_s
     while not is_so():
         assert time.monotonic() < end

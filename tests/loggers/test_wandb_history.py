@@ -19,6 +19,7 @@ from hpc_train.training.metrics_file import MetricsFile
 from tests.loggers.attempts import Attempt, Make, preempted_killed_and_rolled_back
 from tests.loggers.wandb_files import context, offline_rows, plain, row
 from tests.loggers.wandb_server import WandbServer, wandb_server
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def sent(history: SentRows, step: int) -> list[tuple[int, int]]:
     return [(number, row["step"]) for number, row in history.rows_up_to(step)]
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(HANG_LIMIT_S)
 def test_a_pipe_in_the_place_of_the_rows_or_of_the_lock_is_not_waited_for(run: RunPaths) -> None:
     write(run, 1, range(1, 3))
     history = history_of(run)

@@ -22,9 +22,10 @@ from typing import Any
 from tests.parallelism.cases import STRATEGIES
 from tests.parallelism.report import PAGE, in_a_line
 from tests.parallelism.task_cases import CASES, Cell, TaskCase, cells, refused
+from tests.waiting import HANG_LIMIT_S
 
 #: A rank whose peer refuses the case waits for it this long.
-_LIMIT_S = 120.0
+_LIMIT_S = HANG_LIMIT_S
 RESULTS = Path(__file__).parent / "task_results.json"
 BEGIN, END = "<!-- tasks: written by tests/parallelism/task_report.py -->", "<!-- end of tasks -->"
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -18,6 +19,7 @@ from hpc_train.recovery.budgets import (
     gpu_hours_of,
     is_idle,
     left,
+    spent_budget,
 )
 from hpc_train.run.attempts import AttemptRecord
 
@@ -149,3 +151,19 @@ def test_attempts_in_jobs_use_gpu_hours_and_others_do_not() -> None:
     in_job = replace(attempt("preemption"), job="7", hosts=["n1", "n2"], start=began, end=ended)
     running = replace(in_job, end=None)
     assert gpu_hours_of([in_job, running, replace(in_job, job=None)], 4) == 8
+
+
+def test_gpu_hours_are_spent_once_their_budget_is_reached() -> None:
+    preempted = [attempt("preemption", saved=10)]
+    assert decide(preempted, DEFAULTS, GpuHours(6.99, 7.0, "slurm.max_gpu_hours")).comes_back
+    assert not decide(preempted, DEFAULTS, GpuHours(7.0, 7.0, "slurm.max_gpu_hours")).comes_back
+
+
+@pytest.mark.parametrize(("hours", "is_spent"), [(1, False), (2, True), (3, True)])
+def test_a_run_is_not_resumed_once_the_budget_of_its_file_is_reached(hours: int, is_spent: bool) -> None:
+    """The attempt has one node of four GPUs, the file a budget of eight GPU-hours."""
+    slurm = SimpleNamespace(max_gpu_hours=8.0, gpus_per_node=4)
+    times = {"start": "2026-11-21T00:00:00+00:00", "end": f"2026-11-21T0{hours}:00:00+00:00"}
+    lasted = replace(attempt("preemption"), job="1", hosts=["n1"], **times)
+    found = spent_budget(cast(Any, SimpleNamespace(slurm=slurm)), [lasted])
+    assert (found is not None) == is_spent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from hpc_train.errors import BadFileError
 from hpc_train.paths import RunPaths
 from hpc_train.recovery import history
 from hpc_train.recovery.budgets import ResolvedLimits
-from hpc_train.recovery.history import current_status, effective_recovery
+from hpc_train.recovery.diagnosis import Diagnosis
+from hpc_train.recovery.history import current_status, effective_recovery, ended_unseen
 from hpc_train.run.attempts import claim_attempt, read_record, write_record
 from hpc_train.run.create import effective_experiment, note_change
 from hpc_train.run.files import read_json, write_json
@@ -143,3 +145,16 @@ def test_limits_that_hpc_train_did_not_write_are_an_error(run: RunPaths, wrong: 
 def test_a_run_of_0_1_has_the_limits_of_its_file(run: RunPaths) -> None:
     run.resolved.unlink()
     assert _limits(run)["max_crashes"] == 3
+
+
+def test_a_lost_attempt_ended_when_its_last_file_was_written(run: RunPaths) -> None:
+    begin_attempt(run, dead())
+    attempt = run.attempt(1)
+    for path in attempt.folder.iterdir():
+        os.utime(path, (1000, 1000))
+    attempt.log(0).touch()
+    os.utime(attempt.log(0), (2000, 2000))
+    record = read_record(attempt)
+    assert record is not None
+    ended = ended_unseen(run, record, Diagnosis("lost", "launcher died"))
+    assert ended.end == "1970-01-01T00:33:20+00:00"

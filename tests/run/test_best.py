@@ -30,6 +30,12 @@ def test_the_first_of_the_best_values_counts(
     assert followed.num_worse == num_worse
 
 
+@pytest.mark.parametrize(("mode", "value"), [("max", 0.75), ("min", 0.25)])
+def test_a_gain_of_exactly_min_delta_is_no_improvement(mode: Literal["min", "max"], value: float) -> None:
+    followed = after([0.5, value], mode, min_delta=0.25)
+    assert followed.best == Best("accuracy", 0.5, 10) and followed.num_worse == 1
+
+
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), True, "0.9", 10**400])
 def test_what_is_no_finite_number_is_an_evaluation_without_improvement(value: Any) -> None:
     followed = after([0.5, value], "max")

@@ -19,6 +19,7 @@ from hpc_train.run.files import (
     tail_text,
     write_json,
 )
+from tests.waiting import HANG_LIMIT_S
 
 
 def _failing(monkeypatch: pytest.MonkeyPatch, *codes: int) -> None:
@@ -61,7 +62,7 @@ def test_the_text_of_a_tail_may_begin_within_a_character(tmp_path: Path) -> None
     assert tail_text(tmp_path / "log", 9) == "aéb"
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(HANG_LIMIT_S)
 @pytest.mark.parametrize("mode", ["ab", "wb"])
 @pytest.mark.parametrize("has_reader", [False, True])
 def test_nothing_is_written_to_a_pipe(mode: Literal["ab", "wb"], has_reader: bool, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import AttemptRecord, claim_attempt, now, read_record, write_record
 from hpc_train.run.liveness import end_living, living
 from hpc_train.run.processes import Process
+from tests.waiting import HANG_LIMIT_S
 
 _RANK = "print(flush=True); input()"
 
@@ -111,7 +112,7 @@ def test_ranks_of_a_dead_launcher_are_ended(run: RunPaths, child: subprocess.Pop
     write_record(run.attempt(claim_attempt(run)), record)
     assert living(record) is False
     assert end_living(run) is None
-    assert child.wait(10) == -9
+    assert child.wait(HANG_LIMIT_S) == -9
 
 
 @pytest.mark.parametrize("attempt", ["2", None])
@@ -137,7 +138,7 @@ def test_a_rank_of_0_1_is_known_by_its_command_line(run: RunPaths) -> None:
     rank = _started(command, environment | {"HPC_TRAIN_ATTEMPT": "1"})
     try:
         assert identity(rank).send(signal.SIGKILL, run.folder, 1)
-        assert rank.wait(10) == -9
+        assert rank.wait(HANG_LIMIT_S) == -9
     finally:
         rank.kill()
         rank.communicate()

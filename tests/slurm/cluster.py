@@ -23,13 +23,13 @@ from pathlib import Path
 from tests.slurm import configuration, processes
 from tests.slurm.configuration import NODES, NUM_NODES, NUM_PORTS, PARTITIONS, Settings
 from tests.slurm.host import claimed_ports, clean_environment, program_path, succeeds, why_not
-from tests.waiting import came_true
+from tests.waiting import HANG_LIMIT_S, came_true
 
 REPOSITORY = Path(__file__).parents[2]
 #: io_uring takes locked memory, of which a few servers side by side have too little.
 _AIO = "--innodb-use-native-aio=0"
-_START_LIMIT_S = 90.0
-_COMMAND_LIMIT_S = 60.0
+_START_LIMIT_S = HANG_LIMIT_S
+_COMMAND_LIMIT_S = HANG_LIMIT_S
 _DEFAULTS = Settings()
 #: A socket's path has at most 107 bytes.
 _LONGEST_FOLDER = 107 - len("/mariadb.socket")

@@ -9,6 +9,7 @@ import socket
 import subprocess
 
 from tests.slurm.configuration import NUM_PORTS
+from tests.waiting import HANG_LIMIT_S
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 _ACCOUNTING_PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db")
@@ -16,7 +17,7 @@ _ACCOUNTING_PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db")
 SLURM_VARIABLES = (
     "SLURM_", "SLURMD_", "SBATCH_", "SALLOC_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_", "SCONTROL_",
 )  # fmt: skip
-_COMMAND_LIMIT_S = 60.0
+_COMMAND_LIMIT_S = HANG_LIMIT_S
 
 
 def why_not(accounting: bool = True) -> str:

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.waiting import HANG_LIMIT_S
+
 _DAEMONS = ("munged", "slurmctld", "slurmdbd", "slurmd", "slurmstepd", "mariadbd", "mysqld")
-_LIMIT_S = 30.0
+_LIMIT_S = HANG_LIMIT_S
 
 
 def daemons(folder: Path, holding: str = "") -> list[int]:

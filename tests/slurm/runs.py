@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.slurm.cluster import Cluster
+from tests.waiting import HANG_LIMIT_S
 
-_LIMIT_S = 120.0
+_LIMIT_S = HANG_LIMIT_S
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ from tests.slurm.fixtures import REQUIRED, leave_out
 from tests.slurm.host import claimed_ports, slurm_version
 from tests.slurm.ordinary_user import OrdinaryUser
 from tests.slurm.runs import grace, high_job, preempt, sbatch, squeue, state, wait_for_state
+from tests.waiting import HANG_LIMIT_S
 
-LIMIT_S = 120.0
+LIMIT_S = HANG_LIMIT_S
 
 
 def _living_jobs(cluster: Cluster) -> list[str]:

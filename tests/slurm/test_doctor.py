@@ -19,6 +19,7 @@ from tests.cli.commands import hpc_train
 from tests.plan.files import EXPERIMENT
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import NODES
+from tests.waiting import HANG_LIMIT_S
 
 #: Lines of slurm.conf → what is planted instead.
 _FAULTS = {
@@ -74,7 +75,7 @@ def without_runs(cluster: Cluster, node: str) -> Iterator[None]:
         yield
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(HANG_LIMIT_S)
         cluster.start_node(node)
 
 

@@ -20,6 +20,7 @@ from hpc_train.launchers.slurm.script import Batch
 from hpc_train.validate.loading import load
 from tests.launchers.slurm.scripts import MINIMAL, fake_batch
 from tests.slurm.cluster import Cluster
+from tests.waiting import HANG_LIMIT_S
 
 #: Every key whose text reaches the script, and what stands in the file around it.
 KEYS: dict[str, dict[str, Any]] = {
@@ -87,7 +88,7 @@ HOSTILE = [
     "@x",
     "^a?",
 ]
-LIMIT_S = 120.0
+LIMIT_S = HANG_LIMIT_S
 
 
 def experiment_file(folder: Path, key: str, value: str) -> Path:

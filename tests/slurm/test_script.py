@@ -12,9 +12,10 @@ from tests.launchers.slurm.scripts import fake_batch
 from tests.slurm.cluster import Cluster
 from tests.slurm.configuration import NODES
 from tests.slurm.runs import high_job
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.slow
-LIMIT_S = 120.0
+LIMIT_S = HANG_LIMIT_S
 
 
 def submit(cluster: Cluster, batch: Batch, runs: int = 1) -> str:

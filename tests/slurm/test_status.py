@@ -21,12 +21,12 @@ from tests.cli.commands import hpc_train, python
 from tests.launchers.slurm.queued import add_job, begin, queued_run
 from tests.slurm.cluster import Cluster
 from tests.slurm.host import program_path, slurm_version
-from tests.waiting import came_true
+from tests.waiting import HANG_LIMIT_S, came_true
 
 pytestmark = [pytest.mark.slow]
 
 #: On a machine that is busy with other tests.
-_LIMIT_S = 120.0
+_LIMIT_S = HANG_LIMIT_S
 _SLEEPS = "sleep 600"
 #: As a rank whose save takes too long: only SIGKILL ends it.
 _STUBBORN = "trap '' TERM; for second in $(seq 600); do sleep 1; done"

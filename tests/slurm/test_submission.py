@@ -23,10 +23,11 @@ from tests.plan.files import EXPERIMENT
 from tests.slurm.cluster import Cluster, running
 from tests.slurm.configuration import Settings
 from tests.slurm.submitters import Halt, start
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = [pytest.mark.slow]
 
-_LIMIT_S = 240.0
+_LIMIT_S = HANG_LIMIT_S
 _SWEEP = "sweep={grid: {seed: [1, 2, 3]}, max_parallel: 2}"
 _EXPERIMENT = (
     EXPERIMENT

@@ -211,6 +211,15 @@ def test_a_forward_that_does_not_count_leaves_buffers_alone() -> None:
     torch.testing.assert_close(dict(model.named_buffers()), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["counting", "averaging", "averaging in place"])
+def test_a_spare_slot_leaves_the_buffers_of_its_own_rank_alone(kind: str) -> None:
+    model, other = make_model(kind).double(), make_model(kind).double()
+    counted, spare = make_batch(0, 1.0), make_batch(1, 0.0)
+    place(0, 1, "ddp", model).accumulate([counted, spare], PlainForward(loss_of))
+    place(0, 1, "ddp", other).accumulate([counted], PlainForward(loss_of))
+    torch.testing.assert_close(dict(model.named_buffers()), dict(other.named_buffers()), rtol=0, atol=0)
+
+
 def follow(rank: int, world_size: int, name: str, kind: str) -> list[Tensor]:
     """Two steps; return the mean, its average, and the gradients of the last."""
     model = make_model(kind)

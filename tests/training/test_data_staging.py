@@ -27,8 +27,8 @@ from hpc_train.health.progress import Progress
 from hpc_train.paths import RunPaths
 from hpc_train.training.data_staging import staged, verified
 from hpc_train.training.rank import Rank
-from tests.disks import small_disk
-from tests.waiting import came_true
+from tests.disks import SyncedFiles, small_disk
+from tests.waiting import HANG_LIMIT_S, came_true
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def beside(function: Any) -> Iterator[list[Any]]:
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
     yield results
-    thread.join(30)
+    thread.join(HANG_LIMIT_S)
     assert not thread.is_alive()
 
 
@@ -134,7 +134,7 @@ def test_a_rank_waits_for_a_copy_under_way_and_reports_its_progress(data: DataCo
         fcntl.flock(lock, fcntl.LOCK_EX)  # as another job does
         with beside(lambda: staged(first)) as ours, beside(lambda: staged(second)) as theirs:
             for rank in (first, second):
-                assert came_true(lambda rank=rank: rank.progress.standing.part in (49, 50), 30)  # type: ignore[misc]
+                assert came_true(lambda rank=rank: rank.progress.standing.part in (49, 50), HANG_LIMIT_S)  # type: ignore[misc]
             assert not made.path.exists()
             fcntl.flock(lock, fcntl.LOCK_UN)
     assert ours == theirs and made.is_complete
@@ -269,3 +269,11 @@ def test_damaged_files_are_an_error_on_all_ranks_of_the_node(data: DataConfig, t
 def test_without_hashes_nothing_is_written(data: DataConfig, tmp_path: Path) -> None:
     source = source_of(None)
     assert verified(rank_of(data, tmp_path / "run", local_rank=1), source) is source
+
+
+def test_a_copy_is_synced_before_it_gets_its_name(data: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a node that loses power keeps a copy of the right size without its content."""
+    synced = SyncedFiles(monkeypatch)
+    made = copy(data)
+    made.make(lambda copied: None)
+    assert made.path.stat().st_ino in synced.at_rename_to(made.path)

@@ -35,8 +35,9 @@ from hpc_train.training.optimization import Optimization
 from hpc_train.training.saving import Saves
 from hpc_train.training.train_state import TrainState
 from tests.checkpoint.checkpoint_runs import Trainee, folder_names, make_run
+from tests.waiting import HANG_LIMIT_S
 
-LIMIT_S = 120.0
+LIMIT_S = HANG_LIMIT_S
 CPU = torch.device("cpu")
 #: Steps done before the one whose loss is NaN.
 GOOD_STEPS = 3

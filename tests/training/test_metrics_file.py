@@ -15,6 +15,7 @@ from hpc_train.errors import StorageError, TransientStorageError
 from hpc_train.run import storage_errors
 from hpc_train.run.metric_rows import iter_rows
 from hpc_train.training.metrics_file import MetricsFile
+from tests.waiting import HANG_LIMIT_S
 
 
 def row(step: int, split: str = "train", **more: Any) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def test_a_line_that_is_not_a_row_is_skipped(line: str, path: Path) -> None:
     assert path.read_text() == json.dumps(row(1)) + "\n"
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(HANG_LIMIT_S)
 def test_a_pipe_in_its_place_is_refused_at_once(path: Path) -> None:
     os.mkfifo(path)
     with pytest.raises(StorageError, match=r"metrics\.jsonl: not a regular file; move it away"):
@@ -95,7 +96,7 @@ def test_a_pipe_in_its_place_is_refused_at_once(path: Path) -> None:
     assert path.is_fifo()
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(HANG_LIMIT_S)
 def test_a_pipe_that_replaces_it_later_is_refused_at_once(path: Path) -> None:
     file = MetricsFile(path, 0)
     path.unlink()

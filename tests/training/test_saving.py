@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 from hpc_train.training.meters import Meters
 from hpc_train.training.saving import Saves
@@ -22,3 +23,33 @@ def test_the_end_of_a_run_removes_what_an_attempt_that_was_stopped_left(tmp_path
     saves = Saves(again, trainee.state, Meters(1, 4, 4, 1, None), lambda step: {}, lambda save: None)
     saves.close()
     assert folder_names(run) == ["step-00000001", "step-00000002"]
+
+
+class StagingCheckpointer:
+    """Notes the order of what a save does to it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def begin(self, *_: Any, **__: Any) -> None:
+        self.calls.append("begin")
+
+    def wait_staged(self) -> None:
+        self.calls.append("wait until the weights are copied")
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+    def drain(self, *, wait: bool) -> None:
+        self.calls.append(f"drain {wait}")
+
+
+def test_weights_change_only_after_they_are_copied_and_the_rows_of_their_step_are_written() -> None:
+    calls = StagingCheckpointer()
+    fake = cast(Any, calls)
+    saves = Saves(fake, fake, fake, lambda step: {}, lambda save: None)
+    saves.begin(1)
+    calls.calls.clear()
+    saves.wait_staged()
+    assert calls.calls == ["wait until the weights are copied", "drain True"]
+    assert saves._rows_are_written.is_set(), "the writer waits for the rows"

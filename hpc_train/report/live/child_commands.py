@@ -13,6 +13,7 @@ import tempfile
 from hpc_train.console import one_line
 from hpc_train.package_path import with_package
 from hpc_train.paths import RunPaths
+from hpc_train.run.processes import exit_code
 
 
 class Command:
@@ -42,7 +43,7 @@ class Command:
     @property
     def is_over(self) -> bool:
         """Whether the process has ended; its last lines may not have been read."""
-        return self._process.poll() is not None
+        return exit_code(self._process) is not None
 
     def new_lines(self) -> list[str]:
         """Return what it has said since the last call, safe for a terminal."""
@@ -58,5 +59,5 @@ class Command:
     def end(self) -> str:
         """Return how it ended and its last line; close its output."""
         self._output.close()
-        code = self._process.wait()
+        code = exit_code(self._process, block=True)
         return f"{self.title}: {'done' if code == 0 else f'exit code {code}'}; {self._last}".rstrip("; ")

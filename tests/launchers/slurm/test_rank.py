@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANG_LIMIT_S
+
 RANK = Path(__file__).parents[3] / "hpc_train" / "launchers" / "slurm" / "rank.py"
 STARTER = [sys.executable, "-I", "-S", str(RANK)]
 
@@ -100,7 +102,7 @@ print(flag.count, flag.first_at is not None)
         for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
             popen.send_signal(number)
         (tmp_path / "go").touch()
-        assert popen.wait(60) == 0, log_of(environ).read_text()
+        assert popen.wait(HANG_LIMIT_S) == 0, log_of(environ).read_text()
     assert log_of(environ).read_text() == "3 True\n"
 
 

@@ -27,6 +27,7 @@ from hpc_train.run.run_status import RunStatus, mark_cancelled, read_status, wri
 from tests.launchers.slurm.programs import Programs, put_programs_first
 from tests.plan.files import loaded
 from tests.run.code.trees import take
+from tests.waiting import HANG_LIMIT_S
 
 _SLURM = "slurm: {partition: low, nodes: 2, time_limit: 1h}\n"
 _ELSEWHERE = Process("n1", "another boot", "pid:[1]", 1, 1)
@@ -370,9 +371,9 @@ def test_one_command_at_a_time_submits(folder: ExperimentPaths, monkeypatch: pyt
     second = threading.Thread(target=enter)
     with steps.locked(folder):
         second.start()
-        assert waits.wait(60)
+        assert waits.wait(HANG_LIMIT_S)
         assert not entered.wait(0.5)  # can't be so by chance: the lock is held
-    assert entered.wait(60)
+    assert entered.wait(HANG_LIMIT_S)
     second.join()
 
 

@@ -10,8 +10,9 @@ from textual.pilot import Pilot
 
 from hpc_train.report.live.live_runs import RunsReader
 from hpc_train.report.live.watch_app import WatchApp
+from tests.waiting import HANG_LIMIT_S
 
-_LIMIT_S = 60.0
+_LIMIT_S = HANG_LIMIT_S
 
 
 def lines_of(app: WatchApp) -> list[str]:

@@ -1,0 +1,42 @@
+"""The run that a batch job trains, by the variables that Slurm sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_train.errors import BadFileError, UsageError
+from hpc_train.launchers.slurm.batch_job import BatchJob
+from hpc_train.run.files import write_json
+
+
+@pytest.fixture
+def submission(tmp_path: Path) -> Path:
+    folder = tmp_path / "digits" / "submissions" / "20261121-1"
+    folder.mkdir(parents=True)
+    write_json(folder / "submission.json", {"version": 1, "runs": ["run-a", "run-b", "run-c"]})
+    return folder
+
+
+def of_array(submission: Path, task: str) -> BatchJob:
+    array = {"SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": task, "SLURM_JOB_ID": "99"}
+    return BatchJob.of(submission, array)
+
+
+@pytest.mark.parametrize(("task", "run"), [("0", "run-a"), ("1", "run-b"), ("2", "run-c")])
+def test_each_task_of_an_array_trains_a_run_of_its_own(submission: Path, task: str, run: str) -> None:
+    found = of_array(submission, task)
+    assert (found.paths.folder.name, found.job) == (run, f"12_{task}")
+
+
+def test_a_job_without_an_array_trains_the_first_run(submission: Path) -> None:
+    found = BatchJob.of(submission, {"SLURM_JOB_ID": "12"})
+    assert (found.paths.folder.name, found.job) == ("run-a", "12")
+
+
+def test_a_task_beyond_the_runs_and_no_job_at_all_are_errors(submission: Path) -> None:
+    with pytest.raises(BadFileError, match="array task 3"):
+        of_array(submission, "3")
+    with pytest.raises(UsageError, match="SLURM_JOB_ID"):
+        BatchJob.of(submission, {})
