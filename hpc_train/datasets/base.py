@@ -100,6 +100,10 @@ class DataSource:
     train: AnySplit
     val: AnySplit | None
     info: DataInfo
+    #: Lines on what is in the files of the data and is not read; ``prepare`` and the log of a run show them.
+    notices: tuple[str, ...] = ()
+    #: The data that a pack was made of, where they are at hand: they are inspected in place of the pack.
+    packed_from: DataSource | None = None
 
 
 class DatasetBuilder(Protocol):
