@@ -44,7 +44,7 @@ _TRANSPOSED = {5, 6, 7, 8}
 #: Orientation → dimensions of (C, H, W) that are flipped after that.
 _FLIPPED = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
 #: Held while Pillow's limit of pixels, a global variable, has another value.
-_PIXEL_LIMIT = threading.Lock()
+_PIXEL_LIMIT = threading.RLock()
 #: The types of images that are accepted.
 _RULE = (
     "an image must be PIL, or uint8 or float of (C, H, W) as a tensor, (H, W, C) as an array; a row of "
@@ -71,12 +71,13 @@ class PixelRules:
 DEFAULT_RULES = PixelRules()
 
 
-def open_image(source: str | BinaryIO, max_pixels: int | None = None) -> ImageFile.ImageFile:
+@contextmanager
+def open_image(source: str | BinaryIO, max_pixels: int | None = None) -> Iterator[ImageFile.ImageFile]:
     """Open an image file by its path or content; the only way in which the package opens images.
 
     Raises UnidentifiedImageError if the content is of none of ``FORMATS``, DecompressionBombError for an
-    image with more than ``max_pixels`` pixels (None: twice Pillow's ``MAX_IMAGE_PIXELS``), and OSError, SyntaxError
-    or ValueError as Pillow does.
+    image with more than ``max_pixels`` pixels (None: twice Pillow's ``MAX_IMAGE_PIXELS``), and OSError,
+    SyntaxError or ValueError as Pillow does.
     """
     with _limited_to(max_pixels):
         try:
@@ -86,12 +87,13 @@ def open_image(source: str | BinaryIO, max_pixels: int | None = None) -> ImageFi
                 f"{str(error).rstrip('.')}; if the file is right, write its number of pixels as "
                 "data.max_image_pixels"
             ) from error
-    if max_pixels is not None and image.width * image.height > max_pixels:
-        raise Image.DecompressionBombError(
-            f"an image has {image.width}x{image.height} pixels, and data.max_image_pixels is {max_pixels}; "
-            "write a larger number if the file is right"
-        )
-    return image
+        with image:
+            if max_pixels is not None and image.width * image.height > max_pixels:
+                raise Image.DecompressionBombError(
+                    f"an image has {image.width}x{image.height} pixels, and data.max_image_pixels is "
+                    f"{max_pixels}; write a larger number if the file is right"
+                )
+            yield image
 
 
 def _open(source: str | BinaryIO) -> ImageFile.ImageFile:
@@ -107,7 +109,7 @@ def _open(source: str | BinaryIO) -> ImageFile.ImageFile:
 
 @contextmanager
 def _limited_to(max_pixels: int | None) -> Iterator[None]:
-    """Disable Pillow's own limit of pixels if there is another one."""
+    """Disable Pillow's own limit of pixels, which some formats check again while they decode."""
     if max_pixels is None:
         yield
         return

@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageFile
 
 from hpc_train.config.training_sections import DataConfig
-from hpc_train.datasets.base import AnySplit, DataSource, FileSplit
+from hpc_train.datasets.base import DataSource, FileSplit
 from hpc_train.datasets.decoding import has_sixteen_bit_colors, is_decoded
 from hpc_train.datasets.images import (
     UPRIGHT,
@@ -76,7 +76,7 @@ class _Inspection:
                 content, target = split.file_content(index)
                 if not is_decoded(content):
                     self._inspect_file(split, index, content)
-            except Exception:  # noqa: S112  (whatever a source or Pillow raises: reading the sample reports it)
+            except Exception:  # whatever a source or Pillow raises: reading the sample reports it
                 continue
             if ignored is not None and isinstance(target, torch.Tensor) and target.dim() == 2:
                 self._num_masks += 1

@@ -195,14 +195,14 @@ def test_value_range_scales_floats() -> None:
     file = io.BytesIO()
     Image.fromarray(np.array([[-1.0, 0.0, 0.5, 2.0]], dtype=np.float32)).save(file, "TIFF")
     assert decode(file.getvalue(), 1, PixelRules(value_range=(0, 1))).flatten().tolist() == [0, 0, 128, 255]
-    with pytest.raises(BadFileError, match="data.value_range"):
+    with pytest.raises(BadFileError, match="value_range"):
         decode(file.getvalue(), 1)
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "TIFF"])
 def test_an_image_above_pillows_limit_can_be_allowed(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(Image.DecompressionBombError, match="data.max_image_pixels"):
+    with pytest.raises(Image.DecompressionBombError, match="max_image_pixels"):
         decode(content(form), 3)
     assert decode(content(form), 3, PixelRules(max_pixels=53 * 37)).shape == (3, 37, 53)
     assert Image.MAX_IMAGE_PIXELS == 100
