@@ -177,6 +177,8 @@ class PreparedData(TypedDict):
     classes: int
     #: Samples, of those that were tried, that another one will replace.
     bad_samples: list[str]
+    #: Files that are not read, and conversions that lose information.
+    notices: list[str]
 
 
 class PreparedModel(TypedDict):

@@ -10,6 +10,7 @@ from hpc_train.config.fields import (
     Arguments,
     Bounds,
     DataName,
+    FloatRange,
     ImageSize,
     ModelName,
     NamePattern,
@@ -185,6 +186,16 @@ class DataConfig(Section):
     """Random augmentation of training images. Default: none."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     """Interpolation for resizing images, always with antialiasing."""
+    value_range: FloatRange | None = None
+    """For image files with gray values of 16 or 32 bits or floats: ``[black, white]``, the values that become
+    0 and 255; values outside are clipped. Images of 8 bits keep their values. Default: the upper 8 of 16
+    bits; others are an error."""
+    exif_orientation: Literal["ignore", "apply"] = "ignore"
+    """EXIF orientation of image files and masks: ``ignore`` reads the pixels as they are stored, ``apply``
+    turns them as viewers do."""
+    max_image_pixels: PositiveInt | None = None
+    """Largest number of pixels of an image file; one with more can't be read. Default: that of Pillow,
+    178,956,970."""
     normalize: Annotated[
         NormalizeConfig | None,
         BeforeValidator(lambda v: {"from_weights": True} if v == "weights" else v),

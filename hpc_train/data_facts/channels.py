@@ -1,6 +1,6 @@
-"""What the number of channels of the images requires of the model and of ``data.normalize``.
+"""Rules on the channels and the pixels of images.
 
-Validation asks with the number of a data set's row (``facts``), the ranks with that of the data.
+Validation applies them to the facts of a data set's row (``facts``), ranks to those of the data.
 """
 
 from __future__ import annotations
@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpc_train.config.problems import Problem
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.registry import split_name
+
+
+def keys_of_image_files(data: DataConfig) -> list[str]:
+    """Return the keys of ``data`` that differ from their defaults and decide how image files are decoded."""
+    keys = ("value_range", "exif_orientation", "max_image_pixels")
+    return [key for key in keys if getattr(data, key) != DataConfig.model_fields[key].default]
 
 
 def model_problem(model: str, channels: int) -> Problem | None:

@@ -48,6 +48,9 @@ class SegmentationFolderArgs(Section):
     """Value of pixels that are not trained on and not counted."""
     class_names: list[str] = []
     """Names of the classes, for the names of metrics. Default: their numbers."""
+    mask_values: list[Annotated[int, Field(ge=0, le=65535)]] = []
+    """Pixel value of each class in the masks, in the order of class numbers, such as ``[0, 255]``; other
+    values are an error, except ``ignore_index``. Default: pixels are class numbers."""
     channels: Literal[1, 3] = 3
     """Number of channels to which every image is converted."""
 

@@ -13,6 +13,8 @@ from hpc_train.data_facts.data_size import train_file
 
 #: The folders, or with a suffix the files, of the validation data; the first that exists is read.
 VALIDATION = ("val", "test")
+#: What macOS adds to an archive: never a class.
+ARCHIVE_FOLDERS = ("__MACOSX", "_MACOSX")
 #: Number of names that a message lists.
 _MOST_NAMES = 5
 #: Names of files that look like text or tokens, compressed ones and those of other splits included.
@@ -53,8 +55,13 @@ def _like_text(root: Path) -> Iterator[Path]:
 
 def class_folders(folder: Path) -> tuple[str, ...]:
     """Return the names of the folders of classes, in alphabetical order."""
-    names = (entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    names = (entry.name for entry in folder.iterdir() if entry.is_dir() and not is_skipped(entry.name))
     return tuple(sorted(names))
+
+
+def is_skipped(name: str) -> bool:
+    """Return True for the name of a file or folder that no listing of images reads: a hidden one."""
+    return name.startswith(".") or name in ARCHIVE_FOLDERS
 
 
 def validation_folder(root: Path) -> Path | None:

@@ -103,6 +103,10 @@ class DataSource:
     #: Compares files with their stored hashes before a run reads them; called once per node, with a function
     #: that receives the fraction done. Raises BadFileError. None: each read is checked, or there is no hash.
     verify: Callable[[Callable[[float], None]], None] | None = None
+    #: Lines on what is in the files of the data and is not read; ``prepare`` and the log of a run show them.
+    notices: tuple[str, ...] = ()
+    #: The data that a pack was made of, where they are at hand: they are inspected in place of the pack.
+    packed_from: DataSource | None = None
 
 
 class DatasetBuilder(Protocol):

@@ -18,7 +18,7 @@ from hpc_train.data_facts.joint_keys import only_for_masks
 from hpc_train.datasets.augment import Augmentation
 from hpc_train.datasets.base import AnySplit, DataSource
 from hpc_train.datasets.decoding import decoded
-from hpc_train.datasets.images import centre_square, stack, stack_inputs
+from hpc_train.datasets.images import PixelRules, centre_square, stack, stack_inputs
 from hpc_train.datasets.joint import JointTransform, moves_targets
 from hpc_train.datasets.reading import Failure, Prepare, SlotReader
 from hpc_train.datasets.sampler import EvaluationSampler, MicroBatchSampler, Position, Slot
@@ -230,7 +230,15 @@ def _training_reader(
 
     prepare = _prepare(prepare_images, data, seed, target_spec, is_training=True)
     targets = TargetCheck(experiment.task, target_spec)
-    return SlotReader(source.train, source.info.channels, seed, prepare, targets, skip_bad=skip_bad)
+    return SlotReader(
+        source.train,
+        source.info.channels,
+        seed,
+        prepare,
+        targets,
+        skip_bad=skip_bad,
+        rules=PixelRules.of(data),
+    )
 
 
 def _evaluation_reader(
@@ -257,7 +265,16 @@ def _evaluation_reader(
         prepare_images, data, experiment.seed, target_spec, is_training=False, has_targets=has_targets
     )
     targets = TargetCheck(experiment.task, target_spec if has_targets else None)
-    return SlotReader(split, None, experiment.seed, prepare, targets, part="val", skip_bad=skip_bad)
+    return SlotReader(
+        split,
+        None,
+        experiment.seed,
+        prepare,
+        targets,
+        part="val",
+        skip_bad=skip_bad,
+        rules=PixelRules.of(data),
+    )
 
 
 def _square(data: DataConfig, target_spec: TargetSpecs) -> int | None:

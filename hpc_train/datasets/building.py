@@ -7,9 +7,11 @@ from typing import Any, cast
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.by_name import misplaced, missing_root
+from hpc_train.data_facts.channels import keys_of_image_files
 from hpc_train.datasets.arguments import call
 from hpc_train.datasets.base import AnySplit, ArraySplit, DatasetBuilder, DataSource, FileSplit
 from hpc_train.datasets.images import ImageSplit
+from hpc_train.datasets.packed import PackedPixels
 from hpc_train.datasets.sources.infer import infer_info
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
@@ -29,6 +31,7 @@ def build_source(config: DataConfig, *, download: bool = False) -> DataSource:
         raise BadFileError("data: the training data are empty")
     if source.val is not None and len(source.val) == 0:
         raise BadFileError("data: the validation data are empty; add samples, or omit them")
+    _refuse_keys_of_files(config, source.train)
     val = None if source.val is None else _as_tensors(source.val, source.info)
     return replace(source, train=_as_tensors(source.train, source.info), val=val)
 
@@ -39,6 +42,17 @@ def _build(config: DataConfig, download: bool) -> DataSource:
     provider, rest = split_name(config.name)
     builder = cast(DatasetBuilder, load("datasets", provider))
     return builder(rest, config, download=download)
+
+
+def _refuse_keys_of_files(config: DataConfig, split: AnySplit) -> None:
+    """Raise BadFileError for keys of image files if the data set returns decoded images."""
+    if isinstance(split, (FileSplit, PackedPixels)):
+        return
+    for key in keys_of_image_files(config):
+        raise BadFileError(
+            f"data.{key}: applies to image files, and {config.name} returns decoded images; take it out, and "
+            "convert them in the data set"
+        )
 
 
 def _as_tensors(split: AnySplit, info: DataInfo) -> AnySplit:

@@ -7,17 +7,20 @@ Legend: B images, C channels, H rows, W columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageFile, UnidentifiedImageError
 from torch import Tensor
 from torch.nn import functional
 
+from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.base import RawImage, RawInput, RawTarget, Split
 from hpc_train.datasets.structures import Tensors, collate
 from hpc_train.datasets.targets import as_target
@@ -28,6 +31,20 @@ _PIL_MODE = {1: "L", 3: "RGB", 4: "RGBA"}
 _SIXTEEN_BITS = {"PNG", "PPM"}
 #: PIL modes whose values have no defined range.
 _NO_RANGE = {"F": "float", "I": "32-bit"}
+#: Formats of image files, by Pillow's names. No other format is opened: for EPS Pillow runs Ghostscript,
+#: whatever the name of the file. Pillow imports the second group only if no format of the first fits.
+FORMATS = (
+    ("JPEG", "PNG", "GIF", "BMP", "DIB", "PPM"),
+    ("TIFF", "WEBP", "AVIF", "JPEG2000", "QOI", "FITS", "SGI", "PCX", "TGA"),
+)
+#: EXIF tag of the orientation, and the orientation of an image that is stored upright.
+_ORIENTATION, UPRIGHT = 0x0112, 1
+#: Orientations that exchange rows and columns.
+_TRANSPOSED = {5, 6, 7, 8}
+#: Orientation → dimensions of (C, H, W) that are flipped after that.
+_FLIPPED = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
+#: Held while Pillow's limit of pixels, a global variable, has another value.
+_PIXEL_LIMIT = threading.RLock()
 #: The types of images that are accepted.
 _RULE = (
     "an image must be PIL, or uint8 or float of (C, H, W) as a tensor, (H, W, C) as an array; a row of "
@@ -35,17 +52,108 @@ _RULE = (
 )
 
 
-def as_tensor(image: RawImage, channels: int | None = None) -> Tensor:
+@dataclass(frozen=True)
+class PixelRules:
+    """The keys of ``data`` that decide how the values of an image file become pixels."""
+
+    value_range: tuple[float, float] | None = None
+    applies_orientation: bool = False
+    #: Largest number of pixels; None: Pillow's limit.
+    max_pixels: int | None = None
+
+    @classmethod
+    def of(cls, data: DataConfig) -> PixelRules:
+        """Return the rules of a file's ``data`` section."""
+        return cls(data.value_range, data.exif_orientation == "apply", data.max_image_pixels)
+
+
+#: The rules of a file without these keys.
+DEFAULT_RULES = PixelRules()
+
+
+@contextmanager
+def open_image(source: str | BinaryIO, max_pixels: int | None = None) -> Iterator[ImageFile.ImageFile]:
+    """Open an image file by its path or content; the only way in which the package opens images.
+
+    Raises UnidentifiedImageError if the content is of none of ``FORMATS``, DecompressionBombError for an
+    image with more than ``max_pixels`` pixels (None: twice Pillow's ``MAX_IMAGE_PIXELS``), and OSError,
+    SyntaxError or ValueError as Pillow does.
+    """
+    with _limited_to(max_pixels):
+        try:
+            image = _open(source)
+        except Image.DecompressionBombError as error:
+            raise Image.DecompressionBombError(
+                f"{str(error).rstrip('.')}; if the file is right, write its number of pixels as "
+                "data.max_image_pixels"
+            ) from error
+        with image:
+            if max_pixels is not None and image.width * image.height > max_pixels:
+                raise Image.DecompressionBombError(
+                    f"an image has {image.width}x{image.height} pixels, and data.max_image_pixels is "
+                    f"{max_pixels}; write a larger number if the file is right"
+                )
+            yield image
+
+
+def _open(source: str | BinaryIO) -> ImageFile.ImageFile:
+    common, others = FORMATS
+    with suppress(UnidentifiedImageError):
+        return Image.open(source, formats=common)
+    Image.init()
+    try:
+        return Image.open(source, formats=[name for name in others if name in Image.OPEN])
+    except UnidentifiedImageError as error:  # its own message has the address of the buffer
+        raise UnidentifiedImageError("cannot identify the image format") from error
+
+
+@contextmanager
+def _limited_to(max_pixels: int | None) -> Iterator[None]:
+    """Disable Pillow's own limit of pixels, which some formats check again while they decode."""
+    if max_pixels is None:
+        yield
+        return
+    with _PIXEL_LIMIT:
+        limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+        try:
+            yield
+        finally:
+            Image.MAX_IMAGE_PIXELS = limit
+
+
+def orientation_of(image: Image.Image) -> int:
+    """Return the EXIF orientation of an opened file, 1 to 8; 1 without a valid one."""
+    try:
+        found = image.getexif().get(_ORIENTATION, UPRIGHT)
+    except Exception:  # whatever Pillow raises for damaged EXIF data, which are no part of the pixels
+        return UPRIGHT
+    return found if found in _FLIPPED else UPRIGHT
+
+
+def turned_upright(image: Tensor, orientation: int) -> Tensor:
+    """Return (C, H, W) as its EXIF orientation displays it, stored as (H, W, C)."""
+    if orientation == UPRIGHT:
+        return image
+    turned = image.transpose(1, 2) if orientation in _TRANSPOSED else image
+    turned = turned.flip(_FLIPPED[orientation])
+    return turned.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+
+
+def as_tensor(
+    image: RawImage, channels: int | None = None, value_range: tuple[float, float] | None = None
+) -> Tensor:
     """Return (C, H, W) uint8, or float unchanged, with ``channels`` channels (None: as many as it has).
 
     A row of features, float (F,), is returned unchanged.
 
-    Gray becomes colour by repetition, colour gray by luminance, alpha is dropped. 16-bit gray keeps its upper
-    eight bits. Raises BadFileError for anything else, also for PIL images of floats (mode F) and of 32-bit
-    integers (mode I), whose values have no defined range.
+    Gray becomes colour by repetition, colour gray by luminance, alpha is dropped. With ``value_range`` the
+    values of PIL images of 16 or 32 bits and of floats are scaled so that the range becomes 0 to 255; values
+    outside are clipped. Without it, 16-bit gray keeps its upper eight bits. Raises BadFileError for anything
+    else, also for PIL images of floats (mode F) and of 32-bit integers (mode I), whose values have no defined
+    range.
     """
     if isinstance(image, Image.Image):
-        return _from_pil(image, channels)
+        return _from_pil(_as_bytes(image, value_range), channels)
     if isinstance(image, np.ndarray):
         image = _from_array(image)
     if not isinstance(image, Tensor):
@@ -86,15 +194,35 @@ def _from_array(image: np.ndarray[Any, Any]) -> Tensor:
     return tensor.permute(2, 0, 1) if tensor.dim() == 3 else tensor
 
 
+def has_sixteen_bits(image: Image.Image) -> bool:
+    """Return True for a gray image of 16 bits."""
+    return image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BITS)
+
+
+def _as_bytes(image: Image.Image, value_range: tuple[float, float] | None) -> Image.Image:
+    """Return the image with eight bits per channel."""
+    is_sixteen_bits = has_sixteen_bits(image)
+    if not is_sixteen_bits and image.mode not in _NO_RANGE:
+        return image
+    values = np.asarray(image)
+    if value_range is not None:
+        return Image.fromarray(_scaled(values, *value_range))
+    if is_sixteen_bits:  # Pillow would clip at 255
+        return Image.fromarray((values >> 8).astype(np.uint8))
+    raise BadFileError(
+        f"data: a {_NO_RANGE[image.mode]} image (PIL mode {image.mode}) has no defined range; store 8 or "
+        "16 bits per channel, or for an image file write data.value_range: [<black>, <white>]"
+    )
+
+
+def _scaled(values: np.ndarray[Any, Any], low: float, high: float) -> np.ndarray[Any, Any]:
+    if np.isnan(values).any():
+        raise BadFileError("data: an image has pixels that are NaN; replace them by numbers")
+    fractions = (np.clip(values.astype(np.float64), low, high) - low) / (high - low)
+    return np.rint(fractions * 255).astype(np.uint8)
+
+
 def _from_pil(image: Image.Image, channels: int | None) -> Tensor:
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BITS):
-        # Pillow would clip at 255.
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in _NO_RANGE:
-        raise BadFileError(
-            f"data: a {_NO_RANGE[image.mode]} image (PIL mode {image.mode}) has no defined range; store 8 or "
-            "16 bits per channel"
-        )
     if channels is None:
         channels = 1 if image.mode in {"1", "L", "LA"} else 3
     mode = _PIL_MODE.get(channels)

@@ -23,6 +23,7 @@ from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import say
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.decoding import as_pixels, decode
+from hpc_train.datasets.images import PixelRules
 from hpc_train.datasets.packed import (
     DTYPES,
     FOOTER,
@@ -226,11 +227,11 @@ class _Images:
     """Decodes each image that every use of it decodes in full; others, and damaged ones, stay files."""
 
     def __init__(self, data: DataConfig, channels: int) -> None:
-        self._data, self._channels = data, channels
+        self._data, self._channels, self._rules = data, channels, PixelRules.of(data)
 
     def stored(self, content: bytes) -> bytes:
         try:
-            image = decode(content, self._channels)
+            image = decode(content, self._channels, self._rules)
         except Exception:  # whatever Pillow raises: the ranks say it when they read the file
             return content
         return as_pixels(image) if may_decode_whole(self._data, min(image.shape[1:])) else content
@@ -244,7 +245,7 @@ class _SmallImages:
     """Decodes images to the bytes that are stored, as long as all are small and alike."""
 
     def __init__(self, data: DataConfig, channels: int) -> None:
-        self._data, self._channels = data, channels
+        self._data, self._channels, self._rules = data, channels, PixelRules.of(data)
         #: As in the header: dimensions as they are stored, and which of them is first.
         self._shape: tuple[int, ...] | None = None
         self._is_channels_first = False
@@ -253,7 +254,7 @@ class _SmallImages:
     def stored(self, content: bytes) -> bytes:
         """Return the pixels of an image file. Raises _NotAlikeError."""
         try:
-            image = decode(content, self._channels)
+            image = decode(content, self._channels, self._rules)
         except Exception as error:  # whatever Pillow raises: the ranks say it when they read the file
             raise _NotAlikeError from error
         is_channels_first = image.stride(0) != 1

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from hpc_train.datasets.base import AnySplit, ArraySplit, FileSplit, Split, TensorSplit
 from hpc_train.datasets.decoding import UndecodableError, read_image
-from hpc_train.datasets.images import as_inputs, inputs_and_target, sample_path
+from hpc_train.datasets.images import DEFAULT_RULES, PixelRules, as_inputs, inputs_and_target, sample_path
 from hpc_train.datasets.packed import DamagedPackError
 from hpc_train.datasets.random_numbers import hash_words
 from hpc_train.datasets.sampler import Slot
@@ -91,6 +91,7 @@ class SlotReader(Dataset[Read | Failure]):
         *,
         part: Part = "train",
         skip_bad: bool = False,
+        rules: PixelRules = DEFAULT_RULES,
     ) -> None:
         self._split = split
         # Once: a check of a protocol takes as long as reading a small sample.
@@ -115,6 +116,7 @@ class SlotReader(Dataset[Read | Failure]):
         )
         self._part: Part = part
         self._skip_bad = skip_bad
+        self._rules = rules
 
     def __len__(self) -> int:
         return len(self._split)
@@ -263,7 +265,7 @@ class SlotReader(Dataset[Read | Failure]):
         """Return a sample's inputs, a JPEG file's not decoded yet, and its target as it is stored."""
         if self._files is not None:
             content, target = self._files.file_content(index)
-            return read_image(content, self._files.channels, index), target
+            return read_image(content, self._files.channels, index, self._rules), target
         assert self._samples is not None, "ArraySplit is read in whole batches"
         seed_generators(seed)
         inputs, target = inputs_and_target(self._samples[index])

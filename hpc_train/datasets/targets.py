@@ -83,9 +83,13 @@ class TargetCheck:
         for name, mask in parts_moved_as("mask", self.spec, targets):
             if tuple(mask.shape[-2:]) != tuple(sides):
                 found = f"{_named(name)}of {mask.shape[-2]}x{mask.shape[-1]} pixels"
-                raise MisfitError(
-                    0, f"{found}, and its image has {sides[0]}x{sides[1]}; make both the same size"
+                is_turned = tuple(mask.shape[-2:]) == tuple(reversed(sides))
+                remedy = (
+                    "if the image has an EXIF orientation, write data.exif_orientation: apply"
+                    if is_turned
+                    else "make both the same size"
                 )
+                raise MisfitError(0, f"{found}, and its image has {sides[0]}x{sides[1]}; {remedy}")
 
     def _each_part(self, targets: Tensors, check: Callable[[Any, TargetSpec, str], Any]) -> Tensors:
         """Return ``targets`` with ``check`` of each part that the task has a spec for."""

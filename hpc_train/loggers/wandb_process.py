@@ -15,6 +15,8 @@ from hpc_train.loggers.sent_rows import SentRows
 from hpc_train.loggers.wandb_key import effective_mode
 from hpc_train.paths import RunPaths
 
+_PNG = b"\x89PNG\r\n\x1a\n"
+
 #: How long to wait for the server at the start; wandb's own 90 s would outlive short runs.
 _INIT_TIMEOUT_S = 30.0
 #: Nothing about the machine, the code or the terminal goes to wandb. Names that this wandb lacks are omitted.
@@ -88,7 +90,9 @@ class WandbMirror:
         images: dict[str, Any] = {}
         for name, path in self._paths.evaluation_images(row["step"]).items():
             with suppress(Exception):  # a damaged image must not keep the row
-                images[f"val/{name}"] = wandb.Image(str(path))
+                # wandb opens a file of any format; for EPS Pillow starts Ghostscript.
+                if path.read_bytes().startswith(_PNG):
+                    images[f"val/{name}"] = wandb.Image(str(path))
         return images
 
     def _open(self) -> Any:

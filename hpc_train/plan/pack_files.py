@@ -38,9 +38,15 @@ def pack_files(data: DataConfig, limit_s: float | None = None) -> list[Path] | N
     if "images" not in fingerprint:
         return None
     digest = hashlib.sha256(json.dumps([root, fingerprint], sort_keys=True).encode()).hexdigest()[:20]
-    decoded = f"{digest}-{data_facts(data.name).channels(data)}"
+    decoded = f"{digest}-{data_facts(data.name).channels(data)}{_conversion(data)}"
     names = f"{decoded}.pack", f"{decoded}-{_pixels(data)}.pack" if data.cache_pixels else f"{digest}.pack"
     return [expanded(data.cache) / name for name in names]
+
+
+def _conversion(data: DataConfig) -> str:
+    """Return the part of the name for keys that change the pixels of decoded images; empty without them."""
+    scaled = "" if data.value_range is None else "-{}to{}".format(*data.value_range)
+    return scaled + ("-upright" if data.exif_orientation == "apply" else "")
 
 
 def _pixels(data: DataConfig) -> str:

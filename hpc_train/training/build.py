@@ -17,6 +17,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import training_batches
 from hpc_train.datasets.building import build_source
+from hpc_train.datasets.notices import data_notices
 from hpc_train.datasets.sampler import Position
 from hpc_train.datasets.skipping import BadSamples, too_many
 from hpc_train.datasets.types import Batch
@@ -76,6 +77,9 @@ def train(rank: Rank) -> ExitCode:
     rank = batch_size_search.resolved(rank)
     rank = replace(rank, experiment=with_preprocessing(rank.experiment))
     source = verified(rank, build_source(staged(rank)))
+    if rank.is_first:
+        for notice in data_notices(source, rank.experiment.data):
+            _log.warning("%s", printable(notice))
     refuse_no_evaluations(rank.experiment, source)
     batches = BatchArithmetic.of(rank.experiment.optimization, len(source.train), rank.degrees.data_ranks)
     run = _Run(rank, source, batches, make_bad_samples(rank))

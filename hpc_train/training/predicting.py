@@ -19,7 +19,7 @@ from hpc_train.datasets.batches import evaluation_batches
 from hpc_train.datasets.images import sample_path
 from hpc_train.datasets.sources.image_files import ImageFiles
 from hpc_train.datasets.types import Batch
-from hpc_train.errors import BadFileError, UsageError
+from hpc_train.errors import BadFileError, UsageError, printable
 from hpc_train.tasks.base import Task, make_task, target_spec
 from hpc_train.training.evaluator import share_all_buffers
 from hpc_train.training.forward import TrainingForward, make_to_input
@@ -69,7 +69,10 @@ def _split(rank: Rank, source: DataSource, images: str | None) -> AnySplit:
     if images is not None:
         if source.info.sequence_length is not None:
             raise BadFileError(f"--data: {rank.experiment.data.name} has tokens and not images; omit --data")
-        return ImageFiles(Path(images), source.info.channels)
+        files = ImageFiles(Path(images), source.info.channels)
+        for notice in files.notices:
+            rank.warn(printable(notice))
+        return files
     if source.val is None:
         raise BadFileError(f"data.name: {rank.experiment.data.name} has no validation data; give --data")
     return source.val

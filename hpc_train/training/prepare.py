@@ -25,8 +25,9 @@ from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import try_samples
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.normalize import Normalize
+from hpc_train.datasets.notices import data_notices
 from hpc_train.datasets.types import Batch, DataInfo
-from hpc_train.errors import BadFileError, ExitCode, UserError
+from hpc_train.errors import BadFileError, ExitCode, UserError, printable
 from hpc_train.models.building import build_model
 from hpc_train.models.fine_tuning import prepare_for_training
 from hpc_train.models.preprocessing import with_preprocessing
@@ -62,13 +63,22 @@ class PreparedData:
     val_samples: int
     classes: int
     bad_samples: list[str] = field(default_factory=list)
+    #: Files that are not read, and conversions that lose information.
+    notices: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, experiment: Experiment, source: DataSource) -> PreparedData:
         """Describe a data set; 0 validation samples if it has none."""
         num_val = 0 if source.val is None else len(source.val)
         config = experiment.data
-        return cls(config.name, config.root, len(source.train), num_val, source.info.num_classes)
+        return cls(
+            config.name,
+            config.root,
+            len(source.train),
+            num_val,
+            source.info.num_classes,
+            notices=data_notices(source, config),
+        )
 
 
 @dataclass
@@ -135,6 +145,8 @@ def _fetch_data(experiment: Experiment) -> tuple[DataSource, PreparedData]:
         f"data {config.name}{where}: {found.train_samples} training and {found.val_samples} validation "
         f"samples, {found.classes} classes"
     )
+    for notice in found.notices:
+        say(printable(notice))
     return source, found
 
 

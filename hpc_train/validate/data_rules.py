@@ -12,6 +12,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import AugmentConfig
 from hpc_train.data_facts.built_in import TASKS
 from hpc_train.data_facts.by_name import data_facts, task_facts, task_misfit
+from hpc_train.data_facts.channels import keys_of_image_files
 from hpc_train.data_facts.detectors import is_detector
 from hpc_train.data_facts.facts import Modality
 from hpc_train.errors import shortened
@@ -86,6 +87,9 @@ def gpt_stands_alone(experiment: Experiment) -> Iterator[Problem]:
     "data.eval_crop",
     "data.interpolation",
     "data.normalize",
+    "data.value_range",
+    "data.exif_orientation",
+    "data.max_image_pixels",
     "model.channels_last",
 )
 def text_has_no_keys_of_images(experiment: Experiment) -> Iterator[Problem]:
@@ -99,11 +103,21 @@ def text_has_no_keys_of_images(experiment: Experiment) -> Iterator[Problem]:
         ("data", "eval_crop"): data.eval_crop != 1.0,
         ("data", "interpolation"): data.interpolation != "bilinear",
         ("data", "normalize"): data.normalize is not None,
+        **{("data", key): True for key in keys_of_image_files(data)},
         ("model", "channels_last"): experiment.model.channels_last,
     }
     for path, is_given in given.items():
         if is_given:
             yield Problem(path, f"does not apply to {shortened(data.name)}", _REMEDY, on_key=True)
+
+
+@rule("data.value_range")
+def value_range_ascends(experiment: Experiment) -> Iterator[Problem]:
+    """The value of black must be below that of white."""
+    given = experiment.data.value_range
+    if given is not None and given[0] >= given[1]:
+        message = f"{list(given)} is empty, since black must be below white"
+        yield Problem(("data", "value_range"), message, "write [black, white], such as [0, 4095]")
 
 
 @rule("data.name", "data.cache")
@@ -154,4 +168,5 @@ RULES: tuple[Rule, ...] = (
     detectors_are_for_detection,
     gpt_stands_alone,
     text_has_no_keys_of_images,
+    value_range_ascends,
 )

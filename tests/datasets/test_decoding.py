@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import io
+import subprocess
 from typing import Any
 
 import numpy as np
 import pytest
 import simplejpeg
 import torch
-from PIL import Image
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from hpc_train.datasets.decoding import EncodedImage, UndecodableError, decode, read_image
-from hpc_train.datasets.images import as_tensor, resize
+from hpc_train.datasets.images import PixelRules, as_tensor, resize
+from hpc_train.errors import BadFileError
 
 #: Smooth and odd-sized, so that upsampled chroma and incomplete blocks count.
 PIXELS = np.asarray(
@@ -158,3 +160,51 @@ def test_a_damaged_jpeg_is_undecodable_and_says_why() -> None:
             read()
         assert raised.value.index == 7
         assert "truncated" in str(raised.value.__cause__)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_postscript_is_no_image_and_starts_no_program(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(subprocess, "check_call", lambda *args, **options: started.append(args))
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\nshowpage\n%%EOF\n"
+    with pytest.raises(UnidentifiedImageError):
+        decode(postscript, channels)
+    assert not started
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("form", ["JPEG", "PNG"])
+def test_orientation_is_applied_as_by_pillow(form: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = content(form, exif=exif)
+    turned = as_tensor(ImageOps.exif_transpose(Image.open(io.BytesIO(data))), 3)
+    assert torch.equal(decode(data, 3, PixelRules(applies_orientation=True)), turned)
+    assert torch.equal(decode(data, 3), by_pillow(data, 3))
+
+
+def test_value_range_scales_and_clips_gray_values_of_16_bits() -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.array([[0, 100, 2047, 4095, 60000]], dtype=np.uint16)).save(file, "PNG")
+    found = decode(file.getvalue(), 1, PixelRules(value_range=(100, 4095)))
+    assert found.flatten().tolist() == [0, 0, 124, 255, 255]
+    assert decode(file.getvalue(), 1).flatten().tolist() == [0, 0, 7, 15, 234]
+
+
+def test_value_range_scales_floats() -> None:
+    file = io.BytesIO()
+    Image.fromarray(np.array([[-1.0, 0.0, 0.5, 2.0]], dtype=np.float32)).save(file, "TIFF")
+    assert decode(file.getvalue(), 1, PixelRules(value_range=(0, 1))).flatten().tolist() == [0, 0, 128, 255]
+    with pytest.raises(BadFileError, match="value_range"):
+        decode(file.getvalue(), 1)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "TIFF"])
+def test_an_image_above_pillows_limit_can_be_allowed(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(Image.DecompressionBombError, match="max_image_pixels"):
+        decode(content(form), 3)
+    assert decode(content(form), 3, PixelRules(max_pixels=53 * 37)).shape == (3, 37, 53)
+    assert Image.MAX_IMAGE_PIXELS == 100
+    with pytest.raises(Image.DecompressionBombError):
+        decode(content(form), 3, PixelRules(max_pixels=53 * 37 - 1))

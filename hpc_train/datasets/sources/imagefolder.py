@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.decoding import decode
 from hpc_train.datasets.packed import find_pack, open_split
+from hpc_train.datasets.sources.image_files import Skipped, images_below
 from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError
@@ -26,13 +27,15 @@ from hpc_train.errors import BadFileError
 class FolderSplit:
     """The images below ``folder/<class>``, classes and files in alphabetical order."""
 
-    def __init__(self, folder: Path, class_names: tuple[str, ...], channels: int) -> None:
+    def __init__(
+        self, folder: Path, class_names: tuple[str, ...], channels: int, skipped: Skipped | None = None
+    ) -> None:
         self._folder = os.fspath(folder)
         self.channels = channels
         paths: list[bytes] = []
         counts: list[int] = []
         for name in class_names:
-            found = [os.fsencode(path.relative_to(folder)) for path in images_below(folder / name)]
+            found = [os.fsencode(path.relative_to(folder)) for path in images_below(folder / name, skipped)]
             if not found:
                 raise BadFileError(
                     f"data.root: {folder / name} contains no image ({', '.join(IMAGE_EXTENSIONS)}); "
@@ -66,15 +69,6 @@ class FolderSplit:
         return f"{self._folder}/{os.fsdecode(self.paths[index])}"
 
 
-def images_below(folder: Path) -> Iterator[Path]:
-    """Yield the images below a folder, sorted, without hidden files and links to folders."""
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            if name.lower().endswith(IMAGE_EXTENSIONS) and not name.startswith("."):
-                yield Path(parent, name)
-
-
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the two splits; without ``val`` and ``test`` there is no validation.
 
@@ -85,18 +79,25 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     root = root_of(config)
     if config.cache is None:
         return folder_source(root, args.channels)
-    if download:
-        packing.ensure(config, lambda: folder_source(root, args.channels))
-    return _packed_source(config, root, args.channels)
+    if not download:
+        return _packed_source(config, root, args.channels)
+    files = folder_source(root, args.channels)
+    packing.ensure(config, lambda: files)
+    return replace(_packed_source(config, root, args.channels), notices=files.notices, packed_from=files)
 
 
 def folder_source(root: Path, channels: int) -> DataSource:
     """Return the images below ``root``, to be read file by file."""
+    skipped = Skipped(root)
     class_names = class_folders(root / "train")
-    train = FolderSplit(root / "train", class_names, channels)
+    train = FolderSplit(root / "train", class_names, channels, skipped)
     folder = validation_folder(root)
-    val = None if folder is None else _val_split(folder, class_names, channels)
-    return DataSource(train, val, _info(class_names, channels))
+    val = None if folder is None else _val_split(folder, class_names, channels, skipped)
+    for split in (train, val):
+        if split is not None:
+            skipped.add_beside_classes(split.folder)
+    skipped.add_unused_folders([root / "train", folder])
+    return DataSource(train, val, _info(class_names, channels), skipped.notices())
 
 
 def _packed_source(config: DataConfig, root: Path, channels: int) -> DataSource:
@@ -111,7 +112,7 @@ def _info(class_names: tuple[str, ...], channels: int) -> DataInfo:
     return DataInfo(len(class_names), channels, mean, std, class_names)
 
 
-def _val_split(folder: Path, class_names: tuple[str, ...], channels: int) -> FolderSplit:
+def _val_split(folder: Path, class_names: tuple[str, ...], channels: int, skipped: Skipped) -> FolderSplit:
     own = class_folders(folder)
     if own != class_names:
         missing, unknown = sorted(set(class_names) - set(own)), sorted(set(own) - set(class_names))
@@ -121,4 +122,4 @@ def _val_split(folder: Path, class_names: tuple[str, ...], channels: int) -> Fol
             f"data.root: the classes in {folder} differ from those of train: {'; '.join(found)}; "
             "make them equal"
         )
-    return FolderSplit(folder, own, channels)
+    return FolderSplit(folder, own, channels, skipped)

@@ -12,16 +12,21 @@ from typing import Any
 
 import torch
 import torchvision.datasets
+from PIL import EpsImagePlugin
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.arguments import call
 from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.images import PixelRules
 from hpc_train.datasets.sources.in_memory import in_memory
 from hpc_train.datasets.sources.infer import infer_info
 from hpc_train.datasets.sources.torchvision_masks import MASKED_SETS
 from hpc_train.errors import BadFileError
 from hpc_train.paths import expanded
 from hpc_train.validate.part_rules import unlisted
+
+# torchvision opens files of any of Pillow's formats. EPS is the only one for which Pillow starts a program.
+EpsImagePlugin.gs_binary = False
 
 _TRAIN_SPLITS = ("train", "trainval", "train-standard")
 _VAL_SPLITS = ("val", "valid", "test")
@@ -32,7 +37,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     cls = _class(rest)
     root = expanded(config.root or ".")
     if rest in MASKED_SETS:
-        return _masked(rest, cls, root, config.args, download)
+        return _masked(rest, cls, root, config, download)
     train, val = _parts(rest, cls, root, config.args, download)
     info = infer_info(rest, train, val)
     return DataSource(in_memory(train), None if val is None else in_memory(val), info)
@@ -59,13 +64,13 @@ def _parameters(cls: Any) -> set[str]:
     return found
 
 
-def _masked(name: str, cls: Any, root: Path, args: dict[str, Any], download: bool) -> DataSource:
+def _masked(name: str, cls: Any, root: Path, config: DataConfig, download: bool) -> DataSource:
     made = MASKED_SETS[name]
-    args = args | made.fixed | ({"download": download} if "download" in _parameters(cls) else {})
+    args = config.args | made.fixed | ({"download": download} if "download" in _parameters(cls) else {})
     train, val = (
         _construct(name, cls, root, {**args, made.split_argument: part}) for part in ("train", "val")
     )
-    return made.source(train, val)
+    return made.source(train, val, PixelRules.of(config))
 
 
 def _parts(name: str, cls: Any, root: Path, args: dict[str, Any], download: bool) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchvision.datasets import Cityscapes
 
 from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.images import PixelRules
 from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.sources.segmentation_folder import read_mask
 from hpc_train.datasets.types import DataInfo
@@ -43,7 +44,7 @@ class MaskedSet:
     #: Number in a mask → class, (256,) uint8; None: they are the same.
     classes: Tensor | None = None
 
-    def source(self, train: Any, val: Any) -> DataSource:
+    def source(self, train: Any, val: Any, rules: PixelRules) -> DataSource:
         """Return the data of torchvision's two splits."""
         mean, std = mean_and_std(MaskedFiles.channels)
         info = DataInfo(
@@ -54,10 +55,10 @@ class MaskedSet:
             self.class_names,
             ignore_index=_IGNORED,
         )
-        return DataSource(self._files(train), self._files(val), info)
+        return DataSource(self._files(train, rules), self._files(val, rules), info)
 
-    def _files(self, split: Any) -> MaskedFiles:
-        return MaskedFiles(split.images, self.masks(split), self.classes)
+    def _files(self, split: Any, rules: PixelRules) -> MaskedFiles:
+        return MaskedFiles(split.images, self.masks(split), self.classes, rules)
 
 
 class MaskedFiles:
@@ -65,24 +66,31 @@ class MaskedFiles:
 
     channels = 3
 
-    def __init__(self, images: Iterable[str], masks: Iterable[str], classes: Tensor | None) -> None:
+    def __init__(
+        self, images: Iterable[str], masks: Iterable[str], classes: Tensor | None, rules: PixelRules
+    ) -> None:
         # Arrays, not lists: reference counts would copy a list's memory into every loader process.
         self._images, self._masks = (
             np.array([os.fsencode(file) for file in files]) for files in (images, masks)
         )
         self._classes = classes
+        self._rules = rules
 
     def __len__(self) -> int:
         return len(self._images)
 
     def file_content(self, index: int, /) -> tuple[bytes, Tensor]:
         """Return what the image file contains, and its mask of classes (H, W), uint8."""
-        mask = read_mask(os.fsdecode(self._masks[index]))
+        mask = read_mask(self.mask_path(index), self._rules)
         return self.path(index).read_bytes(), mask if self._classes is None else self._classes[mask.long()]
 
     def path(self, index: int) -> Path:
         """Return the image file of a sample."""
         return Path(os.fsdecode(self._images[index]))
+
+    def mask_path(self, index: int) -> str:
+        """Return the mask file of a sample."""
+        return os.fsdecode(self._masks[index])
 
 
 def _evaluated_cityscapes() -> tuple[tuple[str, ...], Tensor]:

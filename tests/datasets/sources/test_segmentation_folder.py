@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from hpc_train.data_facts.by_name import data_facts
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import evaluation_batches
 from hpc_train.datasets.building import build_source
+from hpc_train.datasets.sources.segmentation_folder import read_mask
 from hpc_train.errors import BadFileError
 from hpc_train.tasks.segmentation import Segmentation
 from tests.datasets.samples import CPU, experiment
@@ -148,3 +151,54 @@ def test_the_login_node_counts_images_and_not_masks(root: Path, tmp_path: Path) 
     assert facts.num_samples(config(root)) == 5
     assert facts.num_samples(config(tmp_path / "nowhere")) is None
     assert facts.target == "mask" and facts.is_in_root
+
+
+def gray_png(numbers: list[list[int]], bits: int) -> bytes:
+    """Return a gray PNG file of ``bits`` per pixel, to which optimizers shrink files of 8 bits."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    rows = ("".join(f"{number:0{bits}b}" for number in row) for row in numbers)
+    packed = b"".join(
+        b"\0" + int(row.ljust(-(-len(row) // 8) * 8, "0"), 2).to_bytes(-(-len(row) // 8)) for row in rows
+    )
+    header = struct.pack(">IIBBBBB", len(numbers[0]), len(numbers), bits, 0, 0, 0, 0)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(packed)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_gray_masks_of_fewer_bits_are_the_numbers_that_they_store(tmp_path: Path, bits: int) -> None:
+    numbers = [[0, 1, 1, 0, 1], [1, 0, 0, 1, 2 if bits > 1 else 1]]
+    (tmp_path / "mask.png").write_bytes(gray_png(numbers, bits))
+    assert read_mask(str(tmp_path / "mask.png")).tolist() == numbers
+
+
+def test_mask_values_are_classes_in_their_order(root: Path) -> None:
+    mask = np.array([[0, 255], [7, 0]], dtype=np.uint8)
+    for split, count in (("train", 5), ("val", 3)):
+        for number in range(count):
+            save(root / f"{split}/masks/{number:03d}.png", mask)
+            save(root / f"{split}/images/{number:03d}.png", np.zeros((2, 2, 3), dtype=np.uint8))
+    first, *_ = read(build(root, num_classes=2, mask_values=[255, 0], ignore_index=7))
+    assert first.targets[0].tolist() == [[1, 0], [7, 1]]
+    with pytest.raises(BadFileError, match=r"000\.png has the value 7, .*mask_values"):
+        read(build(root, num_classes=2, mask_values=[255, 0]))
+    with pytest.raises(BadFileError, match=r"mask_values: 1 different values for 2 classes"):
+        build(root, num_classes=2, mask_values=[255, 255])
+
+
+def test_a_mask_of_the_turned_image_needs_its_orientation(root: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(np.zeros((14, 10, 3), dtype=np.uint8)).save(root / "val/images/000.png", exif=exif)
+    with pytest.raises(BadFileError, match=r"data\.exif_orientation: apply"):
+        read(build(root))
+    source = build_source(config(root).model_copy(update={"exif_orientation": "apply"}))
+    given = experiment(micro_batch_size=1)
+    given = given.model_copy(update={"data": given.data.model_copy(update={"exif_orientation": "apply"})})
+    spec = Segmentation(given, source.info).target_spec
+    assert source.val is not None
+    first, *_ = evaluation_batches(source.val, given, 0, 1, CPU, None, spec)
+    assert first.inputs.shape[-2:] == first.targets.shape[-2:] == (10, 14)

@@ -1,0 +1,144 @@
+"""Skipped files, conversions that lose information and masks of one class are reported once per data set."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import hpc_train
+from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets.building import build_source
+from hpc_train.datasets.notices import data_notices
+from tests.datasets.sources.masks import save, write_folder
+
+RAMP = (np.arange(64, dtype=np.uint16) * 4).reshape(8, 8)
+COLORS = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+
+
+def turned() -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif
+
+
+def write(path: Path, image: Image.Image, **options: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **options)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for number in range(3):
+        write(tmp_path / f"data/train/a/{number}.png", Image.fromarray(COLORS))
+    return tmp_path / "data"
+
+
+def notices(root: Path, name: str = "imagefolder", args: dict[str, Any] | None = None, **keys: Any) -> str:
+    config = DataConfig(name=name, root=str(root), args=args or {}, **keys)
+    return "\n".join(data_notices(build_source(config, download=True), config))
+
+
+def test_nothing_is_reported_of_opaque_images_of_eight_bits(root: Path) -> None:
+    assert notices(root) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "image", "options", "words"),
+    [
+        ("x.png", Image.fromarray(RAMP), {}, "16 bits per pixel (values 0 to 252)"),
+        ("x.png", Image.fromarray(np.dstack([COLORS, COLORS[..., 0]])), {}, "transparent"),
+        ("x.png", Image.fromarray(COLORS), {"exif": turned()}, "EXIF orientation"),
+        ("x.jpg", Image.fromarray(COLORS), {"exif": turned()}, "EXIF orientation"),
+        ("x.jpg", Image.fromarray(COLORS).convert("CMYK"), {}, "CMYK"),
+        (
+            "x.tiff",
+            Image.fromarray(COLORS),
+            {"save_all": True, "append_images": [Image.fromarray(COLORS)]},
+            "several frames",
+        ),
+    ],
+)
+def test_a_conversion_that_loses_information_is_counted(
+    root: Path, name: str, image: Image.Image, options: dict[str, Any], words: str
+) -> None:
+    write(root / "train/a" / name, image, **options)
+    said = notices(root)
+    assert "1 of 4 inspected images" in said and words in said and name in said
+
+
+def test_a_pack_has_the_notices_of_its_images(root: Path, tmp_path: Path) -> None:
+    write(root / "train/a/x.png", Image.fromarray(RAMP))
+    assert "16 bits per pixel" in notices(root, cache=str(tmp_path / "packs"))
+
+
+def test_a_palette_with_transparency_is_reported_and_an_opaque_alpha_is_not(root: Path) -> None:
+    opaque = np.dstack([COLORS, np.full((8, 8), 255, np.uint8)])
+    write(root / "train/a/x.png", Image.fromarray(opaque))
+    assert notices(root) == ""
+    write(root / "train/a/y.png", Image.fromarray(COLORS).quantize(16), transparency=3)
+    assert "transparent" in notices(root)
+
+
+def test_what_a_listing_skips_is_counted(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (root / "train/a/more").symlink_to(tmp_path / "more")
+    (root / "train/a/.hidden.png").touch()
+    for name in ("1.gif", "2.gif", "3.npy"):
+        (root / "train/a" / name).touch()
+    write(root / "train/outside.png", Image.fromarray(COLORS))
+    write(root / "train/__MACOSX/._0.png", Image.fromarray(COLORS), format="PNG")
+    for split in ("val", "test"):
+        write(root / split / "a/0.png", Image.fromarray(COLORS))
+    said = notices(root)
+    assert "1 links to folders" in said and "train/a/more" in said
+    assert "2 hidden files" in said
+    assert "3 files with other extensions (.gif 2, .npy 1; first: train/a/1.gif)" in said
+    assert "1 files beside the class folders" in said and "train/outside.png" in said
+    assert "the folders test in" in said
+
+
+def masks(root: Path, *values: int) -> Path:
+    write_folder(root, train=4)
+    for number in range(4):
+        mask = np.full((10, 14), values[0], np.uint8)
+        mask[5:] = values[-1]
+        save(root / f"train/masks/{number:03d}.png", mask)
+    return root
+
+
+def test_masks_of_0_and_255_are_reported(tmp_path: Path) -> None:
+    folder = masks(tmp_path, 0, 255)
+    said = notices(folder, "segmentation_folder", {"num_classes": 2})
+    assert "only class 0 occurs in the 4 inspected masks, class 1 nowhere" in said
+    assert "50% of their pixels are 255, which is ignored" in said and "mask_values: [0, 255]" in said
+    assert notices(folder, "segmentation_folder", {"num_classes": 2, "mask_values": [0, 255]}) == ""
+
+
+def test_masks_of_two_classes_are_not_reported(tmp_path: Path) -> None:
+    assert notices(masks(tmp_path, 0, 1), "segmentation_folder", {"num_classes": 2}) == ""
+
+
+def test_a_mask_without_an_image_is_reported(tmp_path: Path) -> None:
+    folder = masks(tmp_path, 0, 1)
+    (folder / "train/images/003.png").unlink()
+    said = notices(folder, "segmentation_folder", {"num_classes": 2})
+    assert "1 masks without an image" in said and "003.png" in said
+
+
+def test_pillow_opens_files_in_one_function_only() -> None:
+    """It names its formats: for EPS, under any name of the file, Pillow starts Ghostscript."""
+    package = Path(hpc_train.__file__).parent
+    openers = set()
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {"Image.open", "PIL.Image.open"}:
+                assert any(keyword.arg == "formats" for keyword in node.keywords), f"{path}:{node.lineno}"
+                openers.add(path.relative_to(package).as_posix())
+            if isinstance(node, ast.ImportFrom) and node.module == "PIL.Image":
+                assert "open" not in {name.name for name in node.names}, f"{path}:{node.lineno}"
+    assert openers == {"datasets/images.py"}
