@@ -56,6 +56,8 @@ class ImageListArgs(Section):
     in alphabetical order."""
     num_classes: PositiveInt | None = None
     """Use the numbers in the column as class numbers, from 0 to one less than this."""
+    roots: list[str] = []
+    """Other folders below which a list may name images, by absolute paths. Default: ``root`` only."""
     channels: Literal[1, 3] = 3
     """Number of channels to which every image is converted."""
 
@@ -104,6 +106,8 @@ class HuggingFaceArgs(Section):
     """Column of the targets. Default: the only column of class labels, else ``label``."""
     target: Literal["class", "number"] = "class"
     """``class``: a class, by label, number or name. ``number``: a number, or a list of them."""
+    roots: list[str] = []
+    """Other folders below which the data set may name images, by absolute paths. Default: ``root`` only."""
     channels: Literal[1, 3] = 3
     """Number of channels to which every image is converted."""
 
