@@ -174,6 +174,8 @@ def count_listed(data: DataConfig) -> int | None:
 
 def _count_rows(path: Path, separator: str) -> int | None:
     deadline, count = time.monotonic() + COUNT_LIMIT_S, -1  # the header
+    if not path.is_file():  # a pipe would block
+        return None
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             for row in csv.reader(file, delimiter=separator):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,9 @@ def test_the_number_of_samples_is_known_without_torch(root: Path) -> None:
     config = DataConfig(name="coco", root=str(root))
     assert training_samples(config) == 8
     (root / "train.json").write_text("{")
+    assert training_samples(config) is None
+    (root / "train.json").unlink()
+    os.mkfifo(root / "train.json")
     assert training_samples(config) is None
 
 

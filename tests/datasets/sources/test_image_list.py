@@ -157,6 +157,8 @@ def test_samples_are_counted_without_torch_and_with_the_index(
     assert training_samples(config(root)) == 12
     assert training_samples(config(root / "nowhere")) is None
     assert training_samples(config(root, target="x")) is None
+    os.mkfifo(root / "pipe.csv")
+    assert training_samples(config(root, train="pipe.csv")) is None
 
 
 def test_the_fingerprint_is_that_of_the_lists(root: Path) -> None:
