@@ -98,10 +98,10 @@ def all_targets(split: Any) -> torch.Tensor | None:
 
 
 def count_classes(train: Any, val: Any) -> int:
-    """Return ``num_classes`` or the length of ``classes``, else the largest target + 1; of targets that are
-    vectors their length, of numbers 1.
+    """Return ``num_classes`` or the length of ``classes``, else the largest training target + 1; of targets that
+    are vectors their length, of numbers 1.
 
-    Raises BadFileError if the data set has none of these.
+    Raises BadFileError if the data set has none of these, or the validation data have more classes.
     """
     num_classes = getattr(train, "num_classes", None)
     if isinstance(num_classes, int):
@@ -119,7 +119,12 @@ def count_classes(train: Any, val: Any) -> int:
             "num_classes, classes (a list of names) or targets (a list of whole numbers), or return a "
             "DataSource"
         )
-    return max(known) + 1
+    if known[-1] > known[0]:
+        raise BadFileError(
+            f"data: the validation data have the class {known[-1]}, and the largest of the training data is "
+            f"{known[0]}; fix the targets, or give the data set an attribute num_classes"
+        )
+    return known[0] + 1
 
 
 def _check_same_classes(train: Any, val: Any) -> None:

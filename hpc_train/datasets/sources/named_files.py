@@ -83,12 +83,11 @@ def image_content(path: str, where: object) -> bytes:
         raise BadFileError(f"data: {error} (named in {where}); write the path of an image file") from error
 
 
-def file_remarks(
-    folder: Path, lists: Mapping[str, Sequence[bytes]], missing: Sequence[str] = ()
-) -> Iterator[str]:
-    """Yield sentences on rows that name the same file, and images below ``folder`` that no row names.
+def file_remarks(folder: Path, lists: Mapping[str, Sequence[bytes]]) -> Iterator[str]:
+    """Yield sentences on rows that name the same file, and images below ``folder`` that no row names, and
+    rows whose file does not exist.
 
-    ``lists``: file of the list → its names. ``missing``: files that do not exist.
+    ``lists``: file of the list → its names.
     """
     normal = {title: [os.path.normpath(name) for name in names] for title, names in lists.items()}
     for title, names in normal.items():
@@ -102,13 +101,11 @@ def file_remarks(
         shared = sorted(set(normal[title]).intersection(*(normal[other] for other in titles[:number])))
         if shared:
             yield f"{title} and {titles[0]} both name {counted(len(shared), 'file')}: {_examples(shared)}"
-    if missing:
-        yield f"{counted(len(missing), 'file')} of the lists do not exist: {listed(list(missing), 3)}"
-    yield from _unnamed(folder, set().union(*normal.values()))
+    yield from _folder_remarks(folder, set().union(*normal.values()))
 
 
-def _unnamed(folder: Path, names: set[bytes]) -> Iterator[str]:
-    deadline, unnamed = time.monotonic() + COUNT_LIMIT_S, []
+def _folder_remarks(folder: Path, names: set[bytes]) -> Iterator[str]:
+    deadline, unnamed, files_seen = time.monotonic() + COUNT_LIMIT_S, [], set()
     root = os.fsencode(folder)
     own = {os.path.relpath(name, root) if name.startswith(b"/") else name for name in names}
     for parent, folders, files in os.walk(root):
@@ -120,10 +117,20 @@ def _unnamed(folder: Path, names: set[bytes]) -> Iterator[str]:
         for name in files:
             path = name if inner == b"." else inner + b"/" + name
             is_image = os.fsdecode(name).lower().endswith(IMAGE_EXTENSIONS) and not name.startswith(b".")
-            if is_image and path not in own:
+            if path in own:
+                files_seen.add(path)
+            elif is_image:
                 unnamed.append(path)
     if unnamed:
         yield f"{counted(len(unnamed), 'image')} below {folder} are in no list: {_examples(sorted(unnamed))}"
+    missing = []
+    for path in sorted(own - files_seen):
+        if time.monotonic() > deadline:
+            return
+        if not os.path.isfile(os.path.join(root, path)):  # noqa: PTH113, PTH118  (links are not in the walk)
+            missing.append(path)
+    if missing:
+        yield f"{counted(len(missing), 'listed file')} below {folder} do not exist: {_examples(missing)}"
 
 
 def class_remarks(names: Sequence[str], classes: Mapping[str, Any]) -> Iterator[str]:

@@ -361,6 +361,7 @@ def test_prepare_prints_how_lists_and_files_differ(root: Path, capfd: pytest.Cap
     with (root / "train.csv").open("a") as file:
         file.write(f"{file_of(3)},ant,0,0\n{file_of(12)},dog,0,0\n")
     (root / "test.csv").touch()
+    (root / file_of(4)).unlink()
     for _ in range(2):
         build(root, download=True)
         printed = capfd.readouterr().err
@@ -368,6 +369,7 @@ def test_prepare_prints_how_lists_and_files_differ(root: Path, capfd: pytest.Cap
         assert "train.csv has 1 file in more than one row: images/3.png" in printed
         assert "val.csv and train.csv both name 1 file: images/12.jpg" in printed
         assert f"1 image below {root} are in no list: images/11.png" in printed
+        assert f"1 listed file below {root} do not exist: images/4.jpg" in printed
         assert "1 of 4 classes have no validation sample: dog" in printed
 
 
