@@ -98,8 +98,8 @@ def all_targets(split: Any) -> torch.Tensor | None:
 
 
 def count_classes(train: Any, val: Any) -> int:
-    """Return ``num_classes`` or the length of ``classes``, else the largest training target + 1; of targets that
-    are vectors their length, of numbers 1.
+    """Return ``num_classes`` or the length of ``classes``, else the largest training target + 1; of
+    targets that are vectors their length, of numbers 1.
 
     Raises BadFileError if the data set has none of these, or the validation data have more classes.
     """
