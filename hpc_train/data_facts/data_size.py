@@ -99,7 +99,7 @@ def count_annotated_images(data: DataConfig) -> int | None:
         return None
     path = expanded(data.root) / "train.json"
     try:
-        if path.stat().st_size > _MAX_ANNOTATIONS_BYTES:
+        if not path.is_file() or path.stat().st_size > _MAX_ANNOTATIONS_BYTES:
             return None
         return len(json.loads(path.read_bytes())["images"]) or None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -62,3 +62,5 @@ class CocoArgs(Section):
     """Number of channels to which every image is converted."""
     bad_boxes: Literal["fail", "drop"] = "fail"
     """What to do with boxes without area, or outside of their image: end with an error, or drop them."""
+    roots: list[str] = []
+    """Other folders below which a file may name images, by absolute paths. Default: ``root`` only."""

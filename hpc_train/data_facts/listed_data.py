@@ -59,6 +59,8 @@ class ImageListArgs(Section):
     in alphabetical order."""
     num_classes: PositiveInt | None = None
     """Use the numbers in the column as class numbers, from 0 to one less than this."""
+    roots: list[str] = []
+    """Other folders below which a list may name images, by absolute paths. Default: ``root`` only."""
     channels: Literal[1, 3] = 3
     """Number of channels to which every image is converted."""
 
@@ -127,6 +129,8 @@ class HuggingFaceArgs(Section):
     """Column of the targets. Default: the only column of class labels, else ``label``."""
     target: Literal["class", "number"] = "class"
     """``class``: a class, by label, number or name. ``number``: a number, or a list of them."""
+    roots: list[str] = []
+    """Other folders below which the data set may name images, by absolute paths. Default: ``root`` only."""
     channels: Literal[1, 3] = 3
     """Number of channels to which every image is converted."""
 
@@ -193,6 +197,8 @@ def count_listed(data: DataConfig) -> int | None:
 
 def _count_rows(path: Path, separator: str) -> int | None:
     deadline, count = time.monotonic() + COUNT_LIMIT_S, -1  # the header
+    if not path.is_file():  # a pipe would block
+        return None
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             for row in csv.reader(file, delimiter=separator):

@@ -104,6 +104,8 @@ class SlotReader(Dataset[Read | Failure]):
             self._files = split
         else:
             self._samples = split
+        #: Of a split that knows the sizes of its images: raises BadFileError for a sample of another size.
+        self._check_sides: Callable[[int, int, int], None] | None = getattr(split, "check_sides", None)
         self._channels = channels
         self._seed = seed
         self._prepare = prepare
@@ -257,6 +259,8 @@ class SlotReader(Dataset[Read | Failure]):
             fitting = self._targets.one(target)
             if not is_structured(inputs):
                 self._targets.refuse_other_sides(fitting, inputs.shape[-2:])
+                if self._check_sides is not None:
+                    self._check_sides(index, *inputs.shape[-2:])
             return inputs, fitting
 
         return _retried(read, lambda error: _transient(self._bad_sample(index, error)))

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import xxhash
 
-from hpc_train.data_facts.token_shards import HEADER_BYTES, DamagedShardError, Shard, TokenShards, read_header
+from hpc_train.data_facts.raw_tokens import Shard
+from hpc_train.data_facts.token_shards import HEADER_BYTES, DamagedShardError, TokenShards, read_header
 from hpc_train.paths import cache_folder
 from hpc_train.run.files import read_json, write_json
 

@@ -119,14 +119,19 @@ def read_text(path: Path, max_bytes: int = MAX_SMALL_BYTES, *, errors: str = "st
     """
     for _ in range(_STALE_READS):
         try:
-            return _read(path, max_bytes).decode("utf-8", errors)
+            return read_regular(path, max_bytes).decode("utf-8", errors)
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
-    return _read(path, max_bytes).decode("utf-8", errors)
+    return read_regular(path, max_bytes).decode("utf-8", errors)
 
 
-def _read(path: Path, max_bytes: int) -> bytes:
+def read_regular(path: Path | str, max_bytes: int) -> bytes:
+    """Return the content of a file.
+
+    Raises OSError, also for a missing file; UnreadableFileError for a larger file, a folder, a pipe or a
+    device.
+    """
     descriptor, size = _open(path)
     try:
         # What has been added since is not read.
@@ -179,7 +184,7 @@ def open_descriptor(path: Path, flags: int) -> int:
     return descriptor
 
 
-def _open(path: Path, flags: int = os.O_RDONLY) -> tuple[int, int]:
+def _open(path: Path | str, flags: int = os.O_RDONLY) -> tuple[int, int]:
     """Return a descriptor and the file's size in bytes."""
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)

@@ -15,24 +15,35 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.console import say
+from hpc_train.data_facts.data_size import COUNT_LIMIT_S
 from hpc_train.data_facts.image_args import CocoArgs
-from hpc_train.data_facts.root_layout import annotation_files
+from hpc_train.data_facts.root_layout import VALIDATION, annotation_files
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
+from hpc_train.datasets.decoding import read_image
 from hpc_train.datasets.index_files import Array, Index, index_of
 from hpc_train.datasets.sources.infer import mean_and_std
+from hpc_train.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks, image_content
+from hpc_train.datasets.sources.values import MAX_INTEGER, text_problem
 from hpc_train.datasets.types import DataInfo
-from hpc_train.errors import BadFileError
+from hpc_train.errors import BadFileError, HpcTrainError, counted
 
 #: Pixels by which a box may exceed its image: coordinates are often rounded. It is clipped.
 _TOLERANCE = 1.0
+#: Of an image and of a coordinate, in pixels: more than any format of images can have.
+_MAX_SIDE = 2**31 - 1
+#: Primes larger than any number of images that is read within the limit of time.
+_STRIDES = (7919, 104729)
 
 
 class CocoSplit:
@@ -41,7 +52,8 @@ class CocoSplit:
     def __init__(self, folder: Path, arrays: Mapping[str, Array], channels: int) -> None:
         """``arrays``: of the index; ``names`` and ``targets``, which are the ids, of the images (N,).
 
-        Of the boxes, those of an image next to each other: ``corners`` (K, 4), ``labels`` and ``crowds``
+        Their ``sides`` (N, 2) are width and height. Of the boxes, those of an image next to each other:
+        ``corners`` (K, 4), ``labels`` and ``crowds``
         (K,), and where those of image i begin, ``starts`` (N + 1,).
         """
         self.channels = channels
@@ -54,8 +66,26 @@ class CocoSplit:
 
     def file_content(self, index: int, /) -> tuple[bytes, dict[str, Any]]:
         """Return what the file of a sample contains, and its boxes."""
-        with open(self._file(index), "rb", buffering=0) as file:  # noqa: PTH123  (as imagefolder)
-            return file.read(), self.target(index)
+        content = image_content(self._file(index), self._where(index))
+        return content, self.target(index)
+
+    def check_sides(self, index: int, height: int, width: int) -> None:
+        """Raise BadFileError if the pixels of a sample are not those that its boxes refer to."""
+        if "sides" not in self._arrays:
+            return
+        stated = tuple(self._arrays["sides"][index].tolist())
+        if stated != (width, height):
+            is_turned = stated == (height, width)
+            cause = (
+                "perhaps the EXIF orientation was applied before it was annotated"
+                if is_turned
+                else ("perhaps it was resized after it was annotated")
+            )
+            raise BadFileError(
+                f"data: {self._file(index)} has {width}x{height} pixels, and {self._where(index)} has "
+                f"{stated[0]}x{stated[1]} ({cause}); make pixels and boxes match, and write width and height "
+                "of the file"
+            )
 
     def target(self, index: int) -> dict[str, Any]:
         """Return the boxes of a sample; see the module."""
@@ -73,27 +103,59 @@ class CocoSplit:
         return Path(self._file(index))
 
     def _file(self, index: int) -> str:
-        return f"{self._folder}/{os.fsdecode(self._names[index])}"
+        return os.path.join(self._folder, os.fsdecode(self._names[index]))  # noqa: PTH118  (as image_list)
+
+    def _where(self, index: int) -> str:
+        return f"{self._folder}.json, image {self._arrays['targets'][index]}"
 
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     """Return the two splits; without ``val.json`` and ``test.json`` there is no validation."""
     refuse_rest(config)
     args = parse_args(CocoArgs, config)
-    files = annotation_files(root_of(config))
-    index = index_of(config, list(files.values()), lambda: _parsed(files, args), download=download)
+    root = root_of(config)
+    files = annotation_files(root)
+    make = partial(_parsed, root, files, args, has_remarks=download)
+    index = index_of(config, list(files.values()), make, download=download)
+    for remark in index.facts.get("remarks", ()) if download else ():
+        say(f"data.root: {remark}")
     splits = {
         part: CocoSplit(path.with_suffix(""), dict(index.splits[part]), args.channels)
         for part, path in files.items()
     }
     mean, std = mean_and_std(args.channels)
     info = DataInfo(len(index.class_names), args.channels, mean, std, index.class_names)
+    if download and config.on_bad_sample == "fail":
+        for split in splits.values():
+            _check_sides(split)
     return DataSource(splits["train"], splits.get("val"), info)
 
 
-def _parsed(files: Mapping[str, Path], args: CocoArgs) -> Index:
+def _check_sides(split: CocoSplit) -> None:
+    """Compare the sizes of image files with those of the JSON file, evenly and within a limit of time."""
+    deadline, count = time.monotonic() + COUNT_LIMIT_S, len(split)
+    step = next((n for n in _STRIDES if math.gcd(n, count) == 1), 1)
+    for number in range(count):
+        if time.monotonic() > deadline:
+            return
+        index = number * step % count
+        sides = _sides_of_file(split, index)
+        if sides is not None:
+            split.check_sides(index, *sides)
+
+
+def _sides_of_file(split: CocoSplit, index: int) -> tuple[int, int] | None:
+    """Return height and width; None for a file that can't be read, which is reported with its sample."""
+    try:
+        shape = read_image(split.file_content(index)[0], split.channels, index).shape
+    except (OSError, ValueError, SyntaxError, HpcTrainError):
+        return None
+    return shape[-2], shape[-1]
+
+
+def _parsed(root: Path, files: Mapping[str, Path], args: CocoArgs, *, has_remarks: bool) -> Index:
     """Return the files as arrays. Raises BadFileError for the first entry that is wrong."""
-    parsed = {part: _AnnotationFile(path, args) for part, path in files.items()}
+    parsed = {part: _AnnotationFile(root, path, args) for part, path in files.items()}
     train = parsed["train"]
     for each in parsed.values():
         if each.categories != train.categories:
@@ -101,14 +163,32 @@ def _parsed(files: Mapping[str, Path], args: CocoArgs) -> Index:
                 f"data.root: the categories in {each.path} differ from those of {train.path}; make ids and "
                 "names equal"
             )
-    return Index({part: each.arrays() for part, each in parsed.items()}, tuple(train.categories.values()))
+    splits, names = {part: each.arrays() for part, each in parsed.items()}, tuple(train.categories.values())
+    facts: dict[str, Any] = {}
+    if has_remarks:
+        remarks = [f"{path} is not read" for path in _unused(root, files)]
+        for part, each in parsed.items():
+            remarks += file_remarks(each.folder, {each.path.name: splits[part]["names"].tolist()})
+            remarks += each.remarks
+        remarks += class_remarks(names, {part: split["labels"] - 1 for part, split in splits.items()})
+        facts["remarks"] = remarks
+    return Index(splits, names, facts)
+
+
+def _unused(root: Path, files: Mapping[str, Path]) -> list[Path]:
+    candidates = (root / f"{name}.json" for name in VALIDATION)
+    return [path for path in candidates if path.is_file() and path not in files.values()]
 
 
 class _AnnotationFile:
     """A JSON file while it is read; only arrays are kept of it."""
 
-    def __init__(self, path: Path, args: CocoArgs) -> None:
+    def __init__(self, root: Path, path: Path, args: CocoArgs) -> None:
         self.path = path
+        self.folder = path.with_suffix("")
+        #: Sentences on entries that may be mistakes.
+        self.remarks: list[str] = []
+        self._names = NamedFiles(root, args.roots, self.folder)
         self._args = args
         self._document = self._read()
         #: Id → name, by id.
@@ -117,11 +197,8 @@ class _AnnotationFile:
     def arrays(self) -> dict[str, Array]:
         """Return the arrays of ``CocoSplit``. Raises BadFileError for the first entry that is wrong."""
         image_ids, names, sides = self._images(self._document["images"])
-        return {"names": names, "targets": image_ids, **self._boxes(image_ids, sides)}
-
-    @property
-    def _folder(self) -> Path:
-        return self.path.with_suffix("")
+        boxes = self._boxes(image_ids, sides)
+        return {"names": names, "targets": image_ids, "sides": sides.astype(np.int64), **boxes}
 
     def _read(self) -> dict[str, list[dict[str, Any]]]:
         try:
@@ -139,7 +216,7 @@ class _AnnotationFile:
         found: dict[int, str] = {}
         for each in self._document["categories"]:
             number, name = each.get("id"), each.get("name")
-            if type(number) is not int or not isinstance(name, str) or number in found:
+            if not _is_integer(number) or not isinstance(name, str) or text_problem(name) or number in found:
                 raise self._error(
                     f"has the category {each!r:.60}", "give each an id of its own, an integer, and a name"
                 )
@@ -150,26 +227,31 @@ class _AnnotationFile:
 
     def _images(self, images: list[dict[str, Any]]) -> tuple[Array, Array, Array]:
         """Return ids (N,), file names (N,) and sides (N, 2), width and height."""
-        there = _files(self._folder)
+        there = _files(self.folder)
         ids: set[int] = set()
+        names: list[bytes] = []
         for each in images:
             number, name = each.get("id"), each.get("file_name")
             sides = each.get("width"), each.get("height")
-            if type(number) is not int or number in ids:
+            if not _is_integer(number) or number in ids:
                 raise self._error(f"has the image {each!r:.80}", "give each an id of its own, an integer")
-            if not isinstance(name, str) or not all(type(side) is int and side > 0 for side in sides):
+            if not isinstance(name, str) or not all(
+                _is_integer(side) and 0 < side <= _MAX_SIDE for side in sides
+            ):
                 raise self._error(
                     f"has the image {number} without file_name, width and height", "write them, in pixels"
                 )
-            if name not in there:
+            names.append(self._names.checked(name, f"{self.path}, image {number}"))
+            # Files behind a link to a folder are not among those that were listed.
+            if name not in there and not (self.folder / name).is_file():
                 raise self._error(
-                    f"has the image {number}, whose file {self._folder / name} does not exist",
+                    f"has the image {number}, whose file {self.folder / name} does not exist",
                     "fix file_name, or remove the image and its annotations",
                 )
             ids.add(number)
         return (
             np.array([each["id"] for each in images], dtype=np.int64),
-            np.array([os.fsencode(each["file_name"]) for each in images]),
+            np.array(names),
             np.array([[each["width"], each["height"]] for each in images], dtype=np.float64).reshape(-1, 2),
         )
 
@@ -180,11 +262,17 @@ class _AnnotationFile:
         rows: list[tuple[float, ...]] = []
         for each in annotations:
             image, category = each.get("image_id"), each.get("category_id")
-            if type(image) is not int or image not in place:
+            if not _is_integer(image) or image not in place:
                 raise self._bad(each, "which is none of its images", "fix image_id")
-            if type(category) is not int or category not in label:
+            if not _is_integer(category) or category not in label:
                 raise self._bad(each, f"with the unknown category_id {category!r:.40}", "add the category")
-            rows.append((place[image], label[category], bool(each.get("iscrowd", 0)), *self._box(each)))
+            crowd = each.get("iscrowd", 0)
+            if not isinstance(crowd, (int, float)) or crowd not in (0, 1):
+                raise self._bad(each, f"with iscrowd {crowd!r:.40}", "write 0 or 1")
+            rows.append((place[image], label[category], crowd, *self._box(each)))
+        repeated = len(rows) - len(set(rows))
+        if repeated:
+            self.remarks.append(f"{self.path.name} has {counted(repeated, 'annotation')} more than once")
         table = np.array(rows, dtype=np.float64).reshape(-1, 7)
         corners_K4 = np.concatenate([table[:, 3:5], table[:, 3:5] + table[:, 5:7]], axis=1)
         is_kept = self._check(annotations, table, corners_K4, sides_N2)
@@ -203,7 +291,7 @@ class _AnnotationFile:
     def _box(self, annotation: dict[str, Any]) -> list[float]:
         box = annotation.get("bbox")
         is_box = isinstance(box, list) and len(box) == 4 and all(type(each) in (int, float) for each in box)
-        if not is_box or not all(map(math.isfinite, box or ())):
+        if not is_box or not all(abs(each) <= _MAX_SIDE for each in box or ()):
             raise self._bad(
                 annotation, f"with the bbox {box!r:.60}", "write [left, top, width, height] in pixels"
             )
@@ -238,6 +326,10 @@ class _AnnotationFile:
 
     def _error(self, what: str, remedy: str) -> BadFileError:
         return BadFileError(f"data.root: {self.path} {what}; {remedy}")
+
+
+def _is_integer(value: Any) -> TypeGuard[int]:
+    return type(value) is int and abs(value) <= MAX_INTEGER
 
 
 def _files(folder: Path) -> set[str]:

@@ -7,23 +7,25 @@ result. Rows keep their order.
 from __future__ import annotations
 
 import csv
-import math
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.console import say
 from hpc_train.data_facts.listed_data import SEPARATORS, ImageListArgs, list_files
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource, RawTarget
 from hpc_train.datasets.index_files import Array, Index, index_of, packed_texts, text_at
-from hpc_train.datasets.sources.class_names import ClassNumbers
 from hpc_train.datasets.sources.infer import mean_and_std
+from hpc_train.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks, image_content
+from hpc_train.datasets.sources.values import ClassNumbers, Place, as_number, number_of
 from hpc_train.datasets.types import DataInfo
-from hpc_train.errors import BadFileError, shortened
+from hpc_train.errors import BadFileError, listed, shortened
 
 _PARQUET = ".parquet"
 
@@ -42,20 +44,15 @@ class ListedImages:
 
     def file_content(self, index: int, /) -> tuple[bytes, RawTarget]:
         """Return what the image file contains, and the row's target: int64 (), or float32 () or (K,)."""
-        path = self._file(index)
-        try:
-            with open(path, "rb", buffering=0) as file:  # noqa: PTH123  (Path: half as long as decoding)
-                return file.read(), self._targets[index]
-        except OSError as error:
-            error.strerror = f"{error.strerror} (named in {self._list}:{self._arrays['lines'][index]})"
-            raise
+        row = f"{self._list}:{self._arrays['lines'][index]}"
+        return image_content(self._file(index), row), self._targets[index]
 
     def path(self, index: int) -> Path:
         """Return the file of a sample."""
         return Path(self._file(index))
 
     def _file(self, index: int) -> str:
-        return os.path.join(self._root, text_at(self._arrays, index))  # noqa: PTH118  (as above)
+        return os.path.join(self._root, text_at(self._arrays, index))  # noqa: PTH118  (Path: half as long as decoding)
 
 
 def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
@@ -63,13 +60,16 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     refuse_rest(config)
     args = parse_args(ImageListArgs, config)
     root = root_of(config)
-    files = list_files(root, args)
-    for split, path in files.items():
+    lists = list_files(root, args)
+    for split, path in lists.items():
         _check_file(split, path)
-    index = index_of(config, list(files.values()), lambda: _parsed(files, args), download=download)
+    make = partial(_parsed, root, lists, args, has_remarks=download)
+    index = index_of(config, list(lists.values()), make, download=download)
+    for remark in index.facts.get("remarks", ()) if download else ():
+        say(f"data.root: {remark}")
     splits = {
         split: ListedImages(root, path, dict(index.splits[split]), args.channels)
-        for split, path in files.items()
+        for split, path in lists.items()
     }
     mean, std = mean_and_std(args.channels)
     num_classes = len(args.columns) if args.target == "number" else len(index.class_names)
@@ -90,28 +90,47 @@ def _check_file(split: str, path: Path) -> None:
         )
 
 
-def _parsed(files: dict[str, Path], args: ImageListArgs) -> Index:
+def _parsed(root: Path, lists: dict[str, Path], args: ImageListArgs, *, has_remarks: bool) -> Index:
     """Return the lists as arrays. Raises BadFileError, naming file and line, for the first bad row."""
-    targets = _Targets(args)
-    splits = {split: _parse(path, args, targets) for split, path in files.items()}
-    return Index(splits, targets.names)
+    targets, files = _Targets(args), NamedFiles(root, args.roots)
+    names: dict[str, list[bytes]] = {}
+    splits: dict[str, dict[str, Array]] = {}
+    for split, path in lists.items():
+        names[path.name], splits[split] = _parse(path, args, targets, files)
+    facts: dict[str, Any] = {}
+    if has_remarks:
+        others = [name for name in _other_lists(lists["train"]) if name not in names]
+        remarks = [f"{listed(others, 5)} beside {lists['train'].name} are not read"] if others else []
+        remarks += file_remarks(root, names)
+        if args.target == "class":
+            remarks += class_remarks(
+                targets.names, {split: each["targets"] for split, each in splits.items()}
+            )
+        facts["remarks"] = remarks
+    return Index(splits, targets.names, facts)
 
 
-def _parse(path: Path, args: ImageListArgs, targets: _Targets) -> dict[str, Array]:
+def _other_lists(path: Path) -> list[str]:
+    return sorted(other.name for other in path.parent.glob(f"*{path.suffix}") if other.is_file())
+
+
+def _parse(
+    path: Path, args: ImageListArgs, targets: _Targets, files: NamedFiles
+) -> tuple[list[bytes], dict[str, Array]]:
     names: list[bytes] = []
     lines: list[int] = []
     values: list[Any] = []
     for line, name, cells in _rows(path, args):
-        if not name:
-            raise BadFileError(
-                f"data.root: {path}:{line} has no {args.path_column}; fill it in, or remove the row"
-            )
-        names.append(os.fsencode(name))
+        where = f"{path}:{line}"
+        if name is None or name == "":
+            raise BadFileError(f"data.root: {where} has no {args.path_column}; fill it in, or remove the row")
+        names.append(files.checked(name, where))
         lines.append(line)
-        values.append(targets.value(cells, f"{path}:{line}"))
+        values.append(targets.value(cells, where))
     if not names:
         raise BadFileError(f"data.root: {path} has no rows below its header; add some")
-    return packed_texts(names) | {"lines": np.array(lines, np.int64), "targets": targets.array(values)}
+    arrays = {"lines": np.array(lines, np.int64), "targets": targets.array(values)}
+    return names, packed_texts(names) | arrays
 
 
 class _Targets:
@@ -137,30 +156,22 @@ class _Targets:
         """Return the class names, or the columns."""
         return tuple(self._args.columns) if self._classes is None else self._classes.names
 
-    def value(self, cells: Sequence[str], where: str) -> int | float | list[float]:
+    def value(self, cells: Sequence[Any], where: str) -> int | float | list[float]:
         """Return the target of one row; a class's number is preliminary until ``array``."""
+        places = [Place(where, column) for column in self._args.columns]
         if self._classes is not None:
-            if not cells[0]:
-                raise BadFileError(f"data.root: {where} has no {self._args.columns[0]}; fill it in")
-            return self._classes.number(cells[0], where)
-        numbers = [self._number(*pair, where) for pair in zip(self._args.columns, cells, strict=True)]
+            return self._classes.number(cells[0], places[0])
+        numbers = [self._number(cell, place) for cell, place in zip(cells, places, strict=True)]
         return numbers[0] if self._args.target == "number" and len(numbers) == 1 else numbers
 
-    def _number(self, column: str, cell: str, where: str) -> float:
-        try:
-            number = float(cell)
-        except ValueError:
-            number = math.nan
-        if self._args.target == "classes" and number not in (0, 1):
-            raise BadFileError(
-                f"data.root: {where} has {shortened(cell)!r} in {column}, and data.args.target: classes "
-                "needs 0 or 1; fix it, or write data.args.target: number"
+    def _number(self, cell: Any, place: Place) -> float:
+        if self._args.target == "classes" and as_number(cell) not in (0, 1):
+            raise place.error(
+                cell,
+                "and data.args.target: classes needs 0 or 1",
+                "fix it, or write data.args.target: number",
             )
-        if not math.isfinite(number):
-            raise BadFileError(
-                f"data.root: {where} has {shortened(cell)!r} in {column}, not a number; fix it"
-            )
-        return number
+        return number_of(cell, place)
 
     def array(self, values: list[Any]) -> Array:
         """Return the targets of a split, (N,) int64, or (N,) or (N, K) float32."""
@@ -169,7 +180,7 @@ class _Targets:
         return self._classes.finish(np.array(values, dtype=np.int64))
 
 
-def _rows(path: Path, args: ImageListArgs) -> Iterator[tuple[int, str, list[str]]]:
+def _rows(path: Path, args: ImageListArgs) -> Iterator[tuple[int, Any, list[Any]]]:
     """Yield the line, the image's path and the target's cells of each row."""
     if path.suffix == _PARQUET:
         yield from _parquet_rows(path, args)
@@ -206,7 +217,7 @@ def _place(path: Path, header: Sequence[str], args: ImageListArgs, column: str) 
     )
 
 
-def _parquet_rows(path: Path, args: ImageListArgs) -> Iterator[tuple[int, str, list[str]]]:
+def _parquet_rows(path: Path, args: ImageListArgs) -> Iterator[tuple[int, Any, list[Any]]]:
     """Yield rows as ``_rows`` does; the line counts rows from 1."""
     try:
         from pyarrow import ArrowException, parquet
@@ -223,11 +234,14 @@ def _parquet_rows(path: Path, args: ImageListArgs) -> Iterator[tuple[int, str, l
             line = 0
             for batch in file.iter_batches(columns=columns):
                 cells = [batch.column(column).to_pylist() for column in columns]
-                for row in zip(*cells, strict=True):
+                for name, *values in zip(*cells, strict=True):
                     line += 1
-                    name, *values = ("" if cell is None else str(cell) for cell in row)
                     yield line, name, values
-    except ArrowException as error:
+    except UnicodeDecodeError as error:
+        raise BadFileError(
+            f"data.root: {path} has text that is not UTF-8 ({error.reason}) below row {line}; write it again"
+        ) from error
+    except (ArrowException, OverflowError) as error:
         raise BadFileError(
             f"data.root: {path} is not a readable Parquet file: {error}; write it again"
         ) from error

@@ -97,7 +97,7 @@ def folder_source(root: Path, channels: int) -> DataSource:
         if split is not None:
             skipped.add_beside_classes(split.folder)
     skipped.add_unused_folders([root / "train", folder])
-    return DataSource(train, val, _info(class_names, channels), skipped.notices())
+    return DataSource(train, val, _info(class_names, channels), notices=skipped.notices())
 
 
 def _packed_source(config: DataConfig, root: Path, channels: int) -> DataSource:

@@ -4,6 +4,7 @@ standard deviation from its name.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def infer_info(name: str, train: Any, val: Any) -> DataInfo:
     """Return the information on a data set that has none of its own."""
     channels, num_classes = count_channels(train), count_classes(train, val)
     mean, std = mean_and_std(channels, name)
+    _check_same_classes(train, val)
     names = name_classes(train, num_classes)
     return DataInfo(num_classes, channels, mean, std, names, target_shape=shape_of_targets(train))
 
@@ -96,10 +98,10 @@ def all_targets(split: Any) -> torch.Tensor | None:
 
 
 def count_classes(train: Any, val: Any) -> int:
-    """Return ``num_classes`` or the length of ``classes``, else the largest target + 1; of targets that are
-    vectors their length, of numbers 1.
+    """Return ``num_classes`` or the length of ``classes``, else the largest training target + 1; of
+    targets that are vectors their length, of numbers 1.
 
-    Raises BadFileError if the data set has none of these.
+    Raises BadFileError if the data set has none of these, or the validation data have more classes.
     """
     num_classes = getattr(train, "num_classes", None)
     if isinstance(num_classes, int):
@@ -117,7 +119,28 @@ def count_classes(train: Any, val: Any) -> int:
             "num_classes, classes (a list of names) or targets (a list of whole numbers), or return a "
             "DataSource"
         )
-    return max(known) + 1
+    if known[-1] > known[0]:
+        raise BadFileError(
+            f"data: the validation data have the class {known[-1]}, and the largest of the training data is "
+            f"{known[0]}; fix the targets, or give the data set an attribute num_classes"
+        )
+    return known[0] + 1
+
+
+def _check_same_classes(train: Any, val: Any) -> None:
+    """Raise BadFileError if training and validation data list other classes, or in another order."""
+    ours, theirs = (getattr(split, "classes", None) for split in (train, val))
+    if not all(isinstance(names, (list, tuple)) for names in (ours, theirs)):
+        return
+    if list(ours or ()) != list(theirs or ()):
+        pairs = itertools.zip_longest(ours or (), theirs or ())
+        number, (first, second) = next(
+            (number, pair) for number, pair in enumerate(pairs) if pair[0] != pair[1]
+        )
+        raise BadFileError(
+            f"data: class {number} is {first!r:.60} in the training data and {second!r:.60} in the "
+            "validation data (their classes); make both lists equal"
+        )
 
 
 def _num_outputs(split: Any) -> int | None:

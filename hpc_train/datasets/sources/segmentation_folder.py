@@ -148,7 +148,7 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
         tuple(args.class_names),
         ignore_index=args.ignore_index,
     )
-    return DataSource(train, val, info, skipped.notices())
+    return DataSource(train, val, info, notices=skipped.notices())
 
 
 def _check_numbers(args: SegmentationFolderArgs) -> None:

@@ -28,8 +28,8 @@ from hpc_train.data_facts.listed_data import WebdatasetArgs, shard_files, webdat
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource, RawTarget
 from hpc_train.datasets.index_files import Array, Index, ensure_index, open_index, packed_texts, text_at
-from hpc_train.datasets.sources.class_names import ClassNumbers
 from hpc_train.datasets.sources.infer import mean_and_std
+from hpc_train.datasets.sources.values import ClassNumbers, Place, numbers_of
 from hpc_train.datasets.token_writing import refusing_repeated
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, counted, listed, shortened
@@ -331,25 +331,10 @@ class _Targets:
     def value(self, target: Any, where: str) -> Any:
         """Return the target of one sample; a class's number is preliminary until ``array``."""
         if self._classes is not None:
-            if type(target) not in (str, int) or target == "":
-                raise BadFileError(
-                    f"data.root: {where} has the target {shortened(str(target))!r}, not a class; fix it, or "
-                    "write data.args.target: number"
-                )
-            return self._classes.number(str(target), where)
-        numbers = target if isinstance(target, list) else [target]
-        try:
-            found = [float(number) for number in numbers]
-        except (TypeError, ValueError):
-            found = [math.nan]
-        length = len(found) if isinstance(target, list) else 0
-        self._length = length if self._length is None else self._length
-        if not all(map(math.isfinite, found)) or length != self._length:
-            wanted = f"{self._length} numbers" if self._length else "a number"
-            raise BadFileError(
-                f"data.root: {where} has the target {shortened(str(target))!r}, not {wanted}; fix it"
-            )
-        return found if length else found[0]
+            return self._classes.number(target, Place(where))
+        numbers = numbers_of(target, Place(where), self._length)
+        self._length = len(numbers) if isinstance(numbers, list) else 0
+        return numbers
 
     def array(self, values: list[Any]) -> Array:
         """Return the targets of a split, (N,) int64, or (N,) or (N, K) float32."""

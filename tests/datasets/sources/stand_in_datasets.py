@@ -48,7 +48,7 @@ class Dataset:
     def __len__(self) -> int:
         return len(next(iter(self._columns.values())))
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int | slice) -> dict[str, Any]:
         return {name: column[index] for name, column in self._columns.items()}
 
     def select_columns(self, names: list[str]) -> Dataset:
@@ -59,6 +59,9 @@ class Dataset:
 
     def cast_column(self, name: str, feature: Any) -> Dataset:
         return Dataset(self._columns, Features(self.features | {name: feature}))
+
+    def with_format(self, kind: None) -> Dataset:
+        return self
 
     def unique(self, name: str) -> list[Any]:
         return list(dict.fromkeys(self._columns[name]))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,16 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.by_name import training_samples
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.building import build_source
+from hpc_train.datasets.reading import Failure, SlotReader
+from hpc_train.datasets.sampler import Slot
+from hpc_train.datasets.targets import TargetCheck
 from hpc_train.errors import BadFileError
 from hpc_train.plan import input_files
 from hpc_train.plan.input_files import other_inputs
 from tests.datasets.coco import SIDE, read, write, write_coco
 from tests.datasets.samples import experiment
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -52,6 +63,9 @@ def test_the_number_of_samples_is_known_without_torch(root: Path) -> None:
     config = DataConfig(name="coco", root=str(root))
     assert training_samples(config) == 8
     (root / "train.json").write_text("{")
+    assert training_samples(config) is None
+    (root / "train.json").unlink()
+    os.mkfifo(root / "train.json")
     assert training_samples(config) is None
 
 
@@ -96,11 +110,21 @@ def box(*bbox: float) -> Change:
             lambda d: d["images"][0].update(file_name="x.png"),
             r"image 0, whose .*/x\.png does not exist",
         ),
-        (lambda d: d["images"][0].update(file_name="../val/0.png"), "image 0, whose file .* does not exist"),
         (lambda d: d["images"][1].update(id=0), r"image \{'id': 0,.*; give each an id of its own"),
         (lambda d: d["images"][0].pop("width"), "image 0 without file_name, width and height; write them"),
         (lambda d: d["categories"][0].update(id=3), "category .*; give each an id of its own"),
         (lambda d: d["categories"].clear(), "no categories; write"),
+        (lambda d: d["annotations"][0].update(iscrowd="0"), "annotation 106 of .* iscrowd '0'; write 0 or 1"),
+        (box(1, 1, 10**400, 4), r"annotation 106 of .*; write \[left, top, width, height\] in pixels"),
+        (
+            lambda d: d["images"][0].update(width=10**400),
+            "image 0 without file_name, width and height; write",
+        ),
+        (
+            lambda d: d["images"][1].update(id=10**20),
+            r"image \{'id': 100000000000000000000,.*; give each an id",
+        ),
+        (lambda d: d["categories"][0].update(name="\ud800"), "category .*; give each an id of its own"),
         (lambda d: d.pop("images"), "no list 'images'; write it in the format of COCO"),
     ],
 )
@@ -179,3 +203,58 @@ def test_the_index_is_a_few_arrays(root: Path) -> None:
     held = split._arrays.values()
     assert all(isinstance(each, np.ndarray) and each.dtype != object for each in held)
     assert not any(isinstance(each, (list, dict, torch.Tensor)) for each in held)
+
+
+@pytest.mark.parametrize("name", ["../val/0.png", "/etc/passwd", "a\0.png", "\ud800.png", "a" * 5000])
+def test_a_name_of_a_file_elsewhere_is_refused(root: Path, name: str) -> None:
+    document = read(root)
+    document["images"][0]["file_name"] = name
+    write(root, "train", document)
+    with pytest.raises(BadFileError, match=r"^data\.root: .*/train\.json, image 0 names the file .*, which "):
+        build(root)
+
+
+def test_files_behind_a_link_and_below_the_roots_are_read(root: Path, tmp_path: Path) -> None:
+    (root / "train").rename(tmp_path / "store")
+    (root / "train").mkdir()
+    (root / "train" / "part").symlink_to(tmp_path / "store")
+    document = read(root)
+    for number, image in enumerate(document["images"]):
+        image["file_name"] = f"part/{number}.png" if number else f"{tmp_path}/store/0.png"
+    write(root, "train", document)
+    split: Any = build(root, roots=[str(tmp_path / "store")]).train
+    assert all(split.file_content(index)[0] for index in range(8))
+
+
+def test_an_image_of_another_size_than_its_annotations_is_an_error(root: Path) -> None:
+    document = read(root)
+    document["images"][5].update(width=64, height=48)
+    write(root, "train", document)
+    words = r"32x32 pixels, and .*train\.json, image 50 has 64x48 \(perhaps it was resized after it was annot"
+    config = DataConfig(name="coco", root=str(root))
+    with pytest.raises(BadFileError, match=rf"^data: .*/train/5\.png has {words}"):
+        build_source(config, download=True)
+    reader = SlotReader(
+        build(root).train, 3, 0, lambda inputs, targets, slot: (inputs, targets), TargetCheck("detection")
+    )
+    failure = reader.__getitems__(Slot(0, 0, 0, 0, 1.0, torch.tensor([5]), 1))
+    assert isinstance(failure, Failure) and re.search(words, failure.message)
+    Image.new("RGB", (48, 64)).save(root / "train" / "5.png")
+    with pytest.raises(BadFileError, match="perhaps the EXIF orientation was applied"):
+        build_source(config, download=True)
+    build_source(config.model_copy(update={"on_bad_sample": "skip"}), download=True)
+
+
+def test_prepare_prints_how_the_file_and_the_folder_differ(
+    root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    document = read(root)
+    document["annotations"].append(document["annotations"][0])
+    del document["images"][6]
+    write(root, "train", document)
+    (root / "test.json").touch()
+    build_source(DataConfig(name="coco", root=str(root)), download=True)
+    printed = capfd.readouterr().err
+    assert f"{root}/test.json is not read" in printed
+    assert f"1 image below {root}/train are in no list: 6.png" in printed
+    assert "train.json has 1 annotation more than once" in printed

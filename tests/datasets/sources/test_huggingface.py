@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -139,10 +141,18 @@ def test_a_single_split_has_no_validation(library: Any, tmp_path: Path) -> None:
 
 
 def test_an_image_may_be_a_path(library: Any, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(image(3))
-    pictures = [{"bytes": None, "path": str(tmp_path / "a.png")}]
-    rows(library, range(1), image=pictures).save_to_disk(str(tmp_path / "one"))
-    assert build(tmp_path / "one").train.file_content(0)[0] == image(3)  # type: ignore[union-attr]
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    (pictures / "a.png").write_bytes(image(3))
+    paths = [{"bytes": None, "path": str(pictures / "a.png")}]
+    rows(library, range(1), image=paths).save_to_disk(str(tmp_path / "one"))
+    source = build(tmp_path / "one", roots=[str(pictures)])
+    assert source.train.file_content(0)[0] == image(3)  # type: ignore[union-attr]
+    if library is stand_in_datasets:  # the package copies the file into the Arrow file
+        with pytest.raises(
+            BadFileError, match=r"row 0 of the split train .*a\.png', which is not below .*roots"
+        ):
+            build(tmp_path / "one").train.file_content(0)  # type: ignore[union-attr]
 
 
 def test_a_row_without_an_image_is_an_error_of_the_sample(library: Any, tmp_path: Path) -> None:
@@ -231,4 +241,113 @@ def test_without_its_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(
         BadFileError, match=r"^data\.name: huggingface needs datasets; pip install 'hpc-train\[hf\]'"
     ):
+        build(tmp_path)
+
+
+def saved(library: Any, root: Path, feature: Any, **splits: list[Any]) -> Path:
+    """Save splits with these labels."""
+    features = library.Features({"image": library.Image(), "label": feature})
+    made = {
+        name: library.Dataset.from_dict(
+            {"image": [{"bytes": image(0), "path": None} for _ in labels], "label": labels}, features=features
+        )
+        for name, labels in splits.items()
+    }
+    library.DatasetDict(made).save_to_disk(str(root))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("dtype", "train", "val", "words"),
+    [
+        (
+            "string",
+            ["a", "b"],
+            ["a", "z"],
+            r"row 1 of the split val .* the class 'z', .*training samples \(a, b",
+        ),
+        (
+            "int64",
+            [0, 1],
+            [0, 5],
+            r"row 1 of the split val .* has '5' in label, a class that the training split",
+        ),
+        ("int64", [0, -1], [0], r"row 1 of the split train .* has '-1' in label, not a class number"),
+        ("int64", [0, 10**12], [0], r"has '1000000000000' in label, not a class number"),
+        ("int64", [0, None], [0], r"row 1 of the split train .* has no label; fill it in"),
+        (
+            "float64",
+            [0.0, float("nan")],
+            [0.0],
+            r"row 1 of the split train .*'nan' in label, .*missing label",
+        ),
+        ("string", ["a", ""], ["a"], r"row 1 of the split train .* has no label"),
+        ("binary", [b"a", b"b"], [b"a"], r"row 0 of the split train .* in label, not a class but bytes"),
+    ],
+)
+def test_a_wrong_label_is_named_with_its_row(
+    library: Any, tmp_path: Path, dtype: str, train: list[Any], val: list[Any], words: str
+) -> None:
+    root = saved(library, tmp_path / "saved", library.Value(dtype), train=train, val=val)
+    with pytest.raises(BadFileError, match=words):
+        build(root)
+
+
+def test_numbers_as_text_and_truth_values_are_classes_in_their_order(library: Any, tmp_path: Path) -> None:
+    text = build(saved(library, tmp_path / "text", library.Value("string"), train=["10", "9", "1"]))
+    assert text.info.class_names == ("1", "9", "10") and targets_of(text.train) == [2, 1, 0]
+    flags = build(saved(library, tmp_path / "flags", library.Value("bool"), train=[True, False]))
+    assert flags.info.class_names == ("False", "True") and targets_of(flags.train) == [1, 0]
+
+
+def test_prepare_finds_rows_without_a_label(library: Any, tmp_path: Path) -> None:
+    labels = library.ClassLabel(names=ANIMALS)
+    root = saved(library, tmp_path / "saved", labels, train=[0, 1], test=[-1, 0], other=[0])
+    with pytest.raises(BadFileError, match=r"row 0 of the split test .* has '-1' in label, .*missing label"):
+        build(root, download=True)
+    config = DataConfig(name="huggingface", root=str(root), on_bad_sample="skip")
+    assert build_source(config, download=True).info.num_classes == 3
+    numbers = saved(library, tmp_path / "n", library.Value("float64"), train=[0.5, 1e300])
+    with pytest.raises(
+        BadFileError, match=r"row 1 of the split train .*, not a number that float32 can hold"
+    ):
+        build(numbers, download=True, target="number")
+
+
+def test_splits_with_other_features_are_refused(library: Any, tmp_path: Path) -> None:
+    splits = {
+        "train": labelled(library, ["a", "b"], [0, 1]),
+        "val": rows(library, range(3)).select_columns(["image", "number"]),
+    }
+    splits["val"] = library.Dataset.from_dict(
+        {"image": [{"bytes": image(0), "path": None}], "label": [1]},
+        features=library.Features({"image": library.Image(), "label": library.Value("int64")}),
+    )
+    library.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(BadFileError, match="label has class labels in train and int in val; save both"):
+        build(tmp_path / "saved")
+
+
+def test_a_saved_format_is_reset_and_unused_splits_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    library = pytest.importorskip("datasets", reason="datasets and pyarrow: too large for the dev extra")
+    monkeypatch.setattr("datasets.arrow_dataset.generate_fingerprint", lambda *given: "of the test")
+    for kind in ("torch", "numpy", "pandas", "arrow"):
+        train = labelled(library, ["a", "b"], [0, 1]).with_format(kind, columns=["label"])
+        library.DatasetDict(train=train, more=train).save_to_disk(str(tmp_path / kind))
+        source = build(tmp_path / kind, download=True)
+        assert source.train.file_content(1) == (image(0), 1)  # type: ignore[union-attr]
+        assert "splits that are not read: more" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../other.arrow", "/etc/passwd", "pipe"])
+def test_a_data_set_consists_of_regular_files_below_its_root(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("datasets", reason="datasets and pyarrow: too large for the dev extra")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(BadFileError, match=r"^data\.root: .*(names the file|is not a regular file)"):
+        build(tmp_path)
+    (tmp_path / "state.json").write_text("[" * 100_000)
+    with pytest.raises(BadFileError, match=r"state\.json is damaged .*; write the data set again"):
         build(tmp_path)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -155,6 +157,8 @@ def test_samples_are_counted_without_torch_and_with_the_index(
     assert training_samples(config(root)) == 12
     assert training_samples(config(root / "nowhere")) is None
     assert training_samples(config(root, target="x")) is None
+    os.mkfifo(root / "pipe.csv")
+    assert training_samples(config(root, train="pipe.csv")) is None
 
 
 def test_the_fingerprint_is_that_of_the_lists(root: Path) -> None:
@@ -275,3 +279,122 @@ def test_parquet_gives_the_same_as_csv(root: Path) -> None:
     (root / "train.parquet").write_bytes(b"PAR1")
     with pytest.raises(BadFileError, match=r"train\.parquet is not a readable Parquet file"):
         build(root, train="train.parquet")
+
+
+def test_numbers_with_decimals_are_sorted_by_size(root: Path) -> None:
+    (root / "val.csv").unlink()
+    rows = zip(range(4), ("0.0", "10.0", "2.0", "1.0"), strict=True)
+    (root / "train.csv").write_text("path,target\n" + "".join(f"{file_of(n)},{c}\n" for n, c in rows))
+    source = build(root)
+    assert source.info.class_names == ("0.0", "1.0", "2.0", "10.0")
+    assert targets_of(source.train) == [0, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("cells", "words"),
+    [
+        (["a", "nan"], r"train\.csv:3 has 'nan' in target, not a class but a missing label; fill it in"),
+        (["a", "<NA>"], r"train\.csv:3 has '<NA>' in target, .*data\.args\.classes"),
+        (["a", " "], r"train\.csv:3 has ' ' in target, not a class but a missing label"),
+        (["1", "NA", "2"], r"train\.csv:3 has 'NA' in target, not a class but a missing label"),
+        (
+            ["1", "1.0"],
+            r"train\.csv:3 has '1\.0' in target, and .*train\.csv:2 has '1'; write a number in one",
+        ),
+        (["a", "b\0"], r"train\.csv:3 has 'b\\x00' in target, .* NUL byte"),
+        (["a", "9" * 5000], r"train\.csv:3 has '9+…' in target, .*longer than 4096 bytes"),
+    ],
+)
+def test_a_label_that_is_none_is_an_error_with_its_row(root: Path, cells: list[str], words: str) -> None:
+    text = "path,target\n" + "".join(f"{file_of(n)},{cell}\n" for n, cell in enumerate(cells))
+    (root / "train.csv").write_text(text)
+    with pytest.raises(BadFileError, match=words):
+        build(root)
+
+
+def test_names_like_those_of_missing_cells_can_be_classes(root: Path) -> None:
+    (root / "val.csv").unlink()
+    (root / "train.csv").write_text(f"path,target\n{file_of(0)},none\n{file_of(1)},scratch\n")
+    assert build(root).info.class_names == ("none", "scratch")
+    (root / "train.csv").write_text(f"path,target\n{file_of(0)},nan\n{file_of(1)},roti\n")
+    assert targets_of(build(root, classes=["nan", "roti"]).train) == [0, 1]
+
+
+@pytest.mark.parametrize("cell", ["1e300", "9" * 400, "inf", "1_000", "٣"])
+def test_a_number_that_float32_lacks_is_an_error(root: Path, cell: str) -> None:
+    (root / "train.csv").write_text(f"path,target\n{file_of(0)},1\n{file_of(1)},{cell}\n", encoding="utf-8")
+    with pytest.raises(BadFileError, match=r"train\.csv:3 has .* in target, not a number"):
+        build(root, target="number")
+
+
+def test_only_files_below_the_root_or_the_roots_are_named(root: Path, tmp_path: Path) -> None:
+    (root / "val.csv").unlink()
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (root / file_of(0)).rename(outside / "0.jpg")
+    for name in (f"{outside}/0.jpg", "../outside/0.jpg"):
+        (root / "train.csv").write_text(f"path,target\n{name},a\n")
+        with pytest.raises(
+            BadFileError, match=r"train\.csv:2 names the file '.*0\.jpg', which .*roots: \[FOLD"
+        ):
+            build(root)
+        assert build(root, roots=[str(outside)]).train.file_content(0)  # type: ignore[union-attr]
+    (root / "linked").symlink_to(outside)
+    (root / "train.csv").write_text(f"path,target\nlinked/0.jpg,a\n{root}/{file_of(1)},b\n")
+    split = build(root).train
+    assert all(split.file_content(n)[0] for n in range(2))  # type: ignore[union-attr]
+
+
+def test_a_pipe_and_a_device_are_refused(root: Path) -> None:
+    (root / file_of(0)).unlink()
+    os.mkfifo(root / file_of(0))
+    (root / file_of(1)).unlink()
+    (root / file_of(1)).symlink_to("/dev/zero")
+    split = build(root).train
+    for index in range(2):
+        with pytest.raises(BadFileError, match=rf"not a regular file \(named in .*train\.csv:{index + 2}\)"):
+            split.file_content(index)  # type: ignore[union-attr]
+
+
+def test_prepare_prints_how_lists_and_files_differ(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(root, "train", range(11))
+    with (root / "train.csv").open("a") as file:
+        file.write(f"{file_of(3)},ant,0,0\n{file_of(12)},dog,0,0\n")
+    (root / "test.csv").touch()
+    (root / file_of(4)).unlink()
+    for _ in range(2):
+        build(root, download=True)
+        printed = capfd.readouterr().err
+        assert "test.csv beside train.csv are not read" in printed
+        assert "train.csv has 1 file in more than one row: images/3.png" in printed
+        assert "val.csv and train.csv both name 1 file: images/12.jpg" in printed
+        assert f"1 image below {root} are in no list: images/11.png" in printed
+        assert f"1 listed file below {root} do not exist: images/4.jpg" in printed
+        assert "1 of 4 classes have no validation sample: dog" in printed
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        ([0.0, math.nan], r"parquet:2 has 'nan' in target, .*missing label"),
+        ([b"a", b"b"], r"parquet:1 has \"b'a'\" in target, not a class but bytes"),
+        (
+            [0.5, 1.0],
+            r"parquet:1 has '0\.5' in target, not a class; fix it, or write data\.args\.target: num",
+        ),
+        ([[1], [2]], r"parquet:1 has '\[1\]' in target, not a class but list"),
+    ],
+)
+def test_parquet_values_of_other_types_are_refused(root: Path, labels: list[Any], words: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow takes 170 MB: not in the dev extra")
+    from pyarrow import parquet
+
+    parquet.write_table(
+        pyarrow.table({"path": [file_of(0), file_of(1)], "target": labels}), root / "t.parquet"
+    )
+    with pytest.raises(BadFileError, match=words):
+        build(root, train="t.parquet")
+    names = [file_of(n).encode() for n in range(2)]
+    parquet.write_table(pyarrow.table({"path": names, "target": ["a", "b"]}), root / "t.parquet")
+    with pytest.raises(BadFileError, match=r"parquet:1 names the file .*, which is bytes, not text"):
+        build(root, train="t.parquet")

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hpc_train.datasets.sources.infer import infer_info
+from hpc_train.errors import BadFileError
 
 IMAGE = torch.zeros(3, 4, 4, dtype=torch.uint8)
 
@@ -50,3 +51,23 @@ def test_the_shape_of_targets_is_that_of_the_first(
 ) -> None:
     info = infer_info("own", split, None)
     assert (info.num_classes, info.target_shape) == (num_classes, shape)
+
+
+def test_other_classes_of_the_validation_data_are_an_error() -> None:
+    class Reordered(Samples):
+        classes = ("a", "c", "b")
+
+    with pytest.raises(BadFileError, match=r"class 1 is 'b' in the training data and 'c' in the validation"):
+        infer_info("own", Named(0), Reordered(0))
+    assert infer_info("own", Named(0), Named(0)).class_names == Named.classes
+
+
+def test_a_class_that_only_the_validation_data_have_is_an_error() -> None:
+    class Counted(Samples):
+        def __init__(self, *targets: int) -> None:
+            super().__init__(targets[0])
+            self.targets = targets
+
+    assert infer_info("own", Counted(0, 1), Counted(0, 0)).num_classes == 2
+    with pytest.raises(BadFileError, match=r"validation data have the class 5, and the largest .* is 1; fix"):
+        infer_info("own", Counted(0, 1), Counted(0, 5))

@@ -1,0 +1,147 @@
+"""The files that a list names: which it may name, and how they differ from the files of the folder.
+
+A list may have been written by someone else, so it names regular files below ``data.root`` or a folder of
+``data.args.roots``. Links are followed, because folders of images on shared storage are often linked.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc_train.data_facts.data_size import COUNT_LIMIT_S, IMAGE_EXTENSIONS
+from hpc_train.datasets.sources.values import in_words, text_problem
+from hpc_train.errors import BadFileError, counted, listed, printable, shortened
+from hpc_train.paths import expanded
+from hpc_train.run.files import UnreadableFileError, read_regular
+
+#: A larger file is not an image: Pillow refuses to decode so many pixels.
+_MAX_IMAGE_BYTES = 4 << 30
+
+
+class NamedFiles:
+    """The names, relative to ``folder``, that a list may contain."""
+
+    def __init__(self, root: Path, roots: Sequence[str], folder: Path | None = None) -> None:
+        """``root``, ``roots``: ``data.root`` and ``data.args.roots``. ``folder``: default ``root``."""
+        self._root = root
+        self._folder = os.fspath(folder or root)
+        self._stated = [os.path.abspath(expanded(path)) for path in roots]  # noqa: PTH100  (.. removed)
+        self._own = [os.path.abspath(root), os.path.realpath(root)]  # noqa: PTH100
+
+    def checked(self, name: Any, where: str) -> bytes:
+        """Return the name in bytes. Raises BadFileError unless it is a name below the root or the roots."""
+        if not isinstance(name, str):
+            raise _name_error(name, where, f"is {type(name).__name__}, not text", "write its path as text")
+        if problem := text_problem(name):
+            raise _name_error(name, where, problem.removeprefix("which "), "fix the name")
+        if (name.startswith("/") or ".." in name) and not self._is_allowed(name):
+            raise _name_error(
+                name,
+                where,
+                "leads out of its folder by .." if ".." in name.split("/") else f"is not below {self._root}",
+                f"write a name relative to {self._folder}, or data.args: {{roots: [FOLDER]}} with the folder "
+                "of such files",
+            )
+        return os.fsencode(name)
+
+    def _is_allowed(self, name: str) -> bool:
+        is_absolute, has_parent = name.startswith("/"), ".." in name.split("/")
+        if not is_absolute and not has_parent:
+            return True
+        # A name with ``..`` is below the root for certain only if no folder before it is a link.
+        roots = self._stated + (self._own if not has_parent else [])
+        path = os.path.normpath(os.path.join(self._folder, name))  # noqa: PTH118
+        return any(os.path.commonpath([root, os.path.abspath(path)]) == root for root in roots)  # noqa: PTH100
+
+    def path(self, name: bytes) -> str:
+        """Return the path of a checked name."""
+        return os.path.join(self._folder, os.fsdecode(name))  # noqa: PTH118  (Path: takes longer)
+
+
+def _name_error(name: Any, where: str, problem: str, remedy: str) -> BadFileError:
+    return BadFileError(
+        f"data.root: {where} names the file {shortened(in_words(name), 200)!r}, which {problem}; {remedy}"
+    )
+
+
+def image_content(path: str, where: object) -> bytes:
+    """Return the content of an image file. ``where``: the row that names it.
+
+    Raises OSError if it can't be read, BadFileError if it is a folder, a pipe or a device.
+    """
+    try:
+        return read_regular(path, _MAX_IMAGE_BYTES)
+    except OSError as error:
+        error.strerror = f"{error.strerror} (named in {where})"
+        raise
+    except UnreadableFileError as error:
+        raise BadFileError(f"data: {error} (named in {where}); write the path of an image file") from error
+
+
+def file_remarks(folder: Path, lists: Mapping[str, Sequence[bytes]]) -> Iterator[str]:
+    """Yield sentences on rows that name the same file, and images below ``folder`` that no row names, and
+    rows whose file does not exist.
+
+    ``lists``: file of the list → its names.
+    """
+    normal = {title: [os.path.normpath(name) for name in names] for title, names in lists.items()}
+    for title, names in normal.items():
+        repeated = [name for name, count in Counter(names).items() if count > 1]
+        if repeated:
+            yield (
+                f"{title} has {counted(len(repeated), 'file')} in more than one row: {_examples(repeated)}"
+            )
+    titles = list(normal)
+    for number, title in enumerate(titles[1:], start=1):
+        shared = sorted(set(normal[title]).intersection(*(normal[other] for other in titles[:number])))
+        if shared:
+            yield f"{title} and {titles[0]} both name {counted(len(shared), 'file')}: {_examples(shared)}"
+    yield from _folder_remarks(folder, set().union(*normal.values()))
+
+
+def _folder_remarks(folder: Path, names: set[bytes]) -> Iterator[str]:
+    deadline, unnamed, files_seen = time.monotonic() + COUNT_LIMIT_S, [], set()
+    root = os.fsencode(folder)
+    own = {os.path.relpath(name, root) if name.startswith(b"/") else name for name in names}
+    for parent, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if not name.startswith(b"."))
+        if time.monotonic() > deadline:
+            yield f"{folder} has too many files to look for images that no list names"
+            return
+        inner = os.path.relpath(parent, root)
+        for name in files:
+            path = name if inner == b"." else inner + b"/" + name
+            is_image = os.fsdecode(name).lower().endswith(IMAGE_EXTENSIONS) and not name.startswith(b".")
+            if path in own:
+                files_seen.add(path)
+            elif is_image:
+                unnamed.append(path)
+    if unnamed:
+        yield f"{counted(len(unnamed), 'image')} below {folder} are in no list: {_examples(sorted(unnamed))}"
+    missing = []
+    for path in sorted(own - files_seen):
+        if time.monotonic() > deadline:
+            return
+        if not os.path.isfile(os.path.join(root, path)):  # noqa: PTH113, PTH118  (links are not in the walk)
+            missing.append(path)
+    if missing:
+        yield f"{counted(len(missing), 'listed file')} below {folder} do not exist: {_examples(missing)}"
+
+
+def class_remarks(names: Sequence[str], classes: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sentences on classes without samples. ``classes``: split → class numbers (N,) from 0."""
+    for split, numbers in classes.items():
+        present = set(numbers.tolist())
+        absent = [shortened(name) for number, name in enumerate(names) if number not in present]
+        if absent:
+            word = "training" if split == "train" else "validation"
+            yield f"{len(absent)} of {len(names)} classes have no {word} sample: {listed(absent, 5)}"
+
+
+def _examples(names: Sequence[bytes]) -> str:
+    return listed([printable(shortened(os.fsdecode(name))) for name in names], 3)

@@ -1,0 +1,85 @@
+"""The rules for cells; how each source applies them is tested with the source."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpc_train.datasets.sources.values import ClassNumbers, Place, numbers_of
+from hpc_train.errors import BadFileError
+
+PLACE = Place("list:7", "label")
+
+
+@pytest.mark.parametrize(
+    ("cells", "names"),
+    [
+        (["b", "a"], ("a", "b")),
+        (["10", "9", "-1"], ("-1", "9", "10")),
+        ([10.0, 2.0, 0.0], ("0.0", "2.0", "10.0")),
+        ([10, 2, 0], ("0", "2", "10")),
+        ([True, False], ("False", "True")),
+        (["9", "10", "x"], ("10", "9", "x")),
+        (["x1", "None"], ("None", "x1")),
+    ],
+)
+def test_numbers_are_sorted_by_size_and_names_by_the_alphabet(
+    cells: list[Any], names: tuple[str, ...]
+) -> None:
+    classes = ClassNumbers(None, None)
+    numbers = classes.finish(np.array([classes.number(cell, PLACE) for cell in cells]))
+    assert classes.names == names
+    assert [names[number] for number in numbers] == [str(cell) for cell in cells]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [None, "", "NaN", "<NA>", "NULL", math.nan, np.float64("nan"), 0.5, b"a", [1], {}, "\ud800", "a\0",
+     10**20, pytest.param(10**5000, id="digits"), 1e300, math.inf],
+)  # fmt: skip
+def test_what_is_not_a_class_is_an_error_with_its_row(cell: Any) -> None:
+    with pytest.raises(BadFileError, match=r"^data\.root: list:7 has .*; \w+ "):
+        ClassNumbers(None, None).number(cell, PLACE)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, "1"), ("a", 1), (0, True), (True, "True")])
+def test_classes_of_two_types_are_an_error(first: Any, second: Any) -> None:
+    classes = ClassNumbers(None, None)
+    classes.number(first, Place("list:2"))
+    with pytest.raises(
+        BadFileError, match=r"list:7 has .* list:2 has .*; write all classes as text, or all as"
+    ):
+        classes.number(second, PLACE)
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        True,
+        None,
+        math.nan,
+        -math.inf,
+        1e300,
+        pytest.param(10**400, id="digits"),
+        "1_0",
+        "x",
+        b"1",
+        [],
+        [1, "x"],
+        {},
+    ],
+)
+def test_what_is_not_a_number_is_an_error_with_its_row(cell: Any) -> None:
+    with pytest.raises(BadFileError, match=r"^data\.root: list:7 has .* in label, not "):
+        numbers_of(cell, PLACE, None)
+
+
+def test_lists_of_numbers_have_one_length() -> None:
+    assert numbers_of([1, "2.5", -3e3], PLACE, 3) == [1.0, 2.5, -3000.0]
+    assert numbers_of(np.float32(0.5), PLACE, 0) == 0.5
+    for cell, length in (([1.0], 0), (1.0, 1), ([1.0], 2)):
+        with pytest.raises(BadFileError, match="list:7"):
+            numbers_of(cell, PLACE, length)
