@@ -26,6 +26,7 @@ class BatchJob:
     #: ``12_3`` of an array, else ``12``: SLURM_JOB_ID of an array's last task means the whole array.
     job: str
     restart: int
+    cluster: str | None = None
 
     @classmethod
     def of(cls, folder: Path, environ: Mapping[str, str]) -> BatchJob:
@@ -41,11 +42,14 @@ class BatchJob:
             submission,
             job,
             int(environ.get("SLURM_RESTART_COUNT") or 0),
+            (environ.get("SLURM_CLUSTER_NAME") or "").lower() or None,
         )
 
     def owns(self, record: AttemptRecord | None) -> bool:
         """Tell whether the attempt ran in this job, also before a requeue; False without a record."""
-        return record is not None and record.job == self.job
+        if record is None or record.job != self.job:
+            return False
+        return None in {record.cluster, self.cluster} or record.cluster == self.cluster
 
     def earlier(self, number: int) -> list[AttemptRecord]:
         """Return this job's attempts before that one, the first one first."""
