@@ -121,7 +121,10 @@ def _with_progress(records: Sequence[AttemptRecord], recovery: Limits, what: str
         return Decision(True, f"{what}; no progress {spent} of {most}: no checkpoint {_since(records)}")
     attempts = "1 attempt" if spent == 1 else f"{spent} attempts"
     stuck = f"no progress in {attempts}: no checkpoint {_since(records)}"
-    advice = "raise slurm.time_limit or write a smaller checkpoint.every_min"
+    longer = "raise slurm.time_limit"
+    if records[-1].requested_limit_s is not None:
+        longer = "submit to a partition or QOS that grants the time limit"
+    advice = f"{longer} or write a smaller checkpoint.every_min"
     return Decision(False, f"{stuck}; the last one: {records[-1].reason or records[-1].cause}; {advice}")
 
 

@@ -60,6 +60,8 @@ class AttemptRecord:
     #: Of a scheduler: the job's time limit at its start, in seconds, and the requested one if it is longer.
     time_limit_s: float | None = None
     requested_limit_s: float | None = None
+    #: How long before that limit ranks stop, if the scheduler's warning comes too early for the limit.
+    lead_s: float | None = None
     #: Why it ended, one of ``CAUSES``.
     cause: str | None = None
     #: When each of ``EVENTS`` happened: UTC, ISO 8601 with milliseconds.

@@ -62,6 +62,7 @@ _ATTEMPT = {
     "cluster": str | None,
     "time_limit_s": float | None,
     "requested_limit_s": float | None,
+    "lead_s": float | None,
     "cause": str | None,
     "events": dict[str, str],
     "save_s": float | None,

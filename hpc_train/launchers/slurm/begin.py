@@ -20,7 +20,7 @@ from hpc_train.distributed.env import parse_tasks_per_node
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.slurm import LAUNCHER, commands, gpu_budget
-from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
+from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, granted, limit_words, say
 from hpc_train.launchers.slurm.evidence import stop_by
 from hpc_train.launchers.slurm.node_names import expanded
 from hpc_train.paths import RunPaths
@@ -141,6 +141,9 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
     if _ANY_NODE not in environ:
         _check_nodes(job, hosts)
     job.asked.unlink(missing_ok=True)
+    facts = granted(job.submission, environ)
+    if words := limit_words(AttemptRecord(0, began, [], None, **facts)):
+        say(words)
     return claim_attempt(
         job.paths,
         LAUNCHER,
@@ -151,6 +154,7 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
         ranks=_num_ranks(environ),
         events={"begin": began},
         launcher_process=script,
+        **facts,
     )
 
 

@@ -98,8 +98,8 @@ def ask(
 ) -> dict[JobKey, JobState]:
     """Return the state of jobs; ``also``: of these only if they wait or run, or have just ended.
 
-    A job is absent where its state is unknown now, because accounting or scontrol does not answer. ``max_age_s``:
-    maximum age of the answer; 0 asks again. Raises NoSchedulerError if squeue does not answer.
+    A job is absent where its state is unknown now, because accounting or scontrol does not answer.
+    ``max_age_s``: maximum age of the answer; 0 asks again. Raises NoSchedulerError if squeue does not answer.
     """
     wanted = set(keys)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, NoSchedulerError
+from hpc_train.launchers.slurm.batch_job import limit_words
 from hpc_train.launchers.slurm.commands import cluster_name
 from hpc_train.launchers.slurm.evidence import MORE_MEMORY, stop_by
 from hpc_train.launchers.slurm.pending_reasons import waiting_words
@@ -197,9 +198,10 @@ def status_of(folder: Folder, job: JobState | None, submissions: Submissions | N
         return replace(status, reason="being cancelled")
     if folder.is_requeued(job):
         return _requeued(folder, job)
-    if folder.began_by(job):
+    if folder.began_by(job) and folder.record is not None:
         is_stopped = job.state in {"SUSPENDED", "STOPPED"}
-        return replace(status, reason=f"{job.state.lower()} by Slurm") if is_stopped else status
+        reason = f"{job.state.lower()} by Slurm" if is_stopped else limit_words(folder.record)
+        return replace(status, reason=reason) if reason else status
     return _not_begun(folder, job, submissions)
 
 
