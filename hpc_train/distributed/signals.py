@@ -29,7 +29,7 @@ class StopFlag:
     #: UTC, ISO 8601.
     first_at: str | None = None
     count: int = 0
-    #: In seconds since 1970: SIGUSR2 counts from then on. The warning before a time limit that Slurm has cut may
+    #: In seconds since 1970: SIGUSR2 counts from then on. The warning before a time limit that was cut may
     #: come before anything could be trained.
     no_warning_before: float = 0.0
     #: Sends the early warning again.

@@ -149,3 +149,16 @@ def test_attempts_in_jobs_use_gpu_hours_and_others_do_not() -> None:
     in_job = replace(attempt("preemption"), job="7", hosts=["n1", "n2"], start=began, end=ended)
     running = replace(in_job, end=None)
     assert gpu_hours_of([in_job, running, replace(in_job, job=None)], 4) == 8
+
+
+def test_preemptions_before_the_first_step_are_bounded() -> None:
+    early = attempt("preemption", events={"begin": "…"})
+    assert decide([early] * 10, DEFAULTS).comes_back
+    assert not decide([early] * 11, DEFAULTS).comes_back
+    assert decide([*[early] * 10, attempt("preemption", saved=5), early], DEFAULTS).comes_back
+
+
+def test_a_time_limit_that_the_scheduler_has_cut_is_not_to_be_raised_in_the_file() -> None:
+    cut = attempt("time limit", requested_limit_s=1800.0, time_limit_s=120.0)
+    found = decide([cut] * 3, DEFAULTS)
+    assert not found.comes_back and "raise slurm.time_limit" not in found.reason

@@ -244,7 +244,8 @@ def test_a_job_that_has_nothing_to_start_is_not_requeued_by_slurm(
 
 
 REQUEUE_EXIT = """\
-case "$*" in "show config") printf 'RequeueExit             = {codes}\\nRequeueExitHold         = {held}\\n';; esac
+[ "$*" != "show config" ] ||
+  printf 'RequeueExit             = {codes}\\nRequeueExitHold         = {held}\\n'
 """
 
 
