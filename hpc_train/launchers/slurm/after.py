@@ -104,7 +104,7 @@ def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
 def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
     """Return True if the signal came earlier than the warning: by half of the time limit, or its lead.
 
-    Some sites send the warning's signal at preemption. The limit is the granted one, if Slurm has told it.
+    Some sites send the warning's signal at preemption. The limit is the granted one, if it is known.
     """
     from hpc_train.launchers.slurm.profiles import slurm_of  # 0.3 s, which a requeue seldom needs
     from hpc_train.run.create import effective_experiment
