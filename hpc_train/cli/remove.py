@@ -77,9 +77,10 @@ def _ended(runs: Sequence[RunPaths]) -> dict[RunPaths, RunStatus]:
         record = newest_record(paths)
         is_living = record is not None and record.job is None and living(record) is not False
         if found[paths].state in GOING_ON or is_living:
-            name = run_name(paths)
+            name, status = run_name(paths), found[paths]
+            reason = f" ({status.reason})" if status.reason else ""
             raise LivingRunError(
-                f"{name}: is {found[paths].state}; end it with `hpc-train cancel {name}` first"
+                f"{name}: is {status.state}{reason}; end it with `hpc-train cancel {name}` first"
             )
     return found
 

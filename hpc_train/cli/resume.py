@@ -17,7 +17,7 @@ from hpc_train.cli.version_changes import VersionChange, other_python, version_c
 from hpc_train.config.schema import Experiment
 from hpc_train.console import say
 from hpc_train.errors import BadFileError, ExitCode, UsageError
-from hpc_train.launchers.base import Launcher, StartRequest
+from hpc_train.launchers.base import Launcher, MultiClusterLauncher, StartRequest
 from hpc_train.launchers.following import LOCAL
 from hpc_train.launchers.lookup import last_launcher, launcher_of, load_launcher, statuses
 from hpc_train.paths import ExperimentPaths, RunPaths
@@ -225,6 +225,8 @@ def _stays(paths: RunPaths, status: RunStatus, *, is_made_only: bool, take_over:
     record = newest_record(paths)
     if take_over and record is not None and record.job is None and not living(record):
         return None
+    if take_over and _other_cluster(paths) is not None:
+        return None
     if status.state in GOING_ON:
         return _refuse_living(paths, status)
     # A failed run's launcher may still be ending, and ranks may outlive theirs. Of a job its queue was asked.
@@ -253,9 +255,19 @@ def _refuse_living(paths: RunPaths, status: RunStatus) -> ExitCode:
     return ExitCode.FAILED
 
 
+def _other_cluster(paths: RunPaths) -> str | None:
+    launcher = launcher_of(paths)
+    return launcher.other_cluster(paths) if isinstance(launcher, MultiClusterLauncher) else None
+
+
 def _living_words(paths: RunPaths, status: RunStatus) -> str:
     record, state = newest_record(paths), status.state
     launcher = launcher_of(paths)
+    if (cluster := _other_cluster(paths)) is not None:
+        return (
+            f"is {state} on cluster {cluster}: resume or cancel it there; if {cluster} is gone, "
+            f"`{_take_over(paths)}` continues it here"
+        )
     if launcher.is_queue:
         reason = f" ({status.reason})" if status.reason else ""
         return f"is {state} on {launcher.title}{reason}; `hpc-train cancel {run_name(paths)}` ends it"

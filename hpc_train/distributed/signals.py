@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +29,11 @@ class StopFlag:
     #: UTC, ISO 8601.
     first_at: str | None = None
     count: int = 0
+    #: In seconds since 1970: SIGUSR2 counts from then on. The warning before a time limit that was cut may
+    #: come before anything could be trained.
+    no_warning_before: float = 0.0
+    #: Sends the early warning again.
+    later: threading.Timer | None = None
     #: What a signal does at once, besides being recorded; None if the loop checks the flag.
     act: Callable[[], None] | None = None
     #: Until the first step: a rank that is asked to stop may leave, and so may those that it leaves behind.
@@ -36,7 +43,13 @@ class StopFlag:
         return self.count > 0
 
     def note(self, number: int) -> None:
-        """Record a signal; the handler calls it."""
+        """Record a signal, or send an early warning again later; the handler calls it."""
+        if number == signal.SIGUSR2 and (left_s := self.no_warning_before - time.time()) > 0:
+            if self.later is None:
+                self.later = threading.Timer(left_s, os.kill, (os.getpid(), number))
+                self.later.daemon = True
+                self.later.start()
+            return
         if self.first is None:
             self.first, self.first_at = signal.Signals(number), now_ms()
         self.count += 1
@@ -71,8 +84,10 @@ def blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def install() -> StopFlag:
+def install(no_warning_before: float = 0.0) -> StopFlag:
     """Record stop signals from now on, including those blocked until now; return the flag.
+
+    SIGUSR2 counts from ``no_warning_before`` on, in seconds since 1970.
 
     Main thread only. Further calls in the same process return the same flag. A forked child inherits the
     handler, which does nothing there: Slurm sends the signals to all processes of a job. ``terminate`` of
@@ -80,7 +95,7 @@ def install() -> StopFlag:
     """
     pid = os.getpid()
     if pid not in _flags:
-        flag = _flags[pid] = StopFlag()
+        flag = _flags[pid] = StopFlag(no_warning_before=no_warning_before)
 
         def note(number: int, frame: FrameType | None) -> None:
             if os.getpid() == pid:

@@ -234,6 +234,14 @@ class JobUsage:
 
 
 @runtime_checkable
+class MultiClusterLauncher(Protocol):
+    """Optional methods of a ``Launcher`` whose runs may be in the queue of another cluster."""
+
+    def other_cluster(self, paths: RunPaths) -> str | None:
+        """Return the name of the cluster that has the active run's job; None if it is this one."""
+
+
+@runtime_checkable
 class AccountingLauncher(Protocol):
     """What a ``Launcher`` has besides if ``status`` is to show what the jobs of a run used. Optional."""
 

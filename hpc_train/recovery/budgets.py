@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, TypeAlias, get_type_hints
 
 from hpc_train.config.durations import MAX_HOURS
@@ -29,6 +30,9 @@ PREEMPTIONS = {"preemption", "time limit"}
 #: Causes after which another attempt may follow, if it may be paid for.
 COMES_BACK = CRASHES | PREEMPTIONS | {"lost"}
 _CHECKPOINT = "step-"
+#: Starts in a row that may be preempted before their first step. Assumed: enough where jobs are often
+#: preempted; after more, something else sends the signal.
+MAX_EARLY_PREEMPTIONS = 10
 #: What this module and ``bad_nodes`` read of a run's ``recovery`` section.
 Limits: TypeAlias = "RecoveryConfig | ResolvedLimits"
 
@@ -114,6 +118,8 @@ def _decided(records: Sequence[AttemptRecord], recovery: Limits) -> Decision:
 
 
 def _with_progress(records: Sequence[AttemptRecord], recovery: Limits, what: str) -> Decision:
+    if (starts := num_early_preemptions(records)) > MAX_EARLY_PREEMPTIONS:
+        return Decision(False, f"{what}; {starts} starts in a row were preempted before their first step")
     if not is_idle(records[-1]):
         return Decision(True, what)
     spent, most = num_idle(records), recovery.max_without_progress
@@ -121,7 +127,10 @@ def _with_progress(records: Sequence[AttemptRecord], recovery: Limits, what: str
         return Decision(True, f"{what}; no progress {spent} of {most}: no checkpoint {_since(records)}")
     attempts = "1 attempt" if spent == 1 else f"{spent} attempts"
     stuck = f"no progress in {attempts}: no checkpoint {_since(records)}"
-    advice = "raise slurm.time_limit or write a smaller checkpoint.every_min"
+    longer = "raise slurm.time_limit"
+    if records[-1].requested_limit_s is not None:
+        longer = "submit to a partition or QOS that grants the time limit"
+    advice = f"{longer} or write a smaller checkpoint.every_min"
     return Decision(False, f"{stuck}; the last one: {records[-1].reason or records[-1].cause}; {advice}")
 
 
@@ -182,6 +191,15 @@ def num_idle(records: Sequence[AttemptRecord]) -> int:
             break
         count += is_idle(record)
     return count
+
+
+def num_early_preemptions(records: Sequence[AttemptRecord]) -> int:
+    """Return how many attempts in a row, up to the last one, were preempted before their first step."""
+    return len(list(takewhile(_is_early_preemption, reversed(records))))
+
+
+def _is_early_preemption(record: AttemptRecord) -> bool:
+    return record.cause == "preemption" and "first_step" not in record.events
 
 
 def is_idle(record: AttemptRecord) -> bool:

@@ -55,6 +55,13 @@ class AttemptRecord:
     #: Of a scheduler: the job's id (on Slurm ``A_t`` of an array's task) and how often it was started again.
     job: str | None = None
     restart: int | None = None
+    #: The cluster that the job belongs to: job ids are unique within one only. None: not recorded (0.2).
+    cluster: str | None = None
+    #: Of a scheduler: the job's time limit at its start, in seconds, and the requested one if it is longer.
+    time_limit_s: float | None = None
+    requested_limit_s: float | None = None
+    #: How long before that limit ranks stop, if the scheduler's warning comes too early for the limit.
+    lead_s: float | None = None
     #: Why it ended, one of ``CAUSES``.
     cause: str | None = None
     #: When each of ``EVENTS`` happened: UTC, ISO 8601 with milliseconds.
@@ -93,6 +100,21 @@ class AttemptRecord:
 def job_ids(facts: Mapping[str, Any]) -> list[str]:
     """Return the ids of a run's jobs, the newest last, by the content of its ``run.json``."""
     return [str(job) for job in facts.get("slurm_job_ids") or []]
+
+
+def job_cluster(facts: Mapping[str, Any]) -> str | None:
+    """Return the cluster of a run's newest job; None if it was not recorded (0.2)."""
+    number, clusters = len(job_ids(facts)), facts.get("slurm_clusters") or []
+    return clusters[number - 1] if 0 < number <= len(clusters) else None
+
+
+def add_job(facts: dict[str, Any], job: str, cluster: str | None) -> dict[str, Any]:
+    """Return ``run.json`` with the job as the newest one; unchanged if it is the newest already."""
+    jobs = job_ids(facts)
+    if jobs[-1:] == [job] and job_cluster(facts) in {cluster, None}:
+        return facts
+    clusters = [*(facts.get("slurm_clusters") or []), *([None] * len(jobs))][: len(jobs)]
+    return facts | {"slurm_job_ids": [*jobs, job], "slurm_clusters": [*clusters, cluster]}
 
 
 def now() -> str:

@@ -254,6 +254,7 @@ def _run_facts(
         "code": surroundings.code,
         "launcher": launcher,
         "slurm_job_ids": [],
+        "slurm_clusters": [],
         "wandb_id": secrets.token_hex(8),
         "changes": {},
     }

@@ -40,6 +40,7 @@ _RUN = {
     "code": dict[str, Any] | None,
     "launcher": str | None,
     "slurm_job_ids": list[str] | None,
+    "slurm_clusters": list[str | None] | None,
     "wandb_id": str,
     "changes": dict[Number, list[str]] | None,
 }
@@ -58,6 +59,10 @@ _ATTEMPT = {
     "reason": str | None,
     "slurm_job": str | None,
     "restart": int | None,
+    "cluster": str | None,
+    "time_limit_s": float | None,
+    "requested_limit_s": float | None,
+    "lead_s": float | None,
     "cause": str | None,
     "events": dict[str, str],
     "save_s": float | None,
@@ -81,6 +86,7 @@ _SUBMISSION = {
     "state": str,
     "job_id": str | None,
     "batch": dict[str, Any] | None,
+    "cluster": str | None,
 }
 _SNAPSHOT = {
     "content": str,

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from datetime import datetime
 
 from hpc_train.distributed import log_stream, signals
 from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import ExitCode
 from hpc_train.paths import RunPaths
+from hpc_train.run.attempts import read_record
 from hpc_train.training.build import train
 from hpc_train.training.checkpoint_evaluation import evaluate_checkpoint
 from hpc_train.training.rank import joined
@@ -22,7 +24,7 @@ from hpc_train.training.rank_exit import report
 
 def run(paths: RunPaths, attempt: int) -> ExitCode:
     """Be one rank of one attempt, to its end. Returns what the process exits with; never raises."""
-    flag = signals.install()
+    flag = signals.install(_earliest_warning(paths, attempt))
     facts = RankFacts()
     log_stream.install()
     try:
@@ -33,3 +35,12 @@ def run(paths: RunPaths, attempt: int) -> ExitCode:
             return evaluate_checkpoint(rank) if is_evaluation else train(rank)
     except BaseException as error:
         return report(error, paths, attempt, facts, flag)
+
+
+def _earliest_warning(paths: RunPaths, attempt: int) -> float:
+    """Return when the scheduler's warning fits the time limit that it has granted, in seconds since 1970."""
+    record = read_record(paths.attempt(attempt), with_events=False)
+    if record is None or record.time_limit_s is None or record.lead_s is None:
+        return 0.0
+    began = datetime.fromisoformat(record.events.get("begin", record.start)).timestamp()
+    return began + record.time_limit_s - record.lead_s

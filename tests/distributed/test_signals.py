@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -92,3 +92,32 @@ code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 print(code, flag.count)
 """
     assert run(script) == ["1", "0"]
+
+
+def test_a_warning_that_comes_too_early_is_sent_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[FakeTimer] = []
+
+    class FakeTimer:
+        def __init__(self, delay_s: float, act: Callable[..., None], args: tuple[int, int]) -> None:
+            self.delay_s, self.act, self.args, self.daemon = delay_s, act, args, False
+            timers.append(self)
+
+        def start(self) -> None: ...
+
+    now = 1_800_000_000.0
+    monkeypatch.setattr(signals.threading, "Timer", FakeTimer)
+    monkeypatch.setattr(signals.time, "time", lambda: now)
+    flag = signals.install(no_warning_before=now + 60)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert not flag and [timer.delay_s for timer in timers] == [60.0]
+    now += 61
+    timers[0].act(*timers[0].args)
+    assert flag.first == signal.SIGUSR2
+
+
+def test_preemption_is_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals.time, "time", lambda: 0.0)
+    flag = signals.install(no_warning_before=60.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert flag.first == signal.SIGTERM

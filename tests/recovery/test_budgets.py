@@ -167,3 +167,16 @@ def test_a_run_is_not_resumed_once_the_budget_of_its_file_is_reached(hours: int,
     lasted = replace(attempt("preemption"), job="1", hosts=["n1"], **times)
     found = spent_budget(cast(Any, SimpleNamespace(slurm=slurm)), [lasted])
     assert (found is not None) == is_spent
+
+
+def test_preemptions_before_the_first_step_are_bounded() -> None:
+    early = attempt("preemption", events={"begin": "…"})
+    assert decide([early] * 10, DEFAULTS).comes_back
+    assert not decide([early] * 11, DEFAULTS).comes_back
+    assert decide([*[early] * 10, attempt("preemption", saved=5), early], DEFAULTS).comes_back
+
+
+def test_a_time_limit_that_the_scheduler_has_cut_is_not_to_be_raised_in_the_file() -> None:
+    cut = attempt("time limit", requested_limit_s=1800.0, time_limit_s=120.0)
+    found = decide([cut] * 3, DEFAULTS)
+    assert not found.comes_back and "raise slurm.time_limit" not in found.reason

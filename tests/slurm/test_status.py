@@ -223,7 +223,8 @@ def test_cancel_is_final_in_every_state(any_cluster: Cluster, runs: Path) -> Non
     for paths in (held, waiting, running, requeued, last):
         assert (read_status(paths).state, read_status(paths).reason) == ("cancelled", "hpc-train cancel")
         expected = last_of_array if paths == held else "CANCELLED"
-        assert queue.ask([_job(paths)])[_job(paths)].state == expected
+        key = (_job(paths), None)
+        assert queue.ask([key])[key].state == expected
     record = read_record(last.attempt(1))
     assert record is not None and record.cause == "cancelled"
     assert _state(any_cluster, _job(sibling)) == "RUNNING"

@@ -22,7 +22,9 @@ _NOT_ENDED = {"", "Unknown", "None"}
 
 def job_usage(paths: RunPaths) -> JobUsage | None:
     """Return what the run's jobs used; None without jobs, accounting or an answer."""
-    ids = job_ids(run_facts(paths))
+    facts, here = run_facts(paths), commands.cluster_name()
+    clusters = [*(facts.get("slurm_clusters") or []), *([None] * len(job_ids(facts)))]
+    ids = [job for job, home in zip(job_ids(facts), clusters, strict=False) if home in {None, here}]
     if not ids:
         return None
     argv = ["sacct", "--duplicates", "--noheader", "--parsable2", f"--jobs={','.join(ids)}"]

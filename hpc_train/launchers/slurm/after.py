@@ -2,7 +2,7 @@
 
 ``python -m hpc_train.launchers.slurm.after SUBMISSION CODE`` (srun's exit code) writes that down and prints
 ``requeue 75 [NODES]`` (those to exclude then) or ``stop CODE``; the script does the rest, for in a
-container nobody can ask Slurm.
+container nobody can ask Slurm. ``after SUBMISSION refused WORDS`` records that Slurm refused the requeue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpc_train.errors import HpcTrainError
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import last_line
 from hpc_train.launchers.slurm import gpu_budget
-from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
+from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, granted, limit_words, say
 from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.recovery import budgets
@@ -52,7 +52,10 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
     record = read_record(job.paths.attempt(number))
     if record is None:
         raise HpcTrainError(f"{job.paths.attempt(number).record}: missing or not JSON")
+    record = replace(record, **granted(job.submission, environ))  # it may have been changed since the start
     diagnosis = judge(gather(job, record, srun_code))
+    if diagnosis.cause == "time limit" and (words := limit_words(record)):
+        diagnosis = replace(diagnosis, reason=f"{diagnosis.reason}; {words}")
     final = _ended_record(job.paths, record, diagnosis, srun_code, ended)
     if diagnosis.state == "requeued":
         recovery = effective_recovery(job.paths, number)
@@ -62,6 +65,21 @@ def after(folder: Path, srun_code: int, environ: Mapping[str, str]) -> str:
         say(f"{diagnosis.state}: {diagnosis.reason}")  # first: the disk may have no room for anything else
     notify_end(job.paths, say, _write(job.paths, final, diagnosis))
     return diagnosis.words(nodes_to_exclude(job.paths) if diagnosis.state == "requeued" else {})
+
+
+def refused(folder: Path, words: str, environ: Mapping[str, str]) -> None:
+    """Write that the run has failed although it was to be requeued: Slurm does not start its job again."""
+    paths, number = BatchJob.of(folder, environ).paths, int(environ["HPC_TRAIN_ATTEMPT"])
+    status, record = read_status(paths), read_record(paths.attempt(number))
+    if status.state != "requeued" or newest_number(paths) != number or record is None:
+        return
+    resume = f"`hpc-train resume {paths.folder.name}` continues it"
+    reason = one_line("; ".join(filter(None, (status.reason, words, resume))))
+    status = replace(status, state="failed", reason=reason)
+    notify_end(paths, say, status)
+    with _reporting_errors(paths):
+        write_record(paths.attempt(number), replace(record, reason=reason))
+        write_status(paths, status)
 
 
 def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
@@ -84,18 +102,20 @@ def gather(job: BatchJob, record: AttemptRecord, srun_code: int) -> Facts:
 
 
 def _is_early(paths: RunPaths, record: AttemptRecord) -> bool:
-    """Tell whether the signal came earlier than a warning of ours: by half of the time limit, or its lead.
+    """Return True if the signal came earlier than the warning: by half of the time limit, or its lead.
 
-    Some sites send the warning's signal at preemption.
+    Some sites send the warning's signal at preemption. The limit is the granted one, if it is known.
     """
     from hpc_train.launchers.slurm.profiles import slurm_of  # 0.3 s, which a requeue seldom needs
     from hpc_train.run.create import effective_experiment
 
     slurm = slurm_of(effective_experiment(paths, record.attempt))
-    if slurm is None or slurm.time_limit is None or not {"begin", "signal"} <= record.events.keys():
+    if slurm is None or not {"begin", "signal"} <= record.events.keys():
+        return False
+    limit_s = record.time_limit_s or (slurm.time_limit or 0) * 60
+    if not limit_s:
         return False
     lasted = datetime.fromisoformat(record.events["signal"]) - datetime.fromisoformat(record.events["begin"])
-    limit_s = slurm.time_limit * 60
     earliest_s = min(limit_s / 2, limit_s - (slurm.signal_lead_s or 0))
     # Slurm may be a minute early; limits that short have no room to tell.
     return lasted.total_seconds() < earliest_s - 60
@@ -177,8 +197,11 @@ def _all_codes(num_ranks: int, known: dict[int, int], srun_code: int) -> list[in
 
 def main(words: Iterable[str]) -> int:
     """Print what ``after`` returns, or ``stop 1`` for any error, which fails the run; return 0."""
-    folder, code = words
+    folder, code, *more = words
     answer, submission = GIVEN_UP, Path(folder).absolute()
+    if code == "refused":
+        refused(submission, " ".join(more), os.environ)
+        return 0
     try:
         answer = retried(lambda: after(submission, int(code), os.environ), submission, tells=False)
     except BaseException as error:  # whatever it is, the script must know what to do

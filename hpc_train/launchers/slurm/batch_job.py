@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpc_train.errors import BadFileError, UsageError
+from hpc_train.launchers.slurm.accounting import seconds
 from hpc_train.paths import RunPaths, SubmissionPaths
 from hpc_train.recovery.history import records
 from hpc_train.run.attempts import AttemptRecord
@@ -26,6 +29,7 @@ class BatchJob:
     #: ``12_3`` of an array, else ``12``: SLURM_JOB_ID of an array's last task means the whole array.
     job: str
     restart: int
+    cluster: str | None = None
 
     @classmethod
     def of(cls, folder: Path, environ: Mapping[str, str]) -> BatchJob:
@@ -41,11 +45,14 @@ class BatchJob:
             submission,
             job,
             int(environ.get("SLURM_RESTART_COUNT") or 0),
+            (environ.get("SLURM_CLUSTER_NAME") or "").lower() or None,
         )
 
     def owns(self, record: AttemptRecord | None) -> bool:
         """Tell whether the attempt ran in this job, also before a requeue; False without a record."""
-        return record is not None and record.job == self.job
+        if record is None or record.job != self.job:
+            return False
+        return None in {record.cluster, self.cluster} or record.cluster == self.cluster
 
     def earlier(self, number: int) -> list[AttemptRecord]:
         """Return this job's attempts before that one, the first one first."""
@@ -66,6 +73,35 @@ def _run_id(submission: SubmissionPaths, task: int) -> str:
             f"{submission.record}: knows no run of array task {task}; submit the experiment again"
         )
     return run_id
+
+
+def granted(submission: SubmissionPaths, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return fields of the attempt's record: the time limit that Slurm has granted, and what does not fit it.
+
+    The batch script passes ``scontrol show job``; without an answer nothing is known.
+    """
+    shown = re.search(r"(?:^|\s)TimeLimit=([\d:-]+)(?:\s|$)", environ.get("HPC_TRAIN_JOB", ""))
+    if shown is None or not (limit_s := seconds(shown[1])):
+        return {}
+    batch = (read_json(submission.record) or {}).get("batch") or {}
+    parameters = batch.get("parameters") or {}
+    requested_s = 60 * float(parameters.get("time") or 0)
+    signal = re.fullmatch(r"USR2@(\d+)", str((parameters.get("additional_parameters") or {}).get("signal")))
+    lead_s = float(signal[1]) if signal else 0.0
+    return {
+        "time_limit_s": limit_s,
+        "requested_limit_s": requested_s if requested_s > limit_s else None,
+        # At most half of the time, as where nothing is cut: a job always gets some work done.
+        "lead_s": limit_s / 2 if lead_s > limit_s / 2 else None,
+    }
+
+
+def limit_words(record: AttemptRecord) -> str | None:
+    """Return the sentence about a time limit that Slurm has cut; None if the job has what was requested."""
+    if record.time_limit_s is None or record.requested_limit_s is None:
+        return None
+    limit, requested = (f"{s / 60:g} min" for s in (record.time_limit_s, record.requested_limit_s))
+    return f"Slurm gives the job {limit}, not the {requested} of slurm.time_limit"
 
 
 def say(text: str) -> None:

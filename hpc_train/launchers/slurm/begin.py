@@ -20,7 +20,7 @@ from hpc_train.distributed.env import parse_tasks_per_node
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.slurm import LAUNCHER, commands, gpu_budget
-from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, say
+from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, granted, limit_words, say
 from hpc_train.launchers.slurm.evidence import stop_by
 from hpc_train.launchers.slurm.node_names import expanded
 from hpc_train.paths import RunPaths
@@ -31,7 +31,7 @@ from hpc_train.run import trust
 from hpc_train.run.attempts import AttemptRecord, claim_attempt, now, now_ms, write_record
 from hpc_train.run.code import snapshot
 from hpc_train.run.events import noted_signal
-from hpc_train.run.liveness import end_living, living, newest_record
+from hpc_train.run.liveness import SILENT_LIMIT_S, end_living, living, newest_record, silent_s
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from hpc_train.run.storage_errors import FULL, storage_error
@@ -141,15 +141,20 @@ def _claimed(job: BatchJob, environ: Mapping[str, str], began: str) -> int:
     if _ANY_NODE not in environ:
         _check_nodes(job, hosts)
     job.asked.unlink(missing_ok=True)
+    facts = granted(job.submission, environ)
+    if words := limit_words(AttemptRecord(0, began, [], None, **facts)):
+        say(words)
     return claim_attempt(
         job.paths,
         LAUNCHER,
         job=job.job,
         restart=job.restart,
+        cluster=job.cluster,
         hosts=hosts,
         ranks=_num_ranks(environ),
         events={"begin": began},
         launcher_process=script,
+        **facts,
     )
 
 
@@ -165,7 +170,7 @@ def _end_earlier(job: BatchJob, record: AttemptRecord) -> None:
     is_own = job.owns(record) and record.restart != job.restart
     # What Slurm has given up and started again is over, though its processes may still live on a lost node:
     # they commit nothing once this attempt stands.
-    if not is_own and (living(record) or _is_running(record)):
+    if not is_own and (living(record) or _is_running(job, record)):
         raise TryAgainError(
             f"attempt {record.attempt} of run {job.paths.folder.name} is running "
             f"({record.launcher or 'its launcher'} on {', '.join(record.hosts) or 'another machine'}); "
@@ -224,10 +229,12 @@ def _check_nodes(job: BatchJob, hosts: Iterable[str]) -> None:
     raise WrongNodeError(f"asks for other nodes: {words}", nodes)
 
 
-def _is_running(record: AttemptRecord) -> bool:
-    """Tell whether Slurm surely runs the job of another submission."""
+def _is_running(job: BatchJob, record: AttemptRecord) -> bool:
+    """Return True if the job of another submission runs: by Slurm, or on another cluster by its heartbeat."""
     if record.launcher != LAUNCHER or record.job is None:
         return False
+    if None not in {record.cluster, job.cluster} and record.cluster != job.cluster:
+        return silent_s(job.paths, record) < SILENT_LIMIT_S
     with suppress(HpcTrainError):  # where Slurm does not answer, ownership keeps the run whole
         listed = commands.run(["squeue", "--noheader", "--format=%T", f"--jobs={record.job}"])
         return listed.strip() in {"RUNNING", "COMPLETING", "SUSPENDED"}

@@ -159,6 +159,24 @@ def parsed_config(said: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
+def cluster_name() -> str | None:
+    """Return the name of the cluster that Slurm's programs reach from here; None if it is unknown now."""
+    try:
+        return _cluster_name()
+    except (NoSchedulerError, RefusedError):
+        return None
+
+
+@cache
+def _cluster_name() -> str:
+    names = set(
+        re.findall(r"^ClusterName\s*=\s*(\S+)", run(["scontrol", "show", "config"], limit_s=30.0), re.M)
+    )
+    if len(names) != 1 or "(null)" in names:  # none, or several clusters in SLURM_CLUSTERS
+        raise NoAnswerError("`scontrol show config` names no cluster, or several")
+    return str(names.pop()).lower()
+
+
 @cache
 def partition(name: str = "") -> dict[str, str]:
     """Return ``scontrol show partition``: GraceTime, PreemptMode, …; of the default one without a name."""

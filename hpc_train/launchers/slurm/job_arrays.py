@@ -98,7 +98,9 @@ class JobArrays:
         with steps.locked(folder):
             self._recorded = None
             for paths, record in steps.unfinished(folder):
-                if steps.may_be_at_work(record.creator, record.created):
+                if steps.is_elsewhere(record):
+                    say(f"submission {record.token}: left to cluster {record.cluster}, where it began")
+                elif steps.may_be_at_work(record.creator, record.created):
                     assert record.creator is not None
                     say(f"submission {record.token}: left to {record.creator.host}, where it may still run")
                 else:
@@ -193,6 +195,7 @@ def _prepared(folder: ExperimentPaths, runs: list[StartRequest]) -> _Job:
         _possible_batch(paths, runs),
         max_parallel=_throttle(runs),
         stays_held=bool(slurm and slurm.extra.get("hold")),
+        cluster=commands.cluster_name(),
     )
     return _Job(paths, record, runs)
 

@@ -38,7 +38,7 @@ _NO_SECTION = KeyProblem(
 
 class SlurmLauncher:
     """A ``Launcher`` over sbatch, squeue, scontrol and sacct; also a ``ClusterLauncher``, a
-    ``ForecastLauncher`` and an ``AccountingLauncher``.
+    ``ForecastLauncher``, an ``AccountingLauncher`` and a ``MultiClusterLauncher``.
     """
 
     title, is_queue = "Slurm", True
@@ -94,9 +94,12 @@ class SlurmLauncher:
         return queue_status.statuses(runs, max_age_s=0 if is_fresh else MAX_AGE_S)
 
     def cancel(self, runs: Sequence[RunPaths]) -> list[RunPaths]:
-        """End the runs' jobs, wherever they run, and wait until they are gone: none is returned."""
-        scancel.cancel(runs)
-        return []
+        """End the runs' jobs and wait until they are gone; return the runs of another cluster."""
+        return scancel.cancel(runs)
+
+    def other_cluster(self, paths: RunPaths) -> str | None:
+        """Return the cluster of the active run's job, if it is not the cluster reached from here."""
+        return queue_status.other_cluster(paths)
 
     def output(self, paths: RunPaths) -> Path | None:
         """Return the output of the newest job's batch script, and say so, if no rank has written a log."""

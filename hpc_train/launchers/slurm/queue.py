@@ -1,17 +1,23 @@
-"""What Slurm says of jobs: squeue's word; sacct's for those that it has dropped; else they are forgotten."""
+"""The state of jobs by squeue; of jobs that it does not list, by sacct and scontrol; else they are forgotten.
+
+One answer without a job proves nothing: the job may belong to another cluster (``ELSEWHERE``), or the answer
+may be older than the job. So a forgotten job has the time at which it was first missed, for a second look.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TypeAlias
 
 from hpc_train.errors import NoSchedulerError
 from hpc_train.launchers.slurm import queue_cache
-from hpc_train.launchers.slurm.commands import NoAnswerError, RefusedError, run
+from hpc_train.launchers.slurm.commands import NoAnswerError, RefusedError, cluster_name, run
 from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S, Answer
 
 #: In the queue, on no node.
@@ -21,8 +27,26 @@ ENDED = {
     "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY", "BOOT_FAIL",
     "DEADLINE", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL",
 }  # fmt: skip
-#: Our own word: neither slurmctld nor accounting know the job.
+RUNNING = {
+    "RUNNING",
+    "COMPLETING",
+    "CONFIGURING",
+    "SUSPENDED",
+    "STOPPED",
+    "SIGNALING",
+    "RESIZING",
+    "STAGE_OUT",
+}
+#: Our own word: slurmctld does not know the job's id, and accounting knows no end of it.
 FORGOTTEN = "FORGOTTEN"
+#: Our own word: the job belongs to another cluster than the one that answers here.
+ELSEWHERE = "ELSEWHERE"
+#: A job's id and its cluster; None: not recorded (0.2).
+JobKey: TypeAlias = tuple[str, str | None]
+#: Jobs that scontrol is asked about in one look: it takes one id per call.
+_SHOWN_MAX = 20
+#: For how long a missed job is remembered until somebody looks again.
+_MISSED_MAX_S = 86400.0
 #: For a status that a person waits for; slurmctld is given half a minute.
 _LIMIT_S = 30.0
 _SEPARATOR = "\x1f"
@@ -32,6 +56,7 @@ _SQUEUE_FIELDS = (
 )  # fmt: skip
 _SACCT_FIELDS = ("JobID", "State", "End", "ExitCode", "NodeList", "JobName")
 _ID = re.compile(r"\d+(_\d+)?")
+_UNKNOWN = re.compile(r"invalid job id", re.IGNORECASE)
 _TASKS = re.compile(r"(\d+)_\[([\d,-]+)(?:%\d+)?\]")
 
 
@@ -54,6 +79,8 @@ class JobState:
     name: str | None = None
     #: As sbatch was given it, arguments after it.
     script: str | None = None
+    #: Of a forgotten job: when an answer first lacked it, in seconds since 1970.
+    missed_at: float | None = None
 
     @property
     def is_waiting(self) -> bool:
@@ -66,36 +93,102 @@ class JobState:
         return self.state in ENDED or self.state == FORGOTTEN
 
 
-def ask(ids: Iterable[str], *, max_age_s: float = MAX_AGE_S) -> dict[str, JobState]:
-    """Return the state of jobs by id.
+def ask(
+    keys: Iterable[JobKey], *, also: Iterable[JobKey] = (), max_age_s: float = MAX_AGE_S
+) -> dict[JobKey, JobState]:
+    """Return the state of jobs; ``also``: of these only if they wait or run, or have just ended.
 
-    One is absent where it can't be known now: accounting does not answer. ``max_age_s``: how old an answer
-    may be; 0 asks again. Raises NoSchedulerError where squeue has no answer.
+    A job is absent where its state is unknown now, because accounting or scontrol does not answer.
+    ``max_age_s``: maximum age of the answer; 0 asks again. Raises NoSchedulerError if squeue does not answer.
     """
-    wanted = set(ids)
+    wanted = set(keys)
 
     def is_enough(answer: Answer) -> bool:
-        return "error" in answer or wanted <= set(answer["jobs"]) | set(answer["untold"])
+        if "error" in answer:
+            return True
+        return _here(wanted, answer.get("cluster")) <= set(answer["jobs"]) | set(answer["untold"])
 
-    answer = queue_cache.shared(max_age_s, is_enough, lambda: _ask(wanted))
+    answer = queue_cache.shared(max_age_s, is_enough, lambda last: _ask(wanted, last))
     if "error" in answer:
         raise NoSchedulerError(str(answer["error"]))
-    jobs = answer["jobs"]
-    return {job: JobState(**jobs[job]) for job in wanted if job in jobs}
+    return {key: state for key in wanted | set(also) if (state := _state(key, answer)) is not None}
 
 
-def _ask(wanted: set[str]) -> Answer:
+def _here(keys: Iterable[JobKey], cluster: str | None) -> set[str]:
+    """Return the ids of the jobs that may be this cluster's."""
+    return {job for job, home in keys if None in {home, cluster} or home == cluster}
+
+
+def _state(key: JobKey, answer: Answer) -> JobState | None:
+    if not _here([key], answer.get("cluster")):
+        return JobState(key[0], ELSEWHERE, answer["cluster"])
+    facts = answer["jobs"].get(key[0])
+    return None if facts is None else JobState(**facts)
+
+
+def _ask(keys: set[JobKey], last: Answer | None) -> Answer:
+    now, cluster = time.time(), cluster_name()
+    missed: dict[str, float] = dict((last or {}).get("missed") or {})
+    wanted = _here(keys, cluster)
     try:
         found = _squeue(f"--user={os.getuid()}")
         if missing := wanted - set(found):  # somebody else's, for root or by accounting's grace
             with suppress(RefusedError):
                 found |= _squeue(f"--jobs={_numbers(missing)}")
         ended, untold = _sacct(wanted - set(found))
+        found |= ended
+        shown, unknown = _shown(wanted - set(found) - untold)
     except (NoSchedulerError, RefusedError) as error:
-        return {"error": str(error)}  # to be shared as well: each question costs seconds then
-    found |= ended
-    found |= {job: JobState(job, FORGOTTEN) for job in wanted - set(found) - untold}
-    return {"jobs": {job: vars(state) for job, state in found.items()}, "untold": sorted(untold)}
+        # To be shared as well: each question costs seconds then.
+        return {"error": str(error), "missed": missed, "cluster": cluster}
+    found |= shown
+    missed = {job: at for job, at in missed.items() if job not in found and now - at < _MISSED_MAX_S}
+    missed |= {job: missed.get(job, now) for job in unknown}
+    found |= {job: JobState(job, FORGOTTEN, missed_at=missed[job]) for job in unknown}
+    return {
+        "jobs": {job: vars(state) for job, state in found.items()},
+        "untold": sorted(wanted - set(found)),
+        "missed": missed,
+        "cluster": cluster,
+    }
+
+
+def _shown(ids: set[str]) -> tuple[dict[str, JobState], set[str]]:
+    """Return the jobs that scontrol shows, and those whose ids slurmctld calls invalid.
+
+    squeue may be behind, since some sites answer it from a cache, or its output may be incomplete.
+    """
+    states, unknown = dict[str, JobState](), set[str]()
+    for job in sorted(ids)[:_SHOWN_MAX]:
+        try:
+            state = _from_scontrol(job, run(["scontrol", "--oneliner", "show", "job", job], limit_s=_LIMIT_S))
+        except RefusedError as error:
+            unknown |= {job} if _UNKNOWN.search(error.words) else set()
+        except NoSchedulerError:
+            break
+        else:
+            states |= {} if state is None else {job: state}
+    return states, unknown
+
+
+def _from_scontrol(job: str, shown: str) -> JobState | None:
+    """Return the job of the first line of ``scontrol show job``; None if the line is damaged."""
+    facts = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", shown.partition("\n")[0]))
+    state, restarts = facts.get("JobState", ""), facts.get("Restarts", "")
+    if state not in WAITING | ENDED | RUNNING:
+        return None
+    script = re.search(r" Command=(.*?)(?: WorkDir=|$)", shown)
+    return JobState(
+        job,
+        state,
+        facts.get("Reason") if facts.get("Reason") not in {"None", "(null)"} else None,
+        int(restarts) if restarts.isdigit() else None,
+        facts.get("NodeList") if facts.get("NodeList") != "(null)" else None,
+        ended=_time(facts.get("EndTime", "")) if state in ENDED else None,
+        exit_code=facts.get("ExitCode"),
+        name=facts.get("JobName"),
+        script=script[1] if script else None,
+    )
 
 
 def _numbers(ids: Iterable[str]) -> str:

@@ -25,10 +25,13 @@ _own: dict[Path, dict[str, Any]] = {}
 Answer = dict[str, Any]
 
 
-def shared(max_age_s: float, is_enough: Callable[[Answer], bool], ask: Callable[[], Answer]) -> Answer:
-    """Return the last answer if it is no older than ``max_age_s`` and ``is_enough``, else what ``ask`` says.
+def shared(
+    max_age_s: float, is_enough: Callable[[Answer], bool], ask: Callable[[Answer | None], Answer]
+) -> Answer:
+    """Return the last answer if it is no older than ``max_age_s`` and ``is_enough``, else a new one.
 
-    Whoever waits while another command asks takes that one's answer. ``asked`` is when, in seconds.
+    ``ask`` receives the last answer, however old. A command that waits while another one asks takes the
+    other's answer. ``asked`` is when, in seconds since 1970.
     """
     called = time.time()
     with _locked():
@@ -37,7 +40,7 @@ def shared(max_age_s: float, is_enough: Callable[[Answer], bool], ask: Callable[
         # One from the future is of any age: the clock was set back.
         if last is not None and called - max_age_s <= last["asked"] <= asked and is_enough(last):
             return last
-        answer = ask() | {"version": 1, "asked": asked}
+        answer = ask(last) | {"version": 1, "asked": asked}
         _write(answer)
         return answer
 
@@ -45,11 +48,7 @@ def shared(max_age_s: float, is_enough: Callable[[Answer], bool], ask: Callable[
 def forget() -> None:
     """Let the next command ask: something has been changed. Waits for one that asks just now."""
     with _locked():
-        _own.pop(_file(), None)
-        try:
-            _file().unlink(missing_ok=True)
-        except OSError:
-            _own[_file()] = {"asked": 0.0}
+        _write((_read() or {"version": 1}) | {"asked": 0.0})
 
 
 def _file() -> Path:

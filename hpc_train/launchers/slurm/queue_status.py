@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,9 +12,11 @@ from pathlib import Path
 
 from hpc_train.console import say
 from hpc_train.errors import ExitCode, NoSchedulerError
+from hpc_train.launchers.slurm.batch_job import limit_words
+from hpc_train.launchers.slurm.commands import cluster_name
 from hpc_train.launchers.slurm.evidence import MORE_MEMORY, stop_by
 from hpc_train.launchers.slurm.pending_reasons import waiting_words
-from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState, ask
+from hpc_train.launchers.slurm.queue import ELSEWHERE, FORGOTTEN, RUNNING, JobKey, JobState, ask
 from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S
 from hpc_train.launchers.slurm.submission import RELEASED
 from hpc_train.paths import RunPaths, SubmissionPaths
@@ -26,11 +30,11 @@ from hpc_train.recovery.diagnosis import (
     stop_reason,
 )
 from hpc_train.recovery.history import diagnose_record, saved_step
-from hpc_train.run.attempts import AttemptRecord, job_ids, newest_number, now, write_record
+from hpc_train.run.attempts import AttemptRecord, job_cluster, job_ids, newest_number, now, write_record
 from hpc_train.run.events import noted_signal
 from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
-from hpc_train.run.liveness import newest_record
+from hpc_train.run.liveness import newest_record, silent_s
 from hpc_train.run.run_facts import run_facts
 from hpc_train.run.run_status import CANCELLED_BY, GOING_ON, RunStatus, read_status, write_status
 
@@ -41,6 +45,12 @@ _GRACE = timedelta(seconds=5)
 _NO_OUTPUT_FILE = "53"
 CUT_SHORT = "its submission was cut short; submit the file again"
 _ENDING = "its job has just ended"
+#: A job that Slurm does not know counts as ended if it is still unknown this much later: some sites answer
+#: squeue and scontrol from a cache of about half a minute. Assumed.
+SECOND_LOOK_S = 60.0
+#: Four heartbeats: an attempt that wrote something since then is running, whatever Slurm's answer lacks.
+_ALIVE_S = 120.0
+_TOKEN = re.compile(r"/\.slurm/(\w+)/")
 
 #: TIMEOUT of ranks that saved: late, or at the limit, since a warning during the set-up reaches no rank.
 _SAVED_TOO_LATE = "TIMEOUT after a save"
@@ -67,12 +77,31 @@ class Folder:
     job: str | None
     record: AttemptRecord | None
     is_cancelled: bool
+    #: The job's cluster; None: not recorded (0.2).
+    cluster: str | None = None
 
     @classmethod
     def read(cls, paths: RunPaths) -> Folder:
         """Read the run's files; Slurm is not asked."""
         status, record = read_status(paths), newest_record(paths)
-        return cls(paths, status, newest_job(paths, record), record, paths.cancelled.exists())
+        key = newest_key(paths, record)
+        job, cluster = key or (None, None)
+        return cls(paths, status, job, record, paths.cancelled.exists(), cluster)
+
+    @property
+    def key(self) -> JobKey | None:
+        """The newest job's id and cluster."""
+        return None if self.job is None else (self.job, self.cluster)
+
+    @property
+    def may_return(self) -> bool:
+        """Whether the run has ended without an end that its own batch script or a person has written.
+
+        Such an end is taken back if Slurm lists the job again.
+        """
+        if self.status.state not in {"failed", "cancelled"} or self.is_cancelled or self.job is None:
+            return False
+        return self.record is None or not self._is_newest_job(self.record) or _is_inferred(self.record)
 
     def began_by(self, job: JobState) -> bool:
         """Tell whether the job as it is now, not as it was before a requeue, has begun the newest attempt."""
@@ -89,13 +118,45 @@ class Folder:
         return job.restarts > self.record.restart
 
     def _is_of(self, job: JobState) -> bool:
-        return self.record is not None and self.record.job == job.job
+        return self.record is not None and job.job == self.job and self._is_newest_job(self.record)
+
+    def _is_newest_job(self, record: AttemptRecord) -> bool:
+        is_same_cluster = None in {record.cluster, self.cluster} or record.cluster == self.cluster
+        return record.job == self.job and is_same_cluster
+
+    def is_silent(self) -> bool:
+        """Return True unless the job's attempt has lately written any of its files."""
+        record = self.record
+        if record is None or record.end is not None or not self._is_newest_job(record):
+            return True
+        return silent_s(self.paths, record) > _ALIVE_S
+
+
+def _is_inferred(record: AttemptRecord) -> bool:
+    """Return True if the attempt's end was inferred from its job, not written by its batch script."""
+    return record.end is not None and "end" not in record.events and record.exit_codes is None
+
+
+def newest_key(paths: RunPaths, record: AttemptRecord | None) -> JobKey | None:
+    """Return id and cluster of the run's newest job; ``record`` is of its newest attempt."""
+    facts = run_facts(paths)
+    if ids := job_ids(facts):
+        return ids[-1], job_cluster(facts)
+    return None if record is None or record.job is None else (record.job, record.cluster)
+
+
+def other_cluster(paths: RunPaths) -> str | None:
+    """Return the cluster of the active run's job if another cluster is reached from here, else None."""
+    folder = Folder.read(paths)
+    if folder.cluster is None or folder.status.state not in GOING_ON:
+        return None
+    return folder.cluster if cluster_name() not in {folder.cluster, None} else None
 
 
 def newest_job(paths: RunPaths, record: AttemptRecord | None) -> str | None:
-    """Return the id of the job that has the run; ``record`` is of its newest attempt."""
-    ids = job_ids(run_facts(paths))
-    return ids[-1] if ids else record.job if record is not None else None
+    """Return the id of the run's newest job; ``record`` is of its newest attempt."""
+    key = newest_key(paths, record)
+    return key and key[0]
 
 
 def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[RunStatus]:
@@ -105,44 +166,77 @@ def statuses(runs: Sequence[RunPaths], *, max_age_s: float = MAX_AGE_S) -> list[
     which insists, NoSchedulerError is raised.
     """
     folders = [Folder.read(paths) for paths in runs]
-    going_on = {folder.job for folder in folders if folder.job and folder.status.state in GOING_ON}
-    jobs: dict[str, JobState] = {}
-    if going_on or max_age_s == 0:
+    going_on = {folder.key for folder in folders if folder.key and folder.status.state in GOING_ON}
+    ended = {folder.key for folder in folders if folder.key} - going_on
+    jobs: dict[JobKey, JobState] = {}
+    if going_on or max_age_s == 0 or any(folder.may_return for folder in folders):
         try:
-            jobs = ask(going_on, max_age_s=max_age_s)
+            jobs = ask(going_on, also=ended, max_age_s=max_age_s)
         except NoSchedulerError as error:
             if max_age_s == 0:
                 raise
-            say(f"{error}\n  what follows is what the run folders say")
+            if going_on:
+                say(f"{error}\n  what follows is what the run folders say")
     submissions = Submissions()
-    return [status_of(folder, jobs.get(folder.job or ""), submissions) for folder in folders]
+    return [status_of(folder, jobs.get(folder.key or ("", None)), submissions) for folder in folders]
 
 
 def status_of(folder: Folder, job: JobState | None, submissions: Submissions | None = None) -> RunStatus:
     """Return the status of one run; ``job``: None where Slurm can't tell of it."""
     status, submissions = folder.status, submissions or Submissions()
-    if status.state not in GOING_ON:
-        # Requeued by hand after its end: it will go on.
-        return _requeued(folder, job) if job and _is_revived(folder, job) else status
-    if folder.job is None:
+    if folder.job is None and status.state in GOING_ON:
         return end_cancelled(folder) if folder.is_cancelled else replace(status, reason=CUT_SHORT)
-    if job is None:
-        return status
+    if job is not None and not submissions.made(folder.paths, job):
+        job = JobState(job.job, FORGOTTEN)  # Slurm has given its number to another job
+    if job is None or job.state == ELSEWHERE:
+        return status if job is None or status.state not in GOING_ON else _elsewhere(folder, job)
+    if status.state not in GOING_ON:
+        return status if job.is_over else _returned(folder, job, submissions)
     if job.is_over:
         return _over(folder, job, submissions)
     if folder.is_cancelled:
         return replace(status, reason="being cancelled")
     if folder.is_requeued(job):
         return _requeued(folder, job)
-    if folder.began_by(job):
+    if folder.began_by(job) and folder.record is not None:
         is_stopped = job.state in {"SUSPENDED", "STOPPED"}
-        return replace(status, reason=f"{job.state.lower()} by Slurm") if is_stopped else status
+        reason = f"{job.state.lower()} by Slurm" if is_stopped else limit_words(folder.record)
+        return replace(status, reason=reason) if reason else status
     return _not_begun(folder, job, submissions)
 
 
-def _is_revived(folder: Folder, job: JobState) -> bool:
-    is_final = folder.status.state == "completed" or folder.is_cancelled
-    return not is_final and not job.is_over and folder.is_requeued(job)
+def _elsewhere(folder: Folder, job: JobState) -> RunStatus:
+    """Return the folder's word: this cluster's Slurm knows nothing about the job."""
+    reason = f"job {job.job} belongs to cluster {folder.cluster}, this is {job.reason}"
+    return replace(folder.status, reason=reason)
+
+
+def _returned(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
+    """Return the status of a run that has ended according to its folder, while Slurm has its job.
+
+    The job was requeued by hand, or an end that was only inferred from its absence is taken back.
+    """
+    status, record = folder.status, folder.record
+    if status.state == "completed" or folder.is_cancelled:
+        return status
+    if folder.is_requeued(job):
+        return _requeued(folder, job)
+    if not folder.may_return:
+        return status
+    if folder.began_by(job):
+        assert record is not None, "its job has begun it"
+        if job.state not in RUNNING:
+            return status
+        status = _correct(folder, replace(status, state="running", reason=None))
+        with suppress(OSError):
+            alive = replace(record, end=None, reason=None, cause=None, saved_step=None)
+            write_record(folder.paths.attempt(record.attempt), alive)
+        return status
+    if not job.is_waiting:
+        return status
+    state = "pending" if record is None or record.cause is None else "requeued"
+    status = _correct(folder, replace(status, state=state, reason=None))
+    return _not_begun(replace(folder, status=status), job, submissions)
 
 
 def _not_begun(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
@@ -162,10 +256,22 @@ class Submissions:
 
     def __init__(self) -> None:
         self._known: dict[Path, dict[str, list[tuple[SubmissionPaths, str]]]] = {}
+        self._runs: dict[Path, set[str] | None] = {}
 
     def are_released(self, paths: RunPaths, job: str) -> bool:
         """Tell whether the submission that made the job is complete, or unknown."""
         return all(state == RELEASED for _, state in self._of(paths, job)[:1])
+
+    def made(self, paths: RunPaths, job: JobState) -> bool:
+        """Return True if the job is the run's own, by its script or else its name: Slurm reuses numbers."""
+        if token := _TOKEN.search(job.script or ""):
+            submission = paths.siblings.submission(token[1])
+            if submission.folder not in self._runs:
+                runs = (read_json(submission.record) or {}).get("runs")
+                self._runs[submission.folder] = set(runs) if isinstance(runs, list) else None
+            if (runs := self._runs[submission.folder]) is not None:
+                return paths.folder.name in runs
+        return job.name in {run_facts(paths).get("name"), None}
 
     def batch_output(self, paths: RunPaths, job: str) -> Path | None:
         """Return the file into which the job's batch script prints, if there is one yet."""
@@ -230,7 +336,12 @@ def _requeue_reason(folder: Folder) -> str:
 
 
 def _over(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
-    """The job is gone, and the folder holds no end yet."""
+    """Return the status of a run whose job has ended, or is unknown, while the folder has no end yet."""
+    if job.missed_at is not None and not folder.is_cancelled and not _is_gone(folder, job.missed_at):
+        words = (
+            f"Slurm does not list job {job.job} now; if it is still missing in a minute, it counts as ended"
+        )
+        return replace(folder.status, reason="; ".join(filter(None, (folder.status.reason, words))))
     if _has_just_ended(job):
         return replace(folder.status, reason=folder.status.reason or f"{_ENDING}: {job.state}")
     if folder.is_cancelled:
@@ -238,6 +349,11 @@ def _over(folder: Folder, job: JobState, submissions: Submissions) -> RunStatus:
     found = _diagnosed(folder, job, submissions)
     state = "cancelled" if found.cause == "cancelled" else "failed"
     return _end(folder, replace(folder.status, state=state, reason=found.reason), found.cause)
+
+
+def _is_gone(folder: Folder, missed_at: float) -> bool:
+    """Return True if a second look found the job missing, too, and its attempt shows no sign of life."""
+    return time.time() - missed_at >= SECOND_LOOK_S and folder.is_silent()
 
 
 def end_cancelled(folder: Folder) -> RunStatus:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from hpc_train.console import say
 from hpc_train.errors import HpcTrainError, NoSchedulerError
 from hpc_train.launchers.slurm import commands, submission
-from hpc_train.launchers.slurm.queue import JobState, ask
-from hpc_train.launchers.slurm.queue_status import Folder, end_cancelled
+from hpc_train.launchers.slurm.queue import ELSEWHERE, JobState, ask
+from hpc_train.launchers.slurm.queue_status import Folder, Submissions, end_cancelled, other_cluster
 from hpc_train.paths import RunPaths
-from hpc_train.run.files import read_json
 from hpc_train.run.find import run_name
 from hpc_train.run.run_status import GOING_ON, mark_cancelled, read_status
 from hpc_train.run.storage_errors import storage_error
@@ -25,13 +24,17 @@ _KILL_WAIT_S = 30.0
 _POLLS_S = (0.5, 0.5, 1.0, 1.0, 2.0, 5.0)
 
 
-def cancel(runs: Sequence[RunPaths]) -> None:
+def cancel(runs: Sequence[RunPaths]) -> list[RunPaths]:
     """End the jobs of active runs; wait, within bounds, until they are gone; write that down.
+
+    Returns the runs whose jobs belong to another cluster: they stay as they are.
 
     Runs that have ended stay as they are, but for one whose job was requeued by hand. Raises NoSchedulerError
     where Slurm does not answer: then the runs are marked, so that they end where they would start. Raises
     StorageError or TransientStorageError where a run can't be marked; the jobs are ended all the same.
     """
+    elsewhere = _elsewhere(runs)
+    runs = [paths for paths in runs if paths not in elsewhere]
     folders, problems = _marked(runs)
     try:
         if not problems and _record_jobs(runs):
@@ -42,6 +45,16 @@ def cancel(runs: Sequence[RunPaths]) -> None:
     if problems:
         say("the jobs were ended, but that can't be written:")
         raise problems[0]
+    return elsewhere
+
+
+def _elsewhere(runs: Sequence[RunPaths]) -> list[RunPaths]:
+    """Return the active runs whose jobs another cluster has; print where to cancel them."""
+    found = {paths: cluster for paths in runs if (cluster := other_cluster(paths)) is not None}
+    for paths, cluster in found.items():
+        name = run_name(paths)
+        say(f"{name}: its job belongs to cluster {cluster}; cancel it there; nothing done")
+    return list(found)
 
 
 def _marked(runs: Sequence[RunPaths]) -> tuple[list[Folder], list[HpcTrainError]]:
@@ -88,28 +101,26 @@ def _end_jobs(folders: Sequence[Folder]) -> None:
         states = _wait(living)
     for folder in folders:
         if folder.paths.cancelled.exists():
-            _write_end(folder.paths, states.get(folder.job or ""))
+            _write_end(folder.paths, states.get(folder.paths))
 
 
-def _ask(folders: Sequence[Folder]) -> dict[str, JobState]:
-    return ask({folder.job for folder in folders if folder.job}, max_age_s=0.0)
+def _ask(folders: Sequence[Folder]) -> dict[RunPaths, JobState]:
+    states = ask({folder.key for folder in folders if folder.key}, max_age_s=0.0)
+    return {folder.paths: states[folder.key] for folder in folders if folder.key in states}
 
 
-def _is_living(folder: Folder, states: dict[str, JobState]) -> bool:
-    """Tell whether Slurm has the run's job still, and it is the run's: numbers are reused."""
-    job = states.get(folder.job or "")
-    if job is None or job.is_over:
+def _is_living(folder: Folder, states: Mapping[RunPaths, JobState]) -> bool:
+    """Return True if Slurm still has the run's job, and the job is the run's: numbers are reused."""
+    job = states.get(folder.paths)
+    if job is None or job.is_over or job.state == ELSEWHERE:
         return False
-    name = (read_json(folder.paths.run) or {}).get("name")
-    experiment = folder.paths.siblings
-    submissions = f"/{experiment.folder.name}/{experiment.submissions.name}/"
-    if job.name in {name, None} or submissions in (job.script or ""):
+    if Submissions().made(folder.paths, job):
         return True
     say(f"{run_name(folder.paths)}: job {job.job} is not its own, but {job.name}: it is left alone")
     return False
 
 
-def _wait(living: Sequence[Folder]) -> dict[str, JobState]:
+def _wait(living: Sequence[Folder]) -> dict[RunPaths, JobState]:
     """Return what Slurm says once all are gone, or the time is up."""
     deadline = time.monotonic() + _kill_wait_s() + _CLEAR_LIMIT_S
     pauses = iter(_POLLS_S)

@@ -47,6 +47,7 @@ _NEVER_KEPT = (
     "HPC_TRAIN_TOKEN",
     "HPC_TRAIN_HOSTS",
     "HPC_TRAIN_ANY_NODE",
+    "HPC_TRAIN_JOB",
 )
 
 

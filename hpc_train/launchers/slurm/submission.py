@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_train.console import say
 from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
-from hpc_train.run.attempts import job_ids, now_ms
+from hpc_train.run.attempts import add_job, job_ids, now_ms
 from hpc_train.run.files import hidden_beside, in_parallel, read_json, remove_folder, sync_folder, write_json
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import read_status, write_status
@@ -51,6 +51,8 @@ class Submission:
     job_id: str | None = None
     #: What the batch script is made of, to make the same one again.
     batch: Batch | None = None
+    #: The cluster to which it is submitted; None: not recorded (0.2).
+    cluster: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``submission.json``."""
@@ -83,6 +85,11 @@ def read(paths: SubmissionPaths) -> Submission | None:
 def write(paths: SubmissionPaths, submission: Submission) -> None:
     """Replace the record of a submission atomically."""
     write_json(paths.record, submission.to_json(), sync=True)
+
+
+def is_elsewhere(submission: Submission) -> bool:
+    """Return True if the submission belongs to another cluster than the one reached from here."""
+    return submission.cluster is not None and commands.cluster_name() not in {submission.cluster, None}
 
 
 @contextmanager
@@ -167,12 +174,20 @@ def prepare(
     *,
     max_parallel: int | None,
     stays_held: bool,
+    cluster: str | None = None,
 ) -> Submission:
     """Write down which runs will be one job, before anybody asks Slurm for it."""
     make_private(paths.folder)
     run_ids = [run.folder.name for run in runs]
     submission = Submission(
-        paths.token, now_ms(), Process.current(), run_ids, max_parallel, stays_held, batch=batch
+        paths.token,
+        now_ms(),
+        Process.current(),
+        run_ids,
+        max_parallel,
+        stays_held,
+        batch=batch,
+        cluster=cluster,
     )
     write(paths, submission)
     sync_folder(paths.folder.parent)
@@ -185,7 +200,7 @@ def place(folder: ExperimentPaths, paths: SubmissionPaths, submission: Submissio
     def place_task(task: int) -> None:
         run, job = RunPaths(folder.folder / submission.runs[task]), submission.task_job(task)
         place_pickle(paths, job, run)
-        note_job(run, job)
+        note_job(run, job, submission.cluster)
 
     in_parallel(place_task, range(len(submission.runs)))
     _remove_leftovers(paths)
@@ -208,14 +223,13 @@ def place_pickle(paths: SubmissionPaths, job: str, run: RunPaths) -> None:
     temporary.replace(target)
 
 
-def note_job(run: RunPaths, job: str) -> None:
-    """Write down that the run waits as ``job``; a run whose folder is gone needs nothing."""
+def note_job(run: RunPaths, job: str, cluster: str | None = None) -> None:
+    """Record that the run waits as ``job`` of ``cluster``; a run whose folder is gone needs nothing."""
     facts = read_json(run.run)
     if facts is None:
         return
-    jobs = job_ids(facts)
-    if job not in jobs:
-        write_json(run.run, facts | {"slurm_job_ids": [*jobs, job], "launcher": LAUNCHER}, sync=True)
+    if (noted := add_job(facts, job, cluster)) is not facts:
+        write_json(run.run, noted | {"launcher": LAUNCHER}, sync=True)
     status = read_status(run)
     if (status.state, status.reason) != ("pending", None):
         write_status(run, replace(status, state="pending", reason=None))

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpc_train.launchers.slurm.queue import JobState
 from hpc_train.paths import RunPaths
+from hpc_train.run import attempts
 from hpc_train.run.attempts import claim_attempt, read_record, write_record
 from hpc_train.run.create import create_run
 from hpc_train.run.files import read_json, write_json
@@ -28,10 +29,10 @@ def queued_run(folder: Path, job: str | None, run_id: str = "abc", name: str = "
     return paths
 
 
-def add_job(paths: RunPaths, job: str) -> None:
+def add_job(paths: RunPaths, job: str, cluster: str | None = None) -> None:
     facts = read_json(paths.run)
     assert facts is not None
-    write_json(paths.run, facts | {"slurm_job_ids": [*facts["slurm_job_ids"], job]})
+    write_json(paths.run, attempts.add_job(facts, job, cluster))
 
 
 def begin(paths: RunPaths, job: str, restart: int = 0, *, step: int = 0, **facts: Any) -> int:

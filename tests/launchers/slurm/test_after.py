@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launchers.slurm.after import after, main
+from hpc_train.launchers.slurm.after import after, main, refused
 from hpc_train.launchers.slurm.begin import begin
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.run import storage_errors
 from hpc_train.run.attempts import write_record
 from hpc_train.run.events import EventLog
-from hpc_train.run.files import write_json
+from hpc_train.run.files import read_json, write_json
 from hpc_train.run.rank_ends import RankEnd, rank_ends
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.batch import record_of, restarted, submitted_run
@@ -292,3 +292,54 @@ def test_a_run_that_has_used_its_gpu_hours_is_not_requeued(tmp_path: Path) -> No
     assert read_status(batch.paths).state == "failed"
     reason = record_of(batch.attempt).reason or ""
     assert "8 of 7 GPU-hours are used, so it is not requeued; raise slurm.max_gpu_hours" in reason
+
+
+_TWO_MINUTES = {"HPC_TRAIN_JOB": "JobId=12 JobState=RUNNING Requeue=1 TimeLimit=00:02:00 TimeMin=N/A"}
+
+
+def _requests(batch: Batch) -> None:
+    submission = batch.paths.siblings.submission("feed")
+    facts = read_json(submission.record) or {}
+    parameters = {"time": 30, "additional_parameters": {"signal": "USR2@120"}}
+    write_json(submission.record, facts | {"batch": {"parameters": parameters}})
+
+
+def test_the_warning_before_a_time_limit_that_slurm_has_cut_is_no_preemption(batch: Batch) -> None:
+    _requests(batch)
+    signalled(batch, "SIGUSR2", 1)
+    batch.rank(0, 75)
+    assert after(batch.submission, 75, batch.environ | _TWO_MINUTES) == "requeue 75"
+    record = record_of(batch.attempt)
+    assert record.cause == "time limit"
+    assert (record.time_limit_s, record.requested_limit_s, record.lead_s) == (120, 1800, 60)
+    assert "Slurm gives the job 2 min, not the 30 min of slurm.time_limit" in str(record.reason)
+
+
+def test_an_attempt_records_the_granted_time_limit_at_its_start(batch: Batch) -> None:
+    _requests(batch)
+    batch.after(0)
+    for shown, limits in (
+        (_TWO_MINUTES["HPC_TRAIN_JOB"], (120, 1800, 60)),
+        ("JobId=12 TimeLimit=1-00:00:00 Requeue=1", (86400, None, None)),
+        ("JobId=12 TimeLimit=UNLIMITED Requeue=1", (None, None, None)),
+        ("", (None, None, None)),
+    ):
+        write_status(batch.paths, RunStatus("requeued", 0, 10, attempt=1))
+        environ = restarted(batch.restart + 1) | {"SLURM_CLUSTER_NAME": "A", "HPC_TRAIN_JOB": shown}
+        assert begin(batch.submission, environ) is not None
+        batch.restart, batch.number = batch.restart + 1, batch.number + 1
+        record = record_of(batch.attempt)
+        assert (record.time_limit_s, record.requested_limit_s, record.lead_s) == limits
+        assert record.cluster == "a"
+        write_record(batch.attempt, replace(record, end=record.start, cause="preemption"))
+
+
+def test_a_refused_requeue_fails_the_run(batch: Batch) -> None:
+    signalled(batch, "SIGTERM", 1)
+    batch.rank(0, 75)
+    assert batch.after(75) == "requeue 75"
+    refused(batch.submission, "Slurm refuses to requeue job 12_0: disabled", batch.environ)
+    status = read_status(batch.paths)
+    assert status.state == "failed"
+    assert "Slurm refuses to requeue job 12_0: disabled; `hpc-train resume" in str(status.reason)
+    assert record_of(batch.attempt).reason == status.reason

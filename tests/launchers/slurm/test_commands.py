@@ -144,7 +144,7 @@ def test_config_is_asked_once(programs: Programs) -> None:
 def test_what_was_said_before_an_order_counts_no_more(programs: Programs, tmp_path: Path, code: int) -> None:
     from hpc_train.launchers.slurm import queue_cache
 
-    queue_cache.shared(10, lambda answer: True, lambda: {"jobs": {}})
+    queue_cache.shared(10, lambda answer: True, lambda last: {"jobs": {}})
     (file,) = (tmp_path / "cache").glob("slurm-*.json")
     assert json.loads(file.read_text())["jobs"] == {}
     programs.put("scontrol", f"exit {code}")
@@ -153,5 +153,5 @@ def test_what_was_said_before_an_order_counts_no_more(programs: Programs, tmp_pa
             commands.release("12_3")
     else:
         commands.release("12_3")
-    assert not file.exists()
+    assert json.loads(file.read_text())["asked"] == 0.0, "older than any answer that is still taken"
     assert programs.calls("scontrol") == ["release 12_3"]

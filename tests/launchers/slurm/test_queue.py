@@ -4,12 +4,13 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpc_train.errors import NoSchedulerError
-from hpc_train.launchers.slurm import queue_cache
-from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState, ask
+from hpc_train.launchers.slurm import commands, queue, queue_cache
+from hpc_train.launchers.slurm.queue import ELSEWHERE, FORGOTTEN, JobState
 from tests.launchers.slurm.programs import Programs, put_programs_first
 
 _DISABLED = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
@@ -21,7 +22,24 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
     found = put_programs_first(tmp_path, monkeypatch)
     put_jobs(found, _row("7", "RUNNING", restarts=2, nodes="n[1-2]"), _row("12_3", "PENDING", "Priority"))
     found.put("sacct", _DISABLED)
+    put_scontrol(found, "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
     return found
+
+
+def put_scontrol(programs: Programs, show_job: str, cluster: str = "a") -> None:
+    programs.put(
+        "scontrol",
+        f'case "$*" in *config*) echo "ClusterName             = {cluster}";; *) {show_job};; esac',
+    )
+
+
+@pytest.fixture(autouse=True)
+def _fresh_cluster_name() -> None:
+    commands._cluster_name.cache_clear()
+
+
+def ask(ids: list[str], cluster: str | None = None, **more: Any) -> dict[str, JobState]:
+    return {job: state for (job, _), state in queue.ask([(job, cluster) for job in ids], **more).items()}
 
 
 def _row(
@@ -179,3 +197,47 @@ def test_a_name_with_a_line_break_makes_no_job(programs: Programs) -> None:
     evil = _row("8", "RUNNING").replace("digits", "x\n7\x1fCANCELLED\x1f")
     put_jobs(programs, _row("7", "RUNNING"), evil)
     assert ask(["7"])["7"].state == "RUNNING"
+
+
+def test_a_job_that_squeue_does_not_list_yet_is_read_from_scontrol(programs: Programs) -> None:
+    put_scontrol(
+        programs,
+        "echo 'JobId=99 JobName=digits JobState=PENDING Reason=Priority Restarts=1 EndTime=Unknown "
+        "NodeList=(null) ExitCode=0:0 Command=/x/my runs/s.sh WorkDir=/x'",
+    )
+    assert ask(["99"])["99"] == JobState(
+        "99", "PENDING", "Priority", 1, None, exit_code="0:0", name="digits", script="/x/my runs/s.sh"
+    )
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["echo 'JobId=99 JobName=digits JobState=RUNN'", "echo 'Welcome to a'", "echo timeout >&2; exit 1"],
+)
+def test_only_an_invalid_job_id_makes_a_missing_job_forgotten(programs: Programs, answer: str) -> None:
+    put_scontrol(programs, answer)
+    assert "99" not in ask(["99"])
+
+
+def test_a_forgotten_job_has_the_time_when_it_was_first_missed(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1_800_000_000.0
+    monkeypatch.setattr(queue_cache.time, "time", lambda: now)
+    assert ask(["99"])["99"].missed_at == now
+    now += 100
+    queue_cache.forget()  # after an order, such as a cancel of another job
+    assert ask(["99"])["99"].missed_at == now - 100
+    put_jobs(programs, _row("99", "PENDING"))
+    now += 100
+    assert ask(["99"])["99"].state == "PENDING"
+    put_jobs(programs)
+    now += 100
+    assert ask(["99"])["99"].missed_at == now, "it was listed in between"
+
+
+def test_a_job_of_another_cluster_is_not_asked_about(programs: Programs) -> None:
+    assert ask(["7"], cluster="b")["7"] == JobState("7", ELSEWHERE, "a")
+    assert ask(["7"], cluster="a")["7"].state == "RUNNING"
+    ask(["99"], cluster="b")
+    assert all("99" not in call for name in ("squeue", "scontrol", "sacct") for call in programs.calls(name))

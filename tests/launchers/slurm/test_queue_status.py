@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from hpc_train.launchers.slurm.queue import FORGOTTEN, JobState
+from hpc_train.launchers.slurm import queue_status
+from hpc_train.launchers.slurm.queue import ELSEWHERE, FORGOTTEN, JobState
 from hpc_train.launchers.slurm.queue_status import CUT_SHORT, Folder, Submissions, status_of, statuses
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
@@ -316,3 +318,70 @@ def test_the_batch_scripts_output_is_found_by_its_job(tmp_path: Path) -> None:
         (submission.folder / f"{job_id}_0_log.out").write_text(job_id)
     found = Submissions().batch_output(paths, "12_3")
     assert found is not None and found.read_text() == "12_3"
+
+
+def _missed(job_id: str, seconds_ago: float) -> JobState:
+    return JobState(job_id, FORGOTTEN, missed_at=time.time() - seconds_ago)
+
+
+def test_a_missing_job_ends_its_run_at_the_second_look_only(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    first = _stand(paths, _missed("12", 0))
+    assert first.state == "pending" and "Slurm does not list job 12" in str(first.reason)
+    assert read_status(paths).state == "pending"
+    assert _stand(paths, _missed("12", 61)).state == "cancelled"
+
+
+def test_a_missing_job_whose_attempt_writes_is_running(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12")
+    assert _stand(paths, _missed("12", 3600)).state == "running"
+    monkeypatch.setattr(queue_status, "silent_s", lambda paths, record: 121.0)
+    assert _stand(paths, _missed("12", 3600)).state == "failed"
+
+
+def test_an_end_inferred_from_absence_is_taken_back_when_the_job_is_listed(tmp_path: Path) -> None:
+    waiting = queued_run(tmp_path / "runs", "12")
+    assert _stand(waiting, job("12", FORGOTTEN)).state == "cancelled"
+    assert _stand(waiting, job("12", "PENDING", "Priority")).state == "pending"
+    assert read_status(waiting).state == "pending"
+    running = queued_run(tmp_path / "runs", "13", "def")
+    begin(running, "13", step=4)
+    assert _stand(running, job("13", FORGOTTEN)).state == "failed"
+    assert _stand(running, job("13", "RUNNING")) == RunStatus("running", 4, 10, attempt=1)
+    record = read_record(running.attempt(1))
+    assert record is not None and (record.end, record.cause) == (None, None)
+    requeued = queued_run(tmp_path / "runs", "14", "ghi")
+    begin(requeued, "14", end=_LONG_AGO, cause="preemption", events={"end": _LONG_AGO})
+    assert _stand(requeued, job("14", FORGOTTEN)).state == "failed"
+    assert _stand(requeued, job("14", "PENDING", "Priority", restarts=1)).state == "requeued"
+
+
+def test_a_run_of_another_cluster_is_as_its_folder_says(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", None)
+    add_job(paths, "12", "a")
+    found = _stand(paths, JobState("12", ELSEWHERE, "b"))
+    assert (found.state, found.reason) == ("pending", "job 12 belongs to cluster a, this is b")
+    assert read_status(paths).reason is None
+
+
+def test_equal_job_numbers_of_two_clusters_are_two_jobs(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", None)
+    add_job(paths, "12", "a")
+    begin(paths, "12", cluster="a", end=_LONG_AGO, cause="crash")
+    add_job(paths, "12", "b")
+    write_status(paths, RunStatus("pending", 4, 10, attempt=1))
+    assert Folder.read(paths).key == ("12", "b")
+    assert _stand(paths, job("12", "RUNNING", nodes="n1")).reason == "starting on n1"
+
+
+def test_a_job_with_the_runs_number_but_another_script_is_not_its_own(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    submission = paths.siblings.submission("t1")
+    submission.folder.mkdir(parents=True)
+    write_json(submission.record, {"job_id": "12", "runs": ["def"], "state": "released"})
+    other = job("12", "RUNNING", script=str(submission.folder / "submission.sh"), name="small")
+    assert _stand(paths, other).state == "cancelled"
+    assert _stand(queued_run(tmp_path / "runs", "12", "def"), other).state == "pending"

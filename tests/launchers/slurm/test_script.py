@@ -57,7 +57,7 @@ def test_the_ranks_run_between_begin_and_after(tmp_path: Path, programs: Program
     assert (batch.submission / "ranks").read_text() == "0 0 -\n"
     assert (batch.submission / "code").read_text() == "0"
     assert "--kill-on-bad-exit=1 --export=ALL" in programs.calls("srun")[0]
-    assert programs.calls("scontrol") == ["--version"]
+    assert asked(programs) == []
 
 
 def test_the_rank_is_started_as_a_file_and_starts_submitit(tmp_path: Path) -> None:
@@ -154,7 +154,8 @@ def test_a_container_holds_python_and_sees_the_folders(tmp_path: Path, programs:
 
 def asked(programs: Programs) -> list[str]:
     """Return what scontrol was asked to do, without what it was only asked."""
-    return [call for call in programs.calls("scontrol") if "show job" not in call and call != "--version"]
+    questions = ("--oneliner show job", "show config", "--version")
+    return [call for call in programs.calls("scontrol") if not call.startswith(questions)]
 
 
 def test_a_job_that_has_run_before_is_not_lost_to_a_node_that_cannot_start_it(
@@ -240,6 +241,52 @@ def test_a_job_that_has_nothing_to_start_is_not_requeued_by_slurm(
     programs.put("scontrol", SCONTROL.format(version="slurm 24.11.5", restarts=1, preempted=""))
     run(batch, programs, SLURM_RESTART_COUNT="1")
     assert asked(programs) == ["update JobId=7 Requeue=0"]
+
+
+REQUEUE_EXIT = """\
+[ "$*" != "show config" ] ||
+  printf 'RequeueExit             = {codes}\\nRequeueExitHold         = {held}\\n'
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "held", "code"),
+    [
+        ("(null)", "(null)", 65),
+        ("1,65-67", "(null)", 3),
+        ("(null)", "60-70", 1),
+        ("1-5,65", "7", 6),
+        ("66", "1", 65),
+    ],
+)
+def test_a_failed_job_ends_with_a_code_that_slurm_does_not_start_again(
+    tmp_path: Path, programs: Programs, codes: str, held: str, code: int
+) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "after").write_text("stop 65")
+    programs.put("scontrol", REQUEUE_EXIT.format(codes=codes, held=held))
+    assert run(batch, programs).returncode == code
+    assert asked(programs) == [], "a requeue by hand is possible"
+
+
+def test_a_failed_job_is_kept_from_a_restart_where_slurm_does_not_list_the_codes(
+    tmp_path: Path, programs: Programs
+) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "after").write_text("stop 65")
+    programs.put("scontrol", 'case "$*" in "show config") echo "KillWait = 30 sec";; esac')
+    assert run(batch, programs).returncode == 65
+    assert asked(programs) == ["update JobId=7 Requeue=0"]
+
+
+def test_a_requeue_that_slurm_refuses_is_written_down(tmp_path: Path, programs: Programs) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "after").write_text("requeue 75")
+    programs.put("squeue", "echo RUNNING")
+    programs.put("scontrol", '[ "$1" != requeue ] || { echo "Requested operation is disabled"; exit 1; }')
+    done = run(batch, programs)
+    assert done.returncode == 75
+    assert "Slurm refuses to requeue job 7: Requested operation is disabled" in done.stderr
 
 
 def test_a_lost_nodes_script_leaves_the_jobs_next_start_to_be_requeued(
@@ -428,7 +475,8 @@ def test_the_requeue_waits_for_a_slurm_that_does_not_answer(tmp_path: Path, prog
     count = f"$(wc -l < {programs.folder}"
     programs.put("squeue", f"[ {count}/squeue.calls) -gt 3 ] && echo RUNNING || exit 1")
     refusal = "echo 'slurm_requeue error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
-    programs.put("scontrol", f"[ $1 != requeue ] || [ {count}/scontrol.calls) -gt 4 ] || {{ {refusal}; }}")
+    requeues = f"$(grep -c ^requeue {programs.folder}/scontrol.calls)"
+    programs.put("scontrol", f"[ $1 != requeue ] || [ {requeues} -gt 2 ] || {{ {refusal}; }}")
     assert run(batch, programs).returncode == 75
     assert programs.calls("sleep") == ["1", "2", "4", "8", "16"]
     assert asked(programs)[-2:] == ["requeue 7", "update JobId=7 StartTime=now+5"]
