@@ -34,8 +34,7 @@ PACKAGE = Path(__file__).parents[1] / "hpc_train"
 _ITERATOR = dataloader._MultiProcessingDataLoaderIter
 #: Owner → names that it must have, and the module that relies on them.
 NAMES: list[tuple[Any, str, str]] = [
-    (SlurmExecutor, "_internal_process_submissions _make_submission_file_text", "launchers/slurm/script"),
-    (SlurmExecutor, "_submitit_command_str", "launchers/slurm/script"),
+    (SlurmExecutor, "_make_submission_file_text _submitit_command_str", "launchers/slurm/script"),
     (torch, "_C _dynamo _functorch _guards", "distributed, health, training/compiling"),
     (torch, "_foreach_norm _foreach_mul_", "strategies/clipping"),
     (torch, "_foreach_zero_ _foreach_copy_", "strategies/running_statistics"),

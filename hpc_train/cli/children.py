@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from typing import Any
 
 from hpc_train.console import say
 from hpc_train.errors import ExitCode
-from hpc_train.package_path import with_package
+from hpc_train.package_path import answer_in, with_package
 
 
 def run_child(module: str, *arguments: str, code: Sequence[str] = ()) -> int:
@@ -23,15 +22,18 @@ def run_child(module: str, *arguments: str, code: Sequence[str] = ()) -> int:
 
 
 def child_report(module: str, *arguments: str, code: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
-    """Return the exit code of ``run_child``, and the object in the last line that it has printed to stdout.
+    """Return the exit code of ``run_child``, and the last JSON object that it has printed as a line.
 
     The object is empty if the child failed. Other lines, as code of the user's may print, go to stderr.
     """
     exit_code, output = _run(module, arguments, code, subprocess.PIPE)
-    *others, last = output.rstrip("\n").split("\n") if exit_code == 0 else [output, "{}"]
-    if "".join(others):
-        say("\n".join(others))
-    return exit_code, json.loads(last)
+    answer = answer_in(output) if exit_code == 0 else None
+    lines = output.rstrip("\n").split("\n")
+    if answer is not None:
+        del lines[max(index for index, line in enumerate(lines) if answer_in(line) is not None)]
+    if "".join(lines):
+        say("\n".join(lines))
+    return exit_code, answer or {}
 
 
 def _run(module: str, arguments: Sequence[str], code: Sequence[str], stdout: int | None) -> tuple[int, str]:

@@ -38,8 +38,9 @@ def polls(limit_s: float) -> Iterator[None]:
 def listen(environ: Mapping[str, str], num_nodes: int, backlog: int) -> tuple[socket.socket, list[str]]:
     """Return a socket that listens at a port chosen by the kernel, and the names to try from elsewhere.
 
-    Raises UsageError if this node has no address that others could reach.
+    Raises UsageError if this node has no address that others could reach, or lacks the chosen interface.
     """
+    check_interfaces(environ, ("GLOO_SOCKET_IFNAME",))
     names = _names(environ) if num_nodes > 1 else []
     for address in _addresses(environ, names) if num_nodes > 1 else [LOOPBACK]:
         with suppress(OSError):  # not an address of this node
@@ -50,6 +51,32 @@ def listen(environ: Mapping[str, str], num_nodes: int, backlog: int) -> tuple[so
         "can connect to; set MASTER_ADDR and MASTER_PORT to an address of the first node, or "
         "GLOO_SOCKET_IFNAME to the interface that connects the nodes"
     )
+
+
+def check_interfaces(environ: Mapping[str, str], variables: Iterable[str]) -> None:
+    """Raise UsageError if one of the variables chooses only interfaces that this node does not have.
+
+    GLOO_SOCKET_IFNAME lists names. NCCL_SOCKET_IFNAME lists prefixes, or names after ``=``, or exceptions
+    after ``^``.
+    """
+    here = [name for _, name in socket.if_nameindex()]
+    for variable in variables:
+        value = environ.get(variable, "")
+        chosen = [name for name in value.lstrip("=").split(",") if name]
+        is_prefix = variable.startswith("NCCL") and value[:1] != "="
+        if not chosen or value[0] == "^":
+            continue
+        missing = [name for name in chosen if not any(_is_chosen(own, name, is_prefix) for own in here)]
+        if missing and (len(missing) == len(chosen) or not variable.startswith("NCCL")):
+            node = environ.get("SLURMD_NODENAME") or socket.gethostname()
+            raise UsageError(
+                f"{variable}={value}: {', '.join(missing)} is not an interface of node {node}, which has "
+                f"{', '.join(here)}; correct it (network_interface of a profile sets it), or unset it"
+            )
+
+
+def _is_chosen(own: str, name: str, is_prefix: bool) -> bool:
+    return own.startswith(name) if is_prefix else own == name
 
 
 def _names(environ: Mapping[str, str]) -> list[str]:

@@ -129,11 +129,14 @@ def join(
     Ranks meet at MASTER_ADDR and MASTER_PORT if both are set, else at the address that rank 0 writes to the
     file ``rendezvous``; ``token`` distinguishes this attempt's file from an older one. ``must_stop`` on any
     rank ends the wait on all. When it returns no rank is still connecting inside torch, where signals are not
-    handled: any may leave. Raises TryAgainError when stopped, PeerLostError when a rank does not come.
+    handled: any may leave. Raises TryAgainError when stopped, PeerLostError when a rank does not come,
+    UsageError if this node lacks the chosen interface.
     """
     if facts.num_nodes == 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         # Gloo would look up the host's name, which may not resolve on a laptop.
         os.environ["GLOO_SOCKET_IFNAME"] = network.loopback_interface()
+    names = ["GLOO_SOCKET_IFNAME", *(["NCCL_SOCKET_IFNAME"] if device.type == "cuda" else [])]
+    network.check_interfaces(os.environ, names)
     store = _meet(facts, rendezvous, token, timeouts, must_stop)
     timeout = timedelta(seconds=timeouts.silence_s)
     # With NCCL the default group has a gloo group for CPU tensors, which training does not use.

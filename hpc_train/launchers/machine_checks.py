@@ -5,7 +5,6 @@ Each check is one function of the report. Nothing is imported that needs torch: 
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 
 from hpc_train.errors import shortened
 from hpc_train.launchers.findings import Finding, Level
+from hpc_train.package_path import answer_in
 from hpc_train.paths import runs_root
 
 REPORT = Path(__file__).with_name("machine_report.py")
@@ -104,11 +104,11 @@ def _report(folder: Path) -> dict[str, Any]:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """Return the report that is the last line. Raises ValueError for any other text."""
-    found = json.loads((text.splitlines() or [""])[-1])
-    if not isinstance(found, dict):
-        raise ValueError("the report is not a mapping")
-    return found
+    """Return the report, a JSON object in one line. Raises ValueError if there is none."""
+    report = answer_in(text)
+    if report is None:
+        raise ValueError("there is no report")
+    return report
 
 
 def judged(machine: Machine) -> list[Finding]:

@@ -120,10 +120,10 @@ def _torch() -> "dict[str, Any]":
         )
     except subprocess.TimeoutExpired:
         return {"error": f"importing torch took longer than {_TORCH_LIMIT_S} s"}
-    lines = done.stdout.decode("utf-8", "replace").splitlines()
-    if done.returncode == 0 and lines:
-        found: dict[str, Any] = json.loads(lines[-1])
-        return found
+    for line in done.stdout.decode("utf-8", "replace").splitlines() if done.returncode == 0 else []:
+        if line.startswith('{"'):  # a site's Python may print more
+            facts: dict[str, Any] = json.loads(line)
+            return facts
     said = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"exit code {done.returncode}"]
     return {"error": said[-1][:500]}
 

@@ -18,7 +18,7 @@ from typing import Any
 from hpc_train.loggers.final_rows import FinalRows, begins_with, step_of_row
 from hpc_train.loggers.sending import SYNC_LIMIT_S
 from hpc_train.loggers.sync_targets import Target
-from hpc_train.package_path import with_package
+from hpc_train.package_path import answer_in, with_package
 from hpc_train.paths import RunPaths
 from hpc_train.recovery.history import current_status
 from hpc_train.run.files import read_json, write_json
@@ -105,7 +105,7 @@ def _ask(request: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()  # not closed: the end of its input tells the process that this one is gone
         process.wait(SYNC_LIMIT_S)
-        answer = json.loads(process.stdout.read())
+        answer = answer_in(process.stdout.read())
     except subprocess.TimeoutExpired:
         answer = {"error": f"not all rows could be sent within {SYNC_LIMIT_S // 60} minutes"}
     except (OSError, ValueError):
@@ -116,4 +116,4 @@ def _ask(request: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str
             process.wait()
         process.stdout.close()
         process.stdin.close()
-    return answer if isinstance(answer, dict) else {}
+    return answer or {"error": f"its process (python -m {_MODULE}) ended without an answer"}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import resource
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ _REASONS = {
     errno.EDQUOT: "the quota is used up",
     errno.EROFS: "the file system is read-only",
     _EREMOTEIO: "the file server reports an I/O error",
+    errno.EFBIG: "the file would be larger than this process may write",
     errno.EIO: "the disk reports an I/O error",
     errno.ESTALE: "the file server has forgotten the file (stale file handle)",
     errno.ETIMEDOUT: "the file server does not answer",
@@ -86,4 +88,17 @@ def storage_error(error: OSError, path: Path) -> StorageError | TransientStorage
     reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
     if error.errno in TRANSIENT:
         return TransientStorageError(f"{path}: {reason}")
+    if error.errno == errno.EFBIG:
+        return StorageError(f"{path}: {reason}{resource_limit_words(resource.RLIMIT_FSIZE)}")
     return StorageError(f"{path}: {reason}; free some space or fix it there, then continue")
+
+
+def resource_limit_words(limit: int) -> str:
+    """Return a clause that names the process's limit of file size or address space; empty if it has none."""
+    size, _ = resource.getrlimit(limit)
+    if size == resource.RLIM_INFINITY:
+        return ""
+    option = {resource.RLIMIT_FSIZE: "-f", resource.RLIMIT_AS: "-v"}[limit]
+    name = {"-f": "the size of a file", "-v": "the address space"}[option]
+    remedy = "raise it with `ulimit` where the ranks are started, or ask the administrators (limits.conf)"
+    return f"; {name} is limited to {size / 2**20:.0f} MiB (`ulimit {option}`): {remedy}"

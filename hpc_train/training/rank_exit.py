@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import sys
 import traceback
 from contextlib import suppress
@@ -26,12 +27,12 @@ from hpc_train.run.checkpoints import committed
 from hpc_train.run.create import effective_experiment
 from hpc_train.run.found_micro_batch import kept_size
 from hpc_train.run.rank_ends import tell_error
-from hpc_train.run.storage_errors import storage_error
+from hpc_train.run.storage_errors import resource_limit_words, storage_error
 from hpc_train.training.batch_size_search import TrialError
 from hpc_train.training.compiling import compile_error
 
 #: Errors of the disk that the user mends; any other OSError is shown whole.
-_DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_DISK_REFUSES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 #: How torch, its libraries and the kernel say that memory ran out where they raise no class for it: of a
 #: device, and of the host; in small letters.
 _DEVICE_IS_FULL, _HOST_IS_FULL = ("out of memory", "alloc_failed"), ("allocate memory", "bad_alloc")
@@ -59,6 +60,8 @@ def report(error: BaseException, paths: RunPaths, attempt: int, facts: RankFacts
     is_plain = isinstance(cause, UserError | NonFiniteError | MicroBatchError | TrialError)
     where = "".join(traceback.format_exception(error))
     text = str(cause) if is_plain else where
+    if _is_host_full(error):
+        text = text.rstrip("\n") + resource_limit_words(resource.RLIMIT_AS)
     _say(f"{where}{text}" if cause.__cause__ is error else text)
     _tell(paths.attempt(attempt), facts.rank, text)
     return cause.exit_code if isinstance(cause, HpcTrainError) else ExitCode.FAILED
@@ -75,6 +78,11 @@ def out_of_memory(error: BaseException | None) -> BaseException | None:
                 return error
         error = error.__cause__ or error.__context__
     return None
+
+
+def _is_host_full(error: BaseException) -> bool:
+    full = out_of_memory(error)
+    return full is not None and not isinstance(full, torch.OutOfMemoryError)
 
 
 def _tell(attempt: AttemptPaths, rank: int, text: str) -> None:

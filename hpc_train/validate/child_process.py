@@ -11,11 +11,11 @@ from contextlib import suppress
 from threading import Timer
 from typing import NoReturn
 
-from hpc_train.package_path import with_package
+from hpc_train.package_path import answer_in, with_package
 
 
 class Child:
-    """``python -m MODULE``, which answers each line of its input with one line of output.
+    """``python -m MODULE``, which answers each line of its input with a JSON object in one line.
 
     Started at the first question, and restarted if it has ended.
     """
@@ -38,6 +38,8 @@ class Child:
                 process.stdin.write(f"{question}\n".encode())
                 process.stdin.flush()
             answer = process.stdout.readline()
+            while answer and answer_in(answer) is None:  # printed by a site's Python as it starts
+                answer = process.stdout.readline()
         finally:  # also at Ctrl-C: the interpreter would wait for the timer
             limit.cancel()
         if not answer:

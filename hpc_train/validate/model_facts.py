@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import printable
+from hpc_train.package_path import answer_in
 from hpc_train.paths import cache_folder
 from hpc_train.validate.child_process import Child, environment
 
@@ -139,13 +140,13 @@ def _read(file: Path) -> dict[str, Any] | None:
 def _ask(question: str | None) -> dict[str, Any]:
     """Return the child's answer; empty if there is none in time."""
     try:
-        answer = json.loads(_names() if question is None else _about_a_model(question))
-        if isinstance(answer, dict) and "error" in answer:
-            raise ValueError(answer["error"])
+        answer = answer_in(_names() if question is None else _about_a_model(question))
+        if answer is None or "error" in answer:
+            raise ValueError("no answer" if answer is None else answer["error"])
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         _log.warning("names could not be checked: %s", _last_line(error))
         return {}
-    return answer if isinstance(answer, dict) else {}
+    return answer
 
 
 def _names() -> bytes:

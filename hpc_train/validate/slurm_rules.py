@@ -45,6 +45,8 @@ OWNED = (
     "uid",
     "gid",
 )
+#: Options that request memory by the core or the GPU, for sites that refuse it by the node (``mem_gb``).
+MEMORY_SHARES = ("mem-per-cpu", "mem-per-gpu")
 _WORD = re.compile(SLURM_WORD_PATTERN)
 
 
@@ -178,10 +180,17 @@ def the_warning_comes_within_the_time(experiment: Experiment) -> Iterator[Proble
         yield Problem(("slurm", "signal_lead_s"), message, f"write less than {limit_s}")
 
 
-@rule("slurm.extra")
+@rule("slurm.extra", "slurm.mem_gb")
 def extra_options_are_free(experiment: Experiment) -> Iterator[Problem]:
     """``slurm.extra`` must not contain options that hpc-train sets or has keys for."""
-    yield from taken_options(experiment.slurm.extra if experiment.slurm else {}, ("slurm", "extra"))
+    slurm = experiment.slurm
+    if slurm is None:
+        return
+    yield from taken_options(slurm.extra, ("slurm", "extra"))
+    for key in slurm.extra:
+        if slurm.mem_gb is not None and sbatch_option(key) in MEMORY_SHARES:
+            message = "requests memory a second time, beside slurm.mem_gb"
+            yield Problem(("slurm", "extra", key), message, "take one of them out", on_key=True)
 
 
 @rule("slurm.extra")
@@ -196,7 +205,7 @@ def taken_options(options: Mapping[str, object], path: KeyPath) -> Iterator[Prob
         option = sbatch_option(key)
         if option in OWNED:
             yield Problem((*path, key), f"--{option} is set by hpc-train", "take it out", on_key=True)
-        elif option == "gres" and "gpu" not in str(value).lower():
+        elif key.replace("_", "-") in MEMORY_SHARES or (option == "gres" and "gpu" not in str(value).lower()):
             continue
         elif option in SBATCH_KEYS:
             remedy = f"write {SBATCH_KEYS[option]}"

@@ -136,13 +136,13 @@ def test_a_child_that_prints_and_one_that_fails(
 ) -> None:
     """What code of the user's prints goes to stderr."""
     (tmp_path / "speaks.py").write_text(
-        "import sys\nprint('hello')\nprint('{\"a\": 1}')\nsys.exit(int(sys.argv[1]))\n"
+        "import sys\nprint('hello')\nprint('{\"a\": 1}')\nprint('goodbye')\nsys.exit(int(sys.argv[1]))\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert child_report("speaks", "0") == (0, {"a": 1})
     assert child_report("speaks", "65") == (65, {})
     said = capsys.readouterr()
-    assert said.out == "" and said.err == 'hello\nhello\n{"a": 1}\n\n'
+    assert said.out == "" and said.err == 'hello\ngoodbye\nhello\n{"a": 1}\ngoodbye\n'
 
 
 def test_cancel(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 
 import pytest
@@ -68,7 +69,7 @@ def test_a_machine_that_calls_itself_loopback_meets_others_elsewhere(
 def test_the_sites_interface_decides(names: dict[str, list[str]]) -> None:
     slurm = {"SLURM_PROCID": "0", "SLURM_SRUN_COMM_HOST": "127.0.0.5", "GLOO_SOCKET_IFNAME": "lo"}
     assert listened(slurm)[0] == "127.0.0.1"
-    with pytest.raises(UsageError, match="this node, node1, has no address that 2 nodes can connect to"):
+    with pytest.raises(UsageError, match="no-such is not an interface of node node1, which has lo, "):
         network.listen(slurm | {"GLOO_SOCKET_IFNAME": "no-such"}, 2, 10)
 
 
@@ -117,3 +118,31 @@ def test_polls_come_ever_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.5 <= max(pauses) <= 1.0
     assert now == pytest.approx(600.0)
     assert len(set(pauses[20:40])) > 10, "all ranks look at the same moment"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "missing"),
+    [
+        ("GLOO_SOCKET_IFNAME", "ib77", "ib77"),
+        ("GLOO_SOCKET_IFNAME", "lo,ib77", "ib77"),
+        ("GLOO_SOCKET_IFNAME", "lo", None),
+        ("GLOO_SOCKET_IFNAME", "", None),
+        ("NCCL_SOCKET_IFNAME", "ib", "ib"),
+        ("NCCL_SOCKET_IFNAME", "=ib77", "ib77"),
+        ("NCCL_SOCKET_IFNAME", "ib,e", None),
+        ("NCCL_SOCKET_IFNAME", "=eth0", None),
+        ("NCCL_SOCKET_IFNAME", "=eth", "eth"),
+        ("NCCL_SOCKET_IFNAME", "^docker", None),
+    ],
+)
+def test_an_interface_that_is_missing_is_named_with_those_of_the_node(
+    variable: str, value: str, missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    environ = {variable: value, "SLURMD_NODENAME": "n1"}
+    if missing is None:
+        network.check_interfaces(environ, [variable])
+        return
+    told = f"{variable}={value}: {missing} is not an interface of node n1, which has lo, eth0"
+    with pytest.raises(UsageError, match=re.escape(told)):
+        network.check_interfaces(environ, [variable])

@@ -82,7 +82,12 @@ def test_a_folder_that_is_missing_is_part_of_the_report(monkeypatch: pytest.Monk
     assert machine_report.report("/no/folder")["folder"] == "No such file or directory"
 
 
-@pytest.mark.parametrize("text", ["", "[]", "nonsense", '{"a": 1}\nand more'])
+def test_what_others_print_around_the_report_is_ignored() -> None:
+    """A site's Python may greet at the start and at the end."""
+    assert parsed('Welcome\n{"a": 1}\nGoodbye\n') == {"a": 1}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "nonsense", '{"a": 1', '1\n"a"'])
 def test_what_is_no_report_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parsed(text)

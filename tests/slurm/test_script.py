@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_train.launchers.slurm import script
+from hpc_train.launchers.slurm import sbatch, script
 from hpc_train.launchers.slurm.script import Batch
 from tests.launchers.slurm.scripts import fake_batch
 from tests.slurm.cluster import Cluster
@@ -122,11 +122,10 @@ def test_a_cancelled_job_does_not_come_back(cluster: Cluster, tmp_path: Path) ->
     assert not (batch.submission / "code").exists()
 
 
-def test_submitit_places_what_the_ranks_start(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_array_waits_until_it_is_released(cluster: Cluster, tmp_path: Path) -> None:
     batch = fake_batch(tmp_path / "ru ns", held=True)
-    jobs = script.executor(batch).submit_array([print, print])
+    job = sbatch.sbatch(batch, 2)
     assert "JobHeldUser" in cluster.run("squeue", "--noheader", "--format=%r")
-    cluster.run("scontrol", "release", jobs[0].job_id.partition("_")[0])
+    cluster.run("scontrol", "release", job)
     wait_for_the_end(cluster)
     assert ranks(batch) == ["0 0", "0 0"]
-    assert all(job.paths.submitted_pickle.is_file() for job in jobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import sys
 from pathlib import Path
 
@@ -130,3 +131,26 @@ def test_what_a_trial_raised_is_told_as_the_ranks_own(
     said = 'Traceback (most recent call last):\n  File "net.py", line 3, in net\nKeyError: 3'
     assert end(paths, TrialError(said)) == (ExitCode.FAILED, f"{said}\n")
     assert said in capsys.readouterr().err, "the log has the whole of it"
+
+
+@pytest.mark.parametrize(
+    ("error", "limit", "words"),
+    [
+        (MemoryError("x"), resource.RLIMIT_AS, "the address space is limited to 4096 MiB (`ulimit -v`)"),
+        (
+            RuntimeError("unable to allocate memory"),
+            resource.RLIMIT_AS,
+            "the address space is limited to 4096 MiB (`ulimit -v`)",
+        ),
+        (OSError(errno.EFBIG, "x"), resource.RLIMIT_FSIZE, "a file is limited to 4096 MiB (`ulimit -f`)"),
+    ],
+)
+def test_a_limit_of_the_shell_is_named(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, error: Exception, limit: int, words: str
+) -> None:
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda kind: (4 << 30, 4 << 30) if kind == limit else unlimited
+    )
+    _, text = end(paths, error)
+    assert text is not None and words in text

@@ -1,6 +1,6 @@
 """What the batch script calls after srun, on the first node: why the attempt ended, and what follows.
 
-``python -m hpc_train.launchers.slurm.after SUBMISSION CODE`` (srun's exit code) writes that down and prints
+``python -m hpc_train.launchers.slurm.after SUBMISSION CODE`` (srun's exit code) writes that down and answers
 ``requeue 75 [NODES]`` (those to exclude then) or ``stop CODE``; the script does the rest, for in a
 container nobody can ask Slurm. ``after SUBMISSION refused WORDS`` records that Slurm refused the requeue.
 """
@@ -20,7 +20,7 @@ from hpc_train.errors import HpcTrainError
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.outcome import last_line
 from hpc_train.launchers.slurm import gpu_budget
-from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, granted, limit_words, say
+from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, answer, granted, limit_words, say
 from hpc_train.launchers.slurm.evidence import Diagnosis, Facts, judge
 from hpc_train.paths import AttemptPaths, RunPaths
 from hpc_train.recovery import budgets
@@ -196,14 +196,14 @@ def _all_codes(num_ranks: int, known: dict[int, int], srun_code: int) -> list[in
 
 
 def main(words: Iterable[str]) -> int:
-    """Print what ``after`` returns, or ``stop 1`` for any error, which fails the run; return 0."""
+    """Answer with what ``after`` returns, or ``stop 1`` for any error, which fails the run; return 0."""
     folder, code, *more = words
-    answer, submission = GIVEN_UP, Path(folder).absolute()
+    verdict, submission = GIVEN_UP, Path(folder).absolute()
     if code == "refused":
         refused(submission, " ".join(more), os.environ)
         return 0
     try:
-        answer = retried(lambda: after(submission, int(code), os.environ), submission, tells=False)
+        verdict = retried(lambda: after(submission, int(code), os.environ), submission, tells=False)
     except BaseException as error:  # whatever it is, the script must know what to do
         traceback.print_exc()
         with suppress(BaseException):
@@ -213,7 +213,7 @@ def main(words: Iterable[str]) -> int:
             with suppress(OSError):
                 write_status(paths, status)
             notify_end(paths, say, status)
-    print(answer, flush=True)
+    answer(verdict)
     return 0
 
 

@@ -1,10 +1,12 @@
-"""The batch job that ``begin`` and ``after`` run in: its name, its run, and what it prints."""
+"""The batch job that ``begin`` and ``after`` run in: its name, its run, and how they answer its script."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from hpc_train.run.files import read_json
 
 #: Begins an attempt's part of the batch script's output, which all attempts of a job append to.
 MARK = "hpc-train: attempt"
+#: Variable with the path of the file for the answer to the batch script.
+ANSWER_FILE = "HPC_TRAIN_ANSWER"
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,20 @@ def _run_id(submission: SubmissionPaths, task: int) -> str:
             f"{submission.record}: knows no run of array task {task}; submit the experiment again"
         )
     return run_id
+
+
+def answer(text: str) -> None:
+    """Hand ``text``, one line, to the batch script.
+
+    It goes through a file, since others print to stdout: a site's Python, a container's starter. If the file
+    can't be written, or a script of 0.2 names none, it is the last line of stdout.
+    """
+    path = os.environ.get(ANSWER_FILE)
+    if path:
+        with suppress(OSError):
+            Path(path).write_text(f"{text}\n", encoding="utf-8")
+            return
+    print(text, flush=True)
 
 
 def granted(submission: SubmissionPaths, environ: Mapping[str, str]) -> dict[str, Any]:

@@ -1,13 +1,14 @@
-"""What the batch script calls before srun, on the first node: claims the attempt and prints its folder.
+"""What the batch script calls before srun, on the first node: claims the attempt and answers with its folder.
 
-``python -m hpc_train.launchers.slurm.begin SUBMISSION`` prints attempt, token and run folder, tab-separated;
-nothing where the run must not start; with exit code 78 the nodes to exclude, where it found itself on one
-of them and asks for another start. What goes wrong is reported on stderr and by the exit code.
+``python -m hpc_train.launchers.slurm.begin SUBMISSION`` answers with attempt, token and run folder,
+tab-separated; with nothing if the run must not start; with exit code 78 and the nodes to exclude if it found
+itself on one of them and asks for another start. What goes wrong is reported on stderr and by the exit code.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from hpc_train.distributed.env import parse_tasks_per_node
 from hpc_train.errors import ExitCode, HpcTrainError, TryAgainError, UsageError, UserError
 from hpc_train.launchers.notifications import notify_end
 from hpc_train.launchers.slurm import LAUNCHER, commands, gpu_budget
-from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, granted, limit_words, say
+from hpc_train.launchers.slurm.batch_job import MARK, BatchJob, answer, granted, limit_words, say
 from hpc_train.launchers.slurm.evidence import stop_by
 from hpc_train.launchers.slurm.node_names import expanded
 from hpc_train.paths import RunPaths
@@ -64,7 +65,7 @@ class WrongNodeError(UserError):
 
 
 def begin(folder: Path, environ: Mapping[str, str]) -> str | None:
-    """Claim the attempt; return the line to print, or None where the run must not start.
+    """Claim the attempt; return the answer, or None where the run must not start.
 
     Raises TryAgainError where another attempt runs, BudgetSpentError where none may follow, WrongNodeError
     where it is to be asked for other nodes, UserError where others could have written its code or the disk
@@ -237,7 +238,7 @@ def _is_running(job: BatchJob, record: AttemptRecord) -> bool:
         return silent_s(job.paths, record) < SILENT_LIMIT_S
     with suppress(HpcTrainError):  # where Slurm does not answer, ownership keeps the run whole
         listed = commands.run(["squeue", "--noheader", "--format=%T", f"--jobs={record.job}"])
-        return listed.strip() in {"RUNNING", "COMPLETING", "SUSPENDED"}
+        return not {"RUNNING", "COMPLETING", "SUSPENDED"}.isdisjoint(listed.split())
     return False
 
 
@@ -255,7 +256,10 @@ def _hosts(environ: Mapping[str, str]) -> list[str]:
         )
     except (OSError, subprocess.SubprocessError):
         return expanded(listed) or [listed] if listed else []
-    return done.stdout.split()
+    # The names come last, whatever a wrapper prints before them.
+    names = [line.strip() for line in done.stdout.splitlines() if re.fullmatch(r"\s*[\w.-]+\s*", line)]
+    count = environ.get("SLURM_JOB_NUM_NODES", "")
+    return names[-int(count) :] if count.isdecimal() and int(count) else names
 
 
 def _num_ranks(environ: Mapping[str, str]) -> int | None:
@@ -289,17 +293,16 @@ def _is_gone(state: str) -> bool:
 
 
 def main(words: Iterable[str]) -> int:
-    """Print what ``begin`` returns, or the nodes to exclude; return the exit code."""
+    """Answer with what ``begin`` returns, or the nodes to exclude; return the exit code."""
     (folder,) = words
     try:
         line = begin(Path(folder).absolute(), os.environ)
     except UserError as error:
         say(str(error))
         if isinstance(error, WrongNodeError):
-            print(",".join(error.nodes), flush=True)
+            answer(",".join(error.nodes))
         return int(error.exit_code) or int(ExitCode.FAILED)
-    if line is not None:
-        print(line, flush=True)
+    answer(line or "")
     return 0
 
 

@@ -5,6 +5,7 @@ What a node found arrives as a file in the folder of runs; from one that can't w
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from hpc_train.launchers.machine_checks import (
     parsed,
     unusable_runs,
 )
-from hpc_train.launchers.slurm import commands, profiles, queue, sbatch_errors, script
+from hpc_train.launchers.slurm import commands, profiles, queue, sbatch, sbatch_errors, script
 from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.paths import runs_root
 
@@ -66,7 +67,7 @@ class CheckJob:
         except commands.RefusedError:  # dropped
             self.state = queue.FORGOTTEN
             return
-        values = dict(word.partition("=")[::2] for word in said.split())
+        values = dict(word.partition("=")[::2] for word in commands.job_line(said).split())
         self.state, self.reason = values.get("JobState", ""), values.get("Reason", "")
         self.exit_code, self.requeue = values.get("ExitCode", ""), values.get("Requeue", "")
         if (host := values.get("BatchHost", "(null)")) != "(null)":
@@ -130,11 +131,11 @@ def _submit(
     }
     text = "\n".join(script.rendered("check.sh.j2", values)) + "\n"
     parameters = {key: getattr(slurm, key) for key in _KEYS} | {"additional_parameters": dict(slurm.extra)}
-    with tempfile.TemporaryDirectory() as temporary, script.clean_environment(parameters):
+    with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary, "check.sh")
         path.write_text(text, encoding="utf-8")
-        said = commands.run(["sbatch", "--parsable", *_options(job.node, slurm, profile), str(path)])
-    return said.strip().partition(";")[0]
+        options = ["--parsable", *_options(job.node, slurm, profile)]
+        return sbatch.submitted_number([*options, str(path)], script.job_environment(parameters, os.environ))
 
 
 def _options(node: str, slurm: SlurmConfig, profile: Profile) -> list[str]:
@@ -143,7 +144,9 @@ def _options(node: str, slurm: SlurmConfig, profile: Profile) -> list[str]:
     more = {
         key.replace("_", "-"): value for each in (profile.sbatch, slurm.extra) for key, value in each.items()
     }
-    given |= {key: value for key, value in more.items() if key not in _OMITTED and value is not False}
+    given |= {"propagate": "NONE"} | {
+        key: value for key, value in more.items() if key not in _OMITTED and value is not False
+    }
     if slurm.gpus_per_node:
         request = ":".join(filter(None, (slurm.gpu_type or profile.defaults.gpu_type, "1")))
         given |= {"gres": f"gpu:{request}"} if profile.gpus == "gres" else {"gpus-per-node": request}

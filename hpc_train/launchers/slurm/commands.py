@@ -51,14 +51,21 @@ class NoAnswerError(NoSchedulerError):
     """Slurm is installed here but does not answer now; asking again may help."""
 
 
-def run(argv: Sequence[str], *, limit_s: float = LIMIT_S, retry: bool = False) -> str:
+def run(
+    argv: Sequence[str],
+    *,
+    limit_s: float = LIMIT_S,
+    retry: bool = False,
+    environ: Mapping[str, str] = os.environ,
+) -> str:
     """Run one of Slurm's programs; return what it printed.
 
     ``retry``: ask again, ever later, while nobody answers. Not for sbatch, which may have been heard.
+    ``environ``: the environment of this process unless stated.
     Raises NoSchedulerError where there is no Slurm or no answer, RefusedError where the answer is no.
     """
     if not retry:
-        return _run(argv, limit_s)
+        return _run(argv, limit_s, environ)
     import stamina
 
     stamina.instrumentation.set_on_retry_hooks([])  # its own way to tell would be words among ours
@@ -66,11 +73,11 @@ def run(argv: Sequence[str], *, limit_s: float = LIMIT_S, retry: bool = False) -
         on=NoAnswerError, attempts=_ATTEMPTS, timeout=3 * limit_s, wait_initial=0.5, wait_max=10.0
     ):
         with attempt:
-            return _run(argv, limit_s)
+            return _run(argv, limit_s, environ)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _run(argv: Sequence[str], limit_s: float) -> str:
+def _run(argv: Sequence[str], limit_s: float, environ: Mapping[str, str]) -> str:
     try:
         done = subprocess.run(
             argv,
@@ -80,7 +87,7 @@ def _run(argv: Sequence[str], limit_s: float) -> str:
             errors="replace",
             timeout=limit_s,
             check=False,
-            env=_environment(argv, os.environ),
+            env=_environment(argv, environ),
         )
     except FileNotFoundError:
         raise NoSchedulerError(
@@ -183,7 +190,19 @@ def partition(name: str = "") -> dict[str, str]:
     argv = ["scontrol", "--oneliner", "show", "partition", *([name] if name else [])]
     lines = run(argv, retry=True).splitlines()
     found = [dict(word.partition("=")[::2] for word in line.split() if "=" in word) for line in lines]
-    return next((each for each in found if name or each.get("Default") == "YES"), {})
+    # A wrapper's banner is a line as well.
+    return next(
+        (each for each in found if "PartitionName" in each and (name or each.get("Default") == "YES")), {}
+    )
+
+
+def job_line(shown: str) -> str:
+    """Return the line of ``scontrol --oneliner show job`` on the first job; empty if there is none.
+
+    A wrapper's banner may come before or after it.
+    """
+    lines = (line.strip() for line in shown.splitlines())
+    return next((line for line in lines if line.startswith("JobId=")), "")
 
 
 def own_jobs() -> list[tuple[str, str]]:

@@ -245,8 +245,7 @@ def _send_all(jobs: Sequence[_Job]) -> None:
 
 def _send(job: _Job) -> None:
     assert job.record.batch is not None
-    folders = [run.paths.folder for run in job.runs]
-    job.record = replace(job.record, job_id=sbatch.send(job.paths, job.record.batch, folders))
+    job.record = replace(job.record, job_id=sbatch.send(job.paths, job.record.batch, len(job.runs)))
 
 
 def _take_back(job: _Job, runs: Sequence[RunPaths], reason: str) -> None:

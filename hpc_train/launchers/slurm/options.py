@@ -20,7 +20,7 @@ from hpc_train.errors import BadFileError
 from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.paths import NAME_PATTERN, ExperimentPaths, RunPaths
 from hpc_train.run.attempts import read_record
-from hpc_train.validate.slurm_rules import OWNED, min_nodes, ranks_on_each_node, sbatch_option
+from hpc_train.validate.slurm_rules import MEMORY_SHARES, OWNED, min_nodes, ranks_on_each_node, sbatch_option
 
 #: Seconds before the time limit, while nobody knows how long a save takes.
 FIRST_LEAD_S = 120
@@ -173,11 +173,13 @@ def _additional(slurm: SlurmConfig, profile: Profile, lead_s: int, held: bool) -
         own["nodes"] = slurm.nodes
         # With tasks per node a job has the least nodes' tasks, and gets no more nodes than tasks (22.05).
         cores["mincpus"] = ranks_on_each_node(slurm) * (cpus_per_rank(slurm) or 1)
-    more = cores | {
+    # Limits of the login shell, such as minutes of CPU time, are not meant for jobs: the node's own apply.
+    more = {"propagate": "NONE"} | cores
+    more |= {
         key.replace("_", "-"): value
         for options in (profile.sbatch, slurm.extra)
         for key, value in options.items()
-        if value is not False
+        if value is not False and not (slurm.mem_gb is not None and sbatch_option(key) in MEMORY_SHARES)
     }
     if slurm.gpus_per_node and profile.gpus == "gres" and "gres" in more:
         more["gres"] = f"{_gpus(slurm, profile)['gres']},{more['gres']}"

@@ -27,7 +27,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.console import one_line
 from hpc_train.errors import BadFileError
 from hpc_train.registry import nearest, suggestion
-from hpc_train.validate.slurm_rules import bad_option_values, taken_options
+from hpc_train.validate.slurm_rules import MEMORY_SHARES, bad_option_values, sbatch_option, taken_options
 
 #: Keys of ``slurm:`` that a profile may fill in: they leave alone how many ranks there are and what they do.
 DEFAULTS = (
@@ -77,6 +77,8 @@ class Profile(Section):
         slurm = experiment.slurm
         assert slurm is not None
         given = {key: getattr(self.defaults, key) for key in DEFAULTS if getattr(slurm, key) is None}
+        if any(sbatch_option(key) in MEMORY_SHARES for key in slurm.extra):
+            given.pop("mem_gb", None)
         return experiment.model_copy(update={"slurm": slurm.model_copy(update=given)})
 
     def variables(self) -> dict[str, str]:

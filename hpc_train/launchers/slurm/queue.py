@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from hpc_train.errors import NoSchedulerError
 from hpc_train.launchers.slurm import queue_cache
-from hpc_train.launchers.slurm.commands import NoAnswerError, RefusedError, cluster_name, run
+from hpc_train.launchers.slurm.commands import NoAnswerError, RefusedError, cluster_name, job_line, run
 from hpc_train.launchers.slurm.queue_cache import MAX_AGE_S, Answer
 
 #: In the queue, on no node.
@@ -173,7 +173,8 @@ def _shown(ids: set[str]) -> tuple[dict[str, JobState], set[str]]:
 
 def _from_scontrol(job: str, shown: str) -> JobState | None:
     """Return the job of the first line of ``scontrol show job``; None if the line is damaged."""
-    facts = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", shown.partition("\n")[0]))
+    shown = job_line(shown)
+    facts = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", shown))
     state, restarts = facts.get("JobState", ""), facts.get("Restarts", "")
     if state not in WAITING | ENDED | RUNNING:
         return None

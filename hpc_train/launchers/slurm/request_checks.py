@@ -21,7 +21,7 @@ from hpc_train.launchers.slurm.job_limits import limit_problems
 from hpc_train.launchers.slurm.node_names import expanded
 from hpc_train.validate.slurm_rules import max_nodes, min_nodes
 
-#: A person's own defaults of sbatch, which hold where the file says nothing (``script.clean_environment``).
+#: A person's own defaults of sbatch, which hold where the file says nothing (``script.job_environment``).
 _DEFAULTS = {
     "partition": "SBATCH_PARTITION",
     "account": "SBATCH_ACCOUNT",

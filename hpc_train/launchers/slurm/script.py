@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from hpc_train.errors import UsageError
 from hpc_train.launchers.slurm import options, profiles
 from hpc_train.launchers.slurm.profiles import TEMPLATES, Profile
 from hpc_train.paths import ExperimentPaths
-from hpc_train.validate.slurm_rules import ranks_on_each_node
+from hpc_train.validate.slurm_rules import MEMORY_SHARES, ranks_on_each_node
 
 #: The user's own defaults of sbatch → submitit's name of what the file says instead. For sbatch its variables
 #: go before the script's lines, so all others are hidden from it.
@@ -35,20 +34,25 @@ _KEPT_VARIABLES = {
     "SBATCH_MEM_PER_NODE": "mem",
     "SBATCH_WCKEY": "wckey",
 }
+#: Where Slurm is and how this user reaches it.
 _KEPT_IN_A_JOB = ("SLURM_CONF", "SLURM_JWT", "SLURM_CONF_SERVER")
-#: sbatch hands its environment on; of these, a job that has none of its own would take ours.
+#: Outside of a job a user may also choose the cluster.
+_KEPT = (*_KEPT_IN_A_JOB, "SLURM_CLUSTERS")
+#: Prefixes of variables that would mislead the ranks.
 _NEVER_KEPT = (
-    "SLURM_ARRAY_",
-    "SLURM_RESTART_COUNT",
-    # Where ranks of a shell's own torchrun meet; a profile may say so for the site.
+    # The rendezvous of a shell's own torchrun; a profile may define a site's.
     "MASTER_ADDR",
     "MASTER_PORT",
+    "TORCHELASTIC_",
     "HPC_TRAIN_ATTEMPT",
     "HPC_TRAIN_TOKEN",
     "HPC_TRAIN_HOSTS",
     "HPC_TRAIN_ANY_NODE",
+    "HPC_TRAIN_ANSWER",
     "HPC_TRAIN_JOB",
 )
+#: The devices granted to the job in which the shell is; the new job gets its own.
+_GRANTED = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,8 @@ def batch(
     return Batch(submission, shlex.join([*python, "-I", "-S", str(rank), python[-1]]), parameters)
 
 
-def executor(batch: Batch) -> Any:
-    """Return submitit's SlurmExecutor for the batch; Slurm need not be there yet."""
+def script_text(batch: Batch, runs: int = 1) -> str:
+    """Return the batch script that submitit writes for this number of runs; works without Slurm."""
     from submitit import SlurmExecutor
 
     class Executor(SlurmExecutor):  # type: ignore[misc]
@@ -120,21 +124,11 @@ def executor(batch: Batch) -> Any:
         def affinity(cls) -> int:
             return 2
 
-        def _internal_process_submissions(self, delayed_submissions: Any) -> Any:
-            with clean_environment(self.parameters):
-                return super()._internal_process_submissions(delayed_submissions)
-
-    made = Executor(batch.submission, python=batch.command)
-    made.update_parameters(**batch.parameters)
-    return made
-
-
-def script_text(batch: Batch, runs: int = 1) -> str:
-    """Return the script that submitit writes for this number of runs."""
-    made = executor(batch)
+    executor = Executor(batch.submission, python=batch.command)
+    executor.update_parameters(**batch.parameters)
     if runs > 1:
-        made.parameters["map_count"] = runs
-    text: str = made._make_submission_file_text(made._submitit_command_str, "")
+        executor.parameters["map_count"] = runs
+    text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
     return text + "\n"
 
 
@@ -238,22 +232,22 @@ def _refuse_characters(path: Path | str, bad: str, remedy: str) -> None:
             raise UsageError(f"{shown(str(path))}: {what} is not allowed in a batch script's paths; {remedy}")
 
 
-@contextmanager
-def clean_environment(parameters: Mapping[str, Any]) -> Iterator[None]:
-    """Hide what would change the job behind the file's back: sbatch's variables, those of a job we are in."""
-    before = dict(os.environ)
-    for name in before:
-        if _is_hidden(name, parameters, in_job="SLURM_JOB_ID" in before):
-            del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(before)
+def job_environment(parameters: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for sbatch, which passes it on to the job.
+
+    It lacks the variables with which sbatch, srun or the ranks would override the file: those of Slurm in
+    any shell, and in a shell inside a job also those that the job received.
+    """
+    in_job = "SLURM_JOB_ID" in environ
+    return {name: value for name, value in environ.items() if not _is_hidden(name, parameters, in_job=in_job)}
 
 
 def _is_hidden(name: str, parameters: Mapping[str, Any], in_job: bool) -> bool:
     if name.startswith("SBATCH_"):
-        said = parameters | parameters["additional_parameters"]
-        return name not in _KEPT_VARIABLES or said.get(_KEPT_VARIABLES[name]) is not None
-    from_job = in_job and name.startswith(("SLURM_", "SRUN_", "SLURMD_")) and name not in _KEPT_IN_A_JOB
-    return from_job or name.startswith(_NEVER_KEPT)
+        options = parameters | parameters["additional_parameters"]
+        if name == "SBATCH_MEM_PER_NODE" and any(key.replace("_", "-") in MEMORY_SHARES for key in options):
+            return True
+        return name not in _KEPT_VARIABLES or options.get(_KEPT_VARIABLES[name]) is not None
+    if name.startswith(("SLURM_", "SRUN_", "SLURMD_")):
+        return name not in (_KEPT_IN_A_JOB if in_job else _KEPT)
+    return name.startswith(_NEVER_KEPT) or (in_job and name in _GRANTED)

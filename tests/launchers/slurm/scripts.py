@@ -21,13 +21,13 @@ MINIMAL: dict[str, Any] = {
         "optimizer": {"name": "sgd", "lr": 0.1},
     },
 }
-#: Claims attempt 1, or does as the file `begin` beside the submission says: printed words, then an exit code.
+#: Claims attempt 1, or does as the file `begin` beside the submission says: the answer, then an exit code.
 BEGIN = """\
-import pathlib, sys
+import os, pathlib, sys
 asked = pathlib.Path(sys.argv[1], "begin")
 text = asked.read_text() if asked.exists() else f"1\\tabc\\t{sys.argv[1]}/the run|0"
 words, code = text.rsplit("|", 1)
-print(words, end="")
+pathlib.Path(os.environ["HPC_TRAIN_ANSWER"]).write_text(words + "\\n")
 sys.exit(int(code))
 """
 #: Writes down that it ran, and ends as the file `rank` says, line by line, one a start. Under srun, which
@@ -46,14 +46,17 @@ while time.monotonic() < limit:
 codes = (folder / "rank").read_text().split() if (folder / "rank").exists() else ["0"]
 sys.exit(int(codes[min(int(restart), len(codes) - 1)]))
 """
-#: Says what the file `after` holds, else: requeue after 75, stop with anything else.
+#: Answers with the content of the file `after`, else: requeue after 75, stop with anything else.
 AFTER = """\
-import pathlib, sys
+import os, pathlib, sys
 asked = pathlib.Path(sys.argv[1], "after")
 pathlib.Path(sys.argv[1], "code").write_text(sys.argv[2])
 word = "requeue" if sys.argv[2] == "75" else "stop"
-print(asked.read_text() if asked.exists() else f"{word} {sys.argv[2]}")
+answer = asked.read_text() if asked.exists() else f"{word} {sys.argv[2]}"
+pathlib.Path(os.environ["HPC_TRAIN_ANSWER"]).write_text(answer + "\\n")
 """
+#: The end of `begin` and `after` of 0.2, whose batch script read the answer from stdout.
+_TO_FILE = 'pathlib.Path(os.environ["HPC_TRAIN_ANSWER"]).write_text('
 
 
 def experiment(**sections: Any) -> Experiment:
@@ -80,3 +83,12 @@ def fake_batch(runs: Path, *, held: bool = False, **sections: Any) -> Batch:
         fake_snapshot(snapshot)
     asked = experiment(**({"environment": {"python": sys.executable}} | sections))
     return batch(submission, asked, snapshot=snapshot, search_path=[str(snapshot / "package")], held=held)
+
+
+def make_it_print(runs: Path) -> None:
+    """Change the fake snapshot's `begin` and `after`: they print their answers as those of 0.2 did."""
+    for name in ("begin", "after"):
+        path = runs / f".code/content/package/hpc_train/launchers/slurm/{name}.py"
+        text = path.read_text()
+        assert _TO_FILE in text
+        path.write_text(text.replace(_TO_FILE, "sys.stdout.write("))

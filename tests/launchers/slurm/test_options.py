@@ -25,6 +25,7 @@ ALWAYS = {
     "ntasks-per-node=1",
     "open-mode=append",
     "output=/r/%j_0_log.out",
+    "propagate=NONE",
     "requeue",
     "signal=USR2@120",
     "hold",

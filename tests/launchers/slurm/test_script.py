@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,11 +13,11 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import UsageError
-from hpc_train.launchers.slurm import script
+from hpc_train.launchers.slurm import sbatch, script
 from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.launchers.slurm.script import Batch, script_text
 from tests.launchers.slurm.programs import Programs
-from tests.launchers.slurm.scripts import experiment, fake_batch
+from tests.launchers.slurm.scripts import experiment, fake_batch, make_it_print
 
 #: Drops its own options and runs what is left, as task 0.
 SRUN = """\
@@ -66,6 +67,61 @@ def test_the_rank_is_started_as_a_file_and_starts_submitit(tmp_path: Path) -> No
     rank = tmp_path / ".code/content/package/hpc_train/launchers/slurm/rank.py"
     assert f" -I -S {rank} " in line
     assert line.endswith(f" -u -m submitit.core._submit {batch.submission}")
+
+
+GREETING = "import atexit; print('Welcome'); print('stop 1'); atexit.register(print, 'Goodbye')\n"
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_what_a_sites_python_prints_is_no_answer(tmp_path: Path, programs: Programs, code: int) -> None:
+    """`begin` and `after` answer through a file."""
+    batch = fake_batch(tmp_path)
+    (batch.submission / "rank").write_text(str(code))
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(GREETING)
+    done = run(batch, programs, PYTHONPATH=str(tmp_path / "site"))
+    assert done.returncode == code, done.stderr
+    assert (batch.submission / "ranks").read_text() == "0 0 -\n"
+    assert (batch.submission / "code").read_text() == str(code)
+    assert ("requeue 7" in programs.calls("scontrol")) == (code == 75)
+    assert not list(batch.submission.glob("answer-*"))
+
+
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_snapshot_of_0_2_prints_its_answers(tmp_path: Path, programs: Programs, code: int) -> None:
+    batch = fake_batch(tmp_path)
+    make_it_print(tmp_path)
+    (batch.submission / "rank").write_text(str(code))
+    assert run(batch, programs).returncode == code
+    assert (batch.submission / "code").read_text() == str(code)
+    (batch.submission / "begin").write_text("|0")
+    (batch.submission / "code").unlink()
+    assert run(batch, programs).returncode == 0
+    assert not (batch.submission / "code").exists()
+
+
+def test_a_banner_of_squeue_or_scontrol_keeps_no_job_from_its_requeue(
+    tmp_path: Path, programs: Programs
+) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "rank").write_text("75")
+    programs.put("squeue", "echo 'Welcome to slurm 24.11'; echo; echo 'RUNNING '; echo '-- use it well --'")
+    programs.put("scontrol", "echo 'NOTICE: Restarts=9 soon'; echo 'JobId=7 Restarts=0 BatchFlag=1'")
+    assert run(batch, programs).returncode == 75
+    assert "requeue 7" in programs.calls("scontrol")
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"), [("CPU NODE", ""), ("CPU GPU", ""), ("NODE", "NODE"), ("CPU", "CPU")]
+)
+def test_srun_gets_one_kind_of_memory_at_most(
+    tmp_path: Path, programs: Programs, names: str, kept: str
+) -> None:
+    programs.put("srun", "env")
+    environ = {f"SLURM_MEM_PER_{name}": "100" for name in names.split()} | {"TMPDIR": str(tmp_path / "gone")}
+    output = run(fake_batch(tmp_path), programs, **environ).stdout
+    assert re.findall(r"^SLURM_MEM_PER_(\w+)=", output, re.MULTILINE) == kept.split()
+    assert "TMPDIR=" not in output
 
 
 @pytest.mark.parametrize(("begin", "code"), [("|0", 0), ("|65", 65), ("1\tabc\t/x|65", 65)])
@@ -133,6 +189,51 @@ def test_modules_are_loaded_in_order_from_the_profiles_own_file(
     done = run(fake_batch(tmp_path / "bad", environment=modules), programs)
     assert done.returncode == 1 and "`module load bad/1` failed" in done.stderr
     assert len(programs.calls("srun")) == 1
+
+
+#: Environment Modules 3.2, and 5 with false_rendered, return 0 for a module that does not exist.
+MODULES = """\
+LOADEDMODULES=
+module() {
+  case $2 in
+    tcl3/9) echo "ModuleCmd_Load.c(213):ERROR:105: Unable to locate a modulefile for '$2'" >&2 ;;
+    tcl5/9) echo "ERROR: Unable to locate a modulefile for '$2'" >&2 ;;
+    lmod/9) echo "Lmod has detected the following error: The following module(s) are unknown" >&2 ;;
+    silent/9) ;;
+    swap) LOADEDMODULES=${LOADEDMODULES/gcc\\/12.3/swap\\/1} ;;
+    alias) LOADEDMODULES=$LOADEDMODULES:other/1 ;;
+    noisy/1) echo "this module has 3 known errors, see ERRORS.txt" >&2; LOADEDMODULES=$LOADEDMODULES:$2 ;;
+    */*) LOADEDMODULES=${LOADEDMODULES:+$LOADEDMODULES:}$2 ;;
+    *) LOADEDMODULES=${LOADEDMODULES:+$LOADEDMODULES:}$2/12.3 ;;
+  esac
+  return 0
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("modules", "failed"),
+    [
+        ("gcc a/1 alias noisy/1", None),
+        ("gcc gcc/12 gcc/12.3", None),
+        ("gcc tcl3/9", "`module load tcl3/9` failed"),
+        ("gcc tcl5/9", "`module load tcl5/9` failed"),
+        ("lmod/9 gcc", "`module load lmod/9` failed"),
+        ("gcc silent/9", "`module load silent/9` failed"),
+        ("silent/9", "`module load silent/9` failed"),
+        ("gcc swap", "gcc was unloaded by a later one"),
+    ],
+)
+def test_a_module_that_is_not_loaded_has_failed_whatever_the_exit_code(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch, modules: str, failed: str | None
+) -> None:
+    (tmp_path / "init.sh").write_text(MODULES)
+    use(monkeypatch, module_init=str(tmp_path / "init.sh"))
+    batch = fake_batch(tmp_path, environment={"python": "/usr/bin/python3", "modules": modules.split()})
+    done = run(batch, programs)
+    assert done.returncode == (failed is not None), done.stderr
+    assert len(programs.calls("srun")) == (failed is None)
+    assert failed is None or failed in done.stderr
 
 
 def test_a_container_holds_python_and_sees_the_folders(tmp_path: Path, programs: Programs) -> None:
@@ -576,16 +677,35 @@ def test_no_variable_of_the_caller_changes_the_job(
         monkeypatch.setenv(f"SBATCH_{name}", "1")
     for name in ("JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CONF"):
         monkeypatch.setenv(f"SLURM_{name}", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     # torchrun's of the shell that submits: ranks of all runs would meet there.
     for name in ("HPC_TRAIN_ATTEMPT", "MASTER_ADDR", "MASTER_PORT", "MINE"):
         monkeypatch.setenv(name, "1")
     before = dict(os.environ)
     batch = fake_batch(tmp_path, slurm={"partition": "gpu"})
-    script.executor(batch).submit(print)
+    sbatch.sbatch(batch)
     assert dict(os.environ) == before
     seen = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
     names = {name for name in seen if name.startswith(("SBATCH", "SLURM", "HPC_TRAIN_A", "MASTER", "MINE"))}
     assert names == {"SBATCH_ACCOUNT", "SLURM_CONF", "MINE"}
+    assert "CUDA_VISIBLE_DEVICES" not in seen
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_NTASKS", "SLURM_NTASKS_PER_GPU",
+        "SLURM_CPUS_PER_TASK",
+        "SLURM_TRES_PER_TASK", "SLURM_EXPORT_ENV", "SLURM_CPU_BIND", "SLURM_WORKING_DIR",
+        "SRUN_CPUS_PER_TASK",
+        "SLURM_JOBID", "TORCHELASTIC_USE_AGENT_STORE",
+    ],
+)  # fmt: skip
+def test_a_variable_that_only_srun_or_torch_reads_is_hidden_in_any_shell(tmp_path: Path, name: str) -> None:
+    parameters = fake_batch(tmp_path).parameters
+    environ = {name: "1", "SLURM_CONF": "a", "SLURM_CLUSTERS": "b", "CUDA_VISIBLE_DEVICES": "0"}
+    kept = environ.keys() - {name}
+    assert script.job_environment(parameters, environ).keys() == kept
 
 
 def test_the_callers_cluster_is_sbatchs_too_but_not_the_jobs(
@@ -596,7 +716,7 @@ def test_the_callers_cluster_is_sbatchs_too_but_not_the_jobs(
     monkeypatch.setenv("PATH", f"{programs.folder}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_CLUSTERS", "big")
     batch = fake_batch(tmp_path)
-    script.executor(batch).submit(print)
+    sbatch.sbatch(batch)
     (batch.submission / "rank").write_text("75")
     run(batch, programs, SLURM_CLUSTERS="big")
     assert (tmp_path / "seen").read_text().split() == ["big", "own"]
@@ -607,8 +727,7 @@ def test_an_array_of_a_range_of_nodes_is_submitted_once(
 ) -> None:
     programs.put("sbatch", "echo Submitted batch job 12")
     monkeypatch.setenv("PATH", f"{programs.folder}:/usr/bin:/bin")
-    jobs = script.executor(fake_batch(tmp_path, slurm={"nodes": "2-4"})).submit_array([print, print])
-    assert [job.job_id for job in jobs] == ["12_0", "12_1"]
+    assert sbatch.sbatch(fake_batch(tmp_path, slurm={"nodes": "2-4"}), 2) == "12"
     assert len(programs.calls("sbatch")) == 1
 
 

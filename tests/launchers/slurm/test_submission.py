@@ -230,6 +230,65 @@ def test_what_slurm_refuses_is_about_a_key(tmp_path: Path, words: str, key: str)
     assert sbatch_errors.advice(words, experiment).key == key
 
 
+@pytest.mark.parametrize(
+    ("words", "section", "key", "remedy"),
+    [
+        ("You must give a time limit with --time", "{}", "slurm.time_limit", "write one"),
+        ("Please specify a walltime", "{}", "slurm.time_limit", "write one"),
+        (
+            "Requested time limit is invalid (missing or exceeds some limit)",
+            "{}",
+            "slurm.time_limit",
+            "write one",
+        ),
+        ("Requested time limit is invalid", "{time_limit: 1h}", "slurm.time_limit", "write less than"),
+        (
+            "Your time limit must be a multiple of 10",
+            "{time_limit: 1h}",
+            "slurm.time_limit",
+            "as these words",
+        ),
+        (
+            "Jobs of this partition use whole nodes: all 8 cores with --cpus-per-task",
+            "{}",
+            "slurm.cpus_per_gpu",
+            "w",
+        ),
+        (
+            "memory by node is not supported here. Use --mem-per-cpu.",
+            "{mem_gb: 4}",
+            "slurm.mem_gb",
+            "take it out",
+        ),
+        ("do not request --mem, use mem-per-cpu", "{mem_gb: 4}", "slurm.mem_gb", "as these words require"),
+        ("lua: please choose an account (-A)", "{}", "slurm.account", "write one"),
+        (
+            "project p12 has used up its hours on partition gpu",
+            "{account: p12}",
+            "slurm",
+            "as these words require",
+        ),
+        (
+            "You are not allowed in reservation course",
+            "{reservation: course}",
+            "slurm.reservation",
+            "as these words",
+        ),
+        ("GPU jobs need --gres and --partition=gpu", "{}", "slurm", "as these words require"),
+        ("QOSMinGRES", "{}", "slurm", "minimum"),
+        ("QOSMinCpuNotSatisfied", "{}", "slurm", "minimum"),
+    ],
+)
+def test_a_sites_own_words_get_no_remedy_that_contradicts_them(
+    tmp_path: Path, words: str, section: str, key: str, remedy: str
+) -> None:
+    experiment = loaded(tmp_path, more=f"slurm: {section}\n").experiment
+    text = f"{words}; Batch job submission failed: Unspecified error"
+    found = sbatch_errors.advice(text, experiment)
+    assert found.key == key
+    assert remedy in found.remedy
+
+
 def test_a_refusal_stands_where_the_key_stands_and_leaves_nothing(
     tmp_path: Path, folder: ExperimentPaths, programs: Programs
 ) -> None:
@@ -298,7 +357,7 @@ def test_an_answer_that_was_lost_is_asked_for_before_sbatch_runs_again(
 ) -> None:
     """Two jobs of ours where slurmctld heard both: the older counts."""
     programs.put("sbatch", "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1")
-    script = "$(cd .. && find $PWD -name '.submission_file*')"
+    script = "$(cd .. && find $PWD -name batch.sh)"
     programs.put(
         "squeue", f'cd {folder.submissions}; echo "14|{script}"; echo "13|{script}"; echo "12|/a/b.sh"'
     )
@@ -311,6 +370,44 @@ def test_an_answer_that_was_lost_is_asked_for_before_sbatch_runs_again(
         ["13_1"],
         ["13_2"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("output", "number"),
+    [
+        ("Submitted batch job 1234\n", "1234"),
+        ("1234;big\n", "1234"),
+        ("Submitted batch job 1234 on cluster big\n", "1234"),
+        ("--- notice ---\nlargest charge of this job 48 units\n  1234  \n", "1234"),
+        ("your job 48 ended\n17\nSubmitted batch job 1234\nSee job 3 for details\n", "1234"),
+        ("48 hours are left\r\n1234\r\n", "1234"),
+        ("1234\n1234\n", "1234"),
+        ("48\n1234\n", None),
+        ("Welcome, job 48\n", None),
+        ("", None),
+        ("12", None),
+    ],
+)
+def test_the_number_is_read_from_sbatchs_own_line(output: str, number: str | None) -> None:
+    assert sbatch.job_number(output) == number
+
+
+def test_a_job_whose_number_is_unclear_is_looked_for_in_the_queue(
+    tmp_path: Path, folder: ExperimentPaths, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """squeue lists it a moment later; sbatch runs once."""
+    monkeypatch.setattr(sbatch.time, "sleep", lambda _: None)
+    programs.put("sbatch", "echo 48; echo 1234")
+    script = "$(cd .. && find $PWD -name batch.sh)"
+    calls = programs.folder / "squeue.calls"
+    programs.put(
+        "squeue", f'cd {folder.submissions}; [ $(wc -l < {calls}) = 1 ] || echo "1234|{script}"; echo "48|/a"'
+    )
+    runs = _runs(tmp_path, folder)
+    _enqueue(folder, runs)
+    assert len(programs.calls("sbatch")) == 1
+    jobs = [(read_json(run.paths.run) or {})["slurm_job_ids"] for run in runs]
+    assert jobs == [["1234_0"], ["1234_1"], ["1234_2"]]
 
 
 @pytest.mark.parametrize(
