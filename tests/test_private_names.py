@@ -86,7 +86,7 @@ IN_SOURCE: list[tuple[Any, str, str]] = [
 OPTIONAL = {
     "_dump_nccl_trace_json", "_set_pg_timeout", "_labels", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_fused_attention_overrideable", "_attn_implementation",
 }  # fmt: skip
 #: Documented in spite of their names.
 DOCUMENTED = {"_exit", "_getframe", "_replace"}
