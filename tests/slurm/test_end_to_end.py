@@ -49,6 +49,7 @@ from tests.slurm.experiments import (
 )
 from tests.slurm.ordinary_user import OrdinaryUser
 from tests.slurm.runs import high_job
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -251,6 +252,7 @@ def test_scancel_is_final_in_every_state(any_cluster: Cluster, tmp_path: Path) -
         wait_for_step(paths, 2)
     any_cluster.run("scancel", job_of(runs[0]))  # running: an array's task
     any_cluster.run("scancel", job_of(runs[4]))  # pending; the array's last task
+    state(runs[4])  # the first of two looks: Slurm forgets such a task at once
     any_cluster.run("scontrol", "requeue", job_of(runs[1]))
     wait_for(lambda: job_states(any_cluster, job_of(runs[1])) == ["PENDING"], "the requeue", 60)
     any_cluster.run("scancel", job_of(runs[1]))  # requeued
@@ -258,7 +260,10 @@ def test_scancel_is_final_in_every_state(any_cluster: Cluster, tmp_path: Path) -
     assert done.code == 0, done.err
     for paths in (runs[0], runs[1], runs[2], runs[4]):
         wait_for(lambda paths=paths: not job_states(any_cluster, job_of(paths)), "its end", 120)
-        wait_for(lambda paths=paths: state(paths) == "cancelled", f"cancelled\n{account(paths)}", 60)
+        # A job that Slurm does not know is looked for once more after a minute.
+        wait_for(
+            lambda paths=paths: state(paths) == "cancelled", f"cancelled\n{account(paths)}", HANG_LIMIT_S
+        )
         assert last_step(paths) < 60
     wait_for_step(runs[3], 2)  # the one that nobody cancelled
     done = command(tmp_path, "cancel", "digits")

@@ -56,7 +56,8 @@ _SQUEUE_FIELDS = (
 )  # fmt: skip
 _SACCT_FIELDS = ("JobID", "State", "End", "ExitCode", "NodeList", "JobName")
 _ID = re.compile(r"\d+(_\d+)?")
-_UNKNOWN = re.compile(r"invalid job id", re.IGNORECASE)
+#: Of a task whose array has other tasks, scontrol says that it is `not found` (22.05).
+_UNKNOWN = re.compile(r"invalid job id|job \d+(_\d+)? not found", re.IGNORECASE)
 _TASKS = re.compile(r"(\d+)_\[([\d,-]+)(?:%\d+)?\]")
 
 

@@ -76,6 +76,19 @@ def put_jobs(programs: Programs, *rows: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1",
+        "echo 'Job 12_4 not found'; exit 1",  # a task of an array that has others (22.05)
+    ],
+)
+def test_a_job_that_slurmctld_does_not_know_is_forgotten(programs: Programs, answer: str) -> None:
+    put_scontrol(programs, answer)
+    missed = ask(["12_4"])["12_4"]
+    assert missed.state == FORGOTTEN and missed.missed_at is not None
+
+
 def test_squeue_is_read(programs: Programs) -> None:
     found = ask(["7", "12_3"])
     assert found["7"] == JobState(
