@@ -31,9 +31,10 @@ from hpc_train.data_facts.root_layout import VALIDATION, annotation_files
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.decoding import read_image
+from hpc_train.datasets.images import image_content
 from hpc_train.datasets.index_files import Array, Index, index_of
 from hpc_train.datasets.sources.infer import mean_and_std
-from hpc_train.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks, image_content
+from hpc_train.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks
 from hpc_train.datasets.sources.values import MAX_INTEGER, text_problem
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, HpcTrainError, counted
