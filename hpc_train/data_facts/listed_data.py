@@ -33,6 +33,8 @@ INDEX_MAGIC = b"hpc-train index 1\n"
 INDEX_LENGTH = struct.Struct("<Q16s")
 #: A longer header belongs to no index of ours: it lists shards and classes.
 _MAX_HEADER_BYTES = 1 << 28
+#: Of an array of an index.
+_MAX_DIMENSIONS = 4
 #: ``train-{000..099}.tar``: the files of all numbers, with as many digits as the first.
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _MAX_DIGITS, _MAX_SHARDS = 9, 1_000_000
@@ -273,6 +275,8 @@ def index_header(path: Path) -> dict[str, Any] | None:
     """Return the header of an index, with ``start``, where its arrays begin; None if there is none, or it is
     damaged. Raises OSError.
     """
+    if not path.is_file():  # a pipe would block
+        return None
     try:
         with path.open("rb") as file:
             start = file.read(len(INDEX_MAGIC) + INDEX_LENGTH.size)
@@ -284,8 +288,50 @@ def index_header(path: Path) -> dict[str, Any] | None:
         return None
     if header_digest(text) != digest:
         return None
-    header: dict[str, Any] = json.loads(text)
-    return header | {"start": len(start) + nbytes}
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return header | {"start": len(start) + nbytes} if _is_header(header) else None
+
+
+def _is_header(header: Any) -> bool:
+    """Tell whether a header has all keys, with values of their types. Its hash may be right without that."""
+    if not isinstance(header, dict):
+        return False
+    splits, names, facts = (header.get(key) for key in ("splits", "class_names", "facts"))
+    return (
+        isinstance(splits, dict)
+        and "train" in splits
+        and all(map(_is_split, splits.values()))
+        and isinstance(names, list)
+        and all(isinstance(name, str) for name in names)
+        and isinstance(facts, dict)
+        and isinstance(facts.get("remarks", []), list)
+    )
+
+
+def _is_split(split: Any) -> bool:
+    if not isinstance(split, dict) or not _are_sizes([split.get("samples")]):
+        return False
+    arrays = split.get("arrays")
+    return isinstance(arrays, dict) and all(map(_is_array, arrays.values()))
+
+
+def _is_array(entry: Any) -> bool:
+    if not isinstance(entry, dict):
+        return False
+    shape = entry.get("shape")
+    return (
+        isinstance(shape, list)
+        and 0 < len(shape) <= _MAX_DIMENSIONS
+        and _are_sizes([entry.get("offset"), entry.get("nbytes"), *shape])
+        and all(isinstance(entry.get(key), str) for key in ("dtype", "xxh3_128"))
+    )
+
+
+def _are_sizes(values: list[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 1 << 63 for value in values)
 
 
 def header_digest(text: bytes) -> bytes:

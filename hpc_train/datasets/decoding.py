@@ -10,7 +10,6 @@ Legend: C channels, H rows, W columns.
 
 from __future__ import annotations
 
-import io
 import struct
 from dataclasses import dataclass
 
@@ -132,7 +131,7 @@ def is_decoded(content: bytes | bytearray) -> bool:
 
 
 def _is_turned(content: bytes | bytearray, rules: PixelRules) -> bool:
-    with open_image(io.BytesIO(content), rules.max_pixels) as image:
+    with open_image(content, rules.max_pixels) as image:
         return orientation_of(image) != UPRIGHT
 
 
@@ -180,7 +179,7 @@ def decode(content: bytes, channels: int, rules: PixelRules = DEFAULT_RULES) -> 
 
 
 def _decode_by_pillow(content: bytes | bytearray, channels: int, rules: PixelRules) -> Tensor:
-    with open_image(io.BytesIO(content), rules.max_pixels) as image:
+    with open_image(content, rules.max_pixels) as image:
         if rules.value_range is not None and has_sixteen_bit_colors(image):
             raise BadFileError(
                 "data: an image has 16 bits per color, of which Pillow reads 8, so data.value_range "

@@ -7,12 +7,13 @@ Legend: B images, C channels, H rows, W columns.
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from hpc_train.datasets.base import RawImage, RawInput, RawTarget, Split
 from hpc_train.datasets.structures import Tensors, collate
 from hpc_train.datasets.targets import as_target
 from hpc_train.errors import BadFileError
+from hpc_train.run.files import UnreadableFileError, read_regular
 
 _PIL_MODE = {1: "L", 3: "RGB", 4: "RGBA"}
 #: Files that Pillow opens in mode I, of 32 bits, though they have 16: PNG before Pillow 10.3, and PGM.
@@ -43,6 +45,8 @@ _ORIENTATION, UPRIGHT = 0x0112, 1
 _TRANSPOSED = {5, 6, 7, 8}
 #: Orientation → dimensions of (C, H, W) that are flipped after that.
 _FLIPPED = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}
+#: A larger file is not an image: Pillow refuses to decode so many pixels.
+_MAX_IMAGE_BYTES = 4 << 30
 #: Held while Pillow's limit of pixels, a global variable, has another value.
 _PIXEL_LIMIT = threading.RLock()
 #: The types of images that are accepted.
@@ -71,9 +75,26 @@ class PixelRules:
 DEFAULT_RULES = PixelRules()
 
 
+def image_content(path: str, where: object = None) -> bytes:
+    """Return the content of an image file; the only way in which the package reads one by its path.
+
+    ``where``: the row that names it. Raises OSError if it can't be read, BadFileError if it is a folder, a
+    pipe or a device.
+    """
+    row = "" if where is None else f" (named in {where})"
+    try:
+        return read_regular(path, _MAX_IMAGE_BYTES)
+    except OSError as error:
+        error.strerror = f"{error.strerror}{row}"
+        raise
+    except UnreadableFileError as error:
+        remedy = "write the path of an image file" if row else "put an image file in its place, or remove it"
+        raise BadFileError(f"data: {error}{row}; {remedy}") from error
+
+
 @contextmanager
-def open_image(source: str | BinaryIO, max_pixels: int | None = None) -> Iterator[ImageFile.ImageFile]:
-    """Open an image file by its path or content; the only way in which the package opens images.
+def open_image(content: bytes | bytearray, max_pixels: int | None = None) -> Iterator[ImageFile.ImageFile]:
+    """Open the content of an image file; the only way in which the package opens images.
 
     Raises UnidentifiedImageError if the content is of none of ``FORMATS``, DecompressionBombError for an
     image with more than ``max_pixels`` pixels (None: twice Pillow's ``MAX_IMAGE_PIXELS``), and OSError,
@@ -81,7 +102,7 @@ def open_image(source: str | BinaryIO, max_pixels: int | None = None) -> Iterato
     """
     with _limited_to(max_pixels):
         try:
-            image = _open(source)
+            image = _open(io.BytesIO(content))
         except Image.DecompressionBombError as error:
             raise Image.DecompressionBombError(
                 f"{str(error).rstrip('.')}; if the file is right, write its number of pixels as "
@@ -96,7 +117,7 @@ def open_image(source: str | BinaryIO, max_pixels: int | None = None) -> Iterato
             yield image
 
 
-def _open(source: str | BinaryIO) -> ImageFile.ImageFile:
+def _open(source: io.BytesIO) -> ImageFile.ImageFile:
     common, others = FORMATS
     with suppress(UnidentifiedImageError):
         return Image.open(source, formats=common)

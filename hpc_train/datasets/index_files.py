@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,10 +31,28 @@ from hpc_train.data_facts.listed_data import (
     index_path,
 )
 from hpc_train.errors import BadFileError
-from hpc_train.run.files import replacing
+from hpc_train.run.files import open_regular, replacing
 from hpc_train.run.storage_errors import storage_error
 
 Array = np.ndarray[Any, Any]
+#: Name of an array → pattern of its type, as NumPy spells it.
+_TYPES = {
+    "targets": r"<i8|<f4",
+    "ends": "<i8",
+    "bytes": r"\|u1",
+    "lines": "<i8",
+    "shards": "<i4",
+    "offsets": "<i8",
+    "sizes": "<i8",
+    "names": r"\|S\d{1,6}|<f8",  # <f8: without any name
+    "sides": "<i8",
+    "corners": "<f4",
+    "labels": "<i8",
+    "crowds": "<i8",
+    "starts": "<i8",
+}
+#: Arrays with a row more than there are samples, and with any number of rows.
+_ONE_MORE, _ANY_NUMBER = {"ends", "starts"}, {"bytes", "corners", "labels", "crowds"}
 
 
 @dataclass(frozen=True)
@@ -70,11 +90,10 @@ def open_index(data: DataConfig, files: Sequence[Path]) -> Index | None:
     header = index_header(path)
     if header is None:
         return None
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         try:
             splits = {
-                name: {key: _read_array(file, header["start"], each) for key, each in split["arrays"].items()}
-                for name, split in header["splits"].items()
+                name: _read_arrays(file, header["start"], split) for name, split in header["splits"].items()
             }
         except _DamagedError:
             return None
@@ -85,12 +104,29 @@ class _DamagedError(Exception):
     """An array is not what was written."""
 
 
-def _read_array(file: BinaryIO, start: int, entry: Mapping[str, Any]) -> Array:
-    file.seek(start + entry["offset"])
-    content = file.read(entry["nbytes"])
+def _read_arrays(file: BinaryIO, start: int, split: Mapping[str, Any]) -> dict[str, Array]:
+    """Return the arrays of a split. Raises _DamagedError unless types and numbers of rows are right."""
+    arrays = {key: _read_array(file, start, key, entry) for key, entry in split["arrays"].items()}
+    rows = {key: len(array) - (key in _ONE_MORE) for key, array in arrays.items() if key not in _ANY_NUMBER}
+    if "targets" not in rows or set(rows.values()) != {split["samples"]}:
+        raise _DamagedError
+    return arrays
+
+
+def _read_array(file: BinaryIO, start: int, key: str, entry: Mapping[str, Any]) -> Array:
+    offset, nbytes, shape = entry["offset"], entry["nbytes"], entry["shape"]
+    is_typed = re.fullmatch(_TYPES.get(key, ""), entry["dtype"])
+    # Before anything is read: a wrong number would be allocated.
+    if not is_typed or start + offset + nbytes > os.fstat(file.fileno()).st_size:
+        raise _DamagedError
+    dtype = np.dtype(entry["dtype"])
+    if not dtype.itemsize or math.prod(shape) * dtype.itemsize != nbytes:
+        raise _DamagedError
+    file.seek(start + offset)
+    content = file.read(nbytes)
     if xxhash.xxh3_128_hexdigest(content) != entry["xxh3_128"]:
         raise _DamagedError
-    return np.frombuffer(content, entry["dtype"]).reshape(entry["shape"])
+    return np.frombuffer(content, dtype).reshape(shape)
 
 
 def index_of(data: DataConfig, files: Sequence[Path], make: Callable[[], Index], *, download: bool) -> Index:

@@ -5,7 +5,6 @@ Image files and masks are inspected in a sample, so the time is bounded for any 
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, cast
@@ -20,6 +19,7 @@ from hpc_train.datasets.images import (
     UPRIGHT,
     PixelRules,
     has_sixteen_bits,
+    image_content,
     open_image,
     orientation_of,
     sample_path,
@@ -113,7 +113,7 @@ class _Inspection:
     def _inspect_file(self, split: Any, index: int, content: bytes | bytearray) -> None:
         path = sample_path(split, index)
         name = f"sample {index}" if path is None else str(path)
-        with open_image(io.BytesIO(content), self._rules.max_pixels) as image:
+        with open_image(content, self._rules.max_pixels) as image:
             self._num_files += 1
             for kind, low, high in self._losses_of(image):
                 before = self._ranges.get(kind, (low, high))
@@ -123,7 +123,7 @@ class _Inspection:
         if orientation != UPRIGHT and not self._rules.applies_orientation:
             self._note("orientation", name)
         if hasattr(split, "mask_path"):
-            with open_image(split.mask_path(index), self._rules.max_pixels) as mask:
+            with open_image(image_content(split.mask_path(index)), self._rules.max_pixels) as mask:
                 mask.load()
                 if orientation_of(mask) != orientation:
                     self._note("mask", name)

@@ -23,7 +23,7 @@ from hpc_train.config.training_sections import DataConfig
 from hpc_train.console import say
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.decoding import as_pixels, decode
-from hpc_train.datasets.images import PixelRules
+from hpc_train.datasets.images import PixelRules, image_content
 from hpc_train.datasets.packed import (
     DTYPES,
     FOOTER,
@@ -340,8 +340,8 @@ def _write_pack(path: Path, source: DataSource, make_format: Callable[[int], _Fo
 def _read(split: ImageFiles, index: int, sample_format: _Format) -> _File:
     path = split.path(index)
     try:
-        with open(path, "rb", buffering=0) as file:  # noqa: PTH123
-            content, time_ns = file.read(), os.fstat(file.fileno()).st_ctime_ns
+        time_ns = path.stat().st_ctime_ns  # before: a file that changes meanwhile differs from its pack
+        content = image_content(os.fspath(path))
         return _File(sample_format.stored(content), len(content), time_ns)
     except OSError as error:
         raise BadFileError(

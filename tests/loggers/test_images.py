@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hpc_train.loggers.base import Logger
 from hpc_train.loggers.tensorboard import TensorboardLogger
 from hpc_train.loggers.wandb import WandbLogger
+from hpc_train.loggers.wandb_process import WandbMirror
 from hpc_train.paths import RunPaths
 from hpc_train.training.evaluation_files import EvaluationFiles
 from hpc_train.training.meters import MetricsWriter
@@ -111,6 +114,17 @@ def test_images_are_the_plain_png_files_of_a_step(run: RunPaths) -> None:
     (folder / "folder.png").mkdir()
     assert run.evaluation_images(3) == {"a": folder / "a.png", "b": folder / "b.png"}
     assert run.evaluation_images(4) == {}
+
+
+def test_wandb_is_handed_png_files_only(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opens any format, and for EPS Pillow starts Ghostscript, whatever the name of the file."""
+    files = {"eps.png": b"%!PS-Adobe-3.0 EPSF-3.0\n", "gif.png": b"GIF89a", "empty.png": b""}
+    EvaluationFiles(run).write(1, {"right.png": image_of(1, 1), **files})
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Image=Path))
+    mirror = object.__new__(WandbMirror)
+    mirror._paths = run
+    assert mirror._images(row("val", 1)) == {"val/right": run.evaluation(1) / "right.png"}
+    assert mirror._images(row("train", 1)) == {}
 
 
 def assert_images_are_with_their_rows(history: list[dict[str, Any]], expected: dict[int, bytes]) -> None:

@@ -31,12 +31,13 @@ from hpc_train.data_facts.root_layout import VALIDATION, annotation_files
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.decoding import read_image
+from hpc_train.datasets.images import PixelRules, image_content
 from hpc_train.datasets.index_files import Array, Index, index_of
 from hpc_train.datasets.sources.infer import mean_and_std
-from hpc_train.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks, image_content
+from hpc_train.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks
 from hpc_train.datasets.sources.values import MAX_INTEGER, text_problem
 from hpc_train.datasets.types import DataInfo
-from hpc_train.errors import BadFileError, HpcTrainError, counted
+from hpc_train.errors import BadFileError, counted
 
 #: Pixels by which a box may exceed its image: coordinates are often rounded. It is clipped.
 _TOLERANCE = 1.0
@@ -77,7 +78,7 @@ class CocoSplit:
         if stated != (width, height):
             is_turned = stated == (height, width)
             cause = (
-                "perhaps the EXIF orientation was applied before it was annotated"
+                "perhaps the EXIF orientation was applied before it was annotated: see data.exif_orientation"
                 if is_turned
                 else ("perhaps it was resized after it was annotated")
             )
@@ -127,11 +128,11 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     info = DataInfo(len(index.class_names), args.channels, mean, std, index.class_names)
     if download and config.on_bad_sample == "fail":
         for split in splits.values():
-            _check_sides(split)
+            _check_sides(split, PixelRules.of(config))
     return DataSource(splits["train"], splits.get("val"), info)
 
 
-def _check_sides(split: CocoSplit) -> None:
+def _check_sides(split: CocoSplit, rules: PixelRules) -> None:
     """Compare the sizes of image files with those of the JSON file, evenly and within a limit of time."""
     deadline, count = time.monotonic() + COUNT_LIMIT_S, len(split)
     step = next((n for n in _STRIDES if math.gcd(n, count) == 1), 1)
@@ -139,16 +140,16 @@ def _check_sides(split: CocoSplit) -> None:
         if time.monotonic() > deadline:
             return
         index = number * step % count
-        sides = _sides_of_file(split, index)
+        sides = _sides_of_file(split, index, rules)
         if sides is not None:
             split.check_sides(index, *sides)
 
 
-def _sides_of_file(split: CocoSplit, index: int) -> tuple[int, int] | None:
+def _sides_of_file(split: CocoSplit, index: int, rules: PixelRules) -> tuple[int, int] | None:
     """Return height and width; None for a file that can't be read, which is reported with its sample."""
     try:
-        shape = read_image(split.file_content(index)[0], split.channels, index).shape
-    except (OSError, ValueError, SyntaxError, HpcTrainError):
+        shape = read_image(split.file_content(index)[0], split.channels, index, rules).shape
+    except Exception:  # whatever Pillow raises
         return None
     return shape[-2], shape[-1]
 

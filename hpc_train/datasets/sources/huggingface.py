@@ -23,8 +23,9 @@ from hpc_train.console import say
 from hpc_train.data_facts.listed_data import HuggingFaceArgs
 from hpc_train.datasets.arguments import parse_args, root_of
 from hpc_train.datasets.base import DataSource, RawTarget
+from hpc_train.datasets.images import image_content
 from hpc_train.datasets.sources.infer import mean_and_std
-from hpc_train.datasets.sources.named_files import NamedFiles, image_content
+from hpc_train.datasets.sources.named_files import NamedFiles
 from hpc_train.datasets.sources.values import ClassNumbers, Place, numbers_of
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, listed, shortened

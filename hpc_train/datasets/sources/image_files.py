@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpc_train.data_facts.data_size import IMAGE_EXTENSIONS
 from hpc_train.data_facts.root_layout import is_skipped
+from hpc_train.datasets.images import image_content
 from hpc_train.errors import BadFileError
 
 #: Extensions that a notice lists.
@@ -117,7 +118,7 @@ class ImageFiles:
 
     def file_content(self, index: int, /) -> tuple[bytes, int]:
         """Return what the file of a sample contains, and 0."""
-        return self._files[index].read_bytes(), 0
+        return image_content(os.fspath(self._files[index])), 0
 
     def path(self, index: int) -> Path:
         """Return the file of a sample."""

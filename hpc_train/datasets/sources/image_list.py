@@ -20,9 +20,10 @@ from hpc_train.console import say
 from hpc_train.data_facts.listed_data import SEPARATORS, ImageListArgs, list_files
 from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource, RawTarget
+from hpc_train.datasets.images import image_content
 from hpc_train.datasets.index_files import Array, Index, index_of, packed_texts, text_at
 from hpc_train.datasets.sources.infer import mean_and_std
-from hpc_train.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks, image_content
+from hpc_train.datasets.sources.named_files import NamedFiles, class_remarks, file_remarks
 from hpc_train.datasets.sources.values import ClassNumbers, Place, as_number, number_of
 from hpc_train.datasets.types import DataInfo
 from hpc_train.errors import BadFileError, listed, shortened

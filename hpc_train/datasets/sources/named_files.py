@@ -17,10 +17,6 @@ from hpc_train.data_facts.data_size import COUNT_LIMIT_S, IMAGE_EXTENSIONS
 from hpc_train.datasets.sources.values import in_words, text_problem
 from hpc_train.errors import BadFileError, counted, listed, printable, shortened
 from hpc_train.paths import expanded
-from hpc_train.run.files import UnreadableFileError, read_regular
-
-#: A larger file is not an image: Pillow refuses to decode so many pixels.
-_MAX_IMAGE_BYTES = 4 << 30
 
 
 class NamedFiles:
@@ -67,20 +63,6 @@ def _name_error(name: Any, where: str, problem: str, remedy: str) -> BadFileErro
     return BadFileError(
         f"data.root: {where} names the file {shortened(in_words(name), 200)!r}, which {problem}; {remedy}"
     )
-
-
-def image_content(path: str, where: object) -> bytes:
-    """Return the content of an image file. ``where``: the row that names it.
-
-    Raises OSError if it can't be read, BadFileError if it is a folder, a pipe or a device.
-    """
-    try:
-        return read_regular(path, _MAX_IMAGE_BYTES)
-    except OSError as error:
-        error.strerror = f"{error.strerror} (named in {where})"
-        raise
-    except UnreadableFileError as error:
-        raise BadFileError(f"data: {error} (named in {where}); write the path of an image file") from error
 
 
 def file_remarks(folder: Path, lists: Mapping[str, Sequence[bytes]]) -> Iterator[str]:

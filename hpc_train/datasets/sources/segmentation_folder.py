@@ -18,6 +18,7 @@ from hpc_train.datasets.images import (
     DEFAULT_RULES,
     UPRIGHT,
     PixelRules,
+    image_content,
     open_image,
     orientation_of,
     turned_upright,
@@ -60,19 +61,21 @@ class MaskedImages:
 
     def file_content(self, index: int, /) -> tuple[bytes, Tensor]:
         """Return what the image file contains, and its mask (H, W), uint8 where the file has 8 bits."""
-        with open(self.path(index), "rb", buffering=0) as file:  # noqa: PTH123  (as in imagefolder)
-            content = file.read()
+        content = image_content(self._image(index))
         path = self.mask_path(index)
         mask = read_mask(path, self._rules)
         return content, mask if self._classes is None else self._as_classes(mask, path)
 
     def path(self, index: int) -> Path:
         """Return the image file of a sample."""
-        return Path(self._images, os.fsdecode(self._paths[index]))
+        return Path(self._image(index))
 
     def mask_path(self, index: int) -> str:
         """Return the mask file of a sample."""
         return self._mask(os.fsdecode(self._paths[index]))
+
+    def _image(self, index: int) -> str:
+        return f"{self._images}/{os.fsdecode(self._paths[index])}"
 
     def _as_classes(self, mask: Tensor, path: str) -> Tensor:
         assert self._classes is not None
@@ -103,7 +106,7 @@ class MaskedImages:
 
 def read_mask(path: str, rules: PixelRules = DEFAULT_RULES) -> Tensor:
     """Return the numbers that a mask file stores, (H, W): uint8, or int32 of 16 bits and more."""
-    with open_image(path, rules.max_pixels) as image:
+    with open_image(image_content(path), rules.max_pixels) as image:
         if image.mode not in _NUMBERS:
             raise BadFileError(
                 f"data: its mask {path} has colors (mode {image.mode}); save one class number per pixel as "

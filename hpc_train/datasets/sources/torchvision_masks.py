@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision.datasets import Cityscapes
 
 from hpc_train.datasets.base import DataSource
-from hpc_train.datasets.images import PixelRules
+from hpc_train.datasets.images import PixelRules, image_content
 from hpc_train.datasets.sources.infer import mean_and_std
 from hpc_train.datasets.sources.segmentation_folder import read_mask
 from hpc_train.datasets.types import DataInfo
@@ -82,15 +82,20 @@ class MaskedFiles:
     def file_content(self, index: int, /) -> tuple[bytes, Tensor]:
         """Return what the image file contains, and its mask of classes (H, W), uint8."""
         mask = read_mask(self.mask_path(index), self._rules)
-        return self.path(index).read_bytes(), mask if self._classes is None else self._classes[mask.long()]
+        return image_content(self._image(index)), mask if self._classes is None else self._classes[
+            mask.long()
+        ]
 
     def path(self, index: int) -> Path:
         """Return the image file of a sample."""
-        return Path(os.fsdecode(self._images[index]))
+        return Path(self._image(index))
 
     def mask_path(self, index: int) -> str:
         """Return the mask file of a sample."""
         return os.fsdecode(self._masks[index])
+
+    def _image(self, index: int) -> str:
+        return os.fsdecode(self._images[index])
 
 
 def _evaluated_cityscapes() -> tuple[tuple[str, ...], Tensor]:

@@ -15,6 +15,7 @@ from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.by_name import training_samples
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.building import build_source
+from hpc_train.datasets.images import PixelRules
 from hpc_train.datasets.reading import Failure, SlotReader
 from hpc_train.datasets.sampler import Slot
 from hpc_train.datasets.targets import TargetCheck
@@ -243,6 +244,47 @@ def test_an_image_of_another_size_than_its_annotations_is_an_error(root: Path) -
     with pytest.raises(BadFileError, match="perhaps the EXIF orientation was applied"):
         build_source(config, download=True)
     build_source(config.model_copy(update={"on_bad_sample": "skip"}), download=True)
+
+
+def failure_of(config: DataConfig, index: int) -> str:
+    """Return the message of the error as which a rank reads a training sample; empty if it can be read."""
+    reader = SlotReader(
+        build_source(config).train,
+        3,
+        0,
+        lambda inputs, targets, slot: (inputs, targets),
+        TargetCheck("detection"),
+        rules=PixelRules.of(config),
+    )
+    read = reader.__getitems__(Slot(0, 0, 0, 0, 1.0, torch.tensor([index]), 1))
+    return read.message if isinstance(read, Failure) else ""
+
+
+@pytest.mark.parametrize("file_format", ["JPEG", "PNG"])
+def test_the_size_is_compared_after_the_orientation_is_applied(file_format: str, root: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (48, 64)).save(root / "train/5.png", file_format, exif=exif)
+    config = DataConfig(name="coco", root=str(root))
+    document = read(root)
+    for sides, fitting in (((64, 48), "apply"), ((48, 64), None)):
+        document["images"][5].update(width=sides[0], height=sides[1])
+        write(root, "train", document)
+        for orientation in ("apply", None):
+            data = config.model_copy(update={"exif_orientation": orientation})
+            if orientation == fitting:
+                build_source(data, download=True)
+                assert failure_of(data, 5) == ""
+            else:
+                with pytest.raises(BadFileError, match=r"see data\.exif_orientation"):
+                    build_source(data, download=True)
+                assert "see data.exif_orientation" in failure_of(data, 5)
+
+
+def test_an_image_with_too_many_pixels_is_reported_by_its_reader(root: Path) -> None:
+    data = DataConfig(name="coco", root=str(root), max_image_pixels=SIDE * SIDE - 1)
+    build_source(data, download=True)
+    assert "data.max_image_pixels is 1023" in failure_of(data, 5)
 
 
 def test_prepare_prints_how_the_file_and_the_folder_differ(

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,13 @@ from PIL import Image
 from hpc_train.config.schema import Experiment
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.data_facts.by_name import training_samples
-from hpc_train.data_facts.listed_data import image_list_files, index_path
+from hpc_train.data_facts.listed_data import (
+    INDEX_LENGTH,
+    INDEX_MAGIC,
+    header_digest,
+    image_list_files,
+    index_path,
+)
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.index_files import Index, ensure_index, open_index, packed_texts
@@ -146,6 +154,52 @@ def test_a_damaged_or_outdated_index_is_not_used(root: Path) -> None:
     path.write_bytes(content)
     write(root, "train", range(11))
     assert len(build(root).train) == 11 == training_samples(data)
+
+
+def changed(header: dict[str, Any], array: str, **values: Any) -> str:
+    header["splits"]["train"]["arrays"][array].update(values)
+    return json.dumps(header)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: changed(header, "targets", offset=-8),
+        lambda header: changed(header, "targets", offset=1 << 62),
+        lambda header: changed(header, "targets", nbytes=-1),
+        lambda header: changed(header, "targets", nbytes=1 << 62),
+        lambda header: changed(header, "targets", shape=[1 << 62]),
+        lambda header: changed(header, "targets", shape=[-1]),
+        lambda header: changed(header, "targets", shape=[2, 6]),
+        lambda header: changed(header, "targets", shape=[12] + [1] * 100),
+        lambda header: changed(header, "targets", shape=12),
+        lambda header: changed(header, "targets", dtype="<f8"),
+        lambda header: changed(header, "targets", dtype="|O"),
+        lambda header: changed(header, "lines", dtype="<f8"),
+        lambda header: changed(header, "targets", xxh3_128=None),
+        lambda header: json.dumps(header).replace('"offset": 0', '"offset": ' + "9" * 5000),
+        lambda header: json.dumps(header | {"facts": {"remarks": 1}}),
+        lambda header: json.dumps(header | {"splits": {}}),
+        lambda header: json.dumps(header | {"class_names": [1]}),
+        lambda header: json.dumps(header["splits"]["train"]),
+        lambda _: "[" * 100_000,
+        lambda _: "1",
+    ],
+)
+def test_an_absurd_header_is_a_damaged_index(root: Path, change: Callable[[dict[str, Any]], str]) -> None:
+    """Its hash is right: someone else may have written it."""
+    build(root, download=True)
+    data = config(root)
+    path = index_path(data, image_list_files(data))
+    content = path.read_bytes()
+    begin = len(INDEX_MAGIC) + INDEX_LENGTH.size
+    nbytes, _ = INDEX_LENGTH.unpack(content[len(INDEX_MAGIC) : begin])
+    text = change(json.loads(content[begin : begin + nbytes])).encode()
+    start = INDEX_MAGIC + INDEX_LENGTH.pack(len(text), header_digest(text))
+    path.write_bytes(start + text + content[begin + nbytes :])
+    assert open_index(data, image_list_files(data)) is None
+    build(root, download=True)
+    assert path.read_bytes() == content, "written again"
 
 
 def test_samples_are_counted_without_torch_and_with_the_index(

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,11 +13,15 @@ import torch
 from PIL import Image
 
 from hpc_train.config.training_sections import DataConfig
+from hpc_train.datasets import packing
 from hpc_train.datasets.batches import training_batches
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.sampler import Position
+from hpc_train.datasets.sources.image_files import ImageFiles
 from hpc_train.errors import BadFileError
 from tests.datasets.samples import CPU, experiment
+from tests.datasets.sources.masks import write_folder
+from tests.waiting import HANG_LIMIT_S
 
 
 def save_image(path: Path, value: int = 0, mode: str = "RGB") -> None:
@@ -135,3 +144,43 @@ def test_a_train_folder_without_classes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     with pytest.raises(BadFileError, match=r"^data\.root: .*contains no class folders"):
         build(tmp_path)
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def listening(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(path.parent):  # its name has a short limit
+        server.bind(path.name)
+
+
+@pytest.mark.timeout(HANG_LIMIT_S)
+@pytest.mark.parametrize("instead", [pipe, endless, listening, Path.mkdir])
+def test_what_is_not_a_regular_file_is_a_bad_image(
+    instead: Callable[[Path], None], root: Path, tmp_path: Path
+) -> None:
+    split: Any = build(root).train
+    masked = write_folder(tmp_path / "scenes", train=2, val=1)
+    scenes: Any = build_source(
+        DataConfig(name="segmentation_folder", root=str(masked), args={"num_classes": 3})
+    ).train
+    predicted = ImageFiles(root / "train/ant", 3)
+    reads: list[tuple[Path, Callable[[], object]]] = [
+        (root / "train/ant/0.png", lambda: split.file_content(0)),
+        (root / "train/ant/2.png", lambda: packing._read(split, 2, packing._Files())),
+        (root / "train/ant/1.png", lambda: predicted.file_content(1)),
+        (masked / "train/images/000.png", lambda: scenes.file_content(0)),
+        (masked / "train/masks/001.png", lambda: scenes.file_content(1)),
+    ]
+    for path, read in reads:
+        path.unlink()
+        instead(path)
+        with pytest.raises(
+            BadFileError, match=rf"^data: {path}: (not a regular file|No such device.*); put an"
+        ):
+            read()

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import importlib
 import io
 import pickle
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torchvision.datasets
 from PIL import Image
+from torchvision.datasets.folder import pil_loader
 
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.base import TensorSplit
@@ -200,3 +203,16 @@ def test_voc_has_the_numbers_of_its_palette(tmp_path: Path) -> None:
 def test_missing_masks_name_the_folder(name: str, tmp_path: Path) -> None:
     with pytest.raises(BadFileError, match=rf"^data\.root: torchvision/{name} is not in .*; (run|put)"):
         build(name, tmp_path)
+
+
+def test_no_file_makes_pillow_start_a_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torchvision opens images itself, and Pillow tells EPS by content, not by name."""
+    importlib.import_module("hpc_train.datasets.sources.torchvision")  # as for any of its data sets
+    started: list[object] = []
+    for name in ("check_call", "run", "Popen"):
+        monkeypatch.setattr(subprocess, name, lambda *args, **_: started.append(args))
+    path = tmp_path / "0.png"
+    path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n")
+    with pytest.raises(OSError, match="Ghostscript"):
+        pil_loader(str(path))
+    assert not started
