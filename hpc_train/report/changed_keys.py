@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -45,7 +45,40 @@ def changed_keys(runs: Sequence[RunPaths]) -> dict[RunPaths, dict[str, Any]]:
 def _read(
     runs: Sequence[RunPaths], settings_of: Callable[[RunPaths], dict[str, Any] | None]
 ) -> dict[RunPaths, dict[str, Any]]:
-    return {paths: found for paths in runs if (found := settings_of(paths)) is not None}
+    """Return the values by dotted key, of the sections in which runs differ: of a sweep's most are alike."""
+    sections: dict[RunPaths, dict[str, Any]] = {}
+    #: Section's key → its text → its value, kept once for all runs.
+    kept: dict[str, dict[str, Any]] = {}
+    for paths in runs:
+        texts = _texts(settings := settings_of(paths))
+        if settings is not None and texts is not None:
+            sections[paths] = {
+                key: kept.setdefault(key, {}).setdefault(text, settings[key]) for key, text in texts.items()
+            }
+    alike = {
+        key
+        for key, texts in kept.items()
+        if len(texts) == 1 and all(key in settings for settings in sections.values())
+    }
+    return {paths: flat for paths in sections if (flat := _flattened(sections[paths], alike)) is not None}
+
+
+def _texts(sections: Mapping[str, Any] | None) -> dict[str, str] | None:
+    """Return the text of each section, other for ``1`` than for ``1.0``; None if nested too deeply."""
+    try:
+        return None if sections is None else {key: repr(section) for key, section in sections.items()}
+    except RecursionError:
+        return None
+
+
+def _flattened(sections: Mapping[str, Any], left_out: Container[str]) -> dict[str, Any] | None:
+    """Return the values of the sections by dotted key; None for a section nested too deeply."""
+    flat: dict[str, Any] = {}
+    try:
+        _flatten({key: section for key, section in sections.items() if key not in left_out}, "", flat)
+    except RecursionError:
+        return None
+    return flat
 
 
 def _differing(settings: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -94,12 +127,7 @@ def _written(paths: RunPaths) -> dict[str, Any] | None:
     resolved = None if run_facts(paths).get("changes") else read_json(paths.resolved)
     if resolved is None:
         return _settings(paths)
-    flat: dict[str, Any] = {}
-    try:
-        _flatten({key: value for key, value in resolved.items() if key not in _LEFT_OUT}, "", flat)
-    except RecursionError:
-        return None
-    return flat
+    return {key: section for key, section in resolved.items() if key not in _LEFT_OUT}
 
 
 def _settings(paths: RunPaths) -> dict[str, Any] | None:
@@ -109,9 +137,7 @@ def _settings(paths: RunPaths) -> dict[str, Any] | None:
         experiment = effective_experiment(paths, newest_number(paths) + 1)
     except (HpcTrainError, OSError):
         return None
-    flat: dict[str, Any] = {}
-    _flatten(experiment.model_dump(mode="json", exclude=set(_LEFT_OUT)), "", flat)
-    return flat
+    return experiment.model_dump(mode="json", exclude=set(_LEFT_OUT))
 
 
 def _flatten(section: Mapping[str, Any], prefix: str, flat: dict[str, Any]) -> None:

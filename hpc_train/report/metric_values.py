@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from hpc_train.report.metrics_reader import PREFERRED, Row, metric_value
@@ -23,7 +24,7 @@ class Metric:
     split: str
     name: str
 
-    @property
+    @cached_property
     def goal(self) -> str:
         """``min`` or ``max``, by the metric's name."""
         is_overlap = self.name.removeprefix("ema_").startswith("iou_")  # of a class that may be called time

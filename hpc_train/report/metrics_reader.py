@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from hpc_train.run.metric_rows import Row as Row
 TAIL_BYTES = 1 << 16
 #: Of the blocks that ``spread_rows`` reads: hundreds of rows. Assumed.
 _SPREAD_BYTES = 1 << 16
+#: Read at a time when all rows are needed. Assumed.
+_BLOCK_BYTES = 1 << 16
 #: Longer than any row of ours: a file of other content is not read into memory as one line.
 _MAX_LINE_BYTES = 1 << 20
 #: Default metrics: the first one that a row or a run has. Evaluations of detectors have no loss.
@@ -86,21 +88,28 @@ def _may_be_evaluation(text: bytes) -> bool:
 
 def validation_rows(path: Path) -> list[Row]:
     """Return the rows of evaluations. Other lines are not parsed: they are most of a large file."""
-    return [row for row in _rows(path, _may_be_evaluation) if row.get("split") == "val"]
+    rows = (row for lines in _blocks(path) for row in reversed(list(_rows_from_end(lines, _part_in(lines)))))
+    return [row for row in rows if row.get("split") == "val"]
+
+
+def _part_in(lines: bytes) -> bytes:
+    """Return the text that a line needs for its row to be an evaluation's, empty if any line may be one."""
+    return b"" if b"\\" in lines else b'"val"'
 
 
 def rows_in(path: Path) -> Iterator[Row]:
     """Yield the complete rows one after the other, in constant memory."""
-    return _rows(path, lambda line: True)
+    return (row for lines in _blocks(path) for line in lines.split(b"\n") if (row := _row(line)))
 
 
-def _rows(path: Path, is_wanted: Callable[[bytes], bool]) -> Iterator[Row]:
-    """Yield the complete rows; lines of which ``is_wanted`` returns false are not parsed."""
+def _blocks(path: Path) -> Iterator[bytes]:
+    """Yield the file's complete lines, some at a time."""
     try:
         with open_regular(path) as file:
-            for line in file:
-                if is_wanted(line) and line.endswith(b"\n") and (row := _row(line)):
-                    yield row
+            while block := file.read(_BLOCK_BYTES):
+                if not block.endswith(b"\n"):
+                    block += file.readline()
+                yield block[: block.rfind(b"\n") + 1]
     except (FileNotFoundError, UnreadableFileError):
         return
 
@@ -201,7 +210,7 @@ def newest_judged(path: Path) -> list[Row]:
     """
     data = _tail(path, TAIL_BYTES)
     if _may_be_evaluation(data):
-        for row in _rows_from_end(data, b"" if b"\\" in data else b'"val"'):
+        for row in _rows_from_end(data, _part_in(data)):
             if row.get("split") == "val" and main_metric(row):
                 return [row]
     return list(islice(filter(main_metric, _rows_from_end(data)), 1))

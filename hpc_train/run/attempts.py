@@ -85,7 +85,7 @@ class AttemptRecord:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> AttemptRecord:
         """Raises TypeError where a required key is missing."""
-        known: dict[str, Any] = {key.name: data[key.name] for key in fields(cls) if key.name in data}
+        known: dict[str, Any] = {name: data[name] for name in _FIELDS if name in data}
         known["job"] = data.get(_JOB_KEY)
         ranks = known.get("rank_processes") or []
         known["rank_processes"] = [process for each in ranks if (process := Process.from_json(each))]
@@ -95,6 +95,10 @@ class AttemptRecord:
     def ended(self, exit_codes: list[int], reason: str | None) -> AttemptRecord:
         """Return a copy with the end of the attempt filled in."""
         return replace(self, end=now(), exit_codes=exit_codes, reason=reason)
+
+
+#: Found once: records of thousands of runs are read at a time.
+_FIELDS = tuple(key.name for key in fields(AttemptRecord))
 
 
 def job_ids(facts: Mapping[str, Any]) -> list[str]:

@@ -143,14 +143,10 @@ def is_a(value: object, kind: Any) -> bool:
 def _check_of(kind: Any) -> _Check:
     """Return the check of a kind. Made once: ``status`` reads the files of thousands of runs."""
     if get_origin(kind) in (Union, UnionType):
-        members = get_args(kind)
-        if _EXACT.issuperset(members):
-            return lambda value: type(value) in members
-        checks = [_check_of(each) for each in members]
-        return lambda value: any(is_member(value) for is_member in checks)
+        return _check_of_union(get_args(kind))
     if get_origin(kind) is list:
         (is_item,) = map(_check_of, get_args(kind))
-        return lambda value: isinstance(value, list) and all(map(is_item, value))
+        return lambda value: isinstance(value, list) and (not value or all(map(is_item, value)))
     if get_origin(kind) is dict:
         return _check_of_dict(*get_args(kind))
     plain: dict[Any, _Check] = {
@@ -164,12 +160,25 @@ def _check_of(kind: Any) -> _Check:
     return plain.get(kind) or (lambda value: type(value) is kind)
 
 
+def _check_of_union(members: tuple[Any, ...]) -> _Check:
+    if _EXACT.issuperset(members):
+        return lambda value: type(value) in members
+    first, *others = (_check_of(member) for member in members if member is not NoneType)
+    if not others:
+        return lambda value: value is None or first(value)
+    may_be_none = NoneType in members
+    return lambda value: (
+        (may_be_none and value is None) or first(value) or any(is_other(value) for is_other in others)
+    )
+
+
 def _check_of_dict(key: Any, item: Any) -> _Check:
     is_key, is_item = _check_of(key), _check_of(item)
     if key is str and item is Any:  # JSON has no other keys
         return lambda value: isinstance(value, dict)
     return lambda value: (
-        isinstance(value, dict) and all(map(is_key, value)) and all(map(is_item, value.values()))
+        isinstance(value, dict)
+        and (not value or (all(map(is_key, value)) and all(map(is_item, value.values()))))
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_train.report.metrics_reader import MetricsReader, newest_judged, validation_rows
+from hpc_train.report.metrics_reader import MetricsReader, newest_judged, rows_in, validation_rows
 
 
 @pytest.fixture
@@ -59,3 +59,23 @@ def test_an_evaluation_without_a_loss_is_judged_before_rows_of_training(tmp_path
     rows = [{"split": "val", "step": 2, "map": 0.1}, {"split": "train", "step": 3, "loss": 1.0}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert newest_judged(path) == rows[:1]
+
+
+@pytest.mark.parametrize("ends_with_line", [True, False])
+def test_rows_longer_than_a_block_and_rows_across_blocks_are_read(
+    tmp_path: Path, *, ends_with_line: bool
+) -> None:
+    written = [
+        {"split": "val" if step % 7 == 0 else "train", "step": step, "text": "x" * (step * 37 % 3000)}
+        for step in range(300)
+    ]
+    written.insert(150, {"split": "val", "step": -1, "text": "val" * 100_000})
+    lines = [json.dumps(row) for row in written]
+    lines[10] = lines[10].replace("train", "v\\u0061l")
+    lines[11] = '{"split": "val", no JSON'
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join(lines) + "\n" * ends_with_line)
+    complete = lines if ends_with_line else lines[:-1]
+    expected = [json.loads(line) for line in complete if not line.endswith("no JSON")]
+    assert list(rows_in(path)) == expected
+    assert validation_rows(path) == [row for row in expected if row["split"] == "val"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 from hpc_train.report.html.limits import METRICS, NAME_LENGTH
 from hpc_train.report.metric_values import Metric
@@ -79,7 +79,7 @@ def non_finite_ends(rows: Sequence[Row], curves: Mapping[Metric, Curve]) -> dict
         if type(step) is not int or not 0 <= step < MAX_STEP or not isinstance(split, str):
             continue
         for name, value in row.items():
-            if value is None or (type(value) is float and not math.isfinite(value)):
+            if value is None or (type(value) is float and not isfinite(value)):
                 metric = Metric(split, name)
                 found[metric] = max(step, found.get(metric, 0))
     return {metric: step for metric, step in found.items() if _is_after(step, curves.get(metric))}
@@ -94,17 +94,18 @@ def _add(found: dict[str, Curve], row: Row, step: int) -> None:
     for name, value in (row if wait is None else {**row, DATA_WAIT.name: wait}).items():
         if type(value) not in _NUMBERS or name in POSITION:
             continue
-        found_value = number(value)
-        if found_value is None or not math.isfinite(found_value):
+        finite = value if type(value) is float else number(value)
+        if finite is None or not isfinite(finite):
             continue
         curve = found.get(name)
         if curve is None:
             if len(found) >= METRICS:
                 continue
             curve = found[name] = Curve(array("q"), array("d"))
-        if not curve.steps or step > curve.steps[-1]:
-            curve.steps.append(step)
-            curve.values.append(found_value)
+        steps = curve.steps
+        if not steps or step > steps[-1]:
+            steps.append(step)
+            curve.values.append(finite)
 
 
 def _data_wait(row: Row) -> float | None:
