@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpc_train.errors import ExitCode
-from hpc_train.launchers.slurm import commands, queue
+from hpc_train.launchers.slurm import commands, queue, queue_status
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
 from hpc_train.run.files import write_json
@@ -289,9 +289,15 @@ def test_what_slurmctld_has_dropped_is_known_by_accounting(cluster: Cluster, run
 
 
 @pytest.mark.fault(34)
-def test_a_job_that_nobody_knows_any_more_ends_its_run(any_cluster: Cluster, runs: Path) -> None:
+def test_a_job_that_nobody_knows_any_more_ends_its_run(
+    any_cluster: Cluster, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = queued_run(runs, "987654")
     begin(paths, "987654")
+    (run,) = _status(paths.folder)
+    assert run["state"] == "running" and "Slurm does not list job 987654 now" in run["reason"]
+    monkeypatch.setattr(queue_status, "SECOND_LOOK_S", 0.0)  # a minute later
+    monkeypatch.setattr(queue_status, "_ALIVE_S", -1.0)  # no heartbeat for two minutes
     (run,) = _status(paths.folder)
     assert run["state"] == "failed"
     assert "job 987654: the job is gone, and Slurm has forgotten how it ended" in run["reason"]

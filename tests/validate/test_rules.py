@@ -13,7 +13,7 @@ from hpc_train.registry import parts
 from hpc_train.validate import model_facts, part_rules
 from hpc_train.validate.loading import load
 from hpc_train.validate.rules import check_start
-from hpc_train.validate.slurm_rules import OWNED, SBATCH_KEYS
+from hpc_train.validate.slurm_rules import MEMORY_SHARES, OWNED, SBATCH_KEYS
 from tests.config.files import GOOD, problems_of
 
 IMAGES = "data.image_size=32"
@@ -296,7 +296,7 @@ def test_slurm_options_of_the_launcher_are_refused(tmp_path: Path, option: str) 
         assert "is set by hpc-train" in line or "has a key of its own" in line
 
 
-@pytest.mark.parametrize("option", sorted(set(SBATCH_KEYS) - {"gres"}))
+@pytest.mark.parametrize("option", sorted(set(SBATCH_KEYS) - {"gres", *MEMORY_SHARES}))
 def test_slurm_options_with_a_key_name_it(tmp_path: Path, option: str) -> None:
     (line,) = problems_of(tmp_path, GOOD, f"slurm.extra.{option}=1")
     assert f"write {SBATCH_KEYS[option]}" in line
