@@ -296,7 +296,7 @@ def index_header(path: Path) -> dict[str, Any] | None:
 
 
 def _is_header(header: Any) -> bool:
-    """Tell whether a header has all keys, with values of their types. Its hash may be right without that."""
+    """Return True if a header has all keys, with values of their types. Its hash can be right without them."""
     if not isinstance(header, dict):
         return False
     splits, names, facts = (header.get(key) for key in ("splits", "class_names", "facts"))

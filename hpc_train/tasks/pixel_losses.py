@@ -34,12 +34,12 @@ class PixelLoss(ABC):
         return divided(self.total(logits, classes, labelled), self.weight(classes, labelled))
 
     def weight(self, classes: Tensor, labelled: Tensor) -> Tensor:
-        """Return what the mean divides by, (), float64: the number of images with a labelled pixel."""
+        """Return the divisor of the mean, (), float64: the number of images with a labelled pixel."""
         return labelled.flatten(1).any(dim=1).sum(dtype=torch.float64)
 
     @abstractmethod
     def total(self, logits: Tensor, classes: Tensor, labelled: Tensor) -> Tensor:
-        """Return what is divided, (): the sum over the images of a loss that is 0 without labelled pixels."""
+        """Return the dividend, (): the sum over the images of a loss that is 0 without labelled pixels."""
 
 
 @dataclass(frozen=True)

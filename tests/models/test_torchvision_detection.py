@@ -60,7 +60,7 @@ def test_the_head_is_replaced_whatever_the_detector(name: str) -> None:
     "name", ["ssd300_vgg16", "ssdlite320_mobilenet_v3_large", "fcos_resnet50_fpn", "retinanet_resnet50_fpn"]
 )
 def test_losses_are_means_over_the_images(name: str) -> None:
-    """Of images with two and one boxes fewer, so that micro-batches of any size add up."""
+    """Use images with two and one boxes fewer, so that micro-batches of any size add up."""
     with torch.device("meta"):
         model: Any = create(name, 2)
     corners = torch.tensor([[4.0, 4.0, 40.0, 40.0], [8.0, 20.0, 60.0, 58.0], [30.0, 2.0, 34.0, 9.0]])

@@ -222,7 +222,7 @@ def test_an_image_changed_in_place_is_other_data(place: str, tmp_path: Path) -> 
 
 
 def folder_of_lists(root: Path, pixel: bytes = b"a", label: str = "x") -> Path:
-    """Write what each data set of files reads, always of the same names, sizes and times."""
+    """Write the files of each data set, always with the same names, sizes and times."""
     for name in ("train/a.png", "train/masks/a.png", "train/images/a.png"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(pixel * 100)

@@ -41,7 +41,7 @@ def test_cross_entropy_is_torchs(targets: Tensor) -> None:
 @pytest.mark.parametrize("targets", [CLASSES, SHARES])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_class_weights_of_cross_entropy_are_torchs(targets: Tensor, smoothing: float) -> None:
-    """Of classes it divides by the sum of their weights, of shares by the number of samples."""
+    """Class targets are divided by the sum of their weights, soft targets by the number of samples."""
     weights = torch.tensor(WEIGHTS, dtype=torch.float64)
     expected = functional.cross_entropy(LOGITS, targets, weight=weights, label_smoothing=smoothing)
     assert_equal(loss("cross_entropy", class_weights=WEIGHTS).mean(LOGITS, targets, smoothing), expected)

@@ -240,7 +240,7 @@ def test_a_weight_that_is_not_a_sum_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_an_attribute_that_is_not_a_method_leaves_micro_batches_equal(
     attribute: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a task that was written before there was a weight, and without any communication."""
+    """A task that was written before there was a weight keeps its loss, without any communication."""
     monkeypatch.setattr(SumOverLabels, "weight", attribute)
     monkeypatch.setattr(dist, "all_reduce", None)
     full = torch.zeros(SAMPLES, SIDE, SIDE, dtype=torch.int64)
