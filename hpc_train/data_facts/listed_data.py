@@ -296,7 +296,7 @@ def index_header(path: Path) -> dict[str, Any] | None:
 
 
 def _is_header(header: Any) -> bool:
-    """Return True if a header has all keys, with values of their types. Its hash can be right without them."""
+    """Return True if a header has all keys, with values of their types: a right hash does not ensure that."""
     if not isinstance(header, dict):
         return False
     splits, names, facts = (header.get(key) for key in ("splits", "class_names", "facts"))
