@@ -1,4 +1,4 @@
-"""What ``prepare`` and rank 0 report about the data: skipped files, conversions that lose information, masks.
+"""The notices of ``prepare`` and rank 0 about the data: skipped files, lossy conversions, masks.
 
 Image files and masks are inspected in a sample, so the time is bounded for any number of files.
 """

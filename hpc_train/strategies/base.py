@@ -22,7 +22,7 @@ from hpc_train.topology.strategy_traits import problems_of_arguments
 
 
 class Forward(Protocol):
-    """What training computes of one micro-batch. Methods are collective only if the model's own forward is,
+    """The computation of one micro-batch in training. Methods are collective only if the model's forward is,
     except ``with_loss_factors``.
     """
 

@@ -2,7 +2,7 @@
 
 ``python -m hpc_train.launchers.slurm.after SUBMISSION CODE`` (srun's exit code) writes that down and answers
 ``requeue 75 [NODES]`` (those to exclude then) or ``stop CODE``; the script does the rest, for in a
-container nobody can ask Slurm. ``after SUBMISSION refused WORDS`` records that Slurm refused the requeue.
+container Slurm can't be reached. ``after SUBMISSION refused WORDS`` records that Slurm refused the requeue.
 """
 
 from __future__ import annotations

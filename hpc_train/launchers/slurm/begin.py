@@ -1,4 +1,4 @@
-"""What the batch script calls before srun, on the first node: claims the attempt and answers with its folder.
+"""Called by the batch script before srun, on the first node: claims the attempt, answers with its folder.
 
 ``python -m hpc_train.launchers.slurm.begin SUBMISSION`` answers with attempt, token and run folder,
 tab-separated; with nothing if the run must not start; with exit code 78 and the nodes to exclude if it found

@@ -136,7 +136,7 @@ def submitted_number(arguments: Sequence[str], environ: Mapping[str, str]) -> st
 
 
 def job_number(output: str) -> str | None:
-    """Return the number in sbatch's own line; None if there is no such line, or several that differ.
+    """Return the number in sbatch's own line; None without such a line, or if several differ.
 
     Without a line break at its end a line may be incomplete.
     """
