@@ -4,14 +4,13 @@
 
 The runs are made here: each has 200 steps in ``metrics.jsonl``, attempts and evaluations. The baseline is a
 bare Python that reads every ``run.json``, ``status.json`` and ``metrics.jsonl`` and parses each line. Then
-`status` and `compare` of 10,000 runs, once each. Writes benchmarks/results/run_pages.json. ``--quick``: 20
-runs.
+`status`, `compare` and `report` of 10,000 runs, once each. Writes benchmarks/results/run_pages.json.
+``--quick``: 20 runs.
 """
 
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -56,22 +55,34 @@ def main() -> None:
 
 
 def _of_many(count: int) -> dict[str, Any]:
-    """Return the table of wall and CPU time of commands on this many runs."""
+    """Return the table of time and memory of commands on this many runs."""
     rows: dict[str, dict[str, float | None]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        runs = Path(folder, "runs")
+        runs, page = Path(folder, "runs"), Path(folder, "report.html")
         name = made_sweep(runs, count, steps=STEPS)[0].siblings.folder.name
-        for command in (["status"], ["compare", name]):
-            before = _cpu_seconds()
-            wall_s = _seconds(runs, ["-m", "hpc_train", *command])
-            rows[f"hpc-train {command[0]}"] = {"wall": wall_s, "CPU": _cpu_seconds() - before}
-    return table(f"status and compare of {count:,} runs", "seconds", rows)
+        for command in (["status"], ["compare", name], ["report", name, "-o", str(page)]):
+            rows[f"hpc-train {command[0]}"] = _used(runs, ["-m", "hpc_train", *command])
+    return table(f"status, compare and report of {count:,} runs", "", rows)
 
 
-def _cpu_seconds() -> float:
-    """Return the CPU time of commands that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _used(runs: Path, command: list[str]) -> dict[str, float | None]:
+    """Return the time and the peak memory of a command."""
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {"HPC_TRAIN_RUNS": str(runs)},
+        stdout=subprocess.DEVNULL,
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, command
+    wall_s = time.perf_counter() - began
+    return {
+        "wall (s)": wall_s,
+        "CPU (s)": used.ru_utime + used.ru_stime,
+        "memory (MB)": used.ru_maxrss * 1024 / 1e6,
+    }
 
 
 def _seconds(runs: Path, command: list[str]) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpc_train.cli.many_runs import collecting_rarely
 from hpc_train.cli.unreadable import find_readable
 from hpc_train.console import JSON_VERSION, put, put_json
 from hpc_train.errors import ExitCode, UsageError, counted
@@ -17,6 +18,7 @@ from hpc_train.run.output_files import refuse_target
 _ENDINGS = (".html", ".htm")
 
 
+@collecting_rarely()
 def report(words: Sequence[str], output: Path, *, metric: str | None, as_json: bool = False) -> ExitCode:
     """Write the page of the runs to ``output``, which is replaced atomically.
 
@@ -28,7 +30,12 @@ def report(words: Sequence[str], output: Path, *, metric: str | None, as_json: b
     collected = collect(find_readable(words), metric)
     if collected.metric is None and metric is not None:
         listed = ", ".join(sorted(map(str, collected.metrics))[:50]) or "none yet"
-        raise UsageError(f"--metric: {metric} is in no run's metrics.jsonl; there are {listed}")
+        where = (
+            "none of the rows that were read of so many runs"
+            if any(run.is_sampled for run in collected.runs)
+            else "no run's metrics.jsonl"
+        )
+        raise UsageError(f"--metric: {metric} is in {where}; there are {listed}")
     page = render(collected).encode()
     with replacing(output) as file:
         file.write(page)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from hpc_train.errors import HpcTrainError
 from hpc_train.paths import RunPaths
@@ -22,6 +22,11 @@ _LEFT_OUT = ("name", "sweep")
 _SCALARS = {str, int, float, bool, type(None)}
 #: The value of a key that is not set.
 _ABSENT = object()
+#: Values by dotted key; the section of a run that has none.
+_Section = dict[str, Any]
+_EMPTY: _Section = {}
+#: A run's sections by name.
+_Settings = dict[str, _Section]
 
 
 def changed_keys(runs: Sequence[RunPaths]) -> dict[RunPaths, dict[str, Any]]:
@@ -31,36 +36,40 @@ def changed_keys(runs: Sequence[RunPaths]) -> dict[RunPaths, dict[str, Any]]:
     compared; a key that one run lacks is None in it.
     """
     settings = _read(runs, _written)
-    differing = _differing(settings.values())
-    if any(key not in found for key in differing for found in settings.values()):
+    differing = _differing(settings)
+    if any(key not in flat for section, key in differing for flat in _variants(settings, section)):
         # Written by different versions, or by 0.1: the defaults of the schema decide.
         settings = _read(runs, _settings)
-        differing = _differing(settings.values())
+        differing = _differing(settings)
     return {
-        paths: {key: settings[paths].get(key) for key in differing} if paths in settings else {}
+        paths: {key: settings[paths].get(section, _EMPTY).get(key) for section, key in differing}
+        if paths in settings
+        else {}
         for paths in runs
     }
 
 
 def _read(
     runs: Sequence[RunPaths], settings_of: Callable[[RunPaths], dict[str, Any] | None]
-) -> dict[RunPaths, dict[str, Any]]:
-    """Return the values by dotted key, of the sections in which runs differ: of a sweep's most are alike."""
-    sections: dict[RunPaths, dict[str, Any]] = {}
-    #: Section's key → its text → its value, kept once for all runs.
-    kept: dict[str, dict[str, Any]] = {}
+) -> dict[RunPaths, _Settings]:
+    """Return the settings of the runs that can be read. Equal sections of several runs are one object."""
+    settings: dict[RunPaths, _Settings] = {}
+    #: Section's name → its text → its values, None if they are nested too deeply.
+    variants: dict[str, dict[str, _Section | None]] = {}
     for paths in runs:
-        texts = _texts(settings := settings_of(paths))
-        if settings is not None and texts is not None:
-            sections[paths] = {
-                key: kept.setdefault(key, {}).setdefault(text, settings[key]) for key, text in texts.items()
-            }
-    alike = {
-        key
-        for key, texts in kept.items()
-        if len(texts) == 1 and all(key in settings for settings in sections.values())
-    }
-    return {paths: flat for paths in sections if (flat := _flattened(sections[paths], alike)) is not None}
+        sections = settings_of(paths)
+        texts = _texts(sections)
+        if sections is None or texts is None:
+            continue
+        found: dict[str, _Section | None] = {}
+        for name, text in texts.items():
+            by_text = variants.setdefault(name, {})
+            if text not in by_text:
+                by_text[text] = _flattened(name, sections[name])
+            found[name] = by_text[text]
+        if None not in found.values():
+            settings[paths] = cast(_Settings, found)
+    return settings
 
 
 def _texts(sections: Mapping[str, Any] | None) -> dict[str, str] | None:
@@ -71,20 +80,34 @@ def _texts(sections: Mapping[str, Any] | None) -> dict[str, str] | None:
         return None
 
 
-def _flattened(sections: Mapping[str, Any], left_out: Container[str]) -> dict[str, Any] | None:
-    """Return the values of the sections by dotted key; None for a section nested too deeply."""
-    flat: dict[str, Any] = {}
+def _flattened(name: str, value: Any) -> _Section | None:
+    """Return the values of a section by dotted key; None if it is nested too deeply."""
+    flat: _Section = {}
     try:
-        _flatten({key: section for key, section in sections.items() if key not in left_out}, "", flat)
+        _flatten({name: value}, "", flat)
     except RecursionError:
         return None
     return flat
 
 
-def _differing(settings: Iterable[Mapping[str, Any]]) -> list[str]:
-    every = list(settings)
-    keys = dict.fromkeys(chain.from_iterable(every))
-    return [key for key in keys if _differ([found.get(key, _ABSENT) for found in every])]
+def _differing(settings: Mapping[RunPaths, _Settings]) -> list[tuple[str, str]]:
+    """Return the section and the dotted key of each value that differs among the runs."""
+    names = dict.fromkeys(chain.from_iterable(settings.values()))
+    variants = {name: _variants(settings, name) for name in names}
+    return [
+        (name, key)
+        for name, flats in variants.items()
+        if len(flats) > 1  # of a sweep's sections most are equal in all runs
+        for key in dict.fromkeys(chain.from_iterable(flats))
+        if _differ([flat.get(key, _ABSENT) for flat in flats])
+    ]
+
+
+def _variants(settings: Mapping[RunPaths, _Settings], section: str) -> list[_Section]:
+    """Return the different contents that a section has in the runs; a run without it has an empty one."""
+    return list(
+        {id(flat): flat for each in settings.values() for flat in (each.get(section, _EMPTY),)}.values()
+    )
 
 
 def _differ(values: Sequence[Any]) -> bool:

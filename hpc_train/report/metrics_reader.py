@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ _SPREAD_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 16
 #: Longer than any row of ours: a file of other content is not read into memory as one line.
 _MAX_LINE_BYTES = 1 << 20
+_ATTEMPT = b'"attempt":'
 #: Default metrics: the first one that a row or a run has. Evaluations of detectors have no loss.
 PREFERRED = ("accuracy", "map", "loss")
 
@@ -114,15 +115,19 @@ def _blocks(path: Path) -> Iterator[bytes]:
         return
 
 
-def sampled_rows(path: Path, max_rows: int) -> tuple[list[Row], bool]:
+def sampled_rows(path: Path, max_rows: int, max_evaluations: int | None = None) -> tuple[list[Row], bool]:
     """Return the rows in order, and whether some were skipped: of more than ``max_rows`` every k-th.
 
-    Rows of evaluations are counted on their own, so that none is skipped because of the others. The last row
-    is always there, and lines longer than any of ours are skipped. Memory does not depend on the file; no
-    rows if it can't be read.
+    Evaluation rows are counted separately, against ``max_evaluations`` (None: ``max_rows``), so that none is
+    skipped because of the others. The first and the last row of each attempt are always there (of the first
+    ``max_evaluations`` attempts), and so is the last row of the file. Lines longer than any of ours are
+    skipped. Memory does not depend on the file; no rows if it can't be read.
     """
-    kept = {True: _Thinned(max_rows), False: _Thinned(max_rows)}
+    max_evaluations = max_rows if max_evaluations is None else max_evaluations
+    kept = {True: _Thinned(max_evaluations), False: _Thinned(max_rows)}
+    ends: list[tuple[int, bytes]] = []
     last: tuple[int, bytes] | None = None
+    attempt = b""
     has_long = is_rest = False
     try:
         with open_regular(path) as file:
@@ -130,16 +135,24 @@ def sampled_rows(path: Path, max_rows: int) -> tuple[list[Row], bool]:
             while line := file.readline(_MAX_LINE_BYTES):
                 is_end = line.endswith(b"\n")
                 if is_end and not is_rest:
+                    kept[b'"val"' in line].add(place, line)
+                    newest = _attempt_in(line)
+                    if newest != attempt and len(ends) < 2 * max_evaluations:
+                        ends += [(place, line)] if last is None else [last, (place, line)]
+                        attempt = newest
                     place, last = place + 1, (place, line)
-                    kept[b'"val"' in line].add(place - 1, line)
                 has_long, is_rest = has_long or is_rest, not is_end
     except (OSError, UnreadableFileError):
         return [], False
-    found = {place: row for thinned in kept.values() for place, row in thinned.rows}
-    if last is not None and last[0] not in found and (row := _row(last[1])):
-        found[last[0]] = row
-    is_thinned = any(thinned.every > 1 for thinned in kept.values())
-    return [found[place] for place in sorted(found)], is_thinned or has_long
+    lines = dict(chain(kept[True].lines, kept[False].lines, ends, [] if last is None else [last]))
+    rows = [row for place in sorted(lines) if (row := _row(lines[place]))]
+    return rows, has_long or any(thinned.every > 1 for thinned in kept.values())
+
+
+def _attempt_in(line: bytes) -> bytes:
+    """Return the attempt's number as it is written in the line, without parsing; empty if there is none."""
+    begin = line.find(_ATTEMPT)
+    return line[begin : line.find(b",", begin)] if begin >= 0 else b""
 
 
 def spread_rows(path: Path, max_bytes: int) -> tuple[list[Row], float]:
@@ -173,20 +186,20 @@ def _complete_rows(data: bytes) -> list[Row]:
 
 
 class _Thinned:
-    """Every k-th row, k the power of two with which at most ``limit`` are kept."""
+    """Every k-th line with its place in the file; k is the power of two that keeps at most ``limit``."""
 
     def __init__(self, limit: int) -> None:
-        self.rows: list[tuple[int, Row]] = []
+        self.lines: list[tuple[int, bytes]] = []
         self.every = 1
         self._limit = limit
         self._count = 0
 
     def add(self, place: int, line: bytes) -> None:
+        if self._count % self.every == 0:
+            self.lines.append((place, line))
+            if len(self.lines) > self._limit:
+                self.lines, self.every = self.lines[::2], self.every * 2
         self._count += 1
-        if (self._count - 1) % self.every == 0 and (row := _row(line)):
-            self.rows.append((place, row))
-            if len(self.rows) > self._limit:
-                self.rows, self.every = self.rows[::2], self.every * 2
 
 
 def newest_rows(path: Path, limit_bytes: int = TAIL_BYTES) -> list[Row]:

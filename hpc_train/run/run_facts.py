@@ -11,8 +11,9 @@ from typing import Any
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import read_json
 
-#: The largest sweep. An entry takes a few kilobytes.
-_MAX_RUNS = 10_000
+#: More than a user has: with one run more than this, no entry would be left when it is needed again. Each
+#: takes a few kilobytes.
+_MAX_RUNS = 100_000
 
 
 def run_facts(paths: RunPaths) -> Mapping[str, Any]:

@@ -12,7 +12,14 @@ from hpc_train.launchers.lookup import statuses
 from hpc_train.paths import RunPaths
 from hpc_train.report.changed_keys import changed_keys
 from hpc_train.report.html.curves import MAX_STEP, Curve, curves_of, non_finite_ends
-from hpc_train.report.html.limits import ALL_ROWS, CURVE_POINTS, MIN_ROWS
+from hpc_train.report.html.limits import (
+    ALL_ROWS,
+    CURVE_POINTS,
+    DETAILED,
+    DETAILED_ROWS,
+    MIN_EVALUATIONS,
+    MIN_ROWS,
+)
 from hpc_train.report.metric_values import Metric, Point, find_metric, is_better, sort_key
 from hpc_train.report.metrics_reader import sampled_rows
 from hpc_train.report.run_files import RunFiles
@@ -109,21 +116,29 @@ def collect(runs: Sequence[RunPaths], wanted: str | None = None) -> Collected:
     If no run has ``wanted``, ``metric`` is None.
     """
     names, values = run_names(runs), changed_keys(runs)
-    max_rows = max(MIN_ROWS, ALL_ROWS // max(len(runs), 1) // 2)
+    share = ALL_ROWS // max(len(runs), 1) // 2
     found = [
-        _read(paths, status, names[paths], values[paths], max_rows)
+        _read(paths, status, names[paths], values[paths], share)
         for paths, status in zip(runs, statuses(runs), strict=True)
     ]
     metric = find_metric((metric for run in found for metric in run.curves), wanted)
     if metric is not None:
-        chosen = metric
-        found.sort(key=lambda run: sort_key(run.best(chosen), chosen))
+        found.sort(key=lambda run: sort_key(run.best(metric), metric))
+    if len(runs) > DETAILED:
+        # Rows of thousands of runs are read only in part: the best runs are shown in detail.
+        best = [
+            _read(run.paths, run.status, run.name, run.values, DETAILED_ROWS) if run.is_sampled else run
+            for run in found[:DETAILED]
+        ]
+        if metric is not None:
+            best.sort(key=lambda run: sort_key(run.best(metric), metric))
+        found[:DETAILED] = best
     return Collected(found, metric)
 
 
 def _read(paths: RunPaths, status: RunStatus, name: str, values: dict[str, Any], max_rows: int) -> RunData:
     run = RunFiles.read(paths)
-    rows, is_sampled = sampled_rows(paths.metrics, max_rows)
+    rows, is_sampled = sampled_rows(paths.metrics, max(MIN_ROWS, max_rows), max(MIN_EVALUATIONS, max_rows))
     curves = curves_of(rows, CURVE_POINTS)
     return RunData(
         paths=paths,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isfinite
 
 from hpc_train.report.html.limits import METRICS, NAME_LENGTH
@@ -20,7 +21,7 @@ MAX_STEP = 2**53
 _NUMBERS = {int, float}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Curve:
     """Finite values by step, in the order of the steps."""
 
@@ -60,12 +61,18 @@ def curves_of(rows: Sequence[Row], max_points: int) -> dict[Metric, Curve]:
         if type(step) is int and 0 <= step < MAX_STEP and isinstance(split, str):
             _add(found.setdefault(split, {}), row, step)
     curves = [
-        (Metric(split, name), curve)
+        (_metric(split, name), curve)
         for split, by_name in found.items()
         for name, curve in by_name.items()
         if max(len(split), len(name)) <= NAME_LENGTH
     ]
     return {metric: curve.thinned(max_points) for metric, curve in curves[:METRICS]}
+
+
+@lru_cache(METRICS)
+def _metric(split: str, name: str) -> Metric:
+    """Return the same object for thousands of runs: as a key it is compared by identity."""
+    return Metric(split, name)
 
 
 def non_finite_ends(rows: Sequence[Row], curves: Mapping[Metric, Curve]) -> dict[Metric, int]:

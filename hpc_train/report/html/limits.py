@@ -8,7 +8,9 @@ CURVE_POINTS = 500
 ALL_POINTS = 250_000
 #: Rows of metrics that are read for a page, half of them evaluations. Measured: 200,000 take 2 s.
 ALL_ROWS = 200_000
-MIN_ROWS = 100
+#: Rows of training and of evaluations that are read of a run, however many runs there are.
+MIN_ROWS = 10
+MIN_EVALUATIONS = 100
 CHARTS = 24
 #: Metrics of a run that are kept; one with 150 classes has that many.
 METRICS = 400
@@ -17,6 +19,8 @@ NAME_LENGTH = 100
 HIGHLIGHTED = 8
 EVALUATED = 4
 DETAILED = 12
+#: Rows of training that are read of each of those, and as many of evaluations.
+DETAILED_ROWS = 8000
 #: Bars of the time use and rows of its table.
 TIME_BARS = 20
 #: The timeline's nodes, its bars, and the lines of its table.

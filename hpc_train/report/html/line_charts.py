@@ -132,11 +132,9 @@ def _chart(metric: Metric, collected: Collected, x: Scale, max_points: int, mark
 def _line(run: int, curve: Curve, x: Scale, y: Scale, max_points: int) -> Line:
     is_highlighted = run < HIGHLIGHTED
     shown = curve if is_highlighted else curve.thinned(max_points)
-    places = [
-        (round(GRID * x.place(step)), round(GRID - GRID * y.place(value)))
-        for step, value in zip(shown.steps, shown.values, strict=True)
-    ]
-    path = "M" + "L".join(f"{across} {down}" for across, down in places)
+    across, down = x.places(shown.steps), y.places(shown.values)
+    places = [(round(GRID * right), round(GRID - GRID * up)) for right, up in zip(across, down, strict=True)]
+    path = "M" + "L".join(f"{right} {below}" for right, below in places)
     dot = (places[0][0] * 100 / GRID, places[0][1] * 100 / GRID) if len(places) == 1 else None
     return Line(run, run if is_highlighted else None, path, shown, dot)
 

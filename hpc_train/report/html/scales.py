@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 #: A positive range that spans more than this factor is shown on a logarithmic scale. Assumed.
@@ -33,11 +33,19 @@ class Scale:
 
     def place(self, value: float) -> float:
         """Return where ``value`` is, from 0 to 1."""
+        return self.places([value])[0]
+
+    def places(self, values: Iterable[float]) -> list[float]:
+        """Return where the values are, each from 0 to 1."""
         if self.is_log:
-            span, above = _log(self.high) - _log(self.low), _log(value) - _log(self.low)
+            low = _log(self.low)
+            span = _log(self.high) - low
+            above = [_log(value) - low for value in values]
         else:
-            span, above = self.high / 2 - self.low / 2, value / 2 - self.low / 2
-        return min(max(above / span, 0.0), 1.0) if span > 0 else 0.5
+            low = self.low / 2  # halves: the difference of two floats may be none
+            span = self.high / 2 - low
+            above = [value / 2 - low for value in values]
+        return [min(max(each / span, 0.0), 1.0) if span > 0 else 0.5 for each in above]
 
     def ticks(self, about: int = 4) -> list[float]:
         """Return about that many round numbers within the scale, in rising order."""

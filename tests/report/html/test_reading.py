@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_train.report.html import limits
+from hpc_train.report.html import collecting, limits
 from hpc_train.report.html.collecting import collect
 from hpc_train.report.html.curves import DATA_WAIT, Curve, curves_of
 from hpc_train.report.html.evaluations import newest_evaluation
@@ -83,6 +83,43 @@ def test_of_many_rows_every_kth_is_read_and_evaluations_and_the_last_are_kept(tm
     assert sampled_rows(file, 100)[0][-1]["step"] == 1000
     assert sampled_rows(file, 2000) == (rows, False)
     assert sampled_rows(tmp_path, 10) == ([], False)
+
+
+def test_first_and_last_row_of_each_attempt_are_read_of_however_many_rows(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    rows = [
+        {"split": "train", "attempt": attempt, "step": step}
+        for attempt, steps in enumerate([range(1, 334), range(334, 338), range(338, 1001)], start=1)
+        for step in steps
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, _ = sampled_rows(file, 4)
+    assert {row["step"] for row in found} >= {1, 333, 334, 337, 338, 1000}
+    assert len(found) < 12
+    # A damaged file in which each row is of another attempt is not read whole.
+    file.write_text("".join(json.dumps(row | {"attempt": row["step"]}) + "\n" for row in rows))
+    assert len(sampled_rows(file, 4)[0]) < 20
+
+
+def test_of_many_runs_the_best_ones_are_read_in_detail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of many runs reads few training rows of each; what it shows in detail has all."""
+    runs = made_sweep(tmp_path, limits.DETAILED + 2, steps=600)
+    monkeypatch.setattr(collecting, "ALL_ROWS", len(runs) * 20)
+    loss = Metric("train", "loss")
+    best = collect(runs, "train/loss").runs
+    monkeypatch.undo()
+    whole = {run.paths: run for run in collect(runs, "train/loss").runs}
+    losses = [point.value for run in best if (point := run.best(loss))]
+    assert losses[: limits.DETAILED] == sorted(losses[: limits.DETAILED])
+    for run in best[: limits.DETAILED]:
+        assert run.curves[loss] == whole[run.paths].curves[loss]
+    for run in best[limits.DETAILED :]:
+        assert run.is_sampled and len(run.curves[loss]) < len(whole[run.paths].curves[loss])
+        assert run.attempts == whole[run.paths].attempts
+        validation = Metric("val", "accuracy")
+        assert run.curves[validation] == whole[run.paths].curves[validation]
 
 
 def test_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
