@@ -1,24 +1,72 @@
-"""Child processes: which copy of the package they import, and the answer in their output."""
+"""Child processes: which copy of the package and which of the user's modules they import, and their answer.
+
+A user's ``logging.py`` or ``types.py`` must not replace Python's own module, without which no process starts.
+Entries of ``PYTHONPATH`` precede the standard library on ``sys.path``. So a folder with such a file is put
+into a variable of ours, and inserted after the standard library when this package is imported.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 #: Where this copy of the package is imported from.
 PACKAGE_PARENT = str(Path(__file__).parents[1])
+#: Folders that follow the standard library on ``sys.path``, separated like those of ``PYTHONPATH``.
+LATE_VARIABLE = "HPC_TRAIN_LATE_PATH"
 
 
 def with_package(environment: Mapping[str, str], places: Sequence[str] = ()) -> dict[str, str]:
     """Return the environment of a child process that imports this copy of the package from any folder.
 
-    ``places``: where it imports from instead, such as a run's snapshot.
+    ``places``: where it imports from instead, such as a run's snapshot. The child does not import from the
+    current folder unless that is one of ``places``.
     """
-    path = os.pathsep.join(filter(None, (*(places or (PACKAGE_PARENT,)), environment.get("PYTHONPATH"))))
-    return {**environment, "PYTHONPATH": path}
+    found = path_variables(places or (PACKAGE_PARENT,))
+    for name in ("PYTHONPATH", LATE_VARIABLE):
+        found[name] = os.pathsep.join(filter(None, (found[name], environment.get(name))))
+    return {**environment, **found}
+
+
+def path_variables(places: Iterable[str]) -> dict[str, str]:
+    """Return the variables with which a new Python imports from these places and its own folders only."""
+    late, early = [], []
+    for place in places:
+        (late if hidden_modules(place) else early).append(place)
+    return {
+        "PYTHONPATH": os.pathsep.join(early),
+        LATE_VARIABLE: os.pathsep.join(late),
+        "PYTHONSAFEPATH": "1",
+    }
+
+
+def hidden_modules(place: Path | str) -> list[Path]:
+    """Return the files and packages in a folder that have the name of a module of Python's own, by name.
+
+    A folder without ``__init__.py`` is not among them: Python prefers its own module.
+    """
+    try:
+        with os.scandir(place) as entries:
+            named = [each for each in entries if each.name.split(".")[0] in sys.stdlib_module_names]
+    except OSError:
+        return []
+    found = (Path(each.path) for each in named)
+    return sorted(
+        path for path in found if path.suffix in {".py", ".pyc", ".so"} or (path / "__init__.py").is_file()
+    )
+
+
+def add_late_places() -> None:
+    """Insert the folders of ``LATE_VARIABLE`` into ``sys.path``, after the standard library's."""
+    places = [each for each in os.environ.get(LATE_VARIABLE, "").split(os.pathsep) if each]
+    library = str(Path(os.__file__).parent)
+    ours = [at for at, entry in enumerate(sys.path) if entry in {library, f"{library}/lib-dynload"}]
+    at = ours[-1] + 1 if ours else len(sys.path)
+    sys.path[at:at] = [each for each in places if each not in sys.path]
 
 
 def answer_in(output: str | bytes) -> dict[str, Any] | None:

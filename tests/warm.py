@@ -488,6 +488,9 @@ def _take_over(command: Sequence[str], environment: Mapping[str, str]) -> None:
     folder = "" if command[at] == "-c" else str(Path.cwd())
     own = [] if environment.get("PYTHONSAFEPATH") else [folder]
     sys.path[:0] = own + [place for place in environment.get("PYTHONPATH", "").split(os.pathsep) if place]
+    importlib.import_module(
+        "hpc_train.package_path"
+    ).add_late_places()  # as the package's import does, which is done here
     is_unbuffered = bool(environment.get("PYTHONUNBUFFERED")) or "-u" in command[:at]
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         setattr(sys, name, _stream(number, getattr(sys, name), mode, is_unbuffered))

@@ -6,11 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hpc_train.console import say
 from hpc_train.errors import ExitCode
-from hpc_train.package_path import answer_in, with_package
+from hpc_train.package_path import PACKAGE_PARENT, answer_in, with_package
 
 
 def run_child(module: str, *arguments: str, code: Sequence[str] = ()) -> int:
@@ -38,7 +39,7 @@ def child_report(module: str, *arguments: str, code: Sequence[str] = ()) -> tupl
 
 def _run(module: str, arguments: Sequence[str], code: Sequence[str], stdout: int | None) -> tuple[int, str]:
     # If the package is in a work tree, the child must find the same one from any folder.
-    environment = with_package(os.environ, code) | ({"PYTHONSAFEPATH": "1"} if code else {})
+    environment = with_package(os.environ, code or (PACKAGE_PARENT, str(Path.cwd())))
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
         env=environment,

@@ -17,6 +17,7 @@ from hpc_train.distributed.parent_process import die_with
 from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.gpus import count_gpus
 from hpc_train.launchers.local import noted_signals
+from hpc_train.package_path import PACKAGE_PARENT, with_package
 from hpc_train.paths import RunPaths
 from hpc_train.run.processes import exit_code
 
@@ -88,7 +89,7 @@ class Slots:
         how = ["new"] if changes is None else ["again", *changes]
         self._slots[slot] = subprocess.Popen(
             [*command, str(os.getpid()), *how],
-            env=environment,
+            env=with_package(environment, (PACKAGE_PARENT, str(Path.cwd()))),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # the terminal's Ctrl-C reaches this process only

@@ -17,6 +17,7 @@ from pathlib import Path
 from hpc_train.distributed import signals
 from hpc_train.distributed.env import THREADS_BY_SHARE
 from hpc_train.launchers.entry import ATTEMPT_VARIABLE, FOLDER_VARIABLE, TOKEN_VARIABLE
+from hpc_train.package_path import path_variables
 from hpc_train.paths import RunPaths
 from hpc_train.run.code.snapshot import check_owner, check_whole, linked, search_path
 from hpc_train.run.files import open_regular
@@ -145,9 +146,16 @@ def _import_places(environ: Mapping[str, str], paths: RunPaths) -> dict[str, str
     here, code = Path.cwd(), search_path(paths)
     inherited = [place for place in environ.get("PYTHONPATH", "").split(os.pathsep) if place]
     if not code:
-        return {"PYTHONPATH": os.pathsep.join([str(here), *inherited])}
-    elsewhere = [place for place in inherited if Path(place).resolve() != here.resolve()]
-    return {"PYTHONPATH": os.pathsep.join([*code, *elsewhere]), "PYTHONSAFEPATH": "1"}
+        return _before(path_variables([str(here)]), inherited)
+    return _before(
+        path_variables(code), [place for place in inherited if Path(place).resolve() != here.resolve()]
+    )
+
+
+def _before(variables: Mapping[str, str], inherited: Sequence[str]) -> dict[str, str]:
+    """Return the variables with the inherited entries of ``PYTHONPATH`` after their own."""
+    places = filter(None, (variables["PYTHONPATH"], *inherited))
+    return {**variables, "PYTHONPATH": os.pathsep.join(places)}
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:

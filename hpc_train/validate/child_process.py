@@ -8,10 +8,11 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from pathlib import Path
 from threading import Timer
 from typing import NoReturn
 
-from hpc_train.package_path import answer_in, with_package
+from hpc_train.package_path import PACKAGE_PARENT, answer_in, with_package
 
 
 class Child:
@@ -70,5 +71,5 @@ class Child:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a child that imports torch: this package, and no GPU."""
-    return with_package(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
+    """Return the environment of a child that imports torch: this package, the user's modules, and no GPU."""
+    return with_package(os.environ, (PACKAGE_PARENT, str(Path.cwd()))) | {"CUDA_VISIBLE_DEVICES": ""}

@@ -103,6 +103,38 @@ print(json.dumps([found, os.environ["PYTHONPATH"].split(":"), sys.modules["hpc_t
     assert Path(package).is_relative_to(snapshot / "package")
 
 
+@pytest.mark.parametrize("has_snapshot", [True, False])
+def test_files_named_like_modules_of_python_replace_none_of_them(
+    has_snapshot: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``types.py`` on PYTHONPATH no Python starts. Other modules are found, also in child processes."""
+    monkeypatch.setenv("HPC_TRAIN_TEST_FRESH_RANKS", "1")
+    own = ("own.py", "logging.py", "types.py", "queue.py", "random.py")
+    tree = work_tree(tmp_path / "work", *own)
+    for name in own:
+        (tree / name).write_text("value = 'own'")
+    request = new_request(tmp_path / "runs", devices=1)
+    if has_snapshot:
+        link(request.paths, take(request.paths.siblings.snapshots, tree))
+    monkeypatch.chdir(tree)
+    script = """
+import json, logging, multiprocessing, own, queue, random, site, subprocess, types
+signals.install()
+with multiprocessing.get_context("spawn").Pool(1) as pool:
+    found = [own.value, pool.apply(eval, ("__import__('own').value",))]
+command = [sys.executable, "-c", "import hpc_train, own; print(own.value)"]
+found.append(subprocess.check_output(command, text=True))
+stdlib = os.path.dirname(os.__file__)
+found += [os.path.relpath(module.__file__, stdlib) for module in (logging, queue, random, types)]
+found.append(sys.path.index(os.path.dirname(own.__file__)) < sys.path.index(site.getsitepackages()[0]))
+print(json.dumps(found))
+"""
+    assert launch(request, script) == ExitCode.DONE
+    found = json.loads(attempt_of(request).log(0).read_text())
+    modules = ["logging/__init__.py", "queue.py", "random.py", "types.py"]
+    assert found == ["own", "own", "own\n", *modules, True]
+
+
 def test_damaged_code_is_not_run(tmp_path: Path) -> None:
     request = new_request(tmp_path / "runs", devices=1)
     code = take(request.paths.siblings.snapshots, work_tree(tmp_path / "work", "own.py"))

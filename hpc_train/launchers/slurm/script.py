@@ -19,6 +19,7 @@ from hpc_train.config.schema import Experiment
 from hpc_train.errors import UsageError
 from hpc_train.launchers.slurm import options, profiles
 from hpc_train.launchers.slurm.profiles import TEMPLATES, Profile
+from hpc_train.package_path import LATE_VARIABLE, path_variables
 from hpc_train.paths import ExperimentPaths
 from hpc_train.validate.slurm_rules import MEMORY_SHARES, ranks_on_each_node
 
@@ -154,7 +155,7 @@ def _setup(
         "python": python,
         "exclude": _excluded(experiment),
         "ranks_per_node": ranks_on_each_node(slurm) if isinstance(slurm.nodes, str) else None,
-        "search_path": os.pathsep.join(search_path),
+        **_search_variables(search_path),
         "modules": experiment.environment.modules,
         "container": experiment.environment.container,
         "variables": profile.variables(),
@@ -206,6 +207,11 @@ def quoted(value: object) -> str:
     if not isinstance(value, str | int | Path):
         raise TypeError(f"{value!r} has no place in a script")
     return shlex.quote(str(value))
+
+
+def _search_variables(search_path: Sequence[str]) -> dict[str, str]:
+    variables = path_variables(search_path)
+    return {"search_path": variables["PYTHONPATH"], "late_path": variables[LATE_VARIABLE]}
 
 
 def _expanded(path: str) -> str:
