@@ -34,7 +34,8 @@ def with_package(environment: Mapping[str, str], places: Sequence[str] = ()) -> 
 
 def path_variables(places: Iterable[str]) -> dict[str, str]:
     """Return the variables with which a new Python imports from these places and its own folders only."""
-    late, early = [], []
+    late: list[str] = []
+    early: list[str] = []
     for place in places:
         (late if hidden_modules(place) else early).append(place)
     return {

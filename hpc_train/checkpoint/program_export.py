@@ -10,7 +10,6 @@ import inspect
 import io
 import json
 import logging
-import os
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +36,7 @@ from hpc_train.paths import RunPaths
 from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.create import noted_changes
+from hpc_train.run.files import sync_file
 from hpc_train.run.tracebacks import shortened_traceback, users_traceback
 from hpc_train.tasks.base import Task, make_task, target_spec
 
@@ -170,7 +170,7 @@ def export_program(model: Model, path: Path, form: str, metadata: dict[str, str]
         write = _write_onnx if form == "onnx" else _write_torch_export
         write(exported, model, path, facts)
     with path.open("rb") as file:
-        os.fsync(file.fileno())
+        sync_file(file.fileno())
     with _failing(model, form, "was exported, but the file does not run"):
         program = _load_onnx(path) if form == "onnx" else _load_torch_export(path)
         found = [program(call) for call in model.compared]

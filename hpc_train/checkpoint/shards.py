@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hpc_train.errors import BadFileError
 from hpc_train.run.checkpoints import FileEntry, new_hash
-from hpc_train.run.files import UnreadableFileError, open_regular
+from hpc_train.run.files import UnreadableFileError, open_regular, sync_file
 
 #: safetensors' names of the dtypes.
 DTYPE_NAMES = {
@@ -96,7 +96,7 @@ def write_safetensors(path: Path, entries: Mapping[str, Entry], metadata: dict[s
                 file.write(chunk)
                 flush.begin(len(chunk))
         file.flush()
-        os.fsync(file.fileno())
+        sync_file(file.fileno())
         return FileEntry(file.tell(), digest.hexdigest())
 
 

@@ -39,7 +39,7 @@ from hpc_train.run.checkpoints import (
     prune,
     read_object,
 )
-from hpc_train.run.files import sync_folder, write_text
+from hpc_train.run.files import free_space, sync_folder, write_text
 from hpc_train.run.storage_errors import retried, storage_error
 
 #: Added to the nice value of a thread that writes an asynchronous save: of a core that training uses too, it
@@ -135,8 +135,8 @@ class CheckpointWriter:
         self.paths.checkpoints.mkdir(parents=True, exist_ok=True)
         if temporary.folder.exists():  # this attempt failed before and could not clean up
             shutil.rmtree(temporary.folder)
-        free = shutil.disk_usage(self.paths.checkpoints).free
-        if free < nbytes + _SPARE_BYTES:
+        free = free_space(self.paths.checkpoints)
+        if free is not None and free < nbytes + _SPARE_BYTES:
             raise StorageError(
                 f"{temporary.folder}: the disk is full: {nbytes + _SPARE_BYTES} bytes are needed, "
                 f"{free} are free; make room there, then resume"

@@ -107,8 +107,9 @@ def say_older_code(folder: ExperimentPaths, runs: Mapping[RunPaths, Experiment])
     """Report which of the runs, none of which a submit has started, use other code than there is now."""
     users: dict[Path, list[RunPaths]] = {}  # a sweep's runs use one snapshot
     for paths in runs:
-        with suppress(OSError):
-            users.setdefault(paths.code.readlink(), []).append(paths)
+        with suppress(OSError, ValueError):
+            if (target := snapshot.link_target(paths)) is not None:
+                users.setdefault(target, []).append(paths)
     from_here = [group for group in users.values() if was_submitted_here(group[0])]
     if not from_here:
         return

@@ -22,7 +22,7 @@ from hpc_train.report.metrics_reader import in_words
 from hpc_train.run import frozen_experiment
 from hpc_train.run.attempts import newest_number
 from hpc_train.run.checkpoints import find_step
-from hpc_train.run.code.snapshot import linked, module_in
+from hpc_train.run.code.snapshot import link, linked, module_in
 from hpc_train.run.create import noted_changes
 from hpc_train.run.files import read_json, write_json
 from hpc_train.run.find import run_name
@@ -151,5 +151,5 @@ def _ranks_folder(
     frozen_experiment.write(own, experiment)
     write_json(own.evaluated_checkpoint, request)
     if snapshot is not None:
-        own.code.symlink_to(snapshot)
+        link(own, snapshot)
     return own

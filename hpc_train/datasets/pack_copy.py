@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc_train.datasets.packed import DamagedPackError, Pack
-from hpc_train.run.files import UnreadableFileError, open_descriptor, sync_folder
+from hpc_train.run.files import UnreadableFileError, free_space, open_descriptor, sync_file, sync_folder
 from hpc_train.run.trust import UntrustedError, check_own
 
 #: Small enough that a stop signal, which Python handles between two reads, is handled soon (assumed).
@@ -109,9 +108,9 @@ class PackCopy:
 
     def _check_room(self) -> None:
         self._partial.unlink(missing_ok=True)
-        free = shutil.disk_usage(self.folder).free
+        free = free_space(self.folder)
         needed = self.source.nbytes + _SPARE_BYTES
-        if free < needed:
+        if free is not None and free < needed:
             raise NoCopyError(
                 f"{self.folder} has too little room: {needed} bytes are needed, {free} are free"
             )
@@ -131,7 +130,7 @@ class PackCopy:
                     if offset % _SYNC_BYTES < len(chunk):
                         os.fdatasync(out.fileno())
                     report(offset / nbytes)
-                os.fsync(out.fileno())
+                sync_file(out.fileno())
             self._partial.rename(self.path)
         except OSError:
             self._partial.unlink(missing_ok=True)

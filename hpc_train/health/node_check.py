@@ -21,6 +21,7 @@ from torch import Tensor
 from hpc_train.distributed.env import RankFacts
 from hpc_train.errors import BadNodeError, HpcTrainError, PeerLostError, StorageError, TransientStorageError
 from hpc_train.paths import AttemptPaths
+from hpc_train.run.files import sync_file
 from hpc_train.run.storage_errors import TRANSIENT
 
 _SIZE = 256
@@ -153,10 +154,10 @@ def _through_the_disk(path: Path, content: bytes) -> bytes:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
         os.write(descriptor, content)
-        os.fsync(descriptor)
-        os.posix_fadvise(
-            descriptor, 0, 0, os.POSIX_FADV_DONTNEED
-        )  # otherwise the page cache answers for the disk
+        sync_file(descriptor)
+        with suppress(OSError):  # some file systems refuse advice
+            # Otherwise the page cache answers for the disk.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         return os.pread(descriptor, len(content) + 1, 0)
     finally:
         os.close(descriptor)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -16,6 +17,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -35,6 +37,10 @@ MAX_SMALL_BYTES = 64 << 20
 #: Measured (ext4): beyond eight, threads that wait for fsync gain nothing.
 _WRITERS = 8
 
+#: What a file system answers that does not have a call: vfat, CIFS, FUSE and object-store mounts.
+_UNSUPPORTED = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+_log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -60,7 +66,7 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[BinaryIO]:
             yield file
             if sync:
                 file.flush()
-                os.fsync(file.fileno())
+                sync_file(file.fileno())
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -91,7 +97,7 @@ def write_new(path: Path, text: str, *, sync: bool = True) -> None:
         file.write(text.encode())
         if sync:
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
 
 
 def json_text(data: dict[str, Any]) -> str:
@@ -200,12 +206,44 @@ def _open(path: Path | str, flags: int = os.O_RDONLY) -> tuple[int, int]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the folder's own entries (a rename, a new file) to disk."""
+    """Sync the folder's own entries (a rename, a new file) to disk; see ``sync_file``."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync_file(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_file(descriptor: int) -> None:
+    """Sync an open file or folder to disk. A file system without fsync is reported once."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not is_unsupported(error):
+            raise
+        report_unsupported("fsync", "after a power failure the newest files may be incomplete")
+
+
+def free_space(folder: Path) -> int | None:
+    """Return the free bytes of a file system; None if it does not tell, as mounts of object stores may."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError as error:
+        if not is_unsupported(error):
+            raise
+        return None
+    return usage.free if usage.total else None
+
+
+def is_unsupported(error: OSError) -> bool:
+    """Tell whether the file system lacks the call that has failed: chmod, symlink, link or fsync."""
+    return error.errno in _UNSUPPORTED
+
+
+@cache
+def report_unsupported(call: str, consequence: str) -> None:
+    """Log once per process that a file system lacks a call that the run can do without."""
+    _log.warning("the file system of the runs folder has no %s: %s", call, consequence)
 
 
 def create_folder(

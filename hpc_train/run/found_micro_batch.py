@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from hpc_train.errors import StorageError
 from hpc_train.paths import RunPaths
-from hpc_train.run.files import hidden_beside, read_json, sync_folder, write_json
+from hpc_train.run.files import hidden_beside, is_unsupported, read_json, sync_folder, write_json
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,20 @@ def kept_size(paths: RunPaths) -> int | None:
     return None
 
 
+def _replace_first(temporary: Path, target: Path) -> None:
+    """Rename to a target that does not exist, on a file system without hard links.
+
+    Of several processes the one that creates the folder of the claim does it; a later one only if the target
+    is still missing, because that process has died.
+    """
+    try:
+        target.with_name(f".{target.name}.claim").mkdir()
+    except FileExistsError:
+        if target.exists():
+            return
+    temporary.replace(target)
+
+
 def keep(paths: RunPaths, found: Found) -> Found:
     """Write ``found``, on disk when this returns; return the first result.
 
@@ -66,8 +81,14 @@ def keep(paths: RunPaths, found: Found) -> Found:
     temporary = hidden_beside(paths.micro_batch)
     try:
         write_json(temporary, found.to_json(), sync=True)
-        with suppress(FileExistsError):
+        try:
             os.link(temporary, paths.micro_batch)  # fails where a rename would replace
+        except FileExistsError:
+            pass
+        except OSError as error:
+            if not is_unsupported(error):
+                raise
+            _replace_first(temporary, paths.micro_batch)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(paths.folder)

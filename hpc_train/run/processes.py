@@ -2,8 +2,8 @@
 
 Reads /proc directly instead of through psutil, whose ``create_time()`` is a wall-clock time derived from the
 boot time: files of every version record the start in clock ticks, with boot id and PID namespace, which
-psutil does not report. Signals are sent through a pidfd, so they can't reach another process; psutil checks
-first and then calls kill.
+psutil does not report. Where the kernel has pidfds, signals are sent through one, so that they can't reach
+another process; psutil checks first and then calls kill.
 """
 
 from __future__ import annotations
@@ -121,14 +121,20 @@ class Process:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
             return False
+        except OSError:  # Linux before 5.3, or a container that refuses the call
+            descriptor = None
         try:
             if self.is_rank_of(run, attempt) and self.is_alive():
-                signal.pidfd_send_signal(descriptor, number)
+                if descriptor is not None:
+                    signal.pidfd_send_signal(descriptor, number)
+                else:
+                    os.kill(self.pid, number)  # microseconds after the check
                 return True
         except ProcessLookupError:
             pass
         finally:
-            os.close(descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
         return False
 
     def wait(self, limit_s: float) -> None:

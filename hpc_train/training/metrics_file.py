@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from hpc_train.run.files import UnreadableFileError, open_descriptor, open_regular, replacing
+from hpc_train.run.files import UnreadableFileError, open_descriptor, open_regular, replacing, sync_file
 from hpc_train.run.metric_rows import Row, lines_from_end, looks_like_row, parse_row
 from hpc_train.run.storage_errors import named_errors, replaced_file, retried
 
@@ -130,7 +130,7 @@ class MetricsFile:
             assert self._descriptor is not None
             descriptor = os.dup(self._descriptor)  # training may close its own meanwhile
         try:
-            os.fsync(descriptor)
+            sync_file(descriptor)
         finally:
             os.close(descriptor)
         with self._lock:

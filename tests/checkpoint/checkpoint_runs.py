@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,7 +187,7 @@ def make_run(folder: Path) -> RunPaths:
 def claimed_room(free: int = 2**40) -> Iterator[None]:
     """Have every disk say that there is room: what is full then is found out by writing."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(writing.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    patch.setattr(writing, "free_space", lambda _: free)
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,25 +123,22 @@ def installed() -> Path:
 
 
 def hpc_train(
-    *arguments: str | Path, cwd: Path | None = None, max_files: int | None = None, **environment: str
+    *arguments: str | Path, cwd: Path | None = None, before: Sequence[str] = (), **environment: str
 ) -> Done:
-    """Run the command to its end in ``cwd``, by default the work tree.
-
-    ``max_files``: the hard limit of files that it may have open.
-    """
-    process = start(*arguments, cwd=cwd, max_files=max_files, **environment)
+    """Run the command to its end in ``cwd``, by default the work tree; ``before``: see ``start``."""
+    process = start(*arguments, cwd=cwd, before=before, **environment)
     out, err = process.communicate(timeout=LIMIT_S)
     return Done(process.returncode, out, err)
 
 
 def start(
-    *arguments: str | Path, cwd: Path | None = None, max_files: int | None = None, **environment: str
+    *arguments: str | Path, cwd: Path | None = None, before: Sequence[str] = (), **environment: str
 ) -> subprocess.Popen[str]:
-    limited = [] if max_files is None else ["prlimit", f"--nofile={max_files}:{max_files}"]
+    """Start the command; ``before``: a command that runs it, such as ``prlimit --nofile=20``."""
     environment = ONE_THREAD | os.environ | environment
     places = filter(None, (environment.get("PYTHONPATH"), str(installed())))
     process = warm.start(
-        [*limited, sys.executable, "-m", "hpc_train", *map(str, arguments)],
+        [*before, sys.executable, "-m", "hpc_train", *map(str, arguments)],
         cwd=cwd or work_tree(),
         env=environment | {"PYTHONPATH": os.pathsep.join(places)},
         stdout=subprocess.PIPE,

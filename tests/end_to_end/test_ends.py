@@ -575,7 +575,13 @@ def test_an_export_is_the_checkpoints_weights_for_the_plain_model(strategy: str,
 def test_a_limit_of_open_files_that_is_too_low_is_named(tmp_path: Path) -> None:
     experiment = write_experiment(tmp_path)
     done = hpc_train(
-        "submit", experiment, "--local", "--devices", "1", HPC_TRAIN_RUNS=str(tmp_path / "runs"), max_files=32
+        "submit",
+        experiment,
+        "--local",
+        "--devices",
+        "1",
+        HPC_TRAIN_RUNS=str(tmp_path / "runs"),
+        before=("prlimit", "--nofile=32:32"),
     )
     assert done.code == 1
     assert "may open 32 files and sockets but needs 48, with world size 1" in done.err

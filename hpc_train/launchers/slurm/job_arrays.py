@@ -163,11 +163,14 @@ def _groups(runs: Sequence[StartRequest], limit: int) -> list[list[StartRequest]
 
 
 def _likeness(run: StartRequest) -> Hashable:
-    slurm, code = run.experiment.slurm, run.paths.code
+    slurm = run.experiment.slurm
     assert slurm is not None
     profile = _profile(slurm.profile, run.problem)
-    place = code.readlink() if code.is_symlink() else None
-    return options.shape(run.experiment, profile), place, tuple(nodes_to_exclude(run.paths))
+    return (
+        options.shape(run.experiment, profile),
+        snapshot.link_target(run.paths),
+        tuple(nodes_to_exclude(run.paths)),
+    )
 
 
 #: A sweep's runs share theirs.

@@ -7,6 +7,7 @@ experiment's lock next finishes what a command that died left half done (docs/ar
 from __future__ import annotations
 
 import secrets
+import stat
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,10 +16,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_train.console import say
+from hpc_train.errors import StorageError
 from hpc_train.launchers.slurm import LAUNCHER, commands
 from hpc_train.paths import ExperimentPaths, RunPaths, SubmissionPaths
 from hpc_train.run.attempts import add_job, job_ids, now_ms
-from hpc_train.run.files import hidden_beside, in_parallel, read_json, remove_folder, sync_folder, write_json
+from hpc_train.run.files import (
+    hidden_beside,
+    in_parallel,
+    is_unsupported,
+    read_json,
+    remove_folder,
+    sync_folder,
+    write_json,
+)
 from hpc_train.run.processes import Process
 from hpc_train.run.run_status import read_status, write_status
 from hpc_train.run.trust import check_holder, make_experiment_folder
@@ -219,8 +229,23 @@ def place_pickle(paths: SubmissionPaths, job: str, run: RunPaths) -> None:
     target = JobPaths(paths.folder, job_id=job).submitted_pickle
     temporary = hidden_beside(target)
     DelayedSubmission(Entry(run.folder)).dump(temporary)
-    temporary.chmod(0o600)  # whatever the umask: others must not write what is run
+    _make_private(temporary)
     temporary.replace(target)
+
+
+def _make_private(path: Path) -> None:
+    """Keep others from writing what is run, whatever the umask. Raises StorageError if they can."""
+    try:
+        path.chmod(0o600)
+    except OSError as error:
+        if not is_unsupported(error):
+            raise
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o022:
+            raise StorageError(
+                f"{path.parent}: others can write the files of this mount (mode {mode:04o}), and it has no "
+                "chmod; set HPC_TRAIN_RUNS to a folder on another file system"
+            ) from error
 
 
 def note_job(run: RunPaths, job: str, cluster: str | None = None) -> None:

@@ -1,7 +1,7 @@
 """The snapshot of the code that a run uses: taken at submit, first on the ranks' path (``code``).
 
 ``runs/.code/<content>/`` contains ``package/hpc_train/``, ``tree/`` and ``snapshot.json``; ``code`` links
-there.
+there, or is a file with the path where there are no symbolic links.
 """
 
 from __future__ import annotations
@@ -33,16 +33,22 @@ from hpc_train.run.files import (
     create_folder,
     hidden_beside,
     in_parallel,
+    is_unsupported,
     open_regular,
     read_json,
+    read_text,
     remove_folder,
+    report_unsupported,
     sync_folder,
     write_json,
+    write_text,
 )
 from hpc_train.run.trust import check_holder, check_own
 
 _VERSION = 1
 _MANIFEST = "snapshot.json"
+#: Longer than any path on Linux.
+_MAX_PATH_BYTES = 1 << 13
 _PACKAGE = "package"
 #: Where a snapshot has the work tree.
 TREE = "tree"
@@ -196,10 +202,23 @@ def _write(folder: Path, code: Code) -> None:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
     for path, target in code.links.items():
-        (folder / path).symlink_to(target)
+        try:
+            (folder / path).symlink_to(target)
+        except OSError as error:
+            if not is_unsupported(error):
+                raise
+            raise StorageError(
+                f"{folder.parent}: this file system has no symbolic links, and {path} is one in your code; "
+                "replace it by a file, or set HPC_TRAIN_RUNS to a folder on another file system"
+            ) from error
     _sync([folder / path for path in code.files] + sorted(made))
     write_json(folder / _MANIFEST, code.manifest(), sync=True)
-    (folder / _MANIFEST).chmod(0o400)
+    try:
+        (folder / _MANIFEST).chmod(0o400)
+    except OSError as error:  # a precaution: the folder is closed to others by its own mode
+        if not is_unsupported(error):
+            raise
+        report_unsupported("chmod", "files keep the permissions that the mount gives them")
 
 
 def _make_parents(folder: Path, made: set[Path]) -> None:
@@ -230,12 +249,25 @@ def check_whole(folder: Path) -> None:
 
 
 def link(paths: RunPaths, snapshot: Path) -> None:
-    """Link the snapshot into the run folder."""
+    """Link the snapshot into the run folder: by a file with its path if there are no symbolic links."""
     if paths.code.is_dir() and not paths.code.is_symlink():  # the run was copied with its links followed
         remove_folder(paths.code)
     temporary = hidden_beside(paths.code)
-    temporary.symlink_to(os.path.relpath(snapshot, paths.folder))
+    target = os.path.relpath(snapshot, paths.folder)
+    try:
+        temporary.symlink_to(target)
+    except OSError as error:
+        if not is_unsupported(error):
+            raise
+        write_text(temporary, f"{target}\n", sync=True)
     temporary.replace(paths.code)
+
+
+def link_target(paths: RunPaths) -> Path | None:
+    """Return the path of the snapshot as ``link`` wrote it, relative to the run folder; None without one."""
+    if paths.code.is_symlink():
+        return paths.code.readlink()
+    return Path(read_text(paths.code, _MAX_PATH_BYTES).strip()) if paths.code.is_file() else None
 
 
 def linked(paths: RunPaths) -> Path | None:
@@ -244,7 +276,7 @@ def linked(paths: RunPaths) -> Path | None:
         return None
     # Links further up are kept: a node may mount their targets elsewhere. A folder in place of the link is a
     # copy of the snapshot, from a copy of the run with its links followed.
-    target = paths.code.readlink() if paths.code.is_symlink() else paths.code.name
+    target = link_target(paths) or paths.code.name
     folder = Path(os.path.normpath(paths.folder.absolute() / target))
     if _read_manifest(folder) is None:
         folder = Path(os.path.realpath(paths.code))  # unlike resolve it takes a link that leads to itself
