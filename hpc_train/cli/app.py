@@ -67,8 +67,19 @@ def _open_closed_streams() -> None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
+def _use_utf8() -> None:
+    """Start again in Python's UTF-8 mode if the locale has another encoding.
+
+    Names of files and texts would be errors or other characters. Child processes inherit the mode.
+    """
+    if sys.getfilesystemencoding() != "utf-8":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
 def main() -> None:
     """Run the command line and exit."""
+    _use_utf8()
     # Files that others may write are not executed (run.trust), so no process here may create such files.
     os.umask(os.umask(0o077) | 0o022)
     _open_closed_streams()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,7 @@ from hpc_train.run.create import Surroundings, inputs_differ
 from hpc_train.run.files import remove_folder
 from hpc_train.run.find import run_name
 from hpc_train.run.run_status import INTERRUPTED, RunStatus
+from hpc_train.run.trust import check_experiment_folder
 from hpc_train.validate.loading import Loaded, load
 
 
@@ -79,6 +81,9 @@ def submit(
             "at a time)"
         )
     loaded = load(file, overrides)
+    folder = ExperimentPaths(runs_root() / loaded.experiment.name)
+    if not options.dry_run and os.path.lexists(folder.folder):
+        check_experiment_folder(folder)  # in a shared runs folder it may be another user's, and closed
     devices = _devices(launcher, loaded, options)
     search = next_trials(loaded, given_up)
     if search is not None and not search.starts:

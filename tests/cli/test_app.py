@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from PIL import Image
 
 from hpc_train import __version__
 from hpc_train.cli import status as status_module
@@ -172,3 +174,42 @@ def test_a_closed_stream_changes_nothing_but_what_is_shown(file: Path, closed: s
     )
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert ("fine" in done.stdout + done.stderr) == ("2>&-" not in closed)
+
+
+def test_names_of_files_are_utf_8_in_a_locale_without_it(file: Path, tmp_path: Path) -> None:
+    """C without UTF-8 mode, and languages of ISO 8859: the command starts again in UTF-8 mode."""
+    for split in ("train", "val"):
+        for name in ("a", "b"):
+            folder = tmp_path / "dé" / split / name
+            folder.mkdir(parents=True)
+            Image.new("RGB", (8, 8)).save(folder / "ñ.png")
+    data = f"data={{name: imagefolder, root: {tmp_path / 'dé'}, image_size: 8}}"
+    sizes = ("optimization.global_batch_size=2", "optimization.micro_batch_size=1")
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_train", "plan", file, data, *sizes, "--local", "--json"],
+        env=os.environ
+        | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    assert b"Error" not in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder away")
+def test_submit_names_the_owner_of_an_experiment_that_it_may_not_enter(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = tmp_path / "shared"
+    monkeypatch.setenv("HPC_TRAIN_RUNS", str(runs))
+    done = hpc_train("plan", file, "--local", "--json")
+    assert done.code == 0
+    name = json.loads(done.out)["name"]
+    (runs / name).mkdir(mode=0o700, parents=True)
+    os.chown(runs / name, 12345, -1)
+    loads = Mock(side_effect=AssertionError("a file in it was opened"))
+    monkeypatch.setattr("hpc_train.cli.creating.is_run", loads)
+    done = hpc_train("submit", file, "--local")
+    assert done.code != 0
+    assert f"{runs / name}: belongs to another user (uid 12345)" in done.err
+    assert "give the experiment another name" in done.err

@@ -144,7 +144,7 @@ def test_ranks_find_their_attempt_and_the_snapshots_code(tmp_path: Path, program
     assert (told["HPC_TRAIN_ATTEMPT"], told["HPC_TRAIN_TOKEN"]) == ("1", "abc")
     assert told["HPC_TRAIN_RUN_FOLDER"] == folder
     assert told["PYTHONPATH"] == f"{runs}/.code/content/package:/site"
-    assert (told["PYTHONSAFEPATH"], told["PYTHONUNBUFFERED"]) == ("1", "1")
+    assert [told[f"PYTHON{name}"] for name in ("SAFEPATH", "UNBUFFERED", "UTF8")] == ["1", "1", "1"]
     assert told["TORCHINDUCTOR_CACHE_DIR"] == f"{folder}/cache/inductor"
     assert told["SUBMITIT_EXECUTOR"] == "slurm"
     assert not {"SQUEUE_FORMAT", "SUBMITIT_PREEMPT_SIGNAL"} & set(told)
