@@ -23,6 +23,7 @@ from hpc_train.run.rank_ends import RankEnd, rank_ends
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.batch import record_of, restarted, submitted_run
 from tests.run.test_checkpoints import write_checkpoint
+from tests.waiting import HANG_LIMIT_S
 
 TRACEBACK = "Traceback (most recent call last):\n  File …\nValueError: too hot\n"
 
@@ -236,7 +237,7 @@ def run_as_command(batch: Batch, *words: str) -> subprocess.CompletedProcess[str
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANG_LIMIT_S,
     )
 
 

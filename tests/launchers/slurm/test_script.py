@@ -18,6 +18,7 @@ from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.launchers.slurm.script import Batch, script_text
 from tests.launchers.slurm.programs import Programs
 from tests.launchers.slurm.scripts import experiment, fake_batch, make_it_print
+from tests.waiting import HANG_LIMIT_S
 
 #: Drops its own options and runs what is left, as task 0.
 SRUN = """\
@@ -41,7 +42,12 @@ def run(batch: Batch, programs: Programs, **environment: str) -> subprocess.Comp
     path.write_text(script_text(batch))
     own = {"PATH": f"{programs.folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     return subprocess.run(
-        ["bash", path], env=own | environment, capture_output=True, text=True, check=False, timeout=120
+        ["bash", path],
+        env=own | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_LIMIT_S,
     )
 
 
