@@ -14,7 +14,7 @@ import hpc_train
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.notices import data_notices
-from tests.datasets.sources.masks import save, write_folder
+from tests.datasets.sources.masks import png, save, write_folder
 
 RAMP = (np.arange(64, dtype=np.uint16) * 4).reshape(8, 8)
 COLORS = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
@@ -69,6 +69,11 @@ def test_a_conversion_that_loses_information_is_counted(
     write(root / "train/a" / name, image, **options)
     said = notices(root)
     assert "1 of 4 inspected images" in said and words in said and name in said
+
+
+def test_sixteen_bits_per_color_are_counted(root: Path) -> None:
+    (root / "train/a/x.png").write_bytes(png([[0x1234, 0x5678, 0xFFFF]], 16, channels=3))
+    assert "1 of 4 inspected images have 16 bits per color" in notices(root)
 
 
 def test_a_pack_has_the_notices_of_its_images(root: Path, tmp_path: Path) -> None:
