@@ -13,6 +13,7 @@ from hpc_train.data_facts.by_name import data_facts
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import evaluation_batches
 from hpc_train.datasets.building import build_source
+from hpc_train.datasets.images import PixelRules
 from hpc_train.datasets.sources.segmentation_folder import read_mask
 from hpc_train.errors import BadFileError
 from hpc_train.tasks.segmentation import Segmentation
@@ -156,6 +157,15 @@ def test_gray_masks_of_fewer_bits_are_the_numbers_that_they_store(tmp_path: Path
     numbers = [[0, 1, 1, 0, 1], [1, 0, 0, 1, 2 if bits > 1 else 1]]
     (tmp_path / "mask.png").write_bytes(png(numbers, bits))
     assert read_mask(str(tmp_path / "mask.png")).tolist() == numbers
+
+
+def test_a_mask_is_turned_as_its_own_orientation_says(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # its first row becomes the last column
+    Image.fromarray(np.array([[1, 2, 3], [4, 5, 6]], dtype=np.uint8)).save(tmp_path / "mask.png", exif=exif)
+    assert read_mask(str(tmp_path / "mask.png")).tolist() == [[1, 2, 3], [4, 5, 6]]
+    turned = read_mask(str(tmp_path / "mask.png"), PixelRules(applies_orientation=True))
+    assert turned.tolist() == [[4, 1], [5, 2], [6, 3]]
 
 
 def test_mask_values_are_classes_in_their_order(root: Path) -> None:
