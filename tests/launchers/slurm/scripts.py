@@ -48,7 +48,9 @@ sys.exit(int(codes[min(int(restart), len(codes) - 1)]))
 AFTER = """\
 import os, pathlib, sys
 asked = pathlib.Path(sys.argv[1], "after")
-pathlib.Path(sys.argv[1], "code").write_text(sys.argv[2])
+pathlib.Path(sys.argv[1], "code").write_text(" ".join(sys.argv[2:]))
+if sys.argv[2] == "refused":
+    sys.exit()
 word = "requeue" if sys.argv[2] == "75" else "stop"
 answer = asked.read_text() if asked.exists() else f"{word} {sys.argv[2]}"
 pathlib.Path(os.environ["HPC_TRAIN_ANSWER"]).write_text(answer + "\\n")

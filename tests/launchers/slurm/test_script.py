@@ -287,10 +287,13 @@ def test_a_job_that_has_run_before_is_not_lost_to_a_node_that_cannot_start_it(
     assert not list(batch.submission.glob("cannot-start-*")), "a start that went well counts anew"
 
 
-def test_a_script_of_a_lost_node_leaves_the_jobs_next_start_alone(tmp_path: Path, programs: Programs) -> None:
+@pytest.mark.parametrize("banner", ["true", "echo 'NOTICE: Restarts=0 soon, JobState=RUNNING then'"])
+def test_a_script_of_a_lost_node_leaves_the_jobs_next_start_alone(
+    tmp_path: Path, programs: Programs, banner: str
+) -> None:
     batch = fake_batch(tmp_path)
     (batch.submission / "rank").write_text("75")
-    programs.put("scontrol", "echo 'JobId=7 Requeue=1 Restarts=1 BatchFlag=1'")
+    programs.put("scontrol", f"{banner}; echo 'JobId=7 Requeue=1 Restarts=1 BatchFlag=1'")
     done = run(batch, programs)
     assert "continues as its restart 1" in done.stderr
     assert asked(programs) == []
@@ -394,6 +397,18 @@ def test_a_requeue_that_slurm_refuses_is_written_down(tmp_path: Path, programs: 
     done = run(batch, programs)
     assert done.returncode == 75
     assert "Slurm refuses to requeue job 7: Requested operation is disabled" in done.stderr
+    told = (batch.submission / "code").read_text()
+    assert told == "refused Slurm refuses to requeue job 7: Requested operation is disabled"
+
+
+def test_a_job_that_squeue_does_not_list_is_read_from_scontrol(tmp_path: Path, programs: Programs) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "rank").write_text("75")
+    programs.put("squeue", "true")
+    programs.put("scontrol", "echo 'JobId=7 JobName=x JobState=RUNNING Reason=None Restarts=0 BatchFlag=1'")
+    assert run(batch, programs).returncode == 75
+    assert "requeue 7" in programs.calls("scontrol")
+    assert programs.calls("sleep") == []
 
 
 def test_a_lost_nodes_script_leaves_the_jobs_next_start_to_be_requeued(
