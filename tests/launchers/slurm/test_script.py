@@ -206,6 +206,8 @@ module() {
     tcl5/9) echo "ERROR: Unable to locate a modulefile for '$2'" >&2 ;;
     lmod/9) echo "Lmod has detected the following error: The following module(s) are unknown" >&2 ;;
     silent/9) ;;
+    half/9) echo "ERROR: Unable to locate a modulefile for 'lib/2'" >&2; LOADEDMODULES=$LOADEDMODULES:$2 ;;
+    gcc/12) LOADEDMODULES=${LOADEDMODULES:+$LOADEDMODULES:}gcc/12.3 ;;
     swap) LOADEDMODULES=${LOADEDMODULES/gcc\\/12.3/swap\\/1} ;;
     alias) LOADEDMODULES=$LOADEDMODULES:other/1 ;;
     noisy/1) echo "this module has 3 known errors, see ERRORS.txt" >&2; LOADEDMODULES=$LOADEDMODULES:$2 ;;
@@ -227,6 +229,8 @@ module() {
         ("lmod/9 gcc", "`module load lmod/9` failed"),
         ("gcc silent/9", "`module load silent/9` failed"),
         ("silent/9", "`module load silent/9` failed"),
+        ("gcc half/9", "`module load half/9` failed"),
+        ("gcc/12 swap", "gcc/12 was unloaded by a later one"),
         ("gcc swap", "gcc was unloaded by a later one"),
     ],
 )
@@ -385,6 +389,9 @@ def test_a_failed_job_is_kept_from_a_restart_where_slurm_does_not_list_the_codes
     batch = fake_batch(tmp_path)
     (batch.submission / "after").write_text("stop 65")
     programs.put("scontrol", 'case "$*" in "show config") echo "KillWait = 30 sec";; esac')
+    assert run(batch, programs).returncode == 65
+    assert asked(programs) == ["update JobId=7 Requeue=0"]
+    programs.put("scontrol", "exit 1")  # of a Slurm that does not answer nothing is known
     assert run(batch, programs).returncode == 65
     assert asked(programs) == ["update JobId=7 Requeue=0"]
 
