@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
@@ -39,6 +40,10 @@ def _has_room_in_memory() -> bool:
 
 if warm.FRESH not in os.environ and _has_room_in_memory():
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
+
+# By default an example that takes over 200 ms fails, as any may on a busy machine.
+hypothesis.settings.register_profile("hpc-train", deadline=None)
+hypothesis.settings.load_profile("hpc-train")
 
 #: A plan without the prediction of memory, which starts a process that imports torch; its own tests ask for
 #: it.

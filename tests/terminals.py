@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.waiting import came_true
+from tests.waiting import HANG_LIMIT_S, came_true
 
 _MOVES = re.compile(r"\x1b\[\d*;?\d*[Hf]")
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[=>78]|\x1b\][^\x07]*\x07|\x1bP[^\x1b]*\x1b\\")
@@ -60,14 +60,14 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self._ours, keys.encode())
 
-    def until(self, pattern: str, limit_s: float = 60.0) -> None:
+    def until(self, pattern: str, limit_s: float = HANG_LIMIT_S) -> None:
         """Wait until the text contains ``pattern``."""
         self.wait_for(lambda: re.search(pattern, self.text) is not None, pattern, limit_s)
 
-    def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = 60.0) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, limit_s: float = HANG_LIMIT_S) -> None:
         assert came_true(condition, limit_s), f"{what}: {self.text[-3000:]!r}"
 
-    def wait(self, limit_s: float = 60.0) -> int:
+    def wait(self, limit_s: float = HANG_LIMIT_S) -> int:
         """Wait until the command has ended; return its exit code."""
 
         def has_ended() -> bool:

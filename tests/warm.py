@@ -85,7 +85,6 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 #: Room for a process's arguments and environment in the memory that /proc shows.
 _ROOM = 60_000
 _MOST_BYTES = 2 * _ROOM
-_LIMIT_S = 60.0
 _libc = ctypes.CDLL(None, use_errno=True)
 _adoption = threading.Lock()
 #: Threads that call ``_server`` at the same time must get one server.

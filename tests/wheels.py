@@ -10,11 +10,15 @@ import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.waiting import HANG_LIMIT_S
+
 REPOSITORY = Path(__file__).parents[1]
 
 
 def run(words: list[str], cwd: Path, env: Mapping[str, str] | None = None) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=cwd, env=env, timeout=300)
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, cwd=cwd, env=env, timeout=HANG_LIMIT_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

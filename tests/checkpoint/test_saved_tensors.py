@@ -36,7 +36,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, int], list[list[tuple[int, int]
     return shape, [draw(cuts(shape[0])), draw(cuts(shape[1])), draw(cuts(shape[0])), draw(cuts(shape[1]))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts())
 def test_any_layout_reads_any_other(layout: tuple[tuple[int, int], list[list[tuple[int, int]]]]) -> None:
     shape, (rows, columns, wanted_rows, wanted_columns) = layout

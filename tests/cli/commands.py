@@ -14,6 +14,7 @@ import pytest
 from typer.main import get_command
 
 from hpc_train.cli.app import app
+from tests.waiting import HANG_LIMIT_S
 
 REPOSITORY = Path(__file__).parents[2]
 #: Built once: an app that is called builds it again each time.
@@ -44,7 +45,7 @@ def python(*arguments: str | Path) -> Done:
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_LIMIT_S,
         check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr)

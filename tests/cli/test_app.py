@@ -21,6 +21,7 @@ from hpc_train.paths import runs_root
 from tests.cli.commands import REPOSITORY, hpc_train, python
 from tests.launchers.slurm.programs import put_programs_first
 from tests.launchers.slurm.queued import begin, queued_run
+from tests.waiting import HANG_LIMIT_S
 
 _NEVER = {"torch", "torchvision", "timm", "wandb", "numpy", "safetensors", "submitit"}
 
@@ -169,7 +170,7 @@ def test_a_closed_stream_changes_nothing_but_what_is_shown(file: Path, closed: s
         cwd=file.parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_LIMIT_S,
         check=False,
     )
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr

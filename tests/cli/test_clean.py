@@ -88,7 +88,7 @@ def test_a_claim_waits_for_who_cleans(run: RunPaths) -> None:
     thread = threading.Thread(target=lambda: claimed.append(claim_attempt(run)))
     with no_claims(run):
         thread.start()
-        wait_for(lambda: _waits_for_a_lock(thread), "the claim at the lock", 30)
+        wait_for(lambda: _waits_for_a_lock(thread), "the claim at the lock", HANG_LIMIT_S)
         assert not claimed and newest_number(run) == 1
     thread.join(HANG_LIMIT_S)
     assert claimed == [2]

@@ -14,6 +14,7 @@ from hpc_train.cli.completion_scripts import SCRIPTS
 from hpc_train.paths import runs_root
 from tests.calls import work_of
 from tests.cli.commands import REPOSITORY, hpc_train
+from tests.waiting import HANG_LIMIT_S
 
 _BREAKS = " \t\n\"'><=;|&(:"
 
@@ -134,7 +135,7 @@ def test_a_real_bash_completes() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=HANG_LIMIT_S,
     )
     assert done.stdout.splitlines() == [
         "complete -F _hpc_train hpc-train", "submit|", "exp.yaml|", "bf16|", "0123456789|",

@@ -23,9 +23,8 @@ from hpc_train.run.rank_ends import tell_end
 from tests.cli.commands import hpc_train
 from tests.cli.launchers import COMPLETING, FAILING
 from tests.run.test_checkpoints import write_checkpoint
+from tests.waiting import HANG_LIMIT_S
 
-#: A command that waits for a pipe is ended.
-_LIMIT_S = 30
 _FILES = (
     "run.json", "status.json", "experiment.yaml", "resolved.json", "metrics.jsonl", "micro_batch.json",
     "cancelled.json", ".claim.lock", "attempts/1/attempt.json", "attempts/1/events.json",
@@ -38,6 +37,10 @@ _JSON = ("run.json", "status.json", "attempts/1/attempt.json", "checkpoints/step
 _VALUES: tuple[Any, ...] = ("²", [{}], {"x": [[1]]})
 
 Damage = Callable[[Path], object]
+
+
+class _Hangs(BaseException):
+    """A command has not ended within HANG_LIMIT_S; ends the test, since the other commands may hang too."""
 
 
 def loop(path: Path) -> None:
@@ -95,11 +98,11 @@ def _text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_waiting() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
-        raise RuntimeError("hangs")
+        raise _Hangs
 
     before = signal.signal(signal.SIGALRM, stop)
     yield
-    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)
 
 
@@ -123,13 +126,13 @@ def commands(damaged: RunPaths, file: Path) -> list[list[str | Path]]:
 
 def problem(command: list[str | Path], healthy: RunPaths) -> str | None:
     """Return what is wrong with how a command ends."""
-    signal.alarm(_LIMIT_S)
+    signal.setitimer(signal.ITIMER_REAL, HANG_LIMIT_S)  # a command that waits for a pipe is ended
     try:
         done = hpc_train(*command)
     except (Exception, pytest.fail.Exception) as error:
         return f"{' '.join(map(str, command[:2]))}: {error!r:.200}"
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
     if done.code not in set(ExitCode) or "Traceback" in done.err:
         return f"{command[0]}: {done}"
     if command in (["status"], ["status", "--json"]) and healthy.folder.name not in done.out:

@@ -81,10 +81,10 @@ def _ready() -> list[Path]:
 def test_so_many_runs_train_at_a_time_and_the_next_follows(file: Path) -> None:
     process = _submit(file)
     try:
-        wait_for(lambda: len(_ready()) == 2, "two runs at once", 120)
+        wait_for(lambda: len(_ready()) == 2, "two runs at once", HANG_LIMIT_S)
         assert len(find_runs([])) == 2, "the third waits for a slot"
         (_ready()[0] / "go").touch()
-        wait_for(lambda: len(_ready()) == 3, "the third run", 120)
+        wait_for(lambda: len(_ready()) == 3, "the third run", HANG_LIMIT_S)
         for folder in _ready():
             (folder / "go").touch()
         out, err = process.communicate(timeout=HANG_LIMIT_S)
@@ -99,7 +99,7 @@ def test_so_many_runs_train_at_a_time_and_the_next_follows(file: Path) -> None:
 def test_ctrl_c_saves_all_that_train_and_starts_no_more(file: Path) -> None:
     process = _submit(file)
     try:
-        wait_for(lambda: len(_ready()) == 2, "two runs at once", 120)
+        wait_for(lambda: len(_ready()) == 2, "two runs at once", HANG_LIMIT_S)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=HANG_LIMIT_S)
     finally:

@@ -10,8 +10,10 @@ import pytest
 
 from hpc_train.paths import RunPaths
 from hpc_train.run.files import write_text
+from hpc_train.run.find import find_runs
 from hpc_train.run.run_status import RunStatus, write_status
 from tests.cli.commands import _COMMAND, hpc_train
+from tests.cli.launchers import FAILING
 from tests.run.runs import small_run
 
 #: Import code, signal processes, cancel jobs, send credentials, or write into folders that the files name.
@@ -21,11 +23,7 @@ ACTING = {
     "export": ["export", "RUN", "-o", "model.onnx"],
     "predict": ["predict", "RUN", "-o", "predictions.csv"],
     "resume": ["resume", "RUN", "--local"],
-    "submit": [
-        "submit",
-        "exp.yaml",
-        "--local",
-    ],  # tests/launchers/test_local.py: the run that it would resume
+    "submit": ["submit", "exp.yaml", "--local"],
     "sync": ["sync", "RUN", "--to", "tensorboard"],
 }
 #: Read an experiment file, or nothing of a run.
@@ -69,3 +67,18 @@ def test_a_run_that_others_may_write_is_refused(run: RunPaths, command: str) -> 
     assert done.code == 1, done
     assert f"{run.folder}: group or others may write it, so it is not trusted" in done.err
     assert sorted(run.folder.rglob("*")) == before
+
+
+def test_a_run_that_others_may_write_is_not_started_again(file: Path) -> None:
+    """``submit`` continues a run that ended before it saved anything."""
+    command = ("submit", file, "--local", "--launcher", FAILING)
+    hpc_train(*command)
+    (run,) = find_runs([])
+    before = sorted(run.folder.rglob("*"))
+    with _writable(run):
+        done = hpc_train(*command)
+    assert done.code == 1, done
+    assert f"{run.folder}: group or others may write it, so it is not trusted" in done.err
+    assert sorted(run.folder.rglob("*")) == before
+    hpc_train(*command)
+    assert len(run.attempt_folders()) == 2, "it would have been started"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.config.marked_yaml import MAX_VALUES, read_document, read_value
@@ -153,21 +153,18 @@ def test_of_very_many_problems_the_first_are_shown(tmp_path: Path, line: str) ->
     assert re.fullmatch(r"exp\.yaml:\d+:\d+: there are more problems; fix those above first", many[-1])
 
 
-@settings(deadline=None)
 @given(st.text())
 def test_text_never_raises(text: str) -> None:
     document = read_document(text.encode("utf-8", "surrogatepass"))
     assert document.problems or isinstance(document.data, dict)
 
 
-@settings(deadline=None)
 @given(st.binary())
 def test_bytes_never_raise(content: bytes) -> None:
     document = read_document(content)
     assert document.problems or isinstance(document.data, dict)
 
 
-@settings(deadline=None)
 @given(st.text(alphabet="ab01:-?[]{},&*!|>'\"%@`#\n \\ux.~<=e", max_size=60))
 def test_characters_of_yaml_never_raise(text: str) -> None:
     document = read_document(text.encode())
@@ -193,7 +190,6 @@ _PLAIN = st.recursive(
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.dictionaries(st.text("klm", min_size=1), _PLAIN, min_size=1))
 def test_what_pyyaml_writes_without_ambiguity_is_read_back(data: dict[str, object]) -> None:
     text = yaml.dump(data, Dumper=_NoAliases)

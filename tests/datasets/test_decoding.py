@@ -15,6 +15,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from hpc_train.datasets.decoding import EncodedImage, UndecodableError, decode, read_image
 from hpc_train.datasets.images import PixelRules, as_tensor, resize
 from hpc_train.errors import BadFileError
+from tests.datasets.sources.masks import png
 
 #: Smooth and odd-sized, so that upsampled chroma and incomplete blocks count.
 PIXELS = np.asarray(
@@ -197,6 +198,58 @@ def test_value_range_scales_floats() -> None:
     assert decode(file.getvalue(), 1, PixelRules(value_range=(0, 1))).flatten().tolist() == [0, 0, 128, 255]
     with pytest.raises(BadFileError, match="value_range"):
         decode(file.getvalue(), 1)
+    Image.fromarray(np.array([[0.5, np.nan]], dtype=np.float32)).save(file := io.BytesIO(), "TIFF")
+    with pytest.raises(BadFileError, match="pixels that are NaN"):
+        decode(file.getvalue(), 1, PixelRules(value_range=(0, 1)))
+
+
+def portable(kind: bytes, maximum: int, *values: int) -> bytes:
+    """Return a PGM (``P5``) or PPM (``P6``) file of one row, which states its maximum."""
+    width = len(values) // (3 if kind == b"P6" else 1)
+    return (
+        b"%s %d 1 %d\n" % (kind, width, maximum)
+        + np.array(values, ">u2" if maximum > 255 else "u1").tobytes()
+    )
+
+
+@pytest.mark.parametrize("value_range", [None, (0.0, 100.0)])
+def test_a_pgm_file_is_scaled_by_the_maximum_that_it_states(value_range: tuple[float, float] | None) -> None:
+    data = portable(b"P5", 4095, 0, 2048, 4095)
+    assert decode(data, 1, PixelRules(value_range=value_range)).flatten().tolist() == [0, 128, 255]
+
+
+@pytest.mark.parametrize(
+    ("data", "pixels", "is_scalable"),
+    [
+        (png([[0x1234, 0x5678, 0xFFFF]], 16, channels=3), [0x12, 0x56, 0xFF], False),
+        (png([[0x12, 0x56, 0xFF]], 8, channels=3), [0x12, 0x56, 0xFF], True),
+        (portable(b"P6", 65535, 0, 0x5678, 65535), [0, 0x56, 255], False),
+        (portable(b"P6", 256, 0, 128, 256), [0, 128, 255], False),
+        (portable(b"P6", 255, 0, 128, 255), [0, 128, 255], True),
+        (portable(b"P6", 200, 0, 100, 200), [0, 128, 255], True),
+    ],
+)
+def test_a_value_range_is_refused_for_sixteen_bits_per_color(
+    data: bytes, pixels: list[int], is_scalable: bool
+) -> None:
+    """Pillow reads eight of them, so the range can't be applied."""
+    expected = decode(data, 3)
+    assert expected.permute(1, 2, 0).flatten().tolist() == pixels
+    rules = PixelRules(value_range=(0.0, 4095.0))
+    if is_scalable:
+        assert torch.equal(decode(data, 3, rules), expected)
+    else:
+        with pytest.raises(BadFileError, match="16 bits per color, of which Pillow reads 8"):
+            decode(data, 3, rules)
+
+
+@pytest.mark.parametrize(
+    "exif", [b"no EXIF data at all", b"Exif\0\0II*\0\x08\0\0\0\x01\0\x12\x01\x03\0\x01\0\0\0\x09" + bytes(7)]
+)
+def test_damaged_exif_data_turn_nothing(exif: bytes) -> None:
+    """Not a TIFF header; an orientation of 9."""
+    data = content("PNG", exif=exif)
+    assert torch.equal(decode(data, 3, PixelRules(applies_orientation=True)), by_pillow(data, 3))
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "TIFF"])
@@ -206,5 +259,7 @@ def test_an_image_above_pillows_limit_can_be_allowed(form: str, monkeypatch: pyt
         decode(content(form), 3)
     assert decode(content(form), 3, PixelRules(max_pixels=53 * 37)).shape == (3, 37, 53)
     assert Image.MAX_IMAGE_PIXELS == 100
-    with pytest.raises(Image.DecompressionBombError):
-        decode(content(form), 3, PixelRules(max_pixels=53 * 37 - 1))
+    for limit in (100, 100_000_000):  # whichever is the larger
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+        with pytest.raises(Image.DecompressionBombError):
+            decode(content(form), 3, PixelRules(max_pixels=53 * 37 - 1))

@@ -14,7 +14,7 @@ import hpc_train
 from hpc_train.config.training_sections import DataConfig
 from hpc_train.datasets.building import build_source
 from hpc_train.datasets.notices import data_notices
-from tests.datasets.sources.masks import save, write_folder
+from tests.datasets.sources.masks import png, save, write_folder
 
 RAMP = (np.arange(64, dtype=np.uint16) * 4).reshape(8, 8)
 COLORS = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
@@ -71,6 +71,24 @@ def test_a_conversion_that_loses_information_is_counted(
     assert "1 of 4 inspected images" in said and words in said and name in said
 
 
+def test_sixteen_bits_per_color_are_counted(root: Path) -> None:
+    (root / "train/a/x.png").write_bytes(png([[0x1234, 0x5678, 0xFFFF]], 16, channels=3))
+    assert "1 of 4 inspected images have 16 bits per color" in notices(root)
+
+
+def test_values_outside_the_range_are_counted(root: Path) -> None:
+    write(root / "train/a/x.png", Image.fromarray(RAMP))
+    assert "1 of 4 inspected images have values of 0 to 252, which" in notices(root, value_range=(0, 251))
+    assert "have values of 0 to 252, which" in notices(root, value_range=(1, 252))
+    assert notices(root, value_range=(0, 252)) == ""
+
+
+def test_the_previews_in_a_jpeg_are_no_frames(root: Path) -> None:
+    colors = Image.fromarray(COLORS)
+    write(root / "train/a/x.jpg", colors, format="MPO", save_all=True, append_images=[colors])
+    assert notices(root) == ""
+
+
 def test_a_pack_has_the_notices_of_its_images(root: Path, tmp_path: Path) -> None:
     write(root / "train/a/x.png", Image.fromarray(RAMP))
     assert "16 bits per pixel" in notices(root, cache=str(tmp_path / "packs"))
@@ -121,6 +139,14 @@ def test_masks_of_0_and_255_are_reported(tmp_path: Path) -> None:
 
 def test_masks_of_two_classes_are_not_reported(tmp_path: Path) -> None:
     assert notices(masks(tmp_path, 0, 1), "segmentation_folder", {"num_classes": 2}) == ""
+
+
+def test_a_mask_that_is_turned_otherwise_than_its_image_is_reported(tmp_path: Path) -> None:
+    folder = masks(tmp_path, 0, 1)
+    mask = folder / "train/masks/002.png"
+    Image.open(mask).save(mask, exif=turned())
+    said = notices(folder, "segmentation_folder", {"num_classes": 2})
+    assert "1 of 4 inspected images have another EXIF orientation than their masks" in said
 
 
 def test_a_mask_without_an_image_is_reported(tmp_path: Path) -> None:

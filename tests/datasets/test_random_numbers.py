@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.datasets.random_numbers import Keys, hash_words
@@ -25,7 +25,6 @@ def test_reference_gives_the_published_outputs() -> None:
     assert splitmix64(1234567, 2) == [6457827717110365317, 3203168211198807973]
 
 
-@settings(deadline=None)
 @given(seed=WORDS, epoch=st.integers(0, 10**6), sample=st.integers(0, 2**40), draw=st.integers(0, 100))
 def test_tensor_arithmetic_equals_the_hash_in_python(seed: int, epoch: int, sample: int, draw: int) -> None:
     word = Keys(seed, epoch, torch.tensor([sample])).words(draw).item()
@@ -47,7 +46,6 @@ def test_many_words_are_the_stream_of_the_single_one() -> None:
     assert many == splitmix64(start, 5)
 
 
-@settings(deadline=None)
 @given(samples=st.lists(st.integers(0, 10**9), min_size=1, max_size=8))
 def test_a_sample_has_the_same_numbers_alone_and_in_a_batch(samples: list[int]) -> None:
     batch = Keys(1, 2, torch.tensor(samples)).uniform("flip")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_train.distributed.env import RankFacts, parse_tasks_per_node
@@ -74,7 +74,6 @@ def test_contradictions_name_the_variable(environ: dict[str, str], named: str) -
     assert str(caught.value).startswith(named)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 128), st.integers(1, 5)), min_size=1))
 def test_tasks_per_node_in_short_form(runs: list[tuple[int, int]]) -> None:
     text = ",".join(f"{tasks}(x{count})" if count > 1 else str(tasks) for tasks, count in runs)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.waiting import HANG_LIMIT_S
+
 #: The first ``argv[1]`` children stop, or die, where Python 3.11 may block: before a line of their own.
 CHILDREN = """
 import multiprocessing, os, sys, time
@@ -41,7 +43,7 @@ while not pids.empty():
 
 def run(num_blocked: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", CHILDREN, str(num_blocked), *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=HANG_LIMIT_S)
 
 
 @pytest.mark.fault(21)

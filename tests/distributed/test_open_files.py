@@ -12,6 +12,7 @@ from hpc_train.distributed import open_files
 from hpc_train.distributed.env import RankFacts
 from hpc_train.distributed.open_files import TooFewFilesError, needed
 from hpc_train.errors import ExitCode
+from tests.waiting import HANG_LIMIT_S
 
 LIMITED = """
 import resource, sys
@@ -30,7 +31,7 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 def limited(soft: int, hard: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", LIMITED, str(soft), str(hard)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=False)
 
 
 def limits(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, *, may_raise: bool = True) -> None:

@@ -17,6 +17,7 @@ from hpc_train.distributed.process_group import Timeouts, join, nccl_words, peer
 from hpc_train.errors import PeerLostError, TryAgainError, UsageError, UserError
 from hpc_train.run.files import write_json
 from tests.distributed.scripts import run_script
+from tests.waiting import HANG_LIMIT_S
 
 CPU = torch.device("cpu")
 SECOND_OF_TWO = RankFacts(1, 2, 1, 2, 0, 1)
@@ -139,7 +140,7 @@ def test_what_nccl_says_of_this_node_is_reported_in_a_line(text: str, words: str
 def test_a_teardown_that_never_ends_keeps_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     group = join(RankFacts(), CPU, tmp_path / "rendezvous.json", "token", Timeouts(teardown_s=0.1))
     destroy, may_end, ended = dist.destroy_process_group, threading.Event(), []
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(may_end.wait(30)))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(may_end.wait(HANG_LIMIT_S)))
     try:
         group.leave()
         assert not ended
@@ -156,7 +157,7 @@ def test_ranks_meet_by_the_file_and_a_silent_peer_is_lost_after_the_timeout(tmp_
     script = (
         PRELUDE
         + """
-group = joined(join_s=60, silence_s=5)
+group = joined(silence_s=5)
 total = torch.tensor([facts.rank + 1])
 dist.all_reduce(total)
 dist.all_reduce(total, group=group.control)
@@ -197,7 +198,7 @@ import signal
 from hpc_train.errors import PeerLostError
 from hpc_train.distributed.consensus import Agreement
 from hpc_train.distributed.signals import StopFlag
-group = joined(join_s=60, silence_s=1800)  # no time-out: the test's own limit comes before it
+group = joined(silence_s=1800)  # no time-out: the test's own limit comes before it
 agreement = Agreement(group, StopFlag())
 agreement.begin()
 assert not agreement.wait().stop
@@ -229,7 +230,7 @@ def test_ranks_of_several_nodes_meet_where_slurm_reaches_the_first(tmp_path: Pat
             "RankFacts(int(os.environ['RANK']), 2, 0, 1, int(os.environ['RANK']), 2)",
         )
         + """
-group = joined(join_s=60)
+group = joined()
 total = torch.tensor([facts.rank + 1])
 dist.all_reduce(total)
 print(total.item(), os.environ["GLOO_SOCKET_IFNAME"], flush=True)
@@ -266,7 +267,7 @@ process_group._start_together = start
 def must_stop():
     return facts.rank == 1 and all(each.exists() for each in here)
 try:
-    join(facts, torch.device("cpu"), rendezvous, "token", Timeouts(join_s=60), must_stop=must_stop)
+    join(facts, torch.device("cpu"), rendezvous, "token", must_stop=must_stop)
 except TryAgainError as error:
     print(error, flush=True)
 os._exit(0)
@@ -346,7 +347,7 @@ def test_ranks_leave_together_however_long_one_takes(tmp_path: Path) -> None:
     script = (
         PRELUDE
         + """
-group = joined(join_s=60, leave_s=60)
+group = joined(leave_s=600)
 last = rendezvous.with_name("last-word")
 if facts.rank == 0:
     time.sleep(0.5)
@@ -366,7 +367,7 @@ def test_one_that_hangs_keeps_nobody_from_leaving(tmp_path: Path) -> None:
     script = (
         PRELUDE
         + """
-group = joined(join_s=60, leave_s=1)
+group = joined(leave_s=1)
 if facts.rank == 0:
     group.wait_to_leave()
     print("left", flush=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hpc_train.distributed import signals
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,7 @@ def _handlers_are_put_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def run(script: str) -> list[str]:
     """Return the words that the script prints in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=HANG_LIMIT_S, check=True
     )
     return done.stdout.split()
 

@@ -12,6 +12,7 @@ import pytest
 from hpc_train.distributed import timm_imports
 from hpc_train.launchers.entry import Entry
 from tests.cli.commands import REPOSITORY
+from tests.waiting import HANG_LIMIT_S
 
 
 def run_python(script: str, folder: Path) -> str:
@@ -23,7 +24,7 @@ def run_python(script: str, folder: Path) -> str:
     (folder / "timm" / "utils" / "__init__.py").write_text("import timm.utils.summary")
     summary.write_text("try:\n    import wandb\nexcept ImportError:\n    pass\n")
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{script}"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=True).stdout
 
 
 def test_timm_does_without_wandb_and_the_users_own_code_has_it(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ print("wandb" in sys.modules)
 """
     command = [sys.executable, "-c", script]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=True,
+        command, capture_output=True, text=True, timeout=HANG_LIMIT_S, check=True,
         env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)},
     )  # fmt: skip
     assert done.stdout.split() == ["False"]

@@ -19,9 +19,9 @@ from tests.slurm.configuration import NODES
 from tests.slurm.experiments import account
 from tests.slurm.processes import of_jobs
 from tests.slurm.runs import preempt
-from tests.waiting import came_true
+from tests.waiting import HANG_LIMIT_S, came_true
 
-LIMIT_S = 300.0
+LIMIT_S = HANG_LIMIT_S
 _ENDED = {"completed", "failed", "cancelled"}
 
 

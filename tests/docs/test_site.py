@@ -17,6 +17,7 @@ import pytest
 
 from tests.docs.pages import REPOSITORY
 from tests.report.browser import chromium, missing, opened, violations
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.slow
 needs_browser = pytest.mark.skipif(missing() is not None, reason=missing() or "")
@@ -39,7 +40,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANG_LIMIT_S,
     )
     assert done.returncode == 0, done.stdout
     return folder
@@ -92,7 +93,7 @@ def test_a_search_leads_to_the_page(browser: Any, site: Path) -> None:
     page, said = opened(browser, site / "index.html", viewport={"width": 1200, "height": 900})
     page.get_by_role("textbox", name="Search").press_sequentially("gradient accumulation")
     found = page.locator(".md-search-result__link")
-    found.first.wait_for(timeout=10_000)
+    found.first.wait_for(timeout=1000 * HANG_LIMIT_S)
     assert any("parallelism.html" in (each.get_attribute("href") or "") for each in found.all())
     found.first.click()
     assert "gradient accumulation" in page.locator("article").inner_text().lower()

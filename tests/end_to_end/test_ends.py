@@ -40,6 +40,7 @@ from tests.end_to_end.runs import (
     write_experiment,
 )
 from tests.quiet import QuietRuns
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -50,9 +51,7 @@ PLAIN = PACED.replace(':net"}', ':net", args: {norm: false}}').replace("adamw, l
 assert "norm: false" in PLAIN and "sgd" in PLAIN
 LOCAL = ("--local", "--devices", "2")
 #: An evaluation that a stop alone ends.
-ENDLESS_EVALUATION = {paced.EVAL_S: "100"}
-#: Stops are acted on at the next step or batch; the rest is the end of Python on a busy machine.
-SOON_S = 60.0
+ENDLESS_EVALUATION = {paced.EVAL_S: str(HANG_LIMIT_S)}
 SHORT = ("optimization.steps=6", "optimization.schedule={name: constant}", "evaluation.every_steps=6")
 
 
@@ -72,8 +71,8 @@ def wait_for_step(paths: RunPaths, step: int, process: subprocess.Popen[str]) ->
     assert process.poll() is None, process.communicate()[1]
 
 
-def end_of(process: subprocess.Popen[str], limit_s: float = SOON_S) -> Done:
-    out, err = process.communicate(timeout=limit_s)
+def end_of(process: subprocess.Popen[str]) -> Done:
+    out, err = process.communicate(timeout=HANG_LIMIT_S)
     return Done(process.returncode, out, err)
 
 
@@ -214,7 +213,7 @@ def test_a_rank_that_raises_ends_the_run_and_is_its_reason(tmp_path: Path) -> No
 @pytest.mark.fault(20)
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
     rate = "optimization.optimizer={name: sgd, lr: 1.0e+30}"
-    done = end_of(begin(tmp_path, EXPERIMENT, *SHORT, rate, "model.args={norm: false}"), 120)
+    done = end_of(begin(tmp_path, EXPERIMENT, *SHORT, rate, "model.args={norm: false}"))
     assert done.code == 1, done.err
     state, reason = stopped(only_run(tmp_path))
     assert state == "failed"
@@ -228,7 +227,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     explosive = "optimization.optimizer={name: sgd, lr: 1.0e+30}"
     rare = ("logging.every_steps=1000", "checkpoint.every_steps=2", *SHORT[:2], "evaluation.every_steps=1000")
     unclipped = "optimization.clip_grad_norm=null"
-    done = end_of(begin(tmp_path, EXPERIMENT, explosive, unclipped, *rare), 120)
+    done = end_of(begin(tmp_path, EXPERIMENT, explosive, unclipped, *rare))
     assert done.code == 1
     assert "is NaN or infinite" in status(only_run(tmp_path))["reason"]
     for checkpoint in committed(only_run(tmp_path)):
@@ -237,7 +236,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
 
 
 def test_too_few_samples_for_a_global_batch_is_the_files_mistake(tmp_path: Path) -> None:
-    done = end_of(begin(tmp_path, EXPERIMENT, "optimization.global_batch_size=1440"), 120)
+    done = end_of(begin(tmp_path, EXPERIMENT, "optimization.global_batch_size=1440"))
     assert done.code == 65
     assert "optimization.global_batch_size: 1440" in done.err
     assert "Traceback" not in done.err
@@ -251,7 +250,7 @@ def image_folder(folder: Path) -> str:
 
 
 def test_images_that_are_not_there_are_the_files_mistake(tmp_path: Path) -> None:
-    done = end_of(begin(tmp_path, image_folder(tmp_path)), 120)
+    done = end_of(begin(tmp_path, image_folder(tmp_path)))
     assert done.code == 65, done.err
     assert f"data.root: {tmp_path / 'images'} does not exist on this machine" in done.err
     assert not found_runs(tmp_path), "found before anything was started"
@@ -268,7 +267,7 @@ def test_a_file_that_is_not_an_image_ends_the_run_and_is_named(tmp_path: Path) -
                 Image.new("RGB", (32, 32), (number, 0, 0)).save(folder / f"{number}.png")
     broken = tmp_path / "images" / "train" / "cat" / "7.png"
     broken.write_bytes(broken.read_bytes()[:40])
-    done = end_of(begin(tmp_path, image_folder(tmp_path), *SHORT), 120)
+    done = end_of(begin(tmp_path, image_folder(tmp_path), *SHORT))
     assert done.code == 65, done.err
     assert str(broken) in done.err
     assert "Traceback" not in done.err
@@ -290,7 +289,7 @@ def test_ranks_die_with_a_launcher_that_was_killed(quiet: RunPaths, tmp_path: Pa
         wait_for(lambda: len(record_of(paths).rank_processes) == 2, "the ranks' processes")
         ranks = record_of(paths).rank_processes
         process.kill()
-        wait_for(lambda: not any(rank.is_alive() for rank in ranks), "the ranks' end", limit_s=SOON_S)
+        wait_for(lambda: not any(rank.is_alive() for rank in ranks), "the ranks' end")
     process.communicate()
     assert status(paths)["state"] == "running", "nobody was left to write an end"
     shown = hpc_train("status", "--json", paths.folder)
@@ -314,7 +313,7 @@ def _small_disk(tmp_path: Path) -> Iterator[Path]:
 def fill(folder: Path, leave_bytes: int) -> Path:
     """Take the disk's room but for ``leave_bytes``; return the file that takes it."""
     ballast = folder / "ballast"
-    wait_for(lambda: take_room(ballast, leave_bytes), "a full disk", limit_s=SOON_S)
+    wait_for(lambda: take_room(ballast, leave_bytes), "a full disk")
     return ballast
 
 
@@ -322,7 +321,7 @@ def keep_full(folder: Path, process: subprocess.Popen[str], hold: Hold) -> Path:
     """Leave no room until the process, held until now, ends."""
     ballast = fill(folder, leave_bytes=0)
     hold.release()
-    until = time.monotonic() + SOON_S
+    until = time.monotonic() + HANG_LIMIT_S
     while process.poll() is None and time.monotonic() < until:
         take_room(ballast, leave_bytes=0)
         time.sleep(0.01)
@@ -490,7 +489,7 @@ def test_of_two_resumes_at_once_one_trains(
     with Hold(tmp_path, last_step(paths) + 1) as hold:  # one may begin when the other would have completed
         both = [start("resume", paths.folder, hold.override) for _ in range(2)]
         wait_for(lambda: any(process.poll() is not None for process in both), "the end of one")
-    ends = sorted((end_of(process, 240.0) for process in both), key=lambda done: done.code)
+    ends = sorted((end_of(process) for process in both), key=lambda done: done.code)
     assert ends[0].code == 0, ends[0].err
     assert ends[1].code in {1, 75}, "the other refuses"
     assert "Traceback" not in ends[1].err
@@ -500,7 +499,7 @@ def test_of_two_resumes_at_once_one_trains(
 
 def test_a_sweep_trains_each_of_its_runs(tmp_path: Path) -> None:
     text = EXPERIMENT + "sweep: {grid: {optimization.optimizer.lr: [0.001, 0.01]}}\n"
-    done = end_of(begin(tmp_path, text, *SHORT), 240.0)
+    done = end_of(begin(tmp_path, text, *SHORT))
     assert done.code == 0, done.err
     runs = found_runs(tmp_path)
     assert [status(paths)["state"] for paths in runs] == ["completed"] * 2

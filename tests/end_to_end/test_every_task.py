@@ -34,6 +34,7 @@ from tests.end_to_end.runs import (
 )
 from tests.parallelism import task_data
 from tests.parallelism.task_cases import CASES, TaskCase
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +149,7 @@ def test_a_bad_sample_that_one_rank_reads_ends_the_run_at_once(kind: str, tmp_pa
         "optimization": sizes | {"optimizer": {"name": "sgd", "lr": 0.01}},
     }
     process = start("submit", write_experiment(tmp_path, yaml.safe_dump(file)), *LOCAL)
-    _, err = process.communicate(timeout=60)  # a rank that waited for its peer would wait for minutes
+    _, err = process.communicate(timeout=HANG_LIMIT_S)
     assert process.returncode == 65, err
     assert said in err and "Traceback" not in err
     paths = only_run(tmp_path)

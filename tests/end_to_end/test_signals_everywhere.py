@@ -29,11 +29,12 @@ from tests.end_to_end.runs import (
     wait_for,
     write_experiment,
 )
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault(2)]
 
 #: Far beyond what a stop may take on a busy machine, and far below what is being waited for.
-SOON_S, LONG_S = 60.0, 600
+SOON_S, LONG_S = HANG_LIMIT_S, 10 * HANG_LIMIT_S
 NET = 'model: {name: "tests.end_to_end.parts:net"}'
 LOCAL = ("--local", "--devices", "2")
 assert NET in EXPERIMENT

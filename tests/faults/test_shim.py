@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.shim import ALWAYS, EVERY_TOUCH, TAKES_ROOM, Shim, Touch
+from tests.waiting import HANG_LIMIT_S
 
 pytestmark = pytest.mark.usefixtures("shimmed")
 
@@ -56,7 +57,7 @@ def touch(shim: Shim, folder: Path, **environment: str) -> tuple[int, list[str]]
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANG_LIMIT_S,
     )
     return done.returncode, done.stdout.splitlines()
 
@@ -121,6 +122,6 @@ def test_it_strikes_a_process_that_sets_the_variables_itself(shim: Shim, tmp_pat
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=HANG_LIMIT_S,
     )
     assert done.stdout.splitlines() == ["mkdir", "write", "fsync", f"write {errno.EIO}", "fsync", "rename"]

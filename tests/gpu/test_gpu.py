@@ -66,6 +66,7 @@ from tests.end_to_end.runs import (
     write_experiment,
 )
 from tests.parallelism.cases import MODEL_PARALLEL, SHARDED, STRATEGIES
+from tests.waiting import HANG_LIMIT_S
 
 Test = TypeVar("Test", bound=Callable[..., None])
 #: torch says once that its debug mode does not find every wait.
@@ -325,7 +326,7 @@ def test_ctrl_c_saves_and_a_resume_continues(tmp_path: Path) -> None:
     paths = only_run(tmp_path)
     wait_for(lambda: last_step(paths) >= 5 or process.poll() is not None, "step 5")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=HANG_LIMIT_S)
     assert process.returncode == 130, err
     assert committed(paths)[0].step == status(paths)["step"] == last_step(paths)
     done = hpc_train("resume", paths.folder)
@@ -343,7 +344,7 @@ def test_a_checkpoint_of_the_gpu_continues_on_the_cpu(on_cpu: RunPaths, tmp_path
     paths = only_run(tmp_path)
     wait_for(lambda: bool(committed(paths)) or process.poll() is not None, "a checkpoint")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=HANG_LIMIT_S)
     done = hpc_train("resume", paths.folder, "device=cpu")
     assert done.code == 0, done.err
     torch.testing.assert_close(losses(paths)[:8], losses(on_cpu), rtol=0, atol=1e-3)
@@ -544,7 +545,11 @@ print([torch._C._cuda_hasPrimaryContext(number) for number in range(2)])
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU or none here")
 def test_a_save_makes_no_context_on_the_gpu_of_another_rank() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _SAVES_ON_ITS_OWN_GPU], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", _SAVES_ON_ITS_OWN_GPU],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANG_LIMIT_S,
     )
     assert done.stdout.strip() == "[False, True]"
 

@@ -34,7 +34,7 @@ def leave(code=0):
     os._exit(code)  # as ranks do: a Python that tears down has given up its signal handlers
 sys.exit = leave
 def wait_for(condition):
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + LIMIT_S
     while not condition():
         if time.monotonic() > limit:
             print("waited in vain", file=sys.stderr, flush=True)
@@ -45,7 +45,7 @@ def tell(name):
 def fail(text, code=1):
     attempt.error(rank).write_text(text)
     leave(code)
-"""
+""".replace("LIMIT_S", str(_LIMIT_S))
 
 
 def new_request(folder: Path, devices: int = 2, device: str = "cpu") -> LaunchRequest:

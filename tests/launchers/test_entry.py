@@ -14,6 +14,7 @@ from hpc_train.errors import ExitCode, UsageError
 from hpc_train.launchers.entry import Entry, attempt_number
 from hpc_train.paths import RunPaths
 from hpc_train.run.rank_ends import exit_codes
+from tests.waiting import HANG_LIMIT_S
 
 
 def test_it_is_pickled_with_the_folder_and_nothing_else(tmp_path: Path) -> None:
@@ -31,7 +32,7 @@ def test_without_an_attempt_it_says_what_is_missing(text: str | None) -> None:
 def test_importing_launchers_imports_no_torch() -> None:
     script = "import sys, hpc_train.launchers.entry, hpc_train.launchers.local; print('torch' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_LIMIT_S
     )
     assert done.stdout == "False\n"
 
@@ -62,7 +63,7 @@ def run_rank(
         text=True,
         env=os.environ | {"HPC_TRAIN_ATTEMPT": "3"} | variables,
         check=False,
-        timeout=60,
+        timeout=HANG_LIMIT_S,
     )
 
 

@@ -23,6 +23,7 @@ from hpc_train.run.metric_rows import iter_rows
 from hpc_train.training.metrics_file import MetricsFile
 from tests.loggers.attempts import preempted_killed_and_rolled_back
 from tests.loggers.wandb_files import context, row
+from tests.waiting import HANG_LIMIT_S, came_true
 
 #: Makes a mirror of a store, by default of the fixture's.
 Make = Callable[..., MlflowMirror]
@@ -238,6 +239,7 @@ def test_a_server_that_does_not_answer_delays_nothing(
     monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", 1.0)
     write(run, range(1, 4))
     logger = MlflowLogger(context_of(run, None))
+    assert came_true(lambda: logger._process is not None, HANG_LIMIT_S)
     for step in range(5000):
         logger.log(row("train", step))
         logger.rows_committed(step)

@@ -22,7 +22,7 @@ from hpc_train.run.metric_rows import iter_rows
 from hpc_train.training.meters import MetricsWriter
 from hpc_train.training.metrics_file import MetricsFile
 from tests.loggers.wandb_files import context, row
-from tests.waiting import came_true
+from tests.waiting import HANG_LIMIT_S, came_true
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def killed(work: Callable[[], None]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     ended = int(time.time())  # event files are read in the order of the second in which they began
-    assert came_true(lambda: time.time() >= ended + 1, 2)
+    assert came_true(lambda: time.time() >= ended + 1, HANG_LIMIT_S)
 
 
 def scalars(run: RunPaths) -> dict[str, list[tuple[int, float]]]:

@@ -114,7 +114,7 @@ def test_rows_neither_wait_nor_pile_up_for_a_process_that_does_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(process_logger, "_CLOSE_LIMIT_S", 0.2)
-    monkeypatch.setattr(process_logger, "_KILLED_LIMIT_S", 60.0)
+    monkeypatch.setattr(process_logger, "_KILLED_LIMIT_S", HANG_LIMIT_S)
     monkeypatch.setattr(process_logger, "_start_process", _start_deaf)
     logger = WandbLogger(context(tmp_path))
     long = {"note": "more than the pipe takes" * 5000}

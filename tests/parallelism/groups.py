@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 from tests.parallelism.pickled import dumps
 from tests.ranks import IMPORTED
+from tests.waiting import HANG_LIMIT_S
 
 #: A collective whose peer is gone would be waited for this long.
-LIMIT_S = 300.0
+LIMIT_S = HANG_LIMIT_S
 _LIMIT_AFTER_FAILURE_S = 10.0
 
 Work = Callable[..., Any]

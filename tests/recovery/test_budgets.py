@@ -19,6 +19,7 @@ from hpc_train.recovery.budgets import (
     gpu_hours_of,
     is_idle,
     left,
+    num_early_preemptions,
     spent_budget,
 )
 from hpc_train.run.attempts import AttemptRecord
@@ -174,6 +175,8 @@ def test_preemptions_before_the_first_step_are_bounded() -> None:
     assert decide([early] * 10, DEFAULTS).comes_back
     assert not decide([early] * 11, DEFAULTS).comes_back
     assert decide([*[early] * 10, attempt("preemption", saved=5), early], DEFAULTS).comes_back
+    for cause in ("time limit", "crash", "lost"):
+        assert num_early_preemptions([early, attempt(cause, events={"begin": "…"})]) == 0
 
 
 def test_a_time_limit_that_the_scheduler_has_cut_is_not_to_be_raised_in_the_file() -> None:

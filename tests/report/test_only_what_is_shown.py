@@ -91,7 +91,7 @@ def _text(found: Any) -> str:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(content=_CONTENTS, tail=st.integers(1, 200))
 def test_all_readers_agree_with_one_that_parses_each_line(content: bytes, tail: int) -> None:
     with TemporaryDirectory() as folder:

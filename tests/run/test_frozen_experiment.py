@@ -94,7 +94,7 @@ EXPERIMENTS = st.fixed_dictionaries(
 
 
 @pytest.mark.slow
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(EXPERIMENTS)
 def test_a_frozen_experiment_is_read_back_equal(tmp_path: Path, data: dict[str, Any]) -> None:
     experiment = Experiment.model_validate(data)

@@ -11,6 +11,7 @@ import pytest
 
 from hpc_train import __version__
 from hpc_train.run.versions import differences, in_words, versions
+from tests.waiting import HANG_LIMIT_S
 
 
 def test_versions_are_those_that_ranks_import() -> None:
@@ -37,7 +38,7 @@ def test_nothing_is_imported_to_find_out() -> None:
         "import sys; from hpc_train.run.versions import versions; versions(); "
         "sys.exit(bool({'torch', 'torchvision', 'timm', 'numpy', 'PIL', 'simplejpeg'} & sys.modules.keys()))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=HANG_LIMIT_S).returncode == 0
 
 
 def test_a_missing_package_is_omitted(monkeypatch: pytest.MonkeyPatch) -> None:

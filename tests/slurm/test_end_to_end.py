@@ -228,17 +228,17 @@ def test_status_is_right_in_every_state(any_cluster: Cluster, tmp_path: Path) ->
         paths = submit_one(tmp_path, hold.override, text=TWO_RANKS)
         assert state(paths) == "pending"
         any_cluster.run("scontrol", "hold", job_of(paths))
-        wait_for(lambda: "eld" in str(standing(tmp_path)[0]["reason"]), "the word held", 60)
+        wait_for(lambda: "eld" in str(standing(tmp_path)[0]["reason"]), "the word held")
         assert state(paths) == "pending"
         any_cluster.run("scontrol", "release", job_of(paths))
     wait_for_step(paths, 3)
-    wait_for(lambda: state(paths) == "running", "running", 60)
+    wait_for(lambda: state(paths) == "running", "running")
     with preempting(any_cluster, paths):
         wait_for_attempt_end(paths, 1)
-        wait_for(lambda: state(paths) == "requeued", "requeued", 60)
+        wait_for(lambda: state(paths) == "requeued", "requeued")
     hold.release()
     wait_for_state(paths, "completed")
-    wait_for(lambda: state(paths) == "completed", "completed", 60)
+    wait_for(lambda: state(paths) == "completed", "completed")
 
 
 @pytest.mark.fault(46)
@@ -254,12 +254,12 @@ def test_scancel_is_final_in_every_state(any_cluster: Cluster, tmp_path: Path) -
     any_cluster.run("scancel", job_of(runs[4]))  # pending; the array's last task
     state(runs[4])  # the first of two looks: Slurm forgets such a task at once
     any_cluster.run("scontrol", "requeue", job_of(runs[1]))
-    wait_for(lambda: job_states(any_cluster, job_of(runs[1])) == ["PENDING"], "the requeue", 60)
+    wait_for(lambda: job_states(any_cluster, job_of(runs[1])) == ["PENDING"], "the requeue")
     any_cluster.run("scancel", job_of(runs[1]))  # requeued
     done = command(tmp_path, "cancel", runs[2].folder)  # running
     assert done.code == 0, done.err
     for paths in (runs[0], runs[1], runs[2], runs[4]):
-        wait_for(lambda paths=paths: not job_states(any_cluster, job_of(paths)), "its end", 120)
+        wait_for(lambda paths=paths: not job_states(any_cluster, job_of(paths)), "its end")
         # A job that Slurm does not know is looked for once more after a minute.
         wait_for(
             lambda paths=paths: state(paths) == "cancelled", f"cancelled\n{account(paths)}", HANG_LIMIT_S
@@ -292,7 +292,7 @@ def test_a_crash_is_requeued_three_times(any_cluster: Cluster, tmp_path: Path) -
     paths = submit_one(tmp_path, "slurm.nodes=1", text=CRASHING)
     assert wait_for_state(paths, "failed", "completed") == "failed"
     assert [record.cause for record in records(paths)] == ["crash"] * 4
-    wait_for(lambda: not job_states(any_cluster, job_of(paths)), "the job's end", 60)
+    wait_for(lambda: not job_states(any_cluster, job_of(paths)), "the job's end")
     shown = command(tmp_path, "status", paths.folder)
     assert "Traceback of your code (most recent call last)" in shown.out
     assert "tests/slurm/crashing.py" in shown.out and "ValueError: on purpose" in shown.out

@@ -130,7 +130,7 @@ def script_of(folder: Path, asked: Experiment) -> Batch | None:
 
 
 @pytest.mark.fault(28, 29)
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(key=st.sampled_from(sorted(KEYS)), value=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
 def test_any_text_is_refused_or_stays_one_line_of_the_script(tmp_path: Path, key: str, value: str) -> None:
     asked = accepted(tmp_path, key, value)

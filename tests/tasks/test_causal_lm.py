@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,6 +99,21 @@ def test_sequences_that_only_fill_up_count_for_nothing_even_if_nan() -> None:
     spoiled = logits.clone()
     spoiled[~valid] = float("nan")
     assert sums(batch(spoiled, targets, valid)) == sums(batch(logits[valid], targets[valid]))
+
+
+def test_ignored_tokens_count_for_nothing_in_an_evaluation() -> None:
+    ignoring = CausalLM(experiment(), replace(TEXT, ignore_index=255))
+    logits, targets = logits_and_targets(4)
+    rest = targets.clone()
+    rest[:, 3:] = 255
+    found = ignoring.sums(logits, batch(logits, rest))
+    expected = functional.cross_entropy(logits[:, :3].double().flatten(0, 1), targets[:, :3].flatten())
+    assert found["count"] == 12
+    assert found["correct"] == (logits.argmax(2) == targets)[:, :3].sum()
+    assert found["loss"].item() / 12 == pytest.approx(expected.item(), rel=1e-6)
+    nothing = ignoring.sums(logits, batch(logits, torch.full_like(targets, 255)))
+    metrics = ignoring.metrics({name: value.item() for name, value in nothing.items()})
+    assert metrics == {"loss": 0.0, "perplexity": 1.0, "accuracy": 0.0}
 
 
 def test_batches_merge_to_the_metrics_of_the_whole() -> None:

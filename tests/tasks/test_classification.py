@@ -126,6 +126,20 @@ def test_many_classes_have_no_confusion_matrix() -> None:
     assert "confusion" not in found and task(1001).files(found) == {}
 
 
+def test_a_validation_loss_is_the_mean_over_the_class_weights() -> None:
+    weights = [0.5, 3.0, 0.0, 1.0, 1.0, 2.0, 1.0]
+    given = experiment().model_dump()
+    given["optimization"]["loss"] = {"name": "cross_entropy", "args": {"class_weights": weights}}
+    weighted = Classification(Experiment.model_validate(given), DataInfo(7, 3, (0.5,) * 3, (0.5,) * 3))
+    logits, targets = logits_and_targets(20)
+    expected = functional.cross_entropy(logits, targets, torch.tensor(weights)).item()
+    valid = torch.arange(24) < 20
+    padded = batch(torch.cat([logits, logits[:4]]), torch.cat([targets, targets[:4]]), valid)
+    assert weighted.metrics(sums(weighted, padded))["loss"] == pytest.approx(expected, rel=1e-6)
+    nothing = batch(logits, torch.full_like(targets, 2))  # the class of weight 0
+    assert weighted.metrics(sums(weighted, nothing))["loss"] == 0.0
+
+
 def test_batches_merge_to_the_metrics_of_the_whole() -> None:
     logits, targets = logits_and_targets(12)
     parts = [sums(task(), batch(logits[part], targets[part])) for part in (slice(0, 5), slice(5, 12))]

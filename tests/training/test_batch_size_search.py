@@ -22,6 +22,7 @@ from hpc_train.validate.rules import check_start
 from tests.cli.commands import hpc_train
 from tests.config.files import GOOD, problems_of
 from tests.run.runs import small_run
+from tests.waiting import HANG_LIMIT_S
 
 AUTO = GOOD.replace("micro_batch_size: 16", "micro_batch_size: auto")
 FOUND = Found(size=16, too_large=32, ranks=2, attempt=1)
@@ -139,7 +140,7 @@ except RuntimeError as error:
 @pytest.mark.slow
 def test_a_limited_process_is_refused_more_than_its_share() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _LIMITED], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", _LIMITED], capture_output=True, text=True, timeout=HANG_LIMIT_S, check=True
     )
     assert "can't allocate memory" in done.stdout
 

@@ -23,9 +23,8 @@ from hpc_train.training.forked_call import ForkedCall
 from hpc_train.training.peak_flops import PEAKS, peak_tflops
 from hpc_train.validate.gpt_args import GPTArgs
 from tests.ranks import run_ranks
+from tests.waiting import HANG_LIMIT_S
 
-#: A child process that counts ends within this time, on whatever machine.
-LIMIT_S = 120.0
 B = 4
 
 
@@ -158,7 +157,7 @@ def per_sample(model: nn.Module, batch: Batch) -> float | None:
     assert copy is not None
     count = FlopCount(copy, Task(), on_meta)
     count.start(batch)
-    return count.per_sample(within_s=LIMIT_S)
+    return count.per_sample(within_s=HANG_LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,7 @@ def test_what_can_not_be_counted_is_logged_once_and_not_reported(
     count = FlopCount(copy, Task(), on_meta)
     assert FlopRates(count, 1).row(100.0) == {}, "not begun"
     count.start(batch)
-    assert count.per_sample(within_s=LIMIT_S) is None
+    assert count.per_sample(within_s=HANG_LIMIT_S) is None
     assert FlopRates(count, 1, 10.0).row(100.0) == {}
     (message,) = caplog.messages
     assert message.startswith("rows have no tflops_per_s and no mfu: ") and why in message
@@ -229,7 +228,7 @@ def test_counting_leaves_nothing_behind_for_training(tmp_path: Path) -> None:
 
 def test_a_child_that_dies_has_no_result() -> None:
     call = ForkedCall(lambda: 1 / 0)
-    assert call.has_ended(LIMIT_S) and call.result() is None
+    assert call.has_ended(HANG_LIMIT_S) and call.result() is None
     call = ForkedCall(lambda: print("not shown") or 7)  # type: ignore[func-returns-value]
     assert call.result() == 7
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
@@ -107,7 +107,6 @@ def test_no_factor_falls_below_the_minimum() -> None:
     assert min(factors(name="timm/step", min_factor=0.3, args={"decay_t": 5, "decay_rate": 0.1})) == 0.3
 
 
-@settings(deadline=None)
 @given(
     name=st.sampled_from(["constant", "cosine", "linear", "poly"]),
     total=st.integers(2, 500),

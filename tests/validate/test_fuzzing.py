@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANG_LIMIT_S
+
 _REPOSITORY = Path(__file__).parents[2]
 _EXAMPLES = 300
 _OURS = {"canary.py", "exp.yaml", "experiment.yaml", "resolved.json"}
@@ -75,6 +77,6 @@ def test_the_watch_sees_what_it_is_for(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=HANG_LIMIT_S,
     )
     assert done.stdout.splitlines() == [*_FORBIDDEN, ""], done.stderr

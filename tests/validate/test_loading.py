@@ -16,6 +16,7 @@ from hpc_train.errors import BadFileError, ExitCode
 from hpc_train.validate.loading import Loaded, load
 from tests.calls import count_calls
 from tests.config.files import GOOD, problems_of
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_loading_imports_nothing_heavy(good: Path) -> None:
         "sys.exit(str(heavy) if heavy else 0)"
     )
     root = Path(hpc_train.__file__).parents[1]
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root, timeout=HANG_LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_a_problem_found_later_is_placed_too(good: Path) -> None:
 
 
 @pytest.mark.fault(23)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
 @given(st.text(alphabet=st.characters(), max_size=80), st.integers(0, len(GOOD)), st.booleans())
 def test_arbitrary_text_raises_nothing_but_bad_file(tmp_path: Path, text: str, at: int, inside: bool) -> None:
     content = GOOD[:at] + text + GOOD[at:] if inside else text
@@ -191,7 +192,7 @@ def test_arbitrary_text_raises_nothing_but_bad_file(tmp_path: Path, text: str, a
 
 
 @pytest.mark.fault(23)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=100)
 @given(
     st.sampled_from(
         ["seed", "name", "slurm", "compile", "slurm.nodes", "data.args.x", "sweep.grid", "sweep.grid.seed"]

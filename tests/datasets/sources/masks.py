@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -34,3 +36,22 @@ def write_folder(
 def save(path: Path, pixels: np.ndarray) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(path)
+
+
+def png(rows: list[list[int]], bits: int, channels: int = 1) -> bytes:
+    """Return a PNG file with ``bits`` per channel, gray or RGB; Pillow writes gray of 8 and 16 bits only.
+
+    ``rows``: the values of each row, pixel by pixel.
+    """
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+    texts = ("".join(f"{number:0{bits}b}" for number in row) for row in rows)
+    packed = b"".join(
+        b"\0" + int(text.ljust(-(-len(text) // 8) * 8, "0"), 2).to_bytes(-(-len(text) // 8)) for text in texts
+    )
+    color = {1: 0, 3: 2}[channels]
+    header = struct.pack(">IIBBBBB", len(rows[0]) // channels, len(rows), bits, color, 0, 0, 0)
+    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(packed)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + parts

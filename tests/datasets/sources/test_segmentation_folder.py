@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,12 @@ from hpc_train.data_facts.by_name import data_facts
 from hpc_train.datasets.base import DataSource
 from hpc_train.datasets.batches import evaluation_batches
 from hpc_train.datasets.building import build_source
+from hpc_train.datasets.images import PixelRules
 from hpc_train.datasets.sources.segmentation_folder import read_mask
 from hpc_train.errors import BadFileError
 from hpc_train.tasks.segmentation import Segmentation
 from tests.datasets.samples import CPU, experiment
-from tests.datasets.sources.masks import save, write_folder
+from tests.datasets.sources.masks import png, save, write_folder
 
 
 @pytest.fixture
@@ -153,26 +152,20 @@ def test_the_login_node_counts_images_and_not_masks(root: Path, tmp_path: Path) 
     assert facts.target == "mask" and facts.is_in_root
 
 
-def gray_png(numbers: list[list[int]], bits: int) -> bytes:
-    """Return a gray PNG file of ``bits`` per pixel, to which optimizers shrink files of 8 bits."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-    rows = ("".join(f"{number:0{bits}b}" for number in row) for row in numbers)
-    packed = b"".join(
-        b"\0" + int(row.ljust(-(-len(row) // 8) * 8, "0"), 2).to_bytes(-(-len(row) // 8)) for row in rows
-    )
-    header = struct.pack(">IIBBBBB", len(numbers[0]), len(numbers), bits, 0, 0, 0, 0)
-    parts = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(packed)) + chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + parts
-
-
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_gray_masks_of_fewer_bits_are_the_numbers_that_they_store(tmp_path: Path, bits: int) -> None:
     numbers = [[0, 1, 1, 0, 1], [1, 0, 0, 1, 2 if bits > 1 else 1]]
-    (tmp_path / "mask.png").write_bytes(gray_png(numbers, bits))
+    (tmp_path / "mask.png").write_bytes(png(numbers, bits))
     assert read_mask(str(tmp_path / "mask.png")).tolist() == numbers
+
+
+def test_a_mask_is_turned_as_its_own_orientation_says(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # its first row becomes the last column
+    Image.fromarray(np.array([[1, 2, 3], [4, 5, 6]], dtype=np.uint8)).save(tmp_path / "mask.png", exif=exif)
+    assert read_mask(str(tmp_path / "mask.png")).tolist() == [[1, 2, 3], [4, 5, 6]]
+    turned = read_mask(str(tmp_path / "mask.png"), PixelRules(applies_orientation=True))
+    assert turned.tolist() == [[4, 1], [5, 2], [6, 3]]
 
 
 def test_mask_values_are_classes_in_their_order(root: Path) -> None:

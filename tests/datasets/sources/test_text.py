@@ -55,7 +55,7 @@ def test_targets_are_the_characters_that_follow(tmp_path: Path) -> None:
         source.train[3]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(count=st.integers(2, 200), length=st.integers(1, 20))
 def test_every_token_but_the_first_is_a_target_once(count: int, length: int) -> None:
     split = TextSplit(torch.arange(count, dtype=torch.int32), length)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -309,6 +310,9 @@ def test_a_flipped_bit_is_an_error_before_training(at: int, tmp_path: Path) -> N
         BadFileError, match=rf"{shard.name} .*the hash of its tokens is not that of its header"
     ):
         verify(tmp_path)
+    token_writing._checked.clear()
+    prepared(tmp_path, shard_tokens=20)  # which reads all shards and writes damaged ones again
+    assert verify(tmp_path)[-1] == 1.0
 
 
 def test_intact_shards_are_read_once_in_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,6 +343,24 @@ def test_the_check_ends_at_its_time_limit(
     flip(shard_files(tmp_path)[-1], -1)
     with pytest.raises(BadFileError, match="the hash of its tokens"):
         verify(tmp_path)
+
+
+def test_a_shard_is_read_in_blocks_and_only_until_the_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard may be larger than the memory, and take longer to read than the limit."""
+    prepared(corpus(tmp_path, "x" * 1000))
+    blocks: list[int] = []
+    hasher = SimpleNamespace(update=lambda block: blocks.append(len(block)), hexdigest=lambda: "")
+    clock = itertools.count()  # a second passes from each look at the clock to the next
+    monkeypatch.setattr(token_check, "_READ_BYTES", 100)
+    monkeypatch.setattr(token_check, "CHECK_LIMIT_S", 5.0)
+    monkeypatch.setattr(token_check, "xxhash", SimpleNamespace(xxh3_128=lambda: hasher))
+    monkeypatch.setattr(
+        token_check, "time", SimpleNamespace(monotonic=lambda: float(next(clock)), time=time.time)
+    )
+    verify(tmp_path)
+    assert blocks == [100] * 5
 
 
 def test_two_texts_share_a_folder_of_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

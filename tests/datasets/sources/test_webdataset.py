@@ -247,6 +247,11 @@ def test_names_of_shards() -> None:
             {"train": "{0..9999999}.tar"},
             r"^data\.args\.train: names 10,000,000 files, over",
         ),
+        (
+            {},
+            {"train": ["{2000000..0}.tar", "{1..1000001}.tar"]},
+            r"^data\.args\.train: names 1,000,001 files",
+        ),
         ({}, {"val": ["{0..999}-{0..999}.tar", "a"]}, r"^data\.args\.val: names 1,000,001 files, over"),
         (
             {},

@@ -23,6 +23,7 @@ from hpc_train.run.rank_ends import RankEnd, rank_ends
 from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.batch import record_of, restarted, submitted_run
 from tests.run.test_checkpoints import write_checkpoint
+from tests.waiting import HANG_LIMIT_S
 
 TRACEBACK = "Traceback (most recent call last):\n  File …\nValueError: too hot\n"
 
@@ -236,7 +237,7 @@ def run_as_command(batch: Batch, *words: str) -> subprocess.CompletedProcess[str
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANG_LIMIT_S,
     )
 
 
@@ -334,7 +335,11 @@ def test_an_attempt_records_the_granted_time_limit_at_its_start(batch: Batch) ->
         write_record(batch.attempt, replace(record, end=record.start, cause="preemption"))
 
 
-def test_a_refused_requeue_fails_the_run(batch: Batch) -> None:
+def test_a_refused_requeue_fails_the_run(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    notified: list[RunStatus] = []
+    monkeypatch.setattr(
+        "hpc_train.launchers.slurm.after.notify_end", lambda paths, say, status: notified.append(status)
+    )
     signalled(batch, "SIGTERM", 1)
     batch.rank(0, 75)
     assert batch.after(75) == "requeue 75"
@@ -343,3 +348,21 @@ def test_a_refused_requeue_fails_the_run(batch: Batch) -> None:
     assert status.state == "failed"
     assert "Slurm refuses to requeue job 12_0: disabled; `hpc-train resume" in str(status.reason)
     assert record_of(batch.attempt).reason == status.reason
+    assert [each.state for each in notified] == ["requeued", "failed"]
+
+
+def test_a_refusal_that_comes_too_late_changes_nothing(batch: Batch) -> None:
+    """The job has begun its next attempt, or the run was cancelled or completed meanwhile."""
+    signalled(batch, "SIGTERM", 1)
+    batch.rank(0, 75)
+    assert batch.after(75) == "requeue 75"
+    environ = batch.environ
+    for state in ("cancelled", "completed"):
+        write_status(batch.paths, RunStatus(state, 6, 10, attempt=1))
+        refused(batch.submission, "Slurm refuses", environ)
+        assert read_status(batch.paths) == RunStatus(state, 6, 10, attempt=1)
+    write_status(batch.paths, RunStatus("requeued", 6, 10, attempt=1))
+    batch.begin(restart=1)
+    write_status(batch.paths, RunStatus("requeued", 6, 10, attempt=2))
+    refused(batch.submission, "Slurm refuses", environ)
+    assert read_status(batch.paths).state == "requeued"

@@ -8,6 +8,7 @@ import pytest
 
 from hpc_train.errors import BadFileError, UsageError
 from hpc_train.launchers.slurm.batch_job import BatchJob
+from hpc_train.run.attempts import AttemptRecord
 from hpc_train.run.files import write_json
 
 
@@ -40,3 +41,21 @@ def test_a_task_beyond_the_runs_and_no_job_at_all_are_errors(submission: Path) -
         of_array(submission, "3")
     with pytest.raises(UsageError, match="SLURM_JOB_ID"):
         BatchJob.of(submission, {})
+
+
+@pytest.mark.parametrize(
+    ("job", "cluster", "recorded", "is_own"),
+    [
+        ("12", "A", "a", True),
+        ("12", "b", "a", False),
+        ("13", "a", "a", False),
+        ("12", "", "a", True),  # unknown here
+        ("12", "a", None, True),  # not recorded by 0.2
+    ],
+)
+def test_an_attempt_belongs_to_the_job_of_its_number_and_cluster(
+    submission: Path, job: str, cluster: str, recorded: str | None, is_own: bool
+) -> None:
+    found = BatchJob.of(submission, {"SLURM_JOB_ID": job, "SLURM_CLUSTER_NAME": cluster})
+    assert found.owns(AttemptRecord(1, "…", [], None, job="12", cluster=recorded)) == is_own
+    assert not found.owns(None)

@@ -23,6 +23,7 @@ from hpc_train.run.run_status import RunStatus, read_status, write_status
 from tests.launchers.slurm.batch import ENVIRON, record_of, restarted, submitted_run
 from tests.launchers.slurm.programs import put_programs_first
 from tests.run.test_checkpoints import write_checkpoint
+from tests.waiting import HANG_LIMIT_S
 
 
 @pytest.fixture
@@ -301,18 +302,18 @@ def test_as_a_command_it_prints_the_line_alone(tmp_path: Path) -> None:
     paths, submission = submitted_run(tmp_path)
     command = [sys.executable, "-m", "hpc_train.launchers.slurm.begin", str(submission)]
     done = subprocess.run(
-        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=True, timeout=60
+        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=True, timeout=HANG_LIMIT_S
     )
     assert done.stdout.count("\n") == 1
     assert done.stdout.split("\t")[::2] == ["1", f"{paths.folder}\n"]
     write_json(paths.cancelled, {})
     done = subprocess.run(
-        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=True, timeout=60
+        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=True, timeout=HANG_LIMIT_S
     )
     assert done.stdout == "\n", "no attempt: the answer is empty"
     write_json(submission / "submission.json", {})
     done = subprocess.run(
-        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=False, timeout=60
+        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=False, timeout=HANG_LIMIT_S
     )
     assert (done.returncode, done.stdout) == (65, "")
     assert "Traceback" not in done.stderr
@@ -326,7 +327,7 @@ def test_as_a_command_it_names_the_nodes_to_exclude(tmp_path: Path) -> None:
     write_record(paths.attempt(1), replace(record_of(paths.attempt(1)), bad_nodes=bad, end=now_ms()))
     command = [sys.executable, "-m", "hpc_train.launchers.slurm.begin", str(submission)]
     done = subprocess.run(
-        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=False, timeout=60
+        command, env=os.environ | ENVIRON, capture_output=True, text=True, check=False, timeout=HANG_LIMIT_S
     )
     assert (done.returncode, done.stdout) == (78, "n2,n7\n")
 
@@ -338,7 +339,7 @@ def test_it_imports_no_torch_and_no_schema() -> None:
         "print({'torch', 'pydantic', 'submitit'} & sys.modules.keys())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_LIMIT_S
     )
     assert done.stdout == "set()\n"
 

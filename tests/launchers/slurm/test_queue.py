@@ -241,12 +241,31 @@ def test_a_forgotten_job_has_the_time_when_it_was_first_missed(
     now += 100
     queue_cache.forget()  # after an order, such as a cancel of another job
     assert ask(["99"])["99"].missed_at == now - 100
+    queue_cache.forget()
+    rows = (programs.folder / "squeue").read_text()
+    programs.put("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    with pytest.raises(NoSchedulerError):
+        ask(["99"])
+    queue_cache.forget()
+    (programs.folder / "squeue").write_text(rows)
+    assert ask(["99"])["99"].missed_at == now - 100, "kept while Slurm did not answer"
     put_jobs(programs, _row("99", "PENDING"))
     now += 100
     assert ask(["99"])["99"].state == "PENDING"
     put_jobs(programs)
     now += 100
     assert ask(["99"])["99"].missed_at == now, "it was listed in between"
+
+
+def test_scontrol_is_asked_about_a_limited_number_of_jobs(programs: Programs) -> None:
+    found = ask([str(number) for number in range(100, 130)])
+    assert sum("show job" in call for call in programs.calls("scontrol")) == 20
+    assert len(found) == 20, "nothing is said about the others"
+
+
+def test_a_number_of_restarts_that_scontrol_does_not_show_is_unknown(programs: Programs) -> None:
+    put_scontrol(programs, "echo 'JobId=99 JobName=digits JobState=RUNNING NodeList=n1 ExitCode=0:0'")
+    assert ask(["99"])["99"].restarts is None
 
 
 def test_a_job_of_another_cluster_is_not_asked_about(programs: Programs) -> None:

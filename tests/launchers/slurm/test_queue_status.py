@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpc_train.launchers.slurm import queue_status
 from hpc_train.launchers.slurm.queue import ELSEWHERE, FORGOTTEN, JobState
-from hpc_train.launchers.slurm.queue_status import CUT_SHORT, Folder, Submissions, status_of, statuses
+from hpc_train.launchers.slurm.queue_status import (
+    CUT_SHORT,
+    Folder,
+    Submissions,
+    other_cluster,
+    status_of,
+    statuses,
+)
 from hpc_train.paths import RunPaths
 from hpc_train.run.attempts import read_record
 from hpc_train.run.events import EventLog
@@ -338,8 +347,28 @@ def test_a_missing_job_whose_attempt_writes_is_running(
     paths = queued_run(tmp_path / "runs", "12")
     begin(paths, "12")
     assert _stand(paths, _missed("12", 3600)).state == "running"
-    monkeypatch.setattr(queue_status, "silent_s", lambda paths, record: 121.0)
-    assert _stand(paths, _missed("12", 3600)).state == "failed"
+    for silent_s, state in ((119.0, "running"), (121.0, "failed")):
+        monkeypatch.setattr(queue_status, "silent_s", lambda paths, record, found=silent_s: found)
+        assert _stand(paths, _missed("12", 3600)).state == state
+
+
+def test_an_attempt_that_has_ended_or_is_of_an_earlier_job_is_no_sign_of_life(tmp_path: Path) -> None:
+    """Though its files were written a moment ago."""
+    requeued = queued_run(tmp_path / "runs", "12")
+    begin(requeued, "12", end=_LONG_AGO, cause="preemption")
+    write_status(requeued, RunStatus("requeued", 4, 10, attempt=1))
+    assert _stand(requeued, _missed("12", 61)).state == "failed"
+    resumed = queued_run(tmp_path / "runs", "13", "def")
+    begin(resumed, "13")
+    add_job(resumed, "15")
+    write_status(resumed, RunStatus("pending", 4, 10, attempt=1))
+    assert _stand(resumed, _missed("15", 61)).state == "cancelled"
+
+
+def test_a_cancelled_run_needs_no_second_look(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    write_json(paths.cancelled, {"version": 1})
+    assert _stand(paths, _missed("12", 0)).state == "cancelled"
 
 
 def test_an_end_inferred_from_absence_is_taken_back_when_the_job_is_listed(tmp_path: Path) -> None:
@@ -350,13 +379,61 @@ def test_an_end_inferred_from_absence_is_taken_back_when_the_job_is_listed(tmp_p
     running = queued_run(tmp_path / "runs", "13", "def")
     begin(running, "13", step=4)
     assert _stand(running, job("13", FORGOTTEN)).state == "failed"
+    assert _stand(running, job("13", "PENDING", restarts=0)).state == "failed", "an answer from before"
     assert _stand(running, job("13", "RUNNING")) == RunStatus("running", 4, 10, attempt=1)
+    assert read_status(running).state == "running"
     record = read_record(running.attempt(1))
     assert record is not None and (record.end, record.cause) == (None, None)
     requeued = queued_run(tmp_path / "runs", "14", "ghi")
     begin(requeued, "14", end=_LONG_AGO, cause="preemption", events={"end": _LONG_AGO})
     assert _stand(requeued, job("14", FORGOTTEN)).state == "failed"
     assert _stand(requeued, job("14", "PENDING", "Priority", restarts=1)).state == "requeued"
+
+
+@pytest.mark.parametrize("facts", [{"events": {"end": _LONG_AGO}}, {"exit_codes": [1]}])
+def test_an_end_that_the_batch_script_has_written_is_not_taken_back(
+    tmp_path: Path, facts: dict[str, Any]
+) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", end=_LONG_AGO, cause="crash", **facts)
+    write_status(paths, RunStatus("failed", 4, 10, attempt=1))
+    assert _stand(paths, job("12", "RUNNING")).state == "failed"
+
+
+def test_a_job_that_is_listed_again_is_asked_about_and_silence_is_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HPC_TRAIN_CACHE", str(tmp_path / "cache"))
+    programs = put_programs_first(tmp_path, monkeypatch)
+    paths = queued_run(tmp_path / "runs", "12")
+    assert _stand(paths, job("12", FORGOTTEN)).state == "cancelled"
+    programs.put("squeue", "exit 1")
+    assert statuses([paths])[0].state == "cancelled"
+    assert capsys.readouterr().err == ""
+    row = "\x1f".join(["12", "PENDING", "Priority", "0", "N/A", "N/A", "0", "", "small", "/x.sh", ""])
+    programs.put("squeue", f"echo '{row}'")
+    shutil.rmtree(tmp_path / "cache")
+    assert statuses([paths])[0].state == "pending"
+
+
+def test_a_job_of_another_cluster_is_named_while_its_run_is_active(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = queued_run(tmp_path / "runs", None)
+    add_job(paths, "12", "a")
+    for reached, named in (("b", "a"), ("a", None), (None, None)):
+        monkeypatch.setattr(queue_status, "cluster_name", lambda found=reached: found)
+        assert other_cluster(paths) == named
+    monkeypatch.setattr(queue_status, "cluster_name", lambda: "b")
+    write_status(paths, RunStatus("failed", 4, 10))
+    assert other_cluster(paths) is None
+
+
+def test_a_time_limit_that_slurm_has_cut_is_shown(tmp_path: Path) -> None:
+    paths = queued_run(tmp_path / "runs", "12")
+    begin(paths, "12", time_limit_s=120.0, requested_limit_s=1800.0)
+    words = "Slurm gives the job 2 min, not the 30 min of slurm.time_limit"
+    assert _stand(paths, job("12", "RUNNING")).reason == words
 
 
 def test_a_run_of_another_cluster_is_as_its_folder_says(tmp_path: Path) -> None:
@@ -385,3 +462,5 @@ def test_a_job_with_the_runs_number_but_another_script_is_not_its_own(tmp_path: 
     other = job("12", "RUNNING", script=str(submission.folder / "submission.sh"), name="small")
     assert _stand(paths, other).state == "cancelled"
     assert _stand(queued_run(tmp_path / "runs", "12", "def"), other).state == "pending"
+    unknown = queued_run(tmp_path / "runs", "12", "ghi")
+    assert _stand(unknown, job("12", "RUNNING", name="other")).state == "cancelled", "by the job's name"

@@ -32,7 +32,7 @@ def run(environ: dict[str, str], *command: str) -> subprocess.CompletedProcess[s
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=HANG_LIMIT_S,
         input="x",
     )
 
@@ -95,7 +95,7 @@ flag = signals.install()
 print(flag.count, flag.first_at is not None)
 """
     with subprocess.Popen([*STARTER, sys.executable, "-c", script, str(tmp_path)], env=environ) as popen:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANG_LIMIT_S
         while not (tmp_path / "started").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -125,6 +125,10 @@ def test_it_imports_the_standard_library_alone() -> None:
         f"import runpy, sys; runpy.run_path({str(RANK)!r}); print([n for n in sys.modules if 'hpc' in n])"
     )
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-I", "-S", "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANG_LIMIT_S,
     )
     assert done.stdout == "[]\n"

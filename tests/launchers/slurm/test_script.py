@@ -18,6 +18,7 @@ from hpc_train.launchers.slurm.profiles import Profile
 from hpc_train.launchers.slurm.script import Batch, script_text
 from tests.launchers.slurm.programs import Programs
 from tests.launchers.slurm.scripts import experiment, fake_batch, make_it_print
+from tests.waiting import HANG_LIMIT_S
 
 #: Drops its own options and runs what is left, as task 0.
 SRUN = """\
@@ -41,7 +42,12 @@ def run(batch: Batch, programs: Programs, **environment: str) -> subprocess.Comp
     path.write_text(script_text(batch))
     own = {"PATH": f"{programs.folder}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
     return subprocess.run(
-        ["bash", path], env=own | environment, capture_output=True, text=True, check=False, timeout=120
+        ["bash", path],
+        env=own | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANG_LIMIT_S,
     )
 
 
@@ -200,6 +206,8 @@ module() {
     tcl5/9) echo "ERROR: Unable to locate a modulefile for '$2'" >&2 ;;
     lmod/9) echo "Lmod has detected the following error: The following module(s) are unknown" >&2 ;;
     silent/9) ;;
+    half/9) echo "ERROR: Unable to locate a modulefile for 'lib/2'" >&2; LOADEDMODULES=$LOADEDMODULES:$2 ;;
+    gcc/12) LOADEDMODULES=${LOADEDMODULES:+$LOADEDMODULES:}gcc/12.3 ;;
     swap) LOADEDMODULES=${LOADEDMODULES/gcc\\/12.3/swap\\/1} ;;
     alias) LOADEDMODULES=$LOADEDMODULES:other/1 ;;
     noisy/1) echo "this module has 3 known errors, see ERRORS.txt" >&2; LOADEDMODULES=$LOADEDMODULES:$2 ;;
@@ -221,6 +229,8 @@ module() {
         ("lmod/9 gcc", "`module load lmod/9` failed"),
         ("gcc silent/9", "`module load silent/9` failed"),
         ("silent/9", "`module load silent/9` failed"),
+        ("gcc half/9", "`module load half/9` failed"),
+        ("gcc/12 swap", "gcc/12 was unloaded by a later one"),
         ("gcc swap", "gcc was unloaded by a later one"),
     ],
 )
@@ -281,10 +291,13 @@ def test_a_job_that_has_run_before_is_not_lost_to_a_node_that_cannot_start_it(
     assert not list(batch.submission.glob("cannot-start-*")), "a start that went well counts anew"
 
 
-def test_a_script_of_a_lost_node_leaves_the_jobs_next_start_alone(tmp_path: Path, programs: Programs) -> None:
+@pytest.mark.parametrize("banner", ["true", "echo 'NOTICE: Restarts=0 soon, JobState=RUNNING then'"])
+def test_a_script_of_a_lost_node_leaves_the_jobs_next_start_alone(
+    tmp_path: Path, programs: Programs, banner: str
+) -> None:
     batch = fake_batch(tmp_path)
     (batch.submission / "rank").write_text("75")
-    programs.put("scontrol", "echo 'JobId=7 Requeue=1 Restarts=1 BatchFlag=1'")
+    programs.put("scontrol", f"{banner}; echo 'JobId=7 Requeue=1 Restarts=1 BatchFlag=1'")
     done = run(batch, programs)
     assert "continues as its restart 1" in done.stderr
     assert asked(programs) == []
@@ -378,6 +391,9 @@ def test_a_failed_job_is_kept_from_a_restart_where_slurm_does_not_list_the_codes
     programs.put("scontrol", 'case "$*" in "show config") echo "KillWait = 30 sec";; esac')
     assert run(batch, programs).returncode == 65
     assert asked(programs) == ["update JobId=7 Requeue=0"]
+    programs.put("scontrol", "exit 1")  # of a Slurm that does not answer nothing is known
+    assert run(batch, programs).returncode == 65
+    assert asked(programs) == ["update JobId=7 Requeue=0"]
 
 
 def test_a_requeue_that_slurm_refuses_is_written_down(tmp_path: Path, programs: Programs) -> None:
@@ -388,6 +404,18 @@ def test_a_requeue_that_slurm_refuses_is_written_down(tmp_path: Path, programs: 
     done = run(batch, programs)
     assert done.returncode == 75
     assert "Slurm refuses to requeue job 7: Requested operation is disabled" in done.stderr
+    told = (batch.submission / "code").read_text()
+    assert told == "refused Slurm refuses to requeue job 7: Requested operation is disabled"
+
+
+def test_a_job_that_squeue_does_not_list_is_read_from_scontrol(tmp_path: Path, programs: Programs) -> None:
+    batch = fake_batch(tmp_path)
+    (batch.submission / "rank").write_text("75")
+    programs.put("squeue", "true")
+    programs.put("scontrol", "echo 'JobId=7 JobName=x JobState=RUNNING Reason=None Restarts=0 BatchFlag=1'")
+    assert run(batch, programs).returncode == 75
+    assert "requeue 7" in programs.calls("scontrol")
+    assert programs.calls("sleep") == []
 
 
 def test_a_lost_nodes_script_leaves_the_jobs_next_start_to_be_requeued(

@@ -115,7 +115,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunPaths]:
 
 @pytest.mark.slow
 @given(texts=_HOSTILE, numbers=_NUMBERS)
-@settings(max_examples=40, deadline=None, phases=[Phase.reuse, Phase.generate])
+@settings(max_examples=40, phases=[Phase.reuse, Phase.generate])
 def test_what_runs_contain_is_shown_as_text(
     texts: Iterator[str], numbers: Iterator[Any], runs: list[RunPaths]
 ) -> None:

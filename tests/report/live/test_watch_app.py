@@ -296,7 +296,7 @@ def test_no_color_leaves_the_terminals_own(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen <= {"default"}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(texts=_WORDS, values=st.lists(_NUMBERS, min_size=4, max_size=4), width=st.integers(10, 250))
 def test_no_text_of_a_run_acts_on_the_terminal(
     texts: tuple[str, str, str, str], values: list[object], width: int
