@@ -235,6 +235,14 @@ def runs_folder(machine: Machine) -> Iterator[Finding]:
     if reason:
         yield unusable_runs(machine.where, machine.runs, str(reason))
         return
+    if lacks := machine.facts.get("lacks"):
+        yield machine.finding(
+            Level.WARNING,
+            "calls",
+            f"the file system of {machine.runs} has no {', '.join(map(str, lacks))}",
+            'runs do without them; docs/reference.md, "File systems that lack calls", says what is lost',
+            "set HPC_TRAIN_RUNS to another file system if there is one that all nodes share",
+        )
     free, files = machine.facts.get("free_bytes"), machine.facts.get("free_files")
     if isinstance(free, int) and free < _FREE_BYTES:
         what = f"{free / 2**30:.1f} GiB are free in {machine.runs}"

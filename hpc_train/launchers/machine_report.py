@@ -4,6 +4,7 @@
 standard library of any Python 3.6 and nothing of this package. ``machine_checks`` judges what it prints.
 """
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -66,6 +67,39 @@ def _names(folder: str) -> "list[str]":
         return []
 
 
+def _space(folder: str) -> "dict[str, Any]":
+    try:
+        size = os.statvfs(folder)
+    except OSError:
+        return {}
+    # 0 of 0: a file system that does not count blocks, or files.
+    return {
+        "free_bytes": size.f_bavail * size.f_frsize if size.f_blocks else None,
+        "free_files": size.f_favail if size.f_files else None,
+    }
+
+
+def _lacks(handle: int, path: str) -> "list[str]":
+    """Return the calls that the file's file system refuses, of those that a run can do without."""
+    calls: "list[tuple[str, Any, tuple[Any, ...]]]" = [
+        ("fsync", os.fsync, (handle,)),
+        ("chmod", os.chmod, (path, 0o600)),
+        ("symlink", os.symlink, (Path(path).name, path + ".l")),
+        ("link", os.link, (path, path + ".h")),
+        ("flock", fcntl.flock, (handle, fcntl.LOCK_EX | fcntl.LOCK_NB)),
+    ]
+    found = []
+    for name, call, arguments in calls:
+        try:
+            call(*arguments)
+        except OSError:
+            found.append(name)
+    for other in (path + ".l", path + ".h"):
+        if os.path.lexists(other):
+            os.unlink(other)  # noqa: PTH108
+    return found
+
+
 def _folder(folder: str) -> "dict[str, Any]":
     """Return how the folder looks from here, and this clock's lead over that of its file server."""
     try:
@@ -74,17 +108,9 @@ def _folder(folder: str) -> "dict[str, Any]":
         return {"folder": error.strerror}
     try:
         os.write(handle, b"x" * 4096)
-        os.fsync(handle)
         now = time.time()
-        size = os.statvfs(folder)
         lead = now - Path(path).stat().st_mtime
-        return {
-            "folder": "",
-            "free_bytes": size.f_bavail * size.f_frsize,
-            # 0 of 0: a file system that counts no files.
-            "free_files": size.f_favail if size.f_files else None,
-            "clock_lead_s": lead,
-        }
+        return dict(_space(folder), folder="", clock_lead_s=lead, lacks=_lacks(handle, path))
     except OSError as error:
         return {"folder": error.strerror}
     finally:

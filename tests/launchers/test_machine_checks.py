@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from hpc_train.launchers import machine_report
 from hpc_train.launchers.findings import Level
 from hpc_train.launchers.machine_checks import Machine, judged, parsed, this_machine
 from hpc_train.paths import runs_root
+from tests import refused_calls
 
 GOOD: dict[str, Any] = {
     "host": "n1",
@@ -28,6 +30,7 @@ GOOD: dict[str, Any] = {
     "free_bytes": 2**40,
     "free_files": None,
     "clock_lead_s": 0.01,
+    "lacks": [],
     "torch": {"version": "2.11", "cuda": "13.0", "nccl": "2.28.3", "gpus": ["H100", "H100"]},
 }
 
@@ -54,6 +57,7 @@ def bad(facts: dict[str, Any], **machine: Any) -> dict[str, Level]:
         ({"folder": "Read-only file system"}, {"runs": Level.ERROR}),
         ({"free_bytes": 10**9}, {"space": Level.WARNING}),
         ({"free_files": 12}, {"space": Level.WARNING}),
+        ({"lacks": ["fsync", "link"]}, {"calls": Level.WARNING}),
         ({"quota": "/home 12G* 10G 11G 6days"}, {"quota": Level.ERROR}),
         ({"clock_lead_s": -30.0}, {"clock": Level.WARNING}),
         ({"clock_lead_s": "late"}, {}),
@@ -74,6 +78,21 @@ def test_a_report_of_this_machine_is_read(monkeypatch: pytest.MonkeyPatch, tmp_p
     facts = parsed(json.dumps(machine_report.report(str(tmp_path))))
     assert facts.keys() == GOOD.keys()
     assert facts["missing"] == [] and abs(facts["clock_lead_s"]) < 2
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not refused_calls.IS_POSSIBLE, reason="system calls are refused by number")
+def test_a_report_names_calls_that_the_file_system_lacks(tmp_path: Path) -> None:
+    calls = ["fsync", "chmod", "fchmodat", "symlink", "symlinkat", "link", "linkat", "flock"]
+    line = "import json, machine_report, sys; print(json.dumps(machine_report._folder(sys.argv[1])))"
+    for refused, expected in (
+        (calls, ["fsync", "chmod", "symlink", "link", "flock"]),
+        (["flock"], ["flock"]),
+    ):
+        command = [*refused_calls.prefix(refused, "EPERM"), sys.executable, "-c", line, str(tmp_path)]
+        place = str(Path(machine_report.__file__).parent)
+        found = subprocess.check_output(command, env=os.environ | {"PYTHONPATH": place})
+        assert json.loads(found)["lacks"] == expected
     assert not list(tmp_path.iterdir())
 
 
