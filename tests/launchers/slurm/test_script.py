@@ -255,7 +255,7 @@ module() {
   case $* in
     "load there/1" | "restore there" | "use "*) MODULEPATH=${MODULEPATH:+$MODULEPATH:}$2; return 0 ;;
     "load "*) echo "ERROR: Unable to locate a modulefile for '$2'" >&2; return 0 ;;
-    "restore "*) echo 'Lmod has detected the following error:  User module collection: "x" does not exist.' >&2 ;;
+    "restore "*) echo 'Lmod has detected the following error:  User module collection: "x" ...' >&2 ;;
   esac
   return 1
 }
