@@ -29,6 +29,7 @@ from hpc_train.datasets.arguments import parse_args, refuse_rest, root_of
 from hpc_train.datasets.base import DataSource, RawTarget
 from hpc_train.datasets.index_files import Array, Index, ensure_index, open_index, packed_texts, text_at
 from hpc_train.datasets.sources.infer import mean_and_std
+from hpc_train.datasets.sources.named_files import class_remarks
 from hpc_train.datasets.sources.values import ClassNumbers, Place, numbers_of
 from hpc_train.datasets.token_writing import refusing_repeated
 from hpc_train.datasets.types import DataInfo
@@ -87,6 +88,10 @@ def build(rest: str, config: DataConfig, *, download: bool) -> DataSource:
     for split, paths in shards.items():
         _check_files(split, paths)
     index = _index(config, args, shards, download)
+    if download and args.target == "class":
+        targets = {split: arrays["targets"] for split, arrays in index.splits.items()}
+        for remark in class_remarks(index.class_names, targets):
+            say(f"data.root: {remark}")
     splits = {
         split: ShardedImages(paths, dict(index.splits[split]), args.channels)
         for split, paths in shards.items()

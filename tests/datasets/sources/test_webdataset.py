@@ -118,6 +118,14 @@ def test_targets(root: Path, args: dict[str, Any], targets: list[Any], classes: 
     assert source.info.target_shape == np.shape(targets[0])
 
 
+def test_prepare_reports_classes_without_samples(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build(root, num_classes=5)
+    build(root, num_classes=5, download=False)
+    said = "".join(capsys.readouterr())
+    assert said.count("data.root: 2 of 5 classes have no training sample: 3, 4") == 1
+    assert said.count("data.root: 2 of 5 classes have no validation sample: 3, 4") == 1
+
+
 def test_resume_and_ranks_read_the_same(root: Path) -> None:
     build(root)
     assert_exact(lambda: build(root, download=False))
