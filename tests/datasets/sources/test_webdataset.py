@@ -23,6 +23,7 @@ from hpc_train.plan.input_files import fingerprints, other_inputs
 from hpc_train.validate.loading import load
 from tests.datasets.samples import experiment
 from tests.datasets.sources.exactness import assert_exact
+from tests.datasets.sources.test_image_list import rewrite, without
 
 ANIMALS = ("cat", "ant", "bee")
 SHARDS = "train-{00..02}.tar"
@@ -145,6 +146,11 @@ def test_ranks_need_the_index_of_these_shards(root: Path, tmp_path: Path) -> Non
     path.write_bytes(content[:-1])
     with pytest.raises(BadFileError, match=words):
         build(root, download=False)
+    for absent in (("val", ""), ("train", "offsets")):
+        path.write_bytes(content)
+        rewrite(path, lambda header, absent=absent: without(header, *absent))  # type: ignore[misc]
+        with pytest.raises(BadFileError, match=words):
+            build(root, download=False)
     path.write_bytes(content)
     write(root / "train-01.tar", {"x": members_of(1)})
     with pytest.raises(BadFileError, match=words):
