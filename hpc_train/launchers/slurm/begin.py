@@ -132,8 +132,8 @@ def _why_not(paths: RunPaths) -> str | None:
 def _check_unrequested(job: BatchJob) -> None:
     """Raise BudgetSpentError if the job of a failed run is started again and again.
 
-    The batch script chooses an exit code after which Slurm does not do that, but Slurm may not have told it
-    which codes those are. A start after a lost node, or one that ``after`` or the batch script requested,
+    The batch script chooses an exit code after which Slurm does not do that, but it may not have received the
+    list of these codes. A start after a lost node, or one that ``after`` or the batch script requested,
     does not count.
     """
     record, status = newest_record(job.paths), read_status(job.paths)
